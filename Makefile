@@ -1,0 +1,32 @@
+# Two commands to learn: `make run` and `make test`. Each sets up its own .venv the first time.
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.phalanx-ready
+export PYTHON
+JOBS  ?= $(wildcard examples/*.toml)
+
+.PHONY: run test check setup clean
+
+run: $(STAMP)  ## plan the example jobs and print the result
+	@for job in $(JOBS); do echo "== phalanx plan $$job"; $(BIN)/phalanx plan "$$job" || exit $$?; echo; done
+
+test: $(STAMP)  ## run every test and every doctest
+	$(BIN)/python -m pytest -q
+
+check: $(STAMP)  ## formatter, linter, strict types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict src
+	$(BIN)/python -m pytest -q tests/test_layers.py
+
+setup: $(STAMP)
+
+# The stamp is younger than pyproject.toml exactly when the environment holds what it asks for.
+$(STAMP): pyproject.toml .ci/venv
+	@bash .ci/venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

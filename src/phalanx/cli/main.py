@@ -1,0 +1,109 @@
+"""The `phalanx` command: finds the verb, imports only that verb's module, and turns errors into exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from phalanx.cli.parser import Parser
+from phalanx.errors import PhalanxError, mistake, nearest
+
+# verb -> (module with `configure(parser)` and `run(args) -> exit code`, one line of help)
+VERBS: dict[str, tuple[str, str]] = {
+    "init": ("phalanx.cli.init", "write a commented job file for this machine or a cluster"),
+    "show": ("phalanx.cli.show", "print every resolved value of a job and where it came from"),
+    "cluster": ("phalanx.cli.cluster", "describe this machine or a cluster such as 8xH100:16"),
+    "probe": ("phalanx.cli.probe", "measure this machine in under 30 s; later plans use the profile"),
+    "plan": ("phalanx.cli.plan", "find the best layout, its reasons and its bill"),
+    "validate": ("phalanx.cli.validate", "predict a table of published runs and report the error"),
+    "calibrate": ("phalanx.cli.calibrate", "refit a few constants from steps measured on your system"),
+}
+
+EPILOG = """\
+exit codes: 0 fine, 1 findings, 2 the job or the call is wrong, 3 the world failed
+start with: phalanx init job.toml && phalanx plan job.toml
+"""
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
+PIPE_CLOSED = 141  # 128 + SIGPIPE: whoever read our output had enough
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; the return value is the exit code of the process."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
+    except PhalanxError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit and would print a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except Exception as error:
+        return _apologise(error)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage(), end="")
+        return 0
+    verb, *rest = arguments
+    if verb in ("-V", "--version"):
+        print(f"phalanx {_version()}")
+        return 0
+    if verb not in VERBS:
+        raise _unknown(verb)
+    module_name, help_line = VERBS[verb]
+    module = import_module(module_name)
+    parser = Parser(prog=f"phalanx {verb}", description=help_line)
+    module.configure(parser)
+    return int(module.run(parser.parse_args(rest)))
+
+
+def usage() -> str:
+    """The top-level help, from the table alone."""
+    verbs = "\n".join(f"  {verb:<10} {help_line}" for verb, (_, help_line) in VERBS.items())
+    return (
+        "usage: phalanx VERB [options]     phalanx VERB --help     phalanx --version\n\n"
+        "One job file from a laptop to a hundred thousand GPUs.\n\n"
+        f"verbs:\n{verbs}\n\n{EPILOG}"
+    )
+
+
+def _version() -> str:
+    from importlib.metadata import version  # 20 ms, needed by no other call
+
+    return version("phalanx")
+
+
+def _unknown(verb: str) -> PhalanxError:
+    close = nearest(verb, VERBS)
+    fix = f"did you mean phalanx {close}?" if close else f"the verbs are {', '.join(VERBS)}"
+    kind = "option" if verb.startswith("-") else "verb"
+    return mistake("phalanx", f'there is no {kind} "{verb[:60]}"', fix=fix)
+
+
+def _apologise(error: Exception) -> int:
+    if os.environ.get("PHALANX_DEBUG") == "1":
+        import traceback
+
+        traceback.print_exception(error)
+    text = str(error).splitlines()
+    print(
+        f"phalanx: sorry, something failed that should not: {type(error).__name__}: {text[0] if text else ''}",
+        file=sys.stderr,
+    )
+    print("  the job may be fine; run again with PHALANX_DEBUG=1 for the trace, and report it", file=sys.stderr)
+    return 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())

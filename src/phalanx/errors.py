@@ -1,0 +1,65 @@
+"""What can go wrong, as one tree.
+
+PhalanxError
+├── UserError      the job, the file or the call is wrong     exit 2
+└── WorldError     the machine, disk or network failed        exit 3
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One mistake in four parts: where it is, what is wrong with which values, why it matters, what to do."""
+
+    where: str
+    what: str
+    why: str = ""
+    fix: str = ""
+
+    def render(self) -> str:
+        """The text a person reads, most important line first."""
+        head = f"{self.where}: {self.what}" if self.where else self.what
+        return "\n".join([head, *(f"  {line}" for line in (self.why, self.fix) if line)])
+
+
+class PhalanxError(Exception):
+    """Base of everything Phalanx raises on purpose; carries all problems found, not only the first."""
+
+    exit_code = 3
+
+    def __init__(self, problems: Problem | Sequence[Problem]) -> None:
+        self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        super().__init__("\n".join(problem.render() for problem in self.problems))
+
+
+class UserError(PhalanxError):
+    """The job, the file or the call is wrong; the message says what to change."""
+
+    exit_code = 2
+
+
+class WorldError(PhalanxError):
+    """The machine, the disk or the network failed; the request itself was fine."""
+
+    exit_code = 3
+
+
+def mistake(where: str, what: str, *, why: str = "", fix: str = "") -> UserError:
+    """A UserError with a single problem."""
+    return UserError(Problem(where=where, what=what, why=why, fix=fix))
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """The valid choice closest to a misspelt word, or an empty string.
+
+    >>> nearest("tensr", ["tensor", "data"])
+    'tensor'
+    """
+    lowered = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(word.lower(), list(lowered), n=1, cutoff=0.5)
+    return lowered[close[0]] if close else ""

@@ -1,0 +1,157 @@
+"""Look at this machine: /proc and /sys for processors, memory and network cards, NVML for GPUs.
+
+Works without GPUs, without NVML, inside containers, and (coarsely) on systems that have no /proc.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from phalanx.hardware.machine import Machine, Nic
+from phalanx.hardware.nvml import GpuView, see_gpus
+
+_PCI_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
+_NO_LIMIT = 1 << 60  # cgroup v1 writes 2^63 rounded to a page for "unlimited"
+
+
+def discover(*, root: Path = Path("/"), environ: Mapping[str, str] | None = None) -> Machine:
+    """This machine; `root` is where /proc and /sys are looked for (a test gives another)."""
+    env = os.environ if environ is None else environ
+    cpuinfo = _text(root / "proc/cpuinfo")
+    sockets, cores = _count_cores(cpuinfo)
+    gpus = see_gpus(root=root, visible=env.get("CUDA_VISIBLE_DEVICES"))
+    return Machine(
+        hostname=platform.node() or "localhost",
+        cpu_model=_cpu_model(cpuinfo),
+        sockets=sockets,
+        cores=cores,
+        usable_cores=_usable_cores(root, cores),
+        numa_nodes=max(1, len(_matching(root / "sys/devices/system/node", r"node\d+"))),
+        memory_bytes=_memory_bytes(root),
+        nics=_nics(root),
+        gpus=gpus.gpus,
+        gpu_paths=gpus.paths,
+        notes=gpus.notes + _unseen_gpus(root, gpus),
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # sysfs answers EINVAL for the speed of a card that is down
+        return ""
+
+
+def _integer(path: Path, default: int = 0) -> int:
+    text = _text(path).strip()
+    return int(text) if re.fullmatch(r"-?\d{1,20}", text) else default
+
+
+def _matching(folder: Path, pattern: str) -> list[Path]:
+    try:
+        return sorted(entry for entry in folder.iterdir() if re.fullmatch(pattern, entry.name))
+    except OSError:
+        return []
+
+
+def _cpu_model(cpuinfo: str) -> str:
+    match = re.search(r"^(?:model name|Model|Hardware)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    return match.group(1).strip() if match else platform.processor() or platform.machine() or "unknown CPU"
+
+
+def _count_cores(cpuinfo: str) -> tuple[int, int]:
+    """Sockets and physical cores; hyper-threads of one core share its id."""
+    logical = len(re.findall(r"^processor\s*:", cpuinfo, re.MULTILINE)) or os.cpu_count() or 1
+    cores: set[tuple[str, str]] = set()
+    for block in cpuinfo.split("\n\n"):
+        socket = re.search(r"^physical id\s*:\s*(\d+)", block, re.MULTILINE)
+        core = re.search(r"^core id\s*:\s*(\d+)", block, re.MULTILINE)
+        if socket and core:
+            cores.add((socket.group(1), core.group(1)))
+    return max(1, len({socket for socket, _ in cores})), len(cores) or logical
+
+
+def _usable_cores(root: Path, cores: int) -> int:
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    quota = _cpu_quota(root)
+    limit = math.floor(quota) if quota else allowed
+    return max(1, min(cores, allowed, limit)) if root == Path("/") else max(1, min(cores, limit or cores))
+
+
+def _cgroup_folders(root: Path, controller: str) -> list[Path]:
+    """Where this process's limits may stand, in cgroup v2 and v1, from its own group up to the root."""
+    folders: list[Path] = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, names, group = line.split(":", 2) if line.count(":") >= 2 else ("", "-", "")
+        if names and controller not in names.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / controller if names else root / "sys/fs/cgroup"
+        parts = [part for part in group.split("/") if part and part != ".."]
+        folders += [top.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+    return folders
+
+
+def _cpu_quota(root: Path) -> float:
+    """CPUs a container may use at once; 0 when it is not limited."""
+    quotas = []
+    for folder in _cgroup_folders(root, "cpu"):
+        words = _text(folder / "cpu.max").split()
+        if len(words) == 2 and words[0].isdigit() and int(words[1]) > 0:
+            quotas.append(int(words[0]) / int(words[1]))
+        quota, period = _integer(folder / "cpu.cfs_quota_us", -1), _integer(folder / "cpu.cfs_period_us")
+        if quota > 0 and period > 0:
+            quotas.append(quota / period)
+    return min(quotas, default=0.0)
+
+
+def _memory_bytes(root: Path) -> int:
+    match = re.search(r"^MemTotal:\s*(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    total = int(match.group(1)) * 1024 if match else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = [total]
+    for folder in _cgroup_folders(root, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            limit = _integer(folder / name)
+            if 0 < limit < _NO_LIMIT:
+                limits.append(limit)
+    return min(limits)
+
+
+def _nics(root: Path) -> tuple[Nic, ...]:
+    cards = []
+    for folder in _matching(root / "sys/class/net", r"[^.].*"):
+        if not (folder / "device").exists():  # loopback, bridges, tunnels
+            continue
+        megabits = _integer(folder / "speed", -1)
+        speed = megabits * 1e6 / 8 if megabits > 0 else 0.0
+        node = _integer(folder / "device/numa_node", -1)
+        cards.append(Nic(name=folder.name, bytes_per_s=speed, numa_node=node, kind="ethernet"))
+    for folder in _matching(root / "sys/class/infiniband", r"[^.].*"):
+        rates = [re.match(r"\s*([\d.]+) Gb/sec", _text(port / "rate")) for port in _matching(folder / "ports", r"\d+")]
+        speed = sum(float(rate.group(1)) for rate in rates if rate) * 1e9 / 8
+        node = _integer(folder / "device/numa_node", -1)
+        cards.append(Nic(name=folder.name, bytes_per_s=speed, numa_node=node, kind="infiniband"))
+    return tuple(cards)
+
+
+def _unseen_gpus(root: Path, seen: GpuView) -> tuple[str, ...]:
+    """A note when PCI shows GPUs that no driver library told us about."""
+    if seen.gpus or seen.hidden:
+        return ()
+    counts: dict[str, int] = {}
+    for device in _matching(root / "sys/bus/pci/devices", r"[0-9a-f:.]+"):
+        if _text(device / "class").strip().startswith(("0x0300", "0x0302", "0x0380", "0x1200")):
+            vendor = _PCI_VENDORS.get(_text(device / "vendor").strip(), "")
+            if vendor:
+                counts[vendor] = counts.get(vendor, 0) + 1
+    cures = {
+        "NVIDIA": "install the driver and pip install nvidia-ml-py to see them",
+        "AMD": "name them, such as 8xMI300X, instead of local",
+    }
+    return tuple(
+        f"{count} {vendor} GPU(s) on PCIe cannot be asked: {cures[vendor]}" for vendor, count in counts.items()
+    )

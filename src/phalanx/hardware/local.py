@@ -1,0 +1,166 @@
+"""This machine as a Cluster: one device per GPU, or per core when there is none, with what the probe measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from phalanx.errors import UserError, mistake
+from phalanx.hardware.catalog import find
+from phalanx.hardware.discover import discover
+from phalanx.hardware.machine import Machine
+from phalanx.hardware.profile import Profile, load, usual_path
+from phalanx.hardware.shape import assemble
+from phalanx.hardware.types import Accelerator, Cluster
+
+MAX_LOCAL_RANKS = 4096
+
+
+def local_cluster(
+    *,
+    environ: Mapping[str, str] | None = None,
+    profile: Path | None = None,
+    ranks: int = 0,
+    files: Sequence[Path] = (),
+) -> Cluster:
+    """This machine, looked at now."""
+    env = os.environ if environ is None else environ
+    return machine_cluster(discover(environ=env), environ=env, profile=profile, ranks=ranks, files=files)
+
+
+def machine_cluster(
+    machine: Machine,
+    *,
+    environ: Mapping[str, str],
+    profile: Path | None = None,
+    ranks: int = 0,
+    files: Sequence[Path] = (),
+) -> Cluster:
+    """A machine as a Cluster; `ranks` is how many processes share its cores (0: one per core)."""
+    if not 0 <= ranks <= MAX_LOCAL_RANKS:
+        raise mistake("--ranks", f"{ranks} is out of range", fix=f"use 1 to {MAX_LOCAL_RANKS}, or 0 for one per core")
+    measured, remark = _measured(machine, environ, profile)
+    if machine.gpus:
+        cluster = _gpu_cluster(machine, environ, files)
+    else:
+        cluster = _cpu_cluster(machine, ranks or machine.usable_cores, environ, files)
+    source = "; ".join(part for part in (cluster.source, remark) if part)
+    cores_per_rank = 1.0 if machine.gpus else machine.usable_cores / cluster.devices
+    return _apply(dataclasses.replace(cluster, source=source), measured, cores_per_rank)
+
+
+def _measured(machine: Machine, environ: Mapping[str, str], named: Path | None) -> tuple[Profile | None, str]:
+    """The profile that fits this machine, and a remark for the cluster's source; a named one must be readable."""
+    text = environ.get("PHALANX_PROFILE", "")
+    explicit = named or (Path(text) if text else None)
+    path = explicit or usual_path(machine.hostname, environ)
+    if explicit is None and not path.exists():
+        return None, "not measured: run phalanx probe"
+    try:
+        profile = load(path)
+    except UserError as error:
+        if explicit is not None:
+            raise
+        return None, f"profile ignored ({error.problems[0].render().splitlines()[0]})"
+    device = "cuda" if machine.gpus else "cpu"
+    if profile.device != device:
+        return None, f"profile ignored (it measured {profile.device}, this machine computes on {device})"
+    return profile, f"measured by phalanx probe on {profile.taken_at[:10]} with {profile.engine}"
+
+
+def _apply(cluster: Cluster, profile: Profile | None, cores_per_rank: float) -> Cluster:
+    """The cluster with measured rates; the probe gives each rank one core, so a rank with two is twice as fast."""
+    if profile is None:
+        return cluster
+    matmul_flops = profile.matmul_flops * cores_per_rank
+    return dataclasses.replace(
+        cluster,
+        accelerator=_measured_device(cluster.accelerator, profile, cores_per_rank),
+        matmul_flops=matmul_flops,
+        # The cost of a numpy call says nothing about the training framework's, so only torch's is passed on.
+        launch_s=profile.launch_s if profile.engine.startswith("torch") else 0.0,
+        link_bytes_per_s=profile.link_bytes_per_s or cluster.link_bytes_per_s,
+        link_latency_s=profile.link_latency_s or cluster.link_latency_s,
+        disk_bytes_per_s=profile.disk_bytes_per_s,
+    )
+
+
+def _measured_device(accelerator: Accelerator, profile: Profile, cores_per_rank: float) -> Accelerator:
+    """A CPU's catalogue row is one AVX2 core; a measurement above it (AVX-512) shows the true peak is higher."""
+    if profile.device != "cpu":
+        return accelerator
+    flops = profile.matmul_flops * cores_per_rank
+    return dataclasses.replace(
+        accelerator,
+        peak_bf16_flops=max(accelerator.peak_bf16_flops, flops),
+        peak_fp32_flops=max(accelerator.peak_fp32_flops, flops),
+        memory_bytes_per_s=profile.memory_bytes_per_s * cores_per_rank or accelerator.memory_bytes_per_s,
+    )
+
+
+def _cpu_cluster(machine: Machine, ranks: int, environ: Mapping[str, str], files: Sequence[Path]) -> Cluster:
+    core = find("CPU-core", files=files, environ=environ)
+    cores_per_rank = machine.usable_cores / ranks
+    device = dataclasses.replace(
+        core,
+        name=machine.cpu_model,
+        peak_bf16_flops=core.peak_bf16_flops * cores_per_rank,
+        peak_fp32_flops=core.peak_fp32_flops * cores_per_rank,
+        memory_bytes=machine.memory_bytes / ranks,
+        memory_bytes_per_s=core.memory_bytes_per_s * cores_per_rank,
+        domain_devices=ranks,
+        host_devices=ranks,
+        tdp_w=core.tdp_w * cores_per_rank,
+    )
+    return assemble(
+        name="local",
+        accelerator=device,
+        domain_devices=ranks,
+        domains=1,
+        host_devices=ranks,
+        host_memory_bytes=machine.memory_bytes,
+        nic_bytes_per_s=_nic_bytes_per_s(machine, ranks),
+        source=f"this machine, {machine.hostname}: {machine.usable_cores} cores, {ranks} ranks",
+    )
+
+
+def _gpu_cluster(machine: Machine, environ: Mapping[str, str], files: Sequence[Path]) -> Cluster:
+    names = sorted({gpu.name for gpu in machine.gpus})
+    if len(names) > 1:
+        fix = "choose equal ones with CUDA_VISIBLE_DEVICES"
+        raise mistake("local", f"has unlike GPUs: {', '.join(names)}", why="ranks move in lockstep", fix=fix)
+    count = len(machine.gpus)
+    known = find(names[0], files=files, environ=environ, where="local")
+    memory = min(gpu.memory_bytes for gpu in machine.gpus)
+    device = dataclasses.replace(_linked(known, machine), memory_bytes=memory or known.memory_bytes)
+    return assemble(
+        name="local",
+        accelerator=device,
+        domain_devices=count,
+        domains=1,
+        host_devices=count,
+        host_memory_bytes=machine.memory_bytes,
+        nic_bytes_per_s=_nic_bytes_per_s(machine, count),
+        source=f"this machine, {machine.hostname}: {count} x {names[0]}",
+    )
+
+
+def _linked(known: Accelerator, machine: Machine) -> Accelerator:
+    """The device with the links its driver shows; the catalogue's when the driver could not be asked."""
+    if any(gpu.nvlinks < 0 for gpu in machine.gpus):
+        return known
+    nvlink = min(gpu.nvlink_bytes_per_s for gpu in machine.gpus)
+    if nvlink > 0:
+        return dataclasses.replace(known, link_bytes_per_s=nvlink)
+    pcie = min(gpu.pcie_bytes_per_s for gpu in machine.gpus)
+    link = known.link if known.link.startswith("PCIe") else "PCIe"
+    return dataclasses.replace(known, link=link, link_bytes_per_s=pcie or known.link_bytes_per_s)
+
+
+def _nic_bytes_per_s(machine: Machine, devices: int) -> float:
+    """Network speed per device; an InfiniBand or RoCE card also shows as an Ethernet one, so count only one kind."""
+    fabric = sum(nic.bytes_per_s for nic in machine.nics if nic.kind == "infiniband")
+    ethernet = sum(nic.bytes_per_s for nic in machine.nics if nic.kind == "ethernet")
+    return max(fabric, ethernet) / devices

@@ -1,0 +1,188 @@
+"""NVIDIA GPUs through NVML (package nvidia-ml-py, optional), else nvidia-smi. A broken driver is a note."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.hardware.machine import Gpu, GpuPath
+from phalanx.units import MIB
+
+# GB/s per link and direction, by NVLink version: 20 in P100, 25 from V100 to H100 (18 links = 450), 50 in Blackwell.
+_NVLINK_BYTES_PER_S = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9}
+# GB/s per lane and direction after 128b/130b coding, by PCIe generation.
+_PCIE_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+_MAX_NVLINKS = 18  # NVML_NVLINK_MAX_LINKS
+# nvmlGpuTopologyLevel_t
+_ANCESTORS = {0: "same board", 10: "PCIe switch", 20: "PCIe switches", 30: "PCIe bridge", 40: "same NUMA node"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuView:
+    """What NVML shows: the GPUs, their paths, and why it shows none when it does not."""
+
+    gpus: tuple[Gpu, ...] = ()
+    paths: tuple[GpuPath, ...] = ()
+    notes: tuple[str, ...] = ()
+    hidden: bool = False  # CUDA_VISIBLE_DEVICES hides GPUs on purpose
+
+
+def see_gpus(
+    *,
+    root: Path = Path("/"),
+    visible: str | None = None,
+    library: Any = None,
+    ask: Callable[[], str] | None = None,
+) -> GpuView:
+    """The GPUs; `visible` is CUDA_VISIBLE_DEVICES, `library` and `ask` stand in for pynvml and nvidia-smi in tests."""
+    nvml = library if library is not None else _load()
+    if nvml is None:
+        return _from_nvidia_smi(root, visible, (ask or _ask_nvidia_smi)())
+    try:
+        nvml.nvmlInit()
+    except Exception as error:  # NVMLError has no base class we may import; none of its kinds may stop us
+        missing = "not found" in str(error).lower()  # NVML Shared Library Not Found: no NVIDIA driver on this machine
+        return GpuView() if missing else GpuView(notes=(f"the NVIDIA driver does not answer: {error}",))
+    try:
+        return _look(nvml, root, visible)
+    except Exception as error:
+        return GpuView(notes=(f"the NVIDIA driver stopped answering: {error}",))
+    finally:
+        _try(nvml.nvmlShutdown, default=None)
+
+
+def _load() -> Any:
+    try:
+        return importlib.import_module("pynvml")
+    except ImportError:
+        return None
+
+
+def _ask_nvidia_smi() -> str:
+    """One CSV line per GPU from the driver's own program; empty when it is absent or fails."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    columns = "index,uuid,name,memory.total,pci.bus_id,pcie.link.gen.max,pcie.link.width.max"
+    command = [program, f"--query-gpu={columns}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _from_nvidia_smi(root: Path, visible: str | None, text: str) -> GpuView:
+    rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text))]
+    found = {int(row[0]): row for row in rows if len(row) == 7 and row[0].isdigit()}
+    chosen = visible_indices(visible, {index: row[1] for index, row in found.items()})
+    if not found:
+        return GpuView()
+    note = "NVLink and PCIe paths are not shown: pip install nvidia-ml-py"
+    gpus = tuple(_smi_gpu(root, found[index]) for index in chosen)
+    return GpuView(gpus=gpus, notes=(note,), hidden=len(chosen) < len(found))
+
+
+def _smi_gpu(root: Path, row: list[str]) -> Gpu:
+    memory, generation, lanes = (int(cell) if cell.isdigit() else 0 for cell in (row[3], row[5], row[6]))
+    return Gpu(
+        index=int(row[0]),
+        name=row[2],
+        memory_bytes=memory * MIB,
+        pci_address=row[4],
+        numa_node=_numa_node(root, row[4]),
+        pcie_bytes_per_s=_PCIE_LANE_BYTES_PER_S.get(generation, 0.0) * lanes,
+        nvlinks=-1,
+        nvlink_bytes_per_s=0.0,
+    )
+
+
+def _try(call: Any, *args: Any, default: Any) -> Any:
+    """NVML answers "not supported" for many questions on many boards; that is no failure."""
+    try:
+        return call(*args)
+    except Exception:
+        return default
+
+
+def _look(nvml: Any, root: Path, visible: str | None) -> GpuView:
+    count = nvml.nvmlDeviceGetCount()
+    handles = {index: nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)}
+    uuids = {index: _text(_try(nvml.nvmlDeviceGetUUID, handle, default="")) for index, handle in handles.items()}
+    chosen = visible_indices(visible, uuids)
+    gpus = tuple(_gpu(nvml, root, index, handles[index]) for index in chosen)
+    hidden = count - len(chosen)
+    notes = (f"CUDA_VISIBLE_DEVICES hides {hidden} of {count} GPUs",) if hidden else ()
+    return GpuView(gpus=gpus, paths=_paths(nvml, handles, gpus), notes=notes, hidden=bool(hidden))
+
+
+def visible_indices(visible: str | None, uuids: dict[int, str]) -> list[int]:
+    """Which GPUs CUDA_VISIBLE_DEVICES leaves, as CUDA reads it: the list ends at the first entry that is none.
+
+    >>> visible_indices("1,0", {0: "GPU-a", 1: "GPU-b"}), visible_indices("-1", {0: "GPU-a"})
+    ([1, 0], [])
+    """
+    if visible is None:
+        return list(uuids)
+    chosen: list[int] = []
+    for word in (part.strip() for part in visible.split(",")):
+        matches = [index for index, uuid in uuids.items() if word == str(index) or (word and uuid.startswith(word))]
+        if len(matches) != 1 or matches[0] in chosen:
+            break
+        chosen.append(matches[0])
+    return chosen
+
+
+def _gpu(nvml: Any, root: Path, index: int, handle: Any) -> Gpu:
+    address = _text(_try(lambda: nvml.nvmlDeviceGetPciInfo(handle).busId, default=""))
+    links = [
+        _try(nvml.nvmlDeviceGetNvLinkVersion, handle, link, default=0)
+        for link in range(_MAX_NVLINKS)
+        if _try(nvml.nvmlDeviceGetNvLinkState, handle, link, default=0) == 1
+    ]
+    generation = _try(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle, default=0)
+    lanes = _try(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle, default=0)
+    return Gpu(
+        index=index,
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        memory_bytes=int(_try(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total, default=0)),
+        pci_address=address,
+        numa_node=_numa_node(root, address),
+        pcie_bytes_per_s=_PCIE_LANE_BYTES_PER_S.get(generation, 0.0) * lanes,
+        nvlinks=len(links),
+        nvlink_bytes_per_s=sum(_NVLINK_BYTES_PER_S.get(version, 25e9) for version in links),
+    )
+
+
+def _numa_node(root: Path, address: str) -> int:
+    # NVML writes 00000000:17:00.0, sysfs 0000:17:00.0
+    short = address.lower()[-12:]
+    try:
+        return int((root / "sys/bus/pci/devices" / short / "numa_node").read_text()) if short else -1
+    except (OSError, ValueError):
+        return -1
+
+
+def _paths(nvml: Any, handles: dict[int, Any], gpus: tuple[Gpu, ...]) -> tuple[GpuPath, ...]:
+    paths = []
+    for position, first in enumerate(gpus):
+        for second in gpus[position + 1 :]:
+            if first.nvlinks and second.nvlinks:
+                kind = "NVLink"
+            else:
+                pair = handles[first.index], handles[second.index]
+                level = _try(nvml.nvmlDeviceGetTopologyCommonAncestor, *pair, default=50)
+                kind = _ANCESTORS.get(level, "across NUMA nodes")
+            paths.append(GpuPath(first=first.index, second=second.index, kind=kind))
+    return tuple(paths)
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

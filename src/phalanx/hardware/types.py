@@ -1,0 +1,69 @@
+"""Devices and clusters as plain values; where they come from is the business of the other files here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accelerator:
+    """One device: peaks as the vendor states them (dense), and the best matmul anyone measured.
+
+    Rates are FLOP/s and bytes/s; 0 means the device does not support that precision or the figure is unknown.
+    """
+
+    name: str
+    vendor: str
+    family: str  # architecture generation: "ampere", "hopper", "blackwell", "cdna3", "tpu-v5", "cpu" ...
+    peak_bf16_flops: float  # fp16 tensor peak where the device has no bf16 (V100)
+    peak_fp8_flops: float
+    peak_fp4_flops: float
+    peak_fp32_flops: float
+    matmul_bf16_flops: float  # best measured; 0 when nobody published one
+    matmul_fp8_flops: float
+    memory_bytes: float
+    memory_bytes_per_s: float
+    link: str  # "NVLink4", "PCIe4", "ICI", "loopback" ...
+    link_bytes_per_s: float  # one direction, per device, inside the fast domain
+    domain_devices: int  # devices reached at link speed: 8 for an HGX board, 72 for NVL72
+    host_devices: int  # devices that fail together with one host
+    nic_bytes_per_s: float  # typical, per device, one direction
+    tdp_w: float
+    price_item: str = ""  # key into the price table
+    source: str = ""
+    notes: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """What there is to run on: `domains` fast domains of `domain_devices` equal devices, joined by NICs."""
+
+    name: str
+    accelerator: Accelerator
+    domain_devices: int
+    domains: int
+    host_devices: int
+    link_bytes_per_s: float
+    nic_bytes_per_s: float
+    link_latency_s: float
+    nic_latency_s: float
+    host_memory_bytes: float
+    failures_per_host_day: float
+    price_usd_per_device_hour: tuple[float, float, float] | None = None  # low, middle, high
+    power_w_per_device: float = 0.0  # whole server divided by its devices; 0 derives it from TDP
+    pue: float = 0.0  # 0 takes the planner's default
+    grid_gco2_per_kwh: float = 0.0
+    disk_bytes_per_s: float = 0.0  # checkpoint bandwidth per host; 0 takes the planner's default
+    matmul_flops: float = 0.0  # measured by `phalanx probe`; 0 uses the accelerator's figure
+    launch_s: float = 0.0  # measured cost of one small operation; 0 uses the framework profile
+    source: str = ""
+
+    @property
+    def devices(self) -> int:
+        """All devices of the cluster."""
+        return self.domain_devices * self.domains
+
+    @property
+    def hosts(self) -> int:
+        """Machines that can fail on their own."""
+        return max(1, self.devices // max(1, self.host_devices))

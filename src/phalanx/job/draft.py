@@ -1,0 +1,101 @@
+"""The notebook of one load: what the file and --set say, where from, and every mistake found so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from phalanx.errors import Problem, nearest
+from phalanx.job import scan
+from phalanx.job.rules import Rule, WrongValue, shown
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Where a value came from: `where` is what a person reads, such as "job.toml:12" or "preset llama-3-8b"."""
+
+    kind: Literal["file", "set", "preset", "hf_config", "derived", "default"]
+    where: str
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether a person wrote this very value."""
+        return self.kind in ("file", "set")
+
+
+DEFAULT = Origin(kind="default", where="default")
+
+
+@dataclass(kw_only=True, slots=True)
+class Draft:
+    """Collects while the loader reads; thrown away once the Job is built."""
+
+    path: Path
+    table: dict[str, object]
+    lines: Mapping[scan.Path, int]
+    settings: dict[str, str] = field(default_factory=dict)  # dotted key -> the --set that gave it
+    origins: dict[str, Origin] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[Problem] = field(default_factory=list)
+    bad: set[str] = field(default_factory=set)  # keys whose value was refused
+
+    def section(self, name: str) -> dict[str, object]:
+        """The table of one section; empty when it is absent."""
+        value = self.table.get(name, {})
+        return value if isinstance(value, dict) else {}
+
+    def written(self, key: str) -> Origin:
+        """The origin of a key that the file or --set gives; keys of list elements are written `batch.ramp.0.until`."""
+        for given, origin_text in self.settings.items():
+            if key == given or key.startswith(given + "."):
+                return Origin(kind="set", where=origin_text)
+        path: scan.Path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
+        return Origin(kind="file", where=self.place(path))
+
+    def place(self, path: scan.Path) -> str:
+        """file:line of a key path, or of the nearest table around it."""
+        while path and path not in self.lines:
+            path = path[:-1]
+        return f"{self.path}:{self.lines[path]}" if path else str(self.path)
+
+    def complain(self, key: str, what: str, *, why: str = "", fix: str = "") -> None:
+        """Note a mistake at a key; the key counts as refused from here on."""
+        self.bad.add(key)
+        origin = self.origins.get(key)
+        where = origin.where if origin and origin.kind != "default" else self.written(key).where
+        self.problems.append(Problem(where=where, what=what, why=why, fix=fix))
+
+    def warn(self, key: str, what: str, *, fix: str = "") -> None:
+        """Note a setting that is legal but does nothing."""
+        self.warnings.append(Problem(where=self.origins[key].where, what=what, fix=fix))
+
+    def read(self, key: str, value: object, rule: Rule, *, origin: Origin | None = None) -> object | None:
+        """The value as its rule reads it, or None after a complaint."""
+        self.origins[key] = origin or self.written(key)
+        try:
+            return rule.read(value)
+        except WrongValue as wrong:
+            fix = wrong.fix or f"use {rule.expects}"
+            self.complain(key, f"{key} = {shown(value)} {wrong}", why=rule.note, fix=fix)
+            return None
+
+    def refuse_unknown(self, prefix: scan.Path, given: Iterable[str], known: Iterable[str]) -> None:
+        """Complain about each key that nobody reads, with the nearest one that somebody does."""
+        names = sorted(known)
+        for name in (name for name in given if name not in names):
+            close = nearest(name, names)
+            fix = f'did you mean "{close}"?' if close else f"the keys are {', '.join(names)}"
+            place = f"section [{dotted(prefix)}]" if prefix else "a job file"
+            where = self.settings.get(dotted((*prefix, name))) or self.place((*prefix, name))
+            self.problems.append(Problem(where=where, what=f"{place} has no key {shown(name)}", fix=fix))
+
+
+def dotted(path: scan.Path) -> str:
+    """A key path as a person writes it.
+
+    >>> dotted(("batch", "ramp", 0))
+    'batch.ramp.0'
+    """
+    return ".".join(str(part) for part in path)

@@ -1,0 +1,169 @@
+"""A Hugging Face config.json as a model shape: known keys are read, nothing is executed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.errors import UserError, mistake, nearest
+from phalanx.job.textfile import read_text
+
+Shape = dict[str, object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """How one `model_type` writes its shape: our key -> its keys in order of preference, and what the type implies."""
+
+    keys: Mapping[str, tuple[str, ...]]
+    implies: Mapping[str, object]
+
+
+_DENSE = {
+    "layers": ("num_hidden_layers",),
+    "hidden": ("hidden_size",),
+    "heads": ("num_attention_heads",),
+    "ffn": ("intermediate_size",),
+    "vocab": ("vocab_size",),
+}
+_GPT2 = {"layers": ("n_layer",), "hidden": ("n_embd",), "heads": ("n_head",), "vocab": ("vocab_size",)}
+_BLOOM = {
+    "layers": ("n_layer", "num_hidden_layers"),
+    "hidden": ("hidden_size", "n_embed"),
+    "heads": ("n_head", "num_attention_heads"),
+    "vocab": ("vocab_size",),
+}
+_MIXTRAL = {"experts": ("num_local_experts",), "experts_per_token": ("num_experts_per_tok",)}
+_QWEN_MOE = {
+    "experts": ("num_experts",),
+    "experts_per_token": ("num_experts_per_tok",),
+    "expert_ffn": ("moe_intermediate_size",),
+}
+_DEEPSEEK = {
+    "experts": ("n_routed_experts",),
+    "experts_per_token": ("num_experts_per_tok",),
+    "expert_ffn": ("moe_intermediate_size",),
+    "shared_experts": ("n_shared_experts",),
+    "dense_layers": ("first_k_dense_replace",),
+    "kv_lora_rank": ("kv_lora_rank",),
+    "qk_nope_dim": ("qk_nope_head_dim",),
+    "qk_rope_dim": ("qk_rope_head_dim",),
+    "v_head_dim": ("v_head_dim",),
+}
+_OLD = {"gated": False, "norm": "layer", "bias": True, "tied": True}  # GPT-2 and BLOOM tie unless told otherwise
+
+_LLAMA_LIKE = Family(keys=_DENSE, implies={})
+_DEEPSEEK_LIKE = Family(keys={**_DENSE, **_DEEPSEEK}, implies={"router_bias": True})
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": _LLAMA_LIKE,
+    "mistral": _LLAMA_LIKE,
+    "mixtral": Family(keys={**_DENSE, **_MIXTRAL}, implies={}),
+    "qwen2": Family(keys=_DENSE, implies={"qkv_bias": True}),
+    "qwen3": Family(keys=_DENSE, implies={"qk_norm": True}),
+    "qwen3_moe": Family(keys={**_DENSE, **_QWEN_MOE}, implies={"qk_norm": True}),
+    "gpt2": Family(keys={**_GPT2, "max_positions": ("n_positions",)}, implies={**_OLD, "positions": "learned"}),
+    "bloom": Family(keys=_BLOOM, implies={**_OLD, "positions": "alibi", "embedding_norm": True}),
+    "deepseek_v3": _DEEPSEEK_LIKE,
+    "kimi_k2": _DEEPSEEK_LIKE,
+}
+
+
+def read_config(path: Path) -> Shape:
+    """The ModelShape keys a config.json states. Raises UserError for a file or a family we cannot read."""
+    config = _parse(path)
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise _unknown_family(path, kind)
+    family = FAMILIES[kind]
+    shape: Shape = dict(family.implies)
+    for ours, theirs in family.keys.items():
+        shape[ours] = _first(config, theirs, path)
+    shape.update(_optional(config, shape, path))
+    return {"name": kind, **shape}
+
+
+def _parse(path: Path) -> dict[str, object]:
+    text = read_text(path, noun="config.json")
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise mistake(f"{path}:{error.lineno}", f"is not JSON: {error.msg}") from error
+    except (RecursionError, ValueError) as error:
+        raise mistake(
+            str(path), "is not a model configuration: it nests too deep or holds a number too long"
+        ) from error
+    if not isinstance(config, dict):
+        raise mistake(str(path), "is not a model configuration: the file must hold one JSON object")
+    return config
+
+
+def _first(config: Mapping[str, object], keys: tuple[str, ...], path: Path) -> object:
+    for key in keys:
+        if config.get(key) is not None:
+            return config[key]
+    raise mistake(str(path), f"has no {' or '.join(keys)}", why=f"a {config['model_type']} model needs it")
+
+
+def _optional(config: Mapping[str, object], shape: Shape, path: Path) -> Shape:
+    """Keys that may be absent or null, each with the default of the model's own code."""
+    found: Shape = {}
+    for ours, theirs in (
+        ("kv_heads", "num_key_value_heads"),
+        ("head_dim", "head_dim"),
+        ("tied", "tie_word_embeddings"),
+    ):
+        if config.get(theirs) is not None:
+            found[ours] = config[theirs]
+    if "kv_lora_rank" in shape:
+        found |= {"q_lora_rank": config.get("q_lora_rank") or 0, "kv_heads": shape["heads"]}
+        found["head_dim"] = _sum(shape["qk_nope_dim"], shape["qk_rope_dim"])
+    if "ffn" not in shape:
+        found["ffn"] = config.get("n_inner") or _sum(*[shape["hidden"]] * 4)
+    if shape.get("experts") and "expert_ffn" not in shape:
+        found["expert_ffn"] = shape["ffn"]
+    if config.get("attention_bias") is True:
+        # Llama's switch also adds a bias to the output projection, `hidden` values a layer: under 1e-6 of any model.
+        found["bias" if config.get("mlp_bias") is True else "qkv_bias"] = True
+    return found | _dense_layers(config, path)
+
+
+def _dense_layers(config: Mapping[str, object], path: Path) -> Shape:
+    """Which layers of a mixture-of-experts model stay dense: only leading ones can be expressed."""
+    dense = config.get("mlp_only_layers") or []
+    for key in ("decoder_sparse_step", "moe_layer_freq"):
+        if config.get(key) not in (None, 1):
+            raise mistake(
+                str(path),
+                f"{key} = {config[key]!r:.40} is not supported",
+                why="every layer after the leading dense ones must route to experts",
+                fix="use a model whose value is 1",
+            )
+    if not isinstance(dense, list) or dense != list(range(len(dense))):
+        raise mistake(
+            str(path),
+            f"mlp_only_layers = {dense!r:.40} is not supported",
+            why="only leading layers may stay dense",
+            fix="use a list such as [0, 1, 2]",
+        )
+    return {"dense_layers": len(dense)} if dense else {}
+
+
+def _sum(*values: object) -> object:
+    """A sum of counts; a wrong type is passed on for the shape rules to complain about."""
+    whole = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
+    return sum(whole) if len(whole) == len(values) else values[0]
+
+
+def _unknown_family(path: Path, kind: object) -> UserError:
+    known = ", ".join(FAMILIES)
+    if not isinstance(kind, str):
+        return mistake(
+            str(path), "has no model_type", why="it names the family whose keys follow", fix=f"one of {known}"
+        )
+    close = nearest(kind, FAMILIES)
+    hint = f"the nearest is {close}; " if close else ""
+    fix = f"{hint}known are {known}; or write the shape as keys of [model]"
+    return mistake(str(path), f'model_type = "{kind[:60]}" is not a family we can read', fix=fix)

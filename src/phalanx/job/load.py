@@ -1,0 +1,272 @@
+"""From a file to a Job: `load` reads, overrides, fills in, checks, and reports every mistake at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import Problem, UserError
+from phalanx.job import overrides as override_values
+from phalanx.job.check import check, use_multiples
+from phalanx.job.draft import DEFAULT, Draft, Origin, dotted
+from phalanx.job.presets import Preset
+from phalanx.job.rules import kind, rule_of, shown
+from phalanx.job.schema import NAME_PATTERN, SECTIONS, Data, Job, RampStage
+from phalanx.job.shape import resolve_preset, resolve_shape
+from phalanx.job.source import read_source
+
+DEFAULT_CLUSTER = "local"
+
+# With parallel.mode = "fixed" nothing is searched: what the file leaves out is simply not split.
+# data and shard stay "auto", they follow from the number of devices.
+FIXED = {
+    "tensor": 1,
+    "context": 1,
+    "pipeline": 1,
+    "virtual_pipeline": 1,
+    "expert": 1,
+    "zero": 0,
+    "sequence_parallel": False,
+    "recompute": "none",
+    "schedule": "1f1b",
+    "offload": "none",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedJob:
+    """A Job, the file it came from, and the origin of every dotted key. `warnings` are settings without effect."""
+
+    job: Job
+    path: Path
+    origins: Mapping[str, Origin]
+    warnings: tuple[Problem, ...] = ()
+
+
+def load(path: str | Path, *, overrides: Sequence[str] = ()) -> ResolvedJob:
+    """Read a job file. Raises one UserError with all mistakes, each with its file and line.
+
+    `overrides` are `section.key=value` texts, as `--set` takes them.
+    """
+    source = read_source(Path(path))
+    draft = Draft(path=source.path, table=source.table, lines=source.lines)
+    override_values.apply(draft, overrides)
+    job = _build(draft)
+    check(draft, job)
+    if draft.problems:
+        raise UserError(_in_order(draft.problems))
+    return ResolvedJob(job=job, path=source.path, origins=draft.origins, warnings=tuple(draft.warnings))
+
+
+def _build(draft: Draft) -> Job:
+    """A Job of everything that could be read; what was refused is noted, and stood in for so that checks can go on."""
+    _refuse_non_tables(draft)
+    draft.refuse_unknown((), draft.table, {*SECTIONS, "spec", "name", "model"})
+    preset = resolve_preset(draft)
+    _derive_name(draft)
+    top = _values(draft, (), draft.table, _top_fields())
+    model = resolve_shape(draft, preset=preset, job_name=str(top.get("name") or "model"))
+    sections = {name: _values(draft, (name,), draft.section(name), fields(cls)) for name, cls in SECTIONS.items()}
+    _fill_fixed(draft, sections["parallel"])
+    _fill_sequence(draft, sections["data"], preset, max_positions=model.max_positions)
+    _fill_tokens(draft, sections["data"], preset)
+    _fill_batch(draft, sections["batch"], preset, sequence=sections["data"].get("sequence"))
+    _fill_ramp(draft, sections["batch"])
+    _fill_cluster(draft, sections["cluster"])
+    built = {name: cls(**_sound(sections[name])) for name, cls in SECTIONS.items()}
+    return Job(model=model, **({"name": "refused"} | _sound(top)), **built)
+
+
+def _refuse_non_tables(draft: Draft) -> None:
+    for name in (*SECTIONS, "model"):
+        value = draft.table.setdefault(name, {})
+        if not isinstance(value, dict):
+            what = f"{name} = {shown(value)} is {kind(value)}, not a section"
+            draft.complain(name, what, fix=f"write [{name}] and its keys below")
+            draft.table[name] = {}
+
+
+def _top_fields() -> tuple[Field[Any], ...]:
+    return tuple(item for item in fields(Job) if item.metadata)
+
+
+def _values(
+    draft: Draft, prefix: tuple[str | int, ...], written: Mapping[str, object], wanted: Sequence[Field[Any]]
+) -> dict[str, Any]:
+    """Values of one table by field name: None marks a refused one, a field left to its default is absent."""
+    values: dict[str, Any] = {}
+    by_key = {rule_of(item.metadata).key or item.name: item for item in wanted}
+    if prefix:
+        draft.refuse_unknown(prefix, written, by_key)
+    for name, item in by_key.items():
+        key = dotted((*prefix, name))
+        if name in written:
+            values[item.name] = draft.read(key, written[name], rule_of(item.metadata))
+        elif item.default is MISSING:
+            draft.complain(
+                key, f"{dotted(prefix)} does not say {name}", fix=f"add {name}: {rule_of(item.metadata).note}"
+            )
+            values[item.name] = None
+        else:
+            draft.origins[key] = DEFAULT
+    return values
+
+
+def _sound(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _derive_name(draft: Draft) -> None:
+    """A job without a name is called like its file."""
+    if "name" in draft.table:
+        return
+    stem = re.sub(r"[^a-z0-9._-]+", "-", draft.path.stem.lower())[:63]
+    draft.table["name"] = stem if re.fullmatch(NAME_PATTERN, stem) else "job"
+    draft.settings["name"] = "file name"
+
+
+def _fill_fixed(draft: Draft, parallel: dict[str, Any]) -> None:
+    if parallel.get("mode") != "fixed":
+        return
+    for name, value in FIXED.items():
+        if name not in parallel:
+            parallel[name] = value
+            draft.origins[f"parallel.{name}"] = Origin(kind="derived", where='parallel.mode = "fixed"')
+
+
+def _fill_sequence(draft: Draft, data: dict[str, Any], preset: Preset | None, *, max_positions: int) -> None:
+    if "sequence" in data:
+        return
+    if preset is not None and "sequence" in preset.train:
+        data["sequence"] = preset.train["sequence"]
+        draft.origins["data.sequence"] = _of(preset)
+    elif 0 < max_positions < Data().sequence:
+        data["sequence"] = max_positions
+        draft.origins["data.sequence"] = Origin(kind="derived", where="model.max_positions")
+    else:
+        data["sequence"] = Data().sequence
+
+
+def _fill_tokens(draft: Draft, data: dict[str, Any], preset: Preset | None) -> None:
+    if "tokens" not in data and preset is not None and "tokens" in preset.train:
+        data["tokens"] = preset.train["tokens"]
+        draft.origins["data.tokens"] = _of(preset)
+
+
+def _of(preset: Preset) -> Origin:
+    return Origin(kind="preset", where=f"preset {preset.name}")
+
+
+def _fill_batch(draft: Draft, batch: dict[str, Any], preset: Preset | None, *, sequence: int | None) -> None:
+    """Both sizes of the global batch, from whichever is given."""
+    given = [name for name in ("global_tokens", "global_sequences") if name in batch]
+    if not given and preset is not None and "global_tokens" in preset.train:
+        batch["global_tokens"] = preset.train["global_tokens"]
+        draft.origins["batch.global_tokens"] = _of(preset)
+        given = ["global_tokens"]
+    if not given:
+        fix = 'add global_tokens = "4M" or global_sequences = 512 under [batch]'
+        draft.complain(
+            "batch",
+            "[batch] says neither global_tokens nor global_sequences",
+            why="the batch is part of the experiment, not of the layout",
+            fix=fix,
+        )
+        return
+    if sequence is None or any(batch[name] is None for name in given):
+        return
+    if len(given) == 2:
+        _agree(draft, batch, sequence)
+    elif given == ["global_tokens"]:
+        _sequences_from_tokens(draft, batch, sequence)
+    else:
+        batch["global_tokens"] = batch["global_sequences"] * sequence
+        origin = Origin(kind="derived", where="batch.global_sequences × data.sequence")
+        draft.origins["batch.global_tokens"] = origin
+
+
+def _sequences_from_tokens(draft: Draft, batch: dict[str, Any], sequence: int) -> None:
+    """Whole sequences. An exact number must be a whole number of them; "4M" is about four million and is rounded."""
+    tokens, written = batch["global_tokens"], draft.section("batch").get("global_tokens")
+    sequences, rest = divmod(tokens, sequence)
+    origin = Origin(kind="derived", where="batch.global_tokens / data.sequence")
+    if rest and isinstance(written, str) and not written.strip()[-1:].isdigit():
+        sequences = round_batch(tokens / sequence)
+        batch["global_tokens"] = sequences * sequence
+        origin = Origin(
+            kind="derived", where=f"{shown(written)} in whole sequences, within 5 %, rich in factors of two"
+        )
+    elif rest:
+        draft.complain(
+            "batch.global_tokens",
+            f"batch.global_tokens = {tokens:,} is not a whole number of sequences of {sequence:,} tokens",
+            why="every step takes whole sequences",
+            fix=use_multiples(tokens, sequence),
+        )
+    batch["global_sequences"] = sequences
+    draft.origins["batch.global_sequences"] = origin
+
+
+def round_batch(wanted: float) -> int:
+    """The number of sequences within 5 % that divides best over ranks: most factors of two, then the nearest.
+
+    "4M" tokens of 8,192 are 488.3 sequences, which 64 replicas cannot share; people who write 4M mean 512.
+
+    >>> round_batch(4e6 / 8192), round_batch(3.2e6 / 2048)
+    (512, 1536)
+    """
+    for power in range(60, -1, -1):
+        whole = max(1, round(wanted / (1 << power))) << power
+        if abs(whole - wanted) <= 0.05 * wanted:
+            return whole
+    return max(1, round(wanted))
+
+
+def _agree(draft: Draft, batch: dict[str, Any], sequence: int) -> None:
+    tokens, sequences = batch["global_tokens"], batch["global_sequences"]
+    if tokens != sequences * sequence:
+        draft.complain(
+            "batch.global_tokens",
+            f"batch.global_tokens = {tokens:,} is not "
+            f"batch.global_sequences = {sequences:,} × data.sequence = {sequence:,}",
+            fix="give one of the two",
+        )
+
+
+def _fill_ramp(draft: Draft, batch: dict[str, Any]) -> None:
+    written = batch.get("ramp")
+    if written is None:
+        return
+    batch["ramp"] = None
+    if not isinstance(written, list) or not all(isinstance(stage, dict) for stage in written):
+        draft.complain(
+            "batch.ramp",
+            f"batch.ramp = {shown(written)} is {kind(written)}, not a list of stages",
+            fix='use ramp = [{ until_tokens = "100B", global_tokens = "4M" }]',
+        )
+        return
+    stages = [_values(draft, ("batch", "ramp", index), stage, fields(RampStage)) for index, stage in enumerate(written)]
+    if all(len(_sound(stage)) == len(fields(RampStage)) for stage in stages):
+        batch["ramp"] = tuple(RampStage(**stage) for stage in stages)
+    else:
+        draft.bad.add("batch.ramp")
+
+
+def _fill_cluster(draft: Draft, cluster: dict[str, Any]) -> None:
+    if cluster.get("spec") and cluster.get("file"):
+        draft.complain("cluster.file", "[cluster] gives both a spec and a file", fix="keep one of the two")
+    elif not cluster.get("file") and not draft.bad & {"cluster.spec", "cluster.file"} and not cluster.get("spec"):
+        cluster["spec"] = DEFAULT_CLUSTER
+
+
+def _in_order(problems: Sequence[Problem]) -> list[Problem]:
+    """By line, so that a person walks the file once; what has no line comes first."""
+
+    def line(problem: Problem) -> int:
+        tail = problem.where.rpartition(":")[2]
+        return int(tail) if tail.isdigit() else 0
+
+    return sorted(problems, key=line)

@@ -1,0 +1,230 @@
+"""A job as values: one frozen dataclass per section of the file, every key with its rule and a line of explanation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from phalanx.job.model import ModelShape
+from phalanx.job.rules import AUTO, MOST_TOKENS, choice, count, flag, nested, number, pair, text, texts
+
+Auto = Literal["auto"]
+
+EDITIONS = ("2026.1",)
+NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,62}"
+MOST_RANKS = 10**7
+MOST_SECONDS = 10**9  # 31 years
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data:
+    """What is read: token files, how many tokens in all, and how long a sequence is."""
+
+    paths: tuple[str, ...] = field(default=(), metadata=texts("files or folders of token shards", key="path"))
+    tokens: int | Auto = field(
+        default=AUTO, metadata=count('tokens to train on; "auto" is 20 per parameter', most=MOST_TOKENS, auto=True)
+    )
+    seed: int = field(default=0, metadata=count("seed of the sampler and of the initial weights", least=0))
+    sequence: int = field(default=4096, metadata=count("tokens per sequence"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RampStage:
+    """A smaller global batch early in training: `global_tokens` per step until `until_tokens` were seen."""
+
+    until_tokens: int = field(metadata=count("tokens seen when this stage ends", most=MOST_TOKENS))
+    global_tokens: int = field(metadata=count("tokens per step in this stage", most=MOST_TOKENS))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """How much is learnt from at once. The file gives one of the two global sizes; both are filled in here."""
+
+    global_tokens: int = field(default=0, metadata=count("tokens per optimizer step", most=MOST_TOKENS))
+    global_sequences: int = field(default=0, metadata=count("sequences per optimizer step", most=10**12))
+    micro: int | Auto = field(default=AUTO, metadata=count("sequences per device and pass", auto=True))
+    ramp: tuple[RampStage, ...] = field(default=(), metadata=nested("smaller batches early in training"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Optim:
+    """The optimizer and its schedule."""
+
+    name: str = field(default="adamw", metadata=choice("the update rule", "adamw", "adafactor", "adamw8bit", "muon"))
+    lr: float = field(default=3e-4, metadata=number("peak learning rate", above=True, most=100.0))
+    betas: tuple[float, float] = field(default=(0.9, 0.95), metadata=pair("Adam's moments", least=0.0, most=1.0))
+    weight_decay: float = field(default=0.1, metadata=number("decoupled weight decay", most=10.0))
+    schedule: str = field(default="wsd", metadata=choice("learning rate over time", "wsd", "cosine"))
+    warmup_tokens: int = field(default=0, metadata=count("tokens of linear warm-up", least=0, most=MOST_TOKENS))
+    clip: float = field(default=1.0, metadata=number("largest gradient norm; 0 never clips", most=1e6))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """Number formats of the arithmetic, of gradients on the wire, and of what is kept between steps."""
+
+    compute: str = field(default="bf16", metadata=choice("matrix products", "bf16", "fp16", "fp8", "fp4", "fp32"))
+    grad_reduce: str = field(default="fp32", metadata=choice("gradients while they are summed", "fp32", "bf16"))
+    optimizer_state: str = field(default="fp32", metadata=choice("optimizer moments", "fp32", "bf16", "int8"))
+    master_weights: bool = field(default=True, metadata=flag("keep an fp32 copy of the weights"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parallel:
+    """How the model is split: every key is a value to keep, or "auto" for the planner to choose."""
+
+    mode: str = field(
+        default=AUTO, metadata=choice('"fixed" turns off the search: sizes left out are 1', AUTO, "fixed")
+    )
+    framework: str = field(
+        default="phalanx",
+        metadata=text(
+            "whose efficiency profile predicts the step",
+            pattern=r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,62}",
+            expects='a name such as "phalanx", "megatron", "torchtitan", "nanotron" or "deepspeed"',
+        ),
+    )
+    data: int | Auto = field(default=AUTO, metadata=count("replicas of the model", most=MOST_RANKS, auto=True))
+    shard: int | Auto = field(
+        default=AUTO,
+        metadata=count("ranks that share one sharded copy", most=MOST_RANKS, auto=True, zero_is_auto=True),
+    )
+    zero: int | Auto = field(
+        default=AUTO, metadata=count("ZeRO stage: what the shard group shares", least=0, most=3, auto=True)
+    )
+    tensor: int | Auto = field(default=AUTO, metadata=count("ranks that split each matrix", most=MOST_RANKS, auto=True))
+    sequence_parallel: bool | Auto = field(
+        default=AUTO, metadata=flag("split norms and dropout along the sequence in the tensor group", auto=True)
+    )
+    context: int | Auto = field(
+        default=AUTO, metadata=count("ranks that split each sequence", most=MOST_RANKS, auto=True)
+    )
+    pipeline: int | Auto = field(default=AUTO, metadata=count("stages of layers", most=MOST_RANKS, auto=True))
+    virtual_pipeline: int | Auto = field(
+        default=AUTO, metadata=count("model chunks per stage", most=MOST_RANKS, auto=True)
+    )
+    schedule: str = field(
+        default=AUTO, metadata=choice("pipeline order", AUTO, "gpipe", "1f1b", "interleaved", "zero-bubble")
+    )
+    expert: int | Auto = field(default=AUTO, metadata=count("ranks that split the experts", most=MOST_RANKS, auto=True))
+    recompute: str = field(
+        default=AUTO, metadata=choice("activations computed again in backward", AUTO, "none", "selective", "full")
+    )
+    offload: str = field(
+        default=AUTO, metadata=choice("what is kept in host memory", AUTO, "none", "optimizer", "activations")
+    )
+    compression: str = field(
+        default="none", metadata=choice("gradients on the wire", AUTO, "none", "bf16", "fp8", "int8", "topk")
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """What survives a failure."""
+
+    path: str = field(default="checkpoints", metadata=text("folder, relative to the run"))
+    interval_s: float | Auto = field(
+        default=AUTO,
+        metadata=number(
+            'seconds between checkpoints; "auto" is Daly\'s optimum', above=True, most=MOST_SECONDS, auto=True
+        ),
+    )
+    keep: int = field(default=3, metadata=count("newest checkpoints kept", most=10**6))
+    asynchronous: bool = field(default=True, metadata=flag("write while training goes on", key="async"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """How failures are noticed and survived."""
+
+    detect_s: float = field(default=30.0, metadata=number("seconds until a failure is noticed", most=MOST_SECONDS))
+    restart_s: float = field(
+        default=300.0, metadata=number("seconds from the failure noticed to the next step", most=MOST_SECONDS)
+    )
+    dead_after_s: float = field(
+        default=30.0, metadata=number("silence after which a rank is dead", above=True, most=MOST_SECONDS)
+    )
+    spares: int | Auto = field(default=AUTO, metadata=count("idle hosts kept ready", least=0, auto=True))
+    failures_per_host_day: float | None = field(
+        default=None, metadata=number("measured failure rate; left out, the cluster's is used", most=1e4)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Telemetry:
+    """What a run tells while it goes."""
+
+    interval_s: float = field(default=10.0, metadata=number("seconds between samples", above=True, most=MOST_SECONDS))
+    prometheus: bool = field(default=False, metadata=flag("serve /metrics"))
+    listen: str = field(
+        default="127.0.0.1:0",
+        metadata=text(
+            "address and port of /metrics; port 0 takes a free one",
+            pattern=r"(?:[A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.%]{2,60}\]):(?:6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]?\d{1,4})",
+            expects='an address and a port, as "127.0.0.1:0"',
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterChoice:
+    """Where to run, as written; the hardware layer makes a Cluster of it."""
+
+    spec: str = field(default="", metadata=text('such as "8xH100:16", or "local" for this machine'))
+    file: str = field(default="", metadata=text("a cluster file, relative to the job file"))
+
+    @property
+    def target(self) -> str:
+        """The one of the two that is given."""
+        return self.file or self.spec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """Money and energy; None takes the figure from the planner's tables."""
+
+    usd_per_device_hour: float | None = field(default=None, metadata=number("what one device costs", most=1e5))
+    pue: float | None = field(
+        default=None, metadata=number("power of the site / power of the machines", least=1.0, most=5.0)
+    )
+    grid_gco2_per_kwh: float | None = field(default=None, metadata=number("grams of CO2e per kWh", most=5000.0))
+    region: str = field(default="", metadata=text("grid region for the carbon table"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What a person asks for. `load` is the only maker: a Job in hand has passed every check that needs no hardware."""
+
+    spec: str = field(default=EDITIONS[-1], metadata=choice("edition of the training specification", *EDITIONS))
+    name: str = field(
+        metadata=text(
+            "names the run folder",
+            pattern=NAME_PATTERN,
+            expects="lower-case letters, digits, '.', '_' and '-', at most 63, not starting with a sign",
+        )
+    )
+    model: ModelShape
+    data: Data
+    batch: Batch
+    optim: Optim
+    precision: Precision
+    parallel: Parallel
+    checkpoint: Checkpoint
+    fault: Fault
+    telemetry: Telemetry
+    cluster: ClusterChoice
+    cost: Cost
+
+
+SECTIONS = {
+    "data": Data,
+    "batch": Batch,
+    "optim": Optim,
+    "precision": Precision,
+    "parallel": Parallel,
+    "checkpoint": Checkpoint,
+    "fault": Fault,
+    "telemetry": Telemetry,
+    "cluster": ClusterChoice,
+    "cost": Cost,
+}

@@ -1,0 +1,133 @@
+"""The [model] section: a preset or a config.json, keys written by hand over it, and what follows from the rest."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from functools import cache
+
+from phalanx.errors import UserError, nearest
+from phalanx.job import rules
+from phalanx.job.draft import DEFAULT, Draft, Origin
+from phalanx.job.hf import read_config
+from phalanx.job.model import ModelShape
+from phalanx.job.presets import Preset, presets
+from phalanx.job.rules import Rule, rule_of, shown
+
+_CHOICES = {"norm": ("rms", "layer"), "positions": ("rope", "learned", "alibi")}
+
+
+@cache
+def shape_rules() -> dict[str, Rule]:
+    """A rule for every key of ModelShape, from its type; sizes without a default must be at least 1."""
+    return {item.name: _rule(item.name, str(item.type), item.default is MISSING) for item in fields(ModelShape)}
+
+
+def _rule(name: str, kind: str, required: bool) -> Rule:
+    if name in _CHOICES:
+        return rule_of(rules.choice("", *_CHOICES[name]))
+    if kind == "bool":
+        return rule_of(rules.flag(""))
+    if kind == "int":
+        return rule_of(rules.count("", least=1 if required else 0))
+    return rule_of(rules.text(""))
+
+
+def resolve_preset(draft: Draft) -> Preset | None:
+    """The preset the job names, if it names one that exists."""
+    name = draft.section("model").get("preset")
+    if name is None:
+        return None
+    known = presets()
+    if isinstance(name, str) and name in known:
+        draft.origins["model.preset"] = draft.written("model.preset")
+        return known[name]
+    close = nearest(name, known) if isinstance(name, str) else ""
+    fix = f'did you mean "{close}"?' if close else f"known are {', '.join(known)}"
+    draft.complain("model.preset", f"model.preset = {shown(name)} is not a known model", fix=fix)
+    return None
+
+
+def resolve_shape(draft: Draft, *, preset: Preset | None, job_name: str) -> ModelShape:
+    """The model's shape; keys that were refused or are missing count as bad and hold 1."""
+    written = draft.section("model")
+    known = shape_rules()
+    draft.refuse_unknown(("model",), written, {*known, "preset", "hf_config"})
+    values: dict[str, object] = {}
+    base = _base(draft, preset, written)
+    for name, rule in known.items():
+        key = f"model.{name}"
+        if name in written:
+            values[name] = draft.read(key, written[name], rule)
+        elif name in base:
+            value, origin = base[name]
+            values[name] = draft.read(key, value, rule, origin=origin)
+    _derive(draft, values, job_name=job_name)
+    _refuse_missing(draft, values)
+    for item in fields(ModelShape):
+        draft.origins.setdefault(f"model.{item.name}", DEFAULT)
+    sound = {name: value for name, value in values.items() if value is not None}
+    return ModelShape(**(dict.fromkeys(_required(), 1) | sound))  # type: ignore[arg-type]
+
+
+def _base(draft: Draft, preset: Preset | None, written: dict[str, object]) -> dict[str, tuple[object, Origin]]:
+    """Keys that come from the preset or the config.json, with their origin."""
+    if "preset" in written and "hf_config" in written:
+        draft.complain("model.hf_config", "[model] names both a preset and an hf_config", fix="keep one of the two")
+        return {}
+    if preset is not None:
+        origin = Origin(kind="preset", where=f"preset {preset.name}")
+        return {"name": (preset.name, origin)} | {key: (value, origin) for key, value in preset.shape.items()}
+    return _from_config(draft, written.get("hf_config"))
+
+
+def _from_config(draft: Draft, name: object) -> dict[str, tuple[object, Origin]]:
+    if name is None:
+        return {}
+    draft.origins["model.hf_config"] = draft.written("model.hf_config")
+    if not isinstance(name, str) or not name:
+        draft.complain(
+            "model.hf_config", f"model.hf_config = {shown(name)} is not a file name", fix='use "config.json"'
+        )
+        return {}
+    path = draft.path.parent / name
+    try:
+        shape = read_config(path)
+    except UserError as error:
+        draft.bad.add("model.hf_config")
+        draft.problems.extend(error.problems)
+        return {}
+    origin = Origin(kind="hf_config", where=str(path))
+    return {key: (value, origin) for key, value in shape.items()}
+
+
+def _derive(draft: Draft, values: dict[str, object], *, job_name: str) -> None:
+    """Fill what follows from other keys; a refused key (None) derives nothing."""
+
+    def put(name: str, value: object, where: str) -> None:
+        if name not in values and value is not None:
+            values[name] = value
+            draft.origins[f"model.{name}"] = Origin(kind="derived", where=where)
+
+    put("name", job_name, "name of the job")
+    put("kv_heads", values.get("heads"), "model.heads")
+    hidden, heads = values.get("hidden"), values.get("heads")
+    if isinstance(hidden, int) and isinstance(heads, int) and hidden % heads == 0:
+        put("head_dim", hidden // heads, "model.hidden / model.heads")
+    if not values.get("dense_layers"):
+        put("ffn", values.get("expert_ffn"), "model.expert_ffn")
+
+
+def _required() -> list[str]:
+    return [item.name for item in fields(ModelShape) if item.default is MISSING]
+
+
+def _refuse_missing(draft: Draft, values: dict[str, object]) -> None:
+    lacking = [name for name in _required() if name not in values]
+    if lacking and not draft.bad & {"model", "model.preset", "model.hf_config", "model.heads", "model.hidden"}:
+        draft.complain(
+            "model",
+            f"[model] does not say {', '.join(lacking)}",
+            why="the planner counts from the shape",
+            fix='name a known model, as preset = "llama-3-8b"; or a hf_config = "config.json"; or give these keys',
+        )
+    draft.bad |= {f"model.{name}" for name in lacking}

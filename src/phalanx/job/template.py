@@ -1,0 +1,98 @@
+"""The job file that `phalanx init` writes: one page, commented, and valid as it stands."""
+
+from __future__ import annotations
+
+import json
+
+from phalanx.job.presets import Preset
+from phalanx.units import format_count
+
+DEFAULT_BATCH_TOKENS = 4_194_304  # 4 Mi, Llama 2's batch (arXiv:2307.09288), for models whose batch is unpublished
+DEFAULT_SEQUENCE = 4096
+
+_PAGE = """\
+# A Phalanx job: what to train, on what, and what you insist on. The planner chooses the rest.
+#   phalanx show {file}     every value and where it comes from
+#   phalanx plan {file}     the layout, and what it takes in time, memory, money and failures
+spec = "2026.1"
+name = "{name}"
+
+[model]
+preset = "{model}"{preset_note}
+# Any key of the shape may be written over the preset: layers, hidden, heads, kv_heads, ffn, vocab ...
+# Or take it from a Hugging Face file: hf_config = "config.json"
+
+[data]
+# path = "data/tokens"  # a file or folder of token shards; a list mixes several
+sequence = {sequence}  # tokens per sequence
+tokens = {tokens}  # in all; "auto" is 20 per parameter
+
+[batch]
+global_tokens = {batch_tokens}  # per optimizer step: {batch_sequences:,} sequences
+micro = "auto"  # sequences per device and pass
+
+[optim]
+name = "adamw"  # adamw, adafactor, adamw8bit or muon
+lr = {lr}
+schedule = "wsd"  # warm up, stay, decay; or cosine
+
+[precision]
+compute = "{compute}"  # bf16, fp16, fp8, fp4 or fp32
+grad_reduce = "fp32"
+
+[parallel]
+mode = "auto"  # "fixed" searches nothing
+# Fix any of these and the planner works around it:
+# data, shard, zero, tensor, sequence_parallel, context, pipeline, virtual_pipeline, schedule, expert, recompute
+# tensor = 8
+# recompute = "selective"
+
+[checkpoint]
+interval_s = "auto"  # Daly's optimum for this cluster's failures
+keep = 3
+async = true
+
+[fault]
+detect_s = 30
+restart_s = 300
+spares = "auto"
+
+[telemetry]
+interval_s = 10
+
+[cluster]
+{cluster_key} = {cluster}  # {cluster_note}
+
+# [cost]
+# usd_per_device_hour = 2.5  # left out, a range from the price table is used
+"""
+
+
+def render(*, file: str, name: str, preset: Preset, cluster: str, cores: int) -> str:
+    """The text of a new job file."""
+    sequence = preset.train.get("sequence", DEFAULT_SEQUENCE)
+    batch_tokens = preset.train.get("global_tokens", DEFAULT_BATCH_TOKENS)
+    local = cluster == "local"
+    return _PAGE.format(
+        file=file if file.isprintable() else "job.toml",
+        name=name,
+        model=preset.name,
+        preset_note="  # under a million parameters" if preset.name == "phalanx-tiny" else "",
+        sequence=sequence,
+        tokens=_tokens(preset.train.get("tokens")),
+        batch_tokens=f"{batch_tokens:_}",
+        batch_sequences=batch_tokens // sequence,
+        lr="1e-3" if local else "3e-4",
+        compute="fp32" if local else "bf16",
+        cluster_key="file" if cluster.endswith(".toml") else "spec",
+        cluster=json.dumps(cluster, ensure_ascii=False),  # a JSON string is a TOML string
+        cluster_note=f'this machine, {cores} CPU cores; elsewhere "8xH100:16"'
+        if local
+        else "devices per host x type : hosts",
+    )
+
+
+def _tokens(tokens: int | None) -> str:
+    if tokens is None:
+        return '"auto"'
+    return f'"{format_count(tokens)}"' if tokens >= 10**9 else f"{tokens:_}"

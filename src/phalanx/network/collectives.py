@@ -1,0 +1,124 @@
+"""What a collective costs: α-β arithmetic per algorithm, over groups that may span fast domains.
+
+Formulas: ring, tree and hierarchical all-reduce as in NCCL's tuning model (src/graph/tuning.cc, 2.30) and Thakur et
+al. 2005. All functions are elementwise over arrays and return seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+ALGORITHMS = ("ring", "tree", "hierarchical", "switch")
+# Share of line rate that a pipelined tree reaches beside a ring; NCCL 2.30 uses 0.92 (src/graph/tuning.cc).
+TREE_EFFICIENCY = 0.92
+# Reduction inside the NVSwitch (NVLS): measured 480 GB/s of bus bandwidth where a ring reaches 367 on 8 x H200
+# (stas00/ml-engineering network/README.md), and only for sums that stay inside one domain.
+SWITCH_GAIN = 480.0 / 367.0
+SWITCH_LATENCY_S = 25e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """A communicator: `ranks` members, `per_domain` of them in each fast domain they touch."""
+
+    ranks: Floats
+    per_domain: Floats
+    link_bytes_per_s: Floats
+    nic_bytes_per_s: Floats  # per device
+    link_latency_s: Floats
+    nic_latency_s: Floats
+
+    @property
+    def domains(self) -> Floats:
+        """Fast domains the group spans."""
+        return np.maximum(1.0, np.ceil(self.ranks / self.per_domain - 1e-9))
+
+    @property
+    def bus_bytes_per_s(self) -> Floats:
+        """Slowest link of a ring: NVLink inside a domain, all of the members' NICs together between domains."""
+        across = np.minimum(self.link_bytes_per_s, self.per_domain * self.nic_bytes_per_s)
+        return np.where(self.domains > 1, across, self.link_bytes_per_s)
+
+
+def place(
+    ranks: Floats,
+    stride: Floats,
+    *,
+    domain: Floats,
+    link_bytes_per_s: Floats,
+    nic_bytes_per_s: Floats,
+    link_latency_s: Floats,
+    nic_latency_s: Floats,
+) -> Group:
+    """The group of an axis whose members stand `stride` ranks apart when ranks fill domains in order."""
+    per_domain = np.clip(np.floor(domain / np.maximum(stride, 1.0) + 1e-9), 1.0, np.maximum(ranks, 1.0))
+    return Group(
+        ranks=ranks,
+        per_domain=per_domain,
+        link_bytes_per_s=link_bytes_per_s,
+        nic_bytes_per_s=nic_bytes_per_s,
+        link_latency_s=link_latency_s,
+        nic_latency_s=nic_latency_s,
+    )
+
+
+def ring_latency(group: Group) -> Floats:
+    """Start-up of the n-1 steps of a ring: network steps between domains, link steps inside."""
+    between = group.domains - 1.0
+    return between * group.nic_latency_s + np.maximum(0.0, group.ranks - 1.0 - between) * group.link_latency_s
+
+
+def all_gather(group: Group, nbytes: Floats) -> Floats:
+    """Ring all-gather (or reduce-scatter) of `nbytes` in total; NCCL has no tree for it."""
+    share = (group.ranks - 1.0) / np.maximum(group.ranks, 1.0)
+    return np.where(group.ranks > 1, share * nbytes / group.bus_bytes_per_s + ring_latency(group), 0.0)
+
+
+reduce_scatter = all_gather
+
+
+def all_reduce_by_algorithm(group: Group, nbytes: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+    """Seconds of each of ALGORITHMS; infinite where the algorithm does not apply."""
+    ring = 2.0 * all_gather(group, nbytes)
+    depth = np.floor(np.log2(np.maximum(group.domains, 1.0)) + 1e-9)
+    tree = 2.0 * nbytes / (TREE_EFFICIENCY * group.bus_bytes_per_s) + 2.0 * (
+        (group.per_domain - 1.0) * group.link_latency_s + depth * group.nic_latency_s
+    )
+    inner = (group.per_domain - 1.0) / group.per_domain * nbytes / group.link_bytes_per_s
+    inner = inner + (group.per_domain - 1.0) * group.link_latency_s
+    outer_share = 2.0 * (group.domains - 1.0) / group.domains * nbytes / group.per_domain
+    outer = outer_share / group.nic_bytes_per_s + 2.0 * (group.domains - 1.0) * group.nic_latency_s
+    spans = (group.domains > 1) & (group.per_domain > 1)
+    hierarchical = np.where(spans, 2.0 * inner + outer, np.inf)
+    switch_bus = group.link_bytes_per_s * SWITCH_GAIN
+    switch = 2.0 * (group.ranks - 1.0) / np.maximum(group.ranks, 1.0) * nbytes / switch_bus + SWITCH_LATENCY_S
+    return ring, tree, hierarchical, np.where((group.domains <= 1) & (group.ranks > 2), switch, np.inf)
+
+
+def all_reduce(group: Group, nbytes: Floats, *, switch: Floats) -> Floats:
+    """The fastest applicable algorithm; `switch` is 1 where the fabric reduces in the switch."""
+    ring, tree, hierarchical, nvls = all_reduce_by_algorithm(group, nbytes)
+    best = np.minimum(np.minimum(ring, tree), hierarchical)
+    best = np.where(switch > 0, np.minimum(best, nvls), best)
+    return np.where(group.ranks > 1, best, 0.0)
+
+
+def all_to_all(group: Group, nbytes: Floats) -> Floats:
+    """Each rank sends `nbytes` in total, evenly to all members."""
+    inside = (group.per_domain - 1.0) / np.maximum(group.ranks, 1.0) * nbytes / group.link_bytes_per_s
+    outside = (group.ranks - group.per_domain) / np.maximum(group.ranks, 1.0) * nbytes / group.nic_bytes_per_s
+    latency = np.where(group.domains > 1, group.nic_latency_s, group.link_latency_s)
+    return np.where(group.ranks > 1, np.maximum(inside, outside) + latency, 0.0)
+
+
+def send(group: Group, nbytes: Floats) -> Floats:
+    """One point-to-point message between neighbours of the group."""
+    crosses = group.per_domain <= 1
+    rate = np.where(crosses, group.nic_bytes_per_s, group.link_bytes_per_s)
+    latency = np.where(crosses, group.nic_latency_s, group.link_latency_s)
+    return np.where(group.ranks > 1, nbytes / rate + latency, 0.0)

@@ -1,0 +1,132 @@
+"""What the planner is asked: the few values of a job and a cluster that a layout depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from phalanx.errors import Problem, mistake, nearest
+from phalanx.hardware.catalog import matmul_flops
+from phalanx.hardware.types import Cluster
+from phalanx.job.model import ModelShape
+from phalanx.job.schema import Job
+from phalanx.plan.frameworks import EVERYTHING, Framework, framework
+from phalanx.plan.memory import MemoryProfile
+from phalanx.plan.physics import Physics, Profile, physics, profiles
+
+Fixed = Mapping[str, int | str | bool]
+
+# Frameworks whose published runs materialise attention scores (column `attention` of throughput_public.csv).
+UNFUSED = ("megatron-deepspeed", "megatron-lm", "deepspeed")
+# What people write -> the profile that was fitted on such runs. "phalanx" has no published runs yet.
+PROFILE_ALIASES = {
+    "phalanx": "default",
+    "megatron": "megatron-core",
+    "nemo": "megatron-core",
+    "nemo-megatron": "megatron-core",
+    "composer": "composer-fsdp",
+    "deepspeed-zero3": "deepspeed",
+}
+# Bytes of optimizer moments per parameter: two for Adam, one for Muon, row and column sums (about none) for Adafactor.
+MOMENTS = {"adamw": 2, "adamw8bit": 2, "muon": 1, "adafactor": 0}
+STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """A planning question. `fixed` holds what the job fixes by hand, under the names of `[parallel]` plus `micro`."""
+
+    model: ModelShape
+    cluster: Cluster
+    sequence: int
+    global_sequences: int
+    precision: str
+    fixed: Fixed
+    physics: Physics
+    profile: Profile
+    memory: MemoryProfile
+    fused_attention: bool = True
+    limits: Framework = EVERYTHING
+    origins: Mapping[str, str] = field(default_factory=dict)  # dotted key -> file:line, for messages
+
+    def place(self, key: str) -> str:
+        """Where a setting was written, for the head of a message."""
+        return self.origins.get(key, "job")
+
+
+def from_job(job: Job, cluster: Cluster, *, origins: Mapping[str, str] | None = None) -> tuple[Ask, tuple[Problem, ...]]:
+    """The question a job asks of a cluster, and what the person should be told about how it was read."""
+    known = dict(origins or {})
+    _check_precision(job, cluster, known)
+    profile_name, warnings = framework_profile(job.parallel.framework, known.get("parallel.framework", "job"))
+    profile = profiles()[profile_name]
+    if job.precision.grad_reduce == "bf16":
+        profile = replace(profile, gradient_bytes=2.0)
+    if cluster.launch_s > 0:
+        profile = replace(profile, launch_s=cluster.launch_s)
+    ask = Ask(
+        model=job.model,
+        cluster=cluster,
+        sequence=job.data.sequence,
+        global_sequences=job.batch.global_sequences,
+        precision=job.precision.compute,
+        fixed=fixed_by_hand(job),
+        physics=physics(),
+        profile=profile,
+        memory=memory_profile(job),
+        fused_attention=profile_name not in UNFUSED,
+        limits=framework(profile_name),
+        origins=known,
+    )
+    return ask, warnings
+
+
+def framework_profile(name: str, where: str) -> tuple[str, tuple[Problem, ...]]:
+    """The efficiency profile for a framework; an unknown one takes the default and says so."""
+    key = name.strip().lower()
+    key = PROFILE_ALIASES.get(key, key)
+    if key in profiles():
+        return key, ()
+    close = nearest(key, [*profiles(), *PROFILE_ALIASES])
+    return "default", (
+        Problem(
+            where=where,
+            what=f'no efficiency profile for framework "{name}": planned with the default one',
+            fix=f'did you mean "{close}"?' if close else f"the profiles are {', '.join(sorted(profiles()))}",
+        ),
+    )
+
+
+def memory_profile(job: Job) -> MemoryProfile:
+    """Bytes per parameter that the job's optimizer and precision keep."""
+    wide = job.precision.compute == "fp32"
+    state = "int8" if job.optim.name == "adamw8bit" else job.precision.optimizer_state
+    master = 4.0 if job.precision.master_weights and not wide else 0.0  # fp32 weights are their own master copy
+    optimizer_bytes = MOMENTS[job.optim.name] * STATE_BYTES[state] + master
+    usual = MemoryProfile()
+    gradients = 2.0 if job.precision.grad_reduce == "bf16" else usual.gradient_bytes
+    return replace(usual, optimizer_bytes=optimizer_bytes, gradient_bytes=gradients)
+
+
+def fixed_by_hand(job: Job) -> Fixed:
+    """Every key of `[parallel]`, and the micro-batch, that is not left to the planner."""
+    names = (
+        "data", "shard", "zero", "tensor", "sequence_parallel", "context", "pipeline",
+        "virtual_pipeline", "schedule", "expert", "recompute", "offload", "compression",
+    )  # fmt: skip
+    values: dict[str, int | str | bool] = {name: getattr(job.parallel, name) for name in names}
+    values["micro"] = job.batch.micro
+    return {name: value for name, value in values.items() if value != "auto"}
+
+
+def _check_precision(job: Job, cluster: Cluster, origins: Mapping[str, str]) -> None:
+    wanted = job.precision.compute
+    if cluster.accelerator.family == "cpu" or matmul_flops(cluster.accelerator, wanted) > 0:
+        return
+    able = [name for name in ("bf16", "fp16", "fp8", "fp32") if matmul_flops(cluster.accelerator, name) > 0]
+    raise mistake(
+        origins.get("precision.compute", "job"),
+        f'precision.compute = "{wanted}", but {cluster.accelerator.name} has no {wanted} matrix units',
+        why="the catalogue knows no rate for it",
+        fix=f"use one of {', '.join(able)}, or another accelerator",
+    )

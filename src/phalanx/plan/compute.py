@@ -1,0 +1,188 @@
+"""Seconds of arithmetic and memory traffic for one micro-batch on one rank, all layers together.
+
+Times are split into forward and backward. A matmul of M x N x K costs 2MNK at the sustained rate, plus the tail of its
+last wave of tiles, plus a start-up: so small work is slow without any table of measured shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.plan.cases import FP4, FP8, FP32, Cases, Floats
+from phalanx.plan.physics import Physics, Profile
+
+TILE_FLOPS = 2.0 * 128 * 256  # FLOPs per unit of K of the tile shape large matmuls use
+FULL, SELECTIVE = 2, 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """Forward and backward seconds of one kind of work."""
+
+    forward: Floats
+    backward: Floats
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(forward=self.forward + other.forward, backward=self.backward + other.backward)
+
+    def times(self, factor: Floats) -> Pass:
+        """The same work `factor` times."""
+        return Pass(forward=self.forward * factor, backward=self.backward * factor)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compute:
+    """What the device does for one micro-batch through all layers (`head` apart: only the last stage has it)."""
+
+    matmul: Pass
+    attention: Pass
+    elementwise: Pass
+    head: Pass
+    recompute: Floats
+    operations: Floats  # kernels launched, forward
+
+
+def rates(c: Cases, k: Physics, f: Profile) -> tuple[Floats, Floats]:
+    """(rate of the linear layers, rate of what stays in 16 bit), FLOP/s."""
+    wide = np.where(c.precision == FP32, c.matmul_fp32_flops, c.matmul_flops) * k.sustained * f.gemm
+    narrow8 = c.matmul_fp8_flops * k.sustained * k.fp8 * f.gemm
+    narrow4 = c.matmul_fp4_flops * k.sustained * k.fp4 * f.gemm
+    return np.where(c.precision == FP8, narrow8, np.where(c.precision == FP4, narrow4, wide)), wide
+
+
+def element_bytes(c: Cases) -> Floats:
+    """Bytes of an activation element: attention and norms stay in 16 bit under fp8 and fp4."""
+    return np.where(c.precision == FP32, 4.0, 2.0)
+
+
+def _misfit(width: Floats) -> Floats:
+    """0 for widths cuBLAS likes (multiples of 64), 1 for multiples of 8, 3 for the rest."""
+    return np.where(np.mod(width, 64) == 0, 0.0, np.where(np.mod(width, 8) == 0, 1.0, 3.0))
+
+
+def matmul(c: Cases, k: Physics, rows: Floats, cols: Floats, inner: Floats, rate: Floats) -> Pass:
+    """One linear layer: rows x inner times inner x cols, and its two backward matmuls."""
+    penalty = 1.0 + k.unaligned * np.maximum(_misfit(cols), _misfit(inner))
+    body = penalty * 2.0 * rows * cols * inner / rate
+    tail = k.tail * TILE_FLOPS * c.units / rate
+    return Pass(
+        forward=body + tail * inner + k.start_s,
+        backward=2.0 * body + tail * (cols + rows) + 2.0 * k.start_s,
+    )
+
+
+def _attention_linears(c: Cases, k: Physics, rate: Floats) -> Pass:
+    tokens, local_heads = c.tokens, c.heads / c.tp
+    local_kv = np.maximum(c.kv_heads / c.tp, 1.0)
+    fused = local_heads * c.qk_dim + local_kv * (c.qk_dim + c.v_dim)
+    out = matmul(c, k, tokens, c.hidden, local_heads * c.v_dim, rate)
+    plain = matmul(c, k, tokens, fused, c.hidden, rate) + out
+    latent = c.kv_rank > 0
+    if not np.any(latent):
+        return plain
+    rank = np.maximum(c.q_rank, 1.0)
+    low = matmul(c, k, tokens, rank, c.hidden, rate)
+    low += matmul(c, k, tokens, local_heads * c.qk_dim, rank, rate)
+    low += matmul(c, k, tokens, c.kv_rank + c.rope_dim, c.hidden, rate)
+    low += matmul(c, k, tokens, local_heads * (c.qk_dim - c.rope_dim + c.v_dim), np.maximum(c.kv_rank, 1.0), rate)
+    low += out
+    return Pass(
+        forward=np.where(latent, low.forward, plain.forward), backward=np.where(latent, low.backward, plain.backward)
+    )
+
+
+def _mlp(c: Cases, k: Physics, ffn: Floats, rate: Floats) -> Pass:
+    width = np.maximum(ffn, 64.0) / c.tp
+    up = matmul(c, k, c.tokens, width * (1.0 + c.gated), c.hidden, rate)
+    return up + matmul(c, k, c.tokens, c.hidden, width, rate)
+
+
+def routed_tokens(c: Cases) -> Floats:
+    """Token copies one rank's experts process per micro-batch when routing is balanced."""
+    return c.tokens * c.topk / c.tp
+
+
+def _experts(c: Cases, k: Physics, f: Profile, rate: Floats) -> Pass:
+    """Grouped matmuls of the local experts: one launch, many small matmuls."""
+    local = np.maximum(c.experts / np.maximum(c.ep, 1.0), 1.0)
+    rows = routed_tokens(c) / local
+    slow = (1.0 + k.expert_rows / np.maximum(rows, 1.0)) / (k.grouped * f.expert)
+    ffn = np.maximum(c.expert_ffn, 64.0)
+    forward = backward = np.zeros_like(rows)
+    for cols, inner in ((ffn * (1.0 + c.gated), c.hidden), (c.hidden, ffn)):
+        body = slow * 2.0 * local * rows * cols * inner / rate
+        tail = k.tail * TILE_FLOPS * c.units / rate
+        forward = forward + body + tail * inner + k.start_s
+        backward = backward + 2.0 * body + tail * (cols + rows) + 2.0 * k.start_s
+    shared = _mlp(c, k, c.shared_ffn, rate)
+    has_shared = c.shared_ffn > 0
+    return Pass(
+        forward=forward + np.where(has_shared, shared.forward, 0.0),
+        backward=backward + np.where(has_shared, shared.backward, 0.0),
+    )
+
+
+def _linears(c: Cases, k: Physics, f: Profile, rate: Floats) -> Pass:
+    work = _attention_linears(c, k, rate).times(c.layers) + _mlp(c, k, c.ffn, rate).times(c.layers - c.moe_layers)
+    if np.any(c.moe_layers > 0):
+        work += _experts(c, k, f, rate).times(c.moe_layers)
+    return work
+
+
+def _attention_core(c: Cases, k: Physics, f: Profile, rate: Floats) -> Pass:
+    local_heads = c.heads / c.tp
+    flops = 2.0 * c.tokens * c.seq * local_heads * (c.qk_dim + c.v_dim)
+    fused_rate = rate * k.flash * f.flash * c.qk_dim / (c.qk_dim + k.flash_dim)
+    fused = 0.5 * flops / fused_rate  # causal: half the scores are never computed
+    odd = np.where(np.mod(c.qk_dim, 8) == 0, 1.0, k.odd_head)
+    loose_rate = rate * k.batched * c.qk_dim / (c.qk_dim + k.batched_dim) / odd
+    scores = c.tokens * c.seq * local_heads * k.softmax_bytes / (c.memory_bytes_per_s * k.memory)
+    return Pass(
+        forward=np.where(c.flash > 0, fused, flops / loose_rate + scores),
+        backward=np.where(c.flash > 0, 2.5 * k.flash_backward * fused, 2.0 * flops / loose_rate + 1.5 * scores),
+    )
+
+
+def _elementwise(c: Cases, k: Physics, f: Profile) -> Pass:
+    tokens, size = c.tokens, element_bytes(c)
+    local_heads, local_kv = c.heads / c.tp, np.maximum(c.kv_heads / c.tp, 1.0)
+    spread = np.where(c.sp > 0, c.tp, 1.0)  # sequence parallelism splits norms and residuals as well
+    qkv = local_heads * c.qk_dim + local_kv * (c.qk_dim + c.v_dim)
+    per_layer = tokens * size * (c.hidden * k.hidden_passes / spread + qkv * k.qkv_passes)
+    dense = tokens * size * c.ffn / c.tp * (1.0 + c.gated) * k.ffn_passes
+    routed = routed_tokens(c) * size * (c.hidden * k.expert_passes + c.expert_ffn * (1.0 + c.gated) * k.ffn_passes)
+    moved = c.layers * per_layer + (c.layers - c.moe_layers) * dense + c.moe_layers * routed
+    width = np.where(c.moe_layers > 0, c.topk * c.expert_ffn, c.ffn) / c.tp
+    cast = np.where((c.precision == FP8) | (c.precision == FP4), k.cast_bytes, 0.0) * c.layers * tokens * (
+        2.0 * c.hidden + local_heads * c.v_dim + width
+    )
+    forward = (moved * f.elementwise + cast) / (c.memory_bytes_per_s * k.memory)
+    return Pass(forward=forward, backward=2.0 * forward)
+
+
+def _head(c: Cases, k: Physics, rate: Floats) -> Pass:
+    work = matmul(c, k, c.tokens, c.vocab / c.tp, c.hidden, rate)
+    loss = c.tokens * c.vocab / c.tp * k.loss_bytes / (c.memory_bytes_per_s * k.memory)
+    return work + Pass(forward=loss / 3.0, backward=2.0 * loss / 3.0)
+
+
+def compute(c: Cases, k: Physics, f: Profile) -> Compute:
+    """All device work of one micro-batch."""
+    rate, wide = rates(c, k, f)
+    linears = _linears(c, k, f, rate)
+    core = _attention_core(c, k, f, wide).times(c.layers)
+    streams = _elementwise(c, k, f)
+    again_full = linears.forward + core.forward + streams.forward
+    again_selective = core.forward + k.selective * streams.forward
+    recompute = np.where(c.recompute == FULL, again_full, np.where(c.recompute == SELECTIVE, again_selective, 0.0))
+    per_layer = k.kernels * (1.0 + k.tensor_kernels * (c.tp > 1))
+    return Compute(
+        matmul=linears,
+        attention=core,
+        elementwise=streams,
+        head=_head(c, k, wide),
+        recompute=recompute,
+        operations=c.layers * per_layer + c.moe_layers * k.expert_kernels,
+    )

@@ -1,0 +1,124 @@
+"""Why nothing is left: the constraint that kills every layout, and the nearest thing that is possible."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from phalanx.errors import UserError, mistake
+from phalanx.plan.ask import Ask
+from phalanx.plan.score import Scores, score
+from phalanx.plan.space import build, divisors, splits, tensor_sizes
+from phalanx.units import format_bytes
+
+RELEASES = ("recompute", "zero", "shard", "micro", "offload", "sequence_parallel", "schedule", "tensor", "pipeline")
+MOST_GROWTH = 64  # how many times the cluster is doubled, in all, to say how many devices would do
+
+
+def no_layout(ask: Ask) -> UserError:
+    """No combination of sizes is legal; says which setting stands in the way."""
+    devices, fixed = ask.cluster.devices, ask.fixed
+    sizes = {name: int(fixed[name]) for name in ("tensor", "context", "pipeline", "data") if name in fixed}
+    product = int(np.prod(list(sizes.values()), dtype=np.int64)) if sizes else 1
+    written = " × ".join(f"{name} {size}" for name, size in sizes.items())
+    if devices % product or ("data" in sizes and len(sizes) == 4 and product != devices):
+        verb = "is not" if len(sizes) == 4 else "does not divide"
+        near = max(n for n in divisors(devices) if n <= product)
+        return mistake(
+            ask.place(f"parallel.{next(iter(sizes))}"),
+            f"{written} = {product:,} {verb} the {devices:,} devices of {ask.cluster.name}",
+            why="tensor × context × pipeline × data must use every device",
+            fix=f"make the product {near:,}, or use a cluster of {_multiple(devices, product):,} devices",
+        )
+    for release in ("expert", "virtual_pipeline", "schedule", "micro", "shard", "sequence_parallel", "data"):
+        if release in fixed and build(_without(ask, release)).rows:
+            return _release(ask, release)
+    return _no_batch(ask)
+
+
+def _no_batch(ask: Ask) -> UserError:
+    """The global batch cannot be shared out evenly over any legal number of data ranks."""
+    devices = ask.cluster.devices
+    data = sorted({dp for *_, dp in splits(replace(ask, global_sequences=_rich(devices)), devices)})
+    if not data:
+        heads = ", ".join(str(n) for n in tensor_sizes(ask, ask.model.heads)[-4:])
+        return mistake(
+            ask.cluster.name,
+            f"{devices:,} devices cannot be shared between the {ask.model.layers} layers, {ask.model.heads} heads "
+            f"and {ask.global_sequences:,} sequences of {ask.model.name}",
+            why="tensor × context × pipeline × data must use every device",
+            fix=f"tensor sizes that keep whole heads: {heads}; use a device count with such factors",
+        )
+    least = data[0]
+    below, above = ask.global_sequences // least * least, _multiple(ask.global_sequences, least)
+    sizes = " or ".join(f"{n:,}" for n in (below, above) if n)
+    return mistake(
+        ask.place("batch.global_sequences"),
+        f"the global batch of {ask.global_sequences:,} sequences cannot be shared evenly over {devices:,} devices",
+        why=f"every data rank takes the same number of sequences, and here there are at least {least:,} data ranks",
+        fix=f"use batch.global_sequences = {sizes}, or another number of devices",
+    )
+
+
+def _rich(devices: int) -> int:
+    """A batch that every number of data ranks divides."""
+    return devices
+
+
+def _multiple(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+def _release(ask: Ask, name: str) -> UserError:
+    key = "batch.micro" if name == "micro" else f"parallel.{name}"
+    table = build(_without(ask, name))
+    column = {"expert": "ep", "virtual_pipeline": "vpp", "micro": "micro_batch", "data": "dp"}.get(name)
+    fix = f"leave {key} out"
+    if column:
+        sizes = np.unique(table.base[column])
+        near = sizes[np.argsort(np.abs(sizes - int(ask.fixed[name])), kind="stable")[:3]]
+        fix = f"use {' or '.join(f'{n:,}' for n in np.sort(near))}, or leave {key} out"
+    return mistake(
+        ask.place(key),
+        f"{key} = {ask.fixed[name]} leaves no legal layout on {ask.cluster.devices:,} devices",
+        why="together with the other sizes it cannot be laid out evenly",
+        fix=fix,
+    )
+
+
+def _without(ask: Ask, *names: str) -> Ask:
+    return replace(ask, fixed={name: value for name, value in ask.fixed.items() if name not in names})
+
+
+def no_fit(ask: Ask, scores: Scores) -> UserError:
+    """Layouts exist but none fits; says what would make one fit."""
+    row = int(scores.memory_bytes.argmin())
+    least, usable = float(scores.memory_bytes[row]), scores.usable_bytes
+    return mistake(
+        ask.cluster.name,
+        f"{ask.model.name} does not fit: the least any legal layout needs is {format_bytes(least)} per device, "
+        f"and {format_bytes(usable)} of {format_bytes(ask.cluster.accelerator.memory_bytes)} are usable",
+        why=f"that layout is {scores.layout(row).name}",
+        fix=_cure(ask, scores),
+    )
+
+
+def _cure(ask: Ask, scores: Scores) -> str:
+    for name in RELEASES:
+        if name in ask.fixed:
+            freed = score(build(_without(ask, name), offload=("none", "optimizer")))
+            if freed.fits.any():
+                key = "batch.micro" if name == "micro" else f"parallel.{name}"
+                step = np.where(freed.fits, freed.step_s, np.inf)
+                return f"leave {key} out: {freed.layout(int(step.argmin())).name} fits"
+    if ask.fixed and score(build(replace(ask, fixed={}))).fits.any():
+        return "leave the sizes under [parallel] out: the free search finds layouts that fit"
+    growth = 2
+    while growth <= MOST_GROWTH:
+        larger = replace(ask.cluster, domains=ask.cluster.domains * growth)
+        if score(build(replace(ask, cluster=larger, fixed={}))).fits.any():
+            return f"use about {larger.devices:,} such devices, or devices with more memory"
+        growth *= 2
+    gap = float(scores.memory_bytes.min()) - scores.usable_bytes
+    return f"use devices with at least {format_bytes(gap)} more memory, or a smaller model or sequence"

@@ -1,0 +1,64 @@
+"""How a model is split over devices: one value, its short name, and its columns in the cost model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """One way to run a job: tensor × context × pipeline × data devices; experts live inside data × context × tensor."""
+
+    data: int
+    shard: int  # data (times context) ranks that share one sharded copy; 1 without sharding
+    tensor: int
+    context: int
+    pipeline: int
+    virtual_pipeline: int
+    expert: int
+    zero: int
+    sequence_parallel: bool
+    micro_batch: int  # sequences per device and pass
+    accumulation: int  # micro-batches per step on each data rank
+    recompute: str
+    precision: str
+    schedule: str
+    offload: str
+    compression: str
+
+    @property
+    def devices(self) -> int:
+        """Devices the layout occupies."""
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def axes(self) -> int:
+        """Parallel axes in use besides data: the fewer, the less can go wrong."""
+        return sum(size > 1 for size in (self.tensor, self.context, self.pipeline, self.expert))
+
+    @property
+    def name(self) -> str:
+        """A short name.
+
+        >>> Layout(data=128, shard=128, tensor=8, context=1, pipeline=16, virtual_pipeline=1, expert=1, zero=1,
+        ...        sequence_parallel=True, micro_batch=1, accumulation=16, recompute="full", precision="bf16",
+        ...        schedule="1f1b", offload="none", compression="none").name
+        'TP8·CP1·PP16·DP128 (ZeRO-1, EP1) mbs1 full'
+        """
+        stages = f"PP{self.pipeline}" + (f"·VPP{self.virtual_pipeline}" if self.virtual_pipeline > 1 else "")
+        zero = f"ZeRO-{self.zero}"
+        if self.zero and self.shard < self.data * self.context:
+            zero += f" in groups of {self.shard}"
+        words = [
+            f"TP{self.tensor}·CP{self.context}·{stages}·DP{self.data}",
+            f"({zero}, EP{self.expert})",
+            f"mbs{self.micro_batch}",
+            self.recompute if self.recompute != "none" else "no-recompute",
+        ]
+        if self.pipeline > 1 and self.schedule in ("gpipe", "zero-bubble"):
+            words.append(self.schedule)
+        if self.offload != "none":
+            words.append(f"offload-{self.offload}")
+        if self.compression != "none":
+            words.append(f"grads-{self.compression}")
+        return " ".join(words)

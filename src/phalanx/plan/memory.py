@@ -1,0 +1,174 @@
+"""Bytes on the fullest device, term by term, and whether they fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.plan.cases import FP16, Cases, Floats
+from phalanx.plan.compute import FULL, SELECTIVE, element_bytes, routed_tokens
+from phalanx.plan.physics import Number
+from phalanx.plan.weights import attention_weights, mlp_weights, rank_weights
+
+GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE = range(4)
+
+
+INDEX_LIMIT = 2.0**31  # elements a 32-bit index reaches; loss kernels fail on larger logit tensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryProfile:
+    """What a framework keeps, in bytes per element; the defaults are mixed-precision AdamW as Megatron does it."""
+
+    gradient_bytes: Number = 4.0
+    gradient_bytes_fp16: Number = 4.0  # the same for fp16 with loss scaling, which often accumulates in fp16
+    optimizer_bytes: Number = 12.0  # fp32 master weights and two moments
+    hidden_copies: Number = 4.0  # tensors of [tokens, hidden] a layer keeps, split only by sequence parallelism
+    width_copies: Number = 1.0  # multiple of the textbook count for tensors split by tensor parallelism
+    gathered_copies: Number = 4.0  # transient full-width [tokens, hidden] buffers of gathers around the head
+    selective_kept: Number = 0.65  # share of activations that selective recompute keeps
+    logit_bytes: Number = 8.0  # per logit on the last stage: 16-bit logits, fp32 copy, gradient
+    base_bytes: Number = 1.0e9  # communicator buffers, workspaces, buckets
+    usable: Number = 0.92  # share of the device's memory that tensors can fill (context, ECC, fragmentation)
+    balanced_stages: Number = 1.0  # as in physics.Profile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryUse:
+    """Bytes on the fullest device; the parts add up to `total`."""
+
+    weights: Floats
+    gradients: Floats
+    optimizer: Floats
+    activations: Floats
+    logits: Floats
+    gathered: Floats  # layers ZeRO-3 has gathered, and full-width buffers of tensor parallelism
+    buffers: Floats
+    total: Floats
+    first_stage: Floats  # the same sum for the first stage: rank 0, whose memory most logs print
+    usable: Floats
+    runs: NDArray[np.bool_]  # False: a stage would be empty, or the logits outgrow a 32-bit index
+
+    @property
+    def fits(self) -> NDArray[np.bool_]:
+        """True where the layout can run in the memory there is."""
+        return (self.total <= self.usable) & self.runs
+
+    @property
+    def margin(self) -> Floats:
+        """Free share of the usable memory; negative when it does not fit."""
+        return 1.0 - self.total / self.usable
+
+
+def layer_activations(c: Cases, f: MemoryProfile) -> tuple[Floats, Floats]:
+    """(kept per layer without recompute, kept with full recompute) for one micro-batch, bytes."""
+    tokens, size = c.tokens, element_bytes(c)
+    spread = np.where(c.sp > 0, c.tp, 1.0)
+    heads, kv = c.heads / c.tp, np.maximum(c.kv_heads / c.tp, 1.0)
+    hidden = tokens * c.hidden * size * f.hidden_copies / spread
+    attention = tokens * size * (heads * (c.qk_dim + c.v_dim) + kv * (c.qk_dim + c.v_dim))
+    # Up projection, activation function and, when gated, the gate and the product: 2 or 4 tensors of the MLP width.
+    dense = tokens * size * c.ffn / c.tp * (2.0 + 2.0 * c.gated)
+    routed = routed_tokens(c) * size * (2.0 * c.hidden + c.expert_ffn * (2.0 + 2.0 * c.gated))
+    shared = tokens * size * c.shared_ffn / c.tp * (2.0 + 2.0 * c.gated)
+    moe_share = c.moe_layers / c.layers
+    mlp = (1.0 - moe_share) * dense + moe_share * (routed + shared)
+    # Unfused attention keeps scores, probabilities and the dropout mask: 5 bytes per score (Korthikanti et al. 2022).
+    scores = np.where((c.flash > 0) | (c.recompute == SELECTIVE), 0.0, 5.0 * heads * tokens * c.seq)
+    kept = hidden + (attention + mlp) * f.width_copies
+    kept = kept * np.where(c.recompute == SELECTIVE, f.selective_kept, 1.0) + scores
+    return kept, tokens * c.hidden * size / spread
+
+
+def in_flight(c: Cases) -> Floats:
+    """Micro-batches whose activations the first stage holds at once, in units of the stage's layers."""
+    count = c.accumulation
+    one = np.minimum(c.pp, count)
+    interleaved = np.minimum(c.pp * (1.0 + (c.pp - 1.0) / (c.pp * c.vpp)), count * 1.0)
+    held = np.where(c.vpp > 1, interleaved, one)
+    return np.where(c.schedule == GPIPE, count, held)
+
+
+def empty_stages(c: Cases, *, balanced: Number) -> Floats:
+    """Pipeline stages that would hold no layer; a balanced split needs room for the head as well."""
+    share = (c.layers + np.where(np.asarray(balanced) > 0, head_layers(c), 0.0)) / c.pp
+    used = np.ceil(c.layers / np.maximum(share, 1e-9) - 1e-9)
+    # One stage may hold the head alone, one more only the loss.
+    spare = np.where(np.asarray(balanced) > 0, 2.0, 0.0)
+    return np.maximum(0.0, c.pp - used - spare)
+
+
+def head_layers(c: Cases) -> Floats:
+    """The output head in units of a layer, by parameters: what a balanced split counts it as."""
+    moe_share = c.moe_layers / c.layers
+    mlp = (1.0 - moe_share) * mlp_weights(c, c.ffn)
+    mlp = mlp + moe_share * mlp_weights(c, c.expert_ffn * c.topk + c.shared_ffn)
+    return c.vocab * c.hidden / (attention_weights(c) + mlp)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stage:
+    layers: Floats
+    in_flight: Floats
+    tables: Floats  # embedding matrices it holds
+    head: Floats  # 1 where it computes logits
+
+
+def _stage_bytes(c: Cases, f: MemoryProfile, stage: _Stage) -> dict[str, Floats]:
+    w = rank_weights(c, stage_layers=stage.layers)
+    dense = w.dense - w.embedding + stage.tables * c.vocab * c.hidden / c.tp
+    size = element_bytes(c)
+    shard = np.where(c.zero >= 1, c.shard, 1.0)
+    expert_shard = np.where(c.zero >= 1, w.expert_replicas, 1.0)
+
+    gradient_bytes = np.where(c.precision == FP16, f.gradient_bytes_fp16, f.gradient_bytes)
+
+    def held(least_zero: int) -> Floats:
+        split = c.zero >= least_zero
+        return dense / np.where(split, shard, 1.0) + w.experts / np.where(split, expert_shard, 1.0)
+
+    kept, checkpoint = layer_activations(c, f)
+    full = c.recompute == FULL
+    activations = stage.in_flight * stage.layers * np.where(full, checkpoint, kept) + np.where(full, kept, 0.0)
+    activations = np.where(c.offload == 2, np.minimum(activations, 2.0 * kept), activations)
+    wide = np.where(c.tp > 1, stage.head * f.gathered_copies + 4.0, 0.0) * c.tokens * c.hidden * size
+    # In a pipeline ZeRO-3 cannot drop gathered layers between micro-batches: the stage keeps its full weights and
+    # accumulates full gradients (torchtitan's reshard_after_forward default).
+    stays = (c.zero == 3) & (c.pp > 1)
+    unsharded = np.where(stays, (dense + w.experts) * (size + gradient_bytes), 2.0 * w.layer * size)
+    return {
+        "weights": held(3) * size,
+        "gradients": held(2) * gradient_bytes,
+        "optimizer": np.where(c.offload == 1, 0.0, held(1) * f.optimizer_bytes),
+        "gathered": np.where(c.zero == 3, unsharded, 0.0) + wide,
+        "activations": activations,
+        "logits": stage.head * c.tokens * c.vocab / c.tp * f.logit_bytes,
+        "buffers": f.base_bytes + np.zeros_like(activations),
+    }
+
+
+def predict_memory(c: Cases, f: MemoryProfile) -> MemoryUse:
+    """The fullest stage of every case: the first (activations in flight) or the last (logits)."""
+    balanced = np.asarray(f.balanced_stages) > 0
+    share = (c.layers + np.where(balanced, head_layers(c), 0.0)) / c.pp
+    single = c.pp <= 1
+    most = np.where(single, c.layers, np.minimum(np.ceil(share - 1e-9), c.layers))
+    left = np.where(single, c.layers, np.clip(c.layers - most * (c.pp - 1.0), 0.0, most))
+    both = np.where(single, 2.0 - c.tied, 1.0)
+    first = _Stage(layers=most, in_flight=in_flight(c), tables=both, head=np.where(single, 1.0, 0.0))
+    last = _Stage(layers=left, in_flight=np.where(single, in_flight(c), 1.0), tables=both, head=np.ones_like(left))
+    parts_first, parts_last = _stage_bytes(c, f, first), _stage_bytes(c, f, last)
+    total_first, total_last = sum(parts_first.values()), sum(parts_last.values())
+    wins = total_first >= total_last
+    parts = {name: np.where(wins, value, parts_last[name]) for name, value in parts_first.items()}
+    total = np.where(wins, total_first, total_last)
+    runs = (empty_stages(c, balanced=f.balanced_stages) < 1) & (c.tokens * c.vocab / c.tp <= INDEX_LIMIT)
+    return MemoryUse(
+        **parts,
+        total=total,
+        first_stage=total_first + np.zeros_like(total),
+        usable=c.memory_bytes * np.asarray(f.usable) + np.zeros_like(total),
+        runs=runs & np.ones_like(total, dtype=bool),
+    )

@@ -1,0 +1,101 @@
+"""The constants of the cost model: few, named, each with its meaning. `benchmarks/fit_physics.py` refits them.
+
+Values come from a robust fit over the published runs in `throughput_public.csv` (equal weight per source, weak priors
+at the textbook value given in the comment); `docs/validation.md` shows what happens when each source is left out.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from phalanx.plan.cases import Floats
+
+Number = float | Floats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Physics:
+    """Constants that hold for every device, model and framework."""
+
+    # matmul
+    sustained: Number  # share of the best measured matmul rate that long training sustains (power, clocks)
+    fp8: Number  # the same for fp8, relative to 16-bit: scaling factors and unquantised layers
+    fp4: Number
+    tail: Number  # idle share of the last wave of tiles, 0.5 on average when tiles do not fill the units
+    start_s: Number  # prologue and epilogue of one matmul kernel
+    unaligned: Number  # extra time when an inner width is not a multiple of 64 elements (cuBLAS 128-byte rule)
+    grouped: Number  # grouped (expert) matmuls relative to one large matmul
+    expert_rows: Number  # tokens per expert at which a grouped matmul reaches half its rate
+    # attention
+    flash: Number  # fused attention relative to a matmul of the same FLOPs
+    flash_dim: Number  # head width at which fused attention reaches half its rate
+    flash_backward: Number  # backward of fused attention relative to 2.5 x forward
+    batched: Number  # unfused attention matmuls relative to a large matmul
+    batched_dim: Number  # head width at which they reach half their rate
+    odd_head: Number  # slow-down when the head width is not a multiple of 8 (no tensor cores)
+    softmax_bytes: Number  # memory traffic per attention score, unfused forward
+    # memory-bound work, in passes over the tensor
+    memory: Number  # share of memory bandwidth that streaming kernels reach
+    hidden_passes: Number  # norms, residuals, dropout: passes over [tokens, hidden] per layer forward
+    qkv_passes: Number  # rotary embedding, splits
+    ffn_passes: Number  # activation function
+    expert_passes: Number  # permute, unpermute, weighting of routed tokens
+    cast_bytes: Number  # quantising to fp8/fp4 per element of a matmul input
+    loss_bytes: Number  # softmax cross-entropy in fp32, per logit, forward and backward
+    selective: Number  # share of memory-bound forward work that selective recompute repeats beside attention
+    # launch
+    kernels: Number  # device operations per layer forward
+    tensor_kernels: Number  # more of them under tensor parallelism, as a share
+    expert_kernels: Number  # more of them in a mixture-of-experts layer
+    # network
+    link: Number  # share of the fast-domain line rate a collective reaches
+    nic: Number  # share of the NIC line rate
+    link_latency: Number  # multiple of the cluster's link latency per ring step
+    nic_latency: Number  # multiple of the cluster's network latency per ring step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """What a framework (and its version) does differently: a handful of scalars, `default` for the unknown."""
+
+    gemm: Number = 1.0  # matmul efficiency relative to Physics.sustained
+    elementwise: Number = 1.0  # memory-bound work; below 1 is better fusion
+    flash: Number = 1.0
+    expert: Number = 1.0  # grouped matmul quality
+    launch_s: Number = 10e-6  # host time to issue one device operation
+    tensor_exposed: Number = 1.0  # share of tensor-parallel traffic not hidden behind compute
+    expert_exposed: Number = 0.5
+    pipeline_exposed: Number = 0.5
+    data_overlap: Number = 0.5  # share of gradient traffic that may hide behind the last backward
+    shard_sharpness: Number = 4.0  # how well ZeRO-3 gathers hide: p of the p-norm of compute and traffic
+    micro_s: Number = 1e-3  # host work per micro-batch
+    pipeline_s: Number = 1e-3  # more of it per micro-batch in a pipeline
+    step_s: Number = 0.02  # logging, clipping, loss reduction, data: once per step
+    step_log_devices_s: Number = 1e-3  # the same, per doubling of devices
+    optimizer_bytes: Number = 34.0  # memory traffic of the optimizer per parameter
+    balanced_stages: Number = 1.0  # 1: the split into stages counts the embedding and the head
+    gradient_bytes: Number = 4.0  # width of the gradients that are reduced
+
+
+PROFILE_FIELDS = tuple(f.name for f in fields(Profile))
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(resources.files("phalanx.plan").joinpath("physics.toml").read_text("utf-8"))
+
+
+@cache
+def physics() -> Physics:
+    """The shipped constants."""
+    return Physics(**_table()["physics"])
+
+
+@cache
+def profiles() -> dict[str, Profile]:
+    """Shipped framework profiles by name; always holds `default`."""
+    return {name: Profile(**values) for name, values in _table()["profile"].items()}

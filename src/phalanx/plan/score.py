@@ -1,0 +1,74 @@
+"""Predicted time and memory of every layout of a space, and of layouts given one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from phalanx.plan.ask import Ask
+from phalanx.plan.build import cases, layout_columns
+from phalanx.plan.cases import Cases, Floats
+from phalanx.plan.layout import Layout
+from phalanx.plan.memory import MemoryUse, predict_memory
+from phalanx.plan.space import Bools, Ints, Space
+from phalanx.plan.step import StepTimes, predict_step
+
+
+# Layouts that need more than this many times the usable memory are counted but not kept: no such device is sold.
+HOPELESS = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """One row per layout of `space` that fits or comes near; `legal` counts all of them."""
+
+    space: Space
+    base: Ints
+    choice: Ints
+    step_s: Floats
+    memory_bytes: Floats
+    usable_bytes: float
+    legal: int
+
+    @property
+    def fits(self) -> Bools:
+        """Which layouts fit into memory."""
+        return self.memory_bytes <= self.usable_bytes
+
+    def column(self, name: str) -> Ints:
+        """A layout column over all rows."""
+        table = self.space.base if name in self.space.base else self.space.choice
+        return table[name][self.base if name in self.space.base else self.choice]
+
+    def layout(self, row: int) -> Layout:
+        """The layout of a row."""
+        return self.space.layout(int(self.base[row]), int(self.choice[row]))
+
+
+def score(space: Space, *, hopeless: float = HOPELESS) -> Scores:
+    """Price every legal layout: memory first, then the time of those that come near fitting."""
+    parts: list[tuple[Ints, Ints, Floats, Floats]] = []
+    legal, usable = 0, 0.0
+    for base, choice, columns in space.chunks():
+        table = cases(space.ask, columns)
+        memory = predict_memory(table, space.ask.memory)
+        usable, legal = float(np.max(memory.usable)), legal + base.size
+        # The smallest of a chunk is kept in any case: an answer to "what is the least it needs?".
+        near = (memory.total <= hopeless * usable) | (memory.total == memory.total.min())
+        times = predict_step(table.take(near), space.ask.physics, space.ask.profile)
+        parts.append((base[near], choice[near], times.step_s, memory.total[near]))
+    empty = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
+    base, choice, step_s, total = (np.concatenate(column) for column in zip(empty, *parts, strict=True))
+    return Scores(
+        space=space, base=base, choice=choice, step_s=step_s, memory_bytes=total, usable_bytes=usable, legal=legal
+    )
+
+
+def price(
+    ask: Ask, layouts: list[Layout], *, global_sequences: int = 0, **machine: Floats
+) -> tuple[Cases, StepTimes, MemoryUse]:
+    """The full prediction for a few layouts; `machine` columns replace those of the cluster."""
+    table = cases(ask, layout_columns(layouts), global_sequences=global_sequences)
+    table = replace(table, **machine) if machine else table
+    return table, predict_step(table, ask.physics, ask.profile), predict_memory(table, ask.memory)

@@ -1,0 +1,80 @@
+"""Probe worker on one device with torch: `python -m phalanx.train.probe TASK`. Never imported by the planner."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from phalanx.hardware.bench import Call, Task, serve
+
+
+class TorchEngine:
+    """bf16 on a GPU with NCCL, fp32 on one core with gloo: what the trainer itself will run on."""
+
+    def __init__(self, task: Task) -> None:
+        gpu = task.device == "cuda"
+        if gpu:
+            torch.cuda.set_device(task.rank)
+        else:
+            torch.set_num_threads(1)
+        self.name = f"torch {torch.__version__}"
+        self.device_name = torch.cuda.get_device_name(task.rank) if gpu else "cpu"
+        self.precision = "bf16" if gpu else "fp32"
+        self.backend = ("nccl" if gpu else "gloo") if task.ranks > 1 else ""
+        self._rank = task.rank
+        self._device = torch.device("cuda", task.rank) if gpu else torch.device("cpu")
+        self._dtype = torch.bfloat16 if gpu else torch.float32
+        if task.ranks > 1:
+            store = dist.FileStore(str(Path(task.folder) / "store"), task.ranks)
+            dist.init_process_group(
+                self.backend, store=store, rank=task.rank, world_size=task.ranks, timeout=timedelta(seconds=60)
+            )
+
+    def matmul(self, size: int) -> Call:
+        """Multiply two square matrices."""
+        # Normal values: an all-zero or all-one operand draws less power and flatters a GPU's clock.
+        left = torch.randn(size, size, device=self._device, dtype=self._dtype)
+        right = torch.randn(size, size, device=self._device, dtype=self._dtype)
+        out = torch.empty(size, size, device=self._device, dtype=self._dtype)
+        return lambda: torch.mm(left, right, out=out)
+
+    def copy(self, num_bytes: int) -> Call:
+        """Copy a buffer in device memory."""
+        source = torch.ones(num_bytes // 4, device=self._device)
+        target = torch.zeros_like(source)
+        return lambda: target.copy_(source)
+
+    def small_op(self) -> Call:
+        """Add two vectors of eight."""
+        first = torch.ones(8, device=self._device)
+        second = torch.ones(8, device=self._device)
+        return lambda: first + second
+
+    def all_reduce(self, num_bytes: int) -> Call:
+        """Sum a buffer over all ranks."""
+        values = torch.zeros(num_bytes // 4, device=self._device)
+        return lambda: dist.all_reduce(values)
+
+    def agree(self, value: int) -> int:
+        """Rank 0's value, on every rank."""
+        shared = torch.tensor([value], device=self._device)
+        dist.broadcast(shared, src=0)
+        return int(shared.item())
+
+    def sync(self) -> None:
+        """Wait until the GPU has done what was asked; the CPU is always done."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(serve(TorchEngine))

@@ -1,0 +1,101 @@
+"""Bytes, seconds, FLOPs, money: parse what people write, print what people read."""
+
+from __future__ import annotations
+
+import re
+
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
+MINUTE_S, HOUR_S, DAY_S = 60.0, 3600.0, 86400.0
+
+_SI = (("", 1.0), ("k", 1e3), ("M", 1e6), ("B", 1e9), ("T", 1e12), ("Q", 1e15))
+_COUNT = re.compile(r"^\s*([+-]?\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([kKmMbBgGtT]?)\s*$")
+
+
+def parse_count(text: str) -> float:
+    """A number with an optional k, M, B or T suffix.
+
+    >>> parse_count("15T")
+    15000000000000.0
+    """
+    match = _COUNT.match(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a number such as 512, 8B or 15T")
+    scale = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}[match.group(2).lower()]
+    return float(match.group(1).replace("_", "")) * scale
+
+
+def format_count(value: float) -> str:
+    """Three significant digits with a suffix.
+
+    >>> format_count(8.03e9)
+    '8.03B'
+    """
+    size = abs(value)
+    for suffix, scale in reversed(_SI):
+        if size >= scale and (scale > 1 or size >= 1):
+            return f"{_three(value / scale)}{suffix}"
+    return _three(value)
+
+
+def format_bytes(value: float) -> str:
+    """Decimal bytes, as memory vendors and the published tables use them.
+
+    >>> format_bytes(80e9)
+    '80.0 GB'
+    """
+    for suffix, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(value) >= scale:
+            return f"{_three(value / scale)} {suffix}"
+    return f"{value:.0f} B"
+
+
+def format_flops(value: float) -> str:
+    """A rate of arithmetic, with the prefixes vendors use.
+
+    >>> format_flops(989e12), format_flops(96e9)
+    ('989 TFLOP/s', '96.0 GFLOP/s')
+    """
+    for suffix, scale in (("PFLOP/s", 1e15), ("TFLOP/s", 1e12), ("GFLOP/s", 1e9)):
+        if abs(value) >= scale:
+            return f"{_three(value / scale)} {suffix}"
+    return f"{_three(value / 1e6)} MFLOP/s"
+
+
+def format_seconds(value: float) -> str:
+    """A duration in the largest unit that keeps it readable.
+
+    >>> format_seconds(0.0042), format_seconds(5400), format_seconds(200000)
+    ('4.20 ms', '1.50 h', '2.31 days')
+    """
+    size = abs(value)
+    for suffix, scale, least in (
+        ("years", 365.25 * DAY_S, 2 * 365.25 * DAY_S),
+        ("days", DAY_S, 2 * DAY_S),
+        ("h", HOUR_S, HOUR_S),
+        ("min", MINUTE_S, 2 * MINUTE_S),
+        ("s", 1.0, 1.0),
+        ("ms", 1e-3, 1e-3),
+    ):
+        if size >= least:
+            return f"{_three(value / scale)} {suffix}"
+    return f"{_three(value / 1e-6)} µs"
+
+
+def format_money(usd: float) -> str:
+    """Dollars, short for large sums.
+
+    >>> format_money(61_234_000), format_money(12.5)
+    ('$61.2M', '$12.50')
+    """
+    if abs(usd) >= 1e4:
+        return f"${format_count(usd)}"
+    return f"${usd:,.2f}" if abs(usd) < 1000 else f"${usd:,.0f}"
+
+
+def _three(value: float) -> str:
+    size = abs(value)
+    if size >= 1000:
+        return f"{value:,.0f}"
+    digits = 0 if size >= 100 else 1 if size >= 10 else 2
+    return f"{value:.{digits}f}"

@@ -1,0 +1,156 @@
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.errors import UserError
+from phalanx.hardware import defaults
+from phalanx.hardware.catalog import shipped
+from phalanx.hardware.cluster import from_dict, resolve, to_dict
+from phalanx.hardware.clusterfile import render_cluster
+
+NOWHERE: dict[str, str] = {}
+
+
+def at(spec: str) -> tuple[int, int, int, int]:
+    cluster = resolve(spec, environ=NOWHERE)
+    return cluster.devices, cluster.domain_devices, cluster.domains, cluster.hosts
+
+
+def test_specs_mean_what_the_documentation_says() -> None:
+    assert at("8xH100:16") == (128, 8, 16, 16)
+    assert at("72xGB200:8") == (576, 72, 8, 144)
+    assert at("H100:64") == (64, 8, 8, 8)
+    assert at("H100:4") == (4, 4, 1, 1)
+    assert at("1xA100") == (1, 1, 1, 1)
+    assert at("TPUv4:64") == (64, 64, 1, 16)
+    assert at("2xH100-NVL:4") == (8, 2, 4, 1)
+    assert at(" 8 x H100 : 2 ") == (16, 8, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("8xH100:0", "cluster '8xH100:0': has 0 domains\n  a cluster needs at least one\n  write 8xH100:16"),
+        ("0xH100:4", "has 0 devices per domain"),
+        ("-8xH100:4", "has -8 devices per domain"),
+        ("H100:-1", "has -1 devices"),
+        ("H100:0", "has 0 devices"),
+        ("", "is not a cluster"),
+        ("16", "is not a cluster"),
+        ("8xH100:1.5", "is not a cluster"),
+        ("8xH100:99999999", "has 799,999,992 devices"),
+        ("64xH100", "NVLink4 joins 8 H100-80GB-SXM\n"),
+        ("64xH100", "write 8xH100-80GB-SXM:8, or a cluster file"),
+        ("H100:12", "use 8 or 16 devices, or write 6xH100-80GB-SXM:2"),
+        ("8xH10:2", "unknown accelerator 'H10'"),
+    ],
+)
+def test_bad_specs_say_the_cure(spec: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve(spec, environ=NOWHERE)
+    assert message in str(caught.value)
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_a_cluster_or_a_user_error(text: str) -> None:
+    if text.strip() == "local":
+        return
+    with contextlib.suppress(UserError):  # any other exception would be a traceback for the user
+        assert resolve(text, environ=NOWHERE).devices >= 1
+
+
+def test_defaults_follow_their_sources() -> None:
+    h100 = resolve("8xH100:2048", environ=NOWHERE)
+    assert h100.failures_per_host_day * h100.hosts * 54 == pytest.approx(419)  # Llama 3
+    assert resolve("8xA100", environ=NOWHERE).failures_per_host_day == pytest.approx(6.5e-3)
+    assert resolve("TPU-v4:64", environ=NOWHERE).failures_per_host_day == pytest.approx(8e-4)
+    assert h100.link_latency_s == 3.4e-6
+    assert h100.nic_latency_s == 14e-6
+    assert resolve("8xL40S", environ=NOWHERE).link_latency_s == 5.7e-6
+    assert h100.price_usd_per_device_hour == (1.29, 3.25, 11.101)
+    assert resolve("72xGB200", environ=NOWHERE).price_usd_per_device_hour is None
+    assert defaults.power_w_per_device(h100) == pytest.approx(856)
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in shipped()])
+def test_every_shipped_accelerator_makes_a_whole_cluster_that_survives_json(name: str) -> None:
+    cluster = resolve(f"1x{name}:3", environ=NOWHERE)
+    assert min(cluster.link_bytes_per_s, cluster.nic_bytes_per_s, cluster.link_latency_s) > 0
+    assert min(cluster.host_memory_bytes, cluster.failures_per_host_day) > 0
+    assert from_dict(json.loads(json.dumps(to_dict(cluster)))) == cluster
+
+
+def test_from_dict_names_what_is_wrong() -> None:
+    data = to_dict(resolve("8xH100:2", environ=NOWHERE))
+    with pytest.raises(UserError) as caught:
+        from_dict({**data, "domains": 0, "pu": 1, "link_latency_s": float("nan")})
+    text = str(caught.value)
+    assert "domains = 0 is wrong\n  a whole number from 1 is needed" in text
+    assert "unknown entry pu" in text
+    assert "link_latency_s = nan is wrong" in text
+
+
+FILE = """\
+version = 1
+accelerator = "H100"
+domains = 4
+nic_gbps = 200
+usd_per_device_hour = 2.5
+failures_per_host_day = 0
+pue = 1.2
+"""
+
+
+def test_cluster_file_overrides_the_catalogue(tmp_path: Path) -> None:
+    (tmp_path / "blue.toml").write_text(FILE)
+    cluster = resolve("blue.toml", base=tmp_path, environ=NOWHERE)
+    assert (cluster.name, cluster.devices, cluster.nic_bytes_per_s) == ("blue", 32, 25e9)
+    assert cluster.price_usd_per_device_hour == (2.5, 2.5, 2.5)
+    assert cluster.failures_per_host_day == 0
+    assert cluster.pue == 1.2
+    assert cluster.link_bytes_per_s == 450e9
+    (tmp_path / "copy.toml").write_text(render_cluster(cluster))
+    assert resolve("copy.toml", base=tmp_path, environ=NOWHERE).failures_per_host_day == 0
+
+
+def test_cluster_file_lists_every_mistake_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text(
+        FILE.replace("H100", "H10").replace("= 4", "= 0").replace("nic_gbps", "nic_gbp").replace("2.5", "[3, 2, 1]")
+    )
+    with pytest.raises(UserError) as caught:
+        resolve("bad.toml", base=tmp_path, environ=NOWHERE)
+    text = str(caught.value)
+    assert "bad.toml:4: unknown key nic_gbp\n  did you mean nic_gbps?" in text
+    assert "bad.toml:3: domains = 0 is out of range\n  give a whole number from 1 to 10,000,000" in text
+    assert "bad.toml:5: usd_per_device_hour = [3, 2, 1] is neither" in text
+    assert "bad.toml:2: unknown accelerator 'H10'" in text
+
+
+def test_cluster_file_may_define_its_own_device(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text(
+        'domains = 2\n[accelerator]\nname = "Z9"\npeak_bf16_tflops = 500\nmemory_gib = 64\nmemory_tb_per_s = 2\n'
+        'link = "PCIe5"\ndomain_devices = 4\nhost_devices = 4\n'
+    )
+    cluster = resolve(str(tmp_path / "own.toml"), environ=NOWHERE)
+    assert (cluster.devices, cluster.accelerator.peak_bf16_flops, cluster.link_bytes_per_s) == (8, 500e12, 63e9)
+
+
+@pytest.mark.parametrize("spec", ["8xH100:16", "72xGB200:8", "TPUv4:64", "CPU:4", "8xMI300X"])
+def test_a_written_cluster_file_reads_back_the_same(tmp_path: Path, spec: str) -> None:
+    cluster = resolve(spec, environ=NOWHERE)
+    path = tmp_path / "written.toml"
+    path.write_text(render_cluster(cluster))
+    back = to_dict(resolve(str(path), environ=NOWHERE))
+    for key, value in to_dict(cluster).items():
+        if key != "source":
+            assert back[key] == (pytest.approx(value) if isinstance(value, float | int) else value), key
+
+
+def test_missing_cluster_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve("none.toml", base=tmp_path, environ=NOWHERE)
+    assert str(caught.value) == f"{tmp_path / 'none.toml'}: no such file\n  check the path"
