@@ -27,8 +27,9 @@ MATMUL_FRACTION = {
 }
 # The same for fp8: H100 1402.6/1979, B200 3432.5/4500, Gaudi2 826.5/865, Gaudi3 1289.5/1677.
 MATMUL_FRACTION_FP8 = {"hopper": 0.71, "blackwell": 0.76, "gaudi2": 0.96, "gaudi3": 0.77}
-# GB200 reaches 1822/2500 (bf16) and 3615.6/5000 (fp8): its neighbour GB300 is closer to it than to an air-cooled B200.
-MATMUL_FRACTION_BY_NAME = {"GB300-NVL72": (0.73, 0.72)}
+# A part nobody measured that shares its die with one somebody did (same family, peak within SIBLING_PEAK) is scaled by
+# the square root of their power limits: dynamic power grows with f·V² and V with f, so f ~ P^(1/3..1/2).
+SIBLING_PEAK = 0.02
 # AMD parts without a row of their own: median of MI300X 0.51, MI325X 0.60, MI355X 0.63.
 MATMUL_FRACTION_BY_VENDOR = {"amd": 0.60}
 MATMUL_FRACTION_DEFAULT = 0.78  # median over the 13 measured rows of the table
@@ -85,25 +86,52 @@ def matmul_flops(accelerator: Accelerator, precision: str = "bf16") -> float:
     """Best sustained matmul rate in FLOP/s: the measured one, else a documented fraction of peak; 0 if unsupported.
 
     >>> f"{matmul_flops(find('H100')):.4g}", f"{matmul_flops(find('GB300')):.4g}", matmul_flops(find("A100"), "fp8")
-    ('7.945e+14', '1.825e+15', 0.0)
+    ('7.945e+14', '1.968e+15', 0.0)
     """
     if precision in ("bf16", "fp16"):
-        return accelerator.matmul_bf16_flops or accelerator.peak_bf16_flops * matmul_fraction(accelerator)
+        return (
+            accelerator.matmul_bf16_flops
+            or sibling_matmul(accelerator, "bf16")
+            or accelerator.peak_bf16_flops * matmul_fraction(accelerator)
+        )
     if precision == "fp8":
-        return accelerator.matmul_fp8_flops or accelerator.peak_fp8_flops * matmul_fraction(accelerator, "fp8")
+        return (
+            accelerator.matmul_fp8_flops
+            or sibling_matmul(accelerator, "fp8")
+            or accelerator.peak_fp8_flops * matmul_fraction(accelerator, "fp8")
+        )
     if precision == "fp4":  # nobody published one: as far below its peak as fp8
-        return accelerator.peak_fp4_flops * matmul_fraction(accelerator, "fp8")
+        if accelerator.peak_fp8_flops <= 0:
+            return 0.0
+        return matmul_flops(accelerator, "fp8") * accelerator.peak_fp4_flops / accelerator.peak_fp8_flops
     if precision == "fp32":
         return accelerator.peak_fp32_flops * matmul_fraction(accelerator)
     near = nearest(precision, ["bf16", "fp16", "fp8", "fp4", "fp32"])
     raise ValueError(f"precision {precision!r} is none of bf16, fp16, fp8, fp4, fp32 (nearest: {near or 'bf16'})")
 
 
+def sibling_matmul(accelerator: Accelerator, precision: str) -> float:
+    """The measured rate of a shipped part with the same die, scaled by power; 0 when there is none."""
+
+    def figures(entry: Accelerator) -> tuple[float, float]:
+        if precision == "fp8":
+            return entry.peak_fp8_flops, entry.matmul_fp8_flops
+        return entry.peak_bf16_flops, entry.matmul_bf16_flops
+
+    peak, _ = figures(accelerator)
+    if peak <= 0 or accelerator.tdp_w <= 0:
+        return 0.0
+    for entry in shipped():
+        other_peak, measured = figures(entry)
+        same_die = entry.family == accelerator.family and abs(other_peak / peak - 1.0) <= SIBLING_PEAK
+        if same_die and measured > 0 and entry.tdp_w > 0:
+            return measured * float((accelerator.tdp_w / entry.tdp_w) ** 0.5)
+    return 0.0
+
+
 def matmul_fraction(accelerator: Accelerator, precision: str = "bf16") -> float:
     """The share of peak a good matmul reaches on this family, for devices without a measurement of their own."""
     fp8 = precision == "fp8"
-    if accelerator.name in MATMUL_FRACTION_BY_NAME:
-        return MATMUL_FRACTION_BY_NAME[accelerator.name][fp8]
     if fp8 and accelerator.family in MATMUL_FRACTION_FP8:
         return MATMUL_FRACTION_FP8[accelerator.family]
     by_vendor = MATMUL_FRACTION_BY_VENDOR.get(accelerator.vendor, MATMUL_FRACTION_DEFAULT)

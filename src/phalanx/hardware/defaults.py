@@ -11,10 +11,10 @@ from phalanx.units import GB
 NVLINK_LATENCY_S = 3.4e-6
 PCIE_LATENCY_S = 5.7e-6
 NIC_LATENCY_S = 14e-6
-# One ICI hop is about a microsecond: "How to Scale Your Model" (JAX scaling book), chapter on sharded matmuls.
+# One ICI hop is about a microsecond: "How to Scale Your Model" (JAX scaling book, not re-read).
 ICI_LATENCY_S = 1e-6
-# gloo between two ranks of a 2-core cloud VM: `phalanx probe` with torch 2.13 gave 0.74 to 0.87 ms a step and 1.6 to
-# 2.6 GB/s in four runs (a bare TCP ring: 24 µs and 3.3 GB/s); the trainer uses gloo.
+# gloo between two ranks of a busy 2-core cloud VM: the probe with torch 2.13 fitted 0.74 and 0.87 ms a step, 1.6 and
+# 2.6 GB/s in two runs (a bare TCP ring: 24 and 26 µs, 3.3 and 2.4 GB/s); the trainer uses gloo.
 LOOPBACK_LATENCY_S = 0.8e-3
 LOOPBACK_BYTES_PER_S = 2.0 * GB
 
@@ -22,7 +22,7 @@ LOOPBACK_BYTES_PER_S = 2.0 * GB
 LINK_BYTES_PER_S = {
     "NVLink": 300 * GB,  # A100's NVLink3
     "XGMI": 150 * GB,  # MI210's three links, the slowest bridge AMD sells
-    "NeuronLink": 192 * GB,  # no public figure for Trainium1; below Trainium2's 640
+    "NeuronLink": 192 * GB,  # an assumption: Trainium1 has no public figure, Trainium2 has 640
     "PCIe5": 63 * GB,
     "PCIe4": 31 * GB,
     "PCIe3": 15.75 * GB,
@@ -39,7 +39,8 @@ DEFAULT_NIC_BYTES_PER_S = 100e9 / 8 / 8  # one 100 Gb/s port shared by a host of
 
 # Failures per device and day.
 #   hopper: Llama 3, 419 interruptions in 54 days on 2,048 hosts of 8 (arXiv 2407.21783 Table 5) = 3.8e-3 per host
-#   ampere: Meta RSC, 6.5 failures per 1,000 host-days of 8 A100 (arXiv 2410.21680)
+#   ampere: Meta RSC, 6.5 failures per 1,000 host-days of 8 A100 (arXiv 2410.21680), which gives its projected
+#           1.8 h between failures at 16,384 GPUs
 #   google: TPU v4 machines of 4 chips, 0.08 % per day (NSDI'24, Zu et al.)
 HOPPER_FAILURES_PER_DEVICE_DAY = 419 / 54 / 16384
 FAILURES_PER_DEVICE_DAY = {"ampere": 6.5e-3 / 8}
@@ -47,8 +48,9 @@ TPU_FAILURES_PER_DEVICE_DAY = 8e-4 / 4
 # A host without accelerators: the 151 of Llama 3's 419 interruptions that were not the GPU's, per host-day.
 CPU_FAILURES_PER_HOST_DAY = 151 / 54 / 2048
 
-# Host memory per device: DGX H100 2 TB/8, GB200 tray 960 GB/4, DGX A100 1 TB/8, DGX-1 512 GB/8 (datasheets);
-# Azure ND MI300X v5 1,850 GB/8; trn1 512 GiB/16; TPU v5e 512 GB/8, v6e 720/4, TPU7x 960/4 (Google Cloud documentation).
+# Host memory per device, not re-read: DGX H100 2 TB/8, GB200 tray 960 GB/4, DGX A100 1 TB/8, DGX-1 512 GB/8 and
+# Azure ND MI300X v5 1,850 GB/8. Read in the clouds' documentation: trn1 512 GiB/16; TPU v5e 512 GB/8, v6e 720/4,
+# TPU7x 960/4.
 HOST_MEMORY_BYTES_PER_DEVICE = {
     "volta": 64 * GB,
     "ampere": 128 * GB,

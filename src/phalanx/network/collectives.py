@@ -32,6 +32,7 @@ class Group:
     nic_bytes_per_s: Floats  # per device
     link_latency_s: Floats
     nic_latency_s: Floats
+    pacing: Floats | float = 0.0  # share of a ring's inner steps that wait for the slowest (network) hop
 
     @property
     def domains(self) -> Floats:
@@ -54,6 +55,7 @@ def place(
     nic_bytes_per_s: Floats,
     link_latency_s: Floats,
     nic_latency_s: Floats,
+    pacing: Floats | float = 0.0,
 ) -> Group:
     """The group of an axis whose members stand `stride` ranks apart when ranks fill domains in order."""
     per_domain = np.clip(np.floor(domain / np.maximum(stride, 1.0) + 1e-9), 1.0, np.maximum(ranks, 1.0))
@@ -64,13 +66,16 @@ def place(
         nic_bytes_per_s=nic_bytes_per_s,
         link_latency_s=link_latency_s,
         nic_latency_s=nic_latency_s,
+        pacing=pacing,
     )
 
 
 def ring_latency(group: Group) -> Floats:
     """Start-up of the n-1 steps of a ring: network steps between domains, link steps inside."""
     between = group.domains - 1.0
-    return between * group.nic_latency_s + np.maximum(0.0, group.ranks - 1.0 - between) * group.link_latency_s
+    inside = np.maximum(0.0, group.ranks - 1.0 - between)
+    paced = np.where(between > 0, group.pacing * group.nic_latency_s, 0.0)
+    return between * group.nic_latency_s + inside * np.maximum(group.link_latency_s, paced)
 
 
 def all_gather(group: Group, nbytes: Floats) -> Floats:
@@ -108,10 +113,14 @@ def all_reduce(group: Group, nbytes: Floats, *, switch: Floats) -> Floats:
     return np.where(group.ranks > 1, best, 0.0)
 
 
-def all_to_all(group: Group, nbytes: Floats) -> Floats:
-    """Each rank sends `nbytes` in total, evenly to all members."""
+def all_to_all(group: Group, nbytes: Floats, *, network_copies: Floats | float = 1.0) -> Floats:
+    """Each rank sends `nbytes` in total, evenly to all members.
+
+    `network_copies` is the share of bytes that really crosses the network when several receivers in one domain want
+    the same data and it is sent there once.
+    """
     inside = (group.per_domain - 1.0) / np.maximum(group.ranks, 1.0) * nbytes / group.link_bytes_per_s
-    outside = (group.ranks - group.per_domain) / np.maximum(group.ranks, 1.0) * nbytes / group.nic_bytes_per_s
+    outside = (group.ranks - group.per_domain) / np.maximum(group.ranks, 1.0) * nbytes * network_copies / group.nic_bytes_per_s
     latency = np.where(group.domains > 1, group.nic_latency_s, group.link_latency_s)
     return np.where(group.ranks > 1, np.maximum(inside, outside) + latency, 0.0)
 

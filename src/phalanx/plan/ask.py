@@ -11,8 +11,9 @@ from phalanx.hardware.types import Cluster
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Job
 from phalanx.plan.frameworks import EVERYTHING, Framework, framework
-from phalanx.plan.memory import MemoryProfile
+from phalanx.plan.memory import MemoryProfile, memory_profiles
 from phalanx.plan.physics import Physics, Profile, physics, profiles
+from phalanx.plan.physics import profile_name as physics_profile
 
 Fixed = Mapping[str, int | str | bool]
 
@@ -21,6 +22,7 @@ UNFUSED = ("megatron-deepspeed", "megatron-lm", "deepspeed")
 # What people write -> the profile that was fitted on such runs. "phalanx" has no published runs yet.
 PROFILE_ALIASES = {
     "phalanx": "default",
+    "default": "default",
     "megatron": "megatron-core",
     "nemo": "megatron-core",
     "nemo-megatron": "megatron-core",
@@ -29,6 +31,7 @@ PROFILE_ALIASES = {
 }
 # Bytes of optimizer moments per parameter: two for Adam, one for Muon, row and column sums (about none) for Adafactor.
 MOMENTS = {"adamw": 2, "adamw8bit": 2, "muon": 1, "adafactor": 0}
+ADAMW_BYTES = 12.0  # fp32 master weights and two fp32 moments: what the memory profiles were fitted with
 STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0}
 
 
@@ -54,7 +57,9 @@ class Ask:
         return self.origins.get(key, "job")
 
 
-def from_job(job: Job, cluster: Cluster, *, origins: Mapping[str, str] | None = None) -> tuple[Ask, tuple[Problem, ...]]:
+def from_job(
+    job: Job, cluster: Cluster, *, origins: Mapping[str, str] | None = None
+) -> tuple[Ask, tuple[Problem, ...]]:
     """The question a job asks of a cluster, and what the person should be told about how it was read."""
     known = dict(origins or {})
     _check_precision(job, cluster, known)
@@ -64,6 +69,7 @@ def from_job(job: Job, cluster: Cluster, *, origins: Mapping[str, str] | None = 
         profile = replace(profile, gradient_bytes=2.0)
     if cluster.launch_s > 0:
         profile = replace(profile, launch_s=cluster.launch_s)
+    kept = memory_profiles()
     ask = Ask(
         model=job.model,
         cluster=cluster,
@@ -73,7 +79,7 @@ def from_job(job: Job, cluster: Cluster, *, origins: Mapping[str, str] | None = 
         fixed=fixed_by_hand(job),
         physics=physics(),
         profile=profile,
-        memory=memory_profile(job),
+        memory=memory_profile(job, kept.get(profile_name, kept["default"])),
         fused_attention=profile_name not in UNFUSED,
         limits=framework(profile_name),
         origins=known,
@@ -85,8 +91,10 @@ def framework_profile(name: str, where: str) -> tuple[str, tuple[Problem, ...]]:
     """The efficiency profile for a framework; an unknown one takes the default and says so."""
     key = name.strip().lower()
     key = PROFILE_ALIASES.get(key, key)
-    if key in profiles():
+    key = key if key in profiles() else physics_profile(key)
+    if key != "default" or name.strip().lower() in PROFILE_ALIASES:
         return key, ()
+    key = name.strip().lower()
     close = nearest(key, [*profiles(), *PROFILE_ALIASES])
     return "default", (
         Problem(
@@ -97,15 +105,16 @@ def framework_profile(name: str, where: str) -> tuple[str, tuple[Problem, ...]]:
     )
 
 
-def memory_profile(job: Job) -> MemoryProfile:
-    """Bytes per parameter that the job's optimizer and precision keep."""
+def memory_profile(job: Job, framework_memory: MemoryProfile) -> MemoryProfile:
+    """What the framework keeps, with the bytes per parameter of the job's optimizer and precision."""
     wide = job.precision.compute == "fp32"
     state = "int8" if job.optim.name == "adamw8bit" else job.precision.optimizer_state
     master = 4.0 if job.precision.master_weights and not wide else 0.0  # fp32 weights are their own master copy
-    optimizer_bytes = MOMENTS[job.optim.name] * STATE_BYTES[state] + master
-    usual = MemoryProfile()
-    gradients = 2.0 if job.precision.grad_reduce == "bf16" else usual.gradient_bytes
-    return replace(usual, optimizer_bytes=optimizer_bytes, gradient_bytes=gradients)
+    saved = ADAMW_BYTES - (MOMENTS[job.optim.name] * STATE_BYTES[state] + master)
+    changed = replace(framework_memory, optimizer_bytes=framework_memory.optimizer_bytes - saved)
+    if job.precision.grad_reduce == "bf16":
+        changed = replace(changed, gradient_bytes=2.0, gradient_bytes_fp16=2.0)
+    return changed
 
 
 def fixed_by_hand(job: Job) -> Fixed:

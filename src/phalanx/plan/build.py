@@ -10,10 +10,10 @@ from phalanx.hardware.catalog import matmul_flops
 from phalanx.hardware.types import Cluster
 from phalanx.job.model import ModelShape
 from phalanx.plan.ask import Ask
-from phalanx.plan.cases import COMPRESSION, OFFLOAD, RECOMPUTE, SCHEDULES, Cases, Floats
+from phalanx.plan.cases import COMPRESSION, OFFLOAD, PRECISION, RECOMPUTE, SCHEDULES, Cases, Floats
 from phalanx.plan.layout import Layout
 
-PRECISION_INDEX = {"fp32": 0, "bf16": 1, "fp16": 1, "fp8": 2, "fp4": 3}
+PRECISION_INDEX = {name: index for index, name in enumerate(PRECISION)}
 # Streaming multiprocessors, compute units or matrix units per device, from the vendors' datasheets, by name prefix.
 UNITS = {
     "V100": 80, "A100": 108, "A800": 108, "H100": 132, "H800": 132, "H200": 132, "GH200": 132, "H20": 78,
@@ -93,8 +93,8 @@ def machine_columns(cluster: Cluster) -> dict[str, float]:
         rates |= dict.fromkeys(names, cluster.matmul_flops)
     return {
         "matmul_flops": rates["bf16"],
-        "matmul_fp8_flops": rates["fp8"] or rates["bf16"],
-        "matmul_fp4_flops": rates["fp4"] or rates["fp8"] or rates["bf16"],
+        "matmul_fp8_flops": rates["fp8"],  # 0 without fp8 units: the cost model tells generations apart by it
+        "matmul_fp4_flops": rates["fp4"],
         "matmul_fp32_flops": rates["fp32"] or rates["bf16"],
         "units": units(device.name, device.family),
         "memory_bytes": device.memory_bytes,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.plan.cases import FP4, FP8, FP32, Cases, Floats
 from phalanx.plan.physics import Physics, Profile
@@ -46,10 +47,17 @@ class Compute:
 
 def rates(c: Cases, k: Physics, f: Profile) -> tuple[Floats, Floats]:
     """(rate of the linear layers, rate of what stays in 16 bit), FLOP/s."""
-    wide = np.where(c.precision == FP32, c.matmul_fp32_flops, c.matmul_flops) * k.sustained * f.gemm
-    narrow8 = c.matmul_fp8_flops * k.sustained * k.fp8 * f.gemm
-    narrow4 = c.matmul_fp4_flops * k.sustained * k.fp4 * f.gemm
+    held = np.where(dense_power(c), k.throttled, 1.0) * k.sustained * f.gemm
+    wide = np.where(c.precision == FP32, c.matmul_fp32_flops, c.matmul_flops) * held
+    # A device without the narrow format computes in 16 bit.
+    narrow8 = np.maximum(c.matmul_fp8_flops * k.fp8, c.matmul_flops) * held
+    narrow4 = np.maximum(c.matmul_fp4_flops * k.fp4 * held, narrow8)
     return np.where(c.precision == FP8, narrow8, np.where(c.precision == FP4, narrow4, wide)), wide
+
+
+def dense_power(c: Cases) -> NDArray[np.bool_]:
+    """Devices with fp8 units (Hopper, CDNA3 and later): power, not issue rate, bounds their long matmuls."""
+    return np.asarray(c.matmul_fp8_flops > 0)
 
 
 def element_bytes(c: Cases) -> Floats:
@@ -134,7 +142,9 @@ def _linears(c: Cases, k: Physics, f: Profile, rate: Floats) -> Pass:
 def _attention_core(c: Cases, k: Physics, f: Profile, rate: Floats) -> Pass:
     local_heads = c.heads / c.tp
     flops = 2.0 * c.tokens * c.seq * local_heads * (c.qk_dim + c.v_dim)
-    fused_rate = rate * k.flash * f.flash * c.qk_dim / (c.qk_dim + k.flash_dim)
+    # FlashAttention-2 does not use what Hopper added; fused kernels lag the matmul rate there.
+    share = k.flash * np.where(dense_power(c), k.flash_lag, 1.0) * f.flash
+    fused_rate = rate * share * c.qk_dim / (c.qk_dim + k.flash_dim)
     fused = 0.5 * flops / fused_rate  # causal: half the scores are never computed
     odd = np.where(np.mod(c.qk_dim, 8) == 0, 1.0, k.odd_head)
     loose_rate = rate * k.batched * c.qk_dim / (c.qk_dim + k.batched_dim) / odd

@@ -30,9 +30,7 @@ DEEPSPEED = Framework(schedules=("1f1b",), zero=(0, 1, 2, 3), zero_with_pipeline
 FRAMEWORKS = {
     "megatron-core": MEGATRON,
     "megatron-bridge": MEGATRON,
-    "megatron-lm": Framework(
-        schedules=("1f1b", "interleaved"), zero=(0, 1), zero_with_pipeline=(0, 1), context=False
-    ),
+    "megatron-lm": Framework(schedules=("1f1b", "interleaved"), zero=(0, 1), zero_with_pipeline=(0, 1), context=False),
     "megatron-deepspeed": DEEPSPEED,
     "deepspeed": DEEPSPEED,
     # nanotron 0.5: all-forward-all-backward and 1F1B, ZeRO-1

@@ -34,7 +34,19 @@ def no_layout(ask: Ask) -> UserError:
     for release in ("expert", "virtual_pipeline", "schedule", "micro", "shard", "sequence_parallel", "data"):
         if release in fixed and build(_without(ask, release)).rows:
             return _release(ask, release)
-    return _no_batch(ask)
+    return _cannot_run(ask) if build(ask).rows else _no_batch(ask)
+
+
+def _cannot_run(ask: Ask) -> UserError:
+    """The sizes multiply up, but a pipeline stage stays empty or a tensor outgrows its index."""
+    stages = ask.fixed.get("pipeline", "auto")
+    return mistake(
+        ask.place("parallel.pipeline"),
+        f"no layout can run: parallel.pipeline = {stages} leaves a stage of the {ask.model.layers} layers empty, "
+        "or the logits of a micro-batch outgrow a 32-bit index",
+        why="every stage holds at least one layer",
+        fix=f"use a pipeline depth that divides {ask.model.layers} or is well below it, and a smaller batch.micro",
+    )
 
 
 def _no_batch(ask: Ask) -> UserError:

@@ -37,8 +37,32 @@ class Layout:
         return sum(size > 1 for size in (self.tensor, self.context, self.pipeline, self.expert))
 
     @property
+    def short(self) -> str:
+        """The name without the axes that are not used, for narrow tables."""
+        axes = {"TP": self.tensor, "CP": self.context, "PP": self.pipeline, "VPP": self.virtual_pipeline}
+        used = [f"{axis}{size}" for axis, size in axes.items() if size > 1]
+        groups = [self._zero, *([f"EP{self.expert}"] if self.expert > 1 else [])]
+        return " ".join(["·".join([*used, f"DP{self.data}"]), *groups, *self._rest])
+
+    @property
+    def _zero(self) -> str:
+        grouped = self.zero > 0 and self.shard < self.data * self.context
+        return f"ZeRO-{self.zero}" + (f"/{self.shard}" if grouped else "")
+
+    @property
+    def _rest(self) -> list[str]:
+        words = [f"mbs{self.micro_batch}", self.recompute if self.recompute != "none" else "no-recompute"]
+        if self.pipeline > 1 and self.schedule in ("gpipe", "zero-bubble"):
+            words.append(self.schedule)
+        if self.offload != "none":
+            words.append(f"offload-{self.offload}")
+        if self.compression != "none":
+            words.append(f"grads-{self.compression}")
+        return words
+
+    @property
     def name(self) -> str:
-        """A short name.
+        """The full name; `ZeRO-3/8` shares one copy between groups of 8 ranks.
 
         >>> Layout(data=128, shard=128, tensor=8, context=1, pipeline=16, virtual_pipeline=1, expert=1, zero=1,
         ...        sequence_parallel=True, micro_batch=1, accumulation=16, recompute="full", precision="bf16",
@@ -46,19 +70,5 @@ class Layout:
         'TP8·CP1·PP16·DP128 (ZeRO-1, EP1) mbs1 full'
         """
         stages = f"PP{self.pipeline}" + (f"·VPP{self.virtual_pipeline}" if self.virtual_pipeline > 1 else "")
-        zero = f"ZeRO-{self.zero}"
-        if self.zero and self.shard < self.data * self.context:
-            zero += f" in groups of {self.shard}"
-        words = [
-            f"TP{self.tensor}·CP{self.context}·{stages}·DP{self.data}",
-            f"({zero}, EP{self.expert})",
-            f"mbs{self.micro_batch}",
-            self.recompute if self.recompute != "none" else "no-recompute",
-        ]
-        if self.pipeline > 1 and self.schedule in ("gpipe", "zero-bubble"):
-            words.append(self.schedule)
-        if self.offload != "none":
-            words.append(f"offload-{self.offload}")
-        if self.compression != "none":
-            words.append(f"grads-{self.compression}")
-        return " ".join(words)
+        head = f"TP{self.tensor}·CP{self.context}·{stages}·DP{self.data} ({self._zero}, EP{self.expert})"
+        return " ".join([head, *self._rest])

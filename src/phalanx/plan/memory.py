@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import tomllib
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
 
 import numpy as np
 from numpy.typing import NDArray
@@ -172,3 +175,16 @@ def predict_memory(c: Cases, f: MemoryProfile) -> MemoryUse:
         usable=c.memory_bytes * np.asarray(f.usable) + np.zeros_like(total),
         runs=runs & np.ones_like(total, dtype=bool),
     )
+
+
+@cache
+def memory_profiles() -> dict[str, MemoryProfile]:
+    """Shipped memory profiles by framework; always holds `default`."""
+    text = resources.files("phalanx.plan").joinpath("memory.toml").read_text("utf-8")
+    return {name: MemoryProfile(**values) for name, values in tomllib.loads(text).items()}
+
+
+def stack_memory(chosen: list[MemoryProfile]) -> MemoryProfile:
+    """One profile whose fields are arrays: row by row, the profiles given."""
+    names = [field.name for field in fields(MemoryProfile)]
+    return MemoryProfile(**{name: np.asarray([getattr(one, name) for one in chosen]) for name in names})

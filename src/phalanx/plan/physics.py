@@ -6,11 +6,14 @@ at the textbook value given in the comment); `docs/validation.md` shows what hap
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
 from typing import Any
+
+import numpy as np
 
 from phalanx.plan.cases import Floats
 
@@ -23,6 +26,7 @@ class Physics:
 
     # matmul
     sustained: Number  # share of the best measured matmul rate that long training sustains (power, clocks)
+    throttled: Number  # the same on devices with fp8 units, whose power limit bites sooner
     fp8: Number  # the same for fp8, relative to 16-bit: scaling factors and unquantised layers
     fp4: Number
     tail: Number  # idle share of the last wave of tiles, 0.5 on average when tiles do not fill the units
@@ -32,6 +36,7 @@ class Physics:
     expert_rows: Number  # tokens per expert at which a grouped matmul reaches half its rate
     # attention
     flash: Number  # fused attention relative to a matmul of the same FLOPs
+    flash_lag: Number  # its further share on devices with fp8 units
     flash_dim: Number  # head width at which fused attention reaches half its rate
     flash_backward: Number  # backward of fused attention relative to 2.5 x forward
     batched: Number  # unfused attention matmuls relative to a large matmul
@@ -56,6 +61,7 @@ class Physics:
     nic: Number  # share of the NIC line rate
     link_latency: Number  # multiple of the cluster's link latency per ring step
     nic_latency: Number  # multiple of the cluster's network latency per ring step
+    pacing: Number  # share of a ring's steps inside a domain that wait for the network hop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,9 +77,11 @@ class Profile:
     expert_exposed: Number = 0.5
     pipeline_exposed: Number = 0.5
     data_overlap: Number = 0.5  # share of gradient traffic that may hide behind the last backward
+    shard_traffic: Number = 1.0  # ZeRO-3 traffic relative to two gathers and one scatter
     shard_sharpness: Number = 4.0  # how well ZeRO-3 gathers hide: p of the p-norm of compute and traffic
     micro_s: Number = 1e-3  # host work per micro-batch
     pipeline_s: Number = 1e-3  # more of it per micro-batch in a pipeline
+    tensor_pipeline_s: Number = 1e-5  # host time per layer and tensor rank where a pipeline blocks tensor collectives
     step_s: Number = 0.02  # logging, clipping, loss reduction, data: once per step
     step_log_devices_s: Number = 1e-3  # the same, per doubling of devices
     optimizer_bytes: Number = 34.0  # memory traffic of the optimizer per parameter
@@ -85,17 +93,61 @@ PROFILE_FIELDS = tuple(f.name for f in fields(Profile))
 
 
 @cache
-def _table() -> dict[str, Any]:
+def shipped_table() -> dict[str, Any]:
+    """The constants file, parsed."""
     return tomllib.loads(resources.files("phalanx.plan").joinpath("physics.toml").read_text("utf-8"))
 
 
 @cache
 def physics() -> Physics:
     """The shipped constants."""
-    return Physics(**_table()["physics"])
+    return Physics(**shipped_table()["physics"])
 
 
 @cache
 def profiles() -> dict[str, Profile]:
     """Shipped framework profiles by name; always holds `default`."""
-    return {name: Profile(**values) for name, values in _table()["profile"].items()}
+    return {name: Profile(**values) for name, values in shipped_table()["profile"].items()}
+
+
+# Which profile a framework's name means, first match wins; the second part is the first version (or year) it holds for.
+_FAMILIES: tuple[tuple[str, str, str], ...] = (
+    (r"nanotron", "", "nanotron"),
+    (r"composer|llm-?foundry|mosaic", "", "composer-fsdp"),
+    (r"megatron-?deepspeed|neox", "", "megatron-deepspeed"),
+    (r"deepspeed|zero", "", "deepspeed"),
+    (r"titan|fsdp2?$|^fsdp|^pytorch|accelerate|lightning", "", "torchtitan"),
+    (r"bridge", "26.05", "megatron-bridge"),
+    (r"bridge|nemo|megatron-?core|mcore|primus|transformer-?engine", "", "megatron-core"),
+    (r"megatron", "2023", "megatron-core"),
+    (r"megatron", "", "megatron-lm"),
+)
+
+
+def profile_name(framework: str, version: str = "") -> str:
+    """The profile for a framework and its version or date; `default` for the unknown.
+
+    >>> profile_name("megatron-lm", "2021-04"), profile_name("Megatron-Bridge", "26.06"), profile_name("abc")
+    ('megatron-lm', 'megatron-bridge', 'default')
+    """
+    name = framework.strip().lower()
+    stamp = re.match(r"\d+(\.\d+)?", version.strip())
+    for pattern, since, profile in _FAMILIES:
+        if re.search(pattern, name) and (not since or (stamp is not None and _recent(stamp.group(), since))):
+            return profile
+    return "default"
+
+
+def _recent(stamp: str, since: str) -> bool:
+    # Years and container versions (25.09) are both dates; either can stand in a table.
+    def year(text: str) -> float:
+        value = float(text)
+        return value if value > 1000 else 2000.0 + value
+
+    return year(stamp) >= year(since)
+
+
+def stack(chosen: list[Profile]) -> Profile:
+    """One profile whose fields are arrays: row by row, the profiles given."""
+    columns = {name: np.asarray([getattr(one, name) for one in chosen], dtype=np.float64) for name in PROFILE_FIELDS}
+    return Profile(**columns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +14,6 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.memory import MemoryUse, predict_memory
 from phalanx.plan.space import Bools, Ints, Space
 from phalanx.plan.step import StepTimes, predict_step
-
 
 # Layouts that need more than this many times the usable memory are counted but not kept: no such device is sold.
 HOPELESS = 2.0
@@ -53,9 +53,10 @@ def score(space: Space, *, hopeless: float = HOPELESS) -> Scores:
     for base, choice, columns in space.chunks():
         table = cases(space.ask, columns)
         memory = predict_memory(table, space.ask.memory)
-        usable, legal = float(np.max(memory.usable)), legal + base.size
+        usable, legal = float(np.max(memory.usable)), legal + int(memory.runs.sum())
         # The smallest of a chunk is kept in any case: an answer to "what is the least it needs?".
-        near = (memory.total <= hopeless * usable) | (memory.total == memory.total.min())
+        least = np.min(memory.total, where=memory.runs, initial=np.inf)
+        near = memory.runs & (memory.total <= max(hopeless * usable, least))
         times = predict_step(table.take(near), space.ask.physics, space.ask.profile)
         parts.append((base[near], choice[near], times.step_s, memory.total[near]))
     empty = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
@@ -66,7 +67,7 @@ def score(space: Space, *, hopeless: float = HOPELESS) -> Scores:
 
 
 def price(
-    ask: Ask, layouts: list[Layout], *, global_sequences: int = 0, **machine: Floats
+    ask: Ask, layouts: list[Layout], *, global_sequences: int = 0, machine: Mapping[str, Floats] | None = None
 ) -> tuple[Cases, StepTimes, MemoryUse]:
     """The full prediction for a few layouts; `machine` columns replace those of the cluster."""
     table = cases(ask, layout_columns(layouts), global_sequences=global_sequences)

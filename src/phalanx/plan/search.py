@@ -18,6 +18,7 @@ from phalanx.plan.space import Bools, build
 TIE = 1.005  # layouts within 0.5 % are equal: below the noise floor of repeated runs, so the simpler one is taken
 MOST_TIES = 200
 SMALLER = (2, 4)  # parts of the cluster that are tried as well: slower, but often cheaper per token
+SMALLER_MICRO_BATCH = 8  # largest micro-batch tried there: those parts only sketch the front
 CLEARLY_BETTER = 1.05  # a free search this much faster than a layout fixed by hand is worth a warning
 PARETO_STEP = 0.9  # a point that saves less than 10 % of memory over its faster neighbour is left out
 PARETO_SLOWEST = 1.5  # nor is anyone served by a layout half as slow again as the best on the same devices
@@ -90,7 +91,8 @@ def _best(scores: Scores) -> int:
     near = np.flatnonzero(step <= step.min() * TIE)
     near = near[np.argsort(step[near], kind="stable")[:MOST_TIES]]
     layouts = [scores.layout(int(row)) for row in near]
-    order = np.lexsort((scores.memory_bytes[near], step[near].round(9), [complexity(one) for one in layouts]))
+    simple = np.array([complexity(one) for one in layouts], dtype=np.float64)
+    order = np.lexsort(np.stack([scores.memory_bytes[near], step[near].round(9), simple]))
     return int(near[order[0]])
 
 
@@ -100,7 +102,7 @@ def complexity(layout: Layout) -> int:
         layout.virtual_pipeline > 1,
         layout.pipeline > 1 and layout.schedule in ("gpipe", "zero-bubble"),
         layout.zero >= 2,
-        0 < layout.zero and layout.shard < layout.data * layout.context,
+        layout.zero > 0 and layout.shard < layout.data * layout.context,
         layout.compression != "none",
         layout.offload != "none",
     )
@@ -170,7 +172,8 @@ def _pareto(ask: Ask, scores: Scores) -> tuple[Candidate, ...]:
         domains = ask.cluster.domains // part
         if domains < 1 or ask.cluster.domains % part:
             break
-        space = build(ask, devices=domains * ask.cluster.domain_devices, offload=_offloads(scores))
+        devices = domains * ask.cluster.domain_devices
+        space = build(ask, devices=devices, offload=_offloads(scores), most_micro=SMALLER_MICRO_BATCH)
         found += _front(score(space, hopeless=1.0))
     return tuple(one for one in found if not any(_dominates(other, one) for other in found))
 

@@ -81,12 +81,19 @@ class Space:
         )
 
 
-def build(ask: Ask, *, devices: int = 0, offload: tuple[str, ...] = ("none",), widest_tensor: int = 0) -> Space:
+def build(
+    ask: Ask,
+    *,
+    devices: int = 0,
+    offload: tuple[str, ...] = ("none",),
+    widest_tensor: int = 0,
+    most_micro: int = MOST_MICRO_BATCH,
+) -> Space:
     """The space on `devices` devices (all of the cluster's by default); it may be empty."""
     count = devices or ask.cluster.devices
     limit = widest_tensor or ask.cluster.domain_devices
     degrees = [row for row in splits(ask, count) if "tensor" in ask.fixed or row[0] <= limit]
-    return Space(ask=ask, devices=count, base=_base(ask, degrees), choice=_choices(ask, offload))
+    return Space(ask=ask, devices=count, base=_base(ask, degrees, most_micro), choice=_choices(ask, offload))
 
 
 def splits(ask: Ask, devices: int) -> list[tuple[int, int, int, int]]:
@@ -146,12 +153,12 @@ def expert_sizes(ask: Ask, ranks: int) -> list[int]:
     return [n for n in sizes if ask.fixed.get("expert", n) == n]
 
 
-def micro_batches(ask: Ask, dp: int) -> list[int]:
+def micro_batches(ask: Ask, dp: int, most: int = MOST_MICRO_BATCH) -> list[int]:
     """Micro-batch sizes that divide a data rank's share."""
     share = ask.global_sequences // dp
     if "micro" in ask.fixed:
         return [int(ask.fixed["micro"])] if share % int(ask.fixed["micro"]) == 0 else []
-    return [n for n in divisors(share) if n <= MOST_MICRO_BATCH]
+    return [n for n in divisors(share) if n <= most]
 
 
 def schedules(ask: Ask, pp: int, accumulation: int) -> list[tuple[int, int]]:
@@ -176,12 +183,12 @@ def _chunks(ask: Ask, pp: int, accumulation: int) -> list[int]:
     return [n for n in divisors(per_stage) if n > 1 and pp * n <= ask.model.layers]
 
 
-def _base(ask: Ask, degrees: list[tuple[int, int, int, int]]) -> dict[str, Ints]:
+def _base(ask: Ask, degrees: list[tuple[int, int, int, int]], most_micro: int) -> dict[str, Ints]:
     rows: list[tuple[int, ...]] = []
     for tp, cp, pp, dp in degrees:
         inner = [
             (micro, *one)
-            for micro in micro_batches(ask, dp)
+            for micro in micro_batches(ask, dp, most_micro)
             for one in schedules(ask, pp, ask.global_sequences // (dp * micro))
         ]
         for ep in expert_sizes(ask, dp * cp * tp):
@@ -239,4 +246,5 @@ def _legal(ask: Ask, c: dict[str, Ints]) -> Bools:
     unsplit = (c["tp"] == 1) & (c["sp"] == 0)
     if ask.fixed.get("sequence_parallel") is True:
         unsplit = c["tp"] == 1
-    return sharded & (unsplit | ((c["tp"] > 1) & ((c["sp"] == 0) | slices)))
+    legal: Bools = sharded & (unsplit | ((c["tp"] > 1) & ((c["sp"] == 0) | slices)))
+    return legal

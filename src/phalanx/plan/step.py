@@ -71,6 +71,7 @@ def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
     again = np.where(c.recompute == FULL, tensor + context + expert, 0.0)
     device = _device_seconds(work) + 2.0 * tensor + 3.0 * context + 2.0 * expert + again
     host = work.operations * f.launch_s * (2.5 + (c.recompute == FULL))
+    host = host + np.where((c.pp > 1) & (c.tp > 1), c.layers * c.tp * f.tensor_pipeline_s, 0.0)
     layers_s = smooth_max(device, host, LAUNCH_SHARPNESS)
 
     head_s = work.head.forward + work.head.backward

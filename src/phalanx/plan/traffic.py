@@ -41,6 +41,7 @@ def groups(c: Cases, k: Physics) -> Groups:
             nic_bytes_per_s=c.nic_bytes_per_s * k.nic,
             link_latency_s=c.link_latency_s * k.link_latency,
             nic_latency_s=c.nic_latency_s * k.nic_latency,
+            pacing=k.pacing,
         )
 
     replicas = np.maximum(c.dp * c.cp * c.tp / np.maximum(c.ep, 1.0), 1.0)
@@ -70,8 +71,11 @@ def context_seconds(c: Cases, g: Groups, attention_forward: Floats) -> Floats:
 
 
 def expert_seconds(c: Cases, g: Groups, f: Profile) -> Floats:
-    """Forward: dispatch and combine of routed tokens."""
-    once = net.all_to_all(g.expert, routed_tokens(c) * c.hidden * element_bytes(c))
+    """Forward: dispatch and combine of routed tokens; a token travels once to each domain that wants it."""
+    domains = g.expert.domains
+    distinct = domains * (1.0 - (1.0 - 1.0 / domains) ** c.topk)
+    copies = np.where(domains > 1, distinct / np.maximum(c.topk, 1.0), 1.0)
+    once = net.all_to_all(g.expert, routed_tokens(c) * c.hidden * element_bytes(c), network_copies=copies)
     return np.where(c.moe_layers > 0, 2.0 * c.moe_layers * once * f.expert_exposed, 0.0)
 
 
@@ -105,4 +109,4 @@ def shard_seconds(c: Cases, g: Groups, w: RankWeights, f: Profile) -> Floats:
     calls = 3.0 * (c.layers / c.pp - 1.0)
     total = once(g.data, w.dense) + calls * net.ring_latency(g.data)
     total = total + np.where(c.moe_layers > 0, once(g.expert_data, w.experts), 0.0)
-    return np.where(c.zero == 3, total, 0.0)
+    return np.where(c.zero == 3, total * f.shard_traffic, 0.0)

@@ -1,0 +1,113 @@
+"""`phalanx plan`: the best layout of a job on a cluster, its reasons and its bill."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from phalanx.cli.options import add_json, add_set
+from phalanx.cli.output import note, print_json, warn
+from phalanx.errors import Problem, WorldError, mistake
+from phalanx.hardware.cluster import resolve
+from phalanx.job.load import load
+from phalanx.plan import compare as comparing
+from phalanx.plan import text
+from phalanx.plan.make import plan as make_plan
+from phalanx.plan.plan import Plan
+
+MOST_COMPARED = 8
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Options of `phalanx plan`."""
+    parser.add_argument("job", metavar="JOB", nargs="?", help="the job file, such as job.toml")
+    add_set(parser)
+    parser.add_argument("--cluster", metavar="SPEC", help="plan for this cluster instead of the job's, as 8xH100:16")
+    parser.add_argument("--out", metavar="FILE", help="write the plan as JSON, whole or not at all")
+    parser.add_argument("--top", metavar="N", type=int, default=6, help="runners-up and Pareto points shown (6)")
+    parser.add_argument("--compare", metavar="JOB", nargs="+", default=[], help="plan several jobs, side by side")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan one job, or compare several."""
+    jobs = [*([args.job] if args.job else []), *args.compare]
+    if not jobs:
+        raise mistake("phalanx plan", "no job file is named", fix="phalanx plan job.toml; phalanx init writes one")
+    if args.top < 0:
+        raise mistake("phalanx plan", f"--top {args.top} is below 0", fix="use 0 or more")
+    if args.compare:
+        return _compare(args, jobs)
+    made = _plan(jobs[0], args)
+    if args.out:
+        write(Path(args.out), made.to_json())
+        note(f"wrote {args.out}")
+    if args.json:
+        print_json(made.to_dict())
+    else:
+        _show(text.render(made, top=args.top))
+    return 0
+
+
+def _plan(job: str, args: argparse.Namespace) -> Plan:
+    resolved = load(job, overrides=args.overrides)
+    cluster = resolve(args.cluster) if args.cluster else None
+    return make_plan(resolved, cluster)
+
+
+def _compare(args: argparse.Namespace, jobs: list[str]) -> int:
+    if not 2 <= len(jobs) <= MOST_COMPARED:
+        raise mistake(
+            "phalanx plan --compare",
+            f"{len(jobs)} job file{'s' if len(jobs) != 1 else ''} named",
+            fix=f"name 2 to {MOST_COMPARED}, as --compare a.toml b.toml",
+        )
+    if args.out:
+        raise mistake("phalanx plan", "--out writes one plan, not a comparison", fix="use --json > file")
+    plans = [_plan(job, args) for job in jobs]
+    differences = comparing.compare(plans)
+    if args.json:
+        print_json({"differences": differences, "plans": [one.to_dict() for one in plans]})
+        return 0
+    print(comparing.render(differences))
+    for job, one in zip(jobs, plans, strict=True):
+        warn(Problem(where=job, what=line) for line in one.warnings)
+    return 0
+
+
+def _show(page: str) -> None:
+    """The page as it is; on a terminal the headings stand out."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        print(page)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    for number, line in enumerate(page.splitlines()):
+        heading = number < 2 or (line and not line.startswith(" "))
+        console.print(Text(line, style="bold" if heading else ""))
+
+
+def write(path: Path, content: str) -> None:
+    """Write the whole file or nothing: a temporary file beside it, then a rename."""
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                stream.write(content)
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(temporary, 0o666 & ~umask)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise WorldError(
+            Problem(where=str(path), what=f"cannot be written: {reason}", fix="name another --out")
+        ) from None

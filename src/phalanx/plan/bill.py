@@ -1,0 +1,135 @@
+"""Money, energy and carbon of a run."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import io
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phalanx.errors import UserError, mistake, nearest
+from phalanx.hardware.catalog import data_text
+from phalanx.hardware.defaults import power_w_per_device
+from phalanx.hardware.types import Cluster
+from phalanx.job.schema import Cost
+from phalanx.units import HOUR_S
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bill:
+    """The whole run, spare hosts included in the money. `usd` is (low, middle, high), None without a known price."""
+
+    device_hours: float
+    usd_per_device_hour: tuple[float, float, float] | None
+    usd: tuple[float, float, float] | None
+    price_source: str
+    watts_per_device: float
+    power_source: str
+    pue: float
+    pue_source: str
+    kwh: float
+    grid_gco2_per_kwh: float
+    grid_source: str
+    kgco2e: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """One row of the grid table."""
+
+    name: str
+    gco2_per_kwh: float
+    pue: float  # 0 when the source gives none
+
+
+def bill(cluster: Cluster, *, cost: Cost, wall_s: float, spares: int, devices: int, where: str = "job") -> Bill:
+    """What `devices` devices and the spare hosts cost over `wall_s` seconds."""
+    hours = wall_s / HOUR_S
+    price, price_source = _price(cluster, cost)
+    rented = devices + spares * cluster.host_devices
+    region = _region(cost.region, where) if cost.region else None
+    pue, pue_source = _pue(cluster, cost, region)
+    grid, grid_source = _grid(cluster, cost, region)
+    watts = power_w_per_device(cluster)
+    kwh = devices * watts * hours / 1000 * pue
+    return Bill(
+        device_hours=devices * hours,
+        usd_per_device_hour=price,
+        usd=(price[0] * rented * hours, price[1] * rented * hours, price[2] * rented * hours) if price else None,
+        price_source=price_source,
+        watts_per_device=watts,
+        power_source=(
+            "given for the cluster"
+            if cluster.power_w_per_device
+            else "TDP × 856/700: H100 servers at the wall, MLPerf training v4.0"
+        ),
+        pue=pue,
+        pue_source=pue_source,
+        kwh=kwh,
+        grid_gco2_per_kwh=grid,
+        grid_source=grid_source,
+        kgco2e=kwh * grid / 1000,
+    )
+
+
+def _price(cluster: Cluster, cost: Cost) -> tuple[tuple[float, float, float] | None, str]:
+    if cost.usd_per_device_hour is not None:
+        price = cost.usd_per_device_hour
+        return (price, price, price), "job, cost.usd_per_device_hour"
+    if cluster.price_usd_per_device_hour is None:
+        return None, f"no price is known for {cluster.accelerator.name}; give cost.usd_per_device_hour"
+    return cluster.price_usd_per_device_hour, "cheapest, median and dearest cloud, skypilot-catalog 2026-08-22"
+
+
+def _pue(cluster: Cluster, cost: Cost, region: Region | None) -> tuple[float, str]:
+    if cost.pue is not None:
+        return cost.pue, "job, cost.pue"
+    if region is not None and region.pue:
+        return region.pue, f"{region.name}, mlco2/impact"
+    if cluster.pue:
+        return cluster.pue, "given for the cluster"
+    usual = statistics.median(one.pue for one in regions().values() if one.pue)
+    return usual, "median of the cloud regions in mlco2/impact that state one"
+
+
+def _grid(cluster: Cluster, cost: Cost, region: Region | None) -> tuple[float, str]:
+    if cost.grid_gco2_per_kwh is not None:
+        return cost.grid_gco2_per_kwh, "job, cost.grid_gco2_per_kwh"
+    if region is not None:
+        return region.gco2_per_kwh, f"{region.name}, mlco2/impact"
+    if cluster.grid_gco2_per_kwh:
+        return cluster.grid_gco2_per_kwh, "given for the cluster"
+    usual = statistics.median(one.gco2_per_kwh for one in regions().values())
+    return usual, f"median of {len(regions())} cloud regions, mlco2/impact 2019-2021"
+
+
+@functools.cache
+def regions() -> Mapping[str, Region]:
+    """Grid regions by their short name, such as `us-east-1`."""
+    found = {}
+    for row in csv.DictReader(io.StringIO(data_text("price_power.csv"))):
+        if row["kind"] == "grid_gco2_per_kwh":
+            short = row["item"].split()[0]
+            pue = float(row["value_median_or_pue"] or 0.0)
+            found[short] = Region(name=row["item"], gco2_per_kwh=float(row["value_min_or_mean"]), pue=pue)
+    return found
+
+
+def _region(name: str, where: str) -> Region:
+    known = {key.lower(): one for key, one in regions().items()} | {one.name.lower(): one for one in regions().values()}
+    if name.lower() in known:
+        return known[name.lower()]
+    raise _unknown_region(name, where)
+
+
+def _unknown_region(name: str, where: str) -> UserError:
+    close = nearest(name, regions())
+    listed = ", ".join(sorted(regions()))
+    return mistake(
+        where,
+        f'cost.region = "{name}" is not in the grid table',
+        why="the carbon of a kWh depends on where it is made",
+        fix=(f'did you mean "{close}"? ' if close else "") + f"known: {listed}; or give cost.grid_gco2_per_kwh",
+    )

@@ -1,0 +1,74 @@
+"""Several plans side by side: what differs, and by how much against the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+from phalanx.plan.layout import Layout
+from phalanx.plan.plan import Plan
+from phalanx.plan.text import table
+from phalanx.units import format_bytes, format_count, format_money, format_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """One line of a comparison; `ratios` are against the first plan, empty for words."""
+
+    name: str
+    shown: tuple[str, ...]
+    ratios: tuple[float, ...] = ()
+
+
+# Label -> (the number, how it is written); None where a plan has none.
+NUMBERS: dict[str, tuple[Callable[[Plan], float | None], Callable[[float], str]]] = {
+    "devices": (lambda p: p.layout.devices, lambda v: f"{v:,.0f}"),
+    "step": (lambda p: p.prediction.step_s, format_seconds),
+    "tokens/s": (lambda p: p.prediction.tokens_per_s, format_count),
+    "tokens/s per device": (lambda p: p.prediction.tokens_per_s_per_device, format_count),
+    "MFU": (lambda p: p.prediction.mfu, lambda v: f"{v:.1%}"),
+    "memory per device": (lambda p: p.memory.total_bytes, format_bytes),
+    "time to the token budget": (lambda p: p.duration.wall_s, format_seconds),
+    "money (middle price)": (lambda p: p.bill.usd[1] if p.bill.usd else None, format_money),
+    "kWh": (lambda p: p.bill.kwh, format_count),
+    "kg CO2e": (lambda p: p.bill.kgco2e, format_count),
+    "failures per day": (lambda p: p.reliability.failures_per_day, lambda v: f"{v:.3g}"),
+    "checkpoint interval": (lambda p: p.reliability.interval_s, format_seconds),
+    "effective training time": (lambda p: p.reliability.effective_time, lambda v: f"{v:.1%}"),
+}
+
+
+def compare(plans: Sequence[Plan]) -> tuple[Difference, ...]:
+    """Names, layout settings that differ, then every number."""
+    rows = [
+        Difference(name="job", shown=tuple(plan.job.name for plan in plans)),
+        Difference(name="model", shown=tuple(plan.job.model.name for plan in plans)),
+        Difference(name="cluster", shown=tuple(plan.cluster.name for plan in plans)),
+    ]
+    for item in fields(Layout):
+        shown = tuple(str(getattr(plan.layout, item.name)) for plan in plans)
+        if len(set(shown)) > 1:
+            rows.append(Difference(name=f"layout {item.name}", shown=shown))
+    return (*rows, *(_number(name, plans) for name in NUMBERS))
+
+
+def _number(name: str, plans: Sequence[Plan]) -> Difference:
+    read, written = NUMBERS[name]
+    values = [read(plan) for plan in plans]
+    first = values[0]
+    shown = tuple("unknown" if value is None else written(value) for value in values)
+    if not first or any(value is None for value in values):
+        return Difference(name=name, shown=shown)
+    return Difference(name=name, shown=shown, ratios=tuple((value or 0.0) / first for value in values))
+
+
+def render(differences: Sequence[Difference]) -> str:
+    """A table; beside each number after the first, how it compares."""
+    rows = []
+    for one in differences:
+        cells = [one.name]
+        for index, text in enumerate(one.shown):
+            ratio = one.ratios[index] if one.ratios and index else 1.0
+            cells.append(text if ratio == 1.0 else f"{text} ({ratio - 1:+.1%})")
+        rows.append(cells)
+    return "\n".join(table(rows))

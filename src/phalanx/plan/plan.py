@@ -1,0 +1,96 @@
+"""A Plan: job, cluster and layout, with everything they predict and why; the value every later stage reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.errors import mistake
+from phalanx.hardware.types import Cluster
+from phalanx.job.schema import Job
+from phalanx.plan.bill import Bill
+from phalanx.plan.codec import decode, encode
+from phalanx.plan.layout import Layout
+from phalanx.plan.mapping import AxisUse
+from phalanx.plan.prediction import Duration, MemoryReport, Prediction
+from phalanx.plan.reasons import Alternative
+from phalanx.plan.reliability import Reliability
+
+SCHEMA = "phalanx.plan/1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParetoPoint:
+    """A layout nothing beats in time, money and memory at once, perhaps on fewer devices."""
+
+    layout: Layout
+    devices: int
+    step_s: float
+    training_s: float  # to the token budget, without failures
+    usd: float | None  # at the middle price, without failures
+    memory_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchStats:
+    """How much was looked at."""
+
+    legal: int
+    fitting: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What to run, what it will take, and why. `to_json` and `from_json` are exact inverses."""
+
+    schema: str
+    version: str
+    job: Job
+    cluster: Cluster
+    layout: Layout
+    prediction: Prediction
+    memory: MemoryReport
+    rank_order: tuple[str, ...]
+    mapping: tuple[AxisUse, ...]
+    duration: Duration
+    reliability: Reliability
+    bill: Bill
+    alternatives: tuple[Alternative, ...]
+    pareto: tuple[ParetoPoint, ...]
+    search: SearchStats
+    warnings: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole plan as JSON values."""
+        result = encode(self)
+        assert isinstance(result, dict)
+        return result
+
+    def to_json(self) -> str:
+        """The whole plan as text."""
+        return json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, where: str = "plan") -> Plan:
+        """The plan that JSON values describe; raises UserError when they are not of this schema."""
+        found = data.get("schema") if isinstance(data, dict) else None
+        if found != SCHEMA:
+            raise mistake(
+                where,
+                f"schema {str(found)[:40]!r} is not {SCHEMA!r}",
+                why="another version of Phalanx wrote it, or it is no plan",
+                fix="write it again with phalanx plan JOB --out",
+            )
+        return decode(cls, dict(data), where)
+
+    @classmethod
+    def from_json(cls, text: str, *, where: str = "plan") -> Plan:
+        """The plan in a JSON text; raises UserError when it is none."""
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise mistake(where, f"is not JSON: {error}", fix="write it with phalanx plan JOB --out") from None
+        return cls.from_dict(data, where=where)

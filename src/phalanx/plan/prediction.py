@@ -1,0 +1,148 @@
+"""What one layout predicts: step, throughput, utilisation, memory, and time to the token budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from phalanx.arch.counts import ParameterCount, count_parameters
+from phalanx.errors import Problem
+from phalanx.job.model import ModelShape
+from phalanx.job.schema import Batch
+from phalanx.plan.ask import Ask
+from phalanx.plan.layout import Layout
+from phalanx.plan.memory import MemoryUse
+from phalanx.plan.reasons import PARTS
+from phalanx.plan.score import price
+
+# Half-width of the 80 % interval of a step until the fitted one is in.
+STEP_SPREAD = 0.15
+# Compute-optimal tokens per parameter (Hoffmann et al. 2022), when the job names no budget.
+TOKENS_PER_PARAMETER = 20
+MFU_CONVENTION = (
+    "6 × active parameters without the input embedding, plus causal attention (half the scores), "
+    "no recompute, over the dense 16-bit peak"
+)
+NOT_PARTS = ("total", "first_stage", "usable", "runs")  # fields of MemoryUse that are no part of the sum
+MEMORY_PARTS = tuple(item.name for item in fields(MemoryUse) if item.name not in NOT_PARTS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """One step: seconds with their 80 % interval, rates, and where the time goes (`breakdown_s` adds up to it)."""
+
+    step_s: float
+    step_s_low: float
+    step_s_high: float
+    tokens_per_s: float
+    tokens_per_s_per_device: float
+    mfu: float
+    mfu_convention: str
+    model_flops_per_token: float
+    parameters: int
+    active_parameters: int
+    breakdown_s: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryReport:
+    """The fullest device: `parts_bytes` add up to `total_bytes`."""
+
+    parts_bytes: Mapping[str, float]
+    total_bytes: float
+    usable_bytes: float
+    device_bytes: float
+
+    @property
+    def margin(self) -> float:
+        """Free share of the usable memory."""
+        return 1.0 - self.total_bytes / self.usable_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Duration:
+    """Time to the token budget: steps alone, and with failures."""
+
+    tokens: int
+    steps: int
+    training_s: float
+    wall_s: float
+
+
+def predict(ask: Ask, layout: Layout) -> tuple[Prediction, MemoryReport]:
+    """The prediction for one layout."""
+    _, times, memory = price(ask, [layout])
+    counts = count_parameters(ask.model)
+    step_s = float(times.step_s[0])
+    tokens = ask.global_sequences * ask.sequence
+    flops = flops_per_token(ask.model, counts, ask.sequence)
+    peak = ask.cluster.accelerator.peak_bf16_flops or ask.cluster.accelerator.peak_fp32_flops
+    prediction = Prediction(
+        step_s=step_s,
+        step_s_low=step_s * (1 - STEP_SPREAD),
+        step_s_high=step_s * (1 + STEP_SPREAD),
+        tokens_per_s=tokens / step_s,
+        tokens_per_s_per_device=tokens / step_s / layout.devices,
+        mfu=flops * tokens / (step_s * layout.devices * peak) if peak else 0.0,
+        mfu_convention=MFU_CONVENTION,
+        model_flops_per_token=flops,
+        parameters=counts.total,
+        active_parameters=counts.active,
+        breakdown_s={name: float(getattr(times, name)[0]) for name in PARTS},
+    )
+    return prediction, memory_report(ask, memory)
+
+
+def memory_report(ask: Ask, memory: MemoryUse) -> MemoryReport:
+    """Row 0 of a memory prediction."""
+    return MemoryReport(
+        parts_bytes={name: float(np.ravel(getattr(memory, name))[0]) for name in MEMORY_PARTS},
+        total_bytes=float(memory.total[0]),
+        usable_bytes=float(memory.usable[0]),
+        device_bytes=ask.cluster.accelerator.memory_bytes,
+    )
+
+
+def flops_per_token(m: ModelShape, counts: ParameterCount, sequence: int) -> float:
+    """Forward and backward FLOPs of one token under MFU_CONVENTION."""
+    embedding = 0 if m.tied else counts.embedding
+    widths = m.qk_nope_dim + m.qk_rope_dim + m.v_head_dim if m.is_mla else 2 * m.head_dim
+    attention = 0.5 * 3 * 2 * m.layers * sequence * m.heads * widths
+    return 6.0 * (counts.active - embedding) + attention
+
+
+def token_budget(tokens: int | str, parameters: int) -> int:
+    """Tokens to train on; "auto" is 20 per parameter."""
+    return TOKENS_PER_PARAMETER * parameters if isinstance(tokens, str) else tokens
+
+
+def duration(
+    ask: Ask, layout: Layout, *, batch: Batch, tokens: int, step_s: float, effective_time: float
+) -> tuple[Duration, tuple[Problem, ...]]:
+    """Time to `tokens`, walking the batch ramp, and what the ramp does to the layout."""
+    training_s, steps, seen = 0.0, 0, 0
+    warnings: list[Problem] = []
+    for index, stage in enumerate(batch.ramp):
+        until = min(stage.until_tokens, tokens)
+        sequences = stage.global_tokens // ask.sequence
+        _, times, _ = price(ask, [layout], global_sequences=sequences)
+        count = -(-max(0, until - seen) // stage.global_tokens)
+        training_s, steps, seen = training_s + count * float(times.step_s[0]), steps + count, max(seen, until)
+        if sequences % (layout.data * layout.micro_batch):
+            warnings.append(_uneven(ask, layout, index, sequences))
+    count = -(-max(0, tokens - seen) // batch.global_tokens)
+    training_s, steps = training_s + count * step_s, steps + count
+    wall_s = training_s / effective_time if effective_time > 0 else float("inf")
+    return Duration(tokens=tokens, steps=steps, training_s=training_s, wall_s=wall_s), tuple(warnings)
+
+
+def _uneven(ask: Ask, layout: Layout, index: int, sequences: int) -> Problem:
+    return Problem(
+        where=ask.place("batch.ramp"),
+        what=f"batch.ramp[{index}] has {sequences:,} sequences per step, not a multiple of data {layout.data} × "
+        f"micro-batch {layout.micro_batch}",
+        why="some ranks will idle in that stage",
+        fix=f"fix parallel.data to a divisor of {sequences:,}",
+    )

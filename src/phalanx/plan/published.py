@@ -1,0 +1,143 @@
+"""Tables of published training runs: read them, fill what they leave out, and say why a row cannot be priced.
+
+Columns are those of `throughput_public.csv`. Only layout columns are read here; what was measured never reaches a
+prediction.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.errors import Problem, UserError, mistake, nearest
+
+REQUIRED = ("id", "layers", "hidden", "seq", "gpu", "gpus", "global_batch")
+OPTIONAL = (
+    "source", "model_name", "heads", "kv_heads", "ffn", "vocab", "experts", "topk", "moe_ffn", "params_b", "nodes_gpu",
+    "inter_link_gbps_per_gpu", "tp", "pp", "vpp", "cp", "ep", "dp", "zero_stage", "micro_batch", "recompute",
+    "precision", "seq_parallel", "attention", "framework", "task", "date",
+)  # fmt: skip
+LARGEST_TABLE_BYTES = 256 * 2**20
+MOST_ROWS = 2_000_000
+
+Row = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """The rows of a file as text, with the line each stands on."""
+
+    path: Path
+    rows: tuple[Row, ...]
+    lines: tuple[int, ...]
+    columns: tuple[str, ...]
+
+
+def read_table(path: Path) -> Table:
+    """The rows of a CSV file, or a UserError that says what is wrong with it."""
+    text = _text(path)
+    reader = csv.DictReader(text.splitlines())
+    try:
+        columns = tuple(name.strip() for name in reader.fieldnames or ())
+        reader.fieldnames = list(columns)
+        _check_columns(path, columns)
+        rows, lines = [], []
+        for row in reader:
+            rows.append({key: (value or "").strip() for key, value in row.items() if isinstance(key, str)})
+            lines.append(reader.line_num)
+            if len(rows) > MOST_ROWS:
+                raise mistake(str(path), f"has more than {MOST_ROWS:,} rows", fix="split it")
+    except csv.Error as error:
+        raise mistake(f"{path}:{reader.line_num}", f"is not CSV: {error}", fix="save the table as UTF-8 CSV") from error
+    if not rows:
+        raise mistake(str(path), "has a header but no rows", fix="add at least one run")
+    _check_ids(path, rows, lines)
+    return Table(path=path, rows=tuple(rows), lines=tuple(lines), columns=columns)
+
+
+def _text(path: Path) -> str:
+    try:
+        size = path.stat().st_size
+        if path.is_dir():
+            raise mistake(str(path), "is a directory", fix="name a CSV file")
+        if size > LARGEST_TABLE_BYTES:
+            raise mistake(str(path), f"is {size:,} bytes, more than {LARGEST_TABLE_BYTES:,}", fix="split it")
+        raw = path.read_bytes()
+    except FileNotFoundError as error:
+        raise mistake(str(path), "does not exist", fix="name a CSV file of training runs") from error
+    except OSError as error:
+        raise mistake(str(path), f"cannot be read: {error.strerror}", fix="check its permissions") from error
+    if b"\0" in raw:
+        raise mistake(str(path), "is a binary file, not CSV", fix="save the table as UTF-8 CSV")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise mistake(str(path), f"is not UTF-8 (byte {error.start})", fix="save the table as UTF-8 CSV") from error
+
+
+def _check_columns(path: Path, columns: Sequence[str]) -> None:
+    missing = [name for name in REQUIRED if name not in columns]
+    if not missing:
+        return
+    if len(columns) < 2:
+        raise mistake(str(path), "is not a table of training runs", why="its first line is not a CSV header",
+                      fix=f"it needs at least the columns {', '.join(REQUIRED)}")  # fmt: skip
+    extra = [name for name in columns if name not in REQUIRED and name not in OPTIONAL]
+    problems = []
+    for name in missing:
+        near = nearest(name, extra)
+        fix = f'rename the column "{near}"' if near else f"add it; required are {', '.join(REQUIRED)}"
+        problems.append(Problem(where=f"{path}:1", what=f'has no column "{name}"', fix=fix))
+    raise UserError(problems)
+
+
+def _check_ids(path: Path, rows: Sequence[Row], lines: Sequence[int]) -> None:
+    seen: dict[str, int] = {}
+    problems = []
+    for row, line in zip(rows, lines, strict=True):
+        name = row["id"]
+        if not name:
+            problems.append(Problem(where=f"{path}:{line}", what="has an empty id", fix="give every row its own id"))
+        elif name in seen:
+            what = f'repeats the id "{name[:60]}" of line {seen[name]}'
+            problems.append(Problem(where=f"{path}:{line}", what=what, fix="give every row its own id"))
+        seen.setdefault(name, line)
+    if problems:
+        raise UserError(problems[:20])
+
+
+def number(row: Row, name: str) -> float | None:
+    """A finite number, or None where the cell is empty or garbage."""
+    text = row.get(name, "")
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if abs(value) < 1e18 else None  # NaN and infinities compare false
+
+
+def complaint(row: Row) -> str:
+    """Why a row cannot be priced at all, or an empty string."""
+    for name in ("layers", "hidden", "seq", "gpus", "global_batch"):
+        value = number(row, name)
+        if value is None:
+            text = row.get(name, "")
+            return f"{name} is empty" if not text else f"{name} = {text[:40]!r} is not a number"
+        if value <= 0:
+            return f"{name} = {value:g} is not positive"
+        if value > 1e9:
+            return f"{name} = {value:g} is too large to be meant"
+    for name in ("tp", "pp", "vpp", "cp", "ep", "dp", "micro_batch", "heads", "kv_heads", "ffn", "vocab"):
+        value = number(row, name)
+        if row.get(name) and (value is None or value <= 0):
+            return f"{name} = {row[name][:40]!r} is not a positive number"
+    if not row.get("gpu"):
+        return "gpu is empty"
+    split = [number(row, name) or 1.0 for name in ("tp", "pp", "cp", "dp")]
+    product = split[0] * split[1] * split[2] * split[3]
+    gpus = number(row, "gpus") or 0.0
+    if row.get("dp") and abs(product - gpus) > 0.5:
+        return f"tp x pp x cp x dp = {product:g} is not gpus = {gpus:g}"
+    return ""

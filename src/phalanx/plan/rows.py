@@ -1,0 +1,140 @@
+"""Predict every row of a published table from its layout columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.errors import UserError
+from phalanx.plan import fill
+from phalanx.plan.build import PRECISION_INDEX, machine_columns, model_columns
+from phalanx.plan.cases import RECOMPUTE, SCHEDULES, Cases, Floats
+from phalanx.plan.machines import cluster_of
+from phalanx.plan.memory import MemoryUse, memory_profiles, predict_memory, stack_memory
+from phalanx.plan.physics import Physics, Profile, physics, profile_name, profiles, stack
+from phalanx.plan.published import Row, complaint, number
+from phalanx.plan.step import StepTimes, predict_step
+
+NO_FIT_PENALTY = 1e6  # a candidate setting that does not fit loses against any that does
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowPredictions:
+    """Predictions in the order of the rows; `reason` is not empty where a row could not be priced."""
+
+    cases: Cases  # of the priced rows, with unstated settings chosen
+    priced: NDArray[np.intp]  # their positions in the table
+    times: StepTimes
+    memory: MemoryUse
+    frameworks: tuple[str, ...]  # profile of each priced row
+    reason: tuple[str, ...]
+
+
+def row_columns(row: Row, micro_batch: int, recompute: str) -> dict[str, float]:
+    """All columns of one case."""
+    degrees = {name: max(1.0, number(row, name) or 1.0) for name in ("tp", "pp", "vpp", "cp", "ep")}
+    rest = degrees["tp"] * degrees["pp"] * degrees["cp"]
+    dp = number(row, "dp") or max(1.0, (number(row, "gpus") or 1.0) / rest)
+    zero = fill.zero_stage(row)
+    return {
+        **model_columns(_shape(_model_key(row))),
+        **machine_columns(cluster_of(row)),
+        **degrees,
+        "flash": float(fill.attention_is_fused(row)),
+        "seq": number(row, "seq") or 1.0,
+        "global_batch": number(row, "global_batch") or 1.0,
+        "micro_batch": float(micro_batch),
+        "dp": dp,
+        "shard": dp * degrees["cp"] if zero else 1.0,
+        "zero": float(zero),
+        "sp": float(fill.sequence_parallel(row) and degrees["tp"] > 1),
+        "recompute": float(RECOMPUTE.index(recompute)),
+        "precision": float(PRECISION_INDEX[fill.precision(row)]),
+        "schedule": float(SCHEDULES.index("interleaved" if degrees["vpp"] > 1 else "1f1b")),
+        "offload": 0.0,
+        "compression": 0.0,
+    }
+
+
+_MODEL_COLUMNS = ("model_name", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "topk", "moe_ffn",
+                  "params_b")  # fmt: skip
+
+
+def _model_key(row: Row) -> tuple[str, ...]:
+    return tuple(row.get(name, "") for name in _MODEL_COLUMNS)
+
+
+@lru_cache(maxsize=65536)
+def _shape(key: tuple[str, ...]):  # type: ignore[no-untyped-def]
+    return fill.model_shape(dict(zip(_MODEL_COLUMNS, key, strict=True)))
+
+
+def to_cases(columns: list[dict[str, float]]) -> Cases:
+    """A table of cases from one dict per row."""
+    names = [field.name for field in fields(Cases)]
+    return Cases(**{name: np.asarray([one[name] for one in columns], dtype=np.float64) for name in names})
+
+
+def candidates(row: Row) -> list[dict[str, float]]:
+    """Every case a row may mean: one when micro-batch and recompute are stated."""
+    dp = int(number(row, "dp") or 1)
+    settings = [(size, again) for again in fill.recomputes(row) for size in fill.micro_batches(row, dp)]
+    return [row_columns(row, size, again) for size, again in settings]
+
+
+def predict_rows(rows: tuple[Row, ...], *, constants: Physics | None = None,
+                 framework_profiles: dict[str, Profile] | None = None) -> RowPredictions:  # fmt: skip
+    """Price every row that can be priced."""
+    known = framework_profiles or profiles()
+    columns: list[dict[str, float]] = []
+    owner: list[int] = []
+    names: list[str] = []
+    reasons: list[str] = []
+    for index, row in enumerate(rows):
+        reason, found = _cases_of(row)
+        reasons.append(reason)
+        name = profile_name(row.get("framework", ""), row.get("date", ""))
+        columns += found
+        owner += [index] * len(found)
+        names += [name if name in known else "default"] * len(found)
+    if not columns:
+        columns, owner, names = [_EMPTY], [-1], ["default"]
+    table = to_cases(columns)
+    memory_by = memory_profiles()
+    memory = predict_memory(table, stack_memory([memory_by.get(name, memory_by["default"]) for name in names]))
+    times = predict_step(table, constants or physics(), stack([known[name] for name in names]))
+    best = _best_candidates(np.asarray(owner), times.step_s, memory.fits)
+    return RowPredictions(
+        cases=table.take(best),
+        priced=np.asarray(owner, dtype=np.intp)[best],
+        times=StepTimes(**{f.name: getattr(times, f.name)[best] for f in fields(StepTimes)}),
+        memory=MemoryUse(**{f.name: getattr(memory, f.name)[best] for f in fields(MemoryUse)}),
+        frameworks=tuple(names[i] for i in best),
+        reason=tuple(reasons),
+    )
+
+
+def _cases_of(row: Row) -> tuple[str, list[dict[str, float]]]:
+    reason = complaint(row)
+    if reason:
+        return reason, []
+    try:
+        return "", candidates(row)
+    except UserError as error:
+        return error.problems[0].what, []
+
+
+def _best_candidates(owner: NDArray[np.int_], seconds: Floats, fits: NDArray[np.bool_]) -> NDArray[np.intp]:
+    """For each row its fastest candidate that fits, else its fastest."""
+    rank = np.where(fits, seconds, seconds * NO_FIT_PENALTY)
+    order = np.lexsort((rank, owner))
+    first = np.ones(order.size, dtype=bool)
+    first[1:] = owner[order][1:] != owner[order][:-1]
+    kept = order[first]
+    return kept[owner[kept] >= 0]
+
+
+_EMPTY = dict.fromkeys((field.name for field in fields(Cases)), 1.0)

@@ -1,0 +1,216 @@
+"""A Plan as one page of plain text for a terminal of 100 columns."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+
+from phalanx.plan.plan import ParetoPoint, Plan
+from phalanx.plan.reasons import PARTS, Alternative
+from phalanx.units import format_bytes, format_count, format_money, format_seconds
+
+WIDTH = 100
+BAR = 30  # characters of a full bar
+SMALLEST_SHARE = 0.001  # parts of the step below a thousandth are left out of the table
+
+
+def render(plan: Plan, *, top: int = 6) -> str:
+    """The page; `top` limits runners-up and Pareto points."""
+    sections = [
+        ("WHERE THE STEP GOES", _step(plan)),
+        ("MEMORY PER DEVICE", _memory(plan)),
+        ("WHICH AXIS RUNS WHERE", _mapping(plan)),
+        ("WHY NOT …", _alternatives(plan.alternatives[:top])),
+        ("NOTHING BEATS THESE IN TIME, MONEY AND MEMORY AT ONCE", _pareto(plan, top)),
+        ("FAILURES AND CHECKPOINTS", _failures(plan)),
+        ("BILL", _bill(plan)),
+        ("SEARCH", _search(plan)),
+        ("WARNINGS", [part for text in plan.warnings for line in text.splitlines() for part in _wrap(line)]),
+    ]
+    lines = _headline(plan)
+    for title, body in sections:
+        if body:
+            lines += ["", title, *(f"  {line}".rstrip() for line in body)]
+    return "\n".join(lines)
+
+
+def _headline(plan: Plan) -> list[str]:
+    p, d = plan.prediction, plan.duration
+    size = format_count(p.parameters)
+    if p.active_parameters != p.parameters:
+        size += f" ({format_count(p.active_parameters)} active)"
+    money = "price unknown"
+    if plan.bill.usd:
+        low, middle, high = plan.bill.usd
+        money = format_money(middle) + (f" ({format_money(low)} to {format_money(high)})" if low < high else "")
+    left = [
+        (
+            "step",
+            f"{format_seconds(p.step_s)} (80 %: {format_seconds(p.step_s_low)} to {format_seconds(p.step_s_high)})",
+        ),
+        ("tokens/s", f"{format_count(p.tokens_per_s)} ({format_count(p.tokens_per_s_per_device)} per device)"),
+        ("MFU", f"{p.mfu:.1%}"),
+    ]
+    right = [
+        ("time", f"{format_seconds(d.wall_s)} for {format_count(d.tokens)} tokens"),
+        ("money", money),
+        ("memory", f"{format_bytes(plan.memory.total_bytes)} of {format_bytes(plan.memory.usable_bytes)} usable"),
+    ]
+    head = [
+        f"{plan.job.name}: {plan.job.model.name}, {size} parameters, on {plan.cluster.name} "
+        f"({_plural(plan.layout.devices, 'device')})",
+        f"{plan.layout.name}",
+        "",
+    ]
+    return head + [f"  {a:<9}{b:<42}{c:<8}{e}".rstrip() for (a, b), (c, e) in zip(left, right, strict=True)]
+
+
+def _step(plan: Plan) -> list[str]:
+    step_s = plan.prediction.step_s
+    rows = []
+    for name, seconds in plan.prediction.breakdown_s.items():
+        if seconds >= SMALLEST_SHARE * step_s:
+            bar = "█" * max(1, round(BAR * seconds / step_s))
+            rows.append((PARTS[name], format_seconds(seconds), f"{seconds / step_s:.1%}", bar))
+    lines = table(rows, right=(1, 2))
+    layout = plan.layout
+    count = _plural(layout.accumulation, "micro-batch", "es")
+    note = f"{count} of {layout.micro_batch} × {plan.job.data.sequence:,} tokens per step"
+    if layout.pipeline > 1:
+        note += f", {layout.schedule} schedule"
+    return [*lines, note, *_wrap(f"MFU counts {plan.prediction.mfu_convention}")]
+
+
+def _memory(plan: Plan) -> list[str]:
+    m = plan.memory
+    rows = [(name, format_bytes(size), f"{size / m.usable_bytes:.1%}") for name, size in m.parts_bytes.items() if size]
+    rows.append(("total", format_bytes(m.total_bytes), f"{m.total_bytes / m.usable_bytes:.1%}"))
+    lines = table(rows, right=(1, 2))
+    return [
+        *lines,
+        f"{format_bytes(m.usable_bytes)} of {format_bytes(m.device_bytes)} are usable: {m.margin:.1%} margin",
+    ]
+
+
+def _mapping(plan: Plan) -> list[str]:
+    if not plan.mapping:
+        return ["one device: nothing travels"]
+    head = ("axis", "size", "stride", "links", "operation", "by", "sent", "on wire", "shows")
+    rows = [head]
+    for use in plan.mapping:
+        shows = f"{format_seconds(use.shown_s)} ({use.exposed:.0%})"
+        rows.append(
+            (use.axis, str(use.size), str(use.stride), use.tier, _short(use.operation), use.algorithm,
+             format_bytes(use.bytes_per_step), format_seconds(use.wire_s), shows)
+        )  # fmt: skip
+    notes = [f"{use.axis}: next best is {use.next_best}" for use in plan.mapping if use.next_best]
+    order = "per device and step; rank order, fastest first: " + ", ".join(plan.rank_order)
+    return [*table(rows, right=(1, 2, 6, 7)), *_wrap("; ".join([order, *notes]))]
+
+
+def _amount(value: float) -> str:
+    return format_count(value) if value >= 1 else f"{value:.2g}"
+
+
+def _plural(count: int, noun: str, ending: str = "s") -> str:
+    return f"{count:,} {noun}{'' if count == 1 else ending}"
+
+
+def _short(operation: str) -> str:
+    return operation.replace("reduce-scatter", "scatter").replace("all-gather", "gather").replace(" + ", "+")
+
+
+def _alternatives(alternatives: Sequence[Alternative]) -> list[str]:
+    lines = []
+    for one in alternatives:
+        lines += _wrap(f"{one.idea}: {one.layout.short}")
+        pace = f"{format_seconds(one.step_s)} ({one.slower:+.1%})"
+        lines += [f"  {line}" for line in _wrap(f"{pace}: {one.reason}; {one.wins_if}", WIDTH - 6)]
+    return lines
+
+
+def _pareto(plan: Plan, top: int) -> list[str]:
+    if len(plan.pareto) < 2:
+        return []
+    rows = [("devices", "step", "training", "money", "memory", "layout")]
+    for one in _spread(plan, max(2, top)):
+        money = format_money(one.usd) if one.usd is not None else "-"
+        rows.append(
+            (f"{one.devices:,}", format_seconds(one.step_s), format_seconds(one.training_s), money,
+             format_bytes(one.memory_bytes), one.layout.short)
+        )  # fmt: skip
+    return table(rows, right=(0, 1, 2, 3, 4))
+
+
+def _spread(plan: Plan, top: int) -> list[ParetoPoint]:
+    """The fastest of each device count first, then the next ones in turn, at most `top`."""
+    counts = sorted({one.devices for one in plan.pareto}, reverse=True)
+    queues = [[one for one in plan.pareto if one.devices == count] for count in counts]
+    picked: list[ParetoPoint] = []
+    while len(picked) < top and any(queues):
+        picked += [queue.pop(0) for queue in queues if queue][: top - len(picked)]
+    return sorted(picked, key=lambda one: (-one.devices, one.step_s))
+
+
+def _failures(plan: Plan) -> list[str]:
+    r = plan.reliability
+    if not math.isfinite(r.mtbf_s):
+        return ["no failures expected (rate 0)"]
+    costs = ", ".join(f"{factor:g}x {cost:.2%}" for factor, cost in r.interval_costs)
+    chosen = "" if r.interval_s == r.optimal_interval_s else f" (optimum {format_seconds(r.optimal_interval_s)})"
+    lines = [
+        f"{r.failures_per_day:.3g} failures per day over {_plural(r.hosts, 'host')} "
+        f"({r.failures_per_host_day:.2g} per host and day): one every {format_seconds(r.mtbf_s)}",
+        f"checkpoint every {format_seconds(r.interval_s)}{chosen}: {format_bytes(r.checkpoint_bytes)}, training waits "
+        f"{format_seconds(r.blocking_s)}, safe after {format_seconds(r.persist_s)}",
+        f"share of time lost at multiples of the optimum: {costs}",
+        f"effective training time {r.effective_time:.1%}; {_plural(r.spares, 'spare host')} (99 % of days)",
+    ]
+    return [part for line in lines for part in _wrap(line)]
+
+
+def _bill(plan: Plan) -> list[str]:
+    b = plan.bill
+    lines = [
+        f"{format_count(b.device_hours)} device-hours over {format_seconds(plan.duration.wall_s)}, failures included"
+    ]
+    if b.usd and b.usd_per_device_hour:
+        low, middle, high = b.usd
+        rate = " / ".join(f"{one:.2f}" for one in dict.fromkeys(b.usd_per_device_hour))
+        span = f" (from {format_money(low)} to {format_money(high)})" if low < high else ""
+        lines.append(f"{format_money(middle)}{span} at ${rate} per device-hour, spares included; {b.price_source}")
+    else:
+        lines.append(b.price_source)
+    lines.append(f"{_amount(b.kwh)} kWh: {b.watts_per_device:.0f} W per device ({b.power_source}), PUE {b.pue:g}")
+    lines.append(f"{_amount(b.kgco2e)} kg CO2e at {b.grid_gco2_per_kwh:g} g/kWh ({b.grid_source})")
+    return [part for line in lines for part in _wrap(line)]
+
+
+def _search(plan: Plan) -> list[str]:
+    s = plan.search
+    profile = plan.job.parallel.framework
+    return [f"{s.legal:,} legal layouts, {s.fitting:,} fit, in {format_seconds(s.seconds)}; framework {profile}"]
+
+
+def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
+    """Columns padded to their widest cell; the columns in `right` are aligned to the right.
+
+    >>> table([("a", "1"), ("bb", "20")], right=(1,))
+    ['a    1', 'bb  20']
+    """
+    if not rows:
+        return []
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _wrap(text: str, width: int = WIDTH - 4) -> list[str]:
+    return textwrap.wrap(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,55 @@
+import pytest
+
+from phalanx.errors import UserError
+from phalanx.plan.search import search
+
+
+def message(ask) -> str:
+    with pytest.raises(UserError) as caught:
+        search(ask)
+    return str(caught.value)
+
+
+def test_sizes_that_do_not_divide_the_devices(make_ask):
+    assert message(make_ask(cluster="8xH100:8", parallel__tensor=8, parallel__pipeline=3)) == (
+        "--set parallel.tensor=8: tensor 8 × pipeline 3 = 24 does not divide the 64 devices of 8xH100-80GB-SXM:8\n"
+        "  tensor × context × pipeline × data must use every device\n"
+        "  make the product 16, or use a cluster of 72 devices"
+    )
+
+
+def test_all_four_sizes_must_give_the_device_count(make_ask):
+    sizes = {f"parallel__{name}": 2 for name in ("tensor", "context", "pipeline", "data")}
+    assert "= 16 is not the 64 devices of" in message(make_ask(cluster="8xH100:8", **sizes))
+
+
+def test_a_batch_that_cannot_be_shared(make_ask):
+    text = message(make_ask(cluster="1xH100:37", batch=512))
+    assert "job.toml:8: the global batch of 512 sequences cannot be shared evenly over 37 devices" in text
+    assert "use batch.global_sequences = 481 or 518, or another number of devices" in text
+
+
+def test_experts_that_do_not_fit_the_replicas(make_ask):
+    text = message(
+        make_ask("mixtral-8x7b", cluster="8xH100:2", parallel__expert=8, parallel__pipeline=4, parallel__tensor=1)
+    )
+    assert "--set parallel.expert=8: parallel.expert = 8 leaves no legal layout on 16 devices" in text
+    assert "use 1 or 2 or 4, or leave parallel.expert out" in text
+
+
+def test_a_fixed_choice_that_does_not_fit_names_the_one_to_drop(make_ask):
+    text = message(
+        make_ask("llama-3-70b", cluster="8xH100:1", parallel__zero=0, parallel__offload="none", parallel__tensor=8)
+    )
+    assert "llama-3-70b does not fit" in text
+    assert "leave parallel.offload out: " in text
+
+
+def test_precision_the_device_lacks(make_ask):
+    with pytest.raises(UserError) as caught:
+        make_ask(cluster="8xA100:2", precision__compute="fp8")
+    assert str(caught.value) == (
+        '--set precision.compute=fp8: precision.compute = "fp8", but A100-80GB-SXM has no fp8 matrix units\n'
+        "  the catalogue knows no rate for it\n"
+        "  use one of bf16, fp16, fp32, or another accelerator"
+    )

@@ -1,0 +1,105 @@
+import json
+
+import pytest
+
+import phalanx
+from phalanx.errors import UserError
+from phalanx.hardware.cluster import resolve
+from phalanx.plan.plan import Plan
+
+
+@pytest.fixture
+def plan(make_job) -> Plan:
+    return phalanx.plan(make_job(cluster="8xH100:4"))
+
+
+def test_json_round_trip_is_exact(plan):
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.to_json() == plan.to_json()
+
+
+def test_round_trip_without_failures_or_price(make_job):
+    plan = phalanx.plan(make_job("gpt2", cluster="local", sequence=256, batch=8, fault__failures_per_host_day=0))
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_the_numbers_agree_with_each_other(plan):
+    p, job = plan.prediction, plan.job
+    assert p.step_s_low < p.step_s < p.step_s_high
+    assert p.tokens_per_s == pytest.approx(job.batch.global_tokens / p.step_s)
+    assert sum(p.breakdown_s.values()) == pytest.approx(p.step_s, rel=0.02)
+    assert sum(plan.memory.parts_bytes.values()) == pytest.approx(plan.memory.total_bytes, rel=0.01)
+    assert plan.duration.steps == -(-plan.duration.tokens // job.batch.global_tokens)
+    assert plan.duration.wall_s == pytest.approx(plan.duration.training_s / plan.reliability.effective_time)
+    assert 0.2 < p.mfu < 0.7
+    assert p.parameters == 8_030_261_248
+
+
+def test_mfu_convention(make_job):
+    """Llama-3-8B at 4k: 6 x 7.505B + 3 x 32 layers x 4096 x 32 heads x 256 (causal half of 2 matmuls)."""
+    p = phalanx.plan(make_job()).prediction
+    assert p.model_flops_per_token == pytest.approx(6 * (8_030_261_248 - 128256 * 4096) + 3 * 32 * 4096 * 32 * 256)
+    assert "causal attention" in p.mfu_convention
+
+
+def test_auto_tokens_are_twenty_per_parameter(make_job):
+    plan = phalanx.plan(make_job("gpt2", cluster="8xH100:1", sequence=1024, batch=64, data__tokens="auto"))
+    assert plan.duration.tokens == 20 * 124_439_808
+
+
+def test_a_ramp_takes_longer_than_none(make_job):
+    plain = phalanx.plan(make_job(cluster="8xH100:4"))
+    stage = "[{until_tokens = 500_000_000, global_tokens = 131072}]"
+    ramped = phalanx.plan(make_job(cluster="8xH100:4", batch__ramp=stage))
+    assert ramped.duration.steps > plain.duration.steps
+    assert ramped.duration.training_s > plain.duration.training_s
+
+
+def test_cluster_can_be_given_as_text_or_value(make_job):
+    job = make_job(cluster="8xH100:4")
+    assert phalanx.plan(job, "8xH100:1").layout.devices == 8
+    assert phalanx.plan(job, resolve("8xA100:1")).cluster.accelerator.name == "A100-80GB-SXM"
+    assert phalanx.plan(job.job).layout.devices == 32
+
+
+def test_unknown_framework_is_planned_with_the_default_and_said(make_job):
+    plan = phalanx.plan(make_job(parallel__framework="megatrn-core"))
+    assert any('no efficiency profile for framework "megatrn-core"' in text for text in plan.warnings)
+    assert any('did you mean "megatron-core"?' in text for text in plan.warnings)
+
+
+def test_offload_and_optimizer_change_the_memory(make_job):
+    adam = phalanx.plan(make_job(parallel__zero=0))
+    eight = phalanx.plan(make_job(parallel__zero=0, optim__name="adamw8bit"))
+    assert eight.memory.parts_bytes["optimizer"] < adam.memory.parts_bytes["optimizer"] or adam.layout != eight.layout
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "plan: is not JSON: "),
+        ("[]", "plan: schema 'None' is not 'phalanx.plan/1'"),
+        ('{"schema": "phalanx.plan/99"}', "plan: schema 'phalanx.plan/99' is not 'phalanx.plan/1'"),
+        ('{"schema": "phalanx.plan/1"}', "plan: lacks version, job, cluster"),
+    ],
+)
+def test_what_is_no_plan_is_refused(text, told):
+    with pytest.raises(UserError) as caught:
+        Plan.from_json(text)
+    assert told in str(caught.value)
+
+
+def test_a_wrong_entry_is_named(plan):
+    data = json.loads(plan.to_json())
+    data["layout"]["tensor"] = "eight"
+    with pytest.raises(UserError) as caught:
+        Plan.from_dict(data)
+    assert "plan.layout.tensor: eight is not a value of type int" in str(caught.value)
+
+
+def test_public_names():
+    assert sorted(phalanx.__all__) == ["cluster", "load", "plan"]
+    assert phalanx.cluster("8xH100:2").devices == 16
+    with pytest.raises(AttributeError, match="the public names are cluster, load, plan"):
+        phalanx.simulate  # noqa: B018

@@ -1,0 +1,53 @@
+"""Layouts that people really chose, held against what the search finds."""
+
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.hardware.cluster import resolve
+from phalanx.job.load import load
+from phalanx.plan.ask import from_job
+from phalanx.plan.score import score
+from phalanx.plan.search import search
+from phalanx.plan.space import build
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def ask(name, *sets):
+    job = load(EXAMPLES / name, overrides=sets).job
+    return from_job(job, resolve(job.cluster.target))[0]
+
+
+def best_by_sizes(question):
+    """Fastest fitting step of each (tensor, pipeline, data), fastest first."""
+    scores = score(build(question))
+    step = np.where(scores.fits, scores.step_s, np.inf)
+    best = {}
+    for row in np.argsort(step):
+        if np.isinf(step[row]):
+            break
+        sizes = tuple(int(scores.column(name)[row]) for name in ("tp", "pp", "dp"))
+        best.setdefault(sizes, float(step[row]))
+    return best
+
+
+def test_bloom():
+    """BigScience ran TP4 PP12 DP8 on 48 nodes of 8 A100 (arXiv 2211.05100): in our top 3."""
+    assert (4, 12, 8) in list(best_by_sizes(ask("bloom-176b-48x8xA100.toml")))[:3]
+
+
+def test_llama_3():
+    """Meta ran TP8 CP1 PP16 DP128 on 16,384 H100 (arXiv 2407.21783, table 4): within 10 % of our best."""
+    name = "llama-3.1-405b-16384xH100.toml"
+    sizes = ("parallel.tensor=8", "parallel.context=1", "parallel.pipeline=16", "parallel.data=128")
+    theirs = search(ask(name, *sizes)).best.step_s
+    assert theirs <= 1.10 * search(ask(name)).best.step_s
+
+
+def test_deepseek_v3():
+    """DeepSeek ran PP16 EP64 without tensor parallelism on 2,048 H800 (arXiv 2412.19437); ours is of that kind."""
+    layout = search(ask("deepseek-v3-2048xH800.toml")).best.layout
+    assert layout.expert >= 8
+    assert layout.tensor <= 2
+    assert layout.pipeline > 1

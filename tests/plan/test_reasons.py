@@ -1,0 +1,49 @@
+import re
+from dataclasses import replace
+
+import pytest
+
+from phalanx.plan.reasons import PARTS, crossing, explain
+from phalanx.plan.score import price
+from phalanx.plan.search import search
+
+
+def test_the_parts_are_the_step(make_ask):
+    ask = make_ask("mixtral-8x7b", cluster="8xH100:4")
+    found = search(ask)
+    for layout in (found.best.layout, *(one.layout for one in found.others)):
+        _, times, _ = price(ask, [layout])
+        assert sum(float(getattr(times, name)[0]) for name in PARTS) == pytest.approx(float(times.step_s[0]), rel=0.02)
+
+
+def test_every_runner_up_says_why_and_what_would_help(make_ask):
+    ask = make_ask(cluster="8xH100:4")
+    found = search(ask)
+    for other in found.others:
+        told = explain(ask, found.best.layout, other)
+        assert told.reason
+        assert told.wins_if
+        assert told.fits == other.fits
+        if not told.fits:
+            assert re.fullmatch(r"does not fit: .+ GB of .+ GB", told.reason)
+            assert re.fullmatch(r"wins with .+ [GM]B more memory per device", told.wins_if)
+
+
+def test_the_crossing_is_where_the_two_are_equal(make_ask):
+    """Turning the NIC to the printed value makes the runner-up as fast as the best, and not before."""
+    ask = make_ask(cluster="8xH100:8", batch=256)
+    found = search(ask)
+    best = found.best.layout
+    checked = 0
+    for other in found.others:
+        match = re.fullmatch(r"wins with a NIC ([≤≥]) ([\d,]+) Gb/s per device", crossing(ask, best, other.layout))
+        if match is None or not other.fits:
+            continue
+        value = float(match[2].replace(",", "")) * 1e9 / 8
+        further = 1.02 if match[1] == "≥" else 1 / 1.02
+        for factor, wins in ((further, True), (1 / further, False)):
+            turned = replace(ask, cluster=replace(ask.cluster, nic_bytes_per_s=value * factor))
+            _, times, _ = price(turned, [best, other.layout])
+            assert (times.step_s[1] <= times.step_s[0]) == wins
+        checked += 1
+    assert checked

@@ -1,0 +1,88 @@
+import math
+
+import pytest
+
+from phalanx.hardware.cluster import resolve
+from phalanx.job.schema import Checkpoint, Fault
+from phalanx.plan.reliability import daly, effective_time, overhead, reliability, spares
+
+
+def predict(spec="8xH100:2048", state_bytes=5.7e12, checkpoint=None, **fault):
+    cluster = resolve(spec)
+    return reliability(
+        cluster,
+        checkpoint=checkpoint or Checkpoint(),
+        fault=Fault(**fault),
+        state_bytes=state_bytes,
+        devices=cluster.devices,
+    )
+
+
+def test_llama_3_interruptions():
+    """419 unexpected interruptions in 54 days on 16,384 H100 (arXiv 2407.21783, table 5)."""
+    assert 54 * predict().failures_per_day == pytest.approx(419, rel=0.10)
+
+
+def test_llama_3_effective_time():
+    """The same paper reports more than 90 % effective training time."""
+    assert 0.90 < predict().effective_time < 0.99
+
+
+@pytest.mark.parametrize(("hosts", "expected"), [(128, 2), (256, 2), (512, 3), (1024, 4)])
+def test_byterobust_spares(hosts, expected):
+    assert spares(hosts, 1.25e-3) == expected
+
+
+def test_spares_at_the_ends():
+    assert spares(100, 0.0) == 0
+    assert spares(100, 1.0) == 100
+    assert spares(100_000, 0.01) > 1000
+
+
+@pytest.mark.parametrize(
+    ("gpus", "lost_s", "ettr"),
+    [(512, 600, 0.991), (4096, 600, 0.966), (16384, 600, 0.906), (16384, 90, 0.951), (100_000, 90, 0.854)],
+)
+def test_effective_time_table(gpus, lost_s, ettr):
+    mtbf_s = 86400 / (gpus / 8 * 3.8e-3)
+    assert effective_time(10.0, daly(10.0, mtbf_s), mtbf_s, lost_s=lost_s) == pytest.approx(ettr, abs=0.002)
+
+
+def test_daly_minimises_the_overhead():
+    best = daly(10.0, 11_000.0)
+    assert overhead(10.0, best, 11_000.0) < min(overhead(10.0, best * f, 11_000.0) for f in (0.8, 1.25))
+
+
+def test_being_off_costs_as_the_theory_says():
+    costs = dict(predict(state_bytes=1e9).interval_costs)
+    assert costs[2.0] / costs[1.0] == pytest.approx(1.25, rel=0.02)
+    assert costs[4.0] / costs[1.0] == pytest.approx(2.125, rel=0.03)
+
+
+def test_synchronous_checkpoints_block_until_they_are_on_disk():
+    sync, background = predict(checkpoint=Checkpoint(asynchronous=False)), predict()
+    assert sync.blocking_s == sync.persist_s > background.blocking_s
+    assert sync.effective_time < background.effective_time
+
+
+def test_an_interval_by_hand_is_kept_beside_the_optimum():
+    by_hand = predict(checkpoint=Checkpoint(interval_s=3600.0))
+    assert by_hand.interval_s == 3600.0 > by_hand.optimal_interval_s
+    assert by_hand.effective_time < predict().effective_time
+
+
+def test_the_next_checkpoint_waits_for_the_last_one():
+    slow = predict("8xH100:16", state_bytes=1e15)
+    assert slow.optimal_interval_s >= slow.persist_s
+
+
+def test_a_job_may_bring_its_own_rate():
+    assert predict(failures_per_host_day=0.01).failures_per_day == pytest.approx(20.48)
+    never = predict(failures_per_host_day=0.0)
+    assert never.effective_time == 1.0
+    assert math.isinf(never.mtbf_s)
+    assert never.spares == 0
+
+
+def test_hopeless_is_zero_not_negative():
+    assert predict(failures_per_host_day=10.0).effective_time == 0.0

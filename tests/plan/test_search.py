@@ -1,0 +1,102 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from phalanx.errors import UserError
+from phalanx.plan.score import price, score
+from phalanx.plan.search import TIE, complexity, search
+from phalanx.plan.space import build
+
+
+def test_the_best_is_the_fastest_that_fits_up_to_a_tie(make_ask):
+    ask = make_ask()
+    found, scores = search(ask), score(build(ask))
+    fastest = scores.step_s[scores.fits].min()
+    assert found.best.fits
+    assert fastest <= found.best.step_s <= TIE * fastest
+    assert found.fitting == int(scores.fits.sum())
+    assert found.legal == scores.legal >= scores.base.size
+
+
+def test_chunked_scores_equal_one_by_one_prices(make_ask):
+    ask = make_ask(cluster="8xH100:1", batch=16)
+    scores = score(build(ask))
+    rows = np.linspace(0, scores.base.size - 1, 25, dtype=int)
+    _, times, memory = price(ask, [scores.layout(int(row)) for row in rows])
+    assert np.allclose(times.step_s, scores.step_s[rows], rtol=1e-9)
+    assert np.allclose(memory.total, scores.memory_bytes[rows], rtol=1e-9)
+
+
+def test_among_equals_the_simpler_wins(make_ask):
+    ask = make_ask()
+    scores = score(build(ask))
+    step = np.where(scores.fits, scores.step_s, np.inf)
+    ties = [scores.layout(int(row)) for row in np.flatnonzero(step <= step.min() * TIE)]
+    assert complexity(search(ask).best.layout) == min(complexity(one) for one in ties)
+
+
+def test_runners_up_are_distinct_and_each_is_another_idea(make_ask):
+    found = search(make_ask(cluster="8xH100:4"))
+    layouts = [one.layout for one in found.others]
+    assert found.best.layout not in layouts
+    assert len(set(layouts)) == len(layouts) >= 4
+    for one in found.others:
+        if "another tensor size" in one.idea:
+            assert one.layout.tensor != found.best.layout.tensor
+        if "another ZeRO stage" in one.idea:
+            assert one.layout.zero != found.best.layout.zero
+        if not one.fits:
+            assert one.step_s < found.best.step_s, "what does not fit is shown only when it would have been faster"
+
+
+def test_nothing_in_the_pareto_set_is_beaten_in_all_three(make_ask):
+    points = [
+        (one.step_s, one.step_s * one.layout.devices, one.memory_bytes)
+        for one in search(make_ask(cluster="8xH100:4")).pareto
+    ]
+    assert len(points) >= 2
+    for a in points:
+        assert not [b for b in points if b != a and all(x <= y for x, y in zip(b, a, strict=True))]
+
+
+def test_smaller_parts_of_the_cluster_take_part(make_ask):
+    devices = {one.layout.devices for one in search(make_ask(cluster="8xH100:4")).pareto}
+    assert 32 in devices
+    assert devices <= {32, 16, 8}
+    assert len(devices) > 1
+
+
+def test_a_fixed_layout_is_kept_and_a_better_one_is_named(make_ask):
+    sizes = {"parallel__tensor": 8, "parallel__pipeline": 2, "parallel__context": 1, "parallel__recompute": "full"}
+    found = search(make_ask(**sizes))
+    best = found.best.layout
+    assert (best.tensor, best.pipeline, best.context, best.recompute) == (8, 2, 1, "full")
+    (warning,) = found.warnings
+    assert "tensor = 8, context = 1, pipeline = 2, recompute = full) cost" in warning.what
+    assert "the free search finds TP1" in warning.fix
+
+
+def test_offload_is_the_last_resort_and_is_said(make_ask):
+    found = search(make_ask("llama-3-8b", cluster="1xH100:1", batch=8))
+    assert found.best.layout.offload == "optimizer"
+    assert "nothing fits in device memory without keeping the optimizer in host memory" in found.warnings[0].what
+
+
+def test_more_memory_never_makes_the_best_slower(make_ask):
+    ask = make_ask("llama-3-70b", cluster="8xH100:4")
+    device = ask.cluster.accelerator
+    roomy = replace(
+        ask, cluster=replace(ask.cluster, accelerator=replace(device, memory_bytes=2 * device.memory_bytes))
+    )
+    assert search(roomy).best.step_s <= search(ask).best.step_s * TIE
+
+
+def test_a_model_that_cannot_fit_says_how_many_devices_would_do(make_ask):
+    with pytest.raises(UserError) as caught:
+        search(make_ask("llama-3.1-405b", cluster="8xH100:1", batch=64))
+    text = str(caught.value)
+    assert text.startswith("8xH100-80GB-SXM:1: llama-3.1-405b does not fit: the least any legal layout needs is ")
+    assert "such devices, or devices with more memory" in text
+    needed = int(text.split("use about ")[1].split(" such")[0].replace(",", ""))
+    assert search(make_ask("llama-3.1-405b", cluster=f"8xH100:{needed // 8}", batch=64)).best.fits

@@ -1,0 +1,102 @@
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from phalanx.plan.space import build, divisors, expert_sizes, micro_batches, schedules, splits, tensor_sizes
+
+
+def layouts(space):
+    return [
+        space.layout(int(b), int(c)) for base, choice, _ in space.chunks() for b, c in zip(base, choice, strict=True)
+    ]
+
+
+@given(st.integers(1, 3000))
+def test_divisors_are_exactly_those(number):
+    assert divisors(number) == tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(domains=st.sampled_from([1, 2, 3, 5, 6, 8]), batch=st.sampled_from([12, 60, 96, 128]))
+def test_every_layout_is_legal(make_ask, domains, batch):
+    ask = make_ask(cluster=f"8xH100:{domains}", batch=batch)
+    found = layouts(build(ask))
+    for one in found:
+        assert one.devices == 8 * domains
+        assert one.data * one.micro_batch * one.accumulation == batch
+        assert ask.model.heads % one.tensor == 0
+        assert one.pipeline * one.virtual_pipeline <= ask.model.layers
+        assert one.context == 1 or ask.sequence % (2 * one.context) == 0
+        assert one.tensor <= 8
+        assert (one.data * one.context) % one.shard == 0
+        assert not (one.zero == 2 and (one.pipeline > 1 or one.accumulation > 1))
+        assert (one.virtual_pipeline > 1) == (one.schedule == "interleaved")
+        assert not one.sequence_parallel or one.tensor > 1
+    assert len(found) == len(set(found)), "no layout is listed twice"
+
+
+def test_device_counts_that_are_no_power_of_two_are_split(make_ask):
+    found = splits(make_ask(cluster="8xH100:3", batch=96), 24)
+    assert (1, 1, 3, 8) in found
+    assert (8, 1, 3, 1) in found
+    assert (1, 1, 1, 24) in found
+    assert all(tp * cp * pp * dp == 24 for tp, cp, pp, dp in found)
+
+
+def test_tensor_size_keeps_whole_key_value_heads(make_ask):
+    ask = make_ask("llama-3-8b")  # 32 heads, 8 key-value heads
+    assert tensor_sizes(ask, 64) == [1, 2, 4, 8, 16, 32]
+    assert 6 not in tensor_sizes(ask, 48)
+
+
+def test_experts_divide_and_fit_inside_the_replicas(make_ask):
+    ask = make_ask("mixtral-8x7b")  # 8 experts
+    assert expert_sizes(ask, 4) == [1, 2, 4]
+    assert expert_sizes(ask, 6) == [1, 2]
+    assert expert_sizes(make_ask("llama-3-8b"), 64) == [1]
+
+
+def test_micro_batches_divide_the_share(make_ask):
+    assert micro_batches(make_ask(batch=96), 8) == [1, 2, 3, 4, 6, 12]
+    assert micro_batches(make_ask(batch=96, batch__micro=4), 8) == [4]
+    assert micro_batches(make_ask(batch=96, batch__micro=48), 8) == []
+
+
+def test_interleaving_needs_chunks_and_full_rounds(make_ask):
+    ask = make_ask()  # 32 layers
+    assert (2, 4) in schedules(ask, 4, 8)  # 8 micro-batches over 4 stages, 4 chunks of 2 layers
+    assert not [one for one in schedules(ask, 4, 6) if one[0] == 2]
+    assert schedules(ask, 1, 8) == [(1, 1)]
+
+
+def test_frameworks_are_offered_only_what_they_run(make_ask):
+    ask = make_ask(parallel__framework="megatron-deepspeed")
+    found = layouts(build(ask))
+    assert {one.schedule for one in found} == {"1f1b"}
+    assert {one.context for one in found} == {1}
+    assert not [one for one in found if one.pipeline > 1 and one.zero > 1]
+
+
+def test_what_is_fixed_stays(make_ask):
+    ask = make_ask(parallel__tensor=2, parallel__zero=1, parallel__recompute="full", batch__micro=2)
+    found = layouts(build(ask))
+    assert found
+    assert {(one.tensor, one.zero, one.recompute, one.micro_batch) for one in found} == {(2, 1, "full", 2)}
+
+
+def test_hsdp_shards_inside_the_domain(make_ask):
+    found = layouts(build(make_ask(cluster="8xH100:4", parallel__zero=3, parallel__tensor=2, parallel__pipeline=1)))
+    assert {one.shard for one in found if one.context == 1} == {16, 4}
+
+
+def test_wider_tensor_groups_only_on_request(make_ask):
+    ask = make_ask(cluster="8xH100:4")
+    assert int(build(ask).base["tp"].max()) == 8
+    assert int(build(ask, widest_tensor=32).base["tp"].max()) == 32
+    assert set(np.unique(build(make_ask(cluster="8xH100:4", parallel__tensor=16)).base["tp"])) == {16}
+
+
+@pytest.mark.parametrize("offload", [("none",), ("optimizer",), ("none", "optimizer")])
+def test_offload_is_tried_as_asked(make_ask, offload):
+    assert {one.offload for one in layouts(build(make_ask(), offload=offload))} == set(offload)
