@@ -21,7 +21,7 @@ def test_tensor_groups_stay_on_the_fast_links(make_ask):
 
 def test_groups_that_span_domains_say_how_many_ranks_each_holds(make_ask):
     _, found = axes(make_ask(cluster="8xH100:4", parallel__tensor=2, parallel__pipeline=1, parallel__context=1))
-    assert found["data"].tier == "NVLink4×4 + NIC"
+    assert found["data"].tier == "NVLink4×4+NIC"
 
 
 def test_axes_of_one_rank_are_left_out(make_ask):

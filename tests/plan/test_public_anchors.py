@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
@@ -45,6 +46,7 @@ def test_llama_3():
     assert theirs <= 1.10 * search(ask(name)).best.step_s
 
 
+@pytest.mark.slow
 def test_deepseek_v3():
     """DeepSeek ran PP16 EP64 without tensor parallelism on 2,048 H800 (arXiv 2412.19437); ours is of that kind."""
     layout = search(ask("deepseek-v3-2048xH800.toml")).best.layout

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from phalanx.plan.space import build, divisors, expert_sizes, micro_batches, schedules, splits, tensor_sizes
 
 
-def layouts(space):
-    return [
-        space.layout(int(b), int(c)) for base, choice, _ in space.chunks() for b, c in zip(base, choice, strict=True)
-    ]
+def layouts(space, every=1):
+    """Legal layouts of a space, or one in `every` of them."""
+    rows = [pair for base, choice, _ in space.chunks() for pair in zip(base, choice, strict=True)]
+    return [space.layout(int(base), int(choice)) for base, choice in rows[::every]]
 
 
 @given(st.integers(1, 3000))
@@ -17,12 +17,12 @@ def test_divisors_are_exactly_those(number):
     assert divisors(number) == tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(domains=st.sampled_from([1, 2, 3, 5, 6, 8]), batch=st.sampled_from([12, 60, 96, 128]))
 def test_every_layout_is_legal(make_ask, domains, batch):
     ask = make_ask(cluster=f"8xH100:{domains}", batch=batch)
-    found = layouts(build(ask))
-    for one in found:
+    space = build(ask)
+    for one in layouts(space, every=29):
         assert one.devices == 8 * domains
         assert one.data * one.micro_batch * one.accumulation == batch
         assert ask.model.heads % one.tensor == 0
@@ -33,7 +33,8 @@ def test_every_layout_is_legal(make_ask, domains, batch):
         assert not (one.zero == 2 and (one.pipeline > 1 or one.accumulation > 1))
         assert (one.virtual_pipeline > 1) == (one.schedule == "interleaved")
         assert not one.sequence_parallel or one.tensor > 1
-    assert len(found) == len(set(found)), "no layout is listed twice"
+    rows = np.concatenate([np.stack(list(columns.values()), axis=1) for _, _, columns in space.chunks()])
+    assert len(np.unique(rows, axis=0)) == len(rows) > 100, "no layout is listed twice"
 
 
 def test_device_counts_that_are_no_power_of_two_are_split(make_ask):
@@ -99,4 +100,4 @@ def test_wider_tensor_groups_only_on_request(make_ask):
 
 @pytest.mark.parametrize("offload", [("none",), ("optimizer",), ("none", "optimizer")])
 def test_offload_is_tried_as_asked(make_ask, offload):
-    assert {one.offload for one in layouts(build(make_ask(), offload=offload))} == set(offload)
+    assert {one.offload for one in layouts(build(make_ask(cluster="8xH100:1"), offload=offload))} == set(offload)

@@ -95,7 +95,7 @@ def tier(ask: Ask, group: net.Group) -> str:
     ranks, inside = int(np.max(group.ranks)), int(np.max(group.per_domain))
     if ranks <= inside:
         return link
-    return "NIC" if inside == 1 else f"{link}×{inside} + NIC"
+    return "NIC" if inside == 1 else f"{link}×{inside}+NIC"
 
 
 def _shown(times: StepTimes, layout: Layout) -> dict[str, float]:

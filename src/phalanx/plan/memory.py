@@ -10,7 +10,7 @@ from importlib import resources
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.plan.cases import FP16, Cases, Floats
+from phalanx.plan.cases import FP4, FP8, FP16, Cases, Floats
 from phalanx.plan.compute import FULL, SELECTIVE, element_bytes, routed_tokens
 from phalanx.plan.physics import Number
 from phalanx.plan.weights import attention_weights, mlp_weights, rank_weights
@@ -30,6 +30,7 @@ class MemoryProfile:
     optimizer_bytes: Number = 12.0  # fp32 master weights and two moments
     hidden_copies: Number = 4.0  # tensors of [tokens, hidden] a layer keeps, split only by sequence parallelism
     width_copies: Number = 1.0  # multiple of the textbook count for tensors split by tensor parallelism
+    narrow_copies: Number = 1.0  # further multiple under fp8 and fp4, where some linears keep one-byte inputs
     gathered_copies: Number = 4.0  # transient full-width [tokens, hidden] buffers of gathers around the head
     selective_kept: Number = 0.65  # share of activations that selective recompute keeps
     logit_bytes: Number = 8.0  # per logit on the last stage: 16-bit logits, fp32 copy, gradient
@@ -80,7 +81,8 @@ def layer_activations(c: Cases, f: MemoryProfile) -> tuple[Floats, Floats]:
     mlp = (1.0 - moe_share) * dense + moe_share * (routed + shared)
     # Unfused attention keeps scores, probabilities and the dropout mask: 5 bytes per score (Korthikanti et al. 2022).
     scores = np.where((c.flash > 0) | (c.recompute == SELECTIVE), 0.0, 5.0 * heads * tokens * c.seq)
-    kept = hidden + (attention + mlp) * f.width_copies
+    narrow = (c.precision == FP8) | (c.precision == FP4)
+    kept = hidden + (attention + mlp) * f.width_copies * np.where(narrow, f.narrow_copies, 1.0)
     kept = kept * np.where(c.recompute == SELECTIVE, f.selective_kept, 1.0) + scores
     return kept, tokens * c.hidden * size / spread
 

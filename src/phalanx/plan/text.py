@@ -106,6 +106,8 @@ def _mapping(plan: Plan) -> list[str]:
         )  # fmt: skip
     notes = [f"{use.axis}: next best is {use.next_best}" for use in plan.mapping if use.next_best]
     order = "per device and step; rank order, fastest first: " + ", ".join(plan.rank_order)
+    if plan.layout.context > 1:
+        notes.append("data counts the context ranks too: they share gradients")
     return [*table(rows, right=(1, 2, 6, 7)), *_wrap("; ".join([order, *notes]))]
 
 
