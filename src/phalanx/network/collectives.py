@@ -32,6 +32,7 @@ class Group:
     nic_bytes_per_s: Floats  # per device
     link_latency_s: Floats
     nic_latency_s: Floats
+    loss: Floats | float = 0.0  # exponent by which NIC bandwidth falls with the domains a collective spans
     pacing: Floats | float = 0.0  # share of a ring's inner steps that wait for the slowest (network) hop
 
     @property
@@ -40,9 +41,14 @@ class Group:
         return np.maximum(1.0, np.ceil(self.ranks / self.per_domain - 1e-9))
 
     @property
+    def network_bytes_per_s(self) -> Floats:
+        """What one device's NIC delivers inside a collective: contention grows with the domains taking part."""
+        return self.nic_bytes_per_s * self.domains ** -np.asarray(self.loss)
+
+    @property
     def bus_bytes_per_s(self) -> Floats:
         """Slowest link of a ring: NVLink inside a domain, all of the members' NICs together between domains."""
-        across = np.minimum(self.link_bytes_per_s, self.per_domain * self.nic_bytes_per_s)
+        across = np.minimum(self.link_bytes_per_s, self.per_domain * self.network_bytes_per_s)
         return np.where(self.domains > 1, across, self.link_bytes_per_s)
 
 
@@ -56,6 +62,7 @@ def place(
     link_latency_s: Floats,
     nic_latency_s: Floats,
     pacing: Floats | float = 0.0,
+    loss: Floats | float = 0.0,
 ) -> Group:
     """The group of an axis whose members stand `stride` ranks apart when ranks fill domains in order."""
     per_domain = np.clip(np.floor(domain / np.maximum(stride, 1.0) + 1e-9), 1.0, np.maximum(ranks, 1.0))
@@ -67,6 +74,7 @@ def place(
         link_latency_s=link_latency_s,
         nic_latency_s=nic_latency_s,
         pacing=pacing,
+        loss=loss,
     )
 
 
@@ -97,7 +105,7 @@ def all_reduce_by_algorithm(group: Group, nbytes: Floats) -> tuple[Floats, Float
     inner = (group.per_domain - 1.0) / group.per_domain * nbytes / group.link_bytes_per_s
     inner = inner + (group.per_domain - 1.0) * group.link_latency_s
     outer_share = 2.0 * (group.domains - 1.0) / group.domains * nbytes / group.per_domain
-    outer = outer_share / group.nic_bytes_per_s + 2.0 * (group.domains - 1.0) * group.nic_latency_s
+    outer = outer_share / group.network_bytes_per_s + 2.0 * (group.domains - 1.0) * group.nic_latency_s
     spans = (group.domains > 1) & (group.per_domain > 1)
     hierarchical = np.where(spans, 2.0 * inner + outer, np.inf)
     switch_bus = group.link_bytes_per_s * SWITCH_GAIN
@@ -120,7 +128,7 @@ def all_to_all(group: Group, nbytes: Floats, *, network_copies: Floats | float =
     the same data and it is sent there once.
     """
     inside = (group.per_domain - 1.0) / np.maximum(group.ranks, 1.0) * nbytes / group.link_bytes_per_s
-    outside = (group.ranks - group.per_domain) / np.maximum(group.ranks, 1.0) * nbytes * network_copies / group.nic_bytes_per_s
+    outside = (group.ranks - group.per_domain) / np.maximum(group.ranks, 1.0) * nbytes * network_copies / group.network_bytes_per_s
     latency = np.where(group.domains > 1, group.nic_latency_s, group.link_latency_s)
     return np.where(group.ranks > 1, np.maximum(inside, outside) + latency, 0.0)
 

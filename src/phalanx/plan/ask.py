@@ -48,6 +48,7 @@ class Ask:
     physics: Physics
     profile: Profile
     memory: MemoryProfile
+    profile_name: str = "default"
     fused_attention: bool = True
     limits: Framework = EVERYTHING
     origins: Mapping[str, str] = field(default_factory=dict)  # dotted key -> file:line, for messages
@@ -79,6 +80,7 @@ def from_job(
         fixed=fixed_by_hand(job),
         physics=physics(),
         profile=profile,
+        profile_name=profile_name,
         memory=memory_profile(job, kept.get(profile_name, kept["default"])),
         fused_attention=profile_name not in UNFUSED,
         limits=framework(profile_name),

@@ -38,11 +38,12 @@ class Layout:
 
     @property
     def short(self) -> str:
-        """The name without the axes that are not used, for narrow tables."""
+        """The name without the axes that are not used and without "no-recompute", for narrow tables."""
         axes = {"TP": self.tensor, "CP": self.context, "PP": self.pipeline, "VPP": self.virtual_pipeline}
         used = [f"{axis}{size}" for axis, size in axes.items() if size > 1]
         groups = [self._zero, *([f"EP{self.expert}"] if self.expert > 1 else [])]
-        return " ".join(["·".join([*used, f"DP{self.data}"]), *groups, *self._rest])
+        rest = [word for word in self._rest if word != "no-recompute"]
+        return " ".join(["·".join([*used, f"DP{self.data}"]), *groups, *rest])
 
     @property
     def _zero(self) -> str:

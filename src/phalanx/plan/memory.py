@@ -33,6 +33,7 @@ class MemoryProfile:
     narrow_copies: Number = 1.0  # further multiple under fp8 and fp4, where some linears keep one-byte inputs
     gathered_copies: Number = 4.0  # transient full-width [tokens, hidden] buffers of gathers around the head
     selective_kept: Number = 0.65  # share of activations that selective recompute keeps
+    pipeline_fragmentation: Number = 1.0  # reserved over allocated activations once forwards and backwards alternate
     logit_bytes: Number = 8.0  # per logit on the last stage: 16-bit logits, fp32 copy, gradient
     base_bytes: Number = 1.0e9  # communicator buffers, workspaces, buckets
     usable: Number = 0.92  # share of the device's memory that tensors can fill (context, ECC, fragmentation)
@@ -137,6 +138,8 @@ def _stage_bytes(c: Cases, f: MemoryProfile, stage: _Stage) -> dict[str, Floats]
     kept, checkpoint = layer_activations(c, f)
     full = c.recompute == FULL
     activations = stage.in_flight * stage.layers * np.where(full, checkpoint, kept) + np.where(full, kept, 0.0)
+    alternates = (c.pp > 1) & (c.tp > 1) & (c.accumulation > c.pp)
+    activations = activations * np.where(alternates, f.pipeline_fragmentation, 1.0)
     activations = np.where(c.offload == 2, np.minimum(activations, 2.0 * kept), activations)
     wide = np.where(c.tp > 1, stage.head * f.gathered_copies + 4.0, 0.0) * c.tokens * c.hidden * size
     # In a pipeline ZeRO-3 cannot drop gathered layers between micro-batches: the stage keeps its full weights and

@@ -73,6 +73,7 @@ class Profile:
     flash: Number = 1.0
     expert: Number = 1.0  # grouped matmul quality
     launch_s: Number = 10e-6  # host time to issue one device operation
+    fabric_loss: Number = 0.05  # exponent by which NIC bandwidth falls with the domains a collective spans
     tensor_exposed: Number = 1.0  # share of tensor-parallel traffic not hidden behind compute
     expert_exposed: Number = 0.5
     pipeline_exposed: Number = 0.5

@@ -16,9 +16,8 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.memory import MemoryUse
 from phalanx.plan.reasons import PARTS
 from phalanx.plan.score import price
+from phalanx.plan.uncertainty import interval
 
-# Half-width of the 80 % interval of a step until the fitted one is in.
-STEP_SPREAD = 0.15
 # Compute-optimal tokens per parameter (Hoffmann et al. 2022), when the job names no budget.
 TOKENS_PER_PARAMETER = 20
 MFU_CONVENTION = (
@@ -73,7 +72,8 @@ class Duration:
 
 def predict(ask: Ask, layout: Layout) -> tuple[Prediction, MemoryReport]:
     """The prediction for one layout."""
-    _, times, memory = price(ask, [layout])
+    table, times, memory = price(ask, [layout])
+    low, high = interval(table, times, ask.profile_name)
     counts = count_parameters(ask.model)
     step_s = float(times.step_s[0])
     tokens = ask.global_sequences * ask.sequence
@@ -81,8 +81,8 @@ def predict(ask: Ask, layout: Layout) -> tuple[Prediction, MemoryReport]:
     peak = ask.cluster.accelerator.peak_bf16_flops or ask.cluster.accelerator.peak_fp32_flops
     prediction = Prediction(
         step_s=step_s,
-        step_s_low=step_s * (1 - STEP_SPREAD),
-        step_s_high=step_s * (1 + STEP_SPREAD),
+        step_s_low=float(low[0]),
+        step_s_high=float(high[0]),
         tokens_per_s=tokens / step_s,
         tokens_per_s_per_device=tokens / step_s / layout.devices,
         mfu=flops * tokens / (step_s * layout.devices * peak) if peak else 0.0,

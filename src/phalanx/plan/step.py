@@ -63,7 +63,7 @@ def stage_layers(c: Cases, *, head_layers: Floats, balanced: Floats) -> tuple[Fl
 
 def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
     """The step of every case."""
-    g = traffic.groups(c, k)
+    g = traffic.groups(c, k, f)
     work = compute(c, k, f)
     tensor = traffic.tensor_seconds(c, g, f)
     context = traffic.context_seconds(c, g, work.attention.forward)

@@ -29,7 +29,7 @@ class Groups:
     pipeline: net.Group
 
 
-def groups(c: Cases, k: Physics) -> Groups:
+def groups(c: Cases, k: Physics, f: Profile) -> Groups:
     """Where each axis runs."""
 
     def place(ranks: Floats, stride: Floats) -> net.Group:
@@ -42,6 +42,7 @@ def groups(c: Cases, k: Physics) -> Groups:
             link_latency_s=c.link_latency_s * k.link_latency,
             nic_latency_s=c.nic_latency_s * k.nic_latency,
             pacing=k.pacing,
+            loss=f.fabric_loss,
         )
 
     replicas = np.maximum(c.dp * c.cp * c.tp / np.maximum(c.ep, 1.0), 1.0)

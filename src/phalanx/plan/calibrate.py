@@ -1,0 +1,79 @@
+"""Refit five scalars to a few measured steps of one system, and leave everything else alone.
+
+The step time is a sum of parts; each scalar multiplies one group of parts. Three measurements cannot fix five numbers,
+so every scalar has a log-normal prior at 1 whose width says how far systems really differ: the maximum-posterior
+solution moves only what the measurements speak about.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from phalanx.plan.cases import Floats
+from phalanx.plan.step import StepTimes
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "compute": ("matmul_s", "attention_s", "head_s", "recompute_s"),
+    "memory": ("elementwise_s", "optimizer_s"),
+    "host": ("launch_s", "overhead_s"),
+    "inner_traffic": ("tensor_s", "context_s", "expert_s", "pipeline_send_s"),
+    "outer_traffic": ("gradient_s", "shard_s"),
+}
+# Log widths of the priors: how far the same part differs between published systems of one framework.
+PRIOR_SIGMA = {"compute": 0.12, "memory": 0.2, "host": 0.6, "inner_traffic": 0.4, "outer_traffic": 0.5}
+NOISE = 0.03  # repeat runs scatter under 1 %, what the model leaves out about this much more
+ROBUST_AT = 3.0  # residuals beyond this many NOISE count linearly: one bad measurement must not bend the rest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """Multipliers on the parts of a step; 1 leaves the prediction as it was."""
+
+    compute: float = 1.0
+    memory: float = 1.0
+    host: float = 1.0
+    inner_traffic: float = 1.0
+    outer_traffic: float = 1.0
+
+    def to_json(self) -> str:
+        """A small JSON object."""
+        return json.dumps(asdict(self))
+
+
+def apply(times: StepTimes, scalars: Calibration) -> Floats:
+    """Step seconds with the scalars applied; the bubble scales as the work it waits for."""
+    return _total(_grouped(times), times.bubble_s, np.array([getattr(scalars, name) for name in GROUPS]))
+
+
+def calibrate(times: StepTimes, measured_s: Floats) -> Calibration:
+    """The scalars that best explain measured steps; with no measurements all are 1."""
+    groups, bubble = _grouped(times), times.bubble_s
+    usable = np.isfinite(measured_s) & (measured_s > 0)
+    target = np.log(measured_s[usable])
+    sigma = np.array(list(PRIOR_SIGMA.values()))
+
+    def residuals(logs: Floats) -> Floats:
+        predicted = _total(groups[:, usable], bubble[usable], np.exp(logs))
+        error = (np.log(predicted) - target) / NOISE
+        soft = np.sign(error) * ROBUST_AT * np.sqrt(2.0 * (np.sqrt(1.0 + (error / ROBUST_AT) ** 2) - 1.0))
+        return np.concatenate([soft, logs / sigma])
+
+    found = least_squares(residuals, np.zeros(len(GROUPS)))
+    return Calibration(**{name: float(np.exp(log)) for name, log in zip(GROUPS, found.x, strict=True)})
+
+
+def _grouped(times: StepTimes) -> Floats:
+    return np.stack([sum(getattr(times, part) for part in parts) for parts in GROUPS.values()])
+
+
+def _total(groups: Floats, bubble: Floats, scalars: Floats) -> Floats:
+    work = groups.sum(axis=0)
+    scaled = (groups * scalars[:, None]).sum(axis=0)
+    return scaled + bubble * scaled / np.maximum(work, 1e-30)
+
+
+assert set(GROUPS) == {field.name for field in fields(Calibration)}

@@ -1,0 +1,250 @@
+"""Predictions of published rows held against what was measured: errors, memory, out-of-memory calls, regret."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from phalanx.plan.calibrate import Calibration, apply, calibrate
+from phalanx.plan.published import Row, number
+from phalanx.plan.rows import RowPredictions, predict_rows
+from phalanx.plan.step import StepTimes
+from phalanx.plan.uncertainty import interval
+
+LEAST_ROWS = 5  # sources with fewer rows do not count in the mean
+LEAST_CELL = 6  # runs that finished, for a (model, GPUs) cell of a sweep to count in the regret
+IDLE_SOURCES = ("hf-ultrascale", "vtrain-single")  # sweeps whose runs below this MFU count for ranking only
+IDLE_MFU = 5.0
+CALIBRATED_INTERVAL = 0.08  # log half-width after calibration: 80 % of held-out rows of the public table, seeded draws
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """What is written per row; `reason` says why a row has none."""
+
+    id: str
+    step_s: float | None = None
+    step_s_lo: float | None = None
+    step_s_hi: float | None = None
+    mem_gb: float | None = None
+    fits: bool | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceScore:
+    """Step-time error of one source."""
+
+    source: str
+    rows: int
+    median: float
+    p90: float
+    bias: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scorecard:
+    """Everything `phalanx validate` prints; None where the table has no such measurements."""
+
+    rows: int
+    priced: int
+    unpriced: dict[str, int]
+    sources: list[SourceScore] = field(default_factory=list)
+    mean_median: float | None = None
+    mean_p90: float | None = None
+    memory_rows: int = 0
+    memory_median: float | None = None
+    memory_p90: float | None = None
+    oom_precision: float | None = None
+    oom_recall: float | None = None
+    coverage: float | None = None
+    regret_cells: int = 0
+    regret_median: float | None = None
+    regret_p90: float | None = None
+
+
+def predict_table(rows: tuple[Row, ...], *, known: tuple[Row, ...] = ()) -> list[Prediction]:
+    """Predict every row; with `known` rows, each source is first calibrated on its own measured rows there."""
+    found = predict_rows(rows)
+    low, high = interval(found.cases, found.times, found.frameworks)
+    seconds = found.times.step_s
+    if known:
+        seconds, low, high = _calibrated(rows, found, known, low, high)
+    predictions = [Prediction(id=row["id"], reason=reason) for row, reason in zip(rows, found.reason, strict=True)]
+    for at, index in enumerate(found.priced):
+        predictions[index] = Prediction(
+            id=rows[index]["id"],
+            step_s=float(seconds[at]),
+            step_s_lo=float(low[at]),
+            step_s_hi=float(high[at]),
+            mem_gb=float(found.memory.first_stage[at]) / 1e9,
+            fits=bool(found.memory.fits[at]),
+        )
+    return predictions
+
+
+def fit_sources(known: tuple[Row, ...]) -> dict[str, Calibration]:
+    """Scalars per source from the measured rows given."""
+    found = predict_rows(known)
+    measured = np.array([number(known[index], "step_s") or np.nan for index in found.priced])
+    source = np.array([known[index].get("source", "") for index in found.priced])
+    return {name: calibrate(_part(found.times, source == name), measured[source == name]) for name in set(source)}
+
+
+def _calibrated(rows, found: RowPredictions, known, low, high):  # type: ignore[no-untyped-def]
+    scalars = fit_sources(known)
+    seconds = found.times.step_s.copy()
+    low, high = low.copy(), high.copy()
+    source = np.array([rows[index].get("source", "") for index in found.priced])
+    for name, fitted in scalars.items():
+        part = source == name
+        if not part.any():
+            continue
+        seconds[part] = apply(_part(found.times, part), fitted)
+        # A calibrated system is known better, but never better than it was before.
+        width = np.minimum(np.log(high[part] / low[part]) / 2.0, CALIBRATED_INTERVAL)
+        low[part], high[part] = seconds[part] * np.exp(-width), seconds[part] * np.exp(width)
+    return seconds, low, high
+
+
+def _part(times: StepTimes, part) -> StepTimes:  # type: ignore[no-untyped-def]
+    return StepTimes(**{f.name: getattr(times, f.name)[part] for f in fields(StepTimes)})
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The nearest-rank quantile the published score uses."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
+
+
+def score(rows: Sequence[Row], predictions: Sequence[Prediction]) -> Scorecard:
+    """The scorecard of a table whose measurements are present (or partly so)."""
+    by_source: dict[str, list[float]] = defaultdict(list)
+    memory: list[float] = []
+    inside: list[bool] = []
+    for row, guess in zip(rows, predictions, strict=True):
+        seconds = number(row, "step_s")
+        if not _comparable(row) or not seconds or not guess.step_s:
+            continue
+        if not _idle(row):
+            by_source[row.get("source", "") or "unnamed"].append(guess.step_s / seconds - 1.0)
+        inside.append((guess.step_s_lo or 0.0) <= seconds <= (guess.step_s_hi or 0.0))
+        measured_gb = number(row, "measured_mem_gb")
+        if measured_gb and guess.mem_gb:
+            memory.append(abs(guess.mem_gb / measured_gb - 1.0))
+    sources = [_source_score(name, errors) for name, errors in sorted(by_source.items())]
+    large = [one for one in sources if one.rows >= LEAST_ROWS]
+    precision, recall = _oom(rows, predictions)
+    regrets = _regrets(rows, predictions)
+    reasons: dict[str, int] = defaultdict(int)
+    for guess in predictions:
+        if guess.reason:
+            reasons[guess.reason] += 1
+    return Scorecard(
+        rows=len(rows),
+        priced=sum(1 for guess in predictions if guess.step_s),
+        unpriced=dict(reasons),
+        sources=sources,
+        mean_median=_mean([one.median for one in large]),
+        mean_p90=_mean([one.p90 for one in large]),
+        memory_rows=len(memory),
+        memory_median=quantile(memory, 0.5) if memory else None,
+        memory_p90=quantile(memory, 0.9) if memory else None,
+        oom_precision=precision,
+        oom_recall=recall,
+        coverage=_mean([float(one) for one in inside]),
+        regret_cells=len(regrets),
+        regret_median=quantile(regrets, 0.5) if regrets else None,
+        regret_p90=quantile(regrets, 0.9) if regrets else None,
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _comparable(row: Row) -> bool:
+    ran = row.get("status", "ok") in ("ok", "")
+    return ran and row.get("tier", "A") in ("A", "B", "") and row.get("task", "") in ("", "pretrain")
+
+
+def _idle(row: Row) -> bool:
+    mfu = number(row, "measured_mfu_pct")
+    return row.get("source") in IDLE_SOURCES and mfu is not None and mfu < IDLE_MFU
+
+
+def _source_score(name: str, errors: Sequence[float]) -> SourceScore:
+    sizes = [abs(one) for one in errors]
+    middle = float(np.median(sizes))
+    return SourceScore(
+        source=name, rows=len(errors), median=middle, p90=quantile(sizes, 0.9), bias=float(np.median(errors))
+    )
+
+
+def _failed(row: Row) -> bool:
+    return row.get("status", "ok") not in ("ok", "")
+
+
+def _sweeps(rows: Sequence[Row]) -> set[str]:
+    """Sources that report failures beside successes: only there does a missing run mean anything."""
+    failed = {row.get("source", "") for row in rows if _failed(row)}
+    counts: dict[str, int] = defaultdict(int)
+    for row in rows:
+        counts[row.get("source", "")] += _failed(row)
+    return {name for name in failed if counts[name] >= 20}
+
+
+def _oom(rows: Sequence[Row], predictions: Sequence[Prediction]) -> tuple[float | None, float | None]:
+    """Precision and recall of "does not fit" over the sweeps."""
+    sweeps = _sweeps(rows)
+    hit = false = missed = 0
+    for row, guess in zip(rows, predictions, strict=True):
+        if row.get("source", "") not in sweeps or guess.fits is None:
+            continue
+        failed = _failed(row)
+        hit += failed and not guess.fits
+        false += not failed and not guess.fits
+        missed += failed and bool(guess.fits)
+    precision = hit / (hit + false) if hit + false else None
+    return precision, hit / (hit + missed) if hit + missed else None
+
+
+def _regrets(rows: Sequence[Row], predictions: Sequence[Prediction]) -> list[float]:
+    """Per (model, GPUs) cell of a sweep: how much slower the predicted best really ran than the real best."""
+    sweeps = _sweeps(rows)
+    cells: dict[tuple[str, str, str], list[tuple[float, bool, float | None]]] = defaultdict(list)
+    for row, guess in zip(rows, predictions, strict=True):
+        batch, seq, seconds = number(row, "global_batch"), number(row, "seq"), number(row, "step_s")
+        if row.get("source", "") not in sweeps or not guess.step_s or not batch or not seq:
+            continue
+        tokens = batch * seq
+        measured = None if _failed(row) or not seconds else seconds / tokens
+        key = (row.get("source", ""), row.get("model_name", ""), row.get("gpus", ""))
+        cells[key].append((guess.step_s / tokens, bool(guess.fits), measured))
+    regrets = []
+    for cell in cells.values():
+        finished = [measured for _, _, measured in cell if measured]
+        if len(finished) < LEAST_CELL:
+            continue
+        eligible = [one for one in cell if one[1]] or cell
+        picked = min(eligible)[2]
+        regrets.append(1.0 if picked is None else picked / min(finished) - 1.0)
+    return regrets
+
+
+def draw_known(rows: Sequence[Row], *, per_source: int, seed: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """A seeded split: `per_source` measured rows of every source to calibrate on, and all the others."""
+    chooser = random.Random(seed)
+    by_source: dict[str, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        if _comparable(row) and not _idle(row) and number(row, "step_s"):
+            by_source[row.get("source", "")].append(index)
+    taken: set[int] = set()
+    for name in sorted(by_source):
+        taken |= set(chooser.sample(by_source[name], min(per_source, len(by_source[name]))))
+    known = tuple(row for index, row in enumerate(rows) if index in taken)
+    return known, tuple(row for index, row in enumerate(rows) if index not in taken)
