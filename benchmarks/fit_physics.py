@@ -56,6 +56,7 @@ PHYSICS = {
     "flash": Prior(0.6, 0.2, 1.2, 0.3),
     "flash_lag": Prior(0.7, 0.3, 1.2, 0.2),
     "flash_dim": Prior(30.0, 1.0, 200.0, 0.6),
+    "flash_length": Prior(400.0, 50.0, 2000.0, 0.3),  # FlashAttention-2's causal curve, arXiv 2307.08691
     "flash_backward": Prior(1.2, 0.8, 1.6, 0.2),
     "batched": Prior(0.5, 0.1, 1.0, 0.3),
     "batched_dim": Prior(64.0, 1.0, 400.0, 0.6),
@@ -84,11 +85,12 @@ PROFILE = {
     "flash": Prior(1.0, 0.4, 2.0, 0.25),
     "expert": Prior(1.0, 0.3, 2.0, 0.3),
     "launch_s": Prior(10e-6, 1e-6, 1e-4, 0.6),
-    "fabric_loss": Prior(0.05, 0.002, 1.0, 0.8),
+    "fabric_loss": Prior(0.05, 0.002, 1.0, 0.5),
     "tensor_exposed": Prior(0.8, 0.05, 2.0, 0.4),
     "expert_exposed": Prior(0.5, 0.05, 2.0, 0.5),
     "pipeline_exposed": Prior(0.6, 0.05, 3.0, 0.6),
     "data_overlap": Prior(0.5, 0.02, 0.98, 0.8),
+    "gather_overlap": Prior(0.4, 0.02, 0.98, 0.8),
     "shard_traffic": Prior(1.0, 0.5, 12.0, 0.3),
     "shard_sharpness": Prior(4.0, 1.0, 12.0, 0.4),
     "micro_s": Prior(1e-3, 1e-5, 0.05, 0.8),
@@ -103,8 +105,7 @@ GRADIENT_BYTES = {"megatron-lm": 2.0, "megatron-deepspeed": 2.0, "composer-fsdp"
 BALANCED = {"megatron-lm": 0.0, "megatron-core": 0.0, "megatron-bridge": 0.0, "deepspeed": 0.0, "composer-fsdp": 0.0,
             "torchtitan": 0.0}  # fmt: skip
 # nanotron blocks on tensor collectives inside a pipeline (26 ms per layer at tensor 8): start there, not at the prior.
-# Its sweep ran over EFA, where all-reduce fell from 362 to 33 GB/s between 2 and 64 hosts (comm.csv): exponent 0.69.
-START = {("nanotron", "tensor_pipeline_s"): np.log(100.0), ("nanotron", "fabric_loss"): np.log(10.0)}
+START = {("nanotron", "tensor_pipeline_s"): np.log(100.0)}
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class Space:
         scalars: dict[str, Floats] = {}
         for column, (name, prior) in enumerate(PROFILE.items()):
             base, shift = shared[physics_count + column], deviations[family, column]
-            if name == "data_overlap":  # a share: move in logits
+            if name in ("data_overlap", "gather_overlap"):  # a share: move in logits
                 scalars[name] = 1.0 / (1.0 + np.exp(-(np.log(base / (1.0 - base)) + shift)))
             else:
                 scalars[name] = np.clip(base * np.exp(shift), prior.low, prior.high)

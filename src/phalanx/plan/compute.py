@@ -144,7 +144,8 @@ def _attention_core(c: Cases, k: Physics, f: Profile, rate: Floats) -> Pass:
     flops = 2.0 * c.tokens * c.seq * local_heads * (c.qk_dim + c.v_dim)
     # FlashAttention-2 does not use what Hopper added; fused kernels lag the matmul rate there.
     share = k.flash * np.where(dense_power(c), k.flash_lag, 1.0) * f.flash
-    fused_rate = rate * share * c.qk_dim / (c.qk_dim + k.flash_dim)
+    block = c.seq / c.cp  # a ring of context ranks attends block by block
+    fused_rate = rate * share * c.qk_dim / (c.qk_dim + k.flash_dim) * block / (block + k.flash_length)
     fused = 0.5 * flops / fused_rate  # causal: half the scores are never computed
     odd = np.where(np.mod(c.qk_dim, 8) == 0, 1.0, k.odd_head)
     loose_rate = rate * k.batched * c.qk_dim / (c.qk_dim + k.batched_dim) / odd

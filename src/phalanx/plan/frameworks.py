@@ -18,7 +18,7 @@ class Framework:
 EVERYTHING = Framework(
     schedules=("gpipe", "1f1b", "interleaved", "zero-bubble"),  # torch.distributed.pipelining.schedules
     zero=(0, 1, 2, 3),
-    zero_with_pipeline=(0, 1, 3),
+    zero_with_pipeline=(0, 1, 2, 3),
 )
 MEGATRON = Framework(
     schedules=("1f1b", "interleaved"),  # megatron/core/pipeline_parallel/schedules.py

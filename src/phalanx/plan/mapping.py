@@ -52,7 +52,7 @@ class _Load:
 def mapping(ask: Ask, layout: Layout) -> tuple[AxisUse, ...]:
     """Every axis with more than one rank, in rank order, experts last."""
     table, times, _ = price(ask, [layout])
-    groups = traffic.groups(table, ask.physics)
+    groups = traffic.groups(table, ask.physics, ask.profile)
     strides = {
         "tensor": 1,
         "context": layout.tensor,

@@ -38,6 +38,7 @@ class MemoryProfile:
     base_bytes: Number = 1.0e9  # communicator buffers, workspaces, buckets
     usable: Number = 0.92  # share of the device's memory that tensors can fill (context, ECC, fragmentation)
     balanced_stages: Number = 1.0  # as in physics.Profile
+    light_first: Number = 1.0  # 1: of an uneven split the first stage, which holds most micro-batches, gets a layer less
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,8 +165,12 @@ def predict_memory(c: Cases, f: MemoryProfile) -> MemoryUse:
     single = c.pp <= 1
     most = np.where(single, c.layers, np.minimum(np.ceil(share - 1e-9), c.layers))
     left = np.where(single, c.layers, np.clip(c.layers - most * (c.pp - 1.0), 0.0, most))
+    # Slots left over when every stage takes `most`: the last stage gives up its own for the head, then the first.
+    slots = most * c.pp - c.layers
+    lighter = (np.asarray(f.light_first) > 0) & (slots > np.ceil(np.where(balanced, head_layers(c), 0.0))) & (most > 1)
+    early = np.where(single | ~lighter, most, most - 1.0)
     both = np.where(single, 2.0 - c.tied, 1.0)
-    first = _Stage(layers=most, in_flight=in_flight(c), tables=both, head=np.where(single, 1.0, 0.0))
+    first = _Stage(layers=early, in_flight=in_flight(c), tables=both, head=np.where(single, 1.0, 0.0))
     last = _Stage(layers=left, in_flight=np.where(single, in_flight(c), 1.0), tables=both, head=np.ones_like(left))
     parts_first, parts_last = _stage_bytes(c, f, first), _stage_bytes(c, f, last)
     total_first, total_last = sum(parts_first.values()), sum(parts_last.values())

@@ -38,6 +38,7 @@ class Physics:
     flash: Number  # fused attention relative to a matmul of the same FLOPs
     flash_lag: Number  # its further share on devices with fp8 units
     flash_dim: Number  # head width at which fused attention reaches half its rate
+    flash_length: Number  # sequence length at which fused attention reaches half its rate
     flash_backward: Number  # backward of fused attention relative to 2.5 x forward
     batched: Number  # unfused attention matmuls relative to a large matmul
     batched_dim: Number  # head width at which they reach half their rate
@@ -78,6 +79,7 @@ class Profile:
     expert_exposed: Number = 0.5
     pipeline_exposed: Number = 0.5
     data_overlap: Number = 0.5  # share of gradient traffic that may hide behind the last backward
+    gather_overlap: Number = 0.5  # share of updated parameters gathered behind the next forward
     shard_traffic: Number = 1.0  # ZeRO-3 traffic relative to two gathers and one scatter
     shard_sharpness: Number = 4.0  # how well ZeRO-3 gathers hide: p of the p-norm of compute and traffic
     micro_s: Number = 1e-3  # host work per micro-batch

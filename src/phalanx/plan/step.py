@@ -9,12 +9,17 @@ import numpy as np
 from phalanx.plan import traffic
 from phalanx.plan.cases import Cases, Floats
 from phalanx.plan.compute import FULL, Compute, compute
+from phalanx.plan.memory import MemoryProfile, layer_activations
 from phalanx.plan.physics import Physics, Profile
 from phalanx.plan.weights import rank_weights
 
 LAUNCH_SHARPNESS = 4.0  # p of the p-norm that joins device time and host launch time
+OFFLOAD_ACTIVATIONS = 2  # index in cases.OFFLOAD
 ZERO_BUBBLE = 3  # index in cases.SCHEDULES
 ZERO_BUBBLE_SHARE = 1.0 / 3.0  # of the 1F1B bubble that remains (Qi et al. 2024, ZB-H1)
+# Splitting every backward in two loses fused weight gradients and reloads activations; the same paper's bubble-free
+# runs stay this far below their upper bound (table 4 there, 1.5B to 28B models).
+ZERO_BUBBLE_SLOWDOWN = 1.04
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,12 +71,14 @@ def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
     g = traffic.groups(c, k, f)
     work = compute(c, k, f)
     tensor = traffic.tensor_seconds(c, g, f)
-    context = traffic.context_seconds(c, g, work.attention.forward)
+    context = traffic.context_seconds(c, k, g, work.attention.forward)
     expert = traffic.expert_seconds(c, g, f)
     again = np.where(c.recompute == FULL, tensor + context + expert, 0.0)
     device = _device_seconds(work) + 2.0 * tensor + 3.0 * context + 2.0 * expert + again
     host = work.operations * f.launch_s * (2.5 + (c.recompute == FULL))
     host = host + np.where((c.pp > 1) & (c.tp > 1), c.layers * c.tp * f.tensor_pipeline_s, 0.0)
+    plain = device
+    device = device * np.where((c.schedule == ZERO_BUBBLE) & (c.pp > 1), ZERO_BUBBLE_SLOWDOWN, 1.0)
     layers_s = smooth_max(device, host, LAUNCH_SHARPNESS)
 
     head_s = work.head.forward + work.head.backward
@@ -83,6 +90,9 @@ def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
     send = np.where(c.pp > 1, 2.0 * c.vpp * traffic.send_seconds(c, g) * f.pipeline_exposed, 0.0)
     host_micro = f.micro_s + np.where(c.pp > 1, f.pipeline_s, 0.0)
     busy = stage_s + send + host_micro
+    kept, _ = layer_activations(c, MemoryProfile())
+    moved = np.where(c.offload == OFFLOAD_ACTIVATIONS, 2.0 * fullest * kept / c.host_link_bytes_per_s, 0.0)
+    busy = np.maximum(busy, moved)  # activations leave during forward and return during backward, behind compute
 
     w = rank_weights(c, stage_layers=fullest)
     micro = np.where(
@@ -92,14 +102,21 @@ def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
     bubble = (c.pp - 1.0) / c.vpp * micro * mean_stage / stage_s
     bubble = np.where(c.schedule == ZERO_BUBBLE, bubble * ZERO_BUBBLE_SHARE, bubble)
 
-    gradient = traffic.gradient_seconds(c, g, w, f)
-    behind = (work.matmul.backward + work.attention.backward + work.elementwise.backward) / c.layers * fullest
-    hidden = np.minimum(gradient, behind) * f.data_overlap
+    sync = traffic.gradient_traffic(c, g, w, f)
+    share = fullest / c.layers
+    backward_s = (work.matmul.backward + work.attention.backward + work.elementwise.backward) * share
+    forward_s = (work.matmul.forward + work.attention.forward + work.elementwise.forward) * share
+    count = c.accumulation
+    # ZeRO-2 owns no full gradient: it scatters after every micro-batch, behind the next one.
+    repeats = np.where(c.zero == 2, count - 1.0, 0.0)
+    shown = repeats * np.maximum(0.0, sync.reduce - f.data_overlap * (forward_s + backward_s))
+    shown = shown + sync.reduce - np.minimum(sync.reduce, backward_s) * f.data_overlap
+    shown = shown + sync.gather - np.minimum(sync.gather, forward_s) * f.gather_overlap
+    gradient = sync.reduce * (1.0 + repeats) + sync.gather
     optimizer = _optimizer_seconds(c, k, f, w.dense, w.experts, w.expert_replicas)
     overhead = f.step_s + f.step_log_devices_s * np.log2(np.maximum(c.devices, 1.0))
 
-    count = c.accumulation
-    step = count * micro + bubble + (gradient - hidden) + optimizer + overhead
+    step = count * micro + bubble + shown + optimizer + overhead
     layers_here = np.where(holds_head, last, fullest)
     part = count * layers_here / c.layers
     zero = np.zeros_like(step)
@@ -110,17 +127,17 @@ def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
         elementwise_s=part * (work.elementwise.forward + work.elementwise.backward),
         head_s=np.where(holds_head, count * head_s, 0.0),
         recompute_s=part * work.recompute,
-        launch_s=part * (layers_s - device),
+        launch_s=part * (layers_s - plain),
         tensor_s=part * (2.0 + (c.recompute == FULL)) * tensor,
         context_s=part * (3.0 + (c.recompute == FULL)) * context,
         expert_s=part * (2.0 + (c.recompute == FULL)) * expert,
         pipeline_send_s=count * send,
         bubble_s=bubble,
         shard_s=count * (micro - busy),
-        gradient_s=gradient - hidden,
+        gradient_s=shown,
         gradient_total_s=gradient + zero,
         optimizer_s=optimizer,
-        overhead_s=count * host_micro + overhead,
+        overhead_s=count * (busy - stage_s - send) + overhead,
         micro_s=micro,
     )
 

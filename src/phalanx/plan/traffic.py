@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from phalanx.plan.weights import RankWeights
 
 # Share of ring-attention traffic that stays visible behind the attention it feeds.
 CONTEXT_VISIBLE = 0.1
+# Every step of the ring launches its own attention and merge kernels, each too small to fill the device at once.
+CONTEXT_LAUNCHES = 3.0
 COMPRESSED_SHARE = np.array([1.0, 0.5, 0.25, 0.25, 0.02])  # of fp32 bytes, by cases.COMPRESSION
 
 
@@ -24,6 +26,8 @@ class Groups:
     tensor: net.Group
     context: net.Group
     data: net.Group  # data and context ranks together: they share gradients
+    shard: net.Group  # those of them that share one copy of the sharded state
+    replica: net.Group  # and the copies of one shard (HSDP); a single rank when the sharding is full
     expert: net.Group
     expert_data: net.Group
     pipeline: net.Group
@@ -46,10 +50,14 @@ def groups(c: Cases, k: Physics, f: Profile) -> Groups:
         )
 
     replicas = np.maximum(c.dp * c.cp * c.tp / np.maximum(c.ep, 1.0), 1.0)
+    everyone = c.dp * c.cp
+    sharers = np.where(c.zero >= 1, np.clip(c.shard, 1.0, everyone), everyone)
     return Groups(
         tensor=place(c.tp, np.ones_like(c.tp)),
         context=place(c.cp, c.tp),
-        data=place(c.dp * c.cp, c.tp),
+        data=place(everyone, c.tp),
+        shard=place(sharers, c.tp),
+        replica=place(np.maximum(everyone / sharers, 1.0), c.tp * sharers),
         expert=place(c.ep, np.ones_like(c.tp)),
         expert_data=place(replicas, c.ep),
         pipeline=place(c.pp, c.tp * c.cp * c.dp),
@@ -64,11 +72,14 @@ def tensor_seconds(c: Cases, g: Groups, f: Profile) -> Floats:
     return 2.0 * c.layers * both * f.tensor_exposed
 
 
-def context_seconds(c: Cases, g: Groups, attention_forward: Floats) -> Floats:
+def context_seconds(c: Cases, k: Physics, g: Groups, attention_forward: Floats) -> Floats:
     """Forward: keys and values travel the ring once, behind the attention of the block before."""
     kv_width = np.maximum(c.kv_heads / c.tp, 1.0) * (c.qk_dim + c.v_dim)
-    ring = c.layers * (c.cp - 1.0) * net.send(g.context, c.tokens * kv_width * element_bytes(c))
-    return np.maximum(0.0, (1.0 - CONTEXT_VISIBLE) * (ring - attention_forward)) + CONTEXT_VISIBLE * ring
+    hop = net.send(g.context, c.tokens * kv_width * element_bytes(c))
+    behind = attention_forward / c.layers / c.cp
+    steps = c.layers * (c.cp - 1.0)
+    waits = steps * np.maximum(0.0, hop - behind) + CONTEXT_VISIBLE * steps * np.minimum(hop, behind)
+    return waits + steps * CONTEXT_LAUNCHES * k.start_s
 
 
 def expert_seconds(c: Cases, g: Groups, f: Profile) -> Floats:
@@ -86,18 +97,40 @@ def send_seconds(c: Cases, g: Groups) -> Floats:
     return net.send(g.pipeline, c.tokens * c.hidden * element_bytes(c) / spread)
 
 
-def gradient_seconds(c: Cases, g: Groups, w: RankWeights, f: Profile) -> Floats:
-    """Once per step below ZeRO-3: reduce gradients and, when the optimizer is sharded, gather parameters."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientTraffic:
+    """Seconds below ZeRO-3: reducing gradients once, and gathering updated parameters (ZeRO-1, 2)."""
+
+    reduce: Floats
+    gather: Floats
+
+
+def gradient_traffic(c: Cases, g: Groups, w: RankWeights, f: Profile) -> GradientTraffic:
+    """What keeps the data ranks equal."""
     width = f.gradient_bytes * COMPRESSED_SHARE[c.compression.astype(int)]
     size = element_bytes(c)
 
-    def sync(group: net.Group, weights: Floats) -> Floats:
-        whole = net.all_reduce(group, weights * width, switch=np.zeros_like(c.tp))
-        sharded = net.all_gather(group, weights * width) + net.all_gather(group, weights * size)
-        return np.where(c.zero == 0, whole, sharded)
+    def reduce(data: net.Group, shard: net.Group, replica: net.Group, weights: Floats) -> Floats:
+        whole = net.all_reduce(data, weights * width, switch=np.zeros_like(c.tp))
+        between = net.all_reduce(replica, weights * width / np.maximum(shard.ranks, 1.0), switch=np.zeros_like(c.tp))
+        return np.where(c.zero == 0, whole, net.reduce_scatter(shard, weights * width) + between)
 
-    experts = np.where(c.moe_layers > 0, sync(g.expert_data, w.experts), 0.0)
-    return np.where(c.zero == 3, 0.0, sync(g.data, w.dense) + experts)
+    def gather(shard: net.Group, weights: Floats) -> Floats:
+        return np.where(c.zero == 0, 0.0, net.all_gather(shard, weights * size))
+
+    reduced = reduce(g.data, g.shard, g.replica, w.dense)
+    gathered = gather(g.shard, w.dense)
+    if np.any(c.moe_layers > 0):
+        alone = replace(g.expert_data, ranks=np.ones_like(c.tp), per_domain=np.ones_like(c.tp))
+        has_experts = c.moe_layers > 0
+        reduced = reduced + np.where(has_experts, reduce(g.expert_data, g.expert_data, alone, w.experts), 0.0)
+        gathered = gathered + np.where(has_experts, gather(g.expert_data, w.experts), 0.0)
+    owned_elsewhere = c.zero == 3
+    # Under ZeRO-3 only the copies of a shard still have to agree once per step (HSDP).
+    between = net.all_reduce(g.replica, w.dense * width / np.maximum(g.shard.ranks, 1.0), switch=np.zeros_like(c.tp))
+    return GradientTraffic(
+        reduce=np.where(owned_elsewhere, between, reduced), gather=np.where(owned_elsewhere, 0.0, gathered)
+    )
 
 
 def shard_seconds(c: Cases, g: Groups, w: RankWeights, f: Profile) -> Floats:
@@ -105,9 +138,9 @@ def shard_seconds(c: Cases, g: Groups, w: RankWeights, f: Profile) -> Floats:
     size = element_bytes(c)
 
     def once(group: net.Group, weights: Floats) -> Floats:
-        return 2.0 * net.all_gather(group, weights * size) + net.all_gather(group, weights * f.gradient_bytes)
+        return 2.0 * net.all_gather(group, weights * size) + net.reduce_scatter(group, weights * f.gradient_bytes)
 
     calls = 3.0 * (c.layers / c.pp - 1.0)
-    total = once(g.data, w.dense) + calls * net.ring_latency(g.data)
+    total = once(g.shard, w.dense) + calls * net.ring_latency(g.shard)
     total = total + np.where(c.moe_layers > 0, once(g.expert_data, w.experts), 0.0)
     return np.where(c.zero == 3, total * f.shard_traffic, 0.0)
