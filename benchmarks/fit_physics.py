@@ -89,7 +89,8 @@ PROFILE = {
     "tensor_exposed": Prior(0.8, 0.05, 2.0, 0.4),
     "expert_exposed": Prior(0.5, 0.05, 2.0, 0.5),
     "pipeline_exposed": Prior(0.6, 0.05, 3.0, 0.6),
-    "data_overlap": Prior(0.5, 0.02, 0.98, 0.8),
+    "data_overlap": Prior(0.6, 0.02, 0.98, 0.8),
+    "scatter_overlap": Prior(0.5, 0.02, 0.98, 0.8),
     "gather_overlap": Prior(0.4, 0.02, 0.98, 0.8),
     "shard_traffic": Prior(1.0, 0.5, 12.0, 0.3),
     "shard_sharpness": Prior(4.0, 1.0, 12.0, 0.4),
@@ -153,7 +154,7 @@ class Space:
         scalars: dict[str, Floats] = {}
         for column, (name, prior) in enumerate(PROFILE.items()):
             base, shift = shared[physics_count + column], deviations[family, column]
-            if name in ("data_overlap", "gather_overlap"):  # a share: move in logits
+            if name in ("data_overlap", "scatter_overlap", "gather_overlap"):  # a share: move in logits
                 scalars[name] = 1.0 / (1.0 + np.exp(-(np.log(base / (1.0 - base)) + shift)))
             else:
                 scalars[name] = np.clip(base * np.exp(shift), prior.low, prior.high)
@@ -209,10 +210,11 @@ def fit(problem: Problem, chosen: NDArray[np.bool_], start: Floats, iterations: 
 
 
 def source_weights(source: NDArray[np.str_]) -> Floats:
-    """Equal weight per source; sources under 8 rows count for less."""
+    """Nearly equal weight per source: it grows with the fourth root of the rows, and falls fast under 8 of them."""
     names, counts = np.unique(source, return_counts=True)
-    share = dict(zip(names, counts, strict=True))
-    return np.array([np.sqrt(PER_SOURCE * min(1.0, share[name] / 8.0) / share[name]) for name in source])
+    total = {name: PER_SOURCE * min(count / 8.0, (count / 8.0) ** 0.25) for name, count in zip(names, counts, strict=True)}
+    rows = dict(zip(names, counts, strict=True))
+    return np.array([np.sqrt(total[name] / rows[name]) for name in source])
 
 
 @dataclass(frozen=True)

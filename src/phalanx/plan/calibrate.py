@@ -7,8 +7,7 @@ solution moves only what the measurements speak about.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -25,8 +24,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 # Log widths of the priors: how far the same part differs between published systems of one framework.
 PRIOR_SIGMA = {"compute": 0.12, "memory": 0.2, "host": 0.6, "inner_traffic": 0.4, "outer_traffic": 0.5}
-NOISE = 0.03  # repeat runs scatter under 1 %, what the model leaves out about this much more
-ROBUST_AT = 3.0  # residuals beyond this many NOISE count linearly: one bad measurement must not bend the rest
+NOISE = 0.03  # least scatter: repeat runs differ under 1 %, what the model leaves out about this much more
+ROBUST_AT = 3.0  # residuals beyond this many times the noise count linearly: one bad measurement must not bend the rest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,26 +38,34 @@ class Calibration:
     inner_traffic: float = 1.0
     outer_traffic: float = 1.0
 
-    def to_json(self) -> str:
-        """A small JSON object."""
-        return json.dumps(asdict(self))
+
+def calibrated(times: StepTimes, scalars: Calibration) -> StepTimes:
+    """The same step with the scalars applied to its parts; the bubble scales as the work it waits for."""
+    changed = {}
+    for group, parts in GROUPS.items():
+        for part in parts:
+            changed[part] = getattr(times, part) * getattr(scalars, group)
+    before = _grouped(times).sum(axis=0)
+    after = sum(changed.values())
+    factor = after / np.maximum(before, 1e-30)
+    bubble = times.bubble_s * factor
+    return replace(times, **changed, bubble_s=bubble, step_s=after + bubble, micro_s=times.micro_s * factor)
 
 
-def apply(times: StepTimes, scalars: Calibration) -> Floats:
-    """Step seconds with the scalars applied; the bubble scales as the work it waits for."""
-    return _total(_grouped(times), times.bubble_s, np.array([getattr(scalars, name) for name in GROUPS]))
+def calibrate(times: StepTimes, measured_s: Floats, noise: Floats | float = NOISE) -> Calibration:
+    """The scalars that best explain measured steps; with no measurements all are 1.
 
-
-def calibrate(times: StepTimes, measured_s: Floats) -> Calibration:
-    """The scalars that best explain measured steps; with no measurements all are 1."""
+    `noise` is the log scatter expected of each measurement around a well-calibrated prediction.
+    """
     groups, bubble = _grouped(times), times.bubble_s
     usable = np.isfinite(measured_s) & (measured_s > 0)
     target = np.log(measured_s[usable])
     sigma = np.array(list(PRIOR_SIGMA.values()))
+    scatter = np.maximum(NOISE, np.broadcast_to(np.asarray(noise, dtype=np.float64), measured_s.shape)[usable])
 
     def residuals(logs: Floats) -> Floats:
         predicted = _total(groups[:, usable], bubble[usable], np.exp(logs))
-        error = (np.log(predicted) - target) / NOISE
+        error = (np.log(predicted) - target) / scatter
         soft = np.sign(error) * ROBUST_AT * np.sqrt(2.0 * (np.sqrt(1.0 + (error / ROBUST_AT) ** 2) - 1.0))
         return np.concatenate([soft, logs / sigma])
 
@@ -67,13 +74,10 @@ def calibrate(times: StepTimes, measured_s: Floats) -> Calibration:
 
 
 def _grouped(times: StepTimes) -> Floats:
-    return np.stack([sum(getattr(times, part) for part in parts) for parts in GROUPS.values()])
+    return np.stack([np.sum([getattr(times, part) for part in parts], axis=0) for parts in GROUPS.values()])
 
 
 def _total(groups: Floats, bubble: Floats, scalars: Floats) -> Floats:
     work = groups.sum(axis=0)
-    scaled = (groups * scalars[:, None]).sum(axis=0)
+    scaled: Floats = (groups * scalars[:, None]).sum(axis=0)
     return scaled + bubble * scaled / np.maximum(work, 1e-30)
-
-
-assert set(GROUPS) == {field.name for field in fields(Calibration)}

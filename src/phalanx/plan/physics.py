@@ -78,7 +78,8 @@ class Profile:
     tensor_exposed: Number = 1.0  # share of tensor-parallel traffic not hidden behind compute
     expert_exposed: Number = 0.5
     pipeline_exposed: Number = 0.5
-    data_overlap: Number = 0.5  # share of gradient traffic that may hide behind the last backward
+    data_overlap: Number = 0.5  # share of an all-reduce of gradients that may hide behind the last backward
+    scatter_overlap: Number = 0.5  # the same where ZeRO scatters them instead
     gather_overlap: Number = 0.5  # share of updated parameters gathered behind the next forward
     shard_traffic: Number = 1.0  # ZeRO-3 traffic relative to two gathers and one scatter
     shard_sharpness: Number = 4.0  # how well ZeRO-3 gathers hide: p of the p-norm of compute and traffic

@@ -109,8 +109,9 @@ def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
     count = c.accumulation
     # ZeRO-2 owns no full gradient: it scatters after every micro-batch, behind the next one.
     repeats = np.where(c.zero == 2, count - 1.0, 0.0)
-    shown = repeats * np.maximum(0.0, sync.reduce - f.data_overlap * (forward_s + backward_s))
-    shown = shown + sync.reduce - np.minimum(sync.reduce, backward_s) * f.data_overlap
+    overlap = np.where(c.zero == 0, f.data_overlap, f.scatter_overlap)
+    shown = repeats * np.maximum(0.0, sync.reduce - overlap * (forward_s + backward_s))
+    shown = shown + sync.reduce - np.minimum(sync.reduce, backward_s) * overlap
     shown = shown + sync.gather - np.minimum(sync.gather, forward_s) * f.gather_overlap
     gradient = sync.reduce * (1.0 + repeats) + sync.gather
     optimizer = _optimizer_seconds(c, k, f, w.dense, w.experts, w.expert_replicas)

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
+from numpy.typing import NDArray
 
-from phalanx.plan.calibrate import Calibration, apply, calibrate
+from phalanx.plan.calibrate import Calibration, calibrate, calibrated
+from phalanx.plan.cases import Floats
 from phalanx.plan.published import Row, number
 from phalanx.plan.rows import RowPredictions, predict_rows
 from phalanx.plan.step import StepTimes
@@ -19,7 +21,10 @@ LEAST_ROWS = 5  # sources with fewer rows do not count in the mean
 LEAST_CELL = 6  # runs that finished, for a (model, GPUs) cell of a sweep to count in the regret
 IDLE_SOURCES = ("hf-ultrascale", "vtrain-single")  # sweeps whose runs below this MFU count for ranking only
 IDLE_MFU = 5.0
-CALIBRATED_INTERVAL = 0.08  # log half-width after calibration: 80 % of held-out rows of the public table, seeded draws
+# A single run scatters around its calibrated prediction by about half the 80 % width it has uncalibrated (z = 1.28,
+# less what calibration removes).
+SCATTER_SHARE = 0.6
+CALIBRATED_INTERVAL = 0.20  # greatest log half-width after calibration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +86,8 @@ def predict_table(rows: tuple[Row, ...], *, known: tuple[Row, ...] = ()) -> list
             step_s=float(seconds[at]),
             step_s_lo=float(low[at]),
             step_s_hi=float(high[at]),
-            mem_gb=float(found.memory.first_stage[at]) / 1e9,
+            # What the first rank's log will show: an allocator cannot reserve more than there is.
+            mem_gb=float(min(found.memory.first_stage[at], found.memory.usable[at])) / 1e9,
             fits=bool(found.memory.fits[at]),
         )
     return predictions
@@ -90,28 +96,35 @@ def predict_table(rows: tuple[Row, ...], *, known: tuple[Row, ...] = ()) -> list
 def fit_sources(known: tuple[Row, ...]) -> dict[str, Calibration]:
     """Scalars per source from the measured rows given."""
     found = predict_rows(known)
+    low, high = interval(found.cases, found.times, found.frameworks)
+    scatter = SCATTER_SHARE * np.log(high / low) / 2.0
     measured = np.array([number(known[index], "step_s") or np.nan for index in found.priced])
     source = np.array([known[index].get("source", "") for index in found.priced])
-    return {name: calibrate(_part(found.times, source == name), measured[source == name]) for name in set(source)}
-
-
-def _calibrated(rows, found: RowPredictions, known, low, high):  # type: ignore[no-untyped-def]
-    scalars = fit_sources(known)
-    seconds = found.times.step_s.copy()
-    low, high = low.copy(), high.copy()
-    source = np.array([rows[index].get("source", "") for index in found.priced])
-    for name, fitted in scalars.items():
+    fitted = {}
+    for name in sorted(set(source)):
         part = source == name
-        if not part.any():
-            continue
-        seconds[part] = apply(_part(found.times, part), fitted)
-        # A calibrated system is known better, but never better than it was before.
-        width = np.minimum(np.log(high[part] / low[part]) / 2.0, CALIBRATED_INTERVAL)
-        low[part], high[part] = seconds[part] * np.exp(-width), seconds[part] * np.exp(width)
+        fitted[str(name)] = calibrate(take(found.times, part), measured[part], scatter[part])
+    return fitted
+
+
+def _calibrated(
+    rows: tuple[Row, ...], found: RowPredictions, known: tuple[Row, ...], low: Floats, high: Floats
+) -> tuple[Floats, Floats, Floats]:
+    seconds, low, high = found.times.step_s.copy(), low.copy(), high.copy()
+    source = np.array([rows[index].get("source", "") for index in found.priced])
+    for name, fitted in fit_sources(known).items():
+        part = source == name
+        if part.any():
+            seconds[part] = calibrated(take(found.times, part), fitted).step_s
+            shift = seconds[part] / found.times.step_s[part]
+            # A calibrated system is known better, but never better than it was before.
+            low[part] = np.maximum(low[part] * shift, seconds[part] * np.exp(-CALIBRATED_INTERVAL))
+            high[part] = np.minimum(high[part] * shift, seconds[part] * np.exp(CALIBRATED_INTERVAL))
     return seconds, low, high
 
 
-def _part(times: StepTimes, part) -> StepTimes:  # type: ignore[no-untyped-def]
+def take(times: StepTimes, part: NDArray[np.bool_]) -> StepTimes:
+    """The same table restricted to some rows."""
     return StepTimes(**{f.name: getattr(times, f.name)[part] for f in fields(StepTimes)})
 
 
