@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -107,3 +110,51 @@ def test_mistakes_exit_2_with_a_cure(job, capsys, arguments, told):
     assert (code, out) == (2, "")
     assert told in err
     assert "Traceback" not in err
+
+
+def test_calibration_is_applied_and_recorded(job, tmp_path, capsys):
+    file = tmp_path / "mine.json"
+    scalars = {"compute": 2.0, "memory": 1.0, "host": 1.0, "inner_traffic": 1.0, "outer_traffic": 1.0}
+    file.write_text(json.dumps({"version": 1, "scalars": scalars}))
+    assert main(["plan", job, "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert main(["plan", job, "--json", "--calibration", str(file)]) == 0
+    fitted = json.loads(capsys.readouterr().out)
+    assert plain["calibration"] is None
+    assert fitted["calibration"] == {"file": str(file), "scalars": scalars}
+    assert fitted["prediction"]["step_s"] > plain["prediction"]["step_s"]
+    file.write_text("{}")
+    assert main(["plan", job, "--calibration", str(file)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "is no calibration file" in err
+
+
+def test_a_reader_that_stops_early_gets_no_traceback(job):
+    command = [sys.executable, "-m", "phalanx.cli.main", "plan", job, "--json"]
+    reading, writing = os.pipe()
+    process = subprocess.Popen(command, stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert os.read(reading, 1) == b"{"
+    os.close(reading)  # the plan is longer than a pipe holds: the next write fails
+    _, err = process.communicate(timeout=60)
+    assert err == b""
+    assert process.returncode in (0, 141)
+
+
+@pytest.mark.parametrize("name", [".", "job.toml/plan.json"])
+def test_an_impossible_out_leaves_nothing_behind(job, tmp_path, capsys, name):
+    assert main(["plan", job, "--out", str(tmp_path / name)]) == 3
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "cannot be written: " in err
+    assert [path.name for path in tmp_path.iterdir()] == ["job.toml"]
+
+
+def test_out_writes_into_a_pipe_and_never_replaces_it(job, tmp_path, capsys):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen([sys.executable, "-c", f"print(len(open({str(pipe)!r}).read()))"], stdout=subprocess.PIPE)
+    assert main(["plan", job, "--out", str(pipe)]) == 0
+    assert int(reader.communicate(timeout=60)[0]) > 1000
+    assert pipe.is_fifo()

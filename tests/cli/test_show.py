@@ -54,3 +54,14 @@ def test_examples_are_sound(path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_there_are_examples() -> None:
     assert len(EXAMPLES) >= 5
+
+
+def test_automatic_tokens_are_worked_out(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """20 per parameter of GPT-2's 124,439,808."""
+    assert main(["show", job]) == 0
+    rows = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines() if line]
+    assert ["data.tokens", '"auto"', "default; 20 per parameter: 2_488_796_160"] in rows
+    assert main(["show", job, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["derived"] == {"data.tokens": 2_488_796_160}
+    assert main(["show", job, "--json", "--set", "data.tokens=1B"]) == 0
+    assert json.loads(capsys.readouterr().out)["derived"] == {}

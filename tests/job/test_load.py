@@ -139,7 +139,7 @@ job.toml:1: name = "Bad Name" has the wrong form
   names the run folder
   use lower-case letters, digits, '.', '_' and '-', at most 63, not starting with a sign
 job.toml:2: a job file has no key "colour"
-  did you mean "cluster"?
+  the keys are batch, checkpoint, cluster, cost, data, fault, model, name, optim, parallel, precision, spec, telemetry
 job.toml:3: a job file has no key "a.b"
   the keys are batch, checkpoint, cluster, cost, data, fault, model, name, optim, parallel, precision, spec, telemetry
 job.toml:7: data.tokens = "lots" is text that is not a number such as 512, 8B or 15T

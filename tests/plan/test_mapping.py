@@ -62,3 +62,49 @@ def test_what_shows_is_what_the_step_counts(make_ask):
     for use in found.values():
         assert 0.0 <= use.exposed <= 1.0
         assert use.bytes_per_step > 0
+
+
+def shown(found, *names):
+    return sum(found[name].shown_s for name in names if name in found)
+
+
+def test_hsdp_gathers_on_the_fast_links_and_reduces_between_copies(make_ask):
+    ask = make_ask(cluster="8xH100:4", parallel__zero=3, parallel__shard=8, parallel__mode="fixed", parallel__data=32)
+    layout, found = axes(ask)
+    assert set(found) == {"shard", "replica"}
+    shard, replica = found["shard"], found["replica"]
+    assert (shard.size, shard.stride, shard.tier) == (8, 1, "NVLink4")
+    assert (replica.size, replica.stride, replica.tier) == (4, 8, "NIC")
+    assert (shard.operation, replica.operation) == ("reduce-scatter + all-gather", "all-reduce")
+    _, times, _ = price(ask, [layout])
+    assert shard.shown_s == pytest.approx(float(times.shard_s[0]))
+    assert replica.shown_s == pytest.approx(float(times.gradient_s[0]))
+    assert replica.wire_s == pytest.approx(float(times.gradient_total_s[0]))
+    gradients = 8.03e9 * float(ask.profile.gradient_bytes) / 8
+    assert replica.bytes_per_step == pytest.approx(2 * 3 / 4 * gradients, rel=0.01)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_gradient_traffic_adds_up_below_zero_3(make_ask, zero):
+    """Wire and shown seconds of all rows that carry gradients are those of the step, experts included."""
+    ask = make_ask("mixtral-8x7b", cluster="8xH100:8", batch=256, parallel__zero=zero, parallel__expert=4,
+                   parallel__shard=8 if zero else "auto", parallel__tensor=2, parallel__pipeline=1, parallel__context=1,
+                   parallel__recompute="full")  # fmt: skip
+    layout, found = axes(ask)
+    _, times, _ = price(ask, [layout])
+    rows = ("data", "shard", "replica", "expert data")
+    assert ("replica" in found) == (zero > 0)
+    assert shown(found, *rows) == pytest.approx(float(times.gradient_s[0]))
+    wire = sum(found[name].wire_s for name in rows if name in found)
+    assert wire == pytest.approx(float(times.gradient_total_s[0]), rel=1e-6)
+
+
+def test_zero_3_of_experts_adds_up(make_ask):
+    ask = make_ask("mixtral-8x7b", cluster="8xH100:8", batch=256, parallel__zero=3, parallel__expert=4,
+                   parallel__shard=8, parallel__tensor=1, parallel__pipeline=1, parallel__context=1)  # fmt: skip
+    layout, found = axes(ask)
+    _, times, _ = price(ask, [layout])
+    assert shown(found, "shard", "expert data") == pytest.approx(float(times.shard_s[0]))
+    assert shown(found, "replica") == pytest.approx(float(times.gradient_s[0]))
+    assert found["expert data"].size == 16
+    assert found["expert data"].stride == 4

@@ -103,3 +103,13 @@ def test_public_names():
     assert phalanx.cluster("8xH100:2").devices == 16
     with pytest.raises(AttributeError, match="the public names are cluster, load, plan"):
         phalanx.simulate  # noqa: B018
+
+
+def test_a_run_of_years_says_what_a_season_would_take(make_job):
+    plan = phalanx.plan(make_job(cluster="8xA100:1", data__tokens="15T"))
+    (warning,) = (text for text in plan.warnings if "longer than a year" in text)
+    years = plan.duration.wall_s / (365.25 * 86400)
+    devices = -(-8 * plan.duration.wall_s / (90 * 86400) // 8) * 8
+    assert f"8xA100-80GB-SXM:1: {years:.1f} years for 15.0T tokens is longer than a year" in warning
+    assert f"90.0 days would take about {devices:,.0f} such devices at the same efficiency" in warning
+    assert not [text for text in phalanx.plan(make_job(cluster="8xA100:1")).warnings if "year" in text]

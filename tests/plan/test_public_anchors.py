@@ -42,8 +42,8 @@ def test_llama_3():
     """Meta ran TP8 CP1 PP16 DP128 on 16,384 H100 (arXiv 2407.21783, table 4): within 10 % of our best."""
     name = "llama-3.1-405b-16384xH100.toml"
     sizes = ("parallel.tensor=8", "parallel.context=1", "parallel.pipeline=16", "parallel.data=128")
-    theirs = search(ask(name, *sizes)).best.step_s
-    assert theirs <= 1.10 * search(ask(name)).best.step_s
+    theirs = search(ask(name, *sizes)).fastest.step_s
+    assert theirs <= 1.10 * search(ask(name)).fastest.step_s
 
 
 @pytest.mark.slow

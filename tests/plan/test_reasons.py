@@ -47,3 +47,13 @@ def test_the_crossing_is_where_the_two_are_equal(make_ask):
             assert (times.step_s[1] <= times.step_s[0]) == wins
         checked += 1
     assert checked
+
+
+def test_a_faster_layout_the_job_rules_out_says_which_setting_does(make_ask):
+    ask = make_ask(cluster="8xH100:4", parallel__tensor=8, batch__micro=2)
+    found = search(ask)
+    told = [explain(ask, found.best.layout, other) for other in found.others]
+    faster = [one for one in told if one.fits and one.slower < 0]
+    assert faster
+    assert any("the job fixes tensor = 8" in one.reason for one in faster)
+    assert all(one.wins_if == "wins if that is left to the planner" for one in faster if "fixes" in one.reason)

@@ -1,11 +1,15 @@
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from phalanx.errors import UserError
+from phalanx.hardware.cluster import resolve
+from phalanx.job.load import load
+from phalanx.plan.ask import from_job
 from phalanx.plan.score import price, score
-from phalanx.plan.search import TIE, complexity, search
+from phalanx.plan.search import SAFE_MEMORY, SAME, complexity, search
 from phalanx.plan.space import build
 
 
@@ -14,7 +18,7 @@ def test_the_best_is_the_fastest_that_fits_up_to_a_tie(make_ask):
     found, scores = search(ask), score(build(ask))
     fastest = scores.step_s[scores.fits].min()
     assert found.best.fits
-    assert fastest <= found.best.step_s <= TIE * fastest
+    assert fastest <= found.best.step_s <= SAME * fastest
     assert found.fitting == int(scores.fits.sum())
     assert found.legal == scores.legal >= scores.base.size
 
@@ -28,12 +32,45 @@ def test_chunked_scores_equal_one_by_one_prices(make_ask):
     assert np.allclose(memory.total, scores.memory_bytes[rows], rtol=1e-9)
 
 
-def test_among_equals_the_simpler_wins(make_ask):
-    ask = make_ask()
-    scores = score(build(ask))
-    step = np.where(scores.fits, scores.step_s, np.inf)
-    ties = [scores.layout(int(row)) for row in np.flatnonzero(step <= step.min() * TIE)]
-    assert complexity(search(ask).best.layout) == min(complexity(one) for one in ties)
+def test_among_equals_the_simplest_wins(make_ask):
+    ask = make_ask(cluster="8xH100:8", sequence=8192, batch=512)
+    scores, found = score(build(ask)), search(ask)
+    fastest = found.fastest
+    assert fastest.step_s == scores.step_s[scores.fits].min()
+    assert found.best.layout != fastest.layout
+    safe = max(SAFE_MEMORY * scores.usable_bytes, fastest.memory_bytes)
+    ties = np.flatnonzero((scores.step_s <= SAME * fastest.step_s) & (scores.memory_bytes <= safe))
+    keys = dict(zip(map(scores.layout, ties), zip(*complexity(scores, ties), strict=True), strict=True))
+    assert keys[found.best.layout] == min(keys.values())
+    assert keys[found.best.layout] < keys[fastest.layout]
+    assert [one.idea for one in found.others if one.layout == fastest.layout] == ["fastest on paper"]
+
+
+def test_axes_come_before_stages_before_schedules(make_ask):
+    scores = score(build(make_ask()))
+    rows = np.arange(scores.base.size)
+    keys = list(zip(*complexity(scores, rows), strict=True))
+    plain = [row for row in rows[::97] if scores.layout(int(row)).axes == 0]
+    piped = [row for row in rows[::97] if scores.layout(int(row)).axes == 1]
+    assert max(keys[row] for row in plain) < min(keys[row] for row in piped)
+    deep, odd = (
+        [row for row in rows if scores.column("pp")[row] == stages and (scores.column("vpp")[row] > 1) == interleaved]
+        for stages, interleaved in ((4, False), (2, True))
+    )
+    assert min(keys[row][:3] for row in odd) < min(keys[row][:3] for row in deep)
+
+
+def test_a_simpler_layout_may_not_risk_the_memory():
+    """BLOOM on 48 nodes: TP8 PP6 is simpler and 1.4 % slower, but would fill 94 % of the usable memory."""
+    job = load(Path(__file__).parents[2] / "examples" / "bloom-176b-48x8xA100.toml").job
+    ask, _ = from_job(job, resolve(job.cluster.target))
+    best = search(ask).best
+    assert best.memory_bytes <= 0.9 * score(build(ask)).usable_bytes
+
+
+def test_the_choice_does_not_depend_on_chance(make_ask):
+    ask = make_ask(cluster="8xH100:8", sequence=8192, batch=512)
+    assert search(ask) == search(ask)
 
 
 def test_runners_up_are_distinct_and_each_is_another_idea(make_ask):
@@ -89,7 +126,7 @@ def test_more_memory_never_makes_the_best_slower(make_ask):
     roomy = replace(
         ask, cluster=replace(ask.cluster, accelerator=replace(device, memory_bytes=2 * device.memory_bytes))
     )
-    assert search(roomy).best.step_s <= search(ask).best.step_s * TIE
+    assert search(roomy).best.step_s <= search(ask).best.step_s * SAME
 
 
 def test_a_model_that_cannot_fit_says_how_many_devices_would_do(make_ask):

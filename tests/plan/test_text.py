@@ -41,3 +41,34 @@ def test_comparison_shows_what_differs_and_by_how_much(make_job):
     assert "layout precision" not in rows
     text = compare.render(list(rows.values()))
     assert f"({rows['step'].ratios[1] - 1:+.1%})" in text
+
+
+def test_the_faster_layout_that_was_passed_over_is_named(make_job):
+    plan = phalanx.plan(make_job(cluster="8xH100:8", sequence=8192, batch=512))
+    lead = plan.prediction.step_s / plan.search.fastest_step_s - 1
+    assert 0 < lead <= 0.02
+    third = render(plan, top=0).splitlines()[2]
+    assert third == f"{plan.search.fastest.short} is {lead:.1%} faster on paper; chosen the simpler"
+    assert "too close to call (under 2%), and the chosen layout is simpler" in " ".join(render(plan).split())
+
+
+def test_offloaded_activations_are_named(make_job):
+    job = make_job(cluster="8xA100:1", parallel__offload="activations", parallel__mode="fixed", parallel__zero=3)
+    plan = phalanx.plan(job)
+    assert plan.layout.offload == "activations"
+    assert "host overhead and offload" in render(plan)
+    assert "host overhead and offload" not in render(phalanx.plan(make_job()))
+
+
+def test_automatic_tokens_are_explained(make_job):
+    plan = phalanx.plan(make_job("gpt2", cluster="8xH100:1", sequence=1024, batch=64, data__tokens="auto"))
+    page = " ".join(render(plan).split())
+    assert "data.tokens = auto: 20 per parameter (Hoffmann et al. 2022) are 2,488,796,160 tokens, 37,977 steps" in page
+    assert "Hoffmann" not in render(phalanx.plan(make_job("gpt2", cluster="8xH100:1", sequence=1024, batch=64)))
+
+
+def test_hsdp_has_two_rows_of_data_traffic(make_job):
+    job = make_job(cluster="8xH100:4", parallel__zero=3, parallel__shard=8, parallel__mode="fixed", parallel__data=32)
+    rows = [line.split() for line in render(phalanx.plan(job)).splitlines()]
+    assert ["shard", "8", "1", "NVLink4", "scatter+gather", "ring"] in [row[:6] for row in rows]
+    assert ["replica", "4", "8", "NIC", "all-reduce"] in [row[:5] for row in rows]

@@ -16,7 +16,7 @@ from phalanx.job.load import load
 from phalanx.plan import compare as comparing
 from phalanx.plan import text
 from phalanx.plan.make import plan as make_plan
-from phalanx.plan.plan import Plan
+from phalanx.plan.plan import CalibrationNote, Plan
 
 MOST_COMPARED = 8
 
@@ -26,6 +26,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", metavar="JOB", nargs="?", help="the job file, such as job.toml")
     add_set(parser)
     parser.add_argument("--cluster", metavar="SPEC", help="plan for this cluster instead of the job's, as 8xH100:16")
+    parser.add_argument(
+        "--calibration", metavar="FILE", help="scalars measured on your system, as phalanx calibrate writes them"
+    )
     parser.add_argument("--out", metavar="FILE", help="write the plan as JSON, whole or not at all")
     parser.add_argument("--top", metavar="N", type=int, default=6, help="runners-up and Pareto points shown (6)")
     parser.add_argument("--compare", metavar="JOB", nargs="+", default=[], help="plan several jobs, side by side")
@@ -55,7 +58,15 @@ def run(args: argparse.Namespace) -> int:
 def _plan(job: str, args: argparse.Namespace) -> Plan:
     resolved = load(job, overrides=args.overrides)
     cluster = resolve(args.cluster) if args.cluster else None
-    return make_plan(resolved, cluster)
+    return make_plan(resolved, cluster, calibration=_calibration(args.calibration))
+
+
+def _calibration(name: str | None) -> CalibrationNote | None:
+    if name is None:
+        return None
+    from phalanx.plan.calibration_file import read  # imports scipy: only when asked for
+
+    return read(Path(name))
 
 
 def _compare(args: argparse.Namespace, jobs: list[str]) -> int:
@@ -95,6 +106,9 @@ def _show(page: str) -> None:
 def write(path: Path, content: str) -> None:
     """Write the whole file or nothing: a temporary file beside it, then a rename."""
     try:
+        if path.exists() and not path.is_file():
+            path.write_text(content, encoding="utf-8")  # a pipe or /dev/stdout: nothing that a rename may replace
+            return
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as stream:

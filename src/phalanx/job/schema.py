@@ -13,6 +13,7 @@ Auto = Literal["auto"]
 EDITIONS = ("2026.1",)
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,62}"
 MOST_RANKS = 10**7
+TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022): what data.tokens = "auto" means
 MOST_SECONDS = 10**9  # 31 years
 
 
@@ -22,7 +23,10 @@ class Data:
 
     paths: tuple[str, ...] = field(default=(), metadata=texts("files or folders of token shards", key="path"))
     tokens: int | Auto = field(
-        default=AUTO, metadata=count('tokens to train on; "auto" is 20 per parameter', most=MOST_TOKENS, auto=True)
+        default=AUTO,
+        metadata=count(
+            f'tokens to train on; "auto" is {TOKENS_PER_PARAMETER} per parameter', most=MOST_TOKENS, auto=True
+        ),
     )
     seed: int = field(default=0, metadata=count("seed of the sampler and of the initial weights", least=0))
     sequence: int = field(default=4096, metadata=count("tokens per sequence"))

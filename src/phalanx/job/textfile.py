@@ -51,6 +51,8 @@ def _decode(raw: bytes, path: Path, noun: str) -> str:
 def _missing(path: Path, noun: str) -> UserError:
     close = nearest(path.name, _names(path.parent))
     fix = f"did you mean {path.parent / close}?" if close else ""
+    if not close and noun == "job file":
+        fix = f"phalanx init {path} writes one"
     return mistake(str(path), f"there is no such {noun}", fix=fix)
 
 

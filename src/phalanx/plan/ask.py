@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from phalanx.errors import Problem, mistake, nearest
 from phalanx.hardware.catalog import matmul_flops
@@ -14,6 +15,9 @@ from phalanx.plan.frameworks import EVERYTHING, Framework, framework
 from phalanx.plan.memory import MemoryProfile, memory_profiles
 from phalanx.plan.physics import Physics, Profile, physics, profiles
 from phalanx.plan.physics import profile_name as physics_profile
+
+if TYPE_CHECKING:  # it imports scipy, 0.15 s that a plan without a calibration need not wait
+    from phalanx.plan.calibrate import Calibration
 
 Fixed = Mapping[str, int | str | bool]
 
@@ -51,11 +55,16 @@ class Ask:
     profile_name: str = "default"
     fused_attention: bool = True
     limits: Framework = EVERYTHING
+    calibration: Calibration | None = None  # measured over modelled seconds of the user's own system
     origins: Mapping[str, str] = field(default_factory=dict)  # dotted key -> file:line, for messages
 
     def place(self, key: str) -> str:
         """Where a setting was written, for the head of a message."""
         return self.origins.get(key, "job")
+
+    def pace(self, scalar: str) -> float:
+        """The calibration's factor on one group of parts of the step; 1 without a calibration."""
+        return float(getattr(self.calibration, scalar)) if self.calibration else 1.0
 
 
 def from_job(

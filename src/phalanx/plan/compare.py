@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
-from phalanx.plan.text import table
+from phalanx.plan.text import amount, table
 from phalanx.units import format_bytes, format_count, format_money, format_seconds
 
 
@@ -30,8 +30,8 @@ NUMBERS: dict[str, tuple[Callable[[Plan], float | None], Callable[[float], str]]
     "memory per device": (lambda p: p.memory.total_bytes, format_bytes),
     "time to the token budget": (lambda p: p.duration.wall_s, format_seconds),
     "money (middle price)": (lambda p: p.bill.usd[1] if p.bill.usd else None, format_money),
-    "kWh": (lambda p: p.bill.kwh, format_count),
-    "kg CO2e": (lambda p: p.bill.kgco2e, format_count),
+    "kWh": (lambda p: p.bill.kwh, amount),
+    "kg CO2e": (lambda p: p.bill.kgco2e, amount),
     "failures per day": (lambda p: p.reliability.failures_per_day, lambda v: f"{v:.3g}"),
     "checkpoint interval": (lambda p: p.reliability.interval_s, format_seconds),
     "effective training time": (lambda p: p.reliability.effective_time, lambda v: f"{v:.1%}"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
@@ -20,18 +22,22 @@ from phalanx.plan.bill import bill
 from phalanx.plan.compute import element_bytes
 from phalanx.plan.layout import Layout
 from phalanx.plan.mapping import RANK_ORDER, mapping
-from phalanx.plan.plan import SCHEMA, ParetoPoint, Plan, SearchStats
-from phalanx.plan.prediction import duration, predict, token_budget
+from phalanx.plan.plan import SCHEMA, CalibrationNote, ParetoPoint, Plan, SearchStats
+from phalanx.plan.prediction import Duration, duration, predict, token_budget
 from phalanx.plan.reasons import explain
 from phalanx.plan.reliability import Reliability, reliability
 from phalanx.plan.score import price
 from phalanx.plan.search import SearchResult, search
-from phalanx.units import HOUR_S
+from phalanx.units import DAY_S, HOUR_S, format_count, format_seconds
 
+LONGEST_S = 365.0 * DAY_S  # nobody keeps a cluster on one run for longer
+BEARABLE_S = 90.0 * DAY_S  # BLOOM-176B took about 3.5 months (arXiv 2211.05100)
 POOR_PROGRESS = 0.5  # below this share of effective time a run is a way to heat the hall
 
 
-def plan(job: Job | ResolvedJob, cluster: Cluster | str | None = None) -> Plan:
+def plan(
+    job: Job | ResolvedJob, cluster: Cluster | str | None = None, *, calibration: CalibrationNote | None = None
+) -> Plan:
     """Plan a job on a cluster (the job's own by default). Raises UserError when nothing legal fits.
 
     >>> import phalanx
@@ -47,11 +53,20 @@ def plan(job: Job | ResolvedJob, cluster: Cluster | str | None = None) -> Plan:
         cluster = resolve(cluster)
     origins = {key: origin.where for key, origin in job.origins.items()} if isinstance(job, ResolvedJob) else {}
     noted = job.warnings if isinstance(job, ResolvedJob) else ()
-    return _plan(asked, cluster, origins=origins, noted=noted)
+    ask, advice = asking.from_job(asked, cluster, origins=origins)
+    return _plan(asked, _with_calibration(ask, calibration), noted=(*noted, *advice), calibration=calibration)
 
 
-def _plan(job: Job, cluster: Cluster, *, origins: Mapping[str, str], noted: Sequence[Problem]) -> Plan:
-    ask, advice = asking.from_job(job, cluster, origins=origins)
+def _with_calibration(ask: Ask, note: CalibrationNote | None) -> Ask:
+    if note is None:
+        return ask
+    from phalanx.plan.calibrate import Calibration  # imports scipy: only when asked for
+
+    return replace(ask, calibration=Calibration(**note.scalars))
+
+
+def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: CalibrationNote | None) -> Plan:
+    cluster = ask.cluster
     started = time.perf_counter()
     found = search(ask)
     seconds = time.perf_counter() - started
@@ -78,7 +93,14 @@ def _plan(job: Job, cluster: Cluster, *, origins: Mapping[str, str], noted: Sequ
         devices=layout.devices,
         where=ask.place("cost.region"),
     )
-    warnings = (*noted, *advice, *found.warnings, *uneven, *_slow_progress(ask, trouble), *_host_memory(ask, layout))
+    warnings = (
+        *noted,
+        *found.warnings,
+        *uneven,
+        *_slow_progress(ask, trouble),
+        *_too_long(ask, lasting, layout),
+        *_host_memory(ask, layout),
+    )
     price_usd = costs.usd_per_device_hour[1] if costs.usd_per_device_hour else None
     return Plan(
         schema=SCHEMA,
@@ -95,7 +117,14 @@ def _plan(job: Job, cluster: Cluster, *, origins: Mapping[str, str], noted: Sequ
         bill=costs,
         alternatives=tuple(explain(ask, layout, other) for other in found.others),
         pareto=_points(found, steps=budget / job.batch.global_tokens, price_usd=price_usd),
-        search=SearchStats(legal=found.legal, fitting=found.fitting, seconds=seconds),
+        search=SearchStats(
+            legal=found.legal,
+            fitting=found.fitting,
+            seconds=seconds,
+            fastest=found.fastest.layout,
+            fastest_step_s=found.fastest.step_s,
+        ),
+        calibration=calibration,
         warnings=tuple(problem.render() for problem in warnings),
     )
 
@@ -132,6 +161,22 @@ def _slow_progress(ask: Ask, trouble: Reliability) -> tuple[Problem, ...]:
             where=ask.cluster.name,
             what=f"only {trouble.effective_time:.0%} of the time trains: a failure every {trouble.mtbf_s / 60:.0f} min",
             fix="shorten fault.detect_s and fault.restart_s (warm spares restart in about 60 s), or use fewer hosts",
+        ),
+    )
+
+
+def _too_long(ask: Ask, lasting: Duration, layout: Layout) -> tuple[Problem, ...]:
+    """A run nobody will wait for, and how many devices would make it one they might."""
+    if not LONGEST_S < lasting.wall_s < float("inf"):
+        return ()
+    unit = ask.cluster.domain_devices
+    needed = math.ceil(layout.devices * lasting.wall_s / BEARABLE_S / unit) * unit
+    return (
+        Problem(
+            where=ask.cluster.name,
+            what=f"{format_seconds(lasting.wall_s)} for {format_count(lasting.tokens)} tokens is longer than a year",
+            fix=f"{format_seconds(BEARABLE_S)} would take about {needed:,} such devices at the same efficiency; "
+            "otherwise a smaller model or fewer tokens",
         ),
     )
 

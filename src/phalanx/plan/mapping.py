@@ -14,14 +14,18 @@ from phalanx.plan.compute import element_bytes, routed_tokens
 from phalanx.plan.layout import Layout
 from phalanx.plan.score import price
 from phalanx.plan.step import StepTimes
-from phalanx.plan.weights import rank_weights
+from phalanx.plan.weights import RankWeights, rank_weights
 
 RANK_ORDER = ("tensor", "context", "data", "pipeline")  # fastest-varying first: neighbours in rank are tensor peers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisUse:
-    """One axis of the mesh. Bytes are what one device sends per step; `shown_s` is the part no compute hides."""
+    """One axis of the mesh. Bytes are what one device sends per step; `shown_s` is the part no compute hides.
+
+    The data axis is one row, or two where ZeRO shards inside groups (HSDP): `shard` and `replica`. `expert data` are
+    the copies of an expert. The rows' `shown_s` of these add up to the step's ZeRO-3 and gradient traffic.
+    """
 
     axis: str
     size: int
@@ -47,44 +51,67 @@ class _Load:
     operation: str
     calls: float
     nbytes: float
+    network_copies: float = 1.0  # of an all-to-all: share of the bytes that crosses the network
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Axis:
+    """An axis with its group and loads, before it is known how much of it shows. `part` is a field of StepTimes."""
+
+    name: str
+    group: net.Group
+    stride: int
+    loads: list[_Load]
+    part: str
+    pace: float = 1.0  # measured over modelled seconds, from a calibration
+
+    @property
+    def ranks(self) -> int:
+        return int(np.max(self.group.ranks))
+
+    @property
+    def wire_s(self) -> float:
+        return self.pace * sum(load.calls * _seconds(self.group, load) for load in self.loads)
 
 
 def mapping(ask: Ask, layout: Layout) -> tuple[AxisUse, ...]:
     """Every axis with more than one rank, in rank order, experts last."""
     table, times, _ = price(ask, [layout])
     groups = traffic.groups(table, ask.physics, ask.profile)
-    strides = {
-        "tensor": 1,
-        "context": layout.tensor,
-        "data": layout.tensor,
-        "pipeline": layout.tensor * layout.context * layout.data,
-        "expert": 1,
+    axes = [
+        *_inner(ask, layout, table, groups),
+        *_replicas(ask, layout, table, groups),
+        *_stages(ask, layout, table, groups),
+        *_experts(ask, layout, table, groups),
+    ]
+    used = [axis for axis in axes if axis.ranks > 1]
+    shown = _shown(times, used)
+    return tuple(_use(ask, axis, shown[axis.name]) for axis in used)
+
+
+def _shown(times: StepTimes, axes: list[_Axis]) -> dict[str, float]:
+    """The seconds of each part of the step, divided between the axes that make it in proportion to their wire time."""
+    wires = {axis.name: axis.wire_s for axis in axes}
+    totals = {axis.part: sum(wires[one.name] for one in axes if one.part == axis.part) for axis in axes}
+    return {
+        axis.name: float(np.max(getattr(times, axis.part))) * wires[axis.name] / max(totals[axis.part], 1e-30)
+        for axis in axes
     }
-    shown = _shown(times, layout)
-    rows = []
-    for axis in (*RANK_ORDER, "expert"):
-        group: net.Group = getattr(groups, axis)
-        ranks = int(np.max(group.ranks))
-        if ranks > 1:
-            loads = _loads(ask, layout, table, axis)
-            rows.append(_use(ask, axis, group, ranks, strides[axis], loads, shown[axis]))
-    return tuple(rows)
 
 
-def _use(ask: Ask, axis: str, group: net.Group, ranks: int, stride: int, loads: list[_Load], shown_s: float) -> AxisUse:
-    wire_s = sum(load.calls * _seconds(group, load) for load in loads)
-    algorithm, next_best = _algorithm(group, loads[0])
-    # Where the cost model shows more than the bare wire (contention in nanotron's profile), the wire is as slow.
+def _use(ask: Ask, axis: _Axis, shown_s: float) -> AxisUse:
+    algorithm, next_best = _algorithm(axis.group, axis.loads[0])
     return AxisUse(
-        axis=axis,
-        size=ranks,
-        stride=stride,
-        tier=tier(ask, group),
-        operation=" + ".join(dict.fromkeys(load.operation for load in loads)),
+        axis=axis.name,
+        size=axis.ranks,
+        stride=axis.stride,
+        tier=tier(ask, axis.group),
+        operation=" + ".join(dict.fromkeys(load.operation for load in axis.loads)),
         algorithm=algorithm,
         next_best=next_best,
-        bytes_per_step=sum(load.calls * _sent(load, ranks) for load in loads),
-        wire_s=max(wire_s, shown_s),
+        bytes_per_step=sum(load.calls * _sent(load, axis.ranks) for load in axis.loads),
+        # Where the cost model shows more than the bare wire (contention in nanotron's profile), the wire is as slow.
+        wire_s=max(axis.wire_s, shown_s),
         shown_s=shown_s,
     )
 
@@ -98,53 +125,121 @@ def tier(ask: Ask, group: net.Group) -> str:
     return "NIC" if inside == 1 else f"{link}×{inside}+NIC"
 
 
-def _shown(times: StepTimes, layout: Layout) -> dict[str, float]:
-    data = times.shard_s if layout.zero == 3 else times.gradient_s
-    parts = {
-        "tensor": times.tensor_s,
-        "context": times.context_s,
-        "data": data,
-        "pipeline": times.pipeline_send_s,
-        "expert": times.expert_s,
-    }
-    return {axis: float(np.max(value)) for axis, value in parts.items()}
+def _passes(layout: Layout) -> int:
+    return 2 + (layout.recompute == "full")
 
 
-def _loads(ask: Ask, layout: Layout, c: Cases, axis: str) -> list[_Load]:
-    layers = ask.model.layers / layout.pipeline
-    passes = 2 + (layout.recompute == "full")
-    count = layout.accumulation
-    size = float(np.max(element_bytes(c)))
-    activation = float(np.max(c.tokens * c.hidden)) * size
-    if axis == "tensor":
-        if layout.sequence_parallel:
-            calls = 2 * layers * passes * count
-            return [_Load(operation=name, calls=calls, nbytes=activation) for name in ("all-gather", "reduce-scatter")]
-        return [_Load(operation="all-reduce", calls=2 * layers * passes * count, nbytes=activation)]
-    if axis == "context":
-        width = float(np.max(np.maximum(c.kv_heads / c.tp, 1.0) * (c.qk_dim + c.v_dim) * c.tokens)) * size
-        hops = (layout.context - 1) * layers * (passes + 1) * count
-        return [_Load(operation="ring send", calls=hops, nbytes=width)]
-    if axis == "pipeline":
-        spread = layout.tensor if layout.sequence_parallel else 1
-        return [_Load(operation="send", calls=2 * layout.virtual_pipeline * count, nbytes=activation / spread)]
-    if axis == "expert":
-        moe_layers = (ask.model.layers - ask.model.dense_layers) / layout.pipeline
-        routed = float(np.max(routed_tokens(c) * c.hidden)) * size
-        return [_Load(operation="all-to-all", calls=2 * moe_layers * passes * count, nbytes=routed)]
-    return _data_loads(ask, layout, c, size)
+def _activation_bytes(c: Cases) -> float:
+    return float(np.max(c.tokens * c.hidden * element_bytes(c)))
 
 
-def _data_loads(ask: Ask, layout: Layout, c: Cases, size: float) -> list[_Load]:
-    weights = float(np.max(rank_weights(c, stage_layers=np.ceil(c.layers / c.pp)).dense))
+def _inner(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
+    """Tensor and context: what travels inside every layer."""
+    layer_passes = ask.model.layers / layout.pipeline * layout.accumulation
+    operations = ("all-gather", "reduce-scatter") if layout.sequence_parallel else ("all-reduce",)
+    calls = 2 * layer_passes * _passes(layout)
+    nbytes = _activation_bytes(c)
+    tensor = [_Load(operation=name, calls=calls, nbytes=nbytes) for name in operations]
+    width = np.maximum(c.kv_heads / c.tp, 1.0) * (c.qk_dim + c.v_dim) * c.tokens * element_bytes(c)
+    hops = (layout.context - 1) * layer_passes * (_passes(layout) + 1)
+    ring = [_Load(operation="ring send", calls=hops, nbytes=float(np.max(width)))]
+    pace = ask.pace("inner_traffic")
+    return [
+        _Axis(name="tensor", group=g.tensor, stride=1, loads=tensor, part="tensor_s", pace=pace),
+        _Axis(name="context", group=g.context, stride=layout.tensor, loads=ring, part="context_s", pace=pace),
+    ]
+
+
+def _stages(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
+    spread = layout.tensor if layout.sequence_parallel else 1
+    calls = 2 * layout.virtual_pipeline * layout.accumulation
+    loads = [_Load(operation="send", calls=calls, nbytes=_activation_bytes(c) / spread)]
+    stride = layout.tensor * layout.context * layout.data
+    pace = ask.pace("inner_traffic")
+    return [
+        _Axis(name="pipeline", group=g.pipeline, stride=stride, loads=loads, part="pipeline_send_s", pace=pace),
+    ]
+
+
+def _replicas(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
+    """The data axis, whole or as groups that share one sharded copy and the copies of a shard."""
+    weights = float(np.max(_weights(c).dense))
+    pace = ask.pace("outer_traffic")
+    whole = "data" if int(np.max(g.replica.ranks)) == 1 else "shard"
+    group, part = (g.data, "gradient_s") if layout.zero == 0 else (g.shard, _sharded_part(layout))
+    loads = _sharing(ask, layout, c, weights)
+    shard = _Axis(name=whole, group=group, stride=layout.tensor, loads=loads, part=part, pace=pace)
+    sharers = max(int(np.max(g.shard.ranks)), 1)
+    between = [
+        _Load(operation="all-reduce", calls=_reduces(layout), nbytes=weights * _gradient_bytes(ask, layout) / sharers)
+    ]
+    stride = layout.tensor * sharers
+    replica = _Axis(name="replica", group=g.replica, stride=stride, loads=between, part="gradient_s", pace=pace)
+    return [shard, replica]
+
+
+def _experts(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
+    if not ask.model.is_moe:
+        return []
+    moe_layers = (ask.model.layers - ask.model.dense_layers) / layout.pipeline
+    routed = float(np.max(routed_tokens(c) * c.hidden * element_bytes(c)))
+    calls = 2 * moe_layers * _passes(layout) * layout.accumulation
+    copies = _network_copies(ask, g.expert)
+    loads = [_Load(operation="all-to-all", calls=calls, nbytes=routed, network_copies=copies)]
+    shared = _sharing(ask, layout, c, float(np.max(_weights(c).experts)))
+    return [
+        _Axis(name="expert", group=g.expert, stride=1, loads=loads, part="expert_s", pace=ask.pace("inner_traffic")),
+        _Axis(
+            name="expert data",
+            group=g.expert_data,
+            stride=layout.expert,
+            loads=shared,
+            part=_sharded_part(layout),
+            pace=ask.pace("outer_traffic"),
+        ),
+    ]
+
+
+def _network_copies(ask: Ask, group: net.Group) -> float:
+    """A token travels once to each domain that wants it, as in traffic.expert_seconds."""
+    domains, wanted = float(np.max(group.domains)), ask.model.experts_per_token
+    return domains * (1.0 - (1.0 - 1.0 / domains) ** wanted) / wanted if domains > 1 else 1.0
+
+
+def _weights(c: Cases) -> RankWeights:
+    return rank_weights(c, stage_layers=np.ceil(c.layers / c.pp))
+
+
+def _sharded_part(layout: Layout) -> str:
+    return "shard_s" if layout.zero == 3 else "gradient_s"
+
+
+def _gradient_bytes(ask: Ask, layout: Layout) -> float:
     share = float(traffic.COMPRESSED_SHARE[COMPRESSION.index(layout.compression)])
-    gradients = weights * float(np.max(ask.profile.gradient_bytes)) * share
+    return float(np.max(ask.profile.gradient_bytes)) * share
+
+
+def _reduces(layout: Layout) -> int:
+    """Gradient reductions per step; ZeRO-2 owns no whole gradient, so it reduces after every micro-batch."""
+    return layout.accumulation if layout.zero == 2 else 1
+
+
+def _sharing(ask: Ask, layout: Layout, c: Cases, weights: float) -> list[_Load]:
+    """What keeps the holders of `weights` parameters equal."""
+    gradients = weights * _gradient_bytes(ask, layout)
+    held = weights * float(np.max(element_bytes(c)))
     if layout.zero == 0:
         return [_Load(operation="all-reduce", calls=1, nbytes=gradients)]
-    times = layout.accumulation if layout.zero == 3 else 1
+    if layout.zero < 3:
+        return [
+            _Load(operation="reduce-scatter", calls=_reduces(layout), nbytes=gradients),
+            _Load(operation="all-gather", calls=1, nbytes=held),
+        ]
+    # ZeRO-3 gathers for forward and again for backward; its gradients are scattered uncompressed.
+    count = layout.accumulation
     return [
-        _Load(operation="reduce-scatter", calls=times, nbytes=gradients),
-        _Load(operation="all-gather", calls=times * (2 if layout.zero == 3 else 1), nbytes=weights * size),
+        _Load(operation="reduce-scatter", calls=count, nbytes=weights * float(np.max(ask.profile.gradient_bytes))),
+        _Load(operation="all-gather", calls=2 * count, nbytes=held),
     ]
 
 
@@ -155,7 +250,7 @@ def _seconds(group: net.Group, load: _Load) -> float:
     if load.operation in ("all-gather", "reduce-scatter"):
         return float(np.max(net.all_gather(group, nbytes)))
     if load.operation == "all-to-all":
-        return float(np.max(net.all_to_all(group, nbytes)))
+        return float(np.max(net.all_to_all(group, nbytes, network_copies=load.network_copies)))
     return float(np.max(net.send(group, nbytes)))
 
 

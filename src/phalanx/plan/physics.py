@@ -120,6 +120,8 @@ _FAMILIES: tuple[tuple[str, str, str], ...] = (
     (r"composer|llm-?foundry|mosaic", "", "composer-fsdp"),
     (r"megatron-?deepspeed|neox", "", "megatron-deepspeed"),
     (r"deepspeed|zero", "", "deepspeed"),
+    (r"^phalanx|^pytorch|^torch\b", "2026", "pytorch"),
+    (r"^phalanx$", "", "pytorch"),
     (r"titan|fsdp2?$|^fsdp|^pytorch|accelerate|lightning", "", "torchtitan"),
     (r"bridge", "26.05", "megatron-bridge"),
     (r"bridge|nemo|megatron-?core|mcore|primus|transformer-?engine", "", "megatron-core"),

@@ -35,11 +35,21 @@ class ParetoPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchStats:
-    """How much was looked at."""
+    """How much was looked at, and the fastest found: the plan's own layout, or one that needs more machinery."""
 
     legal: int
     fitting: int
     seconds: float
+    fastest: Layout
+    fastest_step_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibrationNote:
+    """Which measurements a plan rests on: the file, and its factors on the parts of the step."""
+
+    file: str
+    scalars: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +71,7 @@ class Plan:
     alternatives: tuple[Alternative, ...]
     pareto: tuple[ParetoPoint, ...]
     search: SearchStats
+    calibration: CalibrationNote | None
     warnings: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 from phalanx.arch.counts import ParameterCount, count_parameters
 from phalanx.errors import Problem
 from phalanx.job.model import ModelShape
-from phalanx.job.schema import Batch
+from phalanx.job.schema import TOKENS_PER_PARAMETER, Batch
 from phalanx.plan.ask import Ask
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import MemoryUse
@@ -18,8 +18,6 @@ from phalanx.plan.reasons import PARTS
 from phalanx.plan.score import price
 from phalanx.plan.uncertainty import interval
 
-# Compute-optimal tokens per parameter (Hoffmann et al. 2022), when the job names no budget.
-TOKENS_PER_PARAMETER = 20
 MFU_CONVENTION = (
     "6 × active parameters without the input embedding, plus causal attention (half the scores), "
     "no recompute, over the dense 16-bit peak"

@@ -11,7 +11,7 @@ from phalanx.plan.ask import Ask
 from phalanx.plan.cases import Floats
 from phalanx.plan.layout import Layout
 from phalanx.plan.score import price
-from phalanx.plan.search import Candidate
+from phalanx.plan.search import SAME, Candidate
 from phalanx.plan.step import StepTimes
 from phalanx.units import format_bytes, format_seconds
 
@@ -33,14 +33,15 @@ PARTS = {
     "optimizer_s": "optimizer",
     "overhead_s": "host overhead",
 }
+OFFLOADED = "host overhead and offload"  # the name of overhead_s where activations wait for the host link
 NOTHING = 1e-3  # a part a thousand times smaller than its rival is called none
 REACH = 8.0  # how far, in either direction, one machine parameter is turned to find the crossing
 GRID = 97
 # column of the cost model -> (name, how the value is written)
 LEVERS: dict[str, tuple[str, Callable[[float], str]]] = {
-    "nic_bytes_per_s": ("NIC", lambda value: f"{value * 8 / 1e9:,.0f} Gb/s per device"),
-    "link_bytes_per_s": ("link", lambda value: f"{value / 1e9:,.0f} GB/s per device"),
-    "memory_bytes_per_s": ("memory bandwidth", lambda value: f"{value / 1e12:,.2f} TB/s"),
+    "nic_bytes_per_s": ("NIC", lambda value: f"{_digits(value * 8 / 1e9)} Gb/s per device"),
+    "link_bytes_per_s": ("link", lambda value: f"{_digits(value / 1e9)} GB/s per device"),
+    "memory_bytes_per_s": ("memory bandwidth", lambda value: f"{_digits(value / 1e9)} GB/s"),
 }
 
 
@@ -63,8 +64,10 @@ def explain(ask: Ask, best: Layout, other: Candidate) -> Alternative:
     _, times, memory = price(ask, [best, other.layout])
     gap = float(memory.total[1] - memory.usable[1])
     slower = float(times.step_s[1] / times.step_s[0] - 1.0)
-    if other.fits:
-        reason, wins_if = slowest_part(times), crossing(ask, best, other.layout)
+    if other.fits and slower <= 0:
+        reason, wins_if = _faster(ask, other.layout)
+    elif other.fits:
+        reason, wins_if = slowest_part(times, (best, other.layout)), crossing(ask, best, other.layout)
     else:
         reason = f"does not fit: {format_bytes(float(memory.total[1]))} of {format_bytes(float(memory.usable[1]))}"
         wins_if = f"wins with {format_bytes(gap)} more memory per device"
@@ -80,22 +83,44 @@ def explain(ask: Ask, best: Layout, other: Candidate) -> Alternative:
     )
 
 
-def slowest_part(times: StepTimes) -> str:
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def part_name(part: str, *layouts: Layout) -> str:
+    """A part of the step in words; offloaded activations that compute does not hide count as host overhead."""
+    offloaded = part == "overhead_s" and any(layout.offload == "activations" for layout in layouts)
+    return OFFLOADED if offloaded else PARTS[part]
+
+
+def _faster(ask: Ask, layout: Layout) -> tuple[str, str]:
+    """Why a layout that is as fast or faster was not taken."""
+    held = {"micro_batch" if name == "micro" else name: value for name, value in ask.fixed.items()}
+    against = [f"{name} = {value}" for name, value in held.items() if getattr(layout, name) != value]
+    if against:
+        return f"the job fixes {', '.join(against)}", "wins if that is left to the planner"
+    return (
+        f"too close to call (under {SAME - 1:.0%}), and the chosen layout is simpler",
+        "fix it under [parallel] to run it",
+    )
+
+
+def slowest_part(times: StepTimes, layouts: tuple[Layout, Layout]) -> str:
     """The part of the step where row 1 loses most against row 0; the next one too if it matters."""
     lost = {name: float(getattr(times, name)[1] - getattr(times, name)[0]) for name in PARTS}
     worst = sorted(lost, key=lambda name: -lost[name])[:2]
     if lost[worst[0]] <= 0:
         return "as fast, but more machinery"
-    words = [_against(times, worst[0])]
+    words = [_against(times, worst[0], layouts)]
     if lost[worst[1]] > 0.5 * lost[worst[0]]:
-        words.append(_against(times, worst[1]))
+        words.append(_against(times, worst[1], layouts))
     return "; ".join(words)
 
 
-def _against(times: StepTimes, name: str) -> str:
+def _against(times: StepTimes, name: str, layouts: tuple[Layout, Layout]) -> str:
     ours, theirs = (float(getattr(times, name)[row]) for row in (1, 0))
     against = f"against {format_seconds(theirs)}" if theirs > NOTHING * ours else "against none"
-    return f"{PARTS[name]} {format_seconds(ours)} {against}"
+    return f"{part_name(name, *layouts)} {format_seconds(ours)} {against}"
 
 
 def crossing(ask: Ask, best: Layout, other: Layout) -> str:
@@ -114,21 +139,20 @@ def crossing(ask: Ask, best: Layout, other: Layout) -> str:
 
 
 def _turn(ask: Ask, best: Layout, other: Layout, column: str, value: float) -> float | None:
-    """The factor nearest to 1 at which `other` overtakes `best`: a grid finds the side, bisection the place."""
-    factors = np.exp(np.linspace(-np.log(REACH), np.log(REACH), GRID))
-    lead = _lead(ask, best, other, column, value * factors)
-    wins = np.flatnonzero(lead <= 0)
-    if not wins.size:
+    """The factor nearest to 1 at which `other` overtakes `best`: one grid finds the side, a finer one the place."""
+    logs = np.linspace(-np.log(REACH), np.log(REACH), GRID)
+    nearest = _nearest_win(_lead(ask, best, other, column, value * np.exp(logs)), logs)
+    if nearest is None:
         return None
-    nearest = int(wins[np.argmin(np.abs(np.log(factors[wins])))])
-    low, high = np.log(factors[nearest + (-1 if factors[nearest] > 1 else 1)]), np.log(factors[nearest])
-    for _ in range(20):
-        middle = (low + high) / 2
-        if float(_lead(ask, best, other, column, np.array([value * np.exp(middle)]))[0]) <= 0:
-            high = middle
-        else:
-            low = middle
-    return float(np.exp(high))
+    back = logs[1] - logs[0] if nearest < 0 else logs[0] - logs[1]  # towards 1, where `best` still leads
+    finer = np.linspace(nearest, nearest + back, GRID)
+    found = _nearest_win(_lead(ask, best, other, column, value * np.exp(finer)), finer)
+    return float(np.exp(nearest if found is None else found))
+
+
+def _nearest_win(lead: Floats, logs: Floats) -> float | None:
+    wins = logs[lead <= 0]
+    return float(wins[np.argmin(np.abs(wins))]) if wins.size else None
 
 
 def _lead(ask: Ask, best: Layout, other: Layout, column: str, values: Floats) -> Floats:

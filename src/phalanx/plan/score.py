@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -57,7 +57,7 @@ def score(space: Space, *, hopeless: float = HOPELESS) -> Scores:
         # The smallest of a chunk is kept in any case: an answer to "what is the least it needs?".
         least = np.min(memory.total, where=memory.runs, initial=np.inf)
         near = memory.runs & (memory.total <= max(hopeless * usable, least))
-        times = predict_step(table.take(near), space.ask.physics, space.ask.profile)
+        times = step_times(space.ask, table.take(near))
         parts.append((base[near], choice[near], times.step_s, memory.total[near]))
     empty = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
     base, choice, step_s, total = (np.concatenate(column) for column in zip(empty, *parts, strict=True))
@@ -72,4 +72,16 @@ def price(
     """The full prediction for a few layouts; `machine` columns replace those of the cluster."""
     table = cases(ask, layout_columns(layouts), global_sequences=global_sequences)
     table = replace(table, **machine) if machine else table
-    return table, predict_step(table, ask.physics, ask.profile), predict_memory(table, ask.memory)
+    return table, step_times(ask, table), predict_memory(table, ask.memory)
+
+
+def step_times(ask: Ask, table: Cases) -> StepTimes:
+    """The step of every case, as calibrated where the question brings measured scalars."""
+    times = predict_step(table, ask.physics, ask.profile)
+    if ask.calibration is None:
+        return times
+    from phalanx.plan.calibrate import calibrated  # imports scipy: only when asked for
+
+    # Parts that are the same in every case are scalars; the calibration adds them up row by row.
+    parts = {item.name: np.broadcast_to(getattr(times, item.name), times.step_s.shape) for item in fields(StepTimes)}
+    return calibrated(StepTimes(**parts), ask.calibration)

@@ -6,12 +6,14 @@ import math
 import textwrap
 from collections.abc import Sequence
 
+from phalanx.job.schema import TOKENS_PER_PARAMETER
 from phalanx.plan.plan import ParetoPoint, Plan
-from phalanx.plan.reasons import PARTS, Alternative
+from phalanx.plan.reasons import Alternative, part_name
 from phalanx.units import format_bytes, format_count, format_money, format_seconds
 
 WIDTH = 100
 BAR = 30  # characters of a full bar
+LEAST_LEAD = 0.0005  # below, "0.0% faster" would be printed
 SMALLEST_SHARE = 0.001  # parts of the step below a thousandth are left out of the table
 
 
@@ -28,7 +30,7 @@ def render(plan: Plan, *, top: int = 6) -> str:
         ("SEARCH", _search(plan)),
         ("WARNINGS", [part for text in plan.warnings for line in text.splitlines() for part in _wrap(line)]),
     ]
-    lines = _headline(plan)
+    lines = [*_headline(plan), *(f"  {line}" for line in _derived(plan))]
     for title, body in sections:
         if body:
             lines += ["", title, *(f"  {line}".rstrip() for line in body)]
@@ -47,7 +49,7 @@ def _headline(plan: Plan) -> list[str]:
     left = [
         (
             "step",
-            f"{format_seconds(p.step_s)} (80 %: {format_seconds(p.step_s_low)} to {format_seconds(p.step_s_high)})",
+            f"{format_seconds(p.step_s)} (80%: {format_seconds(p.step_s_low)} to {format_seconds(p.step_s_high)})",
         ),
         ("tokens/s", f"{format_count(p.tokens_per_s)} ({format_count(p.tokens_per_s_per_device)} per device)"),
         ("MFU", f"{p.mfu:.1%}"),
@@ -61,9 +63,35 @@ def _headline(plan: Plan) -> list[str]:
         f"{plan.job.name}: {plan.job.model.name}, {size} parameters, on {plan.cluster.name} "
         f"({_plural(plan.layout.devices, 'device')})",
         f"{plan.layout.name}",
+        *_simpler(plan),
         "",
     ]
     return head + [f"  {a:<9}{b:<42}{c:<8}{e}".rstrip() for (a, b), (c, e) in zip(left, right, strict=True)]
+
+
+def _simpler(plan: Plan) -> list[str]:
+    """What was passed over for being faster on paper only."""
+    s = plan.search
+    if s.fastest == plan.layout:
+        return []
+    lead = plan.prediction.step_s / s.fastest_step_s - 1.0
+    if lead < LEAST_LEAD:
+        return _wrap(f"{s.fastest.short} is as fast on paper; chosen the simpler", WIDTH)
+    return _wrap(f"{s.fastest.short} is {lead:.1%} faster on paper; chosen the simpler", WIDTH)
+
+
+def _derived(plan: Plan) -> list[str]:
+    """Values that nobody wrote into the job, with their reason."""
+    lines = []
+    if isinstance(plan.job.data.tokens, str):
+        lines.append(
+            f"data.tokens = {plan.job.data.tokens}: {TOKENS_PER_PARAMETER} per parameter (Hoffmann et al. 2022) are "
+            f"{plan.duration.tokens:,} tokens, {_plural(plan.duration.steps, 'step')}"
+        )
+    if plan.calibration:
+        scalars = ", ".join(f"{name} ×{value:.3g}" for name, value in plan.calibration.scalars.items())
+        lines.append(f"calibrated with {plan.calibration.file}: {scalars}")
+    return [part for line in lines for part in _wrap(line)]
 
 
 def _step(plan: Plan) -> list[str]:
@@ -72,7 +100,7 @@ def _step(plan: Plan) -> list[str]:
     for name, seconds in plan.prediction.breakdown_s.items():
         if seconds >= SMALLEST_SHARE * step_s:
             bar = "█" * max(1, round(BAR * seconds / step_s))
-            rows.append((PARTS[name], format_seconds(seconds), f"{seconds / step_s:.1%}", bar))
+            rows.append((part_name(name, plan.layout), format_seconds(seconds), f"{seconds / step_s:.1%}", bar))
     lines = table(rows, right=(1, 2))
     layout = plan.layout
     count = _plural(layout.accumulation, "micro-batch", "es")
@@ -111,7 +139,8 @@ def _mapping(plan: Plan) -> list[str]:
     return [*table(rows, right=(1, 2, 6, 7)), *_wrap("; ".join([order, *notes]))]
 
 
-def _amount(value: float) -> str:
+def amount(value: float) -> str:
+    """A count that may be far below one."""
     return format_count(value) if value >= 1 else f"{value:.2g}"
 
 
@@ -142,7 +171,10 @@ def _pareto(plan: Plan, top: int) -> list[str]:
             (f"{one.devices:,}", format_seconds(one.step_s), format_seconds(one.training_s), money,
              format_bytes(one.memory_bytes), one.layout.short)
         )  # fmt: skip
-    return table(rows, right=(0, 1, 2, 3, 4))
+    notes = ["training and money without failures and spares"]
+    if all(one.layout != plan.layout for one in plan.pareto):
+        notes.append("the chosen layout is not among them: it gives up a little for being simpler")
+    return [*table(rows, right=(0, 1, 2, 3, 4)), *_wrap("; ".join(notes))]
 
 
 def _spread(plan: Plan, top: int) -> list[ParetoPoint]:
@@ -166,8 +198,8 @@ def _failures(plan: Plan) -> list[str]:
         f"({r.failures_per_host_day:.2g} per host and day): one every {format_seconds(r.mtbf_s)}",
         f"checkpoint every {format_seconds(r.interval_s)}{chosen}: {format_bytes(r.checkpoint_bytes)}, training waits "
         f"{format_seconds(r.blocking_s)}, safe after {format_seconds(r.persist_s)}",
-        f"share of time lost at multiples of the optimum: {costs}",
-        f"effective training time {r.effective_time:.1%}; {_plural(r.spares, 'spare host')} (99 % of days)",
+        f"time lost at multiples of the optimum: {costs}",
+        f"effective training time {r.effective_time:.1%}; {_plural(r.spares, 'spare host')} (99% of days)",
     ]
     return [part for line in lines for part in _wrap(line)]
 
@@ -184,8 +216,8 @@ def _bill(plan: Plan) -> list[str]:
         lines.append(f"{format_money(middle)}{span} at ${rate} per device-hour, spares included; {b.price_source}")
     else:
         lines.append(b.price_source)
-    lines.append(f"{_amount(b.kwh)} kWh: {b.watts_per_device:.0f} W per device ({b.power_source}), PUE {b.pue:g}")
-    lines.append(f"{_amount(b.kgco2e)} kg CO2e at {b.grid_gco2_per_kwh:g} g/kWh ({b.grid_source})")
+    lines.append(f"{amount(b.kwh)} kWh: {b.watts_per_device:.0f} W per device, PUE {b.pue:g} ({b.power_source})")
+    lines.append(f"{amount(b.kgco2e)} kg CO2e at {b.grid_gco2_per_kwh:g} g/kWh ({b.grid_source})")
     return [part for line in lines for part in _wrap(line)]
 
 

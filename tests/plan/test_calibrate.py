@@ -1,0 +1,113 @@
+"""Five scalars from a few measured steps: recovered where the measurements speak, left alone where they do not."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from phalanx.plan.calibrate import GROUPS, Calibration, calibrate, calibrated
+from phalanx.plan.rows import predict_rows
+from phalanx.plan.step import StepTimes
+from phalanx.plan.validate import take
+
+ROW = {
+    "model_name": "llama-3-8b", "layers": "32", "hidden": "4096", "seq": "4096", "gpu": "H100-80GB-SXM",
+    "gpus": "64", "global_batch": "256", "micro_batch": "1", "recompute": "none",
+}  # fmt: skip
+LAYOUTS = (
+    {"tp": 1, "dp": 64}, {"tp": 8, "dp": 8}, {"tp": 2, "pp": 4, "dp": 8}, {"tp": 4, "dp": 16, "recompute": "full"},
+    {"tp": 2, "dp": 32, "zero_stage": 3}, {"pp": 8, "dp": 8},
+)  # fmt: skip
+FEW = np.arange(len(LAYOUTS)) < 3
+
+
+@pytest.fixture
+def times():
+    rows = tuple(
+        ROW | {"id": str(at)} | {name: str(value) for name, value in one.items()} for at, one in enumerate(LAYOUTS)
+    )
+    return predict_rows(rows).times
+
+
+def errors(times, found, truth):
+    return np.abs(calibrated(times, found).step_s / truth - 1.0)
+
+
+def test_at_most_five_scalars():
+    assert {field.name for field in fields(Calibration)} == set(GROUPS)
+    assert len(GROUPS) <= 5
+
+
+def test_every_part_but_the_bubble_has_one_scalar():
+    grouped = [part for parts in GROUPS.values() for part in parts]
+    every = {field.name for field in fields(StepTimes)} - {"step_s", "bubble_s", "gradient_total_s", "micro_s"}
+    assert sorted(grouped) == sorted(every)
+
+
+def test_ones_change_nothing(times):
+    same = calibrated(times, Calibration())
+    for field in fields(StepTimes):
+        assert getattr(same, field.name) == pytest.approx(getattr(times, field.name)), field.name
+
+
+def test_calibrated_parts_still_add_up(times):
+    changed = calibrated(times, Calibration(compute=1.4, host=0.5, outer_traffic=3.0))
+    parts = [part for group in GROUPS.values() for part in group]
+    assert sum(getattr(changed, part) for part in parts) + changed.bubble_s == pytest.approx(changed.step_s)
+
+
+def test_no_measurements_leave_ones(times):
+    nothing = take(times, np.zeros(len(LAYOUTS), dtype=bool))
+    assert calibrate(nothing, np.array([])) == Calibration()
+    assert calibrate(times, np.full(len(LAYOUTS), np.nan)) == Calibration()
+
+
+@pytest.mark.parametrize("bad", [0.0, -3.0, np.inf, np.nan])
+def test_measurements_that_are_none_are_left_out(times, bad):
+    truth = times.step_s * 1.2
+    spoilt = truth.copy()
+    spoilt[0] = bad
+    without = np.arange(len(LAYOUTS)) > 0
+    expected = calibrate(take(times, without), truth[without])
+    assert calibrate(times, spoilt).compute == pytest.approx(expected.compute, rel=1e-3)
+
+
+@pytest.mark.parametrize("slower", [0.8, 1.3])
+def test_a_slower_device_is_recovered_from_three_steps(times, slower):
+    truth = calibrated(times, Calibration(compute=slower)).step_s
+    found = calibrate(take(times, FEW), truth[FEW])
+    assert found.compute == pytest.approx(slower, rel=0.05)
+    assert np.max(errors(times, found, truth)[~FEW]) < 0.03
+
+
+def test_a_slower_network_is_recovered_on_the_layouts_that_use_it(times):
+    truth = calibrated(times, Calibration(inner_traffic=2.0)).step_s
+    found = calibrate(take(times, FEW), truth[FEW])
+    assert found.inner_traffic > 1.5
+    assert np.max(errors(times, found, truth)) < np.max(errors(times, Calibration(), truth)) / 2
+
+
+def test_exact_predictions_are_left_as_they_are(times):
+    found = calibrate(times, times.step_s)
+    for name in GROUPS:
+        assert getattr(found, name) == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("factor", [10.0, 0.1])
+def test_one_absurd_measurement_does_not_ruin_the_rest(times, factor):
+    spoilt = times.step_s.copy()
+    spoilt[-1] *= factor
+    found = calibrate(times, spoilt)
+    assert np.max(errors(times, found, times.step_s)[:-1]) < 0.15
+
+
+def test_scalars_stay_positive_and_bounded(times):
+    found = calibrate(take(times, FEW), np.array([1e-6, 1e6, 1.0]))
+    for name in GROUPS:
+        assert 0.01 < getattr(found, name) < 100.0
+
+
+def test_noisy_measurements_move_less(times):
+    truth = times.step_s * 1.3
+    sure, unsure = (calibrate(take(times, FEW), truth[FEW], noise) for noise in (0.03, 0.5))
+    assert 1.0 < unsure.compute < sure.compute
