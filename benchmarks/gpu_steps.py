@@ -167,9 +167,11 @@ def measure(c: Config, budget_s: float) -> tuple[float, float, int]:
     return statistics.median(times[1:]), torch.cuda.max_memory_reserved(), sum(p.numel() for p in params)
 
 
-COLUMNS = ("source,id,model_name,layers,hidden,heads,kv_heads,ffn,vocab,seq,params_b,gpu,gpus,nodes_gpu,tp,pp,vpp,cp,"
-           "ep,dp,zero_stage,micro_batch,global_batch,recompute,precision,seq_parallel,attention,measured_mem_gb,status,"
-           "tier,framework,task,date,step_s").split(",")  # fmt: skip
+COLUMNS = [
+    "source", "id", "model_name", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "params_b", "gpu",
+    "gpus", "nodes_gpu", "tp", "pp", "vpp", "cp", "ep", "dp", "zero_stage", "micro_batch", "global_batch", "recompute",
+    "precision", "seq_parallel", "attention", "measured_mem_gb", "status", "tier", "framework", "task", "date", "step_s",
+]  # fmt: skip
 
 
 def main() -> None:
@@ -205,8 +207,8 @@ def main() -> None:
             "gpu": args.gpu, "gpus": 1, "nodes_gpu": 8, "tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "dp": 1,
             "zero_stage": 0, "micro_batch": micro, "global_batch": micro * accumulation, "recompute": recompute,
             "precision": "bf16", "seq_parallel": "no", "attention": "flash",
-            "measured_mem_gb": round(peak / 1e9, 2) or "", "status": status, "tier": "A", "framework": f"pytorch-{kind}",
-            "task": "pretrain", "date": "2026-11", "step_s": round(seconds, 6) or "",
+            "measured_mem_gb": round(peak / 1e9, 2) or "", "status": status, "tier": "A",
+            "framework": f"pytorch-{kind}", "task": "pretrain", "date": "2026-11", "step_s": round(seconds, 6) or "",
         })  # fmt: skip
         with args.out.open("w", newline="", encoding="utf-8") as handle:
             writer = csv.DictWriter(handle, COLUMNS)

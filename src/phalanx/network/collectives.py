@@ -43,7 +43,7 @@ class Group:
     @property
     def network_bytes_per_s(self) -> Floats:
         """What one device's NIC delivers inside a collective: contention grows with the domains taking part."""
-        return self.nic_bytes_per_s * self.domains ** -np.asarray(self.loss)
+        return np.asarray(self.nic_bytes_per_s * self.domains ** -np.asarray(self.loss), dtype=np.float64)
 
     @property
     def bus_bytes_per_s(self) -> Floats:
@@ -83,7 +83,8 @@ def ring_latency(group: Group) -> Floats:
     between = group.domains - 1.0
     inside = np.maximum(0.0, group.ranks - 1.0 - between)
     paced = np.where(between > 0, group.pacing * group.nic_latency_s, 0.0)
-    return between * group.nic_latency_s + inside * np.maximum(group.link_latency_s, paced)
+    steps: Floats = between * group.nic_latency_s + inside * np.maximum(group.link_latency_s, paced)
+    return steps
 
 
 def all_gather(group: Group, nbytes: Floats) -> Floats:
@@ -128,7 +129,13 @@ def all_to_all(group: Group, nbytes: Floats, *, network_copies: Floats | float =
     the same data and it is sent there once.
     """
     inside = (group.per_domain - 1.0) / np.maximum(group.ranks, 1.0) * nbytes / group.link_bytes_per_s
-    outside = (group.ranks - group.per_domain) / np.maximum(group.ranks, 1.0) * nbytes * network_copies / group.network_bytes_per_s
+    outside = (
+        (group.ranks - group.per_domain)
+        / np.maximum(group.ranks, 1.0)
+        * nbytes
+        * network_copies
+        / group.network_bytes_per_s
+    )
     latency = np.where(group.domains > 1, group.nic_latency_s, group.link_latency_s)
     return np.where(group.ranks > 1, np.maximum(inside, outside) + latency, 0.0)
 

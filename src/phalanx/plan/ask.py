@@ -23,9 +23,9 @@ Fixed = Mapping[str, int | str | bool]
 
 # Frameworks whose published runs materialise attention scores (column `attention` of throughput_public.csv).
 UNFUSED = ("megatron-deepspeed", "megatron-lm", "deepspeed")
-# What people write -> the profile that was fitted on such runs. "phalanx" has no published runs yet.
+# What people write -> the profile that was fitted on such runs. "phalanx" trains with plain PyTorch, measured on one H200 (benchmarks/data).
 PROFILE_ALIASES = {
-    "phalanx": "default",
+    "phalanx": "pytorch",
     "default": "default",
     "megatron": "megatron-core",
     "nemo": "megatron-core",

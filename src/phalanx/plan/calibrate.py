@@ -80,4 +80,5 @@ def _grouped(times: StepTimes) -> Floats:
 def _total(groups: Floats, bubble: Floats, scalars: Floats) -> Floats:
     work = groups.sum(axis=0)
     scaled: Floats = (groups * scalars[:, None]).sum(axis=0)
-    return scaled + bubble * scaled / np.maximum(work, 1e-30)
+    total: Floats = scaled + bubble * scaled / np.maximum(work, 1e-30)
+    return total

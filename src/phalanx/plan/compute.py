@@ -166,8 +166,11 @@ def _elementwise(c: Cases, k: Physics, f: Profile) -> Pass:
     routed = routed_tokens(c) * size * (c.hidden * k.expert_passes + c.expert_ffn * (1.0 + c.gated) * k.ffn_passes)
     moved = c.layers * per_layer + (c.layers - c.moe_layers) * dense + c.moe_layers * routed
     width = np.where(c.moe_layers > 0, c.topk * c.expert_ffn, c.ffn) / c.tp
-    cast = np.where((c.precision == FP8) | (c.precision == FP4), k.cast_bytes, 0.0) * c.layers * tokens * (
-        2.0 * c.hidden + local_heads * c.v_dim + width
+    cast = (
+        np.where((c.precision == FP8) | (c.precision == FP4), k.cast_bytes, 0.0)
+        * c.layers
+        * tokens
+        * (2.0 * c.hidden + local_heads * c.v_dim + width)
     )
     forward = (moved * f.elementwise + cast) / (c.memory_bytes_per_s * k.memory)
     return Pass(forward=forward, backward=2.0 * forward)

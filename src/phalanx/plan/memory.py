@@ -38,7 +38,9 @@ class MemoryProfile:
     base_bytes: Number = 1.0e9  # communicator buffers, workspaces, buckets
     usable: Number = 0.92  # share of the device's memory that tensors can fill (context, ECC, fragmentation)
     balanced_stages: Number = 1.0  # as in physics.Profile
-    light_first: Number = 1.0  # 1: of an uneven split the first stage, which holds most micro-batches, gets a layer less
+    light_first: Number = (
+        1.0  # 1: of an uneven split the first stage, which holds most micro-batches, gets a layer less
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

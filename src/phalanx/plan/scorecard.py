@@ -56,7 +56,11 @@ def _calibration(rows: int) -> str:
 
 def _errors(card: Scorecard) -> list[str]:
     width = max(len(one.source) for one in card.sources)
-    lines = ["", f"{'step time, |predicted/measured - 1|':<{width}}", f"{'source':<{width}}   rows  median    p90    bias"]
+    lines = [
+        "",
+        f"{'step time, |predicted/measured - 1|':<{width}}",
+        f"{'source':<{width}}   rows  median    p90    bias",
+    ]
     for one in card.sources:
         few = "" if one.rows >= LEAST_ROWS else "   (too few for the mean)"
         lines.append(f"{one.source:<{width}}  {one.rows:5,}  {one.median:6.1%} {one.p90:6.1%} {one.bias:+7.1%}{few}")

@@ -95,9 +95,7 @@ def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
     busy = np.maximum(busy, moved)  # activations leave during forward and return during backward, behind compute
 
     w = rank_weights(c, stage_layers=fullest)
-    micro = np.where(
-        c.zero == 3, smooth_max(busy, traffic.shard_seconds(c, g, w, f), f.shard_sharpness), busy
-    )
+    micro = np.where(c.zero == 3, smooth_max(busy, traffic.shard_seconds(c, g, w, f), f.shard_sharpness), busy)
     mean_stage = (c.layers * per_layer + head_s) / c.pp
     bubble = (c.pp - 1.0) / c.vpp * micro * mean_stage / stage_s
     bubble = np.where(c.schedule == ZERO_BUBBLE, bubble * ZERO_BUBBLE_SHARE, bubble)

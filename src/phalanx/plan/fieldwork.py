@@ -1,0 +1,139 @@
+"""Calibration from a user's own measurements: a table of steps, or a run folder; and the file it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.errors import Problem, WorldError, mistake
+from phalanx.plan import ask as asking
+from phalanx.plan.calibrate import GROUPS, Calibration, calibrate, calibrated
+from phalanx.plan.cases import Floats
+from phalanx.plan.plan import Plan
+from phalanx.plan.published import number, read_table
+from phalanx.plan.rows import predict_rows
+from phalanx.plan.score import price
+from phalanx.plan.step import StepTimes
+from phalanx.plan.uncertainty import interval
+from phalanx.plan.validate import SCATTER_SHARE
+
+VERSION = 1
+LEAST_STEPS = 3  # steps of a run after warm-up
+WARM_UP_SHARE = 0.2  # first share of a run's steps that is left out: compilation, caches, allocator
+LARGEST_EVENTS_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What was fitted, on how much, and what it changed."""
+
+    version: int
+    source: str
+    measurements: int
+    scalars: Calibration
+    median_error_before: float
+    median_error_after: float
+
+
+def calibrate_table(path: Path) -> Report:
+    """Scalars for the one system whose measured steps a table holds."""
+    rows = tuple(row for row in read_table(path).rows if (number(row, "step_s") or 0.0) > 0)
+    if not rows:
+        fix = "fill in step_s (seconds per optimizer step) for three to five runs"
+        raise mistake(str(path), "has no measured step_s", fix=fix)
+    found = predict_rows(rows)
+    if not found.priced.size:
+        raise mistake(str(path), f"has no row that can be priced: {found.reason[0]}", fix="see docs/validation.md")
+    measured = np.array([number(rows[index], "step_s") or np.nan for index in found.priced])
+    low, high = interval(found.cases, found.times, found.frameworks)
+    return _report(str(path), found.times, measured, SCATTER_SHARE * np.log(high / low) / 2.0)
+
+
+def calibrate_run(folder: Path) -> Report:
+    """Scalars from a run folder: `plan.json` and the step durations in its `events*.jsonl`."""
+    plan_file = folder / "plan.json"
+    if not plan_file.is_file():
+        raise mistake(str(folder), "has no plan.json", fix="name a run folder, or a CSV table of measured steps")
+    planned = Plan.from_json(plan_file.read_text(encoding="utf-8"), where=str(plan_file))
+    durations = list(_durations(folder))
+    kept = durations[int(len(durations) * WARM_UP_SHARE) :]
+    if len(kept) < LEAST_STEPS:
+        raise mistake(
+            str(folder),
+            f"has {len(durations)} measured steps, and calibration needs {LEAST_STEPS} after warm-up",
+            fix='let it run longer; steps are lines {"event": "step", "duration_s": 1.25} of events*.jsonl',
+        )
+    question, _ = asking.from_job(planned.job, planned.cluster)
+    _, times, _ = price(question, [planned.layout])
+    return _report(str(folder), times, np.array([statistics.median(kept)]), np.array([0.0]))
+
+
+def _durations(folder: Path) -> Iterator[float]:
+    """Step durations in the order of the first rank's events; torn or foreign lines are skipped."""
+    for path in sorted(folder.glob("events*.jsonl"))[:1]:
+        if path.stat().st_size > LARGEST_EVENTS_BYTES:
+            raise mistake(str(path), f"is larger than {LARGEST_EVENTS_BYTES:,} bytes", fix="name a shorter run")
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and event.get("event") == "step":
+                seconds = event.get("duration_s")
+                if isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds < 1e7:
+                    yield float(seconds)
+
+
+def _report(source: str, times: StepTimes, measured: Floats, scatter: Floats) -> Report:
+    fitted = calibrate(times, measured, scatter)
+    before = np.abs(times.step_s / measured - 1.0)
+    after = np.abs(calibrated(times, fitted).step_s / measured - 1.0)
+    return Report(
+        version=VERSION,
+        source=source,
+        measurements=int(measured.size),
+        scalars=fitted,
+        median_error_before=float(np.median(before)),
+        median_error_after=float(np.median(after)),
+    )
+
+
+def write(path: Path, report: Report) -> None:
+    """The calibration file, whole or not at all."""
+    content = json.dumps(asdict(report), indent=1) + "\n"
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".json")
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.write(content)
+        os.replace(temporary, path)
+    except OSError as error:
+        problem = Problem(where=str(path), what=f"cannot be written: {error.strerror}", fix="name a writable folder")
+        raise WorldError(problem) from error
+
+
+MEANING = {
+    "compute": "matrix products and attention",
+    "memory": "memory-bound kernels and the optimizer",
+    "host": "launches, data, logging",
+    "inner_traffic": "tensor, context, expert and pipeline traffic",
+    "outer_traffic": "gradients and sharded parameters",
+}
+
+
+def text(report: Report) -> str:
+    """What a person reads."""
+    plural = "measurement" if report.measurements == 1 else "measurements"
+    lines = [f"{report.measurements} {plural} from {report.source}", "", "scalar          factor  multiplies"]
+    for name in GROUPS:
+        lines.append(f"{name:<14} {getattr(report.scalars, name):7.3f}  {MEANING[name]}")
+    lines += ["", f"median error {report.median_error_before:.1%} before, {report.median_error_after:.1%} after"]
+    if report.measurements < 3:
+        lines.append("fewer than 3 measurements: the factors stay close to 1; three to five are better")
+    return "\n".join(lines)
