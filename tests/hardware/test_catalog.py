@@ -61,11 +61,19 @@ def test_unknown_accelerator_names_its_neighbours() -> None:
 
 def test_matmul_prefers_the_measurement_and_else_says_a_fraction_of_peak() -> None:
     assert catalog.matmul_flops(catalog.find("MI300X")) == 668.4e12
-    assert catalog.matmul_flops(catalog.find("A100-40GB-SXM")) == pytest.approx(0.87 * 312e12)
-    assert catalog.matmul_flops(catalog.find("H800"), "fp8") == pytest.approx(0.71 * 1979e12)
+    assert catalog.matmul_flops(catalog.find("H100-80GB-PCIe")) == pytest.approx(0.80 * 756e12)
+    assert catalog.matmul_flops(catalog.find("TPU-v5p")) == pytest.approx(0.95 * 459e12)
     assert catalog.matmul_flops(catalog.find("A100"), "fp8") == 0
     with pytest.raises(ValueError, match="precision 'bf15' is none of"):
         catalog.matmul_flops(catalog.find("A100"), "bf15")
+
+
+def test_a_part_nobody_measured_takes_its_sibling_scaled_by_power() -> None:
+    assert catalog.matmul_flops(catalog.find("A100-40GB-SXM")) == 271.2e12  # same die and power as the 80 GB part
+    assert catalog.matmul_flops(catalog.find("H800"), "fp8") == 1402.6e12
+    limited = catalog.matmul_flops(catalog.find("H100-96GB-500W"))
+    assert limited == pytest.approx(794.5e12 * (500 / 700) ** 0.5)
+    assert catalog.matmul_flops(catalog.find("GB300")) > catalog.matmul_flops(catalog.find("GB200"))
 
 
 TOML = """\

@@ -22,6 +22,7 @@ UNITS = {
     "TPU": 8, "CPU": 1,
 }  # fmt: skip
 UNITS_DEFAULT = 128
+SAME_UNITS = 1.05  # an fp8 rate no faster than this over bf16 comes from the same units (TPU v5, v6e)
 # Device to host memory, one direction: PCIe 4.0/5.0 x16 reaches about 25 GB/s with pinned buffers.
 HOST_LINK_BYTES_PER_S = 25e9
 
@@ -87,6 +88,8 @@ def machine_columns(cluster: Cluster) -> dict[str, float]:
     """The machine's columns, as scalars; a probe's matmul rate replaces the catalogue's."""
     device = cluster.accelerator
     rates = {name: matmul_flops(device, name) for name in ("bf16", "fp8", "fp4", "fp32")}
+    if rates["fp8"] <= SAME_UNITS * rates["bf16"]:
+        rates["fp8"] = 0.0
     if cluster.matmul_flops > 0:
         # A probe measures bf16 on GPUs and fp32 on CPUs; a CPU without matrix units runs both alike.
         names = ("bf16", "fp32") if device.family == "cpu" else ("bf16",)
