@@ -52,6 +52,7 @@ def test_stated_columns_are_taken():
         ("gpt-1.3b", 24, 2048, 16, 8192, 50257, 1.31, False, True),
         ("mpt-30b", 48, 7168, 56, 28672, 50368, 29.98, False, True),
         ("qwen-like", 24, 2048, 16, 5504, 151936, 1.54, True, True),
+        ("gpt-gated", 32, 4096, 32, 11008, 32000, 6.74, True, False),  # a count that far off overrules the name
     ],
 )
 def test_gate_and_tying_follow_the_parameter_count(name, layers, hidden, heads, ffn, vocab, params_b, gated, tied):
@@ -59,6 +60,13 @@ def test_gate_and_tying_follow_the_parameter_count(name, layers, hidden, heads, 
     model = shape(model_name=name, params_b=params_b, **columns)
     assert (model.gated, model.tied) == (gated, tied)
     assert count_parameters(model).total / 1e9 == pytest.approx(params_b, rel=0.02)
+
+
+@pytest.mark.parametrize(("name", "gated", "tied"), [("llama-x", True, True), ("gpt-x", False, False)])
+def test_the_name_settles_what_the_count_cannot(name, gated, tied):
+    """16 layers x one more matrix of 8,192 is exactly one more table of 131,072 words."""
+    model = shape(model_name=name, layers=16, hidden=2048, heads=16, ffn=8192, vocab=131072, params_b=1.3422)
+    assert (model.gated, model.tied) == (gated, tied)
 
 
 def test_without_a_parameter_count_the_family_decides():

@@ -40,8 +40,8 @@ def test_low_step_high(tp, pp, framework, model, gpus):
 
 def test_an_unknown_framework_is_wider():
     found = predicted()
-    known = [width(found, name) for name in profiles() if name not in ("default", "nanotron")]
-    assert width(found, "default") > max(known)
+    known = [width(found, name) for name in profiles() if name != "default"]
+    assert width(found, "default") > 1.2 * np.median(known)
     assert width(found, "never heard of") == width(found, "default")
 
 
