@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from phalanx.errors import Problem, WorldError, mistake
+from phalanx.errors import mistake
 from phalanx.plan import ask as asking
+from phalanx.plan.atomic import write_text
 from phalanx.plan.calibrate import GROUPS, Calibration, calibrate, calibrated
 from phalanx.plan.cases import Floats
 from phalanx.plan.plan import Plan
@@ -107,15 +106,7 @@ def _report(source: str, times: StepTimes, measured: Floats, scatter: Floats) ->
 
 def write(path: Path, report: Report) -> None:
     """The calibration file, whole or not at all."""
-    content = json.dumps(asdict(report), indent=1) + "\n"
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".json")
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(content)
-        os.replace(temporary, path)
-    except OSError as error:
-        problem = Problem(where=str(path), what=f"cannot be written: {error.strerror}", fix="name a writable folder")
-        raise WorldError(problem) from error
+    write_text(path, json.dumps(asdict(report), indent=1) + "\n")
 
 
 MEANING = {

@@ -102,10 +102,11 @@ def in_flight(c: Cases) -> Floats:
 
 def empty_stages(c: Cases, *, balanced: Number) -> Floats:
     """Pipeline stages that would hold no layer; a balanced split needs room for the head as well."""
-    share = (c.layers + np.where(np.asarray(balanced) > 0, head_layers(c), 0.0)) / c.pp
-    used = np.ceil(c.layers / np.maximum(share, 1e-9) - 1e-9)
+    counts_head = np.asarray(balanced) > 0
+    share = (c.layers + np.where(counts_head, head_layers(c), 0.0)) / c.pp
+    used = np.minimum(np.ceil(c.layers / np.maximum(share, 1e-9) - 1e-9), c.layers)
     # One stage may hold the head alone, one more only the loss.
-    spare = np.where(np.asarray(balanced) > 0, 2.0, 0.0)
+    spare = np.where(counts_head, 2.0, 0.0)
     return np.maximum(0.0, c.pp - used - spare)
 
 

@@ -7,6 +7,7 @@ prediction.
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ OPTIONAL = (
 )  # fmt: skip
 LARGEST_TABLE_BYTES = 256 * 2**20
 MOST_ROWS = 2_000_000
+
+_COUNTS = ("tp", "pp", "vpp", "cp", "ep", "dp", "micro_batch", "heads", "kv_heads", "ffn", "vocab", "nodes_gpu")
+_AMOUNTS = ("experts", "topk", "moe_ffn", "params_b", "inter_link_gbps_per_gpu", "zero_stage")
 
 Row = Mapping[str, str]
 
@@ -38,7 +42,7 @@ class Table:
 def read_table(path: Path) -> Table:
     """The rows of a CSV file, or a UserError that says what is wrong with it."""
     text = _text(path)
-    reader = csv.DictReader(text.splitlines())
+    reader = csv.DictReader(io.StringIO(text, newline=""))
     try:
         columns = tuple(name.strip() for name in reader.fieldnames or ())
         reader.fieldnames = list(columns)
@@ -62,6 +66,8 @@ def _text(path: Path) -> str:
         size = path.stat().st_size
         if path.is_dir():
             raise mistake(str(path), "is a directory", fix="name a CSV file")
+        if not path.is_file():
+            raise mistake(str(path), "is a device or pipe", fix="name a regular CSV file")
         if size > LARGEST_TABLE_BYTES:
             raise mistake(str(path), f"is {size:,} bytes, more than {LARGEST_TABLE_BYTES:,}", fix="split it")
         raw = path.read_bytes()
@@ -125,14 +131,18 @@ def complaint(row: Row) -> str:
         if value is None:
             text = row.get(name, "")
             return f"{name} is empty" if not text else f"{name} = {text[:40]!r} is not a number"
-        if value <= 0:
-            return f"{name} = {value:g} is not positive"
+        if value < 1:
+            return f"{name} = {value:g} is less than 1"
         if value > 1e9:
             return f"{name} = {value:g} is too large to be meant"
-    for name in ("tp", "pp", "vpp", "cp", "ep", "dp", "micro_batch", "heads", "kv_heads", "ffn", "vocab"):
+    for name in _COUNTS:
         value = number(row, name)
-        if row.get(name) and (value is None or value <= 0):
-            return f"{name} = {row[name][:40]!r} is not a positive number"
+        if row.get(name) and (value is None or value < 1):
+            return f"{name} = {row[name][:40]!r} is not a number of 1 or more"
+    for name in _AMOUNTS:
+        value = number(row, name)
+        if row.get(name) and (value is None or value < 0):
+            return f"{name} = {row[name][:40]!r} is not a number of 0 or more"
     if not row.get("gpu"):
         return "gpu is empty"
     split = [number(row, name) or 1.0 for name in ("tp", "pp", "cp", "dp")]
@@ -140,4 +150,6 @@ def complaint(row: Row) -> str:
     gpus = number(row, "gpus") or 0.0
     if row.get("dp") and abs(product - gpus) > 0.5:
         return f"tp x pp x cp x dp = {product:g} is not gpus = {gpus:g}"
+    if gpus % product:
+        return f"tp x pp x cp = {product:g} does not divide gpus = {gpus:g}"
     return ""

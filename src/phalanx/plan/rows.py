@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import UserError
+from phalanx.job.model import ModelShape
 from phalanx.plan import fill
 from phalanx.plan.build import PRECISION_INDEX, machine_columns, model_columns
 from phalanx.plan.cases import RECOMPUTE, SCHEDULES, Cases, Floats
@@ -39,8 +40,7 @@ class RowPredictions:
 def row_columns(row: Row, micro_batch: int, recompute: str) -> dict[str, float]:
     """All columns of one case."""
     degrees = {name: max(1.0, number(row, name) or 1.0) for name in ("tp", "pp", "vpp", "cp", "ep")}
-    rest = degrees["tp"] * degrees["pp"] * degrees["cp"]
-    dp = number(row, "dp") or max(1.0, (number(row, "gpus") or 1.0) / rest)
+    dp = data_ranks(row)
     zero = fill.zero_stage(row)
     return {
         **model_columns(_shape(_model_key(row))),
@@ -62,6 +62,12 @@ def row_columns(row: Row, micro_batch: int, recompute: str) -> dict[str, float]:
     }
 
 
+def data_ranks(row: Row) -> float:
+    """The stated data-parallel degree, else what the other degrees leave of the devices."""
+    rest = (number(row, "tp") or 1.0) * (number(row, "pp") or 1.0) * (number(row, "cp") or 1.0)
+    return number(row, "dp") or max(1.0, (number(row, "gpus") or 1.0) / rest)
+
+
 _MODEL_COLUMNS = ("model_name", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "topk", "moe_ffn",
                   "params_b")  # fmt: skip
 
@@ -71,7 +77,7 @@ def _model_key(row: Row) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=65536)
-def _shape(key: tuple[str, ...]):  # type: ignore[no-untyped-def]
+def _shape(key: tuple[str, ...]) -> ModelShape:
     return fill.model_shape(dict(zip(_MODEL_COLUMNS, key, strict=True)))
 
 
@@ -83,8 +89,8 @@ def to_cases(columns: list[dict[str, float]]) -> Cases:
 
 def candidates(row: Row) -> list[dict[str, float]]:
     """Every case a row may mean: one when micro-batch and recompute are stated."""
-    dp = int(number(row, "dp") or 1)
-    settings = [(size, again) for again in fill.recomputes(row) for size in fill.micro_batches(row, dp)]
+    sizes = fill.micro_batches(row, int(data_ranks(row)))
+    settings = [(size, again) for again in fill.recomputes(row) for size in sizes]
     return [row_columns(row, size, again) for size, again in settings]
 
 

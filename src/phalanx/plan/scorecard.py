@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.errors import Problem, WorldError
+from phalanx.plan.atomic import write_text
 from phalanx.plan.validate import LEAST_ROWS, Prediction, Scorecard
 
 HEADER = ("id", "step_s", "step_s_lo", "step_s_hi", "mem_gb", "fits")
@@ -24,14 +22,7 @@ def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
     for one in predictions:
         numbers = [_number(value) for value in (one.step_s, one.step_s_lo, one.step_s_hi, one.mem_gb)]
         writer.writerow([one.id, *numbers, "" if one.fits is None else str(one.fits).lower()])
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".csv")
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text.getvalue())
-        os.replace(temporary, path)
-    except OSError as error:
-        problem = Problem(where=str(path), what=f"cannot be written: {error.strerror}", fix="name a writable folder")
-        raise WorldError(problem) from error
+    write_text(path, text.getvalue())
 
 
 def _number(value: float | None) -> str:
@@ -45,7 +36,7 @@ def text(card: Scorecard, *, calibrated_on: int = 0) -> str:
         lines.append(f"  {count:,} not: {reason}")
     if len(card.unpriced) > MOST_REASONS:
         lines.append(f"  and {len(card.unpriced) - MOST_REASONS} other reasons; --json names all")
-    lines += _errors(card) if card.sources else ["", "no measured step_s in this table: nothing to compare with"]
+    lines += _errors(card) if card.sources else ["", "no row of this table has a measured step_s that counts"]
     lines += _rest(card)
     return "\n".join(lines)
 

@@ -97,11 +97,12 @@ def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
     w = rank_weights(c, stage_layers=fullest)
     micro = np.where(c.zero == 3, smooth_max(busy, traffic.shard_seconds(c, g, w, f), f.shard_sharpness), busy)
     mean_stage = (c.layers * per_layer + head_s) / c.pp
-    bubble = (c.pp - 1.0) / c.vpp * micro * mean_stage / stage_s
+    bubble = (c.pp - 1.0) / c.vpp * (mean_stage + send + host_micro)
     bubble = np.where(c.schedule == ZERO_BUBBLE, bubble * ZERO_BUBBLE_SHARE, bubble)
 
     sync = traffic.gradient_traffic(c, g, w, f)
-    share = fullest / c.layers
+    # Traffic hides behind elapsed time, whether the device or the host sets it.
+    share = fullest / c.layers * layers_s / device
     backward_s = (work.matmul.backward + work.attention.backward + work.elementwise.backward) * share
     forward_s = (work.matmul.forward + work.attention.forward + work.elementwise.forward) * share
     count = c.accumulation

@@ -165,13 +165,13 @@ def score(rows: Sequence[Row], predictions: Sequence[Prediction]) -> Scorecard:
         mean_median=_mean([one.median for one in large]),
         mean_p90=_mean([one.p90 for one in large]),
         memory_rows=len(memory),
-        memory_median=quantile(memory, 0.5) if memory else None,
+        memory_median=float(np.median(memory)) if memory else None,
         memory_p90=quantile(memory, 0.9) if memory else None,
         oom_precision=precision,
         oom_recall=recall,
         coverage=_mean([float(one) for one in inside]),
         regret_cells=len(regrets),
-        regret_median=quantile(regrets, 0.5) if regrets else None,
+        regret_median=float(np.median(regrets)) if regrets else None,
         regret_p90=quantile(regrets, 0.9) if regrets else None,
     )
 
@@ -244,7 +244,7 @@ def _regrets(rows: Sequence[Row], predictions: Sequence[Prediction]) -> list[flo
         if len(finished) < LEAST_CELL:
             continue
         eligible = [one for one in cell if one[1]] or cell
-        picked = min(eligible)[2]
+        picked = min(eligible, key=lambda one: one[0])[2]
         regrets.append(1.0 if picked is None else picked / min(finished) - 1.0)
     return regrets
 
