@@ -16,9 +16,8 @@ from phalanx.plan.weights import rank_weights
 LAUNCH_SHARPNESS = 4.0  # p of the p-norm that joins device time and host launch time
 OFFLOAD_ACTIVATIONS = 2  # index in cases.OFFLOAD
 ZERO_BUBBLE = 3  # index in cases.SCHEDULES
-ZERO_BUBBLE_SHARE = 1.0 / 3.0  # of the 1F1B bubble that remains (Qi et al. 2024, ZB-H1)
-# Splitting every backward in two loses fused weight gradients and reloads activations; the same paper's bubble-free
-# runs stay this far below their upper bound (table 4 there, 1.5B to 28B models).
+# Splitting every backward in two loses fused weight gradients and reads activations twice: an assumption, to be
+# replaced when the trainer measures it.
 ZERO_BUBBLE_SLOWDOWN = 1.04
 
 
@@ -98,7 +97,9 @@ def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
     micro = np.where(c.zero == 3, smooth_max(busy, traffic.shard_seconds(c, g, w, f), f.shard_sharpness), busy)
     mean_stage = (c.layers * per_layer + head_s) / c.pp
     bubble = (c.pp - 1.0) / c.vpp * (mean_stage + send + host_micro)
-    bubble = np.where(c.schedule == ZERO_BUBBLE, bubble * ZERO_BUBBLE_SHARE, bubble)
+    # ZB-H1 fills the bubble with weight gradients: (p-1)(F+B-W) remains of (p-1)(F+B+W) (Qi et al., arXiv 2401.10241).
+    weight_s = work.matmul.backward / 2.0
+    bubble = np.where(c.schedule == ZERO_BUBBLE, bubble * np.maximum(0.0, 1.0 - 2.0 * weight_s / device), bubble)
 
     sync = traffic.gradient_traffic(c, g, w, f)
     # Traffic hides behind elapsed time, whether the device or the host sets it.
