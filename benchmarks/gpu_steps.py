@@ -170,7 +170,8 @@ def measure(c: Config, budget_s: float) -> tuple[float, float, int]:
 COLUMNS = [
     "source", "id", "model_name", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "params_b", "gpu",
     "gpus", "nodes_gpu", "tp", "pp", "vpp", "cp", "ep", "dp", "zero_stage", "micro_batch", "global_batch", "recompute",
-    "precision", "seq_parallel", "attention", "measured_mem_gb", "status", "tier", "framework", "task", "date", "step_s",
+    "precision", "seq_parallel", "attention", "measured_mem_gb", "status", "tier", "framework", "task", "date",
+    "step_s",
 ]  # fmt: skip
 
 

@@ -12,6 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "phalanx"
 
 LAYERS = (
     {"errors", "units"},
+    {"files"},
     {"job", "hardware", "record"},
     {"arch", "network"},
     {"plan"},
@@ -19,6 +20,7 @@ LAYERS = (
     {"spec", "launch", "scale", "train"},
     {"web"},
     {"cli"},
+    {"__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -1,5 +1,6 @@
 import pytest
 
+from phalanx.plan.layout import Layout
 from phalanx.plan.mapping import mapping
 from phalanx.plan.score import price
 from phalanx.plan.search import search
@@ -87,10 +88,14 @@ def test_hsdp_gathers_on_the_fast_links_and_reduces_between_copies(make_ask):
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_gradient_traffic_adds_up_below_zero_3(make_ask, zero):
     """Wire and shown seconds of all rows that carry gradients are those of the step, experts included."""
-    ask = make_ask("mixtral-8x7b", cluster="8xH100:8", batch=256, parallel__zero=zero, parallel__expert=4,
-                   parallel__shard=8 if zero else "auto", parallel__tensor=2, parallel__pipeline=1, parallel__context=1,
-                   parallel__recompute="full")  # fmt: skip
-    layout, found = axes(ask)
+    ask = make_ask("mixtral-8x7b", cluster="8xH100:8", batch=256)
+    # Written out, not searched: whether it fits does not matter here.
+    layout = Layout(
+        data=32, shard=8 if zero else 1, tensor=2, context=1, pipeline=1, virtual_pipeline=1, expert=4, zero=zero,
+        sequence_parallel=True, micro_batch=1, accumulation=8, recompute="full", precision="bf16", schedule="1f1b",
+        offload="none", compression="none",
+    )  # fmt: skip
+    found = {use.axis: use for use in mapping(ask, layout)}
     _, times, _ = price(ask, [layout])
     rows = ("data", "shard", "replica", "expert data")
     assert ("replica" in found) == (zero > 0)

@@ -32,18 +32,46 @@ def test_chunked_scores_equal_one_by_one_prices(make_ask):
     assert np.allclose(memory.total, scores.memory_bytes[rows], rtol=1e-9)
 
 
-def test_among_equals_the_simplest_wins(make_ask):
-    ask = make_ask(cluster="8xH100:8", sequence=8192, batch=512)
-    scores, found = score(build(ask)), search(ask)
-    fastest = found.fastest
-    assert fastest.step_s == scores.step_s[scores.fits].min()
-    assert found.best.layout != fastest.layout
-    safe = max(SAFE_MEMORY * scores.usable_bytes, fastest.memory_bytes)
-    ties = np.flatnonzero((scores.step_s <= SAME * fastest.step_s) & (scores.memory_bytes <= safe))
-    keys = dict(zip(map(scores.layout, ties), zip(*complexity(scores, ties), strict=True), strict=True))
-    assert keys[found.best.layout] == min(keys.values())
-    assert keys[found.best.layout] < keys[fastest.layout]
-    assert [one.idea for one in found.others if one.layout == fastest.layout] == ["fastest on paper"]
+def all_equal(space, **options):
+    """As `score`, but every layout takes 1.00 to 1.01 s, the less the more machinery it has, and half of the memory."""
+    scores = score(space, **options)
+    rows = np.arange(scores.base.size)
+    axes, stages, odd, *_ = complexity(scores, rows)
+    half = np.full(rows.size, 0.5 * scores.usable_bytes)
+    return replace(scores, step_s=1.01 - 0.001 * axes - 1e-5 * stages - 1e-6 * odd, memory_bytes=half)
+
+
+def test_among_equals_the_simplest_wins(make_ask, monkeypatch):
+    monkeypatch.setattr("phalanx.plan.search.score", all_equal)
+    ask = make_ask()
+    found, scores = search(ask), all_equal(build(ask))
+    assert found.fastest.step_s == scores.step_s.min() < found.best.step_s <= SAME * found.fastest.step_s
+    rows = np.arange(scores.base.size)
+    keys = dict(zip(map(scores.layout, rows), zip(*complexity(scores, rows), strict=True), strict=True))
+    assert keys[found.best.layout] == min(keys.values()) < keys[found.fastest.layout]
+    assert [one.idea for one in found.others if one.layout == found.fastest.layout] == ["fastest on paper"]
+
+
+def test_a_simpler_layout_that_fills_the_memory_does_not_win(make_ask, monkeypatch):
+    def crowded(space, **options):
+        scores = all_equal(space, **options)
+        plain = complexity(scores, np.arange(scores.base.size))[0] == 0
+        share = np.where(plain, (1 + SAFE_MEMORY) / 2, SAFE_MEMORY)
+        return replace(scores, memory_bytes=share * scores.usable_bytes)
+
+    monkeypatch.setattr("phalanx.plan.search.score", crowded)
+    assert search(make_ask()).best.layout.axes == 1
+
+
+def test_beyond_a_tie_the_fastest_wins_whatever_it_takes(make_ask, monkeypatch):
+    def far_apart(space, **options):
+        scores = all_equal(space, **options)
+        return replace(scores, step_s=np.where(scores.step_s == scores.step_s.min(), 1.0 / SAME - 0.02, 1.0))
+
+    monkeypatch.setattr("phalanx.plan.search.score", far_apart)
+    found = search(make_ask())
+    assert found.best.layout.axes == 3
+    assert found.best.layout == found.fastest.layout
 
 
 def test_axes_come_before_stages_before_schedules(make_ask):

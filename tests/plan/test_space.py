@@ -30,7 +30,8 @@ def test_every_layout_is_legal(make_ask, domains, batch):
         assert one.context == 1 or ask.sequence % (2 * one.context) == 0
         assert one.tensor <= 8
         assert (one.data * one.context) % one.shard == 0
-        assert not (one.zero == 2 and (one.pipeline > 1 or one.accumulation > 1))
+        assert one.zero != 2 or one.accumulation == 1, "between micro-batches it is ZeRO-1 or reduces every time"
+        assert one.zero in (ask.limits.zero_with_pipeline if one.pipeline > 1 else ask.limits.zero)
         assert (one.virtual_pipeline > 1) == (one.schedule == "interleaved")
         assert not one.sequence_parallel or one.tensor > 1
     rows = np.concatenate([np.stack(list(columns.values()), axis=1) for _, _, columns in space.chunks()])
@@ -77,6 +78,8 @@ def test_frameworks_are_offered_only_what_they_run(make_ask):
     assert {one.schedule for one in found} == {"1f1b"}
     assert {one.context for one in found} == {1}
     assert not [one for one in found if one.pipeline > 1 and one.zero > 1]
+    ours = layouts(build(make_ask(batch=16)))
+    assert {one.zero for one in ours if one.pipeline > 1} == {0, 1, 2, 3}
 
 
 def test_what_is_fixed_stays(make_ask):

@@ -10,6 +10,7 @@ from pathlib import Path
 from phalanx.cli.options import add_json
 from phalanx.cli.output import note, print_json
 from phalanx.errors import Problem, WorldError, mistake, nearest
+from phalanx.files import replace_text
 from phalanx.job.presets import Preset, presets
 from phalanx.job.template import render
 
@@ -71,8 +72,11 @@ def _cores() -> int:
 
 def _write(path: Path, text: str, *, force: bool) -> None:
     try:
+        if force:
+            replace_text(path, text)
+            return
         # "x" makes the check and the creation one act: two calls at once cannot both win.
-        with path.open("w" if force else "x", encoding="utf-8") as file:
+        with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
         raise mistake(

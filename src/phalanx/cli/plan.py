@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 from phalanx.cli.options import add_json, add_set
 from phalanx.cli.output import note, print_json, warn
-from phalanx.errors import Problem, WorldError, mistake
+from phalanx.errors import Problem, mistake
+from phalanx.files import write_text
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
 from phalanx.plan import compare as comparing
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         return _compare(args, jobs)
     made = _plan(jobs[0], args)
     if args.out:
-        write(Path(args.out), made.to_json())
+        write_text(Path(args.out), made.to_json(), fix="name another --out")
         note(f"wrote {args.out}")
     if args.json:
         print_json(made.to_dict())
@@ -101,27 +101,3 @@ def _show(page: str) -> None:
     for number, line in enumerate(page.splitlines()):
         heading = number < 2 or (line and not line.startswith(" "))
         console.print(Text(line, style="bold" if heading else ""))
-
-
-def write(path: Path, content: str) -> None:
-    """Write the whole file or nothing: a temporary file beside it, then a rename."""
-    try:
-        if path.exists() and not path.is_file():
-            path.write_text(content, encoding="utf-8")  # a pipe or /dev/stdout: nothing that a rename may replace
-            return
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                stream.write(content)
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(temporary, 0o666 & ~umask)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise WorldError(
-            Problem(where=str(path), what=f"cannot be written: {reason}", fix="name another --out")
-        ) from None

@@ -7,13 +7,13 @@ import json
 import math
 import os
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import Problem, WorldError, mistake
+from phalanx.files import replace_text
 from phalanx.hardware.tomlfile import read_text
 
 VERSION = 1
@@ -50,23 +50,16 @@ def usual_path(hostname: str, environ: Mapping[str, str]) -> Path:
 
 
 def save(profile: Profile, path: Path) -> None:
-    """Write the whole file or nothing: a temporary file beside it, flushed to disk, then renamed."""
+    """Write the whole file or nothing, and the folders that lead to it."""
     text = json.dumps({"version": VERSION, **dataclasses.asdict(profile)}, indent=1, allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                stream.write(text)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        replace_text(path, text)
     except OSError as error:
         fix = "give another place with --out FILE"
-        raise WorldError(Problem(where=str(path), what=f"cannot write the profile: {error}", fix=fix)) from None
+        raise WorldError(
+            Problem(where=str(path), what=f"cannot write the profile: {error.strerror or error}", fix=fix)
+        ) from None
 
 
 def load(path: Path) -> Profile:

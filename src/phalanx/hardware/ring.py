@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import os
 import select
 import socket
 import time
@@ -11,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from phalanx.files import replace_text
 
 _PATIENCE_S = 20.0
 _TOKEN_BYTES = 32
@@ -25,7 +26,7 @@ class Ring:
         token = (folder / "token").read_bytes()
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.settimeout(_PATIENCE_S)
-            _publish(folder / f"port.{rank}", str(listener.getsockname()[1]))
+            replace_text(folder / f"port.{rank}", str(listener.getsockname()[1]))
             port = int(_await(folder / f"port.{(rank + 1) % ranks}"))
             self._next = socket.create_connection(("127.0.0.1", port), timeout=_PATIENCE_S)
             self._next.sendall(token)
@@ -67,12 +68,6 @@ class Ring:
         """Leave the ring."""
         self._next.close()
         self._previous.close()
-
-
-def _publish(path: Path, text: str) -> None:
-    temporary = path.with_suffix(path.suffix + ".new")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 def _await(path: Path) -> str:

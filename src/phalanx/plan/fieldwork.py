@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.errors import mistake
+from phalanx.files import write_text
 from phalanx.plan import ask as asking
-from phalanx.plan.atomic import write_text
 from phalanx.plan.calibrate import GROUPS, Calibration, calibrate, calibrated
 from phalanx.plan.cases import Floats
 from phalanx.plan.plan import Plan

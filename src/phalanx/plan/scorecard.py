@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.plan.atomic import write_text
+from phalanx.files import write_text
 from phalanx.plan.validate import LEAST_ROWS, Prediction, Scorecard
 
 HEADER = ("id", "step_s", "step_s_lo", "step_s_hi", "mem_gb", "fits")

@@ -1,0 +1,8 @@
+"""`python -m phalanx` is `phalanx`, also where the scripts folder is not on the path."""
+
+import sys
+
+from phalanx.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())
