@@ -93,6 +93,10 @@ def test_a_pipe_is_written_into_and_stays_a_pipe(tmp_path):
     assert names(tmp_path) == ["pipe"]
 
 
-def test_dev_null_stays_a_device():
-    write_text(Path(os.devnull), "x")
-    assert Path(os.devnull).is_char_device()
+def test_a_device_is_written_into_and_never_replaced(tmp_path):
+    """Through a link: a rename that went wrong would replace the link, not the machine's /dev/null."""
+    link = tmp_path / "null"
+    link.symlink_to(os.devnull)
+    write_text(link, "x")
+    assert link.is_symlink()
+    assert names(tmp_path) == ["null"]

@@ -39,7 +39,7 @@ def test_specs_mean_what_the_documentation_says() -> None:
         ("-8xH100:4", "has -8 devices per domain"),
         ("H100:-1", "has -1 devices"),
         ("H100:0", "has 0 devices"),
-        ("", "is not a cluster"),
+        ("", "cluster: the spec is empty\n  it must name what to run on\n"),
         ("16", "is not a cluster"),
         ("8xH100:1.5", "is not a cluster"),
         ("8xH100:99999999", "has 799,999,992 devices"),

@@ -11,20 +11,21 @@ MIB, GIB = 2.0**20, 2.0**30
 # An 8 x H100 node with 8 x 400 Gb/s: what NCCL calls bus bandwidth per device, and its Simple-protocol latencies.
 H100 = {"link_bytes_per_s": 384e9, "nic_bytes_per_s": 48e9, "link_latency_s": 3.4e-6, "nic_latency_s": 14e-6}
 FREE = {"link_bytes_per_s": 1e30, "nic_bytes_per_s": 1e30, "link_latency_s": 0.0, "nic_latency_s": 0.0}
-NO_SWITCH = np.zeros(1)
 
 sizes = st.floats(1.0, 1e12)
 ranks = st.integers(1, 4096)
 strides = st.sampled_from([1, 2, 4, 8, 16, 64])
 
 
-def group(n, stride=1, *, domain=8.0, **changes):
-    machine = {name: np.array([value]) for name, value in {**H100, **changes}.items()}
-    return net.place(np.array([float(n)]), np.array([float(stride)]), domain=np.array([float(domain)]), **machine)
+def group(n, stride=1, *, domain=8.0, devices=0, **changes):
+    """A group on a cluster of `devices`, by default just those it spans."""
+    machine = {"domain": domain, "devices": devices or n * stride, **H100, **changes}
+    machine = {name: np.array([float(value)]) for name, value in machine.items()}
+    return net.place(np.array([float(n)]), np.array([float(stride)]), **machine)
 
 
 def reduce(g, nbytes):
-    return net.all_reduce(g, np.array([float(nbytes)]), switch=NO_SWITCH).item()
+    return net.all_reduce(g, np.array([float(nbytes)])).item()
 
 
 def gather(g, nbytes):
@@ -57,6 +58,14 @@ EVERY = [reduce, gather, exchange, message]
 def test_place_by_stride(n, stride, per_domain, domains):
     g = group(n, stride)
     assert (g.per_domain.item(), g.domains.item()) == (per_domain, domains)
+
+
+def test_groups_that_do_not_tile_a_domain_straddle_two():
+    """64 ranks on domains of 72: the second group has members in two of them, and all wait for it."""
+    alone, straddling = group(64, domain=72, devices=72), group(64, domain=72, devices=576)
+    assert (alone.domains.item(), straddling.domains.item()) == (1, 2)
+    assert gather(straddling, GIB) > gather(alone, GIB)
+    assert group(8, domain=72, devices=576).domains.item() == 1  # nine of them fill a domain
 
 
 @pytest.mark.parametrize("cost", EVERY)
@@ -169,20 +178,19 @@ def test_ring_needs_ever_larger_messages_as_nodes_grow():
 
 def test_the_fastest_applicable_algorithm_is_taken():
     for nodes, nbytes in ((1, GIB), (4, MIB), (32, 64 * MIB), (32, 64 * GIB)):
-        g = group(8 * nodes)
-        times = net.all_reduce_by_algorithm(g, np.array([nbytes]))
-        assert reduce(g, nbytes) == min(one.item() for one in times[:3])
+        for switch in (0.0, 1.0):
+            g = group(8 * nodes, switch=switch)
+            times = net.all_reduce_by_algorithm(g, np.array([nbytes]))
+            assert reduce(g, nbytes) == min(one.item() for one in times)
 
 
 def test_the_switch_reduces_large_sums_inside_one_domain_only():
-    size = np.array([GIB])
+    def gain(n):
+        return reduce(group(n, switch=1.0), GIB) / reduce(group(n), GIB)
 
-    def gain(g):
-        return net.all_reduce(g, size, switch=np.ones(1)).item() / net.all_reduce(g, size, switch=NO_SWITCH).item()
-
-    assert gain(group(8)) < 0.8
-    assert gain(group(16)) == 1.0
-    assert gain(group(2)) == 1.0  # two ranks exchange halves anyway
+    assert gain(8) < 0.8
+    assert gain(16) == 1.0
+    assert gain(2) == 1.0  # two ranks exchange halves anyway
 
 
 def test_contention_grows_with_the_domains_taking_part():
@@ -224,6 +232,6 @@ def test_send_takes_the_link_its_neighbour_is_on():
 def test_elementwise_over_arrays():
     n = np.array([1.0, 8.0, 64.0])
     machine = {name: np.full(3, value) for name, value in H100.items()}
-    g = net.place(n, np.ones(3), domain=np.full(3, 8.0), **machine)
-    together = net.all_reduce(g, np.full(3, GIB), switch=np.zeros(3))
+    g = net.place(n, np.ones(3), domain=np.full(3, 8.0), devices=n, **machine)
+    together = net.all_reduce(g, np.full(3, GIB))
     assert together == pytest.approx([reduce(group(int(one)), GIB) for one in n])

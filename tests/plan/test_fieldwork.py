@@ -1,7 +1,7 @@
 """Calibration from a user's own steps: a table, or the folder of a run."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -72,7 +72,7 @@ def test_a_system_that_is_slower_all_over_is_found(table, factor):
     report = calibrate_table(table(slowed(factor)))
     assert report.measurements == 4
     assert report.median_error_before == pytest.approx(abs(1 / factor - 1), rel=1e-6)
-    assert report.median_error_after < 0.3 * report.median_error_before
+    assert report.median_error_after < 0.6 * report.median_error_before  # four rows against the priors
     assert (report.scalars.compute > 1) == (factor > 1)
 
 
@@ -92,7 +92,7 @@ def test_rows_without_a_step_take_no_part(table):
 def test_a_row_that_cannot_be_priced_costs_only_itself(table):
     rows = slowed(1.3)
     report = calibrate_table(table([rows[0] | {"id": "x", "gpu": "H900"}, *rows]))
-    assert report.measurements == 4
+    assert (report.measurements, report.skipped) == (4, 1)
     assert report.scalars == calibrate_table(table(rows)).scalars
 
 
@@ -118,7 +118,8 @@ def test_a_table_nobody_can_price(table):
 def test_a_run_is_calibrated_on_its_usual_step(run, make_job):
     plan = phalanx.plan(make_job())
     slow = 1.25 * plan.prediction.step_s
-    lines = [step(99.0), step(99.0), *[step(slow)] * 7, step(9 * slow)]  # warm-up, steady, one stall
+    steady = [0.9 * slow] * 3 + [slow] * 2 + [1.1 * slow] * 2 + [9 * slow]  # the last one stalled
+    lines = [step(99.0), step(99.0), *map(step, steady)]  # the first fifth is warm-up; with it the median moves
     folder, plan = run(lines)
     report = calibrate_run(folder)
     assert report.measurements == 1
@@ -139,13 +140,11 @@ def test_torn_and_foreign_lines_are_skipped(run):
     assert calibrate_run(folder).measurements == 1
 
 
-@pytest.mark.xfail(raises=RecursionError, reason="_durations catches ValueError, json raises RecursionError")
 def test_a_hostile_line_is_skipped_too(run):
     folder, _ = run([*[step(2.0)] * 5, "[" * 200_000])
     assert calibrate_run(folder).measurements == 1
 
 
-@pytest.mark.xfail(raises=OSError, reason="_durations reads whatever carries the name")
 def test_a_folder_named_like_a_log_is_a_mistake(run):
     folder, _ = run([])
     (folder / "events-0.jsonl").unlink()
@@ -153,14 +152,12 @@ def test_a_folder_named_like_a_log_is_a_mistake(run):
     assert refused(calibrate_run, folder)
 
 
-@pytest.mark.xfail(raises=UnicodeDecodeError, reason="calibrate_run reads plan.json without minding its encoding")
 def test_a_plan_that_is_no_text_is_a_mistake(run):
     folder, _ = run([step(1.0)] * 5)
     (folder / "plan.json").write_bytes(b"\xff\xfe")
-    assert refused(calibrate_run, folder).startswith(f"{folder / 'plan.json'}: ")
+    assert refused(calibrate_run, folder).startswith(f"{folder / 'plan.json'}:1: byte 0xff is not UTF-8\n")
 
 
-@pytest.mark.xfail(reason="one stalled run gives host = 117.6, a file that plan --calibration refuses (20 at most)")
 def test_what_calibrate_writes_plan_takes_or_calibrate_refuses(run, tmp_path, make_job):
     slow = 50 * phalanx.plan(make_job("gpt2", "8xH100:1", sequence=1024, batch=64)).prediction.step_s
     folder, _ = run([step(slow)] * 5, preset="gpt2", cluster="8xH100:1", sequence=1024, batch=64)
@@ -229,22 +226,21 @@ def test_what_is_written_can_be_read_back(table, tmp_path):
     assert read(tmp_path / "mine.json").scalars == asdict(report.scalars)
 
 
+REPORT = Report(
+    version=1, source="mine.csv", measurements=1, skipped=0, median_error_before=0.2, median_error_after=0.031,
+    scalars=Calibration(compute=1.25, memory=0.9, host=1.0, inner_traffic=2.0, outer_traffic=1.5),
+)  # fmt: skip
+
+
 def test_an_unwritable_place(tmp_path):
-    report = Report(
-        version=1, source="x", measurements=1, scalars=Calibration(), median_error_before=0.0, median_error_after=0.0
-    )
     with pytest.raises(WorldError) as caught:
-        write(tmp_path / "no" / "mine.json", report)
+        write(tmp_path / "no" / "mine.json", REPORT)
     assert "cannot be written: No such file or directory\n  name a writable file" in str(caught.value)
 
 
 def test_the_page():
-    scalars = Calibration(compute=1.25, memory=0.9, host=1.0, inner_traffic=2.0, outer_traffic=1.5)
-    report = Report(
-        version=1, source="mine.csv", measurements=1, scalars=scalars, median_error_before=0.2, median_error_after=0.031
-    )
     assert (
-        text(report)
+        text(REPORT)
         == """\
 1 measurement from mine.csv
 
@@ -259,6 +255,15 @@ median error 20.0% before, 3.1% after
 fewer than 3 measurements: the factors stay close to 1; three to five are better"""
     )
     assert set(fieldwork.MEANING) == set(GROUPS)
+
+
+def test_the_page_warns_of_rows_left_out_and_of_measurements_that_disagree():
+    page = text(replace(REPORT, measurements=4, skipped=2, median_error_after=0.3))
+    assert page.endswith(
+        "median error 20.0% before, 30.0% after\n"
+        "2 measured rows could not be priced and were left out; phalanx validate says why\n"
+        "warning: these measurements disagree with each other more than with the prediction; plan without"
+    )
 
 
 def test_finite_whatever_is_measured(table):

@@ -32,13 +32,15 @@ def test_chunked_scores_equal_one_by_one_prices(make_ask):
     assert np.allclose(memory.total, scores.memory_bytes[rows], rtol=1e-9)
 
 
+def axes_of(scores):
+    return sum((scores.column(name) > 1).astype(int) for name in ("tp", "cp", "pp", "ep"))
+
+
 def all_equal(space, **options):
     """As `score`, but every layout takes 1.00 to 1.01 s, the less the more machinery it has, and half of the memory."""
     scores = score(space, **options)
-    rows = np.arange(scores.base.size)
-    axes, stages, odd, *_ = complexity(scores, rows)
-    half = np.full(rows.size, 0.5 * scores.usable_bytes)
-    return replace(scores, step_s=1.01 - 0.001 * axes - 1e-5 * stages - 1e-6 * odd, memory_bytes=half)
+    step_s = 1.01 - 0.001 * axes_of(scores) - 1e-5 * scores.column("pp") - 1e-6 * scores.column("vpp")
+    return replace(scores, step_s=step_s, memory_bytes=np.full(step_s.size, 0.5 * scores.usable_bytes))
 
 
 def test_among_equals_the_simplest_wins(make_ask, monkeypatch):
@@ -55,8 +57,7 @@ def test_among_equals_the_simplest_wins(make_ask, monkeypatch):
 def test_a_simpler_layout_that_fills_the_memory_does_not_win(make_ask, monkeypatch):
     def crowded(space, **options):
         scores = all_equal(space, **options)
-        plain = complexity(scores, np.arange(scores.base.size))[0] == 0
-        share = np.where(plain, (1 + SAFE_MEMORY) / 2, SAFE_MEMORY)
+        share = np.where(axes_of(scores) == 0, (1 + SAFE_MEMORY) / 2, SAFE_MEMORY)
         return replace(scores, memory_bytes=share * scores.usable_bytes)
 
     monkeypatch.setattr("phalanx.plan.search.score", crowded)

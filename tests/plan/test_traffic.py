@@ -117,7 +117,9 @@ def test_tensor_traffic_explodes_past_the_node():
 
 def test_sequence_parallelism_moves_the_same_bytes():
     """An all-reduce is a reduce-scatter and an all-gather (Korthikanti et al. 2022, section 4.2.2)."""
-    assert tensor(tp=8.0, sp=1.0) == pytest.approx(tensor(tp=8.0, sp=0.0), rel=1e-6)
+    rings = {"tp": 8.0, "switch_reduces": 0.0}
+    assert tensor(**rings, sp=1.0) == pytest.approx(tensor(**rings, sp=0.0), rel=1e-6)
+    assert tensor(tp=8.0, sp=0.0, switch_reduces=1.0) < tensor(**rings, sp=0.0), "a switch can sum, not gather"
 
 
 def shard(**changes):

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(job: str, args: argparse.Namespace) -> Plan:
     resolved = load(job, overrides=args.overrides)
-    cluster = resolve(args.cluster) if args.cluster else None
+    cluster = resolve(args.cluster) if args.cluster is not None else None
     return make_plan(resolved, cluster, calibration=_calibration(args.calibration))
 
 
@@ -79,7 +79,7 @@ def _compare(args: argparse.Namespace, jobs: list[str]) -> int:
     if args.out:
         raise mistake("phalanx plan", "--out writes one plan, not a comparison", fix="use --json > file")
     plans = [_plan(job, args) for job in jobs]
-    differences = comparing.compare(plans)
+    differences = comparing.compare(plans, jobs)
     if args.json:
         print_json({"differences": differences, "plans": [one.to_dict() for one in plans]})
         return 0

@@ -22,7 +22,7 @@ FORMS = "write 8xH100:16 (16 domains of 8), H100:64 (64 devices), local, or the 
 
 
 def resolve(
-    spec: str,
+    spec: str | Path,
     *,
     base: Path | None = None,
     files: Sequence[Path] = (),
@@ -37,7 +37,11 @@ def resolve(
     >>> resolve("8xH100:16").devices, resolve("H100:64").domains
     (128, 8)
     """
-    text = spec.strip()
+    if not isinstance(spec, str | Path):
+        raise mistake("cluster", f"{str(spec)[:60]!r} is of type {type(spec).__name__}, not a text", fix=FORMS)
+    text = str(spec).strip()
+    if not text:
+        raise mistake("cluster", "the spec is empty", why="it must name what to run on", fix=FORMS)
     if text == "local":
         # Discovery reads /proc and may load NVML: only a caller who asks for this machine pays for that.
         from phalanx.hardware.local import local_cluster

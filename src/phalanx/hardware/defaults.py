@@ -123,6 +123,7 @@ def host_devices(accelerator: Accelerator, domain_devices: int) -> int:
 
 
 def power_w_per_device(cluster: Cluster) -> float:
-    """Whole-server watts per device: as given, else TDP with the server around it."""
-    power = cluster.power_w_per_device or cluster.accelerator.tdp_w * SERVER_POWER_OVER_TDP
+    """Watts per device: as given, else TDP with the server around it (a CPU's alone); 0 where neither is known."""
+    around = 1.0 if cluster.accelerator.family == "cpu" else SERVER_POWER_OVER_TDP
+    power = cluster.power_w_per_device or cluster.accelerator.tdp_w * around
     return power if math.isfinite(power) else 0.0

@@ -189,12 +189,16 @@ def _fill_batch(draft: Draft, batch: dict[str, Any], preset: Preset | None, *, s
 
 
 def _sequences_from_tokens(draft: Draft, batch: dict[str, Any], sequence: int) -> None:
-    """Whole sequences. An exact number must be a whole number of them; "4M" is about four million and is rounded."""
+    """Whole sequences. An exact number must be a whole number of them; "4M" is about four million and is rounded.
+
+    Also where it divides exactly: "512k" tokens of 1,024 are 500 sequences, which eight replicas cannot share.
+    """
     tokens, written = batch["global_tokens"], draft.section("batch").get("global_tokens")
     sequences, rest = divmod(tokens, sequence)
     origin = Origin(kind="derived", where="batch.global_tokens / data.sequence")
-    if rest and isinstance(written, str) and not written.strip()[-1:].isdigit():
-        sequences = round_batch(tokens / sequence)
+    rounded = round_batch(tokens / sequence)
+    if isinstance(written, str) and not written.strip()[-1:].isdigit() and rounded * sequence != tokens:
+        sequences = rounded
         batch["global_tokens"] = sequences * sequence
         origin = Origin(
             kind="derived", where=f"{shown(written)} in whole sequences, within 5 %, rich in factors of two"

@@ -33,6 +33,7 @@ class Group:
     link_latency_s: Floats
     nic_latency_s: Floats
     loss: Floats | float = 0.0  # exponent by which NIC bandwidth falls with the domains a collective spans
+    switch: Floats | float = 0.0  # 1 where the switch of the fast domain reduces (NVLS)
     pacing: Floats | float = 0.0  # share of a ring's inner steps that wait for the slowest (network) hop
 
     @property
@@ -57,15 +58,24 @@ def place(
     stride: Floats,
     *,
     domain: Floats,
+    devices: Floats,
     link_bytes_per_s: Floats,
     nic_bytes_per_s: Floats,
     link_latency_s: Floats,
     nic_latency_s: Floats,
     pacing: Floats | float = 0.0,
     loss: Floats | float = 0.0,
+    switch: Floats | float = 0.0,
 ) -> Group:
-    """The group of an axis whose members stand `stride` ranks apart when ranks fill domains in order."""
-    per_domain = np.clip(np.floor(domain / np.maximum(stride, 1.0) + 1e-9), 1.0, np.maximum(ranks, 1.0))
+    """The group of an axis whose members stand `stride` ranks apart when ranks fill domains in order.
+
+    Where groups of this size do not tile a domain (64 ranks on 72 devices), some straddle two of them, and the slowest
+    group is the one that counts.
+    """
+    inside = np.clip(np.floor(domain / np.maximum(stride, 1.0) + 1e-9), 1.0, np.maximum(ranks, 1.0))
+    block = np.maximum(ranks * stride, 1.0)
+    straddles = (devices > domain) & (block > 1) & (block <= domain) & (np.mod(domain, block) > 0)
+    per_domain = np.where(straddles, np.maximum(1.0, np.floor(ranks / 2.0)), inside)
     return Group(
         ranks=ranks,
         per_domain=per_domain,
@@ -75,6 +85,7 @@ def place(
         nic_latency_s=nic_latency_s,
         pacing=pacing,
         loss=loss,
+        switch=switch,
     )
 
 
@@ -111,14 +122,14 @@ def all_reduce_by_algorithm(group: Group, nbytes: Floats) -> tuple[Floats, Float
     hierarchical = np.where(spans, 2.0 * inner + outer, np.inf)
     switch_bus = group.link_bytes_per_s * SWITCH_GAIN
     switch = 2.0 * (group.ranks - 1.0) / np.maximum(group.ranks, 1.0) * nbytes / switch_bus + SWITCH_LATENCY_S
-    return ring, tree, hierarchical, np.where((group.domains <= 1) & (group.ranks > 2), switch, np.inf)
+    reduces = (np.asarray(group.switch) > 0) & (group.domains <= 1) & (group.ranks > 2)
+    return ring, tree, hierarchical, np.where(reduces, switch, np.inf)
 
 
-def all_reduce(group: Group, nbytes: Floats, *, switch: Floats) -> Floats:
-    """The fastest applicable algorithm; `switch` is 1 where the fabric reduces in the switch."""
-    ring, tree, hierarchical, nvls = all_reduce_by_algorithm(group, nbytes)
-    best = np.minimum(np.minimum(ring, tree), hierarchical)
-    best = np.where(switch > 0, np.minimum(best, nvls), best)
+def all_reduce(group: Group, nbytes: Floats) -> Floats:
+    """The fastest applicable algorithm."""
+    ring, tree, hierarchical, switch = all_reduce_by_algorithm(group, nbytes)
+    best = np.minimum(np.minimum(ring, tree), np.minimum(hierarchical, switch))
     return np.where(group.ranks > 1, best, 0.0)
 
 
@@ -128,7 +139,9 @@ def all_to_all(group: Group, nbytes: Floats, *, network_copies: Floats | float =
     `network_copies` is the share of bytes that really crosses the network when several receivers in one domain want
     the same data and it is sent there once.
     """
-    inside = (group.per_domain - 1.0) / np.maximum(group.ranks, 1.0) * nbytes / group.link_bytes_per_s
+    # Whatever crosses the network once is handed on inside the domain to the members that want it.
+    local = np.where(group.domains > 1, group.per_domain, group.ranks)
+    inside = (local - 1.0) / np.maximum(local, 1.0) * nbytes / group.link_bytes_per_s
     outside = (
         (group.ranks - group.per_domain)
         / np.maximum(group.ranks, 1.0)

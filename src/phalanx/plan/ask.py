@@ -23,7 +23,7 @@ Fixed = Mapping[str, int | str | bool]
 
 # Frameworks whose published runs materialise attention scores (column `attention` of throughput_public.csv).
 UNFUSED = ("megatron-deepspeed", "megatron-lm", "deepspeed")
-# What people write -> the profile that was fitted on such runs. "phalanx" trains with plain PyTorch, measured on one H200 (benchmarks/data).
+# What people write -> the profile that was fitted on such runs; "phalanx" trains with plain PyTorch.
 PROFILE_ALIASES = {
     "phalanx": "pytorch",
     "default": "default",
@@ -33,6 +33,9 @@ PROFILE_ALIASES = {
     "composer": "composer-fsdp",
     "deepspeed-zero3": "deepspeed",
 }
+# `launch_s` of a profile covers all the host does per operation; `phalanx probe` times one bare kernel. On the H200 the
+# "pytorch" profile was measured on, the probe showed this (benchmarks/data, 2026-11-15).
+PROBED_LAUNCH_S = 6.86e-6
 # Bytes of optimizer moments per parameter: two for Adam, one for Muon, row and column sums (about none) for Adafactor.
 MOMENTS = {"adamw": 2, "adamw8bit": 2, "muon": 1, "adafactor": 0}
 ADAMW_BYTES = 12.0  # fp32 master weights and two fp32 moments: what the memory profiles were fitted with
@@ -78,7 +81,7 @@ def from_job(
     if job.precision.grad_reduce == "bf16":
         profile = replace(profile, gradient_bytes=2.0)
     if cluster.launch_s > 0:
-        profile = replace(profile, launch_s=cluster.launch_s)
+        profile = replace(profile, launch_s=profile.launch_s * cluster.launch_s / PROBED_LAUNCH_S)
     kept = memory_profiles()
     ask = Ask(
         model=job.model,

@@ -19,20 +19,25 @@ from phalanx.units import HOUR_S
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bill:
-    """The whole run, spare hosts included in the money. `usd` is (low, middle, high), None without a known price."""
+    """The whole run, spare hosts included in the money; None stands for what is not known.
+
+    `usd` is (low, middle, high): the cheapest price over the low end of the 80 % interval of the run's time, the middle
+    of both, the dearest price over the high end. `kwh_interval` follows the time alone.
+    """
 
     device_hours: float
     usd_per_device_hour: tuple[float, float, float] | None
     usd: tuple[float, float, float] | None
     price_source: str
-    watts_per_device: float
+    watts_per_device: float | None
     power_source: str
     pue: float
     pue_source: str
-    kwh: float
+    kwh: float | None
+    kwh_interval: tuple[float, float] | None
     grid_gco2_per_kwh: float
     grid_source: str
-    kgco2e: float
+    kgco2e: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,34 +49,52 @@ class Region:
     pue: float  # 0 when the source gives none
 
 
-def bill(cluster: Cluster, *, cost: Cost, wall_s: float, spares: int, devices: int, where: str = "job") -> Bill:
-    """What `devices` devices and the spare hosts cost over `wall_s` seconds."""
-    hours = wall_s / HOUR_S
+def bill(
+    cluster: Cluster,
+    *,
+    cost: Cost,
+    wall_s: float,
+    spares: int,
+    devices: int,
+    wall_interval_s: tuple[float, float] | None = None,
+    where: str = "job",
+) -> Bill:
+    """What `devices` devices and the spare hosts cost over `wall_s` seconds, and over both ends of its interval."""
+    low_s, high_s = wall_interval_s or (wall_s, wall_s)
+    low, hours, high = low_s / HOUR_S, wall_s / HOUR_S, high_s / HOUR_S
     price, price_source = _price(cluster, cost)
     rented = devices + spares * cluster.host_devices
     region = _region(cost.region, where) if cost.region else None
     pue, pue_source = _pue(cluster, cost, region)
     grid, grid_source = _grid(cluster, cost, region)
-    watts = power_w_per_device(cluster)
-    kwh = devices * watts * hours / 1000 * pue
+    watts, power_source = _power(cluster)
+    kw = devices * watts / 1000 * pue if watts else None
     return Bill(
         device_hours=devices * hours,
         usd_per_device_hour=price,
-        usd=(price[0] * rented * hours, price[1] * rented * hours, price[2] * rented * hours) if price else None,
+        usd=(price[0] * rented * low, price[1] * rented * hours, price[2] * rented * high) if price else None,
         price_source=price_source,
         watts_per_device=watts,
-        power_source=(
-            "given for the cluster"
-            if cluster.power_w_per_device
-            else "TDP × 856/700: H100 servers at the wall, MLPerf training v4.0"
-        ),
+        power_source=power_source,
         pue=pue,
         pue_source=pue_source,
-        kwh=kwh,
+        kwh=kw * hours if kw else None,
+        kwh_interval=(kw * low, kw * high) if kw else None,
         grid_gco2_per_kwh=grid,
         grid_source=grid_source,
-        kgco2e=kwh * grid / 1000,
+        kgco2e=kw * hours * grid / 1000 if kw else None,
     )
+
+
+def _power(cluster: Cluster) -> tuple[float | None, str]:
+    watts = power_w_per_device(cluster)
+    if not watts:
+        return None, "unknown: give power_w_per_device in a cluster file"
+    if cluster.power_w_per_device:
+        return watts, "given for the cluster"
+    if cluster.accelerator.family == "cpu":
+        return watts, "share of a CPU's 350 W over 56 cores, Xeon 8480+ datasheet; the server around it not counted"
+    return watts, "TDP × 856/700: H100 servers at the wall, MLPerf training v4.0"
 
 
 def _price(cluster: Cluster, cost: Cost) -> tuple[tuple[float, float, float] | None, str]:

@@ -22,7 +22,10 @@ UNITS = {
     "TPU": 8, "CPU": 1,
 }  # fmt: skip
 UNITS_DEFAULT = 128
-SAME_UNITS = 1.05  # an fp8 rate no faster than this over bf16 comes from the same units (TPU v5, v6e)
+# Server GPUs whose matrix units outgrew their power budget: published bf16 matmuls reach 51 to 80 % of peak there,
+# 87 % on Ampere (catalog.MATMUL_FRACTION), and fused attention lags further behind.
+DENSE_POWER = ("hopper", "blackwell", "cdna3", "cdna4")
+SWITCH_REDUCES = ("hopper", "blackwell")  # NVLink SHARP came with NVSwitch 3
 # Device to host memory, one direction: PCIe 4.0/5.0 x16 reaches about 25 GB/s with pinned buffers.
 HOST_LINK_BYTES_PER_S = 25e9
 
@@ -88,15 +91,13 @@ def machine_columns(cluster: Cluster) -> dict[str, float]:
     """The machine's columns, as scalars; a probe's matmul rate replaces the catalogue's."""
     device = cluster.accelerator
     rates = {name: matmul_flops(device, name) for name in ("bf16", "fp8", "fp4", "fp32")}
-    if rates["fp8"] <= SAME_UNITS * rates["bf16"]:
-        rates["fp8"] = 0.0
     if cluster.matmul_flops > 0:
         # A probe measures bf16 on GPUs and fp32 on CPUs; a CPU without matrix units runs both alike.
         names = ("bf16", "fp32") if device.family == "cpu" else ("bf16",)
         rates |= dict.fromkeys(names, cluster.matmul_flops)
     return {
         "matmul_flops": rates["bf16"],
-        "matmul_fp8_flops": rates["fp8"],  # 0 without fp8 units: the cost model tells generations apart by it
+        "matmul_fp8_flops": rates["fp8"],  # 0 without fp8 units
         "matmul_fp4_flops": rates["fp4"],
         "matmul_fp32_flops": rates["fp32"] or rates["bf16"],
         "units": units(device.name, device.family),
@@ -108,6 +109,8 @@ def machine_columns(cluster: Cluster) -> dict[str, float]:
         "nic_latency_s": cluster.nic_latency_s,
         "domain": cluster.domain_devices,
         "host_link_bytes_per_s": HOST_LINK_BYTES_PER_S,
+        "dense_power": float(device.family in DENSE_POWER),
+        "switch_reduces": float(device.family in SWITCH_REDUCES and device.link.startswith("NVLink")),
     }
 
 

@@ -10,11 +10,11 @@ from typing import TypeGuard
 
 from phalanx.errors import Problem, UserError, mistake, nearest
 from phalanx.job.textfile import read_text
-from phalanx.plan.calibrate import GROUPS
+from phalanx.plan.calibrate import GROUPS, LARGEST_FACTOR
 from phalanx.plan.plan import CalibrationNote
 
 VERSION = 1
-MOST = 20.0  # either way; the widest prior of calibrate.py has a factor of 1.8 for one standard deviation
+MOST = LARGEST_FACTOR
 NOUN = "calibration file"
 CURE = "write it again with phalanx calibrate"
 

@@ -78,6 +78,8 @@ class Cases:
     nic_latency_s: Floats
     domain: Floats  # devices reached at link speed
     host_link_bytes_per_s: Floats  # device to host memory, for offload
+    dense_power: Floats  # 1 where power, not issue rate, bounds long matmuls (Hopper, CDNA3 and later)
+    switch_reduces: Floats  # 1 where the switch of the fast domain can sum (NVLS)
 
     @property
     def devices(self) -> Floats:

@@ -37,19 +37,34 @@ NUMBERS: dict[str, tuple[Callable[[Plan], float | None], Callable[[float], str]]
     "effective training time": (lambda p: p.reliability.effective_time, lambda v: f"{v:.1%}"),
 }
 
+# The number's label -> its 80 % interval, printed below it.
+INTERVALS: dict[str, Callable[[Plan], str]] = {
+    "step": lambda p: f"{format_seconds(p.prediction.step_s_low)} to {format_seconds(p.prediction.step_s_high)}",
+    "time to the token budget": lambda p: (
+        f"{format_seconds(p.duration.wall_s_low)} to {format_seconds(p.duration.wall_s_high)}"
+    ),
+}
 
-def compare(plans: Sequence[Plan]) -> tuple[Difference, ...]:
-    """Names, layout settings that differ, then every number."""
+
+def compare(plans: Sequence[Plan], names: Sequence[str] = ()) -> tuple[Difference, ...]:
+    """Names (of the files, if given), layouts and the settings that differ, then every number."""
     rows = [
+        *([Difference(name="file", shown=tuple(names))] if names else []),
         Difference(name="job", shown=tuple(plan.job.name for plan in plans)),
         Difference(name="model", shown=tuple(plan.job.model.name for plan in plans)),
         Difference(name="cluster", shown=tuple(plan.cluster.name for plan in plans)),
+        Difference(name="layout", shown=tuple(plan.layout.short for plan in plans)),
     ]
     for item in fields(Layout):
         shown = tuple(str(getattr(plan.layout, item.name)) for plan in plans)
         if len(set(shown)) > 1:
             rows.append(Difference(name=f"layout {item.name}", shown=shown))
-    return (*rows, *(_number(name, plans) for name in NUMBERS))
+    for name in NUMBERS:
+        rows.append(_number(name, plans))
+        if name in INTERVALS:
+            shown = tuple(INTERVALS[name](plan) for plan in plans)
+            rows.append(Difference(name=f"{name}, 80%", shown=shown))
+    return tuple(rows)
 
 
 def _number(name: str, plans: Sequence[Plan]) -> Difference:

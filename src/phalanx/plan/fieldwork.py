@@ -12,6 +12,7 @@ import numpy as np
 
 from phalanx.errors import mistake
 from phalanx.files import write_text
+from phalanx.job.textfile import read_text
 from phalanx.plan import ask as asking
 from phalanx.plan.calibrate import GROUPS, Calibration, calibrate, calibrated
 from phalanx.plan.cases import Floats
@@ -36,6 +37,7 @@ class Report:
     version: int
     source: str
     measurements: int
+    skipped: int  # measured rows that could not be priced
     scalars: Calibration
     median_error_before: float
     median_error_after: float
@@ -52,7 +54,8 @@ def calibrate_table(path: Path) -> Report:
         raise mistake(str(path), f"has no row that can be priced: {found.reason[0]}", fix="see docs/validation.md")
     measured = np.array([number(rows[index], "step_s") or np.nan for index in found.priced])
     low, high = interval(found.cases, found.times, found.frameworks)
-    return _report(str(path), found.times, measured, SCATTER_SHARE * np.log(high / low) / 2.0)
+    skipped = len(rows) - found.priced.size
+    return _report(str(path), found.times, measured, SCATTER_SHARE * np.log(high / low) / 2.0, skipped=skipped)
 
 
 def calibrate_run(folder: Path) -> Report:
@@ -60,7 +63,7 @@ def calibrate_run(folder: Path) -> Report:
     plan_file = folder / "plan.json"
     if not plan_file.is_file():
         raise mistake(str(folder), "has no plan.json", fix="name a run folder, or a CSV table of measured steps")
-    planned = Plan.from_json(plan_file.read_text(encoding="utf-8"), where=str(plan_file))
+    planned = Plan.from_json(read_text(plan_file, noun="plan"), where=str(plan_file))
     durations = list(_durations(folder))
     kept = durations[int(len(durations) * WARM_UP_SHARE) :]
     if len(kept) < LEAST_STEPS:
@@ -76,13 +79,13 @@ def calibrate_run(folder: Path) -> Report:
 
 def _durations(folder: Path) -> Iterator[float]:
     """Step durations in the order of the first rank's events; torn or foreign lines are skipped."""
-    for path in sorted(folder.glob("events*.jsonl"))[:1]:
+    for path in [found for found in sorted(folder.glob("events*.jsonl")) if found.is_file()][:1]:
         if path.stat().st_size > LARGEST_EVENTS_BYTES:
             raise mistake(str(path), f"is larger than {LARGEST_EVENTS_BYTES:,} bytes", fix="name a shorter run")
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 event = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(event, dict) and event.get("event") == "step":
                 seconds = event.get("duration_s")
@@ -90,7 +93,7 @@ def _durations(folder: Path) -> Iterator[float]:
                     yield float(seconds)
 
 
-def _report(source: str, times: StepTimes, measured: Floats, scatter: Floats) -> Report:
+def _report(source: str, times: StepTimes, measured: Floats, scatter: Floats, *, skipped: int = 0) -> Report:
     fitted = calibrate(times, measured, scatter)
     before = np.abs(times.step_s / measured - 1.0)
     after = np.abs(calibrated(times, fitted).step_s / measured - 1.0)
@@ -98,6 +101,7 @@ def _report(source: str, times: StepTimes, measured: Floats, scatter: Floats) ->
         version=VERSION,
         source=source,
         measurements=int(measured.size),
+        skipped=skipped,
         scalars=fitted,
         median_error_before=float(np.median(before)),
         median_error_after=float(np.median(after)),
@@ -125,6 +129,10 @@ def text(report: Report) -> str:
     for name in GROUPS:
         lines.append(f"{name:<14} {getattr(report.scalars, name):7.3f}  {MEANING[name]}")
     lines += ["", f"median error {report.median_error_before:.1%} before, {report.median_error_after:.1%} after"]
+    if report.skipped:
+        lines.append(f"{report.skipped} measured rows could not be priced and were left out; phalanx validate says why")
+    if report.median_error_after > report.median_error_before:
+        lines.append("warning: these measurements disagree with each other more than with the prediction; plan without")
     if report.measurements < 3:
         lines.append("fewer than 3 measurements: the factors stay close to 1; three to five are better")
     return "\n".join(lines)

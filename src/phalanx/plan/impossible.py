@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 
 from phalanx.errors import UserError, mistake
 from phalanx.plan.ask import Ask
+from phalanx.plan.layout import Layout
 from phalanx.plan.score import Scores, score
 from phalanx.plan.space import build, divisors, splits, tensor_sizes
 from phalanx.units import format_bytes
 
 RELEASES = ("recompute", "zero", "shard", "micro", "offload", "sequence_parallel", "schedule", "tensor", "pipeline")
+BY_MODE = 'parallel.mode = "fixed"'  # the origin of settings that fixed mode fills in (job.load)
 MOST_GROWTH = 64  # how many times the cluster is doubled, in all, to say how many devices would do
 
 
@@ -87,10 +91,13 @@ def _release(ask: Ask, name: str) -> UserError:
     table = build(_without(ask, name))
     column = {"expert": "ep", "virtual_pipeline": "vpp", "micro": "micro_batch", "data": "dp"}.get(name)
     fix = f"leave {key} out"
+    if _by_mode(ask, (name,)):
+        fix = f"give {key}"
     if column:
         sizes = np.unique(table.base[column])
         near = sizes[np.argsort(np.abs(sizes - int(ask.fixed[name])), kind="stable")[:3]]
-        fix = f"use {' or '.join(f'{n:,}' for n in np.sort(near))}, or leave {key} out"
+        sizes_near = " or ".join(f"{n:,}" for n in np.sort(near))
+        fix = f"set {key} = {sizes_near}" if _by_mode(ask, (name,)) else f"use {sizes_near}, or leave {key} out"
     return mistake(
         ask.place(key),
         f"{key} = {ask.fixed[name]} leaves no legal layout on {ask.cluster.devices:,} devices",
@@ -123,14 +130,51 @@ def _cure(ask: Ask, scores: Scores) -> str:
             if freed.fits.any():
                 key = "batch.micro" if name == "micro" else f"parallel.{name}"
                 step = np.where(freed.fits, freed.step_s, np.inf)
-                return f"leave {key} out: {freed.layout(int(step.argmin())).name} fits"
-    if ask.fixed and score(build(replace(ask, fixed={}))).fits.any():
-        return "leave the sizes under [parallel] out: the free search finds layouts that fit"
+                layout = freed.layout(int(step.argmin()))
+                return f"{_free(ask, name, key, layout)}: {layout.name} fits"
+    free = replace(ask, fixed={})
+    if ask.fixed and _fits_on(free, 1, offload=("none", "optimizer")):
+        written = 'parallel.mode = "auto"' if _by_mode(ask, ask.fixed) else "the sizes under [parallel] out"
+        return f"{'use' if _by_mode(ask, ask.fixed) else 'leave'} {written}: the free search finds layouts that fit"
+    return _more_devices(free) or _more_memory(scores)
+
+
+def _by_mode(ask: Ask, names: Iterable[str]) -> bool:
+    """Whether `parallel.mode = "fixed"` filled in one of these settings: leaving it out would change nothing."""
+    return any(ask.place(f"parallel.{name}") == BY_MODE for name in names)
+
+
+def _free(ask: Ask, name: str, key: str, layout: Layout) -> str:
+    if not _by_mode(ask, (name,)):
+        return f"leave {key} out"
+    value = getattr(layout, "micro_batch" if name == "micro" else name)
+    return f"set {key} = {json.dumps(value)}"
+
+
+def _more_devices(ask: Ask) -> str:
+    """The fewest devices, in doublings, on which the planner would find something: with offload, and without."""
+    plain = _doublings(ask, ("none",))
+    offloaded = _doublings(ask, ("optimizer",))
+    if offloaded and (not plain or offloaded < plain):
+        without = f" ({plain:,} without)" if plain else ""
+        return f"use {offloaded:,} such devices with the optimizer in host memory{without}, or devices with more memory"
+    return f"use about {plain:,} such devices, or devices with more memory" if plain else ""
+
+
+def _doublings(ask: Ask, offload: tuple[str, ...]) -> int:
     growth = 2
     while growth <= MOST_GROWTH:
-        larger = replace(ask.cluster, domains=ask.cluster.domains * growth)
-        if score(build(replace(ask, cluster=larger, fixed={}))).fits.any():
-            return f"use about {larger.devices:,} such devices, or devices with more memory"
+        if _fits_on(ask, growth, offload=offload):
+            return ask.cluster.devices * growth
         growth *= 2
+    return 0
+
+
+def _fits_on(ask: Ask, growth: int, *, offload: tuple[str, ...]) -> bool:
+    larger = replace(ask.cluster, domains=ask.cluster.domains * growth)
+    return bool(score(build(replace(ask, cluster=larger), offload=offload)).fits.any())
+
+
+def _more_memory(scores: Scores) -> str:
     gap = float(scores.memory_bytes.min()) - scores.usable_bytes
     return f"use devices with at least {format_bytes(gap)} more memory, or a smaller model or sequence"

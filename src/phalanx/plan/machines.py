@@ -22,6 +22,9 @@ def cluster_of(row: Row) -> Cluster:
 def _cluster(name: str, gpus: int, stated_domain: int, nic_gbps: float) -> Cluster:
     accelerator = find(name)
     per_domain = stated_domain or accelerator.domain_devices
+    if gpus > per_domain and gpus % per_domain:
+        # A rack of 72 is used 64 at a time when the job is a power of two.
+        per_domain = max(size for size in range(1, per_domain + 1) if gpus % size == 0)
     domains = max(1, -(-gpus // per_domain))
     nic = nic_gbps * 1e9 / 8.0
     return assemble(

@@ -7,15 +7,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import numpy as np
 
 from phalanx.arch.counts import count_parameters
-from phalanx.errors import Problem
+from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve
 from phalanx.hardware.types import Cluster
-from phalanx.job.load import ResolvedJob
-from phalanx.job.schema import Job
+from phalanx.job.load import ResolvedJob, load
+from phalanx.job.schema import Batch, Job
 from phalanx.plan import ask as asking
 from phalanx.plan.ask import Ask
 from phalanx.plan.bill import bill
@@ -25,7 +26,7 @@ from phalanx.plan.mapping import RANK_ORDER, mapping
 from phalanx.plan.plan import SCHEMA, CalibrationNote, ParetoPoint, Plan, SearchStats
 from phalanx.plan.prediction import Duration, duration, predict, token_budget
 from phalanx.plan.reasons import explain
-from phalanx.plan.reliability import Reliability, reliability
+from phalanx.plan.reliability import Reliability, effective_time, reliability
 from phalanx.plan.score import price
 from phalanx.plan.search import SearchResult, search
 from phalanx.units import DAY_S, HOUR_S, format_count, format_seconds
@@ -36,20 +37,33 @@ POOR_PROGRESS = 0.5  # below this share of effective time a run is a way to heat
 
 
 def plan(
-    job: Job | ResolvedJob, cluster: Cluster | str | None = None, *, calibration: CalibrationNote | None = None
+    job: Job | ResolvedJob | str | Path,
+    cluster: Cluster | str | None = None,
+    *,
+    calibration: CalibrationNote | None = None,
 ) -> Plan:
-    """Plan a job on a cluster (the job's own by default). Raises UserError when nothing legal fits.
+    """Plan a job, or the job in a file, on a cluster (the job's own by default).
+
+    Raises UserError when nothing legal fits.
 
     >>> import phalanx
     >>> job = phalanx.load("examples/llama-3-8b-64xH100.toml")          # doctest: +SKIP
     >>> phalanx.plan(job, "8xH100:4").layout.name                       # doctest: +SKIP
     'TP1·CP1·PP1·DP32 (ZeRO-3, EP1) mbs1 no-recompute'
     """
+    if isinstance(job, str | Path):
+        job = load(job)
+    if not isinstance(job, Job | ResolvedJob):
+        raise mistake(
+            "phalanx.plan",
+            f"job = {str(job)[:60]!r} is a {type(job).__name__}",
+            fix="give what phalanx.load returns, or a path",
+        )
     asked = job.job if isinstance(job, ResolvedJob) else job
     base = job.path.parent if isinstance(job, ResolvedJob) else None
     if cluster is None:
         cluster = resolve(asked.cluster.target, base=base)
-    elif isinstance(cluster, str):
+    elif not isinstance(cluster, Cluster):
         cluster = resolve(cluster)
     origins = {key: origin.where for key, origin in job.origins.items()} if isinstance(job, ResolvedJob) else {}
     noted = job.warnings if isinstance(job, ResolvedJob) else ()
@@ -76,6 +90,8 @@ def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: Calibrat
     trouble = reliability(
         cluster, checkpoint=job.checkpoint, fault=job.fault, state_bytes=state, devices=layout.devices
     )
+    if trouble.effective_time <= 0:
+        raise _never(ask, trouble)
     budget = token_budget(job.data.tokens, prediction.parameters)
     lasting, uneven = duration(
         ask,
@@ -84,11 +100,13 @@ def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: Calibrat
         tokens=budget,
         step_s=prediction.step_s,
         effective_time=trouble.effective_time,
+        step_interval_s=(prediction.step_s_low, prediction.step_s_high),
     )
     costs = bill(
         cluster,
         cost=job.cost,
         wall_s=lasting.wall_s,
+        wall_interval_s=(lasting.wall_s_low, lasting.wall_s_high),
         spares=trouble.spares,
         devices=layout.devices,
         where=ask.place("cost.region"),
@@ -116,13 +134,14 @@ def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: Calibrat
         reliability=trouble,
         bill=costs,
         alternatives=tuple(explain(ask, layout, other) for other in found.others),
-        pareto=_points(found, steps=budget / job.batch.global_tokens, price_usd=price_usd),
+        pareto=_points(ask, found, batch=job.batch, tokens=budget, price_usd=price_usd),
         search=SearchStats(
             legal=found.legal,
             fitting=found.fitting,
             seconds=seconds,
             fastest=found.fastest.layout,
             fastest_step_s=found.fastest.step_s,
+            fastest_memory_bytes=found.fastest.memory_bytes,
         ),
         calibration=calibration,
         warnings=tuple(problem.render() for problem in warnings),
@@ -136,16 +155,20 @@ def checkpoint_bytes(ask: Ask, layout: Layout) -> float:
     return count_parameters(ask.model).total * (weights + float(np.max(ask.memory.optimizer_bytes)))
 
 
-def _points(found: SearchResult, *, steps: float, price_usd: float | None) -> tuple[ParetoPoint, ...]:
+def _points(
+    ask: Ask, found: SearchResult, *, batch: Batch, tokens: int, price_usd: float | None
+) -> tuple[ParetoPoint, ...]:
+    """The Pareto set with its time and money to the token budget, the batch ramp walked as for the plan itself."""
     points = []
     for one in found.pareto:
-        hours = one.step_s * steps / HOUR_S
+        lasting, _ = duration(ask, one.layout, batch=batch, tokens=tokens, step_s=one.step_s, effective_time=1.0)
+        hours = lasting.training_s / HOUR_S
         points.append(
             ParetoPoint(
                 layout=one.layout,
                 devices=one.layout.devices,
                 step_s=one.step_s,
-                training_s=one.step_s * steps,
+                training_s=lasting.training_s,
                 usd=hours * one.layout.devices * price_usd if price_usd is not None else None,
                 memory_bytes=one.memory_bytes,
             )
@@ -153,15 +176,54 @@ def _points(found: SearchResult, *, steps: float, price_usd: float | None) -> tu
     return tuple(points)
 
 
+def _at_best(trouble: Reliability) -> float:
+    """Effective time if the checkpoint interval were the optimum."""
+    return effective_time(trouble.blocking_s, trouble.optimal_interval_s, trouble.mtbf_s, lost_s=trouble.lost_s)
+
+
+def _never(ask: Ask, trouble: Reliability) -> UserError:
+    """Failures come faster than the run recovers from them."""
+    lost, redone = format_seconds(trouble.lost_s), format_seconds(trouble.interval_s / 2)
+    total = format_seconds(trouble.lost_s + trouble.interval_s / 2)
+    by_interval = _at_best(trouble) > 0
+    rate = f"failures_per_host_day = {trouble.failures_per_host_day:g} over {trouble.hosts:,} hosts"
+    calmer = f"check {rate}; shorten fault.detect_s and fault.restart_s, or use fewer hosts"
+    return mistake(
+        ask.place("checkpoint.interval_s") if by_interval else ask.cluster.name,
+        f"the run never finishes: a failure every {format_seconds(trouble.mtbf_s)} costs {total}",
+        why=f"{lost} to detect, restart and save, and on average {redone} of work redone",
+        fix=_better_interval(trouble) if by_interval else calmer,
+    )
+
+
+def _better_interval(trouble: Reliability) -> str:
+    best_s = trouble.optimal_interval_s
+    named = f"use checkpoint.interval_s = {max(1, round(best_s))}, or leave it out" if math.isfinite(best_s) else ""
+    return f"{named or 'leave checkpoint.interval_s out'}: then {_at_best(trouble):.0%} of the time trains"
+
+
 def _slow_progress(ask: Ask, trouble: Reliability) -> tuple[Problem, ...]:
     if trouble.effective_time >= POOR_PROGRESS:
         return ()
+    if _at_best(trouble) >= POOR_PROGRESS:
+        return (_bad_interval(ask, trouble),)
     return (
         Problem(
             where=ask.cluster.name,
             what=f"only {trouble.effective_time:.0%} of the time trains: a failure every {trouble.mtbf_s / 60:.0f} min",
             fix="shorten fault.detect_s and fault.restart_s (warm spares restart in about 60 s), or use fewer hosts",
         ),
+    )
+
+
+def _bad_interval(ask: Ask, trouble: Reliability) -> Problem:
+    """The checkpoint interval, not the failures, eats the time."""
+    return Problem(
+        where=ask.place("checkpoint.interval_s"),
+        what=f"only {trouble.effective_time:.0%} of the time trains: checkpoint.interval_s = {trouble.interval_s:g}, "
+        f"training waits {format_seconds(trouble.blocking_s)} for each checkpoint, and each failure undoes "
+        f"{format_seconds(trouble.interval_s / 2)} of work on average",
+        fix=_better_interval(trouble),
     )
 
 

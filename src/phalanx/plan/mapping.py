@@ -211,12 +211,12 @@ def _weights(c: Cases) -> RankWeights:
 
 
 def _sharded_part(layout: Layout) -> str:
-    return "shard_s" if layout.zero == 3 else "gradient_s"
+    return "shard_s" if layout.zero == 3 and layout.pipeline == 1 else "gradient_s"
 
 
 def _gradient_bytes(ask: Ask, layout: Layout) -> float:
-    share = float(traffic.COMPRESSED_SHARE[COMPRESSION.index(layout.compression)])
-    return float(np.max(ask.profile.gradient_bytes)) * share
+    sent = float(traffic.COMPRESSED_BYTES[COMPRESSION.index(layout.compression)])
+    return min(float(np.max(ask.profile.gradient_bytes)), sent)
 
 
 def _reduces(layout: Layout) -> int:
@@ -230,7 +230,7 @@ def _sharing(ask: Ask, layout: Layout, c: Cases, weights: float) -> list[_Load]:
     held = weights * float(np.max(element_bytes(c)))
     if layout.zero == 0:
         return [_Load(operation="all-reduce", calls=1, nbytes=gradients)]
-    if layout.zero < 3:
+    if layout.zero < 3 or layout.pipeline > 1:  # in a pipeline ZeRO-3 keeps what it gathered for the whole step
         return [
             _Load(operation="reduce-scatter", calls=_reduces(layout), nbytes=gradients),
             _Load(operation="all-gather", calls=1, nbytes=held),
@@ -246,7 +246,7 @@ def _sharing(ask: Ask, layout: Layout, c: Cases, weights: float) -> list[_Load]:
 def _seconds(group: net.Group, load: _Load) -> float:
     nbytes = np.asarray(load.nbytes)
     if load.operation == "all-reduce":
-        return float(np.max(net.all_reduce(group, nbytes, switch=np.zeros(1))))
+        return float(np.max(net.all_reduce(group, nbytes)))
     if load.operation in ("all-gather", "reduce-scatter"):
         return float(np.max(net.all_gather(group, nbytes)))
     if load.operation == "all-to-all":
@@ -270,8 +270,7 @@ def _algorithm(group: net.Group, load: _Load) -> tuple[str, str]:
     if load.operation != "all-reduce":
         return "ring", ""  # NCCL has no tree for gathers and scatters
     seconds = net.all_reduce_by_algorithm(group, np.asarray(load.nbytes))
-    # The cost model counts on no reduction in the switch, so it is not offered here either.
-    timed = {name: float(np.max(s)) for name, s in zip(net.ALGORITHMS, seconds, strict=True) if name != "switch"}
+    timed = {name: float(np.max(s)) for name, s in zip(net.ALGORITHMS, seconds, strict=True) if np.all(np.isfinite(s))}
     first, second, *_ = sorted(timed, key=lambda name: timed[name])
     slower = timed[second] / timed[first]
     return first, f"{second} {slower:.2f}x" if np.isfinite(slower) else ""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from phalanx.plan.cases import FP4, FP8, FP16, Cases, Floats
 from phalanx.plan.compute import FULL, SELECTIVE, element_bytes, routed_tokens
 from phalanx.plan.physics import Number
-from phalanx.plan.weights import attention_weights, mlp_weights, rank_weights
+from phalanx.plan.weights import attention_weights, expert_sharers, mlp_weights, rank_weights
 
 GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE = range(4)
 
@@ -131,7 +131,7 @@ def _stage_bytes(c: Cases, f: MemoryProfile, stage: _Stage) -> dict[str, Floats]
     dense = w.dense - w.embedding + stage.tables * c.vocab * c.hidden / c.tp
     size = element_bytes(c)
     shard = np.where(c.zero >= 1, c.shard, 1.0)
-    expert_shard = np.where(c.zero >= 1, w.expert_replicas, 1.0)
+    expert_shard = np.where(c.zero >= 1, expert_sharers(c, w.expert_replicas), 1.0)
 
     gradient_bytes = np.where(c.precision == FP16, f.gradient_bytes_fp16, f.gradient_bytes)
 

@@ -26,7 +26,7 @@ class Physics:
 
     # matmul
     sustained: Number  # share of the best measured matmul rate that long training sustains (power, clocks)
-    throttled: Number  # the same on devices with fp8 units, whose power limit bites sooner
+    throttled: Number  # the same on devices whose power limit bites sooner (Cases.dense_power)
     fp8: Number  # the same for fp8, relative to 16-bit: scaling factors and unquantised layers
     fp4: Number
     tail: Number  # idle share of the last wave of tiles, 0.5 on average when tiles do not fill the units
@@ -36,7 +36,7 @@ class Physics:
     expert_rows: Number  # tokens per expert at which a grouped matmul reaches half its rate
     # attention
     flash: Number  # fused attention relative to a matmul of the same FLOPs
-    flash_lag: Number  # its further share on devices with fp8 units
+    flash_lag: Number  # its further share on devices whose power limit bites sooner
     flash_dim: Number  # head width at which fused attention reaches half its rate
     flash_length: Number  # sequence length at which fused attention reaches half its rate
     flash_backward: Number  # backward of fused attention relative to 2.5 x forward

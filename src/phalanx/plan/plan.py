@@ -42,6 +42,7 @@ class SearchStats:
     seconds: float
     fastest: Layout
     fastest_step_s: float
+    fastest_memory_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,12 +60,14 @@ class MemoryReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Duration:
-    """Time to the token budget: steps alone, and with failures."""
+    """Time to the token budget: steps alone, and with failures; the 80 % interval is that of the step."""
 
     tokens: int
     steps: int
     training_s: float
     wall_s: float
+    wall_s_low: float
+    wall_s_high: float
 
 
 def predict(ask: Ask, layout: Layout) -> tuple[Prediction, MemoryReport]:
@@ -117,7 +119,14 @@ def token_budget(tokens: int | str, parameters: int) -> int:
 
 
 def duration(
-    ask: Ask, layout: Layout, *, batch: Batch, tokens: int, step_s: float, effective_time: float
+    ask: Ask,
+    layout: Layout,
+    *,
+    batch: Batch,
+    tokens: int,
+    step_s: float,
+    effective_time: float,
+    step_interval_s: tuple[float, float] | None = None,
 ) -> tuple[Duration, tuple[Problem, ...]]:
     """Time to `tokens`, walking the batch ramp, and what the ramp does to the layout."""
     training_s, steps, seen = 0.0, 0, 0
@@ -133,7 +142,17 @@ def duration(
     count = -(-max(0, tokens - seen) // batch.global_tokens)
     training_s, steps = training_s + count * step_s, steps + count
     wall_s = training_s / effective_time if effective_time > 0 else float("inf")
-    return Duration(tokens=tokens, steps=steps, training_s=training_s, wall_s=wall_s), tuple(warnings)
+    # A model that misses one step misses them all alike: the errors do not average out over the run.
+    low_s, high_s = step_interval_s or (step_s, step_s)
+    lasting = Duration(
+        tokens=tokens,
+        steps=steps,
+        training_s=training_s,
+        wall_s=wall_s,
+        wall_s_low=wall_s * low_s / step_s,
+        wall_s_high=wall_s * high_s / step_s,
+    )
+    return lasting, tuple(warnings)
 
 
 def _uneven(ask: Ask, layout: Layout, index: int, sequences: int) -> Problem:

@@ -137,8 +137,8 @@ def complaint(row: Row) -> str:
             return f"{name} = {value:g} is too large to be meant"
     for name in _COUNTS:
         value = number(row, name)
-        if row.get(name) and (value is None or value < 1):
-            return f"{name} = {row[name][:40]!r} is not a number of 1 or more"
+        if row.get(name) and (value is None or value < 1 or value != int(value)):
+            return f"{name} = {row[name][:40]!r} is not a whole number of 1 or more"
     for name in _AMOUNTS:
         value = number(row, name)
         if row.get(name) and (value is None or value < 0):
@@ -152,4 +152,17 @@ def complaint(row: Row) -> str:
         return f"tp x pp x cp x dp = {product:g} is not gpus = {gpus:g}"
     if gpus % product:
         return f"tp x pp x cp = {product:g} does not divide gpus = {gpus:g}"
+    return _contradiction(row, split[0], gpus / (split[0] * split[1] * split[2]))
+
+
+def _contradiction(row: Row, tp: float, dp: float) -> str:
+    """Stated sizes that cannot hold together."""
+    heads, experts, ep = number(row, "heads"), number(row, "experts"), number(row, "ep") or 1.0
+    if heads and heads % tp:
+        return f"tp = {tp:g} does not divide heads = {heads:g}"
+    if experts and experts % ep:
+        return f"ep = {ep:g} does not divide experts = {experts:g}"
+    micro, batch = number(row, "micro_batch"), number(row, "global_batch") or 0.0
+    if micro and micro * dp > batch:
+        return f"micro_batch = {micro:g} on {dp:g} data ranks exceeds global_batch = {batch:g}"
     return ""

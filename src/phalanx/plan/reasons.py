@@ -11,7 +11,7 @@ from phalanx.plan.ask import Ask
 from phalanx.plan.cases import Floats
 from phalanx.plan.layout import Layout
 from phalanx.plan.score import price
-from phalanx.plan.search import SAME, Candidate
+from phalanx.plan.search import FULL_MEMORY, SAME, Candidate
 from phalanx.plan.step import StepTimes
 from phalanx.units import format_bytes, format_seconds
 
@@ -33,6 +33,10 @@ PARTS = {
     "optimizer_s": "optimizer",
     "overhead_s": "host overhead",
 }
+# Two layouts are compared on these: the head shows only where the last stage is the busiest, so a change of the busiest
+# stage would read as a head that one of them does not have.
+MATRICES = "matrix products and head"
+COMPARED = tuple(name for name in PARTS if name != "head_s")
 OFFLOADED = "host overhead and offload"  # the name of overhead_s where activations wait for the host link
 NOTHING = 1e-3  # a part a thousand times smaller than its rival is called none
 REACH = 8.0  # how far, in either direction, one machine parameter is turned to find the crossing
@@ -65,7 +69,8 @@ def explain(ask: Ask, best: Layout, other: Candidate) -> Alternative:
     gap = float(memory.total[1] - memory.usable[1])
     slower = float(times.step_s[1] / times.step_s[0] - 1.0)
     if other.fits and slower <= 0:
-        reason, wins_if = _faster(ask, other.layout)
+        shares = tuple(float(total / usable) for total, usable in zip(memory.total, memory.usable, strict=True))
+        reason, wins_if = _faster(ask, other.layout, shares)
     elif other.fits:
         reason, wins_if = slowest_part(times, (best, other.layout)), crossing(ask, best, other.layout)
     else:
@@ -93,12 +98,14 @@ def part_name(part: str, *layouts: Layout) -> str:
     return OFFLOADED if offloaded else PARTS[part]
 
 
-def _faster(ask: Ask, layout: Layout) -> tuple[str, str]:
-    """Why a layout that is as fast or faster was not taken."""
+def _faster(ask: Ask, layout: Layout, shares: tuple[float, ...]) -> tuple[str, str]:
+    """Why a layout that is as fast or faster was not taken; `shares` of memory filled: the best layout's, its own."""
     held = {"micro_batch" if name == "micro" else name: value for name, value in ask.fixed.items()}
     against = [f"{name} = {value}" for name, value in held.items() if getattr(layout, name) != value]
     if against:
         return f"the job fixes {', '.join(against)}", "wins if that is left to the planner"
+    if shares[1] > FULL_MEMORY >= shares[0]:
+        return f"fills {shares[1]:.1%} of the usable memory, too close to its end", "fix it under [parallel] to run it"
     return (
         f"too close to call (under {SAME - 1:.0%}), and the chosen layout is simpler",
         "fix it under [parallel] to run it",
@@ -107,7 +114,7 @@ def _faster(ask: Ask, layout: Layout) -> tuple[str, str]:
 
 def slowest_part(times: StepTimes, layouts: tuple[Layout, Layout]) -> str:
     """The part of the step where row 1 loses most against row 0; the next one too if it matters."""
-    lost = {name: float(getattr(times, name)[1] - getattr(times, name)[0]) for name in PARTS}
+    lost = {name: seconds_of(times, name, 1) - seconds_of(times, name, 0) for name in COMPARED}
     worst = sorted(lost, key=lambda name: -lost[name])[:2]
     if lost[worst[0]] <= 0:
         return "as fast, but more machinery"
@@ -118,9 +125,16 @@ def slowest_part(times: StepTimes, layouts: tuple[Layout, Layout]) -> str:
 
 
 def _against(times: StepTimes, name: str, layouts: tuple[Layout, Layout]) -> str:
-    ours, theirs = (float(getattr(times, name)[row]) for row in (1, 0))
+    ours, theirs = (seconds_of(times, name, row) for row in (1, 0))
     against = f"against {format_seconds(theirs)}" if theirs > NOTHING * ours else "against none"
-    return f"{part_name(name, *layouts)} {format_seconds(ours)} {against}"
+    named = MATRICES if name == "matmul_s" else part_name(name, *layouts)
+    return f"{named} {format_seconds(ours)} {against}"
+
+
+def seconds_of(times: StepTimes, name: str, row: int) -> float:
+    """Seconds of one part in one row, the head counted with the other matrix products."""
+    names = ("matmul_s", "head_s") if name == "matmul_s" else (name,)
+    return sum(float(getattr(times, one)[row]) for one in names)
 
 
 def crossing(ask: Ask, best: Layout, other: Layout) -> str:

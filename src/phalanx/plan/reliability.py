@@ -40,6 +40,7 @@ class Reliability:
     optimal_interval_s: float
     interval_s: float
     interval_costs: tuple[tuple[float, float], ...]
+    lost_s: float  # per failure, beside work redone: detection, restart, and the save that was not yet on disk
     effective_time: float  # share of wall-clock time that trains
     spares: int
 
@@ -71,6 +72,7 @@ def reliability(
         optimal_interval_s=best_s,
         interval_s=interval_s,
         interval_costs=costs,
+        lost_s=lost_s,
         effective_time=effective_time(blocking_s, interval_s, mtbf_s, lost_s=lost_s),
         spares=spares(hosts, -math.expm1(-rate * REPAIR_S / DAY_S)) if fault.spares == "auto" else int(fault.spares),
     )
@@ -104,9 +106,8 @@ def effective_time(blocking_s: float, interval_s: float, mtbf_s: float, *, lost_
     >>> round(effective_time(10.0, daly(10.0, mtbf_s), mtbf_s, lost_s=90.0), 3)
     0.951
     """
-    if not math.isfinite(mtbf_s):
-        return 1.0
-    return max(0.0, (1 - (lost_s + interval_s / 2) / mtbf_s) / (1 + blocking_s / interval_s))
+    failing = (lost_s + interval_s / 2) / mtbf_s if math.isfinite(mtbf_s) else 0.0
+    return max(0.0, (1 - failing) / (1 + blocking_s / interval_s))
 
 
 def spares(hosts: int, probability: float) -> int:

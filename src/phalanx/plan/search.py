@@ -14,6 +14,7 @@ from phalanx.plan.impossible import no_fit, no_layout
 from phalanx.plan.layout import Layout
 from phalanx.plan.score import Scores, score
 from phalanx.plan.space import DOMAIN, GIVEN, Bools, Ints, build
+from phalanx.units import format_seconds
 
 # Layouts within 2 % of the fastest are equal and the simplest is taken: the cost model misses published steps by 4.8 %
 # (mean over 13 sources of the median error, phalanx validate, 2026-11-15), so a lead of 2 % on paper is no evidence.
@@ -21,6 +22,9 @@ SAME = 1.02
 # A simpler layout may fill this much of the usable memory, or as much as the fastest does: memory is off by 5.7 %
 # (median, the same run), and a plan that runs out of it is not simple.
 SAFE_MEMORY = 0.9
+# A layout with less than 5 % of the usable memory free is taken only if nothing within 3 % of the fastest has more.
+FULL_MEMORY = 0.95
+ROOMIER = 1.03
 SMALLER = (2, 4)  # parts of the cluster that are tried as well: slower, but often cheaper per token
 SMALLER_MICRO_BATCH = 8  # largest micro-batch tried there: those parts only sketch the front
 CLEARLY_BETTER = 1.05  # a free search this much faster than a layout fixed by hand is worth a warning
@@ -57,7 +61,7 @@ def search(ask: Ask) -> SearchResult:
     scores, warnings = _first_that_fits(ask)
     best = _best(scores)
     everything = _unfixed(ask) if _narrow(ask) else scores
-    warnings += _better_if_free(ask, scores, best, everything)
+    warnings += (*_crowded(ask, scores, best), *_better_if_free(ask, scores, best, everything))
     legal, fitting = scores.legal, int(scores.fits.sum())
     if everything is not scores:
         legal, fitting = legal + everything.legal, fitting + int(everything.fits.sum())
@@ -103,15 +107,29 @@ def _best(scores: Scores) -> int:
 
 def _simplest(scores: Scores, rows: Ints) -> int:
     """The simplest of the rows that are as fast as the fastest of them, within what the model can tell apart."""
-    fastest = _fastest(scores, rows)
-    room = max(SAFE_MEMORY * scores.usable_bytes, float(scores.memory_bytes[fastest]))
-    near = rows[(scores.step_s[rows] <= scores.step_s[fastest] * SAME) & (scores.memory_bytes[rows] <= room)]
+    near = _as_good(scores, rows)
     keys = (*complexity(scores, near), scores.step_s[near].round(9), scores.memory_bytes[near])
     return int(near[np.lexsort(keys[::-1])[0]])
 
 
+def _as_good(scores: Scores, rows: Ints) -> Ints:
+    """The rows as fast as the fastest that leave memory free; the fastest and those as full if none does."""
+    fastest = _fastest(scores, rows)
+    full, filled = FULL_MEMORY * scores.usable_bytes, float(scores.memory_bytes[fastest])
+    room = max(SAFE_MEMORY * scores.usable_bytes, min(filled, full))
+    for slack, most_bytes in ((SAME, room), (ROOMIER, full), (SAME, filled)):
+        quick = scores.step_s[rows] <= scores.step_s[fastest] * slack
+        near: Ints = rows[quick & (scores.memory_bytes[rows] <= most_bytes)]
+        if near.size:
+            break
+    return near
+
+
 def complexity(scores: Scores, rows: Ints) -> tuple[Ints, ...]:
-    """How much machinery layouts need, most important first: axes, stages, schedule, context size, the rest."""
+    """How much machinery layouts need, most important first: stages, axes, schedule, context size, the rest.
+
+    Stages come first: each adds a place where the model is cut, and a rank that waits for its neighbours.
+    """
 
     def column(name: str) -> Ints:
         return scores.column(name)[rows]
@@ -122,7 +140,7 @@ def complexity(scores: Scores, rows: Ints) -> tuple[Ints, ...]:
     schedule = (odd_schedule | (column("vpp") > 1)).astype(np.int64)
     unusual = (column("zero") >= 2, np.isin(column("group"), (DOMAIN, GIVEN)), column("compression") > 0)
     rest = sum(one.astype(np.int64) for one in unusual) + column("offload")
-    return np.asarray(axes), column("pp"), schedule, column("cp"), rest
+    return column("pp"), np.asarray(axes), schedule, column("cp"), rest
 
 
 def _candidate(scores: Scores, row: int, idea: str = "") -> Candidate:
@@ -237,6 +255,30 @@ def _unfixed(ask: Ask) -> Scores:
     """The space as if the job fixed nothing but its gradient compression, which changes the arithmetic."""
     kept = {name: value for name, value in ask.fixed.items() if name == "compression"}
     return score(build(replace(ask, fixed=kept)))
+
+
+def _crowded(ask: Ask, scores: Scores, best: int) -> tuple[Problem, ...]:
+    """A plan closer to the end of memory than memory can be predicted, and the next layout with room."""
+    margin = 1.0 - float(scores.memory_bytes[best]) / scores.usable_bytes
+    if margin >= 1.0 - FULL_MEMORY:
+        return ()
+    roomy = np.flatnonzero(scores.memory_bytes <= SAFE_MEMORY * scores.usable_bytes)
+    fix = f"no layout here leaves {1 - SAFE_MEMORY:.0%} free: use more devices, or try a short run first"
+    if roomy.size:
+        row = _simplest(scores, roomy)
+        step_s, room = float(scores.step_s[row]), 1.0 - float(scores.memory_bytes[row]) / scores.usable_bytes
+        fix = (
+            f"{scores.layout(row).name} leaves {room:.1%} free and takes {format_seconds(step_s)} per step "
+            f"({step_s / scores.step_s[best] - 1:+.1%})"
+        )
+    return (
+        Problem(
+            where=ask.cluster.name,
+            what=f"{scores.layout(best).name} leaves {margin:.1%} of the usable memory free",
+            why="predicted memory is off by 5.7% (median over published runs), so it may not fit",
+            fix=fix,
+        ),
+    )
 
 
 def _better_if_free(ask: Ask, scores: Scores, best: int, everything: Scores) -> tuple[Problem, ...]:

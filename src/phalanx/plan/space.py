@@ -206,7 +206,7 @@ def _choices(ask: Ask, offload: tuple[str, ...]) -> dict[str, Ints]:
     recomputes = [str(fixed["recompute"])] if "recompute" in fixed else list(RECOMPUTE)
     flags = (bool(fixed["sequence_parallel"]),) if "sequence_parallel" in fixed else (False, True)
     offloads = (str(fixed["offload"]),) if "offload" in fixed else offload
-    compressions = (str(fixed["compression"]),) if "compression" in fixed else ("none", "bf16")
+    compressions = (str(fixed["compression"]),) if "compression" in fixed else ("none",)
     rows = [
         (zero, group, RECOMPUTE.index(recompute), int(sp), OFFLOAD.index(off), COMPRESSION.index(compress))
         for zero, group in shared

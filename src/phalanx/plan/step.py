@@ -11,8 +11,10 @@ from phalanx.plan.cases import Cases, Floats
 from phalanx.plan.compute import FULL, Compute, compute
 from phalanx.plan.memory import MemoryProfile, layer_activations
 from phalanx.plan.physics import Physics, Profile
-from phalanx.plan.weights import rank_weights
+from phalanx.plan.weights import expert_sharers, rank_weights
 
+HOST_ADAM_BYTES = 28.0  # per parameter: read gradient, weight and two moments in fp32, write the last three
+HOST_MEMORY_BYTES_PER_S = 40e9  # a device's share of a two-socket server (12 DDR5 channels, 8 devices): an assumption
 LAUNCH_SHARPNESS = 4.0  # p of the p-norm that joins device time and host launch time
 OFFLOAD_ACTIVATIONS = 2  # index in cases.OFFLOAD
 ZERO_BUBBLE = 3  # index in cases.SCHEDULES
@@ -94,7 +96,9 @@ def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
     busy = np.maximum(busy, moved)  # activations leave during forward and return during backward, behind compute
 
     w = rank_weights(c, stage_layers=fullest)
-    micro = np.where(c.zero == 3, smooth_max(busy, traffic.shard_seconds(c, g, w, f), f.shard_sharpness), busy)
+    micro = np.where(
+        (c.zero == 3) & (c.pp <= 1), smooth_max(busy, traffic.shard_seconds(c, g, w, f), f.shard_sharpness), busy
+    )
     mean_stage = (c.layers * per_layer + head_s) / c.pp
     bubble = (c.pp - 1.0) / c.vpp * (mean_stage + send + host_micro)
     # ZB-H1 fills the bubble with weight gradients: (p-1)(F+B-W) remains of (p-1)(F+B+W) (Qi et al., arXiv 2401.10241).
@@ -155,8 +159,9 @@ def _optimizer_seconds(
     c: Cases, k: Physics, f: Profile, dense: Floats, experts: Floats, expert_replicas: Floats
 ) -> Floats:
     owned = dense / np.where(c.zero >= 1, c.shard, 1.0)
-    owned = owned + np.where(c.moe_layers > 0, experts / np.where(c.zero >= 1, expert_replicas, 1.0), 0.0)
+    sharers = np.where(c.zero >= 1, expert_sharers(c, expert_replicas), 1.0)
+    owned = owned + np.where(c.moe_layers > 0, experts / sharers, 0.0)
     resident = owned * f.optimizer_bytes / (c.memory_bytes_per_s * k.memory)
     # Offloaded states: gradients out and parameters back over the host link, AdamW at host memory speed meanwhile.
-    offloaded = owned * 6.0 / c.host_link_bytes_per_s
+    offloaded = owned * np.maximum(6.0 / c.host_link_bytes_per_s, HOST_ADAM_BYTES / HOST_MEMORY_BYTES_PER_S)
     return np.where(c.offload == 1, offloaded, resident)

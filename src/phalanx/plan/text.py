@@ -7,13 +7,16 @@ import textwrap
 from collections.abc import Sequence
 
 from phalanx.job.schema import TOKENS_PER_PARAMETER
+from phalanx.plan.bill import Bill
 from phalanx.plan.plan import ParetoPoint, Plan
 from phalanx.plan.reasons import Alternative, part_name
-from phalanx.units import format_bytes, format_count, format_money, format_seconds
+from phalanx.plan.search import FULL_MEMORY
+from phalanx.units import DAY_S, HOUR_S, MINUTE_S, format_bytes, format_count, format_money, format_seconds
 
 WIDTH = 100
 BAR = 30  # characters of a full bar
 LEAST_LEAD = 0.0005  # below, "0.0% faster" would be printed
+SECONDS = {"years": 365.25 * DAY_S, "days": DAY_S, "h": HOUR_S, "min": MINUTE_S, "s": 1.0, "ms": 1e-3, "µs": 1e-6}
 SMALLEST_SHARE = 0.001  # parts of the step below a thousandth are left out of the table
 
 
@@ -55,7 +58,7 @@ def _headline(plan: Plan) -> list[str]:
         ("MFU", f"{p.mfu:.1%}"),
     ]
     right = [
-        ("time", f"{format_seconds(d.wall_s)} for {format_count(d.tokens)} tokens"),
+        ("time", f"{_between(d.wall_s_low, d.wall_s, d.wall_s_high)} for {format_count(d.tokens)} tokens"),
         ("money", money),
         ("memory", f"{format_bytes(plan.memory.total_bytes)} of {format_bytes(plan.memory.usable_bytes)} usable"),
     ]
@@ -66,7 +69,7 @@ def _headline(plan: Plan) -> list[str]:
         *_simpler(plan),
         "",
     ]
-    return head + [f"  {a:<9}{b:<42}{c:<8}{e}".rstrip() for (a, b), (c, e) in zip(left, right, strict=True)]
+    return head + [f"  {a:<9}{b:<38}{c:<8}{e}".rstrip() for (a, b), (c, e) in zip(left, right, strict=True)]
 
 
 def _simpler(plan: Plan) -> list[str]:
@@ -75,9 +78,23 @@ def _simpler(plan: Plan) -> list[str]:
     if s.fastest == plan.layout:
         return []
     lead = plan.prediction.step_s / s.fastest_step_s - 1.0
-    if lead < LEAST_LEAD:
-        return _wrap(f"{s.fastest.short} is as fast on paper; chosen the simpler", WIDTH)
-    return _wrap(f"{s.fastest.short} is {lead:.1%} faster on paper; chosen the simpler", WIDTH)
+    pace = "as fast" if lead < LEAST_LEAD else f"{lead:.1%} faster"
+    filled = s.fastest_memory_bytes / plan.memory.usable_bytes
+    if filled > FULL_MEMORY >= 1.0 - plan.memory.margin:
+        return _wrap(
+            f"{s.fastest.short} is {pace} on paper but fills {filled:.1%} of the memory; chosen one with room", WIDTH
+        )
+    return _wrap(f"{s.fastest.short} is {pace} on paper; chosen the simpler", WIDTH)
+
+
+def _between(low_s: float, middle_s: float, high_s: float) -> str:
+    """A duration and its interval in one unit, as `58.0 days (45.1 to 76.3)`."""
+    middle = format_seconds(middle_s)
+    if not low_s < high_s:
+        return middle
+    scale = SECONDS[middle.split()[-1]]
+    low, high = (f"{v:,.0f}" if v >= 100 else f"{v:.3g}" for v in (low_s / scale, high_s / scale))
+    return f"{middle} ({low} to {high})"
 
 
 def _derived(plan: Plan) -> list[str]:
@@ -207,18 +224,33 @@ def _failures(plan: Plan) -> list[str]:
 def _bill(plan: Plan) -> list[str]:
     b = plan.bill
     lines = [
-        f"{format_count(b.device_hours)} device-hours over {format_seconds(plan.duration.wall_s)}, failures included"
+        f"{format_count(b.device_hours)} device-hours over {format_seconds(plan.duration.wall_s)} "
+        f"(80%: {format_seconds(plan.duration.wall_s_low)} to {format_seconds(plan.duration.wall_s_high)}), "
+        "failures included"
     ]
     if b.usd and b.usd_per_device_hour:
         low, middle, high = b.usd
         rate = " / ".join(f"{one:.2f}" for one in dict.fromkeys(b.usd_per_device_hour))
-        span = f" (from {format_money(low)} to {format_money(high)})" if low < high else ""
+        ends = (
+            "cheapest price and quickest steps to dearest and slowest" if len(set(b.usd_per_device_hour)) > 1 else "80%"
+        )
+        span = f" ({format_money(low)} to {format_money(high)}: {ends})" if low < high else ""
         lines.append(f"{format_money(middle)}{span} at ${rate} per device-hour, spares included; {b.price_source}")
     else:
         lines.append(b.price_source)
-    lines.append(f"{amount(b.kwh)} kWh: {b.watts_per_device:.0f} W per device, PUE {b.pue:g} ({b.power_source})")
-    lines.append(f"{amount(b.kgco2e)} kg CO2e at {b.grid_gco2_per_kwh:g} g/kWh ({b.grid_source})")
-    return [part for line in lines for part in _wrap(line)]
+    return [part for line in (*lines, *_energy(b)) for part in _wrap(line)]
+
+
+def _energy(b: Bill) -> list[str]:
+    if b.kwh is None or b.kgco2e is None or b.kwh_interval is None or b.watts_per_device is None:
+        return [f"energy and carbon: {b.power_source}"]
+    low, high = b.kwh_interval
+    span = f" ({amount(low)} to {amount(high)})" if low < high else ""
+    watts = f"{b.watts_per_device:.0f} W per device, PUE {b.pue:g} ({b.power_source})"
+    return [
+        f"{amount(b.kwh)} kWh{span}: {watts}",
+        f"{amount(b.kgco2e)} kg CO2e at {b.grid_gco2_per_kwh:g} g/kWh ({b.grid_source})",
+    ]
 
 
 def _search(plan: Plan) -> list[str]:

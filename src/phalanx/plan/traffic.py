@@ -10,14 +10,15 @@ from phalanx.network import collectives as net
 from phalanx.plan.cases import Cases, Floats
 from phalanx.plan.compute import element_bytes, routed_tokens
 from phalanx.plan.physics import Physics, Profile
-from phalanx.plan.weights import RankWeights
+from phalanx.plan.weights import RankWeights, expert_split
 
 # Share of ring-attention traffic that stays visible behind the attention it feeds: an assumption, between the 0.1 of
 # long sequences (torchtitan's 128k rows fit it) and none hidden.
 CONTEXT_VISIBLE = 0.3
 # Kernels each step of the ring adds: send, receive, attention, and three to merge outputs and log-sum-exps.
 CONTEXT_LAUNCHES = 6.0
-COMPRESSED_SHARE = np.array([1.0, 0.5, 0.25, 0.25, 0.02])  # of fp32 bytes, by cases.COMPRESSION
+# Bytes per gradient on the wire, by cases.COMPRESSION; top-k sends 1 % of the values with 32-bit indices.
+COMPRESSED_BYTES = np.array([np.inf, 2.0, 1.0, 1.0, 0.08])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,15 +43,17 @@ def groups(c: Cases, k: Physics, f: Profile) -> Groups:
             ranks,
             stride,
             domain=c.domain,
+            devices=c.devices,
             link_bytes_per_s=c.link_bytes_per_s * k.link,
             nic_bytes_per_s=c.nic_bytes_per_s * k.nic,
             link_latency_s=c.link_latency_s * k.link_latency,
             nic_latency_s=c.nic_latency_s * k.nic_latency,
             pacing=k.pacing,
             loss=f.fabric_loss,
+            switch=c.switch_reduces,
         )
 
-    replicas = np.maximum(c.dp * c.cp * c.tp / np.maximum(c.ep, 1.0), 1.0)
+    replicas = np.maximum(c.dp * c.cp * c.tp / expert_split(c), 1.0)
     everyone = c.dp * c.cp
     sharers = np.where(c.zero >= 1, np.clip(c.shard, 1.0, everyone), everyone)
     return Groups(
@@ -60,7 +63,7 @@ def groups(c: Cases, k: Physics, f: Profile) -> Groups:
         shard=place(sharers, c.tp),
         replica=place(np.maximum(everyone / sharers, 1.0), c.tp * sharers),
         expert=place(c.ep, np.ones_like(c.tp)),
-        expert_data=place(replicas, c.ep),
+        expert_data=place(replicas, expert_split(c)),
         pipeline=place(c.pp, c.tp * c.cp * c.dp),
     )
 
@@ -68,9 +71,10 @@ def groups(c: Cases, k: Physics, f: Profile) -> Groups:
 def tensor_seconds(c: Cases, g: Groups, f: Profile) -> Floats:
     """Forward (and again backward): two all-reduces per layer, or the same bytes as gathers and scatters."""
     message = c.tokens * c.hidden * element_bytes(c)
-    reduce = net.all_reduce(g.tensor, message, switch=np.zeros_like(c.tp))
-    both = np.where(c.sp > 0, 2.0 * net.all_gather(g.tensor, message), reduce)
-    return 2.0 * c.layers * both * f.tensor_exposed
+    both = np.where(c.sp > 0, 2.0 * net.all_gather(g.tensor, message), net.all_reduce(g.tensor, message))
+    # Whole experts (expert parallelism) leave a mixture-of-experts layer only attention, and shared experts, to reduce.
+    bare = np.where((c.ep > 1) & (c.shared_ffn <= 0), c.moe_layers, 0.0)
+    return (2.0 * c.layers - bare) * both * f.tensor_exposed
 
 
 def context_seconds(c: Cases, k: Physics, g: Groups, attention_forward: Floats) -> Floats:
@@ -108,12 +112,12 @@ class GradientTraffic:
 
 def gradient_traffic(c: Cases, g: Groups, w: RankWeights, f: Profile) -> GradientTraffic:
     """What keeps the data ranks equal."""
-    width = f.gradient_bytes * COMPRESSED_SHARE[c.compression.astype(int)]
+    width = np.minimum(f.gradient_bytes, COMPRESSED_BYTES[c.compression.astype(int)])
     size = element_bytes(c)
 
     def reduce(data: net.Group, shard: net.Group, replica: net.Group, weights: Floats) -> Floats:
-        whole = net.all_reduce(data, weights * width, switch=np.zeros_like(c.tp))
-        between = net.all_reduce(replica, weights * width / np.maximum(shard.ranks, 1.0), switch=np.zeros_like(c.tp))
+        whole = net.all_reduce(data, weights * width)
+        between = net.all_reduce(replica, weights * width / np.maximum(shard.ranks, 1.0))
         return np.where(c.zero == 0, whole, net.reduce_scatter(shard, weights * width) + between)
 
     def gather(shard: net.Group, weights: Floats) -> Floats:
@@ -126,16 +130,19 @@ def gradient_traffic(c: Cases, g: Groups, w: RankWeights, f: Profile) -> Gradien
         has_experts = c.moe_layers > 0
         reduced = reduced + np.where(has_experts, reduce(g.expert_data, g.expert_data, alone, w.experts), 0.0)
         gathered = gathered + np.where(has_experts, gather(g.expert_data, w.experts), 0.0)
-    owned_elsewhere = c.zero == 3
+    owned_elsewhere = (c.zero == 3) & (c.pp <= 1)
     # Under ZeRO-3 only the copies of a shard still have to agree once per step (HSDP).
-    between = net.all_reduce(g.replica, w.dense * width / np.maximum(g.shard.ranks, 1.0), switch=np.zeros_like(c.tp))
+    between = net.all_reduce(g.replica, w.dense * width / np.maximum(g.shard.ranks, 1.0))
     return GradientTraffic(
         reduce=np.where(owned_elsewhere, between, reduced), gather=np.where(owned_elsewhere, 0.0, gathered)
     )
 
 
 def shard_seconds(c: Cases, g: Groups, w: RankWeights, f: Profile) -> Floats:
-    """Per micro-batch under ZeRO-3: gather parameters twice, scatter gradients once, layer by layer."""
+    """Per micro-batch under ZeRO-3: gather parameters twice, scatter gradients once, layer by layer.
+
+    In a pipeline the gathered weights stay for the whole step (memory.py), so there it is once-per-step traffic.
+    """
     size = element_bytes(c)
 
     def once(group: net.Group, weights: Floats) -> Floats:
@@ -144,4 +151,4 @@ def shard_seconds(c: Cases, g: Groups, w: RankWeights, f: Profile) -> Floats:
     calls = 3.0 * (c.layers / c.pp - 1.0)
     total = once(g.shard, w.dense) + calls * net.ring_latency(g.shard)
     total = total + np.where(c.moe_layers > 0, once(g.expert_data, w.experts), 0.0)
-    return np.where(c.zero == 3, total * f.shard_traffic, 0.0)
+    return np.where((c.zero == 3) & (c.pp <= 1), total * f.shard_traffic, 0.0)

@@ -24,7 +24,6 @@ IDLE_MFU = 5.0
 # A single run scatters around its calibrated prediction by about half the 80 % width it has uncalibrated (z = 1.28,
 # less what calibration removes).
 SCATTER_SHARE = 0.6
-CALIBRATED_INTERVAL = 0.20  # greatest log half-width after calibration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,9 +116,8 @@ def _calibrated(
         if part.any():
             seconds[part] = calibrated(take(found.times, part), fitted).step_s
             shift = seconds[part] / found.times.step_s[part]
-            # A calibrated system is known better, but never better than it was before.
-            low[part] = np.maximum(low[part] * shift, seconds[part] * np.exp(-CALIBRATED_INTERVAL))
-            high[part] = np.minimum(high[part] * shift, seconds[part] * np.exp(CALIBRATED_INTERVAL))
+            # Calibration moves the middle; single runs scatter around it as much as before.
+            low[part], high[part] = low[part] * shift, high[part] * shift
     return seconds, low, high
 
 

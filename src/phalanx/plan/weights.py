@@ -33,6 +33,20 @@ def mlp_weights(c: Cases, ffn: Floats) -> Floats:
     return (2.0 + c.gated) * c.hidden * ffn
 
 
+def expert_split(c: Cases) -> Floats:
+    """Ranks one copy of the routed experts is split over.
+
+    Expert parallelism splits by expert and keeps each expert whole (expert tensor parallelism 1, what published
+    mixture-of-experts runs use); without it every expert is split by tensor parallelism like a dense MLP.
+    """
+    return np.where(c.ep > 1, c.ep, c.tp)
+
+
+def expert_sharers(c: Cases, replicas: Floats) -> Floats:
+    """Copies of an expert that share its sharded state: all of them, or those inside the shard group (HSDP)."""
+    return np.clip(c.shard * c.tp / expert_split(c), 1.0, replicas)
+
+
 def layer_weights(c: Cases) -> tuple[Floats, Floats]:
     """All layers together: (replicated, routed experts)."""
     dense_layers = c.layers - c.moe_layers
@@ -61,12 +75,12 @@ def rank_weights(c: Cases, *, stage_layers: Floats) -> RankWeights:
     table = c.vocab * c.hidden
     # With a pipeline the input embedding and the head stand on different stages (a tied table is kept twice).
     embedding = np.where(c.pp > 1, table, table * (2.0 - c.tied)) / c.tp
-    replicas = np.maximum(c.dp * c.cp * c.tp / np.maximum(c.ep, 1.0), 1.0)
+    replicas = np.maximum(c.dp * c.cp * c.tp / expert_split(c), 1.0)
     widest = attention_weights(c) + np.where(c.moe_layers < c.layers, mlp_weights(c, c.ffn), 0.0)
-    expert_layer = c.experts * mlp_weights(c, c.expert_ffn) / np.maximum(c.ep, 1.0)
+    expert_layer = c.experts * mlp_weights(c, c.expert_ffn) / expert_split(c)
     return RankWeights(
         dense=dense * share / c.tp + embedding,
-        experts=experts * share / np.maximum(c.ep, 1.0),
+        experts=experts * share / expert_split(c),
         expert_replicas=replicas,
         embedding=embedding,
         layer=widest / c.tp + np.where(c.moe_layers > 0, expert_layer, 0.0),
