@@ -9,10 +9,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # read by type checkers; importing typing for it would leave more time for an unguarded Ctrl-C
 if TYPE_CHECKING:
+    from typing import Any
+
     from phalanx.hardware.cluster import resolve as cluster
     from phalanx.job.load import load
     from phalanx.plan.make import plan
@@ -24,6 +24,8 @@ _LAZY = {"cluster": ("phalanx.hardware.cluster", "resolve"), "load": ("phalanx.j
 
 
 def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
     if name == "plan":
         return import_module("phalanx.plan")
     if name in _LAZY:

@@ -85,7 +85,10 @@ def test_compare(job, tmp_path, capsys):
     assert main(["plan", job, "--compare", str(other), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert len(data["plans"]) == 2
-    assert data["differences"][0]["name"] == "job"
+    rows = {one["name"]: one["shown"] for one in data["differences"]}
+    assert rows["file"] == [job, str(other)]
+    assert rows["layout"] == [Plan.from_dict(one).layout.short for one in data["plans"]]
+    assert all(" to " in shown for shown in rows["step, 80%"])
 
 
 @pytest.mark.parametrize(

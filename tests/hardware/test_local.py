@@ -68,7 +68,7 @@ def test_one_device_per_core_without_a_profile(tmp_path: Path) -> None:
 
 
 def test_the_stored_profile_is_used_and_the_source_says_so(tmp_path: Path) -> None:
-    save(PROFILE, usual_path("box", environ(tmp_path)))
+    save(PROFILE, usual_path("box", environ(tmp_path)), folders=True)
     cluster = machine_cluster(CPU, environ=environ(tmp_path), ranks=2)
     assert cluster.matmul_flops == 4 * 150e9  # each of two ranks has four cores
     assert (cluster.launch_s, cluster.link_bytes_per_s, cluster.link_latency_s) == (4e-6, 1.5e9, 1e-4)
@@ -78,7 +78,7 @@ def test_the_stored_profile_is_used_and_the_source_says_so(tmp_path: Path) -> No
 
 
 def test_the_cost_of_a_numpy_call_is_not_taken_for_the_framework(tmp_path: Path) -> None:
-    save(dataclasses.replace(PROFILE, engine="numpy 2.4"), usual_path("box", environ(tmp_path)))
+    save(dataclasses.replace(PROFILE, engine="numpy 2.4"), usual_path("box", environ(tmp_path)), folders=True)
     assert machine_cluster(CPU, environ=environ(tmp_path)).launch_s == 0
 
 
@@ -121,8 +121,14 @@ def test_saving_leaves_nothing_half_written(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["p.json"]
 
 
+def test_saving_makes_no_folder_that_nobody_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(WorldError):
+        save(PROFILE, tmp_path / "typo" / "p.json")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_profile_of_another_kind_of_device_is_ignored(tmp_path: Path) -> None:
-    save(PROFILE, usual_path("box", environ(tmp_path)))
+    save(PROFILE, usual_path("box", environ(tmp_path)), folders=True)
     cluster = machine_cluster(gpus(1), environ=environ(tmp_path))
     assert "profile ignored (it measured cpu, this machine computes on cuda)" in cluster.source
 

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def test_beyond_a_tie_the_fastest_wins_whatever_it_takes(make_ask, monkeypatch):
     assert found.best.layout == found.fastest.layout
 
 
-def test_axes_come_before_stages_before_schedules(make_ask):
+def test_stages_come_before_axes_before_schedules(make_ask):
     scores = score(build(make_ask()))
     rows = np.arange(scores.base.size)
     keys = list(zip(*complexity(scores, rows), strict=True))
@@ -163,6 +164,12 @@ def test_a_model_that_cannot_fit_says_how_many_devices_would_do(make_ask):
         search(make_ask("llama-3.1-405b", cluster="8xH100:1", batch=64))
     text = str(caught.value)
     assert text.startswith("8xH100-80GB-SXM:1: llama-3.1-405b does not fit: the least any legal layout needs is ")
-    assert "such devices, or devices with more memory" in text
+    assert "or devices with more memory" in text
+    offloaded, plain = re.search(
+        r"use (\d+) such devices with the optimizer in host memory \((\d+) without\)", text
+    ).groups()
+    for devices, offload in ((offloaded, "optimizer"), (plain, "none")):
+        found = search(make_ask("llama-3.1-405b", cluster=f"H100:{devices}", batch=64))
+        assert found.best.layout.offload == offload
     needed = int(text.split("use about ")[1].split(" such")[0].replace(",", ""))
     assert search(make_ask("llama-3.1-405b", cluster=f"8xH100:{needed // 8}", batch=64)).best.fits

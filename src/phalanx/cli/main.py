@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from importlib import import_module
 
-from phalanx.cli.parser import Parser
-from phalanx.errors import PhalanxError, mistake, nearest
+# Everything else is imported inside `main`'s guard: Ctrl-C in the first milliseconds must not print a traceback.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from phalanx.errors import PhalanxError
 
 # verb -> (module with `configure(parser)` and `run(args) -> exit code`, one line of help)
 VERBS: dict[str, tuple[str, str]] = {
@@ -37,18 +39,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _dispatch(arguments)
         sys.stdout.flush()
         return code
-    except PhalanxError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Python flushes stdout once more at exit and would print a traceback.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return PIPE_CLOSED
     except Exception as error:
-        return _apologise(error)
+        return _failed(error)
+
+
+def _drop_output() -> None:
+    """Python flushes stdout once more at exit and would print a traceback."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _failed(error: Exception) -> int:
+    from phalanx.errors import PhalanxError
+
+    if isinstance(error, PhalanxError):
+        print(error, file=sys.stderr)
+        return error.exit_code
+    if isinstance(error, OSError) and error.filename is None and _full(error):
+        _drop_output()
+        print(f"phalanx: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 3
+    return _apologise(error)
+
+
+def _full(error: OSError) -> bool:
+    """A full disk, quota or file-size limit, or a failing device, behind stdout."""
+    import errno
+
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -61,6 +84,10 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if verb not in VERBS:
         raise _unknown(verb)
+    from importlib import import_module
+
+    from phalanx.cli.parser import Parser
+
     module_name, help_line = VERBS[verb]
     module = import_module(module_name)
     parser = Parser(prog=f"phalanx {verb}", description=help_line)
@@ -85,6 +112,8 @@ def _version() -> str:
 
 
 def _unknown(verb: str) -> PhalanxError:
+    from phalanx.errors import mistake, nearest
+
     close = nearest(verb, VERBS)
     fix = f"did you mean phalanx {close}?" if close else f"the verbs are {', '.join(VERBS)}"
     kind = "option" if verb.startswith("-") else "verb"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from phalanx.cli.options import add_json
 from phalanx.cli.output import note, print_json
-from phalanx.errors import WorldError, mistake
+from phalanx.errors import Problem, WorldError, mistake
 from phalanx.hardware.discover import discover
 from phalanx.hardware.machine import Machine
 from phalanx.hardware.probe import MAX_RANKS, NUMPY_WORKER, probe
@@ -39,10 +39,14 @@ def run(args: argparse.Namespace) -> int:
     machine = discover()
     for text in machine.notes:
         note(f"note: {text}")
-    out = args.out or _default_out(machine)
+    read_later = _read_later(machine)
+    out = args.out or read_later
+    own = out == usual_path(machine.hostname, os.environ)
+    if not own:
+        _check_folder(out)
     profile = _measure(machine, args)
-    save(profile, out)
-    note(f"profile stored in {out}; plans of the cluster local on this machine use it now")
+    save(profile, out, folders=own)
+    note(f"profile stored in {out}; {_use(out, read_later)}")
     if args.json:
         print_json(profile)
     else:
@@ -50,7 +54,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _default_out(machine: Machine) -> Path:
+def _check_folder(out: Path) -> None:
+    """Refuse a place that cannot be written to before half a minute is spent."""
+    if not out.parent.is_dir():
+        what = f"cannot be written: there is no folder {out.parent}"
+        raise WorldError(Problem(where=str(out), what=what, fix="make the folder, or name another --out"))
+
+
+def _use(out: Path, read_later: Path) -> str:
+    if out.absolute() == read_later.absolute():
+        return "plans of the cluster local on this machine use it now"
+    return f"plans of the cluster local use it with PHALANX_PROFILE={out}, and phalanx cluster with --profile {out}"
+
+
+def _read_later(machine: Machine) -> Path:
+    """Where later plans look for a profile of this machine."""
     named = os.environ.get("PHALANX_PROFILE", "")
     return Path(named) if named else usual_path(machine.hostname, os.environ)
 

@@ -49,11 +49,12 @@ def usual_path(hostname: str, environ: Mapping[str, str]) -> Path:
     return Path(home) / "phalanx" / "profiles" / f"{safe[:100]}.json"
 
 
-def save(profile: Profile, path: Path) -> None:
-    """Write the whole file or nothing, and the folders that lead to it."""
+def save(profile: Profile, path: Path, *, folders: bool = False) -> None:
+    """Write the whole file or nothing; `folders` makes those that lead to it, for a place Phalanx chose itself."""
     text = json.dumps({"version": VERSION, **dataclasses.asdict(profile)}, indent=1, allow_nan=False) + "\n"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if folders:
+            path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text)
     except OSError as error:
         fix = "give another place with --out FILE"

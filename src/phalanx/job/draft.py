@@ -60,6 +60,14 @@ class Draft:
             path = path[:-1]
         return f"{self.path}:{self.lines[path]}" if path else str(self.path)
 
+    def _set_by(self, path: scan.Path) -> str:
+        """The --set that gave a key, or the only thing below it; empty where the file did."""
+        key = dotted(path)
+        below = "" if path in self.lines else f"{key}."
+        return next(
+            (text for given, text in self.settings.items() if given == key or (below and given.startswith(below))), ""
+        )
+
     def complain(self, key: str, what: str, *, why: str = "", fix: str = "") -> None:
         """Note a mistake at a key; the key counts as refused from here on."""
         self.bad.add(key)
@@ -88,7 +96,7 @@ class Draft:
             close = nearest(name, names)
             fix = f'did you mean "{close}"?' if close else f"the keys are {', '.join(names)}"
             place = f"section [{dotted(prefix)}]" if prefix else "a job file"
-            where = self.settings.get(dotted((*prefix, name))) or self.place((*prefix, name))
+            where = self._set_by((*prefix, name)) or self.place((*prefix, name))
             self.problems.append(Problem(where=where, what=f"{place} has no key {shown(name)}", fix=fix))
 
 

@@ -25,6 +25,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
 # Log widths of the priors. Chosen on sources left out of the fit: three measured rows of each then bring the mean of
 # median errors from 14 % to 9 % (benchmarks/fit_physics.py --leave-one-out).
 PRIOR_SIGMA = {"compute": 0.07, "memory": 0.1, "host": 0.8, "inner_traffic": 0.5, "outer_traffic": 0.4}
+PRIOR_AT = (
+    3.0  # a factor further than this many sigmas from 1 costs linearly: a system that is off throughout may be far off
+)
 LARGEST_FACTOR = 20.0  # either way; beyond it the measurement is of something else
 NOISE = 0.03  # least scatter: repeat runs differ under 1 %, what the model leaves out about this much more
 ROBUST_AT = 3.0  # residuals beyond this many times the noise count linearly: one bad measurement must not bend the rest
@@ -68,12 +71,17 @@ def calibrate(times: StepTimes, measured_s: Floats, noise: Floats | float = NOIS
     def residuals(logs: Floats) -> Floats:
         predicted = _total(groups[:, usable], bubble[usable], np.exp(logs))
         error = (np.log(predicted) - target) / scatter
-        soft = np.sign(error) * ROBUST_AT * np.sqrt(2.0 * (np.sqrt(1.0 + (error / ROBUST_AT) ** 2) - 1.0))
-        return np.concatenate([soft, logs / sigma])
+        return np.concatenate([_soft(error, ROBUST_AT), _soft(logs / sigma, PRIOR_AT)])
 
     most = np.log(LARGEST_FACTOR)
     found = least_squares(residuals, np.zeros(len(GROUPS)), bounds=(-most, most))
     return Calibration(**{name: float(np.exp(log)) for name, log in zip(GROUPS, found.x, strict=True)})
+
+
+def _soft(residual: Floats, at: float) -> Floats:
+    """A residual whose square grows like residual² up to `at` and only linearly beyond."""
+    soft: Floats = np.sign(residual) * at * np.sqrt(2.0 * (np.sqrt(1.0 + (residual / at) ** 2) - 1.0))
+    return soft
 
 
 def _grouped(times: StepTimes) -> Floats:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +16,7 @@ from phalanx.units import format_bytes
 
 RELEASES = ("recompute", "zero", "shard", "micro", "offload", "sequence_parallel", "schedule", "tensor", "pipeline")
 BY_MODE = 'parallel.mode = "fixed"'  # the origin of settings that fixed mode fills in (job.load)
+FREE_IN_FIXED_MODE = ("data", "shard", "micro")  # they follow from the number of devices
 MOST_GROWTH = 64  # how many times the cluster is doubled, in all, to say how many devices would do
 
 
@@ -91,13 +91,13 @@ def _release(ask: Ask, name: str) -> UserError:
     table = build(_without(ask, name))
     column = {"expert": "ep", "virtual_pipeline": "vpp", "micro": "micro_batch", "data": "dp"}.get(name)
     fix = f"leave {key} out"
-    if _by_mode(ask, (name,)):
-        fix = f"give {key}"
+    if _by_mode(ask, name):
+        fix = f"set another {key}"
     if column:
         sizes = np.unique(table.base[column])
         near = sizes[np.argsort(np.abs(sizes - int(ask.fixed[name])), kind="stable")[:3]]
         sizes_near = " or ".join(f"{n:,}" for n in np.sort(near))
-        fix = f"set {key} = {sizes_near}" if _by_mode(ask, (name,)) else f"use {sizes_near}, or leave {key} out"
+        fix = f"set {key} = {sizes_near}" if _by_mode(ask, name) else f"use {sizes_near}, or leave {key} out"
     return mistake(
         ask.place(key),
         f"{key} = {ask.fixed[name]} leaves no legal layout on {ask.cluster.devices:,} devices",
@@ -134,18 +134,23 @@ def _cure(ask: Ask, scores: Scores) -> str:
                 return f"{_free(ask, name, key, layout)}: {layout.name} fits"
     free = replace(ask, fixed={})
     if ask.fixed and _fits_on(free, 1, offload=("none", "optimizer")):
-        written = 'parallel.mode = "auto"' if _by_mode(ask, ask.fixed) else "the sizes under [parallel] out"
-        return f"{'use' if _by_mode(ask, ask.fixed) else 'leave'} {written}: the free search finds layouts that fit"
+        way = 'set parallel.mode = "auto"' if _fixed_mode(ask) else "leave the sizes under [parallel] out"
+        return f"{way}: the free search finds layouts that fit"
     return _more_devices(free) or _more_memory(scores)
 
 
-def _by_mode(ask: Ask, names: Iterable[str]) -> bool:
-    """Whether `parallel.mode = "fixed"` filled in one of these settings: leaving it out would change nothing."""
-    return any(ask.place(f"parallel.{name}") == BY_MODE for name in names)
+def _fixed_mode(ask: Ask) -> bool:
+    """Whether the job says `parallel.mode = "fixed"`: then what is left out is filled in, not searched."""
+    return any(ask.place(f"parallel.{name}") == BY_MODE for name in ask.fixed)
+
+
+def _by_mode(ask: Ask, name: str) -> bool:
+    """Whether leaving a setting out would not free it."""
+    return _fixed_mode(ask) and name not in FREE_IN_FIXED_MODE
 
 
 def _free(ask: Ask, name: str, key: str, layout: Layout) -> str:
-    if not _by_mode(ask, (name,)):
+    if not _by_mode(ask, name):
         return f"leave {key} out"
     value = getattr(layout, "micro_batch" if name == "micro" else name)
     return f"set {key} = {json.dumps(value)}"

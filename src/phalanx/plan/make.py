@@ -56,7 +56,7 @@ def plan(
     if not isinstance(job, Job | ResolvedJob):
         raise mistake(
             "phalanx.plan",
-            f"job = {str(job)[:60]!r} is a {type(job).__name__}",
+            f"job = {str(job)[:60]!r} is of type {type(job).__name__}",
             fix="give what phalanx.load returns, or a path",
         )
     asked = job.job if isinstance(job, ResolvedJob) else job
