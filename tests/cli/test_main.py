@@ -137,3 +137,28 @@ sys.exit(cli.main(["fake"]))
     )  # fmt: skip
     assert done.stdout == "x141\n"
     assert done.stderr == ""
+
+
+def test_a_full_disk_behind_stdout_is_one_plain_line() -> None:
+    done = subprocess.run(
+        ["bash", "-c", f'"{sys.executable}" -m phalanx cluster --list > /dev/full'],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert done.stderr == "phalanx: the output cannot be written: No space left on device\n"
+
+
+def test_ctrl_c_while_a_verb_is_imported_is_quiet() -> None:
+    code = """
+import sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("argparse", "phalanx.cli.parser", "phalanx.errors"):
+            raise KeyboardInterrupt
+sys.modules.pop("argparse", None)
+sys.meta_path.insert(0, Interrupt())
+from phalanx.cli.main import main
+sys.exit(main(["plan", "job.toml"]))
+"""
+    done = run_python(code)
+    assert (done.returncode, done.stderr) == (130, "stopped by Ctrl-C\n")

@@ -48,10 +48,26 @@ def test_bad_calls_are_exit_2(arguments: list[str], message: str, capsys: pytest
     assert message in capsys.readouterr().err
 
 
+def test_a_profile_stored_elsewhere_says_how_to_use_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "p.json"
+    assert main(["probe", "--engine", "numpy", "--seconds", "2", "--disk", str(tmp_path), "--out", str(out)]) == 0
+    text = capsys.readouterr().err
+    assert f"use it with PHALANX_PROFILE={out}, and phalanx cluster with --profile {out}" in text
+    assert "use it now" not in text
+
+
+def test_a_missing_folder_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "typo" / "p.json"
+    assert main(["probe", "--engine", "numpy", "--out", str(out)]) == 3
+    expected = f"{out}: cannot be written: there is no folder {out.parent}\n  make the folder, or name another --out\n"
+    assert capsys.readouterr().err.endswith(expected)
+    assert not out.parent.exists()
+
+
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    out = tmp_path / "out" / "p.json"
+    out = tmp_path / "p.json"
     process = subprocess.Popen(
         [sys.executable, "-m", "phalanx.cli.main", "probe", "--engine", "numpy", "--seconds", "120", "--out", str(out)],
         stdout=subprocess.PIPE,

@@ -50,6 +50,29 @@ def test_power_of_the_cluster_wins():
     assert made.power_source == "given for the cluster"
 
 
+def test_unknown_power_is_no_number():
+    cluster = resolve("8xH100:2")
+    cluster = replace(cluster, accelerator=replace(cluster.accelerator, tdp_w=0.0))
+    made = bill(cluster, cost=Cost(), wall_s=HOUR, spares=0, devices=16)
+    assert (made.watts_per_device, made.kwh, made.kwh_interval, made.kgco2e) == (None, None, None, None)
+    assert made.power_source == "unknown: give power_w_per_device in a cluster file"
+
+
+def test_a_cpu_does_not_cite_gpu_servers():
+    made = charge("CPU-core:2")
+    assert made.watts_per_device == pytest.approx(350 / 56)
+    assert "H100" not in made.power_source
+    assert "Xeon" in made.power_source
+
+
+def test_the_range_of_money_combines_price_and_time():
+    cluster = resolve("8xH100:2")
+    ends = {"cost": Cost(), "wall_s": 10 * HOUR, "spares": 0, "devices": 16}
+    alone, both = bill(cluster, **ends), bill(cluster, **ends, wall_interval_s=(9 * HOUR, 12 * HOUR))
+    assert both.usd == pytest.approx((0.9 * alone.usd[0], alone.usd[1], 1.2 * alone.usd[2]))
+    assert both.kwh_interval == pytest.approx((0.9 * alone.kwh, 1.2 * alone.kwh))
+
+
 def test_carbon_follows_the_region():
     sweden = charge(region="eu-north-1")
     assert sweden.grid_gco2_per_kwh == 47

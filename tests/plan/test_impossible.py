@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from phalanx.errors import UserError
@@ -53,3 +55,20 @@ def test_precision_the_device_lacks(make_ask):
         "  the catalogue knows no rate for it\n"
         "  use one of bf16, fp16, fp32, or another accelerator"
     )
+
+
+def test_under_fixed_mode_the_cure_is_to_set_a_value_not_to_leave_it_out(make_ask):
+    sets = {"parallel__mode": "fixed", "parallel__zero": 1, "parallel__tensor": 1}
+    text = message(make_ask("llama-3-8b", cluster="8xH100:1", sequence=8192, **sets))
+    cure = re.search(r"set (parallel\.\w+) = (\S+): .+ fits", text)
+    assert cure is not None, text
+    assert "leave" not in text
+    key, value = cure.groups()
+    assert search(make_ask("llama-3-8b", cluster="8xH100:1", sequence=8192, **(sets | {key.replace(".", "__"): value})))
+
+
+def test_device_counts_with_offload_are_named(make_ask):
+    text = message(make_ask("llama-3-70b", cluster="1xH100:1", sequence=8192, batch=64))
+    found = re.search(r"use (\d+) such devices with the optimizer in host memory", text)
+    assert found is not None
+    assert search(make_ask("llama-3-70b", cluster=f"1xH100:{found.group(1)}", sequence=8192, batch=64)).best.fits

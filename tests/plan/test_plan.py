@@ -113,3 +113,60 @@ def test_a_run_of_years_says_what_a_season_would_take(make_job):
     assert f"8xA100-80GB-SXM:1: {years:.1f} years for 15.0T tokens is longer than a year" in warning
     assert f"90.0 days would take about {devices:,.0f} such devices at the same efficiency" in warning
     assert not [text for text in phalanx.plan(make_job(cluster="8xA100:1")).warnings if "year" in text]
+
+
+def test_time_carries_the_interval_of_the_step(plan):
+    p, d = plan.prediction, plan.duration
+    assert d.wall_s_low / d.wall_s == pytest.approx(p.step_s_low / p.step_s)
+    assert d.wall_s_high / d.wall_s == pytest.approx(p.step_s_high / p.step_s)
+    low, middle, high = plan.bill.usd
+    assert low / middle < d.wall_s_low / d.wall_s, "the cheapest price comes on top of the quickest steps"
+    assert high / middle > d.wall_s_high / d.wall_s
+
+
+def test_the_pareto_set_walks_the_batch_ramp_too(make_job):
+    ramp = "[{ until_tokens = 500_000_000, global_tokens = 65_536 }]"
+    plan = phalanx.plan(make_job(cluster="8xH100:4", batch__ramp=ramp))
+    (own,) = (one for one in plan.pareto if one.layout == plan.layout)
+    assert own.training_s == pytest.approx(plan.duration.training_s)
+
+
+def test_failures_faster_than_recovery_are_refused_with_numbers(make_job):
+    with pytest.raises(UserError) as caught:
+        phalanx.plan(make_job(fault__failures_per_host_day=500))
+    text = str(caught.value)
+    assert text.startswith("8xH100-80GB-SXM:2: the run never finishes: a failure every 86.4 s costs ")
+    assert "check failures_per_host_day = 500 over 2 hosts" in text
+
+
+def test_an_endless_interval_is_blamed_not_the_failures(make_job):
+    with pytest.raises(UserError) as caught:
+        phalanx.plan(make_job(checkpoint__interval_s=100_000_000))
+    text = str(caught.value)
+    assert text.startswith("--set checkpoint.interval_s=100000000: the run never finishes: a failure every ")
+    assert "use checkpoint.interval_s = " in text
+
+
+@pytest.mark.parametrize("rate", [0, 0.004])
+def test_a_tiny_interval_is_named_as_the_cause(make_job, rate):
+    plan = phalanx.plan(make_job(checkpoint__interval_s=0.1, fault__failures_per_host_day=rate))
+    (warning,) = (text for text in plan.warnings if "of the time trains" in text)
+    assert warning.startswith("--set checkpoint.interval_s=0.1: only ")
+    assert "checkpoint.interval_s = 0.1, training waits " in warning
+    assert "or leave it out: then 100% of the time trains" in warning or "leave checkpoint.interval_s out" in warning
+    assert "detect" not in warning
+
+
+def test_a_path_is_loaded(make_job):
+    job = make_job()
+    assert phalanx.plan(str(job.path)).layout == phalanx.plan(job.path).layout == phalanx.plan(job).layout
+
+
+def test_what_is_no_job_and_no_cluster_is_refused(make_job):
+    with pytest.raises(UserError) as caught:
+        phalanx.plan(5)
+    assert str(caught.value) == ("phalanx.plan: job = '5' is of type int\n  give what phalanx.load returns, or a path")
+    for call in (lambda: phalanx.cluster(5), lambda: phalanx.plan(make_job(), 5)):
+        with pytest.raises(UserError) as caught:
+            call()
+        assert str(caught.value).startswith("cluster: '5' is of type int, not a text\n  write 8xH100:16")

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.plan.reasons import PARTS, crossing, explain
+from phalanx.plan.reasons import PARTS, _faster, crossing, explain, slowest_part
 from phalanx.plan.score import price
 from phalanx.plan.search import search
 
@@ -59,3 +59,22 @@ def test_a_faster_layout_the_job_rules_out_says_which_setting_does(make_ask):
     assert faster
     assert any("the job fixes tensor = 8" in one.reason for one in faster)
     assert all(one.wins_if == "wins if that is left to the planner" for one in faster if "fixes" in one.reason)
+
+
+def test_the_head_is_compared_together_with_the_other_matrix_products(make_ask):
+    """Which stage is the busiest moves time between the two names, not between the layouts."""
+    ask = make_ask(cluster="8xH100:4")
+    layout = search(ask).best.layout
+    _, times, _ = price(ask, [layout, layout])
+    matmul, head = times.matmul_s.copy(), times.head_s.copy()
+    matmul[0], head[0] = matmul[0] + head[0], 0.0
+    moved = replace(times, matmul_s=matmul, head_s=head)
+    assert slowest_part(moved, (layout, layout)) == "as fast, but more machinery"
+    matmul[1] += 1.0
+    assert slowest_part(replace(moved, matmul_s=matmul), (layout, layout)).startswith("matrix products and head ")
+
+
+def test_a_faster_layout_at_the_edge_of_memory_says_that_this_is_why(make_ask):
+    ask = make_ask(cluster="8xH100:4")
+    reason, _ = _faster(ask, search(ask).best.layout, (0.8, 0.99))
+    assert reason == "fills 99.0% of the usable memory, too close to its end"

@@ -86,3 +86,8 @@ def test_a_job_may_bring_its_own_rate():
 
 def test_hopeless_is_zero_not_negative():
     assert predict(failures_per_host_day=10.0).effective_time == 0.0
+
+
+def test_checkpoints_cost_time_also_without_failures():
+    assert effective_time(1.0, 1.0, math.inf, lost_s=100.0) == 0.5
+    assert effective_time(1.0, math.inf, math.inf, lost_s=100.0) == 1.0

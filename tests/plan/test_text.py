@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import phalanx
+from phalanx.hardware.cluster import resolve
 from phalanx.plan import compare
 from phalanx.plan.reasons import explain
 from phalanx.plan.search import Candidate
@@ -51,7 +52,12 @@ def test_the_faster_layout_that_was_passed_over_is_named(make_job):
     plan = phalanx.plan(make_job(cluster="8xH100:4"))
     rival = next(one.layout for one in plan.alternatives if one.layout != plan.layout)
     for lead, said in ((0.0123, "is 1.2% faster on paper"), (0.0001, "is as fast on paper")):
-        found = replace(plan.search, fastest=rival, fastest_step_s=plan.prediction.step_s / (1 + lead))
+        found = replace(
+            plan.search,
+            fastest=rival,
+            fastest_step_s=plan.prediction.step_s / (1 + lead),
+            fastest_memory_bytes=plan.memory.total_bytes,
+        )
         third = render(replace(plan, search=found), top=0).splitlines()[2]
         assert third == f"{rival.short} {said}; chosen the simpler"
     none = replace(plan.search, fastest=plan.layout, fastest_step_s=plan.prediction.step_s)
@@ -88,3 +94,43 @@ def test_hsdp_has_two_rows_of_data_traffic(make_job):
     rows = [line.split() for line in render(phalanx.plan(job)).splitlines()]
     assert ["shard", "8", "1", "NVLink4", "scatter+gather", "ring"] in [row[:6] for row in rows]
     assert ["replica", "4", "8", "NIC", "all-reduce"] in [row[:5] for row in rows]
+
+
+def test_a_faster_layout_passed_over_for_its_memory_says_so(make_job):
+    plan = phalanx.plan(make_job(cluster="8xH100:4"))
+    rival = next(one.layout for one in plan.alternatives if one.layout != plan.layout)
+    memory = replace(plan.memory, total_bytes=0.8 * plan.memory.usable_bytes)
+    found = replace(
+        plan.search,
+        fastest=rival,
+        fastest_step_s=plan.prediction.step_s / 1.025,
+        fastest_memory_bytes=0.99 * plan.memory.usable_bytes,
+    )
+    page = " ".join(render(replace(plan, search=found, memory=memory), top=0).split())
+    assert f"{rival.short} is 2.5% faster on paper but fills 99.0% of the memory; chosen one with room" in page
+
+
+def test_the_headline_and_the_bill_carry_the_interval(make_job):
+    plan = phalanx.plan(make_job(cluster="8xH100:4"))
+    duration = replace(plan.duration, wall_s=58 * 86400.0, wall_s_low=45 * 86400.0, wall_s_high=176 * 86400.0)
+    page = render(replace(plan, duration=duration), top=0)
+    assert "time    58.0 days (45 to 176) for 1.00B tokens" in page
+    assert "over 58.0 days (80%: 45.0 days to 176 days), failures included" in page
+    assert "cheapest price and quickest steps to dearest and slowest" in " ".join(page.split())
+    assert f" kWh ({plan.bill.kwh_interval[0]:.0f} to " in page
+
+
+def test_unknown_power_is_said_not_counted_as_none(make_job):
+    cluster = resolve("8xH100:2")
+    plan = phalanx.plan(make_job(), replace(cluster, accelerator=replace(cluster.accelerator, tdp_w=0.0)))
+    page = render(plan)
+    assert "energy and carbon: unknown: give power_w_per_device in a cluster file" in page
+    assert "kWh" not in page
+    assert plan.to_dict()["bill"]["kwh"] is None
+    assert compare.compare([plan, plan])[-1].name == "effective training time"
+
+
+def test_columns_of_a_comparison_are_headed_by_their_files(make_job):
+    plan = phalanx.plan(make_job())
+    head, *_ = compare.render(compare.compare([plan, plan], ["a.toml", "b.toml"])).splitlines()
+    assert head.split() == ["file", "a.toml", "b.toml"]
