@@ -139,6 +139,18 @@ def test_a_full_layout_without_a_roomy_one_says_so(make_ask, monkeypatch):
     assert "no layout here leaves 10% free: use more devices" in search(make_ask()).warnings[0].fix
 
 
+def test_a_full_layout_fixed_by_hand_names_what_the_free_search_finds(make_ask, monkeypatch):
+    def made(space, **options):
+        scores = all_equal(space, **options)
+        return replace(
+            scores,
+            memory_bytes=(0.99 if "tensor" in space.ask.fixed else 0.8) * scores.usable_bytes + 0 * scores.step_s,
+        )
+
+    monkeypatch.setattr("phalanx.plan.search.score", made)
+    assert "leaves 20.0% free and takes 1.0" in search(make_ask(parallel__tensor=2)).warnings[0].fix
+
+
 def test_llama_70b_on_64_h100_leaves_room(make_ask):
     ask = make_ask("llama-3-70b", cluster="8xH100:8", sequence=8192, batch=512)
     found = search(ask)

@@ -5,7 +5,7 @@ from phalanx.hardware.cluster import resolve
 from phalanx.plan import compare
 from phalanx.plan.reasons import explain
 from phalanx.plan.search import Candidate
-from phalanx.plan.text import WIDTH, render
+from phalanx.plan.text import WIDTH, amount, render
 
 
 def test_the_page_holds_every_section_within_the_width(make_job):
@@ -114,10 +114,11 @@ def test_the_headline_and_the_bill_carry_the_interval(make_job):
     plan = phalanx.plan(make_job(cluster="8xH100:4"))
     duration = replace(plan.duration, wall_s=58 * 86400.0, wall_s_low=45 * 86400.0, wall_s_high=176 * 86400.0)
     page = render(replace(plan, duration=duration), top=0)
-    assert "time    58.0 days (45 to 176) for 1.00B tokens" in page
+    assert "time    58.0 days (45.0 to 176) for 1.00B tokens" in page
     assert "over 58.0 days (80%: 45.0 days to 176 days), failures included" in page
     assert "cheapest price and quickest steps to dearest and slowest" in " ".join(page.split())
-    assert f" kWh ({plan.bill.kwh_interval[0]:.0f} to " in page
+    low, high = plan.bill.kwh_interval
+    assert f" kWh ({amount(low)} to {amount(high)}): " in page
 
 
 def test_unknown_power_is_said_not_counted_as_none(make_job):

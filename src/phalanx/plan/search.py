@@ -25,6 +25,7 @@ SAFE_MEMORY = 0.9
 # A layout with less than 5 % of the usable memory free is taken only if nothing within 3 % of the fastest has more.
 FULL_MEMORY = 0.95
 ROOMIER = 1.03
+NO_ROOM = f"no layout here leaves {1 - SAFE_MEMORY:.0%} free: use more devices, or try a short run first"
 SMALLER = (2, 4)  # parts of the cluster that are tried as well: slower, but often cheaper per token
 SMALLER_MICRO_BATCH = 8  # largest micro-batch tried there: those parts only sketch the front
 CLEARLY_BETTER = 1.05  # a free search this much faster than a layout fixed by hand is worth a warning
@@ -61,7 +62,7 @@ def search(ask: Ask) -> SearchResult:
     scores, warnings = _first_that_fits(ask)
     best = _best(scores)
     everything = _unfixed(ask) if _narrow(ask) else scores
-    warnings += (*_crowded(ask, scores, best), *_better_if_free(ask, scores, best, everything))
+    warnings += (*_crowded(ask, scores, best, everything), *_better_if_free(ask, scores, best, everything))
     legal, fitting = scores.legal, int(scores.fits.sum())
     if everything is not scores:
         legal, fitting = legal + everything.legal, fitting + int(everything.fits.sum())
@@ -257,27 +258,31 @@ def _unfixed(ask: Ask) -> Scores:
     return score(build(replace(ask, fixed=kept)))
 
 
-def _crowded(ask: Ask, scores: Scores, best: int) -> tuple[Problem, ...]:
+def _crowded(ask: Ask, scores: Scores, best: int, everything: Scores) -> tuple[Problem, ...]:
     """A plan closer to the end of memory than memory can be predicted, and the next layout with room."""
-    margin = 1.0 - float(scores.memory_bytes[best]) / scores.usable_bytes
+    step_s, margin = float(scores.step_s[best]), 1.0 - float(scores.memory_bytes[best]) / scores.usable_bytes
     if margin >= 1.0 - FULL_MEMORY:
         return ()
-    roomy = np.flatnonzero(scores.memory_bytes <= SAFE_MEMORY * scores.usable_bytes)
-    fix = f"no layout here leaves {1 - SAFE_MEMORY:.0%} free: use more devices, or try a short run first"
-    if roomy.size:
-        row = _simplest(scores, roomy)
-        step_s, room = float(scores.step_s[row]), 1.0 - float(scores.memory_bytes[row]) / scores.usable_bytes
-        fix = (
-            f"{scores.layout(row).name} leaves {room:.1%} free and takes {format_seconds(step_s)} per step "
-            f"({step_s / scores.step_s[best] - 1:+.1%})"
-        )
     return (
         Problem(
             where=ask.cluster.name,
             what=f"{scores.layout(best).name} leaves {margin:.1%} of the usable memory free",
             why="predicted memory is off by 5.7% (median over published runs), so it may not fit",
-            fix=fix,
+            fix=_roomy(scores, step_s) or _roomy(everything, step_s) or NO_ROOM,
         ),
+    )
+
+
+def _roomy(scores: Scores, than_s: float) -> str:
+    """The best layout that leaves memory free, and its step against `than_s`; empty where there is none."""
+    rows = np.flatnonzero(scores.memory_bytes <= SAFE_MEMORY * scores.usable_bytes)
+    if not rows.size:
+        return ""
+    row = _simplest(scores, rows)
+    step_s, room = float(scores.step_s[row]), 1.0 - float(scores.memory_bytes[row]) / scores.usable_bytes
+    return (
+        f"{scores.layout(row).name} leaves {room:.1%} free and takes {format_seconds(step_s)} per step "
+        f"({step_s / than_s - 1:+.1%})"
     )
 
 

@@ -93,7 +93,7 @@ def _between(low_s: float, middle_s: float, high_s: float) -> str:
     if not low_s < high_s:
         return middle
     scale = SECONDS[middle.split()[-1]]
-    low, high = (f"{v:,.0f}" if v >= 100 else f"{v:.3g}" for v in (low_s / scale, high_s / scale))
+    low, high = (f"{v:,.{0 if v >= 100 else 1 if v >= 10 else 2}f}" for v in (low_s / scale, high_s / scale))
     return f"{middle} ({low} to {high})"
 
 
