@@ -84,6 +84,11 @@ def render(differences: Sequence[Difference]) -> str:
         cells = [one.name]
         for index, text in enumerate(one.shown):
             ratio = one.ratios[index] if one.ratios and index else 1.0
-            cells.append(text if ratio == 1.0 else f"{text} ({ratio - 1:+.1%})")
+            cells.append(text if ratio == 1.0 else f"{text} ({_change(ratio)})")
         rows.append(cells)
     return "\n".join(table(rows))
+
+
+def _change(ratio: float) -> str:
+    """A difference in percent, or as a factor where percents stop meaning anything."""
+    return f"{ratio - 1:+.1%}" if 0.1 < ratio < 10 else f"×{ratio:.3g}"
