@@ -196,7 +196,7 @@ def test_the_switch_reduces_large_sums_inside_one_domain_only():
 def test_contention_grows_with_the_domains_taking_part():
     def slowdown(nodes):
         clean = group(nodes, 8)
-        lossy = net.Group(**{name: getattr(clean, name) for name in clean.__slots__ if name != "loss"}, loss=0.2)
+        lossy = replace(clean, loss=0.2)
         return gather(lossy, GIB) / gather(clean, GIB)
 
     assert 1.0 < slowdown(4) < slowdown(64)
@@ -205,7 +205,7 @@ def test_contention_grows_with_the_domains_taking_part():
 def test_pacing_slows_a_ring_only_between_domains():
     def paced(n):
         clean = group(n)
-        slow = net.Group(**{name: getattr(clean, name) for name in clean.__slots__ if name != "pacing"}, pacing=1.0)
+        slow = replace(clean, pacing=1.0)
         return net.ring_latency(slow).item() / net.ring_latency(clean).item()
 
     assert paced(8) == 1.0

@@ -7,6 +7,7 @@ al. 2005. All functions are elementwise over arrays and return seconds.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +23,12 @@ SWITCH_GAIN = 480.0 / 367.0
 SWITCH_LATENCY_S = 25e-6
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Group:
-    """A communicator: `ranks` members, `per_domain` of them in each fast domain they touch."""
+    """A communicator: `ranks` members, `per_domain` of them in each fast domain they touch.
+
+    Without slots, so that what follows from the fields is computed once: a search asks for it a hundred times.
+    """
 
     ranks: Floats
     per_domain: Floats
@@ -36,21 +40,30 @@ class Group:
     switch: Floats | float = 0.0  # 1 where the switch of the fast domain reduces (NVLS)
     pacing: Floats | float = 0.0  # share of a ring's inner steps that wait for the slowest (network) hop
 
-    @property
+    @cached_property
     def domains(self) -> Floats:
         """Fast domains the group spans."""
         return np.maximum(1.0, np.ceil(self.ranks / self.per_domain - 1e-9))
 
-    @property
+    @cached_property
     def network_bytes_per_s(self) -> Floats:
         """What one device's NIC delivers inside a collective: contention grows with the domains taking part."""
         return np.asarray(self.nic_bytes_per_s * self.domains ** -np.asarray(self.loss), dtype=np.float64)
 
-    @property
+    @cached_property
     def bus_bytes_per_s(self) -> Floats:
         """Slowest link of a ring: NVLink inside a domain, all of the members' NICs together between domains."""
         across = np.minimum(self.link_bytes_per_s, self.per_domain * self.network_bytes_per_s)
         return np.where(self.domains > 1, across, self.link_bytes_per_s)
+
+    @cached_property
+    def ring_latency_s(self) -> Floats:
+        """Start-up of the steps of a ring; inside a domain they wait for the slowest hop as far as it paces them."""
+        between = self.domains - 1.0
+        inside = np.maximum(0.0, self.ranks - 1.0 - between)
+        paced = np.where(between > 0, self.pacing * self.nic_latency_s, 0.0)
+        steps: Floats = between * self.nic_latency_s + inside * np.maximum(self.link_latency_s, paced)
+        return steps
 
 
 def place(
@@ -91,11 +104,7 @@ def place(
 
 def ring_latency(group: Group) -> Floats:
     """Start-up of the n-1 steps of a ring: network steps between domains, link steps inside."""
-    between = group.domains - 1.0
-    inside = np.maximum(0.0, group.ranks - 1.0 - between)
-    paced = np.where(between > 0, group.pacing * group.nic_latency_s, 0.0)
-    steps: Floats = between * group.nic_latency_s + inside * np.maximum(group.link_latency_s, paced)
-    return steps
+    return group.ring_latency_s
 
 
 def all_gather(group: Group, nbytes: Floats) -> Floats:

@@ -65,7 +65,9 @@ def element_bytes(c: Cases) -> Floats:
 
 def _misfit(width: Floats) -> Floats:
     """0 for widths cuBLAS likes (multiples of 64), 1 for multiples of 8, 3 for the rest."""
-    return np.where(np.mod(width, 64) == 0, 0.0, np.where(np.mod(width, 8) == 0, 1.0, 3.0))
+    eights = width * 0.125
+    wide = eights * 0.125
+    return np.where(wide == np.floor(wide), 0.0, np.where(eights == np.floor(eights), 1.0, 3.0))
 
 
 def matmul(c: Cases, k: Physics, rows: Floats, cols: Floats, inner: Floats, rate: Floats) -> Pass:

@@ -91,9 +91,11 @@ def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
     send = np.where(c.pp > 1, 2.0 * c.vpp * traffic.send_seconds(c, g) * f.pipeline_exposed, 0.0)
     host_micro = f.micro_s + np.where(c.pp > 1, f.pipeline_s, 0.0)
     busy = stage_s + send + host_micro
-    kept, _ = layer_activations(c, MemoryProfile())
-    moved = np.where(c.offload == OFFLOAD_ACTIVATIONS, 2.0 * fullest * kept / c.host_link_bytes_per_s, 0.0)
-    busy = np.maximum(busy, moved)  # activations leave during forward and return during backward, behind compute
+    if np.any(c.offload == OFFLOAD_ACTIVATIONS):
+        # Activations leave during forward and return during backward, behind compute.
+        kept, _ = layer_activations(c, MemoryProfile())
+        moved = np.where(c.offload == OFFLOAD_ACTIVATIONS, 2.0 * fullest * kept / c.host_link_bytes_per_s, 0.0)
+        busy = np.maximum(busy, moved)
 
     w = rank_weights(c, stage_layers=fullest)
     micro = np.where(
