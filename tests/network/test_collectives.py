@@ -1,5 +1,7 @@
 """Collectives against textbook arithmetic and the behaviour of NCCL's own tuning model."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
