@@ -87,7 +87,7 @@ class Profile:
     pipeline_s: Number = 1e-3  # more of it per micro-batch in a pipeline
     tensor_pipeline_s: Number = 1e-5  # host time per layer and tensor rank where a pipeline blocks tensor collectives
     step_s: Number = 0.02  # logging, clipping, loss reduction, data: once per step
-    step_log_devices_s: Number = 1e-3  # the same, per doubling of devices
+    step_log_devices_s: Number = 1e-3  # waiting for the slowest of more ranks, per doubling of devices
     optimizer_bytes: Number = 34.0  # memory traffic of the optimizer per parameter
     balanced_stages: Number = 1.0  # 1: the split into stages counts the embedding and the head
     gradient_bytes: Number = 4.0  # width of the gradients that are reduced
