@@ -108,13 +108,13 @@ def sequence_parallel(row: Row) -> bool:
     return stated == "" and (number(row, "tp") or 1.0) > 1
 
 
-def micro_batches(row: Row, data_ranks: int) -> list[int]:
+def micro_batches(row: Row, data_ranks: int) -> list[float]:
     """The stated micro-batch, else every power of two that divides the batch."""
     stated = number(row, "micro_batch")
     if stated is not None and stated > 0:
-        return [max(1, int(stated))]
+        return [stated]
     share = (number(row, "global_batch") or 1.0) / data_ranks
-    return [size for size in (1, 2, 4, 8) if size <= share and share % size == 0] or [1]
+    return [size for size in (1.0, 2.0, 4.0, 8.0) if size <= share and share % size == 0] or [1.0]
 
 
 def recomputes(row: Row) -> list[str]:

@@ -23,7 +23,7 @@ OPTIONAL = (
 LARGEST_TABLE_BYTES = 256 * 2**20
 MOST_ROWS = 2_000_000
 
-_COUNTS = ("tp", "pp", "vpp", "cp", "ep", "dp", "micro_batch", "heads", "kv_heads", "ffn", "vocab", "nodes_gpu")
+_COUNTS = ("tp", "pp", "vpp", "cp", "ep", "dp", "heads", "kv_heads", "ffn", "vocab", "nodes_gpu")
 _AMOUNTS = ("experts", "topk", "moe_ffn", "params_b", "inter_link_gbps_per_gpu", "zero_stage")
 
 Row = Mapping[str, str]
@@ -139,6 +139,9 @@ def complaint(row: Row) -> str:
         value = number(row, name)
         if row.get(name) and (value is None or value < 1 or value != int(value)):
             return f"{name} = {row[name][:40]!r} is not a whole number of 1 or more"
+    micro = number(row, "micro_batch")  # a fraction where one sequence is split over devices (MaxText)
+    if row.get("micro_batch") and (micro is None or micro <= 0):
+        return f"micro_batch = {row['micro_batch'][:40]!r} is not a positive number"
     for name in _AMOUNTS:
         value = number(row, name)
         if row.get(name) and (value is None or value < 0):

@@ -37,7 +37,7 @@ class RowPredictions:
     reason: tuple[str, ...]
 
 
-def row_columns(row: Row, micro_batch: int, recompute: str) -> dict[str, float]:
+def row_columns(row: Row, micro_batch: float, recompute: str) -> dict[str, float]:
     """All columns of one case."""
     degrees = {name: max(1.0, number(row, name) or 1.0) for name in ("tp", "pp", "vpp", "cp", "ep")}
     dp = data_ranks(row)
@@ -49,7 +49,7 @@ def row_columns(row: Row, micro_batch: int, recompute: str) -> dict[str, float]:
         "flash": float(fill.attention_is_fused(row)),
         "seq": number(row, "seq") or 1.0,
         "global_batch": number(row, "global_batch") or 1.0,
-        "micro_batch": float(micro_batch),
+        "micro_batch": micro_batch,
         "dp": dp,
         "shard": dp * degrees["cp"] if zero else 1.0,
         "zero": float(zero),
