@@ -51,6 +51,18 @@ class SourceScore:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Regret:
+    """One (model, GPUs) cell of a sweep: the row the planner picks, the fastest row, and the time lost."""
+
+    source: str
+    model: str
+    gpus: str
+    pick: str
+    best: str
+    regret: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Scorecard:
     """Everything `phalanx validate` prints; None where the table has no such measurements."""
 
@@ -69,6 +81,7 @@ class Scorecard:
     regret_cells: int = 0
     regret_median: float | None = None
     regret_p90: float | None = None
+    regrets: list[Regret] = field(default_factory=list)
 
 
 def predict_table(rows: tuple[Row, ...], *, known: tuple[Row, ...] = ()) -> list[Prediction]:
@@ -151,6 +164,7 @@ def score(rows: Sequence[Row], predictions: Sequence[Prediction]) -> Scorecard:
     large = [one for one in sources if one.rows >= LEAST_ROWS]
     precision, recall = _oom(rows, predictions)
     regrets = _regrets(rows, predictions)
+    lost = [one.regret for one in regrets]
     reasons: dict[str, int] = defaultdict(int)
     for guess in predictions:
         if guess.reason:
@@ -169,8 +183,9 @@ def score(rows: Sequence[Row], predictions: Sequence[Prediction]) -> Scorecard:
         oom_recall=recall,
         coverage=_mean([float(one) for one in inside]),
         regret_cells=len(regrets),
-        regret_median=float(np.median(regrets)) if regrets else None,
-        regret_p90=quantile(regrets, 0.9) if regrets else None,
+        regret_median=float(np.median(lost)) if lost else None,
+        regret_p90=quantile(lost, 0.9) if lost else None,
+        regrets=regrets,
     )
 
 
@@ -224,27 +239,41 @@ def _oom(rows: Sequence[Row], predictions: Sequence[Prediction]) -> tuple[float 
     return precision, hit / (hit + missed) if hit + missed else None
 
 
-def _regrets(rows: Sequence[Row], predictions: Sequence[Prediction]) -> list[float]:
-    """Per (model, GPUs) cell of a sweep: how much slower the predicted best really ran than the real best."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    id: str
+    predicted: float  # seconds per token
+    fits: bool
+    measured: float | None  # seconds per token; None where the run failed
+
+
+def _cells(rows: Sequence[Row], predictions: Sequence[Prediction]) -> dict[tuple[str, str, str], list[_Run]]:
+    """The runs of every (source, model, GPUs) cell of a sweep."""
     sweeps = _sweeps(rows)
-    cells: dict[tuple[str, str, str], list[tuple[float, bool, float | None]]] = defaultdict(list)
+    cells: dict[tuple[str, str, str], list[_Run]] = defaultdict(list)
     for row, guess in zip(rows, predictions, strict=True):
         batch, seq, seconds = number(row, "global_batch"), number(row, "seq"), number(row, "step_s")
         if row.get("source", "") not in sweeps or not guess.step_s or not batch or not seq:
             continue
-        tokens = batch * seq
-        measured = None if _failed(row) or not seconds else seconds / tokens
+        measured = None if _failed(row) or not seconds else seconds / (batch * seq)
         key = (row.get("source", ""), row.get("model_name", ""), row.get("gpus", ""))
-        cells[key].append((guess.step_s / tokens, bool(guess.fits), measured))
-    regrets = []
-    for cell in cells.values():
-        finished = [measured for _, _, measured in cell if measured]
+        run = _Run(id=guess.id, predicted=guess.step_s / (batch * seq), fits=bool(guess.fits), measured=measured)
+        cells[key].append(run)
+    return cells
+
+
+def _regrets(rows: Sequence[Row], predictions: Sequence[Prediction]) -> list[Regret]:
+    """Per cell: how much slower the predicted best really ran than the real best; 100 % where it failed."""
+    found = []
+    for (source, model, gpus), cell in _cells(rows, predictions).items():
+        finished = [run for run in cell if run.measured]
         if len(finished) < LEAST_CELL:
             continue
-        eligible = [one for one in cell if one[1]] or cell
-        picked = min(eligible, key=lambda one: one[0])[2]
-        regrets.append(1.0 if picked is None else picked / min(finished) - 1.0)
-    return regrets
+        pick = min([run for run in cell if run.fits] or cell, key=lambda run: run.predicted)
+        best = min(finished, key=lambda run: run.measured or 0.0)
+        lost = 1.0 if pick.measured is None else pick.measured / (best.measured or 1.0) - 1.0
+        found.append(Regret(source=source, model=model, gpus=gpus, pick=pick.id, best=best.id, regret=lost))
+    return found
 
 
 def draw_known(rows: Sequence[Row], *, per_source: int, seed: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
