@@ -37,7 +37,7 @@ _BLOOM = {
 }
 _MIXTRAL = {"experts": ("num_local_experts",), "experts_per_token": ("num_experts_per_tok",)}
 _QWEN_MOE = {
-    "experts": ("num_experts",),
+    "experts": ("num_experts", "num_local_experts"),  # transformers 5 writes the second
     "experts_per_token": ("num_experts_per_tok",),
     "expert_ffn": ("moe_intermediate_size",),
 }
@@ -52,23 +52,53 @@ _DEEPSEEK = {
     "qk_rope_dim": ("qk_rope_head_dim",),
     "v_head_dim": ("v_head_dim",),
 }
-_OLD = {"gated": False, "norm": "layer", "bias": True, "tied": True}  # GPT-2 and BLOOM tie unless told otherwise
+# GPT-2 and BLOOM tie unless told otherwise; both use the tanh form of GELU.
+_OLD = {"gated": False, "norm": "layer", "bias": True, "tied": True, "activation": "gelu_tanh"}
+_NEW = {"norm_eps": 1e-6}  # what transformers assumes where a file is silent
 
-_LLAMA_LIKE = Family(keys=_DENSE, implies={})
-_DEEPSEEK_LIKE = Family(keys={**_DENSE, **_DEEPSEEK}, implies={"router_bias": True})
+_LLAMA_LIKE = Family(keys=_DENSE, implies=_NEW)
+_DEEPSEEK_LIKE = Family(
+    keys={**_DENSE, **_DEEPSEEK},
+    implies={**_NEW, "router_bias": True, "balance": "bias", "router_score": "sigmoid"},
+)
 
 FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA_LIKE,
     "mistral": _LLAMA_LIKE,
-    "mixtral": Family(keys={**_DENSE, **_MIXTRAL}, implies={}),
-    "qwen2": Family(keys=_DENSE, implies={"qkv_bias": True}),
-    "qwen3": Family(keys=_DENSE, implies={"qk_norm": True}),
-    "qwen3_moe": Family(keys={**_DENSE, **_QWEN_MOE}, implies={"qk_norm": True}),
+    "mixtral": Family(keys={**_DENSE, **_MIXTRAL}, implies={"rope_theta": 1e6, "balance": "aux"}),
+    "qwen2": Family(keys=_DENSE, implies={**_NEW, "qkv_bias": True}),
+    "qwen3": Family(keys=_DENSE, implies={**_NEW, "qk_norm": True}),
+    "qwen3_moe": Family(
+        keys={**_DENSE, **_QWEN_MOE}, implies={**_NEW, "qk_norm": True, "renormalise": False, "balance": "aux"}
+    ),
     "gpt2": Family(keys={**_GPT2, "max_positions": ("n_positions",)}, implies={**_OLD, "positions": "learned"}),
     "bloom": Family(keys=_BLOOM, implies={**_OLD, "positions": "alibi", "embedding_norm": True}),
     "deepseek_v3": _DEEPSEEK_LIKE,
     "kimi_k2": _DEEPSEEK_LIKE,
 }
+
+
+_MAY_SAY = (
+    ("kv_heads", "num_key_value_heads"),
+    ("head_dim", "head_dim"),
+    ("tied", "tie_word_embeddings"),
+    ("activation", "hidden_act"),
+    ("activation", "activation_function"),
+    ("norm_eps", "rms_norm_eps"),
+    ("norm_eps", "layer_norm_epsilon"),
+    ("renormalise", "norm_topk_prob"),
+    ("balance_rate", "router_aux_loss_coef"),
+    ("router_score", "scoring_func"),
+    ("routed_scale", "routed_scaling_factor"),
+)
+ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+_ROPE = (
+    ("rope_theta", "rope_theta"),
+    ("rope_factor", "factor"),
+    ("rope_low_factor", "low_freq_factor"),
+    ("rope_high_factor", "high_freq_factor"),
+    ("rope_original_positions", "original_max_position_embeddings"),
+)
 
 
 def read_config(path: Path) -> Shape:
@@ -82,6 +112,7 @@ def read_config(path: Path) -> Shape:
     for ours, theirs in family.keys.items():
         shape[ours] = _first(config, theirs, path)
     shape.update(_optional(config, shape, path))
+    shape.update(_rope(config))
     return {"name": kind, **shape}
 
 
@@ -110,13 +141,11 @@ def _first(config: Mapping[str, object], keys: tuple[str, ...], path: Path) -> o
 def _optional(config: Mapping[str, object], shape: Shape, path: Path) -> Shape:
     """Keys that may be absent or null, each with the default of the model's own code."""
     found: Shape = {}
-    for ours, theirs in (
-        ("kv_heads", "num_key_value_heads"),
-        ("head_dim", "head_dim"),
-        ("tied", "tie_word_embeddings"),
-    ):
+    for ours, theirs in _MAY_SAY:
         if config.get(theirs) is not None:
             found[ours] = config[theirs]
+    if isinstance(found.get("activation"), str):
+        found["activation"] = ACTIVATIONS.get(str(found["activation"]), found["activation"])
     if "kv_lora_rank" in shape:
         found |= {"q_lora_rank": config.get("q_lora_rank") or 0, "kv_heads": shape["heads"]}
         found["head_dim"] = _sum(shape["qk_nope_dim"], shape["qk_rope_dim"])
@@ -128,6 +157,24 @@ def _optional(config: Mapping[str, object], shape: Shape, path: Path) -> Shape:
         # Llama's switch also adds a bias to the output projection, `hidden` values a layer: under 1e-6 of any model.
         found["bias" if config.get("mlp_bias") is True else "qkv_bias"] = True
     return found | _dense_layers(config, path)
+
+
+def _rope(config: Mapping[str, object]) -> Shape:
+    """Rotary positions as transformers 5 writes them (`rope_parameters`), or as files before it did.
+
+    A scaling we do not know is passed on by its name, for the shape rules to complain about.
+    """
+    found: Shape = {"rope_theta": config["rope_theta"]} if config.get("rope_theta") is not None else {}
+    for name in ("rope_scaling", "rope_parameters"):
+        table = config.get(name)
+        if not isinstance(table, Mapping):
+            continue
+        kind = table.get("rope_type", table.get("type", "default"))
+        found["rope_scaling"] = "none" if kind == "default" else kind
+        found |= {ours: table[theirs] for ours, theirs in _ROPE if table.get(theirs) is not None}
+    if found.get("rope_scaling") == "yarn" and "rope_original_positions" not in found:
+        found["rope_original_positions"] = config.get("max_position_embeddings", 0)
+    return {} if config.get("model_type") in ("gpt2", "bloom") else found
 
 
 def _dense_layers(config: Mapping[str, object], path: Path) -> Shape:

@@ -35,11 +35,26 @@ class ModelShape:
     shared_experts: int = 0  # each as wide as expert_ffn
     dense_layers: int = 0  # leading layers whose MLP stays dense in a mixture-of-experts model
     router_bias: bool = False  # DeepSeek-V3: per-expert balance bias
+    router_score: str = "softmax"  # "softmax" over the experts or "sigmoid" of each
+    renormalise: bool = True  # the weights of a token's chosen experts are made to sum to 1
+    routed_scale: float = 1.0  # factor on what the routed experts add (DeepSeek)
+    balance: str = "none"  # "aux": a loss per sequence; "bias": router_bias moved after every step
+    balance_rate: float = 0.001  # coefficient of the loss, or how far the bias moves
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
     qk_nope_dim: int = 0
     qk_rope_dim: int = 0
     v_head_dim: int = 0
+    activation: str = "silu"  # "silu", "gelu" or "gelu_tanh"
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: str = "none"  # "none", "linear", "llama3" or "yarn"
+    rope_factor: float = 1.0  # how many times longer than rope_original_positions
+    rope_low_factor: float = 1.0  # llama3: wavelengths above original / low are stretched in full
+    rope_high_factor: float = 4.0  # llama3: wavelengths below original / high are left alone
+    rope_original_positions: int = 0  # longest sequence before stretching
+    module: str = ""  # "file.py:build" or "package.module:build": the user's own network; the shape still counts it
+    arguments: str = ""  # what build() receives, as a JSON object; a table in the job file
 
     @property
     def is_moe(self) -> bool:

@@ -17,7 +17,7 @@ class Preset:
 
     name: str
     source: str
-    shape: Mapping[str, int | bool | str]
+    shape: Mapping[str, int | bool | str | float]
     train: Mapping[str, int]
 
     def model(self) -> ModelShape:

@@ -21,7 +21,10 @@ MOST_SECONDS = 10**9  # 31 years
 class Data:
     """What is read: token files, how many tokens in all, and how long a sequence is."""
 
-    paths: tuple[str, ...] = field(default=(), metadata=texts("files or folders of token shards", key="path"))
+    paths: tuple[str, ...] = field(default=(), metadata=texts("folders that phalanx data build made", key="path"))
+    corpus: str = field(
+        default="", metadata=choice("text to fetch and build when no path is given", "", "offline-english")
+    )
     tokens: int | Auto = field(
         default=AUTO,
         metadata=count(
@@ -60,6 +63,9 @@ class Optim:
     weight_decay: float = field(default=0.1, metadata=number("decoupled weight decay", most=10.0))
     schedule: str = field(default="wsd", metadata=choice("learning rate over time", "wsd", "cosine"))
     warmup_tokens: int = field(default=0, metadata=count("tokens of linear warm-up", least=0, most=MOST_TOKENS))
+    decay: float = field(default=0.2, metadata=number("share of the tokens over which wsd decays", most=1.0))
+    final_lr: float = field(default=0.1, metadata=number("last learning rate, as a share of the peak", most=1.0))
+    eps: float = field(default=1e-8, metadata=number("keeps Adam from dividing by zero", above=True, most=1.0))
     clip: float = field(default=1.0, metadata=number("largest gradient norm; 0 never clips", most=1e6))
 
 
@@ -111,14 +117,48 @@ class Parallel:
         default=AUTO, metadata=choice("pipeline order", AUTO, "gpipe", "1f1b", "interleaved", "zero-bubble")
     )
     expert: int | Auto = field(default=AUTO, metadata=count("ranks that split the experts", most=MOST_RANKS, auto=True))
+    context_kind: str = field(
+        default="ring", metadata=choice("how context ranks share keys and values", "ring", "ulysses", "allgather")
+    )
+    loss_parallel: bool = field(default=True, metadata=flag("leave the logits split over the tensor group"))
     recompute: str = field(
         default=AUTO, metadata=choice("activations computed again in backward", AUTO, "none", "selective", "full")
     )
     offload: str = field(
-        default=AUTO, metadata=choice("what is kept in host memory", AUTO, "none", "optimizer", "activations")
+        default=AUTO,
+        metadata=choice("what is kept in host memory", AUTO, "none", "optimizer", "parameters", "activations"),
     )
     compression: str = field(
-        default="none", metadata=choice("gradients on the wire", AUTO, "none", "bf16", "fp8", "int8", "topk")
+        default="none",
+        metadata=choice("gradients on the wire", AUTO, "none", "bf16", "fp8", "int8", "powersgd", "topk"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Train:
+    """What the loop does besides learning: how often it looks up, and when it gives up."""
+
+    compile: bool | Auto = field(
+        default=AUTO, metadata=flag('compile each block; "auto" does so on GPUs only', auto=True)
+    )
+    evaluate_every: int = field(default=0, metadata=count("steps between evaluations; 0 only at the end", least=0))
+    evaluate_sequences: int = field(default=64, metadata=count("held-out sequences per evaluation", least=0))
+    samples: int = field(default=2, metadata=count("texts written by the model at the end", least=0, most=100))
+    sample_tokens: int = field(default=60, metadata=count("tokens per text", most=10**4))
+    skipped_steps: int = field(
+        default=10, metadata=count("steps in a row with a gradient that is not finite before the run stops")
+    )
+    timeout_s: float = field(
+        default=300.0, metadata=number("longest wait for another rank", above=True, most=MOST_SECONDS)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Numerics:
+    """How exactly the arithmetic is to be repeated."""
+
+    reproducible: bool = field(
+        default=False, metadata=flag("the same bits on any number of data ranks, for a price in speed")
     )
 
 
@@ -213,6 +253,8 @@ class Job:
     optim: Optim
     precision: Precision
     parallel: Parallel
+    train: Train
+    numerics: Numerics
     checkpoint: Checkpoint
     fault: Fault
     telemetry: Telemetry
@@ -226,6 +268,8 @@ SECTIONS = {
     "optim": Optim,
     "precision": Precision,
     "parallel": Parallel,
+    "train": Train,
+    "numerics": Numerics,
     "checkpoint": Checkpoint,
     "fault": Fault,
     "telemetry": Telemetry,

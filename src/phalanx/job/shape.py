@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import MISSING, fields
 from functools import cache
+from pathlib import Path
 
 from phalanx.errors import UserError, nearest
 from phalanx.job import rules
@@ -11,9 +13,27 @@ from phalanx.job.draft import DEFAULT, Draft, Origin
 from phalanx.job.hf import read_config
 from phalanx.job.model import ModelShape
 from phalanx.job.presets import Preset, presets
-from phalanx.job.rules import Rule, rule_of, shown
+from phalanx.job.rules import Rule, WrongValue, rule_of, shown
 
-_CHOICES = {"norm": ("rms", "layer"), "positions": ("rope", "learned", "alibi")}
+_CHOICES = {
+    "norm": ("rms", "layer"),
+    "positions": ("rope", "learned", "alibi"),
+    "activation": ("silu", "gelu", "gelu_tanh"),
+    "rope_scaling": ("none", "linear", "llama3", "yarn"),
+    "router_score": ("softmax", "sigmoid"),
+    "balance": ("none", "aux", "bias"),
+}
+_NUMBERS = {
+    "norm_eps": rules.number("keeps a norm from dividing by zero", above=True, most=1.0),
+    "rope_theta": rules.number("base of the rotary wavelengths", least=1.0, above=True, most=1e12),
+    "rope_factor": rules.number("how many times longer the context becomes", least=1.0, most=1e6),
+    "rope_low_factor": rules.number("wavelengths above original / low are stretched in full", above=True, most=1e6),
+    "rope_high_factor": rules.number("wavelengths below original / high are left alone", above=True, most=1e6),
+    "routed_scale": rules.number("factor on what the routed experts add", above=True, most=1e6),
+    "balance_rate": rules.number("coefficient of the loss, or step of the bias", most=1e3),
+}
+MODULE_PATTERN = r"(?:[^:]+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*|"
+MOST_ARGUMENTS = 100_000  # characters
 
 
 @cache
@@ -25,11 +45,34 @@ def shape_rules() -> dict[str, Rule]:
 def _rule(name: str, kind: str, required: bool) -> Rule:
     if name in _CHOICES:
         return rule_of(rules.choice("", *_CHOICES[name]))
+    if name in _NUMBERS:
+        return rule_of(_NUMBERS[name])
+    if name == "module":
+        expects = '"file.py:function" or "package.module:function"'
+        return rule_of(rules.text("code that builds the network", pattern=MODULE_PATTERN, expects=expects))
+    if name == "arguments":
+        return Rule(expects="a table of plain values", read=_read_arguments, note="what the module's function receives")
     if kind == "bool":
         return rule_of(rules.flag(""))
     if kind == "int":
         return rule_of(rules.count("", least=1 if required else 0))
     return rule_of(rules.text(""))
+
+
+def _read_arguments(value: object) -> object:
+    """A table, kept as JSON so that a shape stays a plain value; that JSON itself is read too."""
+    if value == "":
+        return value
+    try:
+        table = json.loads(value) if isinstance(value, str) else value
+        text = json.dumps(table, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WrongValue("holds what JSON cannot: a date, nan or infinity") from error
+    if not isinstance(table, dict):
+        raise WrongValue(f"is {rules.kind(value)}, not a table")
+    if len(text) > MOST_ARGUMENTS:
+        raise WrongValue(f"is longer than {MOST_ARGUMENTS:,} characters")
+    return text
 
 
 def resolve_preset(draft: Draft) -> Preset | None:
@@ -63,10 +106,21 @@ def resolve_shape(draft: Draft, *, preset: Preset | None, job_name: str) -> Mode
             values[name] = draft.read(key, value, rule, origin=origin)
     _derive(draft, values, job_name=job_name)
     _refuse_missing(draft, values)
+    _check_rope(draft, values)
+    _check_own_code(draft, values)
     for item in fields(ModelShape):
         draft.origins.setdefault(f"model.{item.name}", DEFAULT)
     sound = {name: value for name, value in values.items() if value is not None}
     return ModelShape(**(dict.fromkeys(_required(), 1) | sound))  # type: ignore[arg-type]
+
+
+def shape_of_config(path: Path) -> ModelShape:
+    """The shape a config.json alone describes. Raises UserError with everything wrong in it."""
+    draft = Draft(path=path, table={"model": {"hf_config": path.name}}, lines={})
+    shape = resolve_shape(draft, preset=None, job_name=path.parent.name or "model")
+    if draft.problems:
+        raise UserError(draft.problems)
+    return shape
 
 
 def _base(draft: Draft, preset: Preset | None, written: dict[str, object]) -> dict[str, tuple[object, Origin]]:
@@ -115,6 +169,43 @@ def _derive(draft: Draft, values: dict[str, object], *, job_name: str) -> None:
         put("head_dim", hidden // heads, "model.hidden / model.heads")
     if not values.get("dense_layers"):
         put("ffn", values.get("expert_ffn"), "model.expert_ffn")
+    if values.get("gated") is False:
+        put("activation", "gelu_tanh", "model.gated = false, as GPT-2")
+    if values.get("experts"):
+        # Left alone, routers send nearly all tokens to a few experts (arXiv:1701.06538 section 4).
+        biased = values.get("router_bias") is True
+        put("balance", "bias" if biased else "aux", "model.router_bias" if biased else "model.experts")
+        put("router_bias", True if values.get("balance") == "bias" else None, 'model.balance = "bias"')
+
+
+def _check_rope(draft: Draft, values: dict[str, object]) -> None:
+    """Stretched rotary positions need to know from what length."""
+    scaling, original = values.get("rope_scaling"), values.get("rope_original_positions", 0)
+    if scaling in ("llama3", "yarn") and original == 0:
+        draft.complain(
+            "model.rope_scaling",
+            f'model.rope_scaling = "{scaling}" without rope_original_positions',
+            why="it stretches wavelengths relative to the length the model was first trained on",
+            fix="give rope_original_positions, 8192 for Llama 3.1",
+        )
+    low, high = (values.get(f"rope_{end}_factor", default) for end, default in (("low", 1.0), ("high", 4.0)))
+    if scaling == "llama3" and isinstance(low, float) and isinstance(high, float) and low >= high:
+        draft.complain(
+            "model.rope_high_factor",
+            f"model.rope_high_factor = {high:g} is not above model.rope_low_factor = {low:g}",
+            fix="Llama 3.1 uses 4 and 1",
+        )
+
+
+def _check_own_code(draft: Draft, values: dict[str, object]) -> None:
+    """Arguments go to a module of the user's; without one nobody reads them."""
+    if values.get("arguments") and not values.get("module"):
+        draft.complain(
+            "model.arguments",
+            "model.arguments without model.module",
+            why="only a module of your own takes arguments",
+            fix='name it, as module = "my_model.py:build"',
+        )
 
 
 def _required() -> list[str]:

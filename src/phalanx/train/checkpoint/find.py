@@ -1,0 +1,68 @@
+"""Find the checkpoint to go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.train.checkpoint.damage import Damaged
+from phalanx.train.checkpoint.index import read_index
+from phalanx.train.checkpoint.jsontext import JSON
+from phalanx.train.checkpoint.manifest import read_manifest
+from phalanx.train.checkpoint.prune import committed
+from phalanx.train.checkpoint.verify import verify as verify_folder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A committed step. `warnings` says which newer ones were passed over, and why."""
+
+    path: Path
+    step: int
+    world: int
+    meta: Mapping[str, JSON]
+    warnings: tuple[str, ...] = ()
+
+
+def newest(root: Path, *, verify: bool = False) -> Checkpoint | None:
+    """The newest whole checkpoint; None when there is none at all.
+
+    The manifest is always checked; with `verify` every byte is read. A damaged one is passed over with a warning. When
+    all are damaged, raises Damaged: to start again from step 0 must be somebody's decision.
+    """
+    problems = []
+    for folder in committed(root):
+        try:
+            found = verify_folder(folder) if verify else read_manifest(folder)
+        except Damaged as error:
+            problems += list(error.problems)
+            continue
+        warnings = tuple(problem.render() for problem in problems)
+        return Checkpoint(path=folder, step=found.step, world=found.world, meta=found.meta, warnings=warnings)
+    if problems:
+        raise Damaged(problems)
+    return None
+
+
+def candidates(root: Path) -> Iterator[Checkpoint]:
+    """Checkpoints with a sound manifest, newest first: what to try one after the other when loading finds damage."""
+    for folder in committed(root):
+        try:
+            found = read_manifest(folder)
+        except Damaged:
+            continue
+        yield Checkpoint(path=folder, step=found.step, world=found.world, meta=found.meta)
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """What the caller of `save` gave as `meta`, with `step` and `world`; raises Damaged."""
+    manifest = read_manifest(folder)
+    return {**manifest.meta, "step": manifest.step, "world": manifest.world}
+
+
+def read_rank_meta(folder: Path, rank: int) -> dict[str, Any]:
+    """What a rank of the world that wrote the checkpoint gave as `rank_meta`; raises Damaged."""
+    manifest = read_manifest(folder)
+    return dict(read_index(folder, rank, manifest.ranks[rank]).meta)

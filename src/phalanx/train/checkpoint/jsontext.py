@@ -1,0 +1,32 @@
+"""JSON as a checkpoint uses it: one text per value, so that any change of a file is seen, and strict on the way in."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeAlias
+
+JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
+
+
+def to_text(value: Any) -> bytes:
+    """The one text of a value: sorted keys, a line per entry, ASCII; raises ValueError for NaN and infinity."""
+    return (json.dumps(value, sort_keys=True, indent=1, allow_nan=False) + "\n").encode("ascii")
+
+
+def from_text(data: bytes) -> Any:
+    """The value of a text; raises ValueError for anything that is not plain JSON, or names a key twice."""
+    try:
+        return json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("it names a key twice")
+    return found
+
+
+def _refuse(text: str) -> None:
+    raise ValueError(f"it holds {text}")

@@ -1,0 +1,111 @@
+"""The manifest: written last, it makes a folder a checkpoint and vouches for the index of every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.train.checkpoint import names
+from phalanx.train.checkpoint.damage import damaged
+from phalanx.train.checkpoint.disk import read_file, reason
+from phalanx.train.checkpoint.jsontext import JSON, from_text, to_text
+
+FORMAT = "phalanx-checkpoint"
+VERSION = 1
+# 131,072 ranks at 170 bytes each are 22 MiB.
+MOST_BYTES = 2**27
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFiles:
+    """What a rank wrote: the size of its tensors, and size and digest of its index, which holds their digests."""
+
+    data_bytes: int
+    index_bytes: int
+    index_sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """A committed step: who wrote it, and what the caller wanted to remember of it."""
+
+    step: int
+    world: int
+    attempt: str
+    code: str
+    meta: Mapping[str, JSON]
+    ranks: tuple[RankFiles, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors and indexes."""
+        return sum(rank.data_bytes + rank.index_bytes for rank in self.ranks)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The text of a manifest, with the digest of the rest of it inside; raises ValueError for meta that is not JSON."""
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": manifest.step,
+        "world": manifest.world,
+        "attempt": manifest.attempt,
+        "code": manifest.code,
+        "meta": manifest.meta,
+        "ranks": [asdict(rank) for rank in manifest.ranks],
+    }
+    return to_text({**body, "sha256": hashlib.sha256(to_text(body)).hexdigest()})
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a committed folder; raises Damaged when a single bit of it is not what was written."""
+    path = folder / names.MANIFEST
+    try:
+        data = read_file(path, most_bytes=MOST_BYTES)
+    except OSError as error:
+        raise damaged(
+            path, f"cannot be read: {reason(error)}", why="without it nothing vouches for the rest"
+        ) from error
+    try:
+        manifest = _decode(data)
+    except (ValueError, TypeError, KeyError) as error:
+        raise damaged(path, f"is not a sound manifest: {_words(error)}") from error
+    if manifest.step != names.step_of(folder):
+        what = f"is the manifest of step {manifest.step}, in the folder {folder.name}"
+        raise damaged(path, what, why="it vouches for other files")
+    return manifest
+
+
+def _words(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _decode(data: bytes) -> Manifest:
+    body = from_text(data)
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise ValueError(f"it does not say format {FORMAT}")
+    if body.get("version") != VERSION:
+        raise ValueError(f"it has version {body.get('version')!r}, and this Phalanx reads version {VERSION}")
+    digest = body.pop("sha256")
+    if digest != hashlib.sha256(to_text(body)).hexdigest() or data != to_text({**body, "sha256": digest}):
+        raise ValueError("its digest does not fit its text")
+    ranks = tuple(RankFiles(**_rank(row)) for row in body["ranks"])
+    manifest = Manifest(ranks=ranks, **{key: body[key] for key in ("step", "world", "attempt", "code", "meta")})
+    if not is_count(manifest.step) or manifest.world != len(ranks) or not ranks or not isinstance(manifest.meta, dict):
+        raise ValueError(f"it lists {len(ranks)} ranks for step {manifest.step!r} of a world of {manifest.world!r}")
+    return manifest
+
+
+def _rank(row: Any) -> Any:
+    good = is_count(row["data_bytes"]) and is_count(row["index_bytes"]) and isinstance(row["index_sha256"], str)
+    if not good:
+        raise ValueError("an entry of ranks is not of two sizes and a digest")
+    return row
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value from a file is a whole number from 0 on that fits 63 bits; True is none."""
+    return type(value) is int and 0 <= value < 2**63

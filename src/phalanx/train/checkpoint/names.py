@@ -1,0 +1,75 @@
+"""Names of the folders and files of a checkpoint. They are computed here and never read from a file.
+
+step-00000100/                  a commit
+    manifest.json               written last
+    rank-00000.safetensors      tensors of rank 0
+    rank-00000.json             what is in them, with digests
+.tmp-step-00000100-ATTEMPT/     the same while it is written, with rank-00000.done or rank-00000.failed per rank
+.old-step-00000100-ATTEMPT/     a commit on its way out
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from phalanx.errors import mistake
+
+MANIFEST = "manifest.json"
+DRAFT = ".tmp-"
+GOING = ".old-"
+_COMMIT = re.compile(r"^step-(\d{8,18})$", re.ASCII)
+_ATTEMPT = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._]{0,63}$", re.ASCII)
+
+
+def commit_name(step: int) -> str:
+    """The folder of a committed step.
+
+    >>> commit_name(100)
+    'step-00000100'
+    """
+    return f"step-{step:08d}"
+
+
+def draft_name(step: int, attempt: str) -> str:
+    """The folder of a step that is being written; `attempt` keeps a restarted job apart from its dead predecessor."""
+    if not _ATTEMPT.match(attempt):
+        raise mistake("attempt", f"{attempt!r} cannot be part of a folder name", fix="use letters, digits, '.' and '_'")
+    return f"{DRAFT}{commit_name(step)}-{attempt}"
+
+
+def going_name(step: int, attempt: str) -> str:
+    """The name a commit gets before it is deleted, so that half of it is never taken for a whole."""
+    return f"{GOING}{commit_name(step)}-{attempt}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step a folder name stands for, or None.
+
+    >>> step_of(Path("run/checkpoints/step-00000100")), step_of(Path(".tmp-step-00000100-a"))
+    (100, None)
+    """
+    match = _COMMIT.match(folder.name)
+    if match is None or commit_name(int(match.group(1))) != folder.name:
+        return None
+    return int(match.group(1))
+
+
+def data_name(rank: int) -> str:
+    """The tensors of a rank."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def index_name(rank: int) -> str:
+    """The index of a rank."""
+    return f"rank-{rank:05d}.json"
+
+
+def done_name(rank: int) -> str:
+    """The note of a rank that its files are on the disk."""
+    return f"rank-{rank:05d}.done"
+
+
+def failed_name(rank: int) -> str:
+    """The note of a rank that it gave up."""
+    return f"rank-{rank:05d}.failed"

@@ -1,0 +1,87 @@
+"""Reading the file of one rank: its bytes against the digests of its index, and boxes out of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from phalanx.train.checkpoint import names
+from phalanx.train.checkpoint.boxes import Box
+from phalanx.train.checkpoint.damage import Damaged, damaged
+from phalanx.train.checkpoint.disk import CHUNK_BYTES, Reader, reason
+from phalanx.train.checkpoint.dtypes import KINDS
+from phalanx.train.checkpoint.index import Entry, Index
+
+
+class Shard:
+    """The open tensors of one rank. Check an entry before you read from it."""
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        self._path = folder / names.data_name(index.rank)
+        self._index = index
+        try:
+            self._file = Reader(self._path)
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def check(self, entries: Iterable[Entry]) -> None:
+        """Compare size, header and the given boxes with their digests; raises Damaged, naming the tensor."""
+        end = sum(entry.size_bytes for entry in self._index.entries) + self._index.header_bytes
+        if self._file.size_bytes != end:
+            what = f"has {self._file.size_bytes:,} bytes instead of {end:,}"
+            raise damaged(self._path, what, why="it was cut, or is another rank's file")
+        if self._digest(0, self._index.header_bytes) != self._index.header_sha256:
+            raise damaged(self._path, "has another header than was written: its digest differs")
+        for entry in entries:
+            if self._digest(entry.offset, entry.size_bytes) != entry.sha256:
+                what = f"holds another {entry.name} than was written: its digest differs"
+                raise damaged(self._path, what, why="training would go on with wrong numbers")
+
+    def read(self, entry: Entry, part: Box) -> torch.Tensor:
+        """The elements of `part`, which lies inside the entry's box."""
+        kind = KINDS[entry.dtype]
+        rows = _rows(part, entry.box)  # only what is wanted along the first dimension is read
+        row_bytes = entry.size_bytes // entry.box.size[0] if entry.box.size else entry.size_bytes
+        data = torch.empty(len(rows) * row_bytes, dtype=torch.uint8)
+        try:
+            self._file.read_into(data.numpy().data, entry.offset + rows.start * row_bytes)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        values = data.view(kind.torch)
+        if not entry.box.size:
+            return values.reshape(())
+        read = Box((entry.box.start[0] + rows.start, *entry.box.start[1:]), (len(rows), *entry.box.size[1:]))
+        return values.view(read.size)[part.within(read)]
+
+    def _digest(self, offset: int, size_bytes: int) -> str:
+        digest, buffer = hashlib.sha256(), memoryview(bytearray(min(size_bytes, CHUNK_BYTES)))
+        try:
+            for begin in range(0, size_bytes, CHUNK_BYTES):
+                chunk = buffer[: min(CHUNK_BYTES, size_bytes - begin)]
+                self._file.read_into(chunk, offset + begin)
+                digest.update(chunk)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        return digest.hexdigest()
+
+    def _unreadable(self, error: OSError) -> Damaged:
+        return damaged(self._path, f"cannot be read: {reason(error)}")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Shard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _rows(part: Box, box: Box) -> range:
+    if not box.size:
+        return range(1)
+    return range(part.start[0] - box.start[0], part.start[0] - box.start[0] + part.size[0])

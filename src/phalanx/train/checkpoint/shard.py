@@ -1,0 +1,103 @@
+"""The file of one rank: a safetensors file of the boxes it owns, hashed while it is written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from phalanx.errors import mistake
+from phalanx.train.checkpoint import names
+from phalanx.train.checkpoint.boxes import Box
+from phalanx.train.checkpoint.disk import Writer
+from phalanx.train.checkpoint.dtypes import KINDS, dtype_name
+from phalanx.train.checkpoint.index import Entry, Index
+from phalanx.train.checkpoint.jsontext import JSON
+from phalanx.train.parallel.pieces import Piece
+
+RESERVED = "__metadata__"  # safetensors keeps this key for itself
+
+
+def owned(pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces this rank writes: those it owns that are not empty, widest elements first so that all are aligned."""
+    mine = [piece for piece in pieces if piece.owner and piece.tensor.numel()]
+    seen: set[str] = set()
+    for piece in mine:
+        _check(piece, seen)
+        seen.add(piece.name)
+    return sorted(mine, key=lambda piece: (-piece.tensor.element_size(), piece.name))
+
+
+def _check(piece: Piece, seen: set[str]) -> None:
+    kind, box = dtype_name(piece.tensor.dtype), box_of(piece)
+    if kind not in KINDS:
+        raise mistake(piece.name, f"is {kind}, which a checkpoint cannot hold", fix=f"one of {', '.join(KINDS)}")
+    if piece.name in seen or piece.name in ("", RESERVED):
+        raise mistake(piece.name or "''", "names two pieces of one rank, or is no name", fix="one piece a tensor")
+    if not len(piece.shape) == len(box.start) == len(box.size) or any(map(int.__gt__, box.end, piece.shape)):
+        what = f"starts at {list(piece.start)} with {list(box.size)}, outside the whole {list(piece.shape)}"
+        raise mistake(piece.name, what)
+
+
+def box_of(piece: Piece) -> Box:
+    """The box a piece holds."""
+    return Box(tuple(piece.start), tuple(piece.tensor.shape))
+
+
+def write_shard(folder: Path, rank: int, pieces: Sequence[Piece], meta: Mapping[str, JSON]) -> Index:
+    """Write the tensors of a rank and flush them; returns the index that describes them."""
+    mine = owned(pieces)
+    header = _header(mine)
+    digests: list[str] = []
+    with Writer(folder / names.data_name(rank)) as writer, ThreadPoolExecutor(max_workers=1) as hasher:
+        writer.write(memoryview(header))
+        for piece in mine:
+            data = raw(piece.tensor)
+            digest = hasher.submit(hashlib.sha256, data)
+            writer.write(data)  # both release the interpreter's lock, so that hashing costs no time of its own
+            digests.append(digest.result().hexdigest())
+    entries = tuple(_entries(mine, digests, rank, len(header)))
+    header_sha256 = hashlib.sha256(header).hexdigest()
+    return Index(rank=rank, header_bytes=len(header), header_sha256=header_sha256, entries=entries, meta=meta)
+
+
+def raw(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in row order, as the processor keeps them (little-endian); a copy only where it must be."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def size_of(piece: Piece) -> int:
+    """Bytes of the local tensor."""
+    return piece.tensor.numel() * piece.tensor.element_size()
+
+
+def _header(pieces: Sequence[Piece]) -> bytes:
+    table: dict[str, object] = {RESERVED: {"format": "pt"}}
+    end = 0
+    for piece in pieces:
+        begin, end = end, end + size_of(piece)
+        tag = KINDS[dtype_name(piece.tensor.dtype)].tag
+        table[piece.name] = {"dtype": tag, "shape": list(piece.tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(table, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _entries(pieces: Sequence[Piece], digests: Sequence[str], rank: int, offset: int) -> Iterator[Entry]:
+    for piece, digest in zip(pieces, digests, strict=True):
+        yield Entry(
+            name=piece.name,
+            dtype=dtype_name(piece.tensor.dtype),
+            shape=tuple(piece.shape),
+            box=box_of(piece),
+            rank=rank,
+            offset=offset,
+            size_bytes=size_of(piece),
+            sha256=digest,
+        )
+        offset += size_of(piece)

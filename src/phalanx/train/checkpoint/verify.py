@@ -1,0 +1,60 @@
+"""Verify: read every byte of a checkpoint and compare it with what was written."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from phalanx.train.checkpoint import names
+from phalanx.train.checkpoint.boxes import whole
+from phalanx.train.checkpoint.catalog import Catalog, read_catalog
+from phalanx.train.checkpoint.damage import Damaged, damaged
+from phalanx.train.checkpoint.index import Index
+from phalanx.train.checkpoint.manifest import Manifest
+from phalanx.train.checkpoint.reading import Shard
+
+THREADS = 4  # sha256 runs at 1.1 GB/s a core here, below a fast disk: a few at once
+
+
+def verify(folder: Path) -> Manifest:
+    """The manifest, when all files are there and unchanged, no others are, and every tensor is whole; else Damaged."""
+    catalog = read_catalog(folder)
+    _check_names(folder, catalog.manifest)
+    problems = [problem for error in _errors(catalog) for problem in error.problems]
+    if problems:
+        raise Damaged(problems)
+    return catalog.manifest
+
+
+def _check_names(folder: Path, manifest: Manifest) -> None:
+    here = {path.name for path in folder.iterdir() if not path.name.startswith(".")}  # .nfs… is the file system's own
+    ranks = range(manifest.world)
+    wanted = {names.MANIFEST, *map(names.data_name, ranks), *map(names.index_name, ranks)}
+    for name in sorted(wanted - here):
+        raise damaged(folder / name, "is missing")
+    for name in sorted(here - wanted):
+        raise damaged(folder / name, "does not belong to this checkpoint", fix="move it away")
+
+
+def _errors(catalog: Catalog) -> list[Damaged]:
+    def check(index: Index) -> Damaged | None:
+        try:
+            with Shard(catalog.folder, index) as shard:
+                shard.check(index.entries)
+        except Damaged as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(max_workers=THREADS) as pool:
+        found = [error for error in pool.map(check, catalog.indexes) if error]
+    return found + _holes(catalog)
+
+
+def _holes(catalog: Catalog) -> list[Damaged]:
+    found = []
+    for stored in catalog.tensors.values():
+        try:
+            stored.covering(whole(stored.shape))
+        except Damaged as error:
+            found.append(error)
+    return found

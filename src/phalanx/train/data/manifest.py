@@ -1,0 +1,189 @@
+"""What a dataset folder says of itself: `manifest.json`, written last, with a digest for every file."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from phalanx.errors import Problem, UserError, WorldError, mistake
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+Split = Literal["train", "heldout"]
+SPLITS: tuple[Split, ...] = ("train", "heldout")
+REBUILD = "build it again with phalanx data build, or copy it again from where it is whole"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """A file of tokens and beside it the index of its documents (cumulative tokens and bytes of text, int64 pairs)."""
+
+    file: str
+    split: Split
+    tokens: int
+    documents: int
+    text_bytes: int
+    sha256: str
+    index_sha256: str
+
+    @property
+    def index_file(self) -> str:
+        """Name of the document index."""
+        return Path(self.file).with_suffix(".idx").name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tally:
+    """What was met while a source was read."""
+
+    records: int = 0  # documents, lines or rows looked at
+    documents: int = 0
+    empty: int = 0
+    missing: int = 0  # lines or rows without readable text
+    bad_utf8: int = 0  # bytes sequences replaced by U+FFFD
+    cut: int = 0  # documents too long to be held whole, cut in pieces
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """One source of a dataset: its own shards, read in turn with the others by weight."""
+
+    name: str
+    path: str
+    weight: float
+    licence: str = ""
+    tally: Tally = field(default_factory=Tally)
+    shards: tuple[Shard, ...] = ()
+
+    def of(self, split: Split) -> tuple[Shard, ...]:
+        """The shards of one split, in order."""
+        return tuple(shard for shard in self.shards if shard.split == split)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """A whole dataset."""
+
+    format: int = FORMAT
+    phalanx: str
+    vocab: int
+    dtype: Literal["uint16", "uint32"]
+    end_of_text: int
+    tokenizer_sha256: str
+    heldout: float
+    split_on: str
+    sources: tuple[Source, ...]
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """Every shard of every source."""
+        return tuple(shard for source in self.sources for shard in source.shards)
+
+    def total(self, what: str, split: Split) -> int:
+        """The sum over a split of "tokens", "documents" or "text_bytes"."""
+        return sum(int(getattr(shard, what)) for shard in self.shards if shard.split == split)
+
+    @property
+    def digest(self) -> str:
+        """Changes when, and only when, a sampler would give other tokens."""
+        parts = [self.tokenizer_sha256, self.dtype]
+        parts += [f"{source.weight!r}" + "".join(s.split + s.sha256 for s in source.shards) for source in self.sources]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def dump(self) -> str:
+        """The text of manifest.json."""
+        return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a dataset folder; raises UserError when there is none that can be used."""
+    path = folder / MANIFEST
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise _no_dataset(folder) from None
+    except OSError as error:
+        raise WorldError(Problem(where=str(path), what=f"cannot be read: {error.strerror or error}")) from error
+    except ValueError as error:
+        raise _damaged(path, f"is not JSON: {error}") from error
+    version = raw.get("format") if isinstance(raw, dict) else None
+    if version != FORMAT:
+        fix = "use the Phalanx that made it, or build it again"
+        raise mistake(str(path), f"has format {version!r}, and this Phalanx reads {FORMAT}", fix=fix)
+    try:
+        return Manifest(**{**raw, "sources": tuple(map(source_from, raw["sources"]))})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, f"lacks or has too many keys: {error}") from error
+
+
+def source_from(raw: dict[str, Any]) -> Source:
+    """A Source from JSON."""
+    return Source(**{**raw, "tally": Tally(**raw["tally"]), "shards": tuple(Shard(**shard) for shard in raw["shards"])})
+
+
+def _no_dataset(folder: Path) -> UserError:
+    what = "is not a dataset: it has no manifest.json" if folder.is_dir() else "is no folder"
+    why = "the manifest is written last, so a folder without one was never finished" if folder.is_dir() else ""
+    return mistake(str(folder), what, why=why, fix=f"make it with phalanx data build {folder} SOURCE...")
+
+
+def _damaged(path: Path, what: str) -> UserError:
+    return mistake(str(path), what, why="nothing else says which shards there are", fix=REBUILD)
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Every file is there with its size; raises UserError naming all that are not. Reads no contents."""
+    width = 2 if manifest.dtype == "uint16" else 4
+    problems: list[Problem] = []
+    for shard in manifest.shards:
+        for name, size in ((shard.file, shard.tokens * width), (shard.index_file, shard.documents * 16)):
+            problems += _size_problem(folder / name, size)
+    problems += [] if (folder / TOKENIZER).is_file() else _size_problem(folder / TOKENIZER, 1)
+    if problems:
+        raise UserError(problems)
+
+
+def _size_problem(path: Path, size: int) -> Iterator[Problem]:
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        yield Problem(where=str(path), what="is missing", why="the manifest lists it", fix=REBUILD)
+        return
+    if found != size:
+        kind = "is truncated" if found < size else "is too long"
+        what = f"{kind}: {found:,} bytes where the manifest says {size:,}"
+        yield Problem(where=str(path), what=what, why="every sample behind it would be another", fix=REBUILD)
+
+
+def verify(folder: Path) -> Manifest:
+    """Every byte is as it was written; raises UserError naming all files that are not."""
+    manifest = read_manifest(folder)
+    check_files(folder, manifest)
+    wanted = [(TOKENIZER, manifest.tokenizer_sha256)]
+    for shard in manifest.shards:
+        wanted += [(shard.file, shard.sha256), (shard.index_file, shard.index_sha256)]
+    problems = [
+        Problem(
+            where=str(folder / name),
+            what=f"has changed: its digest is {found[:12]}…, and the manifest says {digest[:12]}…",
+            why="training on it would not repeat",
+            fix=REBUILD,
+        )
+        for name, digest in wanted
+        if (found := file_digest(folder / name)) != digest
+    ]
+    if problems:
+        raise UserError(problems)
+    return manifest
+
+
+def file_digest(path: Path) -> str:
+    """sha256 of a file, read in blocks."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,137 @@
+"""Text to token numbers: a byte-level BPE trained here or given, and the digest that names it."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.errors import Problem, UserError, mistake
+
+END_OF_TEXT = "<|endoftext|>"
+# What released tokenizers call the end of a document: GPT-2 and Qwen, Llama 2, Llama 3, Gemma, BERT.
+KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
+LEAST_VOCAB, MOST_VOCAB = 257, 2**20  # the 256 bytes and the end of text
+# A longer text is encoded in pieces cut at line ends: one 16 MB string takes over a gigabyte inside the tokenizer.
+PIECE_CHARACTERS = 1 << 16
+
+
+class TextTokenizer:
+    """A tokenizer.json at work; special tokens written in a document are encoded as the letters they are."""
+
+    def __init__(self, text: str, *, where: str, end_of_text: str = "") -> None:
+        self.text = text
+        self.sha256 = hashlib.sha256(text.encode()).hexdigest()
+        try:
+            self._inner = _library().Tokenizer.from_str(text)
+        except Exception as error:  # the library raises bare Exception
+            why = str(error).splitlines()[0][:120] if str(error) else ""
+            fix = "name a tokenizer.json of the tokenizers library"
+            raise mistake(where, "is not a tokenizer", why=why, fix=fix) from error
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self._inner.encode_special_tokens = True
+        self.vocab: int = _highest(self._inner) + 1
+        self.end_of_text = _end_number(self._inner, end_of_text, where)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token numbers of each text, the end of text not among them; uses every core."""
+        parts = [pieces(text) for text in texts]
+        encoded = self._inner.encode_batch_fast([one for part in parts for one in part], add_special_tokens=False)
+        ids = iter(encoding.ids for encoding in encoded)
+        return [[token for _ in part for token in next(ids)] if len(part) > 1 else next(ids) for part in parts]
+
+    def decode(self, tokens: Sequence[int] | NDArray[np.int64]) -> str:
+        """The text of some tokens, special ones left out."""
+        return str(self._inner.decode([int(token) for token in tokens]))
+
+
+def pieces(text: str) -> list[str]:
+    """A text cut behind line ends so that no piece is much longer than PIECE_CHARACTERS, if lines allow."""
+    found, start = [], 0
+    while len(text) - start > PIECE_CHARACTERS:
+        end = text.rfind("\n", start, start + PIECE_CHARACTERS) + 1
+        end = end or text.rfind(" ", start + 1, start + PIECE_CHARACTERS) or start + PIECE_CHARACTERS
+        end = end if end > start else start + PIECE_CHARACTERS
+        found.append(text[start:end])
+        start = end
+    return [*found, text[start:]]
+
+
+def load_tokenizer(path: Path, *, end_of_text: str = "") -> TextTokenizer:
+    """A tokenizer from its file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise mistake(str(path), what, fix="name a tokenizer.json") from error
+    return TextTokenizer(text, where=str(path), end_of_text=end_of_text)
+
+
+def train_tokenizer(texts: Iterable[str], vocab: int) -> TextTokenizer:
+    """A byte-level BPE of at most `vocab` tokens; number 0 is the end of text."""
+    library = _library()
+    inner = library.Tokenizer(library.models.BPE())
+    inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    inner.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
+    return TextTokenizer(inner.to_str(pretty=False), where="the tokenizer trained just now")
+
+
+class HashSample:
+    """Of all texts shown, those with the smallest hashes that fit in `most_bytes`: the same set in any order."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._heap: list[tuple[int, str]] = []
+        self._bytes = 0
+
+    def show(self, text: str) -> None:
+        """Consider a text."""
+        size = len(text.encode())
+        rank = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, person=b"sample").digest(), "big")
+        if self._bytes + size > self._most_bytes and self._heap and rank >= -self._heap[0][0]:
+            return
+        heapq.heappush(self._heap, (-rank, text))
+        self._bytes += size
+        while self._bytes > self._most_bytes and len(self._heap) > 1:
+            self._bytes -= len(heapq.heappop(self._heap)[1].encode())
+
+    def texts(self) -> list[str]:
+        """The sample, smallest hash first."""
+        return [text for _, text in sorted(self._heap, key=lambda item: (-item[0], item[1]))]
+
+
+def _library() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        what = "building data needs the tokenizers library"
+        raise UserError(Problem(where="", what=what, fix="pip install 'phalanx[train]'")) from error
+    return tokenizers
+
+
+def _highest(inner: Any) -> int:
+    """The largest token number: some vocabularies have holes, and the embedding must reach the last."""
+    return int(max(inner.get_vocab(with_added_tokens=True).values()))
+
+
+def _end_number(inner: Any, wanted: str, where: str) -> int:
+    for name in (wanted,) if wanted else KNOWN_ENDS:
+        number = inner.token_to_id(name)
+        if number is not None:
+            return int(number)
+    looked = f'"{wanted}"' if wanted else ", ".join(KNOWN_ENDS)
+    why = "documents are separated by it"
+    raise mistake(where, f"has no token {looked}", why=why, fix="name its end-of-text token with --end-of-text")

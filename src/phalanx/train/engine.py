@@ -1,0 +1,327 @@
+"""One optimizer step under any layout: forward and backward over the micro-batches, one small agreement, one update.
+
+The loss of a step is the sum over all valid tokens of the global batch, divided by their number. Backward runs on the
+sum divided by the batch's size in tokens (known beforehand); how many of those were valid is agreed on together with
+the gradient norm, and the quotient joins the clipping factor. So a step needs one small collective, not three.
+
+B sequences of this data rank, S tokens of a sequence on this context rank.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from phalanx.job.model import ModelShape
+from phalanx.job.schema import Optim
+from phalanx.train.models.moe import Moe
+from phalanx.train.optim.base import Optimizer
+from phalanx.train.optim.build import build_optimizer
+from phalanx.train.optim.scaler import LossScale
+from phalanx.train.parallel.clip import scale_gradients, squared_norm
+from phalanx.train.parallel.context import split_sequence
+from phalanx.train.parallel.dims import Meshes, ParallelDims, build_meshes
+from phalanx.train.parallel.fsdp import accumulate
+from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.pipeline import Schedule, build_schedule, forward_only, is_v_shaped
+from phalanx.train.parallel.exchange import GradientExchange
+from phalanx.train.parallel.replicate import local_gradient
+from phalanx.train.parallel.tied import TiedTable
+from phalanx.train.parts import Held, Part, build_parts, fill, holdings, num_stages
+from phalanx.train.settings import Settings
+
+IGNORED = -100  # target of a token that is not scored, as in torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What a step gave, the same on every rank."""
+
+    loss: float  # nats per valid token
+    tokens: int  # valid tokens of the global batch
+    grad_norm: float
+    skipped: bool  # the gradient was not finite: no rank updated anything
+    stop: bool  # some rank asks to end the run after this step
+    compute_s: float  # this rank's own work
+    wait_s: float  # this rank's waiting for others at the end of the step
+
+
+class Engine:
+    """Builds this rank's part of a model and steps it. Every rank of the job builds one and calls it in step."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        settings: Settings,
+        optim: Optim,
+        *,
+        device: torch.device,
+        state_dtype: str = "fp32",
+        read: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist,
+    ) -> None:
+        self.shape, self.settings, self.device = shape, settings, device
+        self._clip, self._read = optim.clip, read
+        self.dims = ParallelDims.of(settings.layout)
+        self.meshes: Meshes = build_meshes(self.dims, device.type, experts=shape.is_moe)
+        self.parts: list[Part] = build_parts(shape, settings, self.meshes, device)
+        self.held: list[Held] = holdings(self.parts, self.meshes, tied=shape.tied)
+        self._trained = [held for held in self.held if held.trained]
+        self.exchange = None if self.dims.zero else GradientExchange(self._trained, self.meshes, settings)
+        self.pieces: list[Piece] = [held.piece(self._master(held)) for held in self._trained]
+        self.optimizer: Optimizer = build_optimizer(
+            self.pieces, optim=optim, state_dtype=state_dtype, decays=decays
+        )
+        self.loss_scale = LossScale() if settings.compute == "fp16" else None
+        self._moes = [m for part in self.parts for m in part.model.modules() if isinstance(m, Moe)]
+        v_shaped = is_v_shaped(settings.layout.schedule, settings.layout.virtual_pipeline)
+        self._tied = None
+        if shape.tied and self.dims.pipeline > 1:
+            self._tied = TiedTable(self.held, self.meshes, v_shaped=v_shaped)
+        self._schedules: dict[int, tuple[Schedule, list[PipelineStage]]] = {}
+
+    # ---- values ----------------------------------------------------------------------------------------------------
+
+    def initialise(self) -> None:
+        """First values of every weight and buffer."""
+        fill(self.pieces, seed=self.settings.seed, layers=self.shape.layers)
+        for held in self.held:
+            if not held.trained:
+                held.local.zero_()
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Copy the optimizer's weights to where the model reads them, where the two are not the same storage."""
+        for held, piece in zip(self._trained, self.pieces, strict=True):
+            if piece.tensor.data_ptr() != held.local.data_ptr():
+                held.local.copy_(piece.tensor)
+
+    def state(self) -> list[Piece]:
+        """Everything a checkpoint must hold: weights, optimizer state, buffers."""
+        buffers = [held.piece(held.local) for held in self.held if not held.trained]
+        return [*self.pieces, *self.optimizer.state(), *buffers]
+
+    def _master(self, held: Held) -> torch.Tensor:
+        """What the optimizer updates: the parameter's own storage, or a copy in another format or place."""
+        place = torch.device("cpu") if self.settings.layout.offload == "optimizer" else held.local.device
+        if held.local.dtype == self.settings.master_dtype and held.local.device == place:
+            return held.local
+        return torch.empty_like(held.local, dtype=self.settings.master_dtype, device=place)
+
+    # ---- one step --------------------------------------------------------------------------------------------------
+
+    def step(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, *, lr: float, stop: bool = False) -> StepResult:
+        """Learn from this data rank's part of the global batch."""
+        worked_s, began_s = time.thread_time(), time.perf_counter()
+        tokens_BS, targets_BS = self._mine(tokens_BS), self._mine(targets_BS)
+        batch_sequences = tokens_BS.shape[0] * self.dims.data
+        batch_tokens = batch_sequences * self.settings.sequence
+        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
+        for moe in self._moes:
+            moe.aux_scale = scale / batch_sequences
+        loss_sum = self._forward_backward(tokens_BS, targets_BS, unit=scale / batch_tokens)
+        grads = self._gradients()
+        ended_s = time.perf_counter()
+        squared, loss, valid, stops = self._agree(squared_norm(self.pieces, grads), loss_sum, targets_BS, stop=stop)
+        worked_s, waited_s = time.thread_time() - worked_s, time.perf_counter() - ended_s
+        factor = batch_tokens / (max(valid, 1.0) * scale)
+        norm = math.sqrt(squared) * factor if squared >= 0 else math.nan
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            self._update(grads, factor * self._clip_factor(norm), lr)
+        self._clear()
+        if self.loss_scale is not None:
+            self.loss_scale = self.loss_scale.after(finite=not skipped)
+        return StepResult(
+            loss=loss / max(valid, 1.0),
+            tokens=int(valid),
+            grad_norm=norm,
+            skipped=skipped,
+            stop=stops > 0,
+            compute_s=worked_s if self.device.type == "cpu" else ended_s - began_s,
+            wait_s=waited_s,
+        )
+
+    @torch.no_grad()
+    def evaluate(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> tuple[float, int]:
+        """(summed loss in nats, valid tokens) over every data rank's sequences."""
+        tokens_BS, targets_BS = self._mine(tokens_BS), self._mine(targets_BS)
+        for part in self.parts:
+            part.model.eval()
+        loss_sum = self._forward_only(tokens_BS, targets_BS)
+        for part in self.parts:
+            part.model.train()
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        _, loss, valid, _ = self._agree(zero, loss_sum, targets_BS, stop=False)
+        return loss, int(valid)
+
+    def _mine(self, whole_BL: torch.Tensor) -> torch.Tensor:
+        """This context rank's slices of the sequences."""
+        whole_BL = whole_BL.to(self.device, non_blocking=True)
+        return split_sequence(whole_BL, self.meshes.index("context"), self.dims.context, dim=1)
+
+    def _forward_backward(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, *, unit: float) -> torch.Tensor:
+        """Accumulate gradients of `unit` × the summed loss; returns the summed loss of this rank."""
+        count = tokens_BS.shape[0] // self.settings.layout.micro_batch
+        if self.exchange is not None:
+            self.exchange.begin(count)
+        with self._loss_context():
+            if self.dims.pipeline > 1:
+                total = self._pipelined(tokens_BS, targets_BS, count, unit)
+            else:
+                total = self._plain(tokens_BS, targets_BS, count, unit)
+        if self.exchange is not None:
+            self.exchange.finish()
+        return total
+
+    def _plain(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, count: int, unit: float) -> torch.Tensor:
+        model = self.parts[0].model
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index, (x, y) in enumerate(zip(tokens_BS.chunk(count), targets_BS.chunk(count), strict=True)):
+            if isinstance(model, FSDPModule):
+                accumulate(model, zero=self.dims.zero, last=index == count - 1)
+            loss = summed_loss(model(x), y)
+            (loss * unit).backward()
+            total += plain(loss.detach()).double()
+        return total
+
+    def _pipelined(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, count: int, unit: float) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        schedule, stages = self._schedule(count, unit)
+        given = (tokens_BS,) if any(stage.is_first for stage in stages) else ()
+        if any(stage.is_last for stage in stages):
+            schedule.step(*given, target=targets_BS, losses=losses, return_outputs=False)
+        else:
+            schedule.step(*given)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for loss in losses:
+            total += plain(loss.detach()).double() / unit
+        return total
+
+    def _forward_only(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
+        count = tokens_BS.shape[0] // self.settings.layout.micro_batch
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        with self._loss_context():
+            for x, y in zip(tokens_BS.chunk(count), targets_BS.chunk(count), strict=True):
+                logits = self._through(x)
+                if logits is not None:
+                    total += plain(summed_loss(logits, y)).double()
+        return total
+
+    def _through(self, x: torch.Tensor) -> torch.Tensor | None:
+        """A micro-batch through all stages; None where this rank does not hold the last."""
+        if self.dims.pipeline == 1:
+            out: torch.Tensor = self.parts[0].model(x)
+            return out
+        return forward_only(
+            [(part.stage, part.model) for part in self.parts],
+            x,
+            stages=num_stages(self.settings),
+            group=self.meshes.group("pipeline"),
+            v_shaped=is_v_shaped(self.settings.layout.schedule, self.settings.layout.virtual_pipeline),
+            like=lambda stage: self._boundary(stage)[0],
+        )
+
+    def _loss_context(self) -> AbstractContextManager[None]:
+        """torch's loss over split logits; backward must run inside it too."""
+        split = self.dims.tensor > 1 and self.settings.loss_parallel
+        return loss_parallel() if split else nullcontext()
+
+    def _schedule(self, count: int, unit: float) -> tuple[Schedule, list[PipelineStage]]:
+        """The schedule for `count` micro-batches: a batch ramp asks for several."""
+        self._unit = unit
+        if count not in self._schedules:
+            self._schedules[count] = build_schedule(
+                [(part.stage, part.model) for part in self.parts],
+                stages=num_stages(self.settings),
+                group=self.meshes.group("pipeline"),
+                name=self.settings.layout.schedule,
+                micro_batches=count,
+                loss=lambda logits, targets: summed_loss(logits, targets) * self._unit,
+                shapes=self._boundary,
+                device=self.device,
+            )
+        return self._schedules[count]
+
+    def _boundary(self, stage: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What goes into a stage and what comes out of it, per micro-batch, on this rank."""
+        layout = self.settings.layout
+        micro, length = layout.micro_batch, self.settings.sequence // self.dims.context
+        held = length // self.dims.tensor if layout.sequence_parallel and self.dims.tensor > 1 else length
+        wide = self.shape.vocab // (self.dims.tensor if self.settings.loss_parallel else 1)
+        kind = self.settings.compute_dtype
+        tokens = torch.empty(micro, length, dtype=torch.int64, device="meta")
+        hidden = torch.empty(micro, held, self.shape.hidden, dtype=kind, device="meta", requires_grad=True)
+        logits = torch.empty(micro, length, wide, dtype=kind, device="meta", requires_grad=True)
+        return tokens if stage == 0 else hidden, logits if stage == num_stages(self.settings) - 1 else hidden
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """The summed gradient of every piece, in the optimizer's order; zeros where a parameter took no part."""
+        found = []
+        for held, piece in zip(self._trained, self.pieces, strict=True):
+            grad = self.exchange.gradient(held.tensor) if self.exchange is not None else local_gradient(held.tensor)
+            found.append(torch.zeros_like(held.local, dtype=piece.tensor.dtype) if grad is None else grad)
+        if self._tied is not None:
+            self._tied.sum(self._trained, found)
+        return found
+
+    def _agree(
+        self, squared: torch.Tensor, loss_sum: torch.Tensor, targets_BS: torch.Tensor, *, stop: bool
+    ) -> tuple[float, float, float, float]:
+        """Sum the step's few numbers over the whole job: the only collective that every rank joins."""
+        scores = any(part.model.head is not None for part in self.parts) and self.meshes.index("tensor") == 0
+        valid = (targets_BS != IGNORED).sum().double() if scores else torch.zeros_like(loss_sum)
+        loss = loss_sum if scores else torch.zeros_like(loss_sum)
+        flag = torch.full_like(loss_sum, float(stop))
+        numbers = torch.stack([squared.to(self.device), loss, valid, flag])
+        if self.dims.world > 1:
+            dist.all_reduce(numbers)
+        found = self._read(numbers)
+        return found[0], found[1], found[2], found[3]
+
+    def _clip_factor(self, norm: float) -> float:
+        return min(1.0, self._clip / (norm + 1e-6)) if self._clip else 1.0  # 1e-6 as torch.nn.utils.clip_grad_norm_
+
+    @torch.no_grad()
+    def _update(self, grads: Sequence[torch.Tensor], factor: float, lr: float) -> None:
+        scale_gradients(grads, factor)
+        for piece, grad in zip(self.pieces, grads, strict=True):
+            piece.tensor.grad = grad.to(piece.tensor)
+        self.optimizer.step(lr)
+        self.publish()
+        for moe in self._moes:
+            moe.balance()
+
+    def _clear(self) -> None:
+        for held, piece in zip(self._trained, self.pieces, strict=True):
+            held.tensor.grad = None
+            piece.tensor.grad = None
+
+
+def summed_loss(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy summed over the valid tokens, in float32 or wider."""
+    wide = torch.promote_types(logits_BSV.dtype, torch.float32)
+    return F.cross_entropy(
+        logits_BSV.flatten(0, 1).to(wide), targets_BS.flatten(), reduction="sum", ignore_index=IGNORED
+    )
+
+
+def plain(value: torch.Tensor) -> torch.Tensor:
+    """The value of a tensor that may be split over ranks."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def decays(name: str) -> bool:
+    """Weight decay is for matrices: norms, biases and the router's balance are left alone."""
+    return not name.endswith(".bias") and "norm" not in name.split(".")[-2]

@@ -1,0 +1,1 @@
+"""Decoder transformers that know nothing of parallelism."""

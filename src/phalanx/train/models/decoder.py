@@ -1,0 +1,133 @@
+"""The decoder: embedding, blocks, norm and head, or the slice of them that one pipeline stage holds.
+
+B batch, S sequence, D model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.job.model import ModelShape
+from phalanx.train.models.attention import Attention
+from phalanx.train.models.embedding import Embedding, norm_of
+from phalanx.train.models.init import draw
+from phalanx.train.models.mlp import Mlp
+from phalanx.train.models.moe import Moe
+from phalanx.train.models.rope import Rope, rope_tables
+from phalanx.train.models.support import refuse_untrainable
+
+TIED = ("embed.tokens.weight", "head.weight")
+
+
+class Block(nn.Module):
+    """Attention and MLP, each after a norm and added to the stream."""
+
+    def __init__(self, shape: ModelShape, layer: int) -> None:
+        super().__init__()
+        self.attn_norm = norm_of(shape)
+        self.attn = Attention(shape)
+        self.mlp_norm = norm_of(shape)
+        routed = shape.is_moe and layer >= shape.dense_layers
+        self.mlp = Moe(shape) if routed else _dense(shape)
+
+    def forward(self, x_BSD: Tensor, rope: Rope | None) -> Tensor:
+        """One layer."""
+        x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), rope)
+        out_BSD: Tensor = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return out_BSD
+
+
+class Decoder(nn.Module):
+    """A GPT-2 or Llama style decoder, dense or with experts. `layers` are keyed by their number in the whole model."""
+
+    def __init__(
+        self, shape: ModelShape, *, layers: range | None = None, first: bool = True, last: bool = True
+    ) -> None:
+        super().__init__()
+        refuse_untrainable(shape)
+        held = range(shape.layers) if layers is None else layers
+        self.shape = shape
+        self.positions: Tensor | None = None  # positions_S of the tokens held here; None means 0 .. S-1
+        self.embed = Embedding(shape) if first else None
+        self.layers = nn.ModuleDict({str(layer): Block(shape, layer) for layer in held})
+        self.norm = norm_of(shape) if last else None
+        self.head = nn.Linear(shape.hidden, shape.vocab, bias=False) if last else None
+        self.register_state_dict_post_hook(_drop_tied)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_add_tied)  # type: ignore[no-untyped-call]
+        self.tie()
+
+    @property
+    def is_tied_here(self) -> bool:
+        """Whether head and embedding are one parameter of this stage; on separate stages they are two."""
+        return self.shape.tied and self.embed is not None and self.head is not None
+
+    def tie(self) -> None:
+        """Make the head the embedding's own weight, where both are here. Again after anything that replaced either."""
+        if self.is_tied_here:
+            assert self.embed is not None
+            assert self.head is not None
+            self.head.weight = self.embed.tokens.weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.tie()  # to_empty() from the meta device makes new parameters, one per name
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """logits_BSV (hidden_BSD when not the last stage) from tokens_BS (hidden_BSD when not the first)."""
+        positions_S = torch.arange(x.shape[1], device=x.device) if self.positions is None else self.positions
+        if self.embed is not None:
+            x = self.embed(x, positions_S)
+        rope = rope_tables(self.shape, positions_S, x.dtype) if self.shape.positions == "rope" else None
+        for block in self.layers.values():
+            x = block(x, rope)
+        if self.norm is not None and self.head is not None:
+            x = self.head(self.norm(x))
+        return x
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Draw every parameter by (seed, name): the same in whatever stage, order or dtype. Buffers become zero."""
+        for name, parameter in self.named_parameters():
+            value = draw(name, parameter.shape, seed=seed, layers=self.shape.layers, dtype=parameter.dtype)
+            parameter.copy_(value)
+        if self.shape.tied and not self.is_tied_here and self.head is not None:
+            # Alone on the last stage, the head starts as the embedding it stands for.
+            size, dtype = self.head.weight.shape, self.head.weight.dtype
+            self.head.weight.copy_(draw(TIED[0], size, seed=seed, layers=self.shape.layers, dtype=dtype))
+        for buffer in self.buffers():
+            buffer.zero_()
+
+    def blocks(self) -> Mapping[str, nn.Module]:
+        """The parts that are sharded, recomputed and compiled one by one."""
+        return {f"layers.{name}": block for name, block in self.layers.items()}
+
+    def tensor_plan(self) -> Mapping[str, str]:
+        """How a tensor group splits each linear: "column" by outputs, "row" by inputs, "vocab" a table by its rows."""
+        columns = ("attn.wq", "attn.wk", "attn.wv", "mlp.gate", "mlp.up", "mlp.shared.gate", "mlp.shared.up")
+        plan = {f"layers.*.{name}": "column" for name in columns}
+        plan |= {f"layers.*.{name}": "row" for name in ("attn.wo", "mlp.down", "mlp.shared.down")}
+        return {"embed.tokens": "vocab", **plan, "head": "column"}
+
+    def stage(self, layers: range, *, first: bool, last: bool) -> Decoder:
+        """A new decoder of only these layers, not yet initialised."""
+        return Decoder(self.shape, layers=layers, first=first, last=last)
+
+
+def _dense(shape: ModelShape) -> Mlp:
+    return Mlp(shape.hidden, shape.ffn, gated=shape.gated, bias=shape.bias, activation=shape.activation)
+
+
+def _drop_tied(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    """The state holds a tied weight once, under the embedding's name."""
+    if isinstance(module, Decoder) and module.is_tied_here:
+        state.pop(prefix + TIED[1], None)
+
+
+def _add_tied(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    if isinstance(module, Decoder) and module.is_tied_here and prefix + TIED[0] in state:
+        state.setdefault(prefix + TIED[1], state[prefix + TIED[0]])

@@ -1,0 +1,256 @@
+"""Weights from and to a folder of Hugging Face safetensors: one file, or several under an index.
+
+Names and paths in the files are never trusted: only tensors we ask for are read, only from files in the folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from phalanx.errors import Problem, UserError, WorldError, mistake
+from phalanx.files import write_text
+from phalanx.job.hf_write import to_config
+from phalanx.job.model import ModelShape
+from phalanx.train.models.decoder import TIED, Decoder
+from phalanx.train.models.hf_names import Match, matches
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MOST_INDEX_BYTES = 1 << 28  # DeepSeek-V3's index, 91,991 tensors, has 9 MB
+SHARD_BYTES = 5_000_000_000  # what transformers 4 writes
+FLOATS = ("F64", "F32", "F16", "BF16")
+SHOWN = 6  # names listed per problem
+# Buffers that old files carry and nobody needs: causal masks of GPT-2, rotary tables of Llama.
+IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One tensor of the folder, as its file's header describes it."""
+
+    file: Path
+    name: str  # in the file
+    size: tuple[int, ...]
+    dtype: str
+
+
+def load_hf(folder: Path, model: Decoder) -> None:
+    """Fill a decoder, or the stage it is, from a folder. Raises UserError with every tensor that does not fit.
+
+    Parameters are plain tensors here; ranks that hold split ones take `read_hf` and cut.
+    """
+    state = model.state_dict()
+    with torch.no_grad():
+        for name, tensor in read_hf(folder, model.shape, wanted=state):
+            state[name].copy_(tensor)
+
+
+def read_hf(folder: Path, shape: ModelShape, *, wanted: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """(our name, whole tensor) of every wanted parameter, one at a time, in the dtype of the file."""
+    names = set(wanted)
+    entries = _entries(folder)
+    known = matches(shape)
+    _check(folder, shape, known, entries)
+    for match in known:
+        if names.isdisjoint({*match.ours, *(TIED if TIED[0] in match.ours and shape.tied else ())}):
+            continue
+        tensors = match.to_ours([_read(entries[name]) for name in match.theirs])
+        for name, tensor in zip(match.ours, tensors, strict=True):
+            if name in names:
+                yield name, tensor
+            if name == TIED[0] and shape.tied and TIED[1] in names:  # a last stage holds the tied weight as its head
+                yield TIED[1], tensor
+
+
+def save_hf(
+    state: Mapping[str, Tensor],
+    shape: ModelShape,
+    folder: Path,
+    *,
+    positions: int = 0,
+    shard_bytes: int = SHARD_BYTES,
+) -> list[Path]:
+    """Write config.json and safetensors that `AutoModelForCausalLM.from_pretrained` reads; returns the files.
+
+    `state` is the whole model under our names. Raises UserError when it lacks or adds a tensor, or when no family of
+    Hugging Face computes this shape.
+    """
+    known = matches(shape)
+    _check_state(state, known)
+    theirs = dict(_turned(state, known))
+    dtype = str(next(iter(theirs.values())).dtype).removeprefix("torch.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        written = _write_shards(theirs, folder, shard_bytes)
+    except (OSError, SafetensorError) as error:
+        raise WorldError(Problem(where=str(folder), what=f"cannot be written: {error}")) from error
+    config = folder / "config.json"
+    write_text(config, json.dumps(to_config(shape, positions=positions, dtype=dtype), indent=2) + "\n")
+    return [config, *written]
+
+
+def _turned(state: Mapping[str, Tensor], known: Sequence[Match]) -> Iterator[tuple[str, Tensor]]:
+    for match in known:
+        tensors = match.to_theirs([state[name].detach().cpu() for name in match.ours])
+        for name, tensor in zip(match.theirs, tensors, strict=True):
+            # A copy: safetensors refuses tensors that share memory, as the slices of stacked experts do.
+            yield name, tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _write_shards(theirs: Mapping[str, Tensor], folder: Path, shard_bytes: int) -> list[Path]:
+    shards = _pack(theirs, shard_bytes)
+    if len(shards) == 1:
+        names = [SINGLE]
+    else:
+        names = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        temporary = folder / f".{name}.tmp"
+        save_file({key: theirs[key] for key in shard}, temporary, metadata={"format": "pt"})
+        temporary.replace(folder / name)
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in theirs.values())
+        where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+        names.append(INDEX)
+    _remove_others(folder, names)
+    return [folder / name for name in names]
+
+
+def _pack(theirs: Mapping[str, Tensor], shard_bytes: int) -> list[list[str]]:
+    """Names in order, a new shard whenever the next tensor would not fit."""
+    shards: list[list[str]] = [[]]
+    room = shard_bytes
+    for name, tensor in theirs.items():
+        if shards[-1] and tensor.nbytes > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= tensor.nbytes
+    return shards
+
+
+def _remove_others(folder: Path, keep: Sequence[str]) -> None:
+    """An older export in another number of files would be read in place of this one."""
+    for path in [*folder.glob("model-?????-of-?????.safetensors"), folder / SINGLE, folder / INDEX]:
+        if path.name not in keep:
+            path.unlink(missing_ok=True)
+
+
+def _check_state(state: Mapping[str, Tensor], known: Sequence[Match]) -> None:
+    expected = {name for match in known for name in match.ours}
+    problems = [
+        *_listed("the model", "lacks", sorted(expected - set(state))),
+        *_listed("the model", "has tensors its shape does not:", sorted(set(state) - expected)),
+    ]
+    if problems:
+        raise UserError(problems)
+
+
+def _entries(folder: Path) -> dict[str, Entry]:
+    """Every tensor of the folder by name; GPT-2 files without the "transformer." prefix are given it."""
+    found: dict[str, Entry] = {}
+    for path in _files(folder):
+        with _open(path) as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                part = file.get_slice(name)
+                found[name] = Entry(file=path, name=name, size=tuple(part.get_shape()), dtype=str(part.get_dtype()))
+    if "wte.weight" in found:
+        found = {name if name.startswith("lm_head") else f"transformer.{name}": one for name, one in found.items()}
+    return {name: entry for name, entry in found.items() if not name.endswith(IGNORED)}
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / INDEX).is_file():
+        return _indexed(folder)
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    pickled = sorted(path.name for path in folder.glob("*.bin")) if folder.is_dir() else []
+    why = f"{pickled[0]} is a pickle, which can run code when it is read" if pickled else ""
+    raise mistake(str(folder), f"has neither {SINGLE} nor {INDEX}", why=why, fix="name a folder with safetensors")
+
+
+def _indexed(folder: Path) -> list[Path]:
+    """The files an index names. A name with a path in it could point anywhere, so it is refused."""
+    index = folder / INDEX
+    try:
+        if index.stat().st_size > MOST_INDEX_BYTES:
+            raise mistake(str(index), f"is larger than {MOST_INDEX_BYTES:,} bytes")
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except OSError as error:
+        raise WorldError(Problem(where=str(index), what=f"cannot be read: {error.strerror or error}")) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise mistake(str(index), "is not an index: it needs a weight_map of tensor names to file names") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
+            raise mistake(
+                str(index), f"names {str(name)[:80]!r}", why="only files in the same folder are read", fix="repair it"
+            )
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise UserError(_listed(str(index), "names files that are not there:", missing))
+    return [folder / name for name in names]
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise mistake(
+            str(path), f"is not a safetensors file: {error}", why="it is damaged or cut short", fix="fetch it again"
+        ) from error
+
+
+def _read(entry: Entry) -> Tensor:
+    with _open(entry.file) as file:
+        tensor: Tensor = file.get_tensor(entry.name)
+    return tensor
+
+
+def _check(folder: Path, shape: ModelShape, known: Sequence[Match], entries: Mapping[str, Entry]) -> None:
+    """All that is missing, too much, of another size or not a float, at once."""
+    expected = _their_sizes(shape, known)
+    given = {name: entry for name, entry in entries.items() if not (shape.tied and name == "lm_head.weight")}
+    wrong = [
+        f"{name} {list(given[name].size)} instead of {list(size)}"
+        for name, size in expected.items()
+        if name in given and given[name].size != size
+    ]
+    coded = [f"{name} ({entry.dtype})" for name, entry in given.items() if entry.dtype not in FLOATS]
+    where = str(folder)
+    problems = [
+        *_listed(where, "lacks", [name for name in expected if name not in given]),
+        *_listed(where, "has tensors this model does not:", [name for name in given if name not in expected]),
+        *_listed(where, "has tensors of another size:", wrong),
+        *_listed(where, "has tensors that are not floating point:", coded),
+    ]
+    if problems:
+        raise UserError(problems)
+
+
+def _their_sizes(shape: ModelShape, known: Sequence[Match]) -> dict[str, tuple[int, ...]]:
+    """What the file must hold, from our own sizes turned into theirs without any values."""
+    with torch.device("meta"):
+        model: nn.Module = Decoder(shape)
+    state = model.state_dict()
+    return {
+        name: tuple(tensor.shape)
+        for match in known
+        for name, tensor in zip(match.theirs, match.to_theirs([state[one] for one in match.ours]), strict=True)
+    }
+
+
+def _listed(where: str, what: str, names: Sequence[str]) -> list[Problem]:
+    if not names:
+        return []
+    more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+    return [Problem(where=where, what=f"{what} {', '.join(names[:SHOWN])}{more}")]

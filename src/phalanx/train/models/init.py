@@ -1,0 +1,54 @@
+"""First values of a parameter, keyed by its name: every rank, stage and shard draws the same numbers for it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+STD = 0.02  # Radford et al. 2019 (GPT-2); projections into the residual stream are divided by √(2 · layers) there
+RESIDUAL = (".attn.wo.weight", ".mlp.down.weight", ".mlp.shared.down.weight", ".mlp.experts.down")
+ROWS = 256  # rows drawn from one key: a rank that holds a tenth of a tensor draws a tenth of it
+
+
+def draw(
+    name: str,
+    size: Sequence[int],
+    *,
+    seed: int,
+    layers: int,
+    dtype: torch.dtype = torch.float32,
+    rows: range | None = None,
+) -> Tensor:
+    """The first value of the whole tensor `name` of a model of `layers` layers, on the CPU.
+
+    `rows` gives only those of dimension 0 (experts, for [E, F, D]), bit for bit those of the whole. Numbers are drawn
+    in float32 and cast, so that every dtype starts from the same model.
+    """
+    rows = range(size[0]) if rows is None else rows
+    part = (len(rows), *size[1:])
+    if name.endswith(".bias"):
+        return torch.zeros(part, dtype=dtype)
+    if len(size) == 1:
+        return torch.ones(part, dtype=dtype)  # the scale of a norm
+    std = STD / math.sqrt(2 * layers) if name.endswith(RESIDUAL) else STD
+    block = 1 if len(size) > 2 else ROWS
+    drawn = torch.empty(part, dtype=torch.float32)
+    for index in range(rows.start // block, -(-rows.stop // block)):
+        begin, end = index * block, min((index + 1) * block, size[0])
+        values = _normal((end - begin, *size[1:]), std, _key(seed, name, index))
+        low, high = max(begin, rows.start), min(end, rows.stop)
+        drawn[low - rows.start : high - rows.start] = values[low - begin : high - begin]
+    return drawn.to(dtype)
+
+
+def _normal(size: tuple[int, ...], std: float, key: int) -> Tensor:
+    return torch.empty(size, dtype=torch.float32).normal_(0.0, std, generator=torch.Generator().manual_seed(key))
+
+
+def _key(seed: int, name: str, index: int) -> int:
+    digest = hashlib.sha256(f"{seed}/{name}/{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1  # 63 bits: manual_seed takes no more from Python

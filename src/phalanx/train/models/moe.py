@@ -1,0 +1,233 @@
+"""Mixture of experts: a router, experts that drop no token, a shared expert, and two ways to keep the load even.
+
+B batch, S sequence, D model, F expert width, E experts, K experts per token, T = B · S tokens, M = T · K visits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.job.model import ModelShape
+from phalanx.train.models.mlp import ACTIVATIONS, Mlp
+
+Dispatch = Callable[["Experts", Tensor, Tensor, Tensor], Tensor]
+
+
+class Router(nn.Module):
+    """Scores every expert for every token and chooses the best few. `bias` is moved by balance, not by gradient."""
+
+    bias: Tensor | None
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape.experts, shape.hidden))
+        self.register_buffer("bias", torch.zeros(shape.experts, dtype=torch.float32) if shape.router_bias else None)
+        self.num_chosen = shape.experts_per_token
+        self.score = shape.router_score
+        self.renormalise = shape.renormalise
+        self.scale = shape.routed_scale
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """scores_TE, choice_TK and weight_TK, in float32 or wider: a coarser score would choose other experts."""
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
+        scores_TE = logits_TE.sigmoid() if self.score == "sigmoid" else logits_TE.softmax(dim=-1)
+        ranked_TE = scores_TE.detach() if self.bias is None else scores_TE.detach() + self.bias
+        choice_TK = ranked_TE.topk(self.num_chosen, dim=-1).indices
+        weight_TK = scores_TE.gather(-1, choice_TK)
+        if self.renormalise:
+            # 1e-20 as in DeepSeek-V3's code: sigmoids of all chosen experts may underflow together.
+            weight_TK = weight_TK / (weight_TK.sum(dim=-1, keepdim=True) + 1e-20)
+        return scores_TE, choice_TK, weight_TK * self.scale
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        before = self.bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if before is not None and self.bias is not None and self.bias.dtype != torch.float32:
+            # A step of 0.001 is lost on a bfloat16 bias near 0.5, whose spacing is 0.004.
+            self.bias = before.to(self.bias.device)
+        return self
+
+
+class Experts(nn.Module):
+    """The weights of all experts, stacked."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        inner = (shape.experts, shape.expert_ffn, shape.hidden)
+        self.gate = nn.Parameter(torch.empty(inner)) if shape.gated else None
+        self.up = nn.Parameter(torch.empty(inner))
+        self.down = nn.Parameter(torch.empty(shape.experts, shape.hidden, shape.expert_ffn))
+        self.act = ACTIVATIONS[shape.activation]
+
+    def run(self, x_MD: Tensor, counts_E: Tensor | Sequence[int]) -> Tensor:
+        """Each run of rows through its expert; rows are sorted by expert, `counts_E` says how many each has."""
+        if x_MD.is_cuda and x_MD.dtype is torch.bfloat16 and isinstance(counts_E, Tensor):
+            return self._grouped(x_MD, counts_E)
+        counts = counts_E.tolist() if isinstance(counts_E, Tensor) else list(counts_E)
+        parts = [self._one(expert, rows) for expert, rows in enumerate(torch.split(x_MD, counts))]
+        return torch.cat(parts)
+
+    def _one(self, expert: int, x_MD: Tensor) -> Tensor:
+        up_MF = F.linear(x_MD, self.up[expert])
+        inner_MF = self.act(up_MF) if self.gate is None else self.act(F.linear(x_MD, self.gate[expert])) * up_MF
+        return F.linear(inner_MF, self.down[expert])
+
+    def _grouped(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
+        """All experts in one kernel, without waiting for the counts to reach the host."""
+        ends_E = counts_E.cumsum(0).to(torch.int32)
+
+        def multiply(rows: Tensor, weight: Tensor) -> Tensor:
+            product: Tensor = F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends_E)
+            return product
+
+        up_MF = multiply(x_MD, self.up)
+        inner_MF = self.act(up_MF) if self.gate is None else self.act(multiply(x_MD, self.gate)) * up_MF
+        return multiply(inner_MF, self.down)
+
+
+class Moe(nn.Module):
+    """Router, experts and shared expert in the place of an MLP.
+
+    `dispatch` brings tokens to experts and back; expert parallelism replaces it. `counts_E` are the tokens of each
+    expert since the last `update_bias`. `aux_scale` is what one sequence's auxiliary loss weighs in the total (the
+    engine sets 1 / sequences of the global batch, times its loss scale); `sum_over_sequence` adds up tensors of the
+    ranks that share a sequence.
+    """
+
+    counts_E: Tensor
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.router = Router(shape)
+        self.experts = Experts(shape)
+        width = shape.shared_experts * shape.expert_ffn
+        self.shared = (
+            Mlp(shape.hidden, width, gated=shape.gated, bias=False, activation=shape.activation) if width else None
+        )
+        self.register_buffer("counts_E", torch.zeros(shape.experts, dtype=torch.int64), persistent=False)
+        self.balance = shape.balance
+        self.balance_rate = shape.balance_rate
+        self.aux_scale = 0.0
+        self.dispatch: Dispatch = run_locally
+        self.sum_over_sequence: Callable[[Tensor], Tensor] = _alone
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """What the chosen experts and the shared one make of every token."""
+        x_TD = x_BSD.flatten(0, 1)
+        scores_TE, choice_TK, weight_TK = self.router(x_TD)
+        self._count(choice_TK)
+        y_BSD = self.dispatch(self.experts, x_TD, choice_TK, weight_TK).view_as(x_BSD)
+        if self.shared is not None:
+            y_BSD = y_BSD + self.shared(x_BSD)
+        if self.balance == "aux" and self.aux_scale:
+            loss = self._aux_loss(scores_TE.view(*x_BSD.shape[:2], -1), choice_TK.view(*x_BSD.shape[:2], -1))
+            y_BSD = _WithLoss.apply(y_BSD, loss, self.aux_scale)  # type: ignore[no-untyped-call]
+        return y_BSD
+
+    def _count(self, choice_TK: Tensor) -> None:
+        """Once per token that is learned from: not in evaluation, nor when a block is computed again in backward."""
+        again = torch._C._current_graph_task_id() != -1  # as torch.utils.checkpoint asks it
+        if torch.is_grad_enabled() and not again:
+            self.counts_E += count_visits(choice_TK, len(self.counts_E))
+
+    def _aux_loss(self, scores_BSE: Tensor, choice_BSK: Tensor) -> Tensor:
+        """DeepSeek-V3's sequence-wise balance loss, arXiv:2412.19437 eq. 17-20, summed over the sequences.
+
+        Per sequence, so that it is the same however the batch is split. A rank that holds a part of a sequence gets
+        its part of the sum.
+        """
+        experts, chosen = scores_BSE.shape[-1], choice_BSK.shape[-1]
+        visits_BE = torch.zeros(len(choice_BSK), experts, dtype=scores_BSE.dtype, device=scores_BSE.device)
+        ones = torch.ones_like(choice_BSK, dtype=scores_BSE.dtype).flatten(1)
+        visits_BE = self.sum_over_sequence(visits_BE.scatter_add_(1, choice_BSK.flatten(1), ones))
+        tokens_B1 = visits_BE.sum(dim=-1, keepdim=True) / chosen
+        share_BE = (scores_BSE / scores_BSE.sum(dim=-1, keepdim=True)).sum(dim=1) / tokens_B1
+        return self.balance_rate * (visits_BE * (experts / chosen) / tokens_B1 * share_BE).sum()
+
+    @torch.no_grad()
+    def update_bias(self, counts_E: Tensor) -> None:
+        """After a step: experts with fewer than their share of `counts_E` (of all ranks) become likelier.
+
+        arXiv:2408.15664. Starts the count again, also for models balanced otherwise.
+        """
+        if self.balance == "bias" and self.router.bias is not None:
+            load_E = counts_E.to(torch.float32)
+            self.router.bias += self.balance_rate * torch.sign(load_E.mean() - load_E)
+        self.counts_E.zero_()
+
+
+def run_locally(experts: Experts, x_TD: Tensor, choice_TK: Tensor, weight_TK: Tensor) -> Tensor:
+    """All experts are here: sort the visits by expert, run them, and add up each token's weighted answers."""
+    flat_M = choice_TK.flatten()
+    order_M = flat_M.argsort(stable=True)
+    back_M = order_M.argsort()
+    x_MD = permute(repeat_tokens(x_TD, choice_TK.shape[1]), order_M, back_M)
+    y_MD = experts.run(x_MD, count_visits(choice_TK, len(experts.up)))
+    return weigh(permute(y_MD, back_M, order_M), weight_TK)
+
+
+def run_evenly(experts: Experts, x_TD: Tensor, choice_TK: Tensor, weight_TK: Tensor) -> Tensor:
+    """For dry runs on tensors without values: the same work, as if every expert had been chosen equally often."""
+    x_MD = repeat_tokens(x_TD, choice_TK.shape[1])
+    each, rest = divmod(len(x_MD), len(experts.up))
+    counts_E = [each + (expert < rest) for expert in range(len(experts.up))]
+    return weigh(experts.run(x_MD, counts_E), weight_TK)
+
+
+def count_visits(choice: Tensor, experts: int) -> Tensor:
+    """How often each expert was chosen; unlike bincount, of a size known without values."""
+    flat = choice.flatten()
+    zeros = torch.zeros(experts, dtype=torch.int64, device=choice.device)
+    return zeros.scatter_add_(0, flat, torch.ones_like(flat))
+
+
+def repeat_tokens(x_TD: Tensor, times: int) -> Tensor:
+    """Each token once per visit, the visits of a token side by side."""
+    return x_TD[:, None, :].expand(-1, times, -1).flatten(0, 1)
+
+
+def weigh(y_MD: Tensor, weight_TK: Tensor) -> Tensor:
+    """A token's answers (side by side, in the order it ranked its experts), weighted and added."""
+    y_TKD = y_MD.view(*weight_TK.shape, -1)
+    return (y_TKD * weight_TK[:, :, None]).sum(dim=1).to(y_MD.dtype)
+
+
+def permute(x_MD: Tensor, order_M: Tensor, back_M: Tensor) -> Tensor:
+    """x[order], where `back` undoes `order`: the gradient is a gather too, so no atomics and always the same bits."""
+    moved: Tensor = _Permute.apply(x_MD, order_M, back_M)  # type: ignore[no-untyped-call]
+    return moved
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MD: Tensor, order_M: Tensor, back_M: Tensor) -> Tensor:
+        ctx.save_for_backward(back_M)
+        return x_MD[order_M]
+
+    @staticmethod
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None, None]:
+        (back_M,) = ctx.saved_tensors
+        return grad_MD[back_M], None, None
+
+
+class _WithLoss(torch.autograd.Function):
+    """The activations unchanged; in backward the side loss receives `scale` as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale, ctx.dtype, ctx.device = scale, loss.dtype, loss.device
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, torch.full((), ctx.scale, dtype=ctx.dtype, device=ctx.device), None
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    return tensor

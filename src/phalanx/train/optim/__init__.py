@@ -1,0 +1,1 @@
+"""Optimizers over pieces of tensors, learning-rate schedules and the loss scale."""

@@ -1,0 +1,173 @@
+"""Adafactor (Shazeer & Stern 2018): of the second moment of a matrix only row and column means are kept.
+
+Without momentum (beta1 = 0) and without relative steps: the learning rate is the job's. Means are over the whole
+tensor, summed over the ranks that hold its parts, so the update does not depend on the split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed import ProcessGroup
+
+from phalanx.train.optim.base import gradient, total_bytes
+from phalanx.train.optim.compact import apply
+from phalanx.train.optim.moments import working
+from phalanx.train.optim.whole import sum_over
+from phalanx.train.parallel.pieces import Piece
+
+GROWTH = 0.8  # beta2 of step t is 1 - t^-0.8, at most the job's: section 7.2 of the paper
+TINY = 1e-30  # added to squared gradients: epsilon 1 of the paper
+LARGEST_RMS = 1.0  # an update is scaled down to this root mean square: d of the paper's section 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Factors:
+    """The second moment of a piece: `row` and `column` means of a matrix, or all of it in `row` for a vector."""
+
+    row: torch.Tensor
+    column: torch.Tensor | None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What is held in memory."""
+        return [self.row] if self.column is None else [self.row, self.column]
+
+
+class Adafactor:
+    """Matrices are the last two dimensions; those before them are a batch of matrices (experts)."""
+
+    def __init__(
+        self, pieces: Sequence[Piece], *, beta2: float, weight_decay: float, decays: Callable[[str], bool]
+    ) -> None:
+        self.steps = 0
+        self._pieces = list(pieces)
+        self._beta2 = beta2
+        self._decay = [weight_decay if decays(piece.name) else 0.0 for piece in pieces]
+        self._factors = [_empty(piece) for piece in pieces]
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Means, then the clipping factor, then the update: three passes, so that one message per group suffices."""
+        self.steps += 1
+        keep = min(1.0 - self.steps**-GROWTH, self._beta2)
+        self._take_means(keep)
+        scales = self._scales()
+        squares = [_square(self._update(piece, f, scale)) for piece, f, scale in self._each(scales)]
+        totals = _sum_each(squares, [_all_groups(piece) for piece in self._pieces])
+        for i, (piece, factors, scale) in enumerate(self._each(scales)):
+            rms = (totals[i] / max(1, piece.numel)).sqrt()
+            update = self._update(piece, factors, scale) / torch.clamp(rms / LARGEST_RMS, min=1.0)
+            apply(piece, update, lr=lr, weight_decay=self._decay[i], step=self.steps)
+
+    def _take_means(self, keep: float) -> None:
+        """Move the means towards this step's squared gradients."""
+        kept = [(piece, f, f.column) for piece, f in zip(self._pieces, self._factors, strict=True)]
+        rows = [_squares(piece) if column is None else _squares(piece).sum(-1) for piece, _, column in kept]
+        rows = _sum_each(rows, [() if column is None else _groups(piece, -1) for piece, _, column in kept])
+        tall = [(piece, column) for piece, _, column in kept if column is not None]
+        columns = _sum_each([_squares(piece).sum(-2) for piece, _ in tall], [_groups(piece, -2) for piece, _ in tall])
+        for (piece, factors, column), row in zip(kept, rows, strict=True):
+            factors.row.lerp_(row if column is None else row / piece.shape[-1], 1.0 - keep)
+        for (piece, column), total in zip(tall, columns, strict=True):
+            column.lerp_(total / piece.shape[-2], 1.0 - keep)
+
+    def _scales(self) -> list[torch.Tensor]:
+        """The mean of each matrix's row means, over all its rows; 1 for a vector."""
+        sums = [f.row.sum(-1, keepdim=True) if f.column is not None else torch.ones_like(f.row) for f in self._factors]
+        groups = [_groups(p, -2) if f.column is not None else () for p, f in self._both()]
+        totals = _sum_each(sums, groups)
+        return [
+            total / piece.shape[-2] if factors.column is not None else total
+            for total, (piece, factors) in zip(totals, self._both(), strict=True)
+        ]
+
+    def _update(self, piece: Piece, factors: Factors, scale: torch.Tensor) -> torch.Tensor:
+        """The gradient over the root of the second moment, which is row × column / mean of the rows."""
+        grad = gradient(piece).to(factors.row.dtype)
+        if factors.column is None:
+            return grad * factors.row.rsqrt()
+        return grad * (factors.row / scale).rsqrt().unsqueeze(-1) * factors.column.rsqrt().unsqueeze(-2)
+
+    def _both(self) -> list[tuple[Piece, Factors]]:
+        return list(zip(self._pieces, self._factors, strict=True))
+
+    def _each(self, scales: Sequence[torch.Tensor]) -> list[tuple[Piece, Factors, torch.Tensor]]:
+        return list(zip(self._pieces, self._factors, scales, strict=True))
+
+    def state(self) -> list[Piece]:
+        """The live means. A row mean is the same on all ranks that split the columns: more replicas, one owner."""
+        found = []
+        for piece, factors in self._both():
+            if factors.column is None:
+                found.append(replace(piece, name=f"{piece.name}#exp_avg_sq", tensor=factors.row))
+            else:
+                found.append(_without(piece, -1, "row", factors.row))
+                found.append(_without(piece, -2, "column", factors.column))
+        return found
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
+        """Copy the means in."""
+        for piece in self.state():
+            piece.tensor.copy_(state[piece.name])
+        self.steps = steps
+
+    def state_bytes(self) -> int:
+        """4 · (rows + columns) bytes per matrix: nearly nothing."""
+        return total_bytes([tensor for factors in self._factors for tensor in factors.tensors()])
+
+
+def _empty(piece: Piece) -> Factors:
+    shape, dtype = piece.tensor.shape, working(piece.tensor.dtype)
+    if len(shape) < 2:
+        return Factors(row=torch.zeros(shape, dtype=dtype, device=piece.tensor.device), column=None)
+    row = torch.zeros(shape[:-1], dtype=dtype, device=piece.tensor.device)
+    return Factors(row=row, column=row.new_zeros(*shape[:-2], shape[-1]))
+
+
+def _squares(piece: Piece) -> torch.Tensor:
+    return gradient(piece).to(working(piece.tensor.dtype)).square().add_(TINY)
+
+
+def _square(update: torch.Tensor) -> torch.Tensor:
+    return update.square().sum()
+
+
+def _groups(piece: Piece, dim: int) -> tuple[ProcessGroup, ...]:
+    return piece.groups.get(dim % len(piece.shape), ())
+
+
+def _all_groups(piece: Piece) -> tuple[ProcessGroup, ...]:
+    return tuple(group for dim in sorted(piece.groups) for group in piece.groups[dim])
+
+
+def _sum_each(tensors: Sequence[torch.Tensor], groups: Sequence[tuple[ProcessGroup, ...]]) -> list[torch.Tensor]:
+    """Each tensor summed over its own groups; those with the same groups travel together."""
+    members: dict[tuple[ProcessGroup, ...], list[int]] = {}
+    for i, chain in enumerate(groups):
+        members.setdefault(chain, []).append(i)
+    sums = list(tensors)
+    for chain, indices in members.items():
+        for i, total in zip(indices, sum_over(chain, [tensors[i] for i in indices]), strict=True):
+            sums[i] = total
+    return sums
+
+
+def _without(piece: Piece, dim: int, name: str, tensor: torch.Tensor) -> Piece:
+    """A state piece that lacks one dimension of its parameter."""
+    dim %= len(piece.shape)
+    gone = piece.groups.get(dim, ())
+    replicas = piece.replicas
+    for group in gone:
+        replicas *= group.size()
+    return Piece(
+        name=f"{piece.name}#{name}",
+        tensor=tensor,
+        shape=(*piece.shape[:dim], *piece.shape[dim + 1 :]),
+        start=(*piece.start[:dim], *piece.start[dim + 1 :]),
+        replicas=replicas,
+        owner=piece.owner and all(group.rank() == 0 for group in gone),
+        groups={d - (d > dim): groups for d, groups in piece.groups.items() if d != dim},
+    )

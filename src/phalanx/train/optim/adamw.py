@@ -1,0 +1,90 @@
+"""AdamW (Loshchilov & Hutter 2019), both moments in full precision: torch's fused kernel over all pieces at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch.optim.adamw import adamw
+
+from phalanx.train.optim.base import gradient, state_piece, total_bytes
+from phalanx.train.parallel.pieces import Piece
+
+FUSED = ("cpu", "cuda")  # devices with a fused kernel on every torch we support; others take the foreach one
+
+
+class AdamW:
+    """Elementwise, so a piece needs nothing of its neighbours and any split gives the same update."""
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        decays: Callable[[str], bool],
+    ) -> None:
+        self.steps = 0
+        self._pieces = list(pieces)
+        self._betas, self._eps = betas, eps
+        self._first = [torch.zeros_like(piece.tensor, requires_grad=False) for piece in pieces]
+        self._second = [torch.zeros_like(piece.tensor, requires_grad=False) for piece in pieces]
+        self._groups = _group(self._pieces, weight_decay, decays)
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """One update of every piece."""
+        for (device, _, weight_decay), members in self._groups.items():
+            # The kernel counts each tensor's steps in a tensor of its own and adds one to it.
+            counts = torch.full((len(members),), float(self.steps), dtype=torch.float32, device=device)
+            fused = device.type in FUSED
+            adamw(
+                [self._pieces[i].tensor for i in members],
+                [gradient(self._pieces[i]) for i in members],
+                [self._first[i] for i in members],
+                [self._second[i] for i in members],
+                [],
+                list(counts.unbind()),
+                fused=fused,
+                foreach=not fused,
+                amsgrad=False,
+                maximize=False,
+                beta1=self._betas[0],
+                beta2=self._betas[1],
+                lr=lr,
+                weight_decay=weight_decay,
+                eps=self._eps,
+            )
+        self.steps += 1
+
+    def state(self) -> list[Piece]:
+        """The live moments: writing into them is loading."""
+        return [
+            state_piece(piece, name, tensor)
+            for piece, *moments in zip(self._pieces, self._first, self._second, strict=True)
+            for name, tensor in zip(("exp_avg", "exp_avg_sq"), moments, strict=True)
+        ]
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
+        """Copy the moments in."""
+        for piece in self.state():
+            piece.tensor.copy_(state[piece.name])
+        self.steps = steps
+
+    def state_bytes(self) -> int:
+        """Two moments in the weights' own format: 8 bytes per fp32 parameter."""
+        return total_bytes([*self._first, *self._second])
+
+
+def _group(
+    pieces: Sequence[Piece], weight_decay: float, decays: Callable[[str], bool]
+) -> dict[tuple[torch.device, torch.dtype, float], list[int]]:
+    """Positions of the pieces one kernel call can take; a piece without elements needs none."""
+    groups: dict[tuple[torch.device, torch.dtype, float], list[int]] = {}
+    for i, piece in enumerate(pieces):
+        if piece.tensor.numel():
+            decay = weight_decay if decays(piece.name) else 0.0
+            groups.setdefault((piece.tensor.device, piece.tensor.dtype, decay), []).append(i)
+    return groups

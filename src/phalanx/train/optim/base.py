@@ -1,0 +1,45 @@
+"""What every optimizer is to the loop and to checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from phalanx.train.parallel.pieces import Piece
+
+
+class Optimizer(Protocol):
+    """Updates this rank's pieces in place from their gradients. Ranks that share a tensor must call it together."""
+
+    steps: int
+
+    def step(self, lr: float) -> None:
+        """One update with `piece.tensor.grad`; an absent gradient acts as zeros, so that every layout agrees."""
+
+    def state(self) -> list[Piece]:
+        """Every state tensor as a float piece named "parameter#state", in a form that no layout shows in."""
+
+    def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
+        """Take the local tensors for exactly the pieces of `state()`, after `steps` steps."""
+
+    def state_bytes(self) -> int:
+        """Bytes this rank keeps between steps, besides the weights."""
+
+
+def gradient(piece: Piece) -> torch.Tensor:
+    """The gradient of a piece, zeros where it took no part."""
+    grad = piece.tensor.grad
+    return torch.zeros_like(piece.tensor) if grad is None else grad
+
+
+def state_piece(piece: Piece, name: str, tensor: torch.Tensor) -> Piece:
+    """A state tensor that is split as its parameter is."""
+    return replace(piece, name=f"{piece.name}#{name}", tensor=tensor)
+
+
+def total_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes the tensors occupy."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

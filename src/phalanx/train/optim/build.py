@@ -1,0 +1,46 @@
+"""The optimizer a job asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from phalanx.job.schema import Optim
+from phalanx.train.optim.adafactor import Adafactor
+from phalanx.train.optim.adamw import AdamW
+from phalanx.train.optim.base import Optimizer
+from phalanx.train.optim.compact import CompactAdamW
+from phalanx.train.optim.muon import Muon, takes
+from phalanx.train.parallel.pieces import Piece
+
+__all__ = ["Optimizer", "build_optimizer"]
+
+
+def build_optimizer(
+    pieces: Sequence[Piece], *, optim: Optim, state_dtype: str, decays: Callable[[str], bool]
+) -> Optimizer:
+    """An optimizer over this rank's pieces; `decays` says which parameters weight decay applies to.
+
+    `state_dtype` is the job's precision.optimizer_state. Adafactor keeps so little that it stays in fp32.
+    """
+    if optim.name == "adafactor":
+        return Adafactor(pieces, beta2=optim.betas[1], weight_decay=optim.weight_decay, decays=decays)
+    if optim.name == "muon":
+        return Muon(
+            [piece for piece in pieces if takes(piece)],
+            momentum=optim.betas[0],
+            weight_decay=optim.weight_decay,
+            decays=decays,
+            kind=state_dtype,
+            rest=_adamw([piece for piece in pieces if not takes(piece)], optim, state_dtype, decays),
+        )
+    return _adamw(pieces, optim, "int8" if optim.name == "adamw8bit" else state_dtype, decays)
+
+
+def _adamw(pieces: Sequence[Piece], optim: Optim, kind: str, decays: Callable[[str], bool]) -> Optimizer:
+    """torch's own kernel where weights and moments have one wide format, ours where something is compact."""
+    betas, eps, weight_decay = optim.betas, optim.eps, optim.weight_decay
+    if kind == "fp32" and all(piece.tensor.dtype in (torch.float32, torch.float64) for piece in pieces):
+        return AdamW(pieces, betas=betas, eps=eps, weight_decay=weight_decay, decays=decays)
+    return CompactAdamW(pieces, betas=betas, eps=eps, weight_decay=weight_decay, decays=decays, kind=kind)

@@ -1,0 +1,122 @@
+"""Muon (Jordan et al. 2024): momentum of a weight matrix, made orthogonal by Newton-Schulz iterations.
+
+Only whole matrices can be made orthogonal. Ranks that hold parts of some matrices exchange them so that each rank gets
+its share of whole ones, works, and sends the parts back: the work is split, not repeated, over the shard group.
+Embeddings, the head and everything that is not a matrix go to AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from phalanx.train.optim.base import Optimizer, gradient, state_piece, total_bytes
+from phalanx.train.optim.compact import apply
+from phalanx.train.optim.moments import store, working
+from phalanx.train.optim.spread import spread
+from phalanx.train.optim.whole import Cut, cuts
+from phalanx.train.parallel.pieces import Piece
+
+ITERATIONS = 5
+QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan et al.: steepest at 0, so small singular values rise in few iterations
+# Updates of the same root mean square as AdamW's usually have, so that lr and weight decay carry over: section 2.2 of
+# Liu et al. 2025, "Muon is scalable for LLM training" (arXiv:2502.16982).
+ADAM_RMS = 0.2
+NOT_BY_MUON = ("embed.", "head.")  # their rows are looked up or scored one by one: no matrix geometry
+
+
+def takes(piece: Piece) -> bool:
+    """Whether Muon updates this parameter; a three-dimensional one is a batch of matrices (experts)."""
+    return len(piece.shape) in (2, 3) and not piece.name.startswith(NOT_BY_MUON)
+
+
+class Muon:
+    """One momentum per matrix; `rest` is the optimizer of all other parameters, built over those pieces."""
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        *,
+        momentum: float,
+        weight_decay: float,
+        decays: Callable[[str], bool],
+        kind: str,
+        rest: Optimizer,
+    ) -> None:
+        self.steps = 0
+        self._pieces = list(pieces)
+        self._rest = rest
+        self._keep = momentum
+        self._decay = [weight_decay if decays(piece.name) else 0.0 for piece in pieces]
+        self._momentum = [store(piece, "momentum", kind=kind, signed=True) for piece in pieces]
+        self._alike = _alike(self._pieces)
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """One update of every piece; matrices of one shape and split travel together."""
+        self.steps += 1
+        for members in self._alike:
+            updates = spread([self._ahead(i) for i in members], _matrix_cuts(self._pieces[members[0]]), orthogonal)
+            for i, update in zip(members, updates, strict=True):
+                scale = ADAM_RMS * max(self._pieces[i].shape[-2:]) ** 0.5
+                wide = update.to(working(self._pieces[i].tensor.dtype)) * scale
+                apply(self._pieces[i], wide, lr=lr, weight_decay=self._decay[i], step=self.steps)
+        self._rest.step(lr)
+
+    def _ahead(self, i: int) -> torch.Tensor:
+        """Take the gradient into the momentum and look one step ahead (Nesterov)."""
+        grad = gradient(self._pieces[i]).to(working(self._pieces[i].tensor.dtype))
+        momentum = self._momentum[i].read().mul_(self._keep).add_(grad)
+        self._momentum[i].write(momentum, self.steps)
+        return grad.add(momentum, alpha=self._keep).to(_cheap(grad))
+
+    def state(self) -> list[Piece]:
+        """The momentum of every matrix, then the state of the rest."""
+        own = [
+            state_piece(piece, "momentum", kept.read())
+            for piece, kept in zip(self._pieces, self._momentum, strict=True)
+        ]
+        return own + self._rest.state()
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
+        """Copy the momentum in, and load the rest."""
+        for piece, kept in zip(self._pieces, self._momentum, strict=True):
+            kept.write(state[f"{piece.name}#momentum"], steps)
+        self._rest.load(state, steps)
+        self.steps = steps
+
+    def state_bytes(self) -> int:
+        """4 bytes per parameter of a matrix in fp32, and what the rest keeps."""
+        return total_bytes([tensor for kept in self._momentum for tensor in kept.tensors()]) + self._rest.state_bytes()
+
+
+def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    """Roughly U Vᵀ of the singular value decomposition: singular values land between about 0.7 and 1.2."""
+    wide = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
+    x: torch.Tensor = wide / (torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True) + 1e-7)
+    a, b, c = QUINTIC
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x if wide is matrix else x.mT
+
+
+def _matrix_cuts(piece: Piece) -> list[Cut]:
+    """Cuts through the matrices; a cut through the batch of matrices leaves them whole."""
+    return [cut for cut in cuts(piece) if cut.dim >= len(piece.shape) - 2]
+
+
+def _alike(pieces: Sequence[Piece]) -> list[list[int]]:
+    """Positions of pieces that can be worked on together."""
+    found: dict[object, list[int]] = {}
+    for i, piece in enumerate(pieces):
+        key = (piece.shape, piece.tensor.dtype, tuple(sorted(piece.groups.items(), key=lambda one: one[0])))
+        found.setdefault(key, []).append(i)
+    return list(found.values())
+
+
+def _cheap(grad: torch.Tensor) -> torch.dtype:
+    """bf16 on a GPU is enough for the iterations (Jordan et al.); elsewhere it would be slower."""
+    return torch.bfloat16 if grad.is_cuda and grad.dtype == torch.float32 else grad.dtype

@@ -1,0 +1,42 @@
+"""The learning rate as a function of tokens seen: a change of batch size does not move it."""
+
+from __future__ import annotations
+
+import math
+
+from phalanx.job.schema import Optim
+
+
+def learning_rate(optim: Optim, *, tokens_seen: int, total_tokens: int) -> float:
+    """The rate of the step that brings the tokens seen to `tokens_seen`, its own batch included, of `total_tokens`.
+
+    So the first step of a warm-up already moves and the last step of the run takes the last rate. Linear warm-up to
+    the peak, then "wsd" (stable, and a decay over the last `decay` share of all tokens) or "cosine" down to `final_lr`
+    of the peak. Past the end it stays there.
+
+    >>> [learning_rate(Optim(lr=1.0), tokens_seen=seen, total_tokens=100) for seen in (0, 79, 100, 200)]
+    [1.0, 1.0, 0.1, 0.1]
+    """
+    if tokens_seen < optim.warmup_tokens:
+        return optim.lr * tokens_seen / optim.warmup_tokens
+    shape = _wsd if optim.schedule == "wsd" else _cosine
+    left = shape(optim, tokens_seen, total_tokens)
+    return optim.lr * (optim.final_lr + (1.0 - optim.final_lr) * left)
+
+
+def _wsd(optim: Optim, seen: int, total: int) -> float:
+    """Share of the way from the last rate up to the peak: 1 - sqrt of the progress of the decay.
+
+    Hägele et al. 2024 (arXiv:2405.18392) found 1-sqrt ahead of a linear decay, and this schedule level with cosine.
+    """
+    begin = max(optim.warmup_tokens, total - optim.decay * total)
+    return 1.0 - math.sqrt(_progress(seen, begin, total))
+
+
+def _cosine(optim: Optim, seen: int, total: int) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * _progress(seen, optim.warmup_tokens, total)))
+
+
+def _progress(seen: float, begin: float, end: float) -> float:
+    """Share of the way from `begin` to `end`; none without a way, so that `decay = 0` keeps the peak."""
+    return min(1.0, max(0.0, (seen - begin) / (end - begin))) if end > begin else 0.0

@@ -1,0 +1,26 @@
+"""The true global gradient norm under any layout, in the one small collective a step needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from phalanx.train.parallel.pieces import Piece
+
+
+def squared_norm(pieces: Sequence[Piece], grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """This rank's share of the squared norm: summed over all ranks of the job it is the whole, each value once."""
+    total = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else None)
+    for replicas in sorted({piece.replicas for piece in pieces}):
+        mine = [grad for piece, grad in zip(pieces, grads, strict=True) if piece.replicas == replicas and grad.numel()]
+        if mine:
+            # Norms first, squares after: foreach makes one pass over the gradients without a temporary copy.
+            total += torch.stack(torch._foreach_norm(mine)).double().square().sum() / replicas
+    return total
+
+
+def scale_gradients(grads: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply every gradient in place; nothing is done for exactly one."""
+    if factor != 1.0 and grads:
+        torch._foreach_mul_(list(grads), factor)

@@ -1,0 +1,100 @@
+"""The mesh of a layout: which ranks stand together on which axis. One value hands out every group and sub-mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from phalanx.plan.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelDims:
+    """Degrees of every axis. rank = ((pipeline · data + d) · context + c) · tensor + t: tensor peers are neighbours."""
+
+    pipeline: int = 1
+    data: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+    shard: int = 1  # of the data × context ranks, those that share one sharded copy
+    zero: int = 0
+
+    @classmethod
+    def of(cls, layout: Layout) -> ParallelDims:
+        """The degrees of a layout; a shard group means nothing without ZeRO."""
+        return cls(
+            pipeline=layout.pipeline,
+            data=layout.data,
+            context=layout.context,
+            tensor=layout.tensor,
+            expert=layout.expert,
+            shard=layout.shard if layout.zero else 1,
+            zero=layout.zero,
+        )
+
+    @property
+    def world(self) -> int:
+        """Ranks of the whole job."""
+        return self.pipeline * self.stage
+
+    @property
+    def stage(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.data * self.context * self.tensor
+
+    @property
+    def copies(self) -> int:
+        """Copies of the (possibly sharded) dense weights: HSDP's outer axis, or all data ranks without ZeRO."""
+        return self.data * self.context // self.shard
+
+    @property
+    def expert_shard(self) -> int:
+        """Copies of an expert that share its sharded state: those inside the shard group, as the planner counts."""
+        if not self.zero:
+            return 1
+        return min(max(self.shard * self.tensor // self.expert, 1), self.stage // self.expert)
+
+    @property
+    def expert_copies(self) -> int:
+        """Copies of the (possibly sharded) experts."""
+        return self.stage // (self.expert * self.expert_shard)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meshes:
+    """The ranks of the job, cut three ways; every cut covers all of them, pipeline outermost."""
+
+    dims: ParallelDims
+    dense: DeviceMesh  # pipeline, copies, shard, tensor: who holds which part of the dense weights
+    work: DeviceMesh  # pipeline, data, context, tensor: who computes what
+    experts: DeviceMesh | None  # pipeline, copies, shard, expert: who holds which experts
+
+    def group(self, axis: str) -> ProcessGroup:
+        """The ranks that differ from this one only on `axis` (pipeline, data, context or tensor)."""
+        return self.work.get_group(axis)
+
+    def index(self, axis: str) -> int:
+        """This rank's place on `axis`."""
+        return int(self.work.get_local_rank(axis))
+
+
+def build_meshes(dims: ParallelDims, device_type: str, *, experts: bool) -> Meshes:
+    """Create the groups. Every rank must call this, in the same order as its other collectives."""
+    ranks = torch.arange(dims.world)
+
+    def cut(names: tuple[str, ...], *sizes: int) -> DeviceMesh:
+        return DeviceMesh(device_type, ranks.view(dims.pipeline, *sizes), mesh_dim_names=("pipeline", *names))
+
+    split = experts and dims.expert > 1
+    return Meshes(
+        dims=dims,
+        dense=cut(("copies", "shard", "tensor"), dims.copies, dims.shard, dims.tensor),
+        work=cut(("data", "context", "tensor"), dims.data, dims.context, dims.tensor),
+        experts=cut(("copies", "shard", "expert"), dims.expert_copies, dims.expert_shard, dims.expert)
+        if split
+        else None,
+    )

@@ -1,0 +1,73 @@
+"""Gradient exchange of unsharded weights: dense ones over all data ranks, each expert over those that hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from phalanx.train.parallel.dims import Meshes
+from phalanx.train.parallel.replicate import Replicas
+from phalanx.train.parallel.reproducible import TreeReplicas
+
+if TYPE_CHECKING:
+    from phalanx.train.parts import Held
+    from phalanx.train.settings import Settings
+
+
+class Exchange(Protocol):
+    """Sums the gradients of some parameters over the ranks that hold them."""
+
+    def begin(self, micro_batches: int) -> None:
+        """Before the first backward of a step."""
+
+    def finish(self) -> None:
+        """After the last one: everything is summed when this returns."""
+
+    def gradient(self, param: torch.Tensor) -> torch.Tensor:
+        """The sum for one parameter."""
+
+
+class GradientExchange:
+    """All parameters of this rank, each with its own group."""
+
+    def __init__(self, trained: Sequence[Held], meshes: Meshes, settings: Settings) -> None:
+        dense = meshes.dense.get_group("copies")
+        expert = meshes.experts.get_group("copies") if meshes.experts is not None else dense
+        split = {id(held.tensor) for held in trained if _is_expert(held, meshes)}
+        self._all: list[Exchange] = []
+        self._of: dict[int, Exchange] = {}
+        for group, members in (
+            (dense, [held.tensor for held in trained if id(held.tensor) not in split]),
+            (expert, [held.tensor for held in trained if id(held.tensor) in split]),
+        ):
+            if members:
+                made: Exchange
+                if settings.reproducible:
+                    made = TreeReplicas(members, group, reduce=settings.reduce_dtype)
+                else:
+                    made = Replicas(members, group, reduce=settings.reduce_dtype)
+                self._all.append(made)
+                self._of |= {id(tensor): made for tensor in members}
+
+    def begin(self, micro_batches: int) -> None:
+        """Before the first backward of a step."""
+        for one in self._all:
+            one.begin(micro_batches)
+
+    def finish(self) -> None:
+        """After the last backward."""
+        for one in self._all:
+            one.finish()
+
+    def gradient(self, param: torch.Tensor) -> torch.Tensor:
+        """The summed gradient of a parameter."""
+        return self._of[id(param)].gradient(param)
+
+
+def _is_expert(held: Held, meshes: Meshes) -> bool:
+    if meshes.experts is None:
+        return False
+    group = meshes.experts.get_group("expert")
+    return any(cut.group is group for cut in held.box.cuts)

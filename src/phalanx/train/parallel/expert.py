@@ -1,0 +1,288 @@
+"""Expert parallelism: each rank keeps some experts, and tokens travel to the experts they chose and back.
+
+Two splits. Expert ranks hold whole experts and exchange tokens (`ExpertExchange`). Without expert ranks, the tensor
+group splits every expert along its width and adds up what the parts give (`ExpertSlices`). No token is dropped, and the
+order of every sum is fixed.
+
+T tokens here, K experts per token, M = T · K visits, E experts, P expert ranks, R visits received, D model, F width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from phalanx.errors import mistake
+from phalanx.train.models.moe import (
+    Experts,
+    Moe,
+    count_visits,
+    permute,
+    repeat_tokens,
+    run_evenly,
+    run_locally,
+    weigh,
+)
+from phalanx.train.parallel import wire
+from phalanx.train.parallel.dims import Meshes
+
+Offset = tuple[int, int, int]  # dimension, first row of this rank, rows of the whole
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ExpertExchange:
+    """Each rank of `group` holds E / P whole experts.
+
+    `same` is the tensor group where its ranks hold the same tokens: each then takes its share of them. With sequence
+    parallelism they hold different tokens and `same` is None. `balanced` is for dry runs on tensors without values:
+    every expert is taken to be chosen equally often, so that sizes are known.
+    """
+
+    group: ProcessGroup
+    num_experts: int
+    same: ProcessGroup | None = None
+    balanced: bool = False
+
+    def __call__(self, experts: Experts, x_TD: Tensor, choice_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        """What the chosen experts make of every token."""
+        if self.same is None:
+            return self._dispatch(experts, x_TD, choice_TK, weight_TK)
+        _check_tokens(len(x_TD), self.same.size())
+        mine = choice_TK.chunk(self.same.size())[self.same.rank()]
+        x_TD, weight_TK = (wire.split_tokens(one, self.same) for one in (x_TD, weight_TK))
+        return wire.join_tokens(self._dispatch(experts, x_TD, mine, weight_TK), self.same)
+
+    def offsets(self) -> Mapping[str, Offset]:
+        """Which rows of the stacked experts this rank holds."""
+        start = self.group.rank() * (self.num_experts // self.group.size())
+        return dict.fromkeys(("gate", "up", "down"), (0, start, self.num_experts))
+
+    def _dispatch(self, experts: Experts, x_TD: Tensor, choice_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        if self.balanced:
+            choice_TK = even_choice(choice_TK, self.num_experts)
+        order_M = choice_TK.flatten().argsort(stable=True)
+        back_M = order_M.argsort()
+        leaving_PE = count_visits(choice_TK, self.num_experts).view(self.group.size(), -1)
+        arriving_PE = wire.all_to_all(leaving_PE, self.group)
+        send, receive, held = self._sizes(leaving_PE, arriving_PE, choice_TK.numel())
+        x_MD = permute(repeat_tokens(x_TD, choice_TK.shape[1]), order_M, back_M)
+        x_RD = wire.exchange(x_MD, self.group, send=send, receive=receive)
+        y_RD = _run_arrived(experts, x_RD, arriving_PE, held)
+        y_MD = wire.exchange(y_RD, self.group, send=receive, receive=send)
+        return weigh(permute(y_MD, back_M, order_M), weight_TK)
+
+    def _sizes(
+        self, leaving_PE: Tensor, arriving_PE: Tensor, visits: int
+    ) -> tuple[list[int], list[int], Tensor | list[int]]:
+        """Visits to and from every rank, on the host where the collective wants them, and to every expert held here."""
+        if not self.balanced:
+            send, receive = torch.stack([leaving_PE.sum(1), arriving_PE.sum(1)]).tolist()
+            return send, receive, arriving_PE.sum(0)
+        rank, ranks = self.group.rank(), self.group.size()
+        held = self.num_experts // ranks
+        sizes = even_sizes(visits, self.num_experts)
+        send = [sum(sizes[peer * held : (peer + 1) * held]) for peer in range(ranks)]
+        return send, [send[rank]] * ranks, [size * ranks for size in sizes[rank * held : (rank + 1) * held]]
+
+
+def _run_arrived(experts: Experts, x_RD: Tensor, arriving_PE: Tensor, sizes_E: Tensor | list[int]) -> Tensor:
+    """Visits arrive by rank, then expert; experts want them by expert, then rank."""
+    ranks, held = arriving_PE.shape
+    expert_PE = torch.arange(held, device=x_RD.device).repeat(ranks)
+    expert_R = expert_PE.repeat_interleave(arriving_PE.flatten(), output_size=len(x_RD))
+    order_R = expert_R.argsort(stable=True)
+    back_R = order_R.argsort()
+    y_RD = experts.run(permute(x_RD, order_R, back_R), sizes_E)
+    return permute(y_RD, back_R, order_R)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ExpertSlices:
+    """Each rank of the tensor group holds a slice of the width of every expert, as of a dense MLP."""
+
+    group: ProcessGroup
+    width: int  # F of the whole
+    sequence_parallel: bool  # whether the ranks of the group hold different tokens
+    balanced: bool = False
+
+    def __call__(self, experts: Experts, x_TD: Tensor, choice_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        """What the chosen experts make of every token."""
+        run = run_evenly if self.balanced else run_locally
+        if not self.sequence_parallel:
+            x_TD, weight_TK = (wire.share(one, self.group) for one in (x_TD, weight_TK))
+            return wire.add_up(run(experts, x_TD, choice_TK, weight_TK), self.group)
+        x_TD, weight_TK = (wire.gather_tokens(one, self.group) for one in (x_TD, weight_TK))
+        choice_TK = wire.all_gather(choice_TK, self.group).flatten(0, 1)
+        return wire.scatter_tokens(run(experts, x_TD, choice_TK, weight_TK), self.group)
+
+    def offsets(self) -> Mapping[str, Offset]:
+        """Which part of every expert's width this rank holds."""
+        start = self.group.rank() * (self.width // self.group.size())
+        return {"gate": (1, start, self.width), "up": (1, start, self.width), "down": (2, start, self.width)}
+
+
+def split_experts(model: nn.Module, meshes: Meshes, *, sequence_parallel: bool) -> None:
+    """Keep this rank's part of every mixture of experts, with or without storage, and set how tokens reach it.
+
+    `sequence_parallel`: whether the tensor ranks hold different tokens. The router then sees only some of them on each
+    rank, and its gradient is summed over the tensor group on the way back. Ranks that share a sequence add up its
+    counts for the auxiliary loss. Does nothing to a model that has no experts, or where nothing is split.
+    """
+    tensor = meshes.group("tensor") if meshes.dims.tensor > 1 else None
+    sharing = [meshes.group("context")] if meshes.dims.context > 1 else []
+    sharing += [tensor] if tensor is not None and sequence_parallel else []
+    for _, moe in mixtures(model):
+        moe.sum_over_sequence = partial(_sum_over, groups=sharing)
+        if meshes.experts is not None:
+            group = meshes.experts.get_group("expert")
+            _check_divides(moe.experts.up.shape[0], group.size())
+            same = None if sequence_parallel else tensor
+            moe.dispatch = ExpertExchange(group=group, num_experts=moe.experts.up.shape[0], same=same)
+        elif tensor is not None:
+            width = moe.experts.up.shape[1]
+            _check_width(width, tensor.size())
+            moe.dispatch = ExpertSlices(group=tensor, width=width, sequence_parallel=sequence_parallel)
+        else:
+            continue
+        _cut(moe.experts, moe.dispatch)
+        if tensor is not None and sequence_parallel:
+            _sum_gradient(moe.router, tensor)
+
+
+def balance_routing(model: nn.Module) -> None:
+    """For dry runs: from now on every expert is taken to be chosen equally often, whatever the router says."""
+    for _, moe in mixtures(model):
+        if isinstance(moe.dispatch, (ExpertExchange, ExpertSlices)):
+            moe.dispatch = replace(moe.dispatch, balanced=True)
+        else:
+            moe.dispatch = run_evenly
+
+
+def expert_offset(model: nn.Module) -> Mapping[str, Offset]:
+    """For every parameter that `split_experts` cut: (dimension, first row here, rows of the whole)."""
+    return {
+        f"{name}.experts.{parameter}".lstrip("."): moe.dispatch.offsets()[parameter]
+        for name, moe in mixtures(model)
+        if isinstance(moe.dispatch, (ExpertExchange, ExpertSlices))
+        for parameter, _ in moe.experts.named_parameters()
+    }
+
+
+def mixtures(model: nn.Module) -> Iterator[tuple[str, Moe]]:
+    """Every mixture of experts of a model, with its name."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, Moe))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Imbalance:
+    """How uneven the load was: 1.0 is even. The slowest expert rank makes the others wait."""
+
+    expert: float  # tokens of the busiest expert over the mean
+    rank: float  # tokens of the busiest expert rank over the mean
+    busiest_expert: int
+    busiest_rank: int
+
+
+def imbalance(counts_E: Tensor, ranks: int) -> Imbalance:
+    """The load's unevenness from the tokens of each expert, summed over all ranks, when `ranks` share the experts.
+
+    >>> imbalance(torch.tensor([6, 2, 2, 2]), 2)
+    Imbalance(expert=2.0, rank=1.3333333333333333, busiest_expert=0, busiest_rank=0)
+    """
+    counts = [int(count) for count in counts_E.tolist()]
+    held = len(counts) // ranks
+    loads = [sum(counts[rank * held : (rank + 1) * held]) for rank in range(ranks)]
+
+    def over(values: list[int]) -> float:
+        return max(values) * len(values) / sum(values) if sum(values) else 1.0
+
+    return Imbalance(
+        expert=over(counts),
+        rank=over(loads),
+        busiest_expert=counts.index(max(counts)),
+        busiest_rank=loads.index(max(loads)),
+    )
+
+
+def even_choice(choice_TK: Tensor, experts: int) -> Tensor:
+    """Experts chosen in turn, in place of what the router chose."""
+    return (torch.arange(choice_TK.numel(), device=choice_TK.device) % experts).view_as(choice_TK)
+
+
+def even_sizes(visits: int, experts: int) -> list[int]:
+    """Visits of each expert when they are chosen in turn.
+
+    >>> even_sizes(10, 4)
+    [3, 3, 2, 2]
+    """
+    each, rest = divmod(visits, experts)
+    return [each + (expert < rest) for expert in range(experts)]
+
+
+def _cut(experts: Experts, dispatch: ExpertExchange | ExpertSlices) -> None:
+    offsets, ranks = dispatch.offsets(), dispatch.group.size()
+    for name, parameter in list(experts.named_parameters()):
+        dim, start, whole = offsets[name]
+        part = parameter.detach().narrow(dim, start, whole // ranks).clone()
+        setattr(experts, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+
+
+def _sum_gradient(router: nn.Module, group: ProcessGroup) -> None:
+    """Sum the gradient of the router's weight over `group`.
+
+    By hooks around its forward, not on the parameter: giving the model storage and sharding it replace parameters. An
+    attribute of the instance stands before a registered parameter, so forward reads the one that sums.
+    """
+
+    def begin(module: nn.Module, _: object) -> None:
+        module.__dict__["weight"] = wire.share(module.get_parameter("weight"), group)
+
+    def end(module: nn.Module, *_: object) -> None:
+        del module.__dict__["weight"]
+
+    router.register_forward_pre_hook(begin)
+    router.register_forward_hook(end, always_call=True)
+
+
+@torch.no_grad()
+def _sum_over(x: Tensor, groups: list[ProcessGroup]) -> Tensor:
+    """Counts carry no gradient."""
+    for group in groups:
+        x = wire.all_reduce(x, group)
+    return x
+
+
+def _check_tokens(tokens: int, ranks: int) -> None:
+    if tokens % ranks:
+        raise mistake(
+            "parallel.tensor",
+            f"{tokens} tokens of a micro-batch do not divide over {ranks} tensor ranks",
+            why="each tensor rank sends its own share of the tokens to the experts",
+            fix=f"use a sequence that is a multiple of {ranks}, or fewer tensor ranks",
+        )
+
+
+def _check_divides(experts: int, ranks: int) -> None:
+    if experts % ranks:
+        fit = next(n for n in range(ranks, 0, -1) if experts % n == 0)
+        raise mistake(
+            "parallel.expert",
+            f"{ranks} expert ranks do not divide the model's {experts} experts",
+            why="each expert rank must hold whole experts",
+            fix=f"use {fit}",
+        )
+
+
+def _check_width(width: int, ranks: int) -> None:
+    if width % ranks:
+        raise mistake(
+            "parallel.tensor",
+            f"{ranks} tensor ranks do not divide the experts' width of {width}",
+            why="without expert ranks the tensor group splits every expert along its width",
+            fix="use a number of tensor ranks that divides it, or expert ranks",
+        )

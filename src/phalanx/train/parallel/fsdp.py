@@ -1,0 +1,83 @@
+"""ZeRO 1 to 3 and HSDP with FSDP2: one mechanism, three settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from phalanx.train.models.decoder import Decoder
+from phalanx.train.models.moe import Moe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroStage:
+    """What one ZeRO stage means to FSDP2.
+
+    Stage 1 gathers the weights once a step and reduces gradients once; stage 2 reduces after every micro-batch, so that
+    only a shard of the gradients is kept; stage 3 also frees each block's weights after its forward.
+    """
+
+    free_after_forward: bool
+    reduce_every_micro_batch: bool
+
+
+ZERO = {
+    1: ZeroStage(free_after_forward=False, reduce_every_micro_batch=False),
+    2: ZeroStage(free_after_forward=False, reduce_every_micro_batch=True),
+    3: ZeroStage(free_after_forward=True, reduce_every_micro_batch=True),
+}
+
+
+def shard_params(
+    model: Decoder,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
+    *,
+    zero: int,
+    compute: torch.dtype,
+    reduce: torch.dtype,
+    offload: bool,
+) -> None:
+    """Shard every block, then what is left; `mesh` has the axes copies and shard (HSDP when both are above one)."""
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    pinned = mesh.device_type == "cuda"  # there is nothing to pin for on a CPU
+    host: OffloadPolicy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
+    settings = {"mp_policy": policy, "reshard_after_forward": ZERO[zero].free_after_forward, "offload_policy": host}
+    for block in model.layers.values():
+        if expert_mesh is not None and isinstance(block.mlp, Moe):
+            fully_shard(block.mlp.experts, mesh=_flat(expert_mesh), **settings)
+        fully_shard(block, mesh=_flat(mesh), **settings)
+    tied = model.embed is not None and model.head is not None and model.head.weight is model.embed.tokens.weight
+    if not tied:
+        if model.embed is not None:
+            fully_shard(model.embed, mesh=_flat(mesh), **settings)
+        if model.head is not None:
+            # The head is used last in forward and first in backward: freeing it in between buys nothing.
+            fully_shard([model.norm, model.head], mesh=_flat(mesh), **(settings | {"reshard_after_forward": False}))
+    fully_shard(model, mesh=_flat(mesh), **settings)
+    for module in sharded_modules(model):
+        # Our loss is already divided by the tokens of the whole batch, so gradients are summed, never averaged.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def sharded_modules(model: torch.nn.Module) -> list[FSDPModule]:
+    """Every module with parameters of its own to gather."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def accumulate(model: FSDPModule, *, zero: int, last: bool) -> None:
+    """Say before each backward whether it is the last of the step."""
+    stage = ZERO[zero]
+    model.set_requires_gradient_sync(last or stage.reduce_every_micro_batch)
+    # Stages 1 and 2 keep the gathered weights until the step's last backward.
+    model.set_reshard_after_backward(last or stage.free_after_forward)
+    model.set_is_last_backward(last)
+
+
+def _flat(mesh: DeviceMesh) -> DeviceMesh:
+    """FSDP2 reads a 1-D mesh as sharding and a 2-D one as HSDP: drop the copies axis when there is one copy."""
+    return mesh["shard"] if mesh["copies"].size() == 1 else mesh

@@ -1,0 +1,47 @@
+"""The order in which a stage is split: experts, tensors, context, recompute, compile, parameters."""
+
+from __future__ import annotations
+
+import torch
+
+from phalanx.train.models.decoder import Decoder
+from phalanx.train.parallel.context import context_core, local_positions
+from phalanx.train.parallel.dims import Meshes
+from phalanx.train.parallel.fsdp import shard_params
+from phalanx.train.parallel.recompute import offload_activations, recompute
+from phalanx.train.parallel.tensor import split_tensors
+from phalanx.train.settings import Settings
+
+
+def parallelize(model: Decoder, meshes: Meshes, settings: Settings, device: torch.device) -> None:
+    """Split one stage, still without storage, over the ranks of its stage."""
+    layout, dims = settings.layout, meshes.dims
+    model.positions = local_positions(settings.sequence, meshes.index("context"), dims.context)
+    if model.shape.is_moe and (dims.expert > 1 or dims.tensor > 1):
+        from phalanx.train.parallel.expert import split_experts
+
+        split_experts(model, meshes)
+    if dims.tensor > 1:
+        split_tensors(
+            model, meshes.dense["tensor"], sequence=layout.sequence_parallel, loss_parallel=settings.loss_parallel
+        )
+    if dims.context > 1:
+        core = context_core(settings.context_kind, meshes.group("context"))
+        for block in model.layers.values():
+            block.attn.core = core
+    recompute(model.layers.values(), layout.recompute)
+    if layout.offload == "activations":
+        offload_activations(model.layers.values(), pinned=device.type == "cuda")
+    if settings.compile:
+        for block in model.layers.values():
+            block.compile()
+    if dims.zero:
+        shard_params(
+            model,
+            meshes.dense["copies", "shard"],
+            meshes.experts["copies", "shard"] if meshes.experts is not None else None,
+            zero=dims.zero,
+            compute=settings.compute_dtype,
+            reduce=settings.reduce_dtype,
+            offload=layout.offload == "parameters",
+        )

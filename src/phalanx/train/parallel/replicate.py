@@ -1,0 +1,159 @@
+"""Data parallelism without sharding: gradients gathered in flat buckets and summed while backward still runs.
+
+Why not DistributedDataParallel: it averages where we sum, it does not take tensor-parallel parameters or pipeline stages
+without help, and its hooks launch collectives from callbacks, which deadlocks gloo as soon as there are two buckets
+(docs/decisions/0009). Here buckets are launched in one fixed order on every rank, also when some never fill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+BUCKET_BYTES = 25 * 2**20  # DDP's default: large enough for bandwidth, small enough to start early
+
+
+class Codec(Protocol):
+    """Sums a bucket over a group with fewer bytes than it has."""
+
+    def all_reduce(self, bucket: torch.Tensor, group: ProcessGroup, key: int) -> None:
+        """Sum in place; called in the same order on every rank."""
+
+
+class Bucket:
+    """A flat gradient buffer and the parameters whose gradients it holds."""
+
+    def __init__(self, params: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+        self.params = list(params)
+        sizes = [local(param).numel() for param in params]
+        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=local(params[0]).device)
+        parts = self.flat.split(sizes)
+        self.views = [part.view(local(param).shape) for part, param in zip(parts, params, strict=True)]
+        self.waiting = 0
+        self.filled = [False] * len(self.views)
+
+    def add(self, place: int) -> None:
+        """Take the gradient of one parameter; the first of a step overwrites what the last step left."""
+        param, view = self.params[place], self.views[place]
+        grad = local_gradient(param)
+        if grad is None:
+            return
+        if self.filled[place]:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            self.filled[place] = True
+        param.grad = None
+
+    def close(self) -> None:
+        """Zero-bubble schedules write gradients without calling hooks, and an idle expert has none: settle both."""
+        for place, view in enumerate(self.views):
+            self.add(place)
+            if not self.filled[place]:
+                view.zero_()
+
+
+class Replicas:
+    """Sums the gradients of parameters that every rank of a group holds whole."""
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        group: ProcessGroup | None,
+        *,
+        reduce: torch.dtype,
+        codec: Codec | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._group = group if group is not None and group.size() > 1 else None
+        self._codec = codec
+        self.buckets = _fill(params, reduce, bucket_bytes)
+        self._home = {id(p): (b, i) for b, bucket in enumerate(self.buckets) for i, p in enumerate(bucket.params)}
+        self._launched = 0
+        self._pending: list[dist.Work | Future[None]] = []
+        # One thread, so compressed buckets keep their order; it overlaps with backward because gloo blocks outside it.
+        self._thread = ThreadPoolExecutor(1, "gradients") if codec is not None else None
+        for param in params:
+            param.register_post_accumulate_grad_hook(self._arrived)
+
+    def begin(self, micro_batches: int) -> None:
+        """Before the first backward of a step."""
+        self._launched = 0
+        for bucket in self.buckets:
+            bucket.waiting = micro_batches * len(bucket.params)
+            bucket.filled = [False] * len(bucket.views)
+
+    def finish(self) -> None:
+        """After the last backward: everything is summed when this returns."""
+        for bucket in self.buckets[self._launched :]:
+            bucket.close()
+        self._launch(everything=True)
+        for work in self._pending:
+            work.result() if isinstance(work, Future) else work.wait()
+        self._pending.clear()
+
+    def gradient(self, param: nn.Parameter) -> torch.Tensor:
+        """The summed gradient of a parameter, as a view into its bucket."""
+        bucket, place = self._home[id(param)]
+        return self.buckets[bucket].views[place]
+
+    def _arrived(self, param: torch.Tensor) -> None:
+        index, place = self._home[id(param)]
+        bucket = self.buckets[index]
+        bucket.add(place)
+        bucket.waiting -= 1
+        if bucket.waiting == 0:
+            self._launch(everything=False)
+
+    def _launch(self, *, everything: bool) -> None:
+        # Strictly in order: a bucket that filled early waits for its predecessors, or ranks would pair the wrong ones.
+        while self._launched < len(self.buckets):
+            bucket = self.buckets[self._launched]
+            if bucket.waiting > 0 and not everything:
+                return
+            if self._group is not None:
+                self._pending.append(self._sum(bucket.flat, self._group, self._launched))
+            self._launched += 1
+
+    def _sum(self, flat: torch.Tensor, group: ProcessGroup, key: int) -> Any:
+        if self._codec is not None and self._thread is not None:
+            return self._thread.submit(self._codec.all_reduce, flat, group, key)
+        return dist.all_reduce(flat, group=group, async_op=True)
+
+
+def local(param: torch.Tensor) -> torch.Tensor:
+    """The plain tensor behind a parameter."""
+    return param._local_tensor if isinstance(param, DTensor) else param.detach()
+
+
+def _fill(params: Sequence[nn.Parameter], dtype: torch.dtype, bucket_bytes: int) -> list[Bucket]:
+    """Last parameters first: their gradients are ready first."""
+    groups: list[list[nn.Parameter]] = []
+    room = 0
+    for param in reversed(params):
+        size = local(param).numel() * dtype.itemsize
+        if not groups or size > room or local(param).device != local(groups[-1][0]).device:
+            groups.append([])
+            room = bucket_bytes
+        groups[-1].append(param)
+        room -= size
+    return [Bucket(group, dtype) for group in groups]
+
+
+def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
+    """The plain tensor of a parameter's gradient, split as the parameter is."""
+    grad = param.grad
+    if not isinstance(grad, DTensor):
+        return grad
+    assert isinstance(param, DTensor)
+    # The gradient of a whole weight used on split activations is a partial sum over the tensor group.
+    if grad.placements != param.placements:
+        grad = grad.redistribute(placements=param.placements)
+    return grad._local_tensor

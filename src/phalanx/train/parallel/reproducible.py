@@ -1,0 +1,90 @@
+"""The same bits on 1, 2, 4 or 8 data ranks: micro-batches are summed in one fixed binary tree, wherever they ran.
+
+A sum of floats depends on its order. Here the leaves are the micro-batches of the global batch, in order; each rank has
+a whole subtree, and ranks are joined by recursive doubling, in which both sides add the same two numbers (a + b is
+b + a, bit for bit). Costs: a copy of the gradients per level of the rank's own tree, and no overlap with backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from phalanx.errors import mistake
+from phalanx.train.parallel.replicate import local, local_gradient
+
+
+class TreeReplicas:
+    """Sums gradients over micro-batches and ranks in an order that no number of ranks changes."""
+
+    def __init__(self, params: Sequence[nn.Parameter], group: ProcessGroup, *, reduce: torch.dtype) -> None:
+        self._params, self._group = list(params), group
+        sizes = [local(param).numel() for param in params]
+        self._flat = torch.zeros(sum(sizes), dtype=reduce, device=local(params[0]).device)
+        parts = self._flat.split(sizes)
+        self._views = {id(p): part.view(local(p).shape) for p, part in zip(params, parts, strict=True)}
+        self._levels: list[tuple[int, torch.Tensor]] = []
+        self._left = 0
+        for param in params:
+            param.register_post_accumulate_grad_hook(self._arrived)
+
+    def begin(self, micro_batches: int) -> None:
+        """Before the first backward of a step."""
+        if micro_batches & (micro_batches - 1):
+            raise mistake(
+                "numerics.reproducible",
+                f"{micro_batches} micro-batches per data rank are no power of two",
+                why="every rank must hold a whole subtree of the sum",
+                fix="choose batch.global_sequences, batch.micro and data ranks so that it is 1, 2, 4, 8, …",
+            )
+        self._levels = []
+        self._left = len(self._params)
+
+    def _arrived(self, _: torch.Tensor) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._leaf()
+
+    def _leaf(self) -> None:
+        """One micro-batch is complete: add it to the tree as a binary counter carries."""
+        leaf = torch.empty_like(self._flat)
+        for view, param in zip(leaf.split([v.numel() for v in self._views.values()]), self._params, strict=True):
+            grad = local_gradient(param)
+            view.zero_() if grad is None else view.copy_(grad.flatten())
+            param.grad = None
+        level = 0
+        while self._levels and self._levels[-1][0] == level:
+            leaf = self._levels.pop()[1].add_(leaf)
+            level += 1
+        self._levels.append((level, leaf))
+        self._left = len(self._params)
+
+    def finish(self) -> None:
+        """Join the ranks' subtrees."""
+        if self._left != len(self._params):
+            self._leaf()  # a parameter without a gradient kept the last micro-batch from closing itself
+        assert len(self._levels) == 1
+        mine = self._levels.pop()[1]
+        rank, ranks = self._group.rank(), self._group.size()
+        other = torch.empty_like(mine) if ranks > 1 else mine
+        distance = 1
+        while distance < ranks:
+            peer = dist.get_global_rank(self._group, rank ^ distance)
+            for work in dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, mine, peer, self._group),
+                    dist.P2POp(dist.irecv, other, peer, self._group),
+                ]
+            ):
+                work.wait()
+            mine = mine + other
+            distance *= 2
+        self._flat.copy_(mine)
+
+    def gradient(self, param: torch.Tensor) -> torch.Tensor:
+        """The sum for one parameter."""
+        return self._views[id(param)]

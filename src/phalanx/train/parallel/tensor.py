@@ -1,0 +1,69 @@
+"""Tensor parallelism: which matrices are split by column, which by row, and where the sequence is split in between."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from phalanx.train.models.decoder import Decoder
+from phalanx.train.models.moe import Moe
+
+COLUMN = ("attn.wq", "attn.wk", "attn.wv")
+MLP_COLUMN = ("gate", "up")
+
+
+def split_tensors(model: Decoder, mesh: DeviceMesh, *, sequence: bool, loss_parallel: bool) -> None:
+    """Split a stage over the tensor group; experts are `expert.py`'s business."""
+    between = Shard(1) if sequence else Replicate()
+    _split_ends(model, mesh, between, sequence=sequence, loss_parallel=loss_parallel)
+    for block in model.layers.values():
+        parallelize_module(block, mesh, _block_styles(block, between, sequence=sequence))
+
+
+def _split_ends(model: Decoder, mesh: DeviceMesh, between: Shard | Replicate, *, sequence: bool, loss_parallel: bool) -> None:
+    styles: dict[str, ParallelStyle] = {}
+    if model.embed is not None:
+        # What is added to the token vectors (positions, a norm) is worked out on the whole sequence.
+        extra = model.embed.positions is not None or model.embed.norm is not None
+        output = Replicate() if extra else between
+        styles["embed.tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=output)
+        if extra and sequence:
+            styles["embed"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
+    if model.head is not None:
+        logits = Shard(-1) if loss_parallel else Replicate()
+        styles["head"] = ColwiseParallel(
+            input_layouts=between, output_layouts=logits, use_local_output=not loss_parallel
+        )
+        if sequence:
+            styles["norm"] = SequenceParallel()
+    parallelize_module(model, mesh, styles)
+
+
+def _block_styles(block: nn.Module, between: Shard | Replicate, *, sequence: bool) -> dict[str, ParallelStyle]:
+    styles: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in COLUMN}
+    styles["attn.wo"] = RowwiseParallel(output_layouts=between)
+    if block.attn.q_norm is not None:
+        # Normed per head, and heads are split: the weight is whole on every rank, its gradient a sum over them.
+        styles |= {f"attn.{name}": SequenceParallel(sequence_dim=2, use_local_output=True) for name in ("q_norm", "k_norm")}
+    moe = isinstance(block.mlp, Moe)
+    if not moe:
+        styles |= {f"mlp.{name}": ColwiseParallel() for name in MLP_COLUMN if getattr(block.mlp, name, None) is not None}
+        styles["mlp.down"] = RowwiseParallel(output_layouts=between)
+    if sequence:
+        styles |= {"attn_norm": SequenceParallel(), "mlp_norm": SequenceParallel()}
+        styles["attn"] = PrepareModuleInput(
+            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+        )
+        if not moe:
+            styles["mlp"] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    return styles

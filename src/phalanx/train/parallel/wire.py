@@ -1,0 +1,217 @@
+"""Collectives as context, expert and compressed exchange use them: one spelling for torch 2.11 to 2.13, gloo and NCCL.
+
+Only c10d calls with sizes known as Python integers, so that the same code runs on fake tensors and a fake group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+# Both work on flat tensors here: gloo takes (ranks, *shape) for ragged parts where there is one rank.
+# torch 2.13 renamed these two and warns about the old names.
+_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Every rank's `x`, stacked along a new first dimension in the order of the ranks."""
+    out = x.new_empty((group.size(), *x.shape))
+    _GATHER(out.view(-1), x.reshape(-1), group=group)
+    return out
+
+
+def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over all ranks of this rank's entry of the first dimension, which is as long as the group."""
+    out = x.new_empty(x.shape[1:])
+    _REDUCE_SCATTER(out.view(-1), x.reshape(-1), group=group)
+    return out
+
+
+def all_to_all(
+    x: Tensor, group: ProcessGroup, *, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
+) -> Tensor:
+    """Part j of the first dimension goes to rank j. `send` and `receive` count rows per rank; None means even parts."""
+    rows = x.shape[0] if receive is None else sum(receive)
+    out = x.new_empty((rows, *x.shape[1:]))
+    dist.all_to_all_single(
+        out,
+        x.contiguous(),
+        output_split_sizes=None if receive is None else list(receive),
+        input_split_sizes=None if send is None else list(send),
+        group=group,
+    )
+    return out
+
+
+class _Exchange(torch.autograd.Function):
+    """`all_to_all`, whose gradient goes back the way it came."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: ProcessGroup, send: Sequence[int] | None, receive: Sequence[int] | None
+    ) -> Tensor:
+        ctx.group, ctx.send, ctx.receive = group, send, receive
+        return all_to_all(x, group, send=send, receive=receive)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all(grad, ctx.group, send=ctx.receive, receive=ctx.send), None, None, None
+
+
+def exchange(
+    x: Tensor, group: ProcessGroup, *, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
+) -> Tensor:
+    """`all_to_all` that gradients pass through."""
+    out: Tensor = _Exchange.apply(x, group, send, receive)  # type: ignore[no-untyped-call]
+    return out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Hop:
+    """A message on its way round the ring. `sent` is held so that its memory outlives the transfer."""
+
+    sent: Tensor
+    received: Tensor
+    works: list[Any]
+
+    def wait(self) -> Tensor:
+        """What the neighbour before this rank sent."""
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+def pass_on(x: Tensor, group: ProcessGroup) -> Hop:
+    """Start sending `x` to the next rank of the ring and receiving the like from the one before; wait() later."""
+    rank, ranks = group.rank(), group.size()
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    # Sending and receiving in one batch: NCCL would deadlock on two ranks that both send first.
+    ops = [
+        dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % ranks),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks),
+    ]
+    return Hop(sent=x, received=received, works=list(dist.batch_isend_irecv(ops)))
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.chunk(group.size())[group.rank()].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grad, ctx.group).flatten(0, 1), None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_gather(x, group).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.group.size())[ctx.group.rank()], None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_gather(x, group).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(_per_rank(grad, ctx.group), ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return reduce_scatter(_per_rank(x, group), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grad, ctx.group).flatten(0, 1), None
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _per_rank(x: Tensor, group: ProcessGroup) -> Tensor:
+    return x.view(group.size(), -1, *x.shape[1:])
+
+
+def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over all ranks, as a new tensor."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=group)
+    return out
+
+
+# Two conventions for a tensor that every rank of a group uses. "The same": all ranks hold it whole, and each holds its
+# whole gradient. "Its part": each rank holds some rows and their gradient.
+
+
+def split_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The same on every rank -> its part of the rows."""
+    out: Tensor = _Split.apply(x, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def join_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Its part of the rows -> the same on every rank."""
+    out: Tensor = _Join.apply(x, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Its part of the rows -> all rows on every rank, each of which then does a different part of the work."""
+    out: Tensor = _Gather.apply(x, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    """All rows of a part of the work -> the sum over the ranks, its part of the rows."""
+    out: Tensor = _Scatter.apply(x, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def share(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The same on every rank, each of which then does a different part of the work: gradients are summed."""
+    out: Tensor = _Shared.apply(x, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def add_up(x: Tensor, group: ProcessGroup) -> Tensor:
+    """A part of the work on every rank -> the sum, the same on every rank."""
+    out: Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
+    return out

@@ -1,0 +1,69 @@
+"""What a rank must know to build its part of a job: the layout and the choices the plan leaves to the trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from phalanx.errors import mistake
+from phalanx.job.schema import Job
+from phalanx.plan.layout import Layout
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,  # what is not a matrix product stays in bf16
+    "fp64": torch.float64,  # for proofs: `phalanx verify` and the parity tests
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """The layout with everything else that changes how a step is computed."""
+
+    layout: Layout
+    sequence: int
+    compute: str = "fp32"
+    reduce: str = "fp32"
+    master: str = "fp32"
+    context_kind: str = "ring"
+    loss_parallel: bool = True
+    compile: bool = False
+    reproducible: bool = False
+    seed: int = 0
+
+    @classmethod
+    def of(cls, job: Job, layout: Layout, *, on_gpu: bool) -> Settings:
+        """The settings of a planned job."""
+        if job.precision.compute == "fp4":
+            raise mistake("precision.compute", "fp4 is planned but not trained", fix='use "fp8", "bf16" or "fp32"')
+        reduced = job.precision.compute not in ("fp32", "fp64")
+        return cls(
+            layout=layout,
+            sequence=job.data.sequence,
+            compute=job.precision.compute,
+            reduce=job.precision.grad_reduce if reduced else "fp32",
+            master="fp32" if job.precision.master_weights or not reduced else "bf16",
+            context_kind=job.parallel.context_kind,
+            loss_parallel=job.parallel.loss_parallel,
+            compile=on_gpu if job.train.compile == "auto" else bool(job.train.compile),
+            reproducible=job.numerics.reproducible,
+            seed=job.data.seed,
+        )
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of activations and of the weights as they are used."""
+        return DTYPES[self.compute]
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Of gradients while they are summed."""
+        return DTYPES[self.reduce]
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Of the weights the optimizer updates."""
+        return DTYPES[self.master]

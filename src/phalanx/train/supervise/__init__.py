@@ -1,0 +1,1 @@
+"""Starts the ranks of a run on this machine, watches them, and says in one message what went wrong."""

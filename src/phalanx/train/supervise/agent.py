@@ -1,0 +1,65 @@
+"""`python -m phalanx.train.supervise.agent RUN PARENT`: imports torch once, then forks every rank of the run.
+
+`import torch` and the trainer cost 2 s of processor time; four ranks on two cores would pay it four times.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+from phalanx.record.run import Run, open_run
+from phalanx.train.supervise.process import Work, die_with
+from phalanx.train.supervise.watch import Wishes, supervise
+
+
+def main(arguments: list[str]) -> int:
+    """Run the agent until the run is over."""
+    folder, parent = arguments
+    die_with(int(parent))
+    wishes = Wishes.listen()  # before the imports: Ctrl-C in the first seconds is a wish like any other
+    run = open_run(folder)
+    plan = run.plan()
+    world = int(run.launch()["world"])
+    private = Path(tempfile.mkdtemp(prefix="phalanx-"))  # mode 0700: the rendezvous is nobody else's business
+    try:
+        work = _work(run, world=world, store=private / "store", timeout_s=float(plan["job"]["train"]["timeout_s"]))
+        gc.collect()
+        gc.freeze()  # what was imported is never freed: ranks then share its memory
+        return supervise(work, run=run, world=world, timeout_s=_patience_s(plan), wishes=wishes)
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
+
+
+def _patience_s(plan: dict[str, object]) -> float:
+    """How long a rank may be silent: collectives give up after timeout_s themselves and say more about it."""
+    job = plan["job"]
+    assert isinstance(job, dict)
+    return float(job["train"]["timeout_s"]) + 10.0
+
+
+def _work(run: Run, *, world: int, store: Path, timeout_s: float) -> Work:
+    """The trainer as a function of the rank; imports everything the ranks share, and computes nothing."""
+    from torch.distributed import FileStore  # type: ignore[attr-defined, unused-ignore]
+
+    from phalanx.train.worker import run_rank
+
+    def work(*, rank: int, stop: Callable[[], bool], heartbeat: Callable[[int], None]) -> None:
+        meeting = FileStore(str(store), world)
+        meeting.set_timeout(timedelta(seconds=timeout_s))
+        run_rank(run=run.path, rank=rank, world=world, store=meeting, stop=stop, heartbeat=heartbeat)
+
+    return work
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # skips torch's clean-up at exit: nothing here needs it, and it takes a second

@@ -1,0 +1,236 @@
+"""Why a rank failed: the file it leaves, which of several failures came first, and how a person is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from phalanx.errors import PhalanxError, Problem
+from phalanx.files import replace_text
+from phalanx.record.events import read_events
+from phalanx.record.run import Run
+from phalanx.units import format_bytes, format_seconds
+
+MOST_MESSAGE = 4000  # characters of an exception's text that are kept
+# What a rank says when it lost its peers: a consequence, never the cause.
+_LOST_PEER = re.compile(
+    r"connection (closed|reset|refused)|timed out|timeout|broken pipe|connectfullmesh|socket|"
+    r"nccl|process group|peer",
+    re.IGNORECASE,
+)
+_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|cannot allocate memory", re.IGNORECASE)
+LESS_MEMORY = (
+    'use a smaller batch.micro, parallel.recompute = "full", parallel.zero = 3, or more ranks; '
+    "phalanx plan shows where the memory goes"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """One rank's end: by an exception (`kind` is its type), by a signal, or by silence."""
+
+    rank: int
+    step: int  # -1 before the first one
+    at_s: float  # Unix time
+    kind: str
+    message: str
+    module: str = ""
+    exit_code: int = 3
+    signal: int = 0
+
+    @property
+    def is_user(self) -> bool:
+        """Whether the job or the call is to blame."""
+        return self.exit_code == 2
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it only says that another rank went away."""
+        foreign = self.module.startswith(("torch", "builtins")) and self.kind not in ("MemoryError", "ValueError")
+        return not self.signal and not self.is_user and foreign and bool(_LOST_PEER.search(self.message))
+
+
+def write_error(run: Run, rank: int, error: BaseException, *, step: int) -> None:
+    """Leave the reason for the supervisor, whole or not at all."""
+    user = isinstance(error, PhalanxError)
+    failure = Failure(
+        rank=rank,
+        step=step,
+        at_s=time.time(),
+        kind=type(error).__name__,
+        module=type(error).__module__,
+        message=str(error)[:MOST_MESSAGE],
+        exit_code=error.exit_code if user else 3,  # type: ignore[attr-defined]
+    )
+    try:
+        run.error(rank).parent.mkdir(exist_ok=True)
+        replace_text(run.error(rank), json.dumps(asdict(failure), ensure_ascii=False) + "\n")
+    except OSError:  # a full disk: the log still has the traceback
+        pass
+
+
+def read_error(run: Run, rank: int) -> Failure | None:
+    """What a rank left, if it left anything."""
+    try:
+        return Failure(**json.loads(run.error(rank).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def first(failures: Sequence[Failure]) -> Failure:
+    """The cause among several failures: a rank that raised or was killed, before those that lost their peer."""
+    return min(failures, key=lambda one: (one.is_consequence, not one.is_user, one.at_s, one.rank))
+
+
+def tell(run: Run, cause: Failure, *, others: Sequence[Failure], world: int, out_of_memory: bool) -> str:
+    """The one message: the first failing rank, its step and cause, what it means, what to do."""
+    what, why, fix = _explain(run, cause, out_of_memory=out_of_memory)
+    rest = _rest(cause, others, world)
+    saved = last_checkpoint(run)
+    again = f"go on with: phalanx train --resume {run.path}" if saved is not None else "no checkpoint was written yet"
+    kept = f"last good checkpoint: step {saved:,}; {again}" if saved is not None else again
+    tail = [line for line in (why, fix, rest, kept, f"log: {run.log(cause.rank)}") if line]
+    if cause.is_user:
+        head = cause.message
+        tail = [
+            f"said by rank {cause.rank} {_when(cause.step)}" + (f"; {rest}" if rest else ""),
+            *([kept] * (saved is not None)),
+        ]
+    else:
+        head = Problem(where=_place(cause, world), what=what).render()
+    return "\n".join([head, *(f"  {line}" for line in tail)])
+
+
+def _place(cause: Failure, world: int) -> str:
+    step = f"step {cause.step:,}" if cause.step >= 0 else "before the first step"
+    return f"{step}: rank {cause.rank} of {world} (host {platform.node() or 'localhost'})"
+
+
+def _when(step: int) -> str:
+    return f"at step {step:,}" if step >= 0 else "before the first step"
+
+
+def _explain(run: Run, cause: Failure, *, out_of_memory: bool) -> tuple[str, str, str]:
+    """What happened, why, and what to do."""
+    if cause.signal:
+        return _signal(run, cause, out_of_memory=out_of_memory)
+    if cause.kind == "Silence":
+        return cause.message, "every other rank waits for it", "its stack is in " + str(run.stack(cause.rank))
+    if cause.kind in ("MemoryError", "OutOfMemoryError") or _NO_MEMORY.search(cause.message):
+        text = cause.message.strip().splitlines()
+        return f"ran out of memory{': ' + text[0][:300] if text else ''}", _memory(run, cause.rank), LESS_MEMORY
+    lines = cause.message.strip().splitlines() or ["no message"]
+    return f"{cause.kind}: {lines[0][:500]}", "", ""
+
+
+def _signal(run: Run, cause: Failure, *, out_of_memory: bool) -> tuple[str, str, str]:
+    name = signal.Signals(cause.signal).name if cause.signal in signal.valid_signals() else f"signal {cause.signal}"
+    if cause.signal == signal.SIGKILL:
+        who = "the kernel's out-of-memory killer" if out_of_memory else "from outside, most often for want of memory"
+        return (
+            f"was killed ({name}) by {who}" if out_of_memory else f"was killed ({name}) {who}",
+            _memory(run, cause.rank),
+            LESS_MEMORY,
+        )
+    if cause.signal == signal.SIGBUS:
+        return (
+            f"died of {name}",
+            "a memory-mapped file was cut short while it was read, or the disk or /dev/shm is full",
+            "check the data folder and the free space",
+        )
+    return f"died of {name}", "native code failed; its last words are in the log", ""
+
+
+def _memory(run: Run, rank: int) -> str:
+    """What the rank used, what the plan said, what the machine has."""
+    parts = []
+    used = [event.get("memory_bytes") for event in read_events(run.events(rank))[0] if event["event"] == "step"]
+    known = [size for size in used if isinstance(size, int | float)]
+    if known:
+        parts.append(f"it had used {format_bytes(max(known))}")
+    with contextlib.suppress(PhalanxError, KeyError, TypeError):
+        parts.append(f"the plan expected {format_bytes(run.plan()['memory']['total_bytes'])} per rank")
+    total, available = host_memory()
+    if total:
+        parts.append(f"the host has {format_bytes(available)} free of {format_bytes(total)}")
+    return "; ".join(parts)
+
+
+def _rest(cause: Failure, others: Sequence[Failure], world: int) -> str:
+    same = sum(one.message == cause.message for one in others)
+    lost = sum(one.is_consequence for one in others) - sum(
+        one.is_consequence and one.message == cause.message for one in others
+    )
+    stopped = world - 1 - len(others)
+    other = len(others) - same - lost
+    words = [
+        f"{count} {text}"
+        for count, text in (
+            (same, "said the same"),
+            (lost, "lost their peer"),
+            (other, "failed in other ways"),
+            (stopped, "were stopped"),
+        )
+        if count > 0
+    ]
+    return f"other ranks: {', '.join(words)}" if words else ""
+
+
+def last_checkpoint(run: Run) -> int | None:
+    """Step of the newest committed checkpoint."""
+    return max(run.saved_steps(), default=None)
+
+
+def host_memory() -> tuple[float, float]:
+    """Bytes of this host's memory, and those still available; zeros where /proc is not."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return 0.0, 0.0
+    found = dict(re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE))
+    return float(found.get("MemTotal", 0)) * 1024, float(found.get("MemAvailable", 0)) * 1024
+
+
+def oom_kills() -> int:
+    """Processes the kernel has killed for want of memory, as far as this container can see."""
+    for path in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):
+        try:
+            found = re.search(r"^oom_kill (\d+)", Path(path).read_text(encoding="ascii"), re.MULTILINE)
+        except OSError:
+            continue
+        if found:
+            return int(found.group(1))
+    return 0
+
+
+def silence(rank: int, step: int, *, silent_s: float, where: str) -> Failure:
+    """A rank that stopped answering."""
+    place = f" in {where}" if where else ""
+    message = f"stopped answering {format_seconds(silent_s)} ago{place}"
+    return Failure(rank=rank, step=step, at_s=time.time() - silent_s, kind="Silence", message=message)
+
+
+def by_signal(rank: int, step: int, number: int) -> Failure:
+    """A rank that a signal ended."""
+    return Failure(rank=rank, step=step, at_s=time.time(), kind="Signal", message="", signal=number)
+
+
+def unexplained(rank: int, step: int, code: int) -> Failure:
+    """A rank that ended with an exit code and left no reason."""
+    message = f"ended with exit code {code} and left no reason"
+    return Failure(rank=rank, step=step, at_s=time.time(), kind="SystemExit", message=message)
+
+
+def clear(run: Run) -> None:
+    """Forget the failures of an earlier start."""
+    for path in run.path.glob("errors/rank-*.json"):
+        path.unlink(missing_ok=True)
+    os.makedirs(run.path / "errors", exist_ok=True)

@@ -1,0 +1,174 @@
+"""One rank among those that torchrun, srun or Kubernetes started: RANK, WORLD_SIZE and MASTER_ADDR are given."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from phalanx.errors import Problem, UserError, WorldError, mistake
+from phalanx.plan.plan import Plan
+from phalanx.record.run import Run
+from phalanx.train.supervise.failure import write_error
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined, unused-ignore]
+
+DEFAULT_PORT = 29500  # torchrun's
+LOOK_S = 1.0  # between looks for the stop file, which may lie on a slow shared disk
+MEETING_S = 300.0  # for the other ranks to arrive before the plan, and with it train.timeout_s, is known
+
+
+def join(environ: Mapping[str, str], prepare: Callable[[], tuple[Plan, Run]]) -> Run | None:
+    """Train as this one rank; rank 0 calls `prepare` and names the run folder to the others, and gets it back."""
+    rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    if not 0 <= rank < world:
+        raise mistake("RANK", f"{rank} is not below WORLD_SIZE = {world}", fix="let torchrun or srun set them")
+    store = _meet(environ, rank, world)
+    run = _agree(store, rank, world, prepare)
+    from phalanx.train.worker import run_rank
+
+    at_step = [-1]
+    try:
+        run_rank(
+            run=run.path,
+            rank=rank,
+            world=world,
+            store=store,
+            stop=_stop(run),
+            heartbeat=lambda step: at_step.__setitem__(0, step),
+        )
+    except BaseException as error:
+        write_error(run, rank, error, step=at_step[0])
+        run.log(rank).parent.mkdir(exist_ok=True)
+        with run.log(rank).open("a", encoding="utf-8") as log:
+            traceback.print_exc(file=log)
+        raise
+    if rank:
+        return None
+    run.set_status("done", exit_code=0, message="", step=max(run.saved_steps(), default=None))
+    return run
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name, "" if default is None else str(default))
+    if not text.isascii() or not text.isdigit() or int(text) > 10**7:
+        raise mistake(name, f"{text[:40]!r} is not a whole number", fix="let torchrun or srun set it")
+    return int(text)
+
+
+def _meet(environ: Mapping[str, str], rank: int, world: int) -> TCPStore:
+    """The store where ranks find each other; rank 0 holds it, unless the launcher already does."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined, unused-ignore]
+
+    host, port = environ["MASTER_ADDR"], _number(environ, "MASTER_PORT", DEFAULT_PORT)
+    held = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        return TCPStore(
+            host,
+            port,
+            world,
+            is_master=rank == 0 and not held,
+            timeout=timedelta(seconds=MEETING_S),
+            wait_for_workers=False,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise _no_meeting(host, port, rank, str(error)) from error
+
+
+def _no_meeting(host: str, port: int, rank: int, text: str) -> WorldError:
+    lines = text.strip().splitlines() or ["no reason given"]
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return WorldError(
+            Problem(
+                where=f"rank {rank}",
+                what=f"port {port} of {host} is in use",
+                why="rank 0 listens there for the others",
+                fix="set MASTER_PORT to a free port on every rank, or end the job that holds it",
+            )
+        )
+    return WorldError(
+        Problem(
+            where=f"rank {rank}",
+            what=f"cannot reach {host}:{port}: {lines[0][:200]}",
+            fix="check MASTER_ADDR and MASTER_PORT, and that rank 0 is running",
+        )
+    )
+
+
+def _agree(store: TCPStore, rank: int, world: int, prepare: Callable[[], tuple[Plan, Run]]) -> Run:
+    """Rank 0 prepares the run and tells the others its folder, or that it failed."""
+    if rank:
+        answer = store.get("phalanx/run").decode("utf-8")
+        if not answer:
+            raise WorldError(
+                Problem(where=f"rank {rank}", what="rank 0 could not prepare the run", fix="see its message")
+            )
+        return Run(path=_visible(Path(answer), rank))
+    try:
+        plan, run = prepare()
+        if plan.layout.devices != world:
+            raise _wrong_world(plan, world)
+    except BaseException:
+        store.set("phalanx/run", "")
+        raise
+    store.set("phalanx/run", str(run.path.resolve()))
+    return run
+
+
+def _visible(path: Path, rank: int) -> Path:
+    until = time.monotonic() + 30.0  # a network file system shows a new folder late
+    while not (path / "plan.json").is_file():
+        if time.monotonic() > until:
+            raise WorldError(
+                Problem(
+                    where=f"rank {rank}",
+                    what=f"does not see the run folder {path} that rank 0 made",
+                    why="all ranks write their events and checkpoints there",
+                    fix="put --runs on a disk that all hosts share",
+                )
+            )
+        time.sleep(0.2)
+    return path
+
+
+def _wrong_world(plan: Plan, world: int) -> UserError:
+    return mistake(
+        plan.cluster.name,
+        f"the plan needs {plan.layout.devices:,} ranks, and {world:,} were started",
+        why="every rank has a place in the layout",
+        fix=f"start {plan.layout.devices:,}, or name the cluster you have with --cluster",
+    )
+
+
+def _stop(run: Run) -> Callable[[], bool]:
+    """True once a signal asked for it or the stop file appeared; the loop agrees on it over all ranks."""
+    asked: list[int] = []
+    looked_s = [0.0]
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if asked:  # the second time somebody means it
+            sys.stderr.write("ending at once\n")
+            os._exit(128 + number)
+        asked.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with contextlib.suppress(ValueError):  # not in the main thread
+            signal.signal(number, note)
+
+    def stop() -> bool:
+        if not asked and time.monotonic() - looked_s[0] >= LOOK_S:
+            looked_s[0] = time.monotonic()
+            if run.stop_file.exists():
+                asked.append(0)
+        return bool(asked)
+
+    return stop

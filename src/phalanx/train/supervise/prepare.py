@@ -1,0 +1,229 @@
+"""From a job file, or an earlier run, to a plan that can be launched; what can be refused is refused here."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import Problem, UserError, mistake
+from phalanx.hardware.cluster import resolve
+from phalanx.hardware.discover import discover
+from phalanx.job.dump import to_dict
+from phalanx.job.load import ResolvedJob, load
+from phalanx.job.schema import Batch, Job
+from phalanx.job.textfile import read_text
+from phalanx.plan.make import plan as make_plan
+from phalanx.plan.plan import Plan
+from phalanx.record.run import Run
+
+MOST_RANKS_PER_CORE = 64  # beyond, the ranks only wait for each other
+# What a resumed run may change: how it is computed and watched, never what is learnt from.
+FREE = ("parallel.", "cluster.", "train.", "checkpoint.", "fault.", "telemetry.", "cost.", "batch.micro", "name")
+BENDS_THE_CURVE = ("optim.", "precision.", "numerics.", "data.tokens")  # allowed, with a warning
+FIXED_OPTIM = ("optim.name",)  # its state is in the checkpoint
+
+
+def need_torch() -> None:
+    """Refuse early, with the command that helps, where the training extra is not installed."""
+    missing = [name for name in ("torch", "safetensors") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise mistake(
+            "phalanx train",
+            f"needs {' and '.join(missing)}, which {'are' if len(missing) > 1 else 'is'} not installed",
+            fix="pip install 'phalanx[train]'",
+        )
+
+
+def load_job(path: str, *, overrides: Sequence[str], cluster: str | None, steps: int) -> ResolvedJob:
+    """The job with the overrides, on `cluster`; `steps` > 0 trains so many steps instead of data.tokens."""
+    wanted = [*overrides, *_cluster_override(cluster)]
+    resolved = load(path, overrides=wanted)
+    if steps <= 0:
+        return resolved
+    tokens = tokens_of(steps, resolved.job.batch)
+    return load(path, overrides=[*wanted, f"data.tokens={tokens}"])
+
+
+def _cluster_override(cluster: str | None) -> list[str]:
+    """The cluster of the command line as part of the job, so that a resumed run finds it there."""
+    if cluster is None:
+        return []
+    resolve(cluster)  # complains about the option, not about a key the file may not have
+    is_file = cluster.endswith(".toml") or "/" in cluster
+    return [
+        f"cluster.file={json.dumps(str(Path(cluster).resolve()))}" if is_file else f"cluster.spec={json.dumps(cluster)}"
+    ]
+
+
+def tokens_of(steps: int, batch: Batch) -> int:
+    """Tokens that `steps` steps see, the batch ramp walked.
+
+    >>> tokens_of(10, Batch(global_tokens=8192, global_sequences=32))
+    81920
+    """
+    tokens = 0
+    for stage in batch.ramp:
+        count = min(steps, -(-max(0, stage.until_tokens - tokens) // stage.global_tokens))
+        tokens, steps = tokens + count * stage.global_tokens, steps - count
+    return tokens + steps * batch.global_tokens
+
+
+def find_data(job: Job, base: Path) -> tuple[Path, ...]:
+    """The dataset folders of a job, built now if it names a corpus that is not built yet; progress on stderr."""
+    from phalanx.train.data.corpus import ensure_dataset
+    from phalanx.train.data.progress import Progress
+
+    return ensure_dataset(job.data, base, vocab=job.model.vocab, progress_for=lambda size: Progress(sys.stderr, size))
+
+
+def make(resolved: ResolvedJob) -> Plan:
+    """The plan of a job; the files it names as absolute paths, so that the run can be resumed from anywhere."""
+    return make_plan(dataclasses.replace(resolved, job=_absolute(resolved.job, resolved.path.parent)))
+
+
+def _absolute(job: Job, base: Path) -> Job:
+    """The job with cluster file and own module as absolute paths; `base` is the folder of the job file."""
+    file, module = job.cluster.file, job.model.module
+    name, colon, function = module.rpartition(":")
+    if name.endswith(".py"):
+        module = f"{(base / name).resolve()}{colon}{function}"
+    return dataclasses.replace(
+        job,
+        cluster=dataclasses.replace(job.cluster, file=str((base / file).resolve()) if file else ""),
+        model=dataclasses.replace(job.model, module=module),
+    )
+
+
+def with_data(plan: Plan, base: Path) -> Plan:
+    """The plan with its dataset folders as absolute paths, relative ones taken from `base`."""
+    data = dataclasses.replace(plan.job.data, paths=tuple(str(path.resolve()) for path in find_data(plan.job, base)))
+    return dataclasses.replace(plan, job=dataclasses.replace(plan.job, data=data))
+
+
+def check_data(plan: Plan) -> tuple[Problem, ...]:
+    """The data is whole and fits the model and the sequence; raises UserError, returns warnings."""
+    from phalanx.train.data.dataset import TokenDataset, check_dataset
+
+    job = plan.job
+    dataset = TokenDataset.open([Path(path) for path in job.data.paths], "train")
+    return check_dataset(dataset, model_vocab=job.model.vocab, sequence=job.data.sequence)
+
+
+def check_code(job: Job, *, allowed: bool) -> None:
+    """A job that brings its own code needs a word of the person who runs it."""
+    if job.model.module and not allowed:
+        raise mistake(
+            "model.module",
+            f"{job.model.module!r} is code that this job wants to run",
+            why="a job file from a stranger could do anything with your account",
+            fix="read it, then give --allow-code",
+        )
+
+
+def baselines(job: Job) -> dict[str, float]:
+    """Bits per byte that counting single tokens and pairs reaches on the held-out text; a few seconds."""
+    from phalanx.train.data.baselines import baselines as count
+    from phalanx.train.data.dataset import TokenDataset
+
+    found = count(TokenDataset.open([Path(path) for path in job.data.paths], "train"))
+    return {f"{name}_bits_per_byte": value for name, value in found.items()}
+
+
+def read_plan(path: str, resolved: ResolvedJob | None) -> Plan:
+    """A plan from a file; it must be of the same job, if one is named beside it."""
+    plan = Plan.from_json(read_text(Path(path), noun="plan"), where=path)
+    changed = differences(plan.job, resolved.job) if resolved is not None else []
+    if resolved is not None and changed:
+        raise mistake(
+            path,
+            f"is the plan of another job: {_few(changed)} differ from {resolved.path}",
+            fix=f"write it again: phalanx plan {resolved.path} --out {path}",
+        )
+    base = resolved.path.parent if resolved is not None else Path(path).parent
+    return dataclasses.replace(plan, job=_absolute(plan.job, base))
+
+
+def check_here(plan: Plan) -> None:
+    """This machine has the devices of the plan; raises UserError naming what to write instead."""
+    machine = discover()
+    ranks, device = plan.layout.devices, plan.cluster.accelerator
+    if device.family == "cpu":
+        most = MOST_RANKS_PER_CORE * machine.usable_cores
+        if ranks > most:
+            why = f"{machine.usable_cores} cores run at most {most} ranks that get anything done"
+            raise mistake(plan.cluster.name, f"asks for {ranks:,} ranks on this machine", why=why, fix="use local:4")
+    elif len(machine.gpus) < ranks:
+        found = f"{len(machine.gpus)} GPU{'s' if len(machine.gpus) != 1 else ''}"
+        raise mistake(
+            plan.cluster.name,
+            f"the plan needs {ranks:,} × {device.name}, and this machine has {found}",
+            why="phalanx train starts the ranks of one machine",
+            fix="start it on every host with torchrun or srun, which set RANK, WORLD_SIZE and MASTER_ADDR; "
+            "or try it here with --cluster local:4",
+        )
+
+
+def resumed(run: Run, *, overrides: Sequence[str], cluster: str | None, steps: int) -> tuple[Plan, tuple[Problem, ...]]:
+    """The plan to go on with: the run's own, or a new one when the layout may change; and what to warn about."""
+    old = Plan.from_json(read_text(run.plan_json, noun="plan"), where=str(run.plan_json))
+    if not run.saved_steps():
+        raise mistake(
+            str(run.path), "has no checkpoint to go on from", fix=f"start it again: phalanx train {run.job_toml}"
+        )
+    if not overrides and cluster is None and steps <= 0:
+        return old, ()
+    resolved = load_job(str(run.job_toml), overrides=overrides, cluster=cluster, steps=steps)
+    warnings = _allowed(run, old.job, resolved.job)
+    return make(resolved), warnings
+
+
+def _allowed(run: Run, old: Job, new: Job) -> tuple[Problem, ...]:
+    changed = differences(old, new)
+    bends = [key for key in changed if key.startswith(BENDS_THE_CURVE) and key not in FIXED_OPTIM]
+    refused = [key for key in changed if not key.startswith(FREE) and key not in bends]
+    before, after = flat(old), flat(new)
+    if refused:
+        raise UserError(
+            [
+                Problem(
+                    where=str(run.path),
+                    what=f"{key} = {after.get(key)!r} cannot replace {before.get(key)!r} in a resumed run",
+                    why="the checkpoint would not fit, or other data would be seen",
+                    fix="start a new run; a resumed one may change parallel.*, batch.micro, train.* and the cluster",
+                )
+                for key in refused
+            ]
+        )
+    return tuple(
+        Problem(
+            where=str(run.path),
+            what=f"{key} = {after.get(key)!r} instead of {before.get(key)!r}: the curve bends here",
+        )
+        for key in bends
+    )
+
+
+def differences(old: Job, new: Job) -> list[str]:
+    """Dotted keys whose values differ."""
+    before, after = flat(old), flat(new)
+    return [key for key in {**before, **after} if before.get(key) != after.get(key)]
+
+
+def flat(job: Job) -> dict[str, Any]:
+    """Every setting by its dotted key."""
+    result: dict[str, Any] = {}
+    for section, value in to_dict(job).items():
+        if isinstance(value, dict):
+            result |= {f"{section}.{key}": item for key, item in value.items()}
+        else:
+            result[section] = value
+    return result
+
+
+def _few(names: Sequence[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

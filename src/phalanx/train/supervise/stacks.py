@@ -1,0 +1,64 @@
+"""Where ranks are that do not answer: each writes down its Python stack when asked, and one of them is not waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from phalanx.record.run import Run
+from phalanx.train.supervise.board import Board
+from phalanx.train.supervise.process import STACK_SIGNAL
+
+ANSWER_S = 0.5  # a rank that runs writes its stack within milliseconds; the machine may be busy
+_FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
+_WAITS = ("distributed_c10d.py", "_functional_collectives", "distributed/pipelining", "fsdp/_fully_shard")
+
+
+def find_silent(run: Run, alive: Mapping[int, int], board: Board) -> tuple[int, str]:
+    """Of the ranks still alive (rank -> process), the one the others wait for, and the place where it is."""
+    sizes = {rank: _size(run.stack(rank)) for rank in alive}
+    for pid in alive.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, STACK_SIGNAL)
+    time.sleep(ANSWER_S)
+    stacks = {rank: _tail(run.stack(rank), sizes[rank]) for rank in alive}
+
+    def order(rank: int) -> tuple[bool, int, float, int]:
+        beat = board.last(rank)
+        return any(word in stacks[rank] for word in _WAITS), beat.step, beat.at_s, rank
+
+    found = min(alive, key=order)
+    return found, _place(stacks[found], alive[found])
+
+
+def _place(stack: str, pid: int) -> str:
+    if not stack:
+        return "a stopped process (state T)" if _state(pid) == "T" else "a process that cannot answer"
+    main = stack.split("Current thread", 1)[-1] if "Current thread" in stack else stack
+    frame = _FRAME.search(main)
+    return f"{frame.group(3)} ({Path(frame.group(1)).name}:{frame.group(2)})" if frame else ""
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(") ")[2][:1]
+    except OSError:
+        return ""
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _tail(path: Path, start: int) -> str:
+    try:
+        return path.read_bytes()[start:].decode("utf-8", errors="replace")
+    except OSError:
+        return ""
