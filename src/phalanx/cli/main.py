@@ -19,7 +19,9 @@ VERBS: dict[str, tuple[str, str]] = {
     "cluster": ("phalanx.cli.cluster", "describe this machine or a cluster such as 8xH100:16"),
     "probe": ("phalanx.cli.probe", "measure this machine in under 30 s; later plans use the profile"),
     "plan": ("phalanx.cli.plan", "find the best layout, its reasons and its bill"),
+    "train": ("phalanx.cli.train", "train a job, or go on with a run; saves on Ctrl-C"),
     "validate": ("phalanx.cli.validate", "predict a table of published runs and report the error"),
+    "data": ("phalanx.cli.data", "build token shards from text, show and verify them"),
     "calibrate": ("phalanx.cli.calibrate", "refit a few constants from steps measured on your system"),
 }
 

@@ -18,7 +18,11 @@ __all__ = ["from_dict", "resolve", "to_dict"]
 
 _DOMAINS = re.compile(r"^\s*(-?\d{1,12})\s*[xX*]\s*([^:]+?)\s*(?::\s*(-?\d{1,12})\s*)?$")
 _DEVICES = re.compile(r"^\s*([^:]+?)\s*(?::\s*(-?\d{1,12})\s*)?$")
-FORMS = "write 8xH100:16 (16 domains of 8), H100:64 (64 devices), local, or the path of a .toml file"
+_LOCAL = re.compile(r"^local(-cpu)?\s*(?::\s*(-?\d{1,12}))?$")
+FORMS = (
+    "write 8xH100:16 (16 domains of 8), H100:64 (64 devices), local, local:4 (4 ranks of this machine), "
+    "or the path of a .toml file"
+)
 
 
 def resolve(
@@ -33,6 +37,7 @@ def resolve(
     """The Cluster a spec means; `base` is the folder relative paths start from, `ranks` splits a CPU machine.
 
     `8xH100:16` is 16 fast domains of 8 devices; `H100:64` is 64 devices in domains as large as the device allows.
+    `local:4` is 4 GPUs of this machine, or 4 processes that share its cores; `local-cpu:4` the latter in any case.
 
     >>> resolve("8xH100:16").devices, resolve("H100:64").domains
     (128, 8)
@@ -42,11 +47,15 @@ def resolve(
     text = str(spec).strip()
     if not text:
         raise mistake("cluster", "the spec is empty", why="it must name what to run on", fix=FORMS)
-    if text == "local":
+    here = _LOCAL.match(text)
+    if here:
         # Discovery reads /proc and may load NVML: only a caller who asks for this machine pays for that.
         from phalanx.hardware.local import local_cluster
 
-        return local_cluster(environ=environ, profile=profile, ranks=ranks, files=files)
+        ranks = int(here.group(2)) if here.group(2) else ranks
+        if here.group(2):
+            _check_counts(f"cluster {text[:60]!r}", {"ranks": ranks}, ranks)
+        return local_cluster(environ=environ, profile=profile, ranks=ranks, files=files, cpu=bool(here.group(1)))
     if text.endswith(".toml") or "/" in text:
         return load_cluster((base or Path()) / text, files=files, environ=environ)
     return _parse(text, files, environ)

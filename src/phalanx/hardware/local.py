@@ -24,10 +24,14 @@ def local_cluster(
     profile: Path | None = None,
     ranks: int = 0,
     files: Sequence[Path] = (),
+    cpu: bool = False,
 ) -> Cluster:
-    """This machine, looked at now."""
+    """This machine, looked at now; with `cpu` as if it had no GPUs."""
     env = os.environ if environ is None else environ
-    return machine_cluster(discover(environ=env), environ=env, profile=profile, ranks=ranks, files=files)
+    machine = discover(environ=env)
+    if cpu:
+        machine = dataclasses.replace(machine, gpus=(), gpu_paths=())
+    return machine_cluster(machine, environ=env, profile=profile, ranks=ranks, files=files)
 
 
 def machine_cluster(
@@ -38,17 +42,31 @@ def machine_cluster(
     ranks: int = 0,
     files: Sequence[Path] = (),
 ) -> Cluster:
-    """A machine as a Cluster; `ranks` is how many processes share its cores (0: one per core)."""
+    """A machine as a Cluster; `ranks` is how many of its GPUs, or processes that share its cores (0: all of them)."""
     if not 0 <= ranks <= MAX_LOCAL_RANKS:
         raise mistake("--ranks", f"{ranks} is out of range", fix=f"use 1 to {MAX_LOCAL_RANKS}, or 0 for one per core")
     measured, remark = _measured(machine, environ, profile)
     if machine.gpus:
-        cluster = _gpu_cluster(machine, environ, files)
+        cluster = _gpu_cluster(_first_gpus(machine, ranks), environ, files)
     else:
         cluster = _cpu_cluster(machine, ranks or machine.usable_cores, environ, files)
     source = "; ".join(part for part in (cluster.source, remark) if part)
+    name = f"{cluster.name}:{ranks}" if ranks else cluster.name
     cores_per_rank = 1.0 if machine.gpus else machine.usable_cores / cluster.devices
-    return _apply(dataclasses.replace(cluster, source=source), measured, cores_per_rank)
+    return _apply(dataclasses.replace(cluster, name=name, source=source), measured, cores_per_rank)
+
+
+def _first_gpus(machine: Machine, ranks: int) -> Machine:
+    """The machine with its first `ranks` GPUs (0: all of them)."""
+    count = len(machine.gpus)
+    if ranks > count:
+        raise mistake(
+            f"local:{ranks}",
+            f"asks for {ranks} GPUs and this machine has {count}",
+            why="every rank needs a GPU of its own",
+            fix=f"write local:{count}, or local-cpu:{ranks} to run on the processor cores",
+        )
+    return dataclasses.replace(machine, gpus=machine.gpus[: ranks or count])
 
 
 def _measured(machine: Machine, environ: Mapping[str, str], named: Path | None) -> tuple[Profile | None, str]:

@@ -53,8 +53,10 @@ class StepResult:
     grad_norm: float
     skipped: bool  # the gradient was not finite: no rank updated anything
     stop: bool  # some rank asks to end the run after this step
+    save: bool  # some rank asks for a checkpoint of this step
     compute_s: float  # this rank's own work
     wait_s: float  # this rank's waiting for others at the end of the step
+    bytes_sent: int | None = None  # by compressed gradient exchange on this rank
 
 
 class Engine:
@@ -107,10 +109,13 @@ class Engine:
             if piece.tensor.data_ptr() != held.local.data_ptr():
                 held.local.copy_(piece.tensor)
 
+    def weights(self) -> list[Piece]:
+        """The model as the optimizer sees it, buffers included."""
+        return [*self.pieces, *(held.piece(held.local) for held in self.held if not held.trained)]
+
     def state(self) -> list[Piece]:
-        """Everything a checkpoint must hold: weights, optimizer state, buffers."""
-        buffers = [held.piece(held.local) for held in self.held if not held.trained]
-        return [*self.pieces, *self.optimizer.state(), *buffers]
+        """Everything a checkpoint must hold: weights, buffers, optimizer state."""
+        return [*self.weights(), *self.optimizer.state()]
 
     def _master(self, held: Held) -> torch.Tensor:
         """What the optimizer updates: the parameter's own storage, or a copy in another format or place."""
@@ -121,8 +126,10 @@ class Engine:
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
-    def step(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, *, lr: float, stop: bool = False) -> StepResult:
-        """Learn from this data rank's part of the global batch."""
+    def step(
+        self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, *, lr: float, stop: bool = False, save: bool = False
+    ) -> StepResult:
+        """Learn from this data rank's part of the global batch; `stop` and `save` are wishes that all ranks share."""
         worked_s, began_s = time.thread_time(), time.perf_counter()
         tokens_BS, targets_BS = self._mine(tokens_BS), self._mine(targets_BS)
         batch_sequences = tokens_BS.shape[0] * self.dims.data
@@ -133,7 +140,9 @@ class Engine:
         loss_sum = self._forward_backward(tokens_BS, targets_BS, unit=scale / batch_tokens)
         grads = self._gradients()
         ended_s = time.perf_counter()
-        squared, loss, valid, stops = self._agree(squared_norm(self.pieces, grads), loss_sum, targets_BS, stop=stop)
+        squared, loss, valid, stops, saves = self._agree(
+            squared_norm(self.pieces, grads), loss_sum, targets_BS, wishes=(stop, save)
+        )
         worked_s, waited_s = time.thread_time() - worked_s, time.perf_counter() - ended_s
         factor = batch_tokens / (max(valid, 1.0) * scale)
         norm = math.sqrt(squared) * factor if squared >= 0 else math.nan
@@ -149,6 +158,7 @@ class Engine:
             grad_norm=norm,
             skipped=skipped,
             stop=stops > 0,
+            save=saves > 0,
             compute_s=worked_s if self.device.type == "cpu" else ended_s - began_s,
             wait_s=waited_s,
         )
@@ -163,7 +173,7 @@ class Engine:
         for part in self.parts:
             part.model.train()
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        _, loss, valid, _ = self._agree(zero, loss_sum, targets_BS, stop=False)
+        _, loss, valid, *_ = self._agree(zero, loss_sum, targets_BS, wishes=(False, False))
         return loss, int(valid)
 
     def _mine(self, whole_BL: torch.Tensor) -> torch.Tensor:
@@ -277,18 +287,17 @@ class Engine:
         return found
 
     def _agree(
-        self, squared: torch.Tensor, loss_sum: torch.Tensor, targets_BS: torch.Tensor, *, stop: bool
-    ) -> tuple[float, float, float, float]:
+        self, squared: torch.Tensor, loss_sum: torch.Tensor, targets_BS: torch.Tensor, *, wishes: tuple[bool, bool]
+    ) -> list[float]:
         """Sum the step's few numbers over the whole job: the only collective that every rank joins."""
         scores = any(part.model.head is not None for part in self.parts) and self.meshes.index("tensor") == 0
         valid = (targets_BS != IGNORED).sum().double() if scores else torch.zeros_like(loss_sum)
         loss = loss_sum if scores else torch.zeros_like(loss_sum)
-        flag = torch.full_like(loss_sum, float(stop))
-        numbers = torch.stack([squared.to(self.device), loss, valid, flag])
+        flags = [torch.full_like(loss_sum, float(wish)) for wish in wishes]
+        numbers = torch.stack([squared.to(self.device), loss, valid, *flags])
         if self.dims.world > 1:
             dist.all_reduce(numbers)
-        found = self._read(numbers)
-        return found[0], found[1], found[2], found[3]
+        return self._read(numbers)
 
     def _clip_factor(self, norm: float) -> float:
         return min(1.0, self._clip / (norm + 1e-6)) if self._clip else 1.0  # 1e-6 as torch.nn.utils.clip_grad_norm_

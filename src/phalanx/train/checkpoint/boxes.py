@@ -53,22 +53,6 @@ def overlap(one: Box, other: Box) -> Box | None:
     return Box(start, tuple(high - low for low, high in zip(start, end, strict=True)))
 
 
-class BoxIndex:
-    """One or more boxes of a tensor, searched as arrays: 4,096 of them take microseconds, not a Python loop."""
-
-    def __init__(self, boxes: Sequence[Box]) -> None:
-        shape = (len(boxes), len(boxes[0].start))
-        self._start_KD = np.array([box.start for box in boxes], dtype=np.int64).reshape(shape)
-        self._end_KD = np.array([box.end for box in boxes], dtype=np.int64).reshape(shape)
-
-    def meeting(self, box: Box) -> list[int]:
-        """Positions of the boxes that share an element with `box`."""
-        low, high = np.array(box.start, dtype=np.int64), np.array(box.end, dtype=np.int64)
-        shared_KD = np.maximum(self._start_KD, low) < np.minimum(self._end_KD, high)
-        hit_K = shared_KD.all(axis=1)
-        return [int(position) for position in np.flatnonzero(hit_K)]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gap:
     """A part of a box that is covered not once but `times` times."""

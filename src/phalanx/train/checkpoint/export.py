@@ -36,12 +36,12 @@ def read_state(folder: Path, select: Callable[[str], bool] = is_weight) -> dict[
 
 
 def _assemble(catalog: Catalog, stored: Stored) -> torch.Tensor:
-    parts = stored.covering(whole(stored.shape))  # first: a forged shape without the bytes to fill it costs no memory
+    stored.check_whole()  # first: a forged shape without the bytes to fill it costs no memory
     tensor = torch.empty(stored.shape, dtype=KINDS[stored.dtype].torch)
-    for entry, part in parts:
+    for entry in stored.entries:
         with Shard(catalog.folder, catalog.indexes[entry.rank]) as shard:
             shard.check([entry])
-            tensor[part.within(whole(stored.shape))].copy_(shard.read(entry, part))
+            tensor[entry.box.within(whole(stored.shape))].copy_(shard.read(entry, entry.box))
     return tensor
 
 

@@ -14,7 +14,7 @@ from phalanx.train.checkpoint.boxes import Box
 from phalanx.train.checkpoint.damage import damaged
 from phalanx.train.checkpoint.disk import read_file, reason
 from phalanx.train.checkpoint.dtypes import KINDS
-from phalanx.train.checkpoint.jsontext import JSON, from_text, to_text
+from phalanx.train.checkpoint.jsontext import JSON, from_text, to_line
 from phalanx.train.checkpoint.manifest import RankFiles, is_count
 
 MOST_BYTES = 2**28  # a million boxes on one rank, at 250 bytes a row
@@ -47,7 +47,7 @@ class Index:
 
 
 def encode(index: Index) -> bytes:
-    """The text of an index."""
+    """The text of an index, a line per tensor."""
     rows = [
         {
             "name": entry.name,
@@ -62,7 +62,8 @@ def encode(index: Index) -> bytes:
         for entry in index.entries
     ]
     header = {"bytes": index.header_bytes, "sha256": index.header_sha256}
-    return to_text({"rank": index.rank, "header": header, "meta": index.meta, "tensors": rows})
+    head = f'{{"rank":{index.rank},\n"header":{to_line(header)},\n"meta":{to_line(index.meta)},\n"tensors":[\n'
+    return (head + ",\n".join(map(to_line, rows)) + "\n]}\n").encode("ascii")
 
 
 def read_index(folder: Path, rank: int, files: RankFiles) -> Index:

@@ -13,19 +13,17 @@ def to_text(value: Any) -> bytes:
     return (json.dumps(value, sort_keys=True, indent=1, allow_nan=False) + "\n").encode("ascii")
 
 
+def to_line(value: Any) -> str:
+    """A value on one line, without spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
 def from_text(data: bytes) -> Any:
-    """The value of a text; raises ValueError for anything that is not plain JSON, or names a key twice."""
+    """The value of a text; raises ValueError for anything that is not plain JSON."""
     try:
-        return json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse)
+        return json.loads(data, parse_constant=_refuse)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("it names a key twice")
-    return found
 
 
 def _refuse(text: str) -> None:

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from phalanx.train.checkpoint import names
-from phalanx.train.checkpoint.boxes import whole
 from phalanx.train.checkpoint.catalog import Catalog, read_catalog
 from phalanx.train.checkpoint.damage import Damaged, damaged
 from phalanx.train.checkpoint.index import Index
@@ -54,7 +53,7 @@ def _holes(catalog: Catalog) -> list[Damaged]:
     found = []
     for stored in catalog.tensors.values():
         try:
-            stored.covering(whole(stored.shape))
+            stored.check_whole()
         except Damaged as error:
             found.append(error)
     return found

@@ -6,7 +6,6 @@ S sequence, N heads, H head, R = H / 2 rotated pairs. Pairs are (i, i + H/2), as
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,15 +16,15 @@ from phalanx.job.model import ModelShape
 YARN_SLOW, YARN_FAST = 1.0, 32.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rope:
-    """Tables of one forward pass. Not a tuple on purpose: FSDP2 casts tensors it finds in a block's arguments.
+    """Tables of one forward pass.
 
-    In bfloat16 an angle's cosine would keep 8 bits.
+    Neither a tuple nor a dataclass: FSDP2 looks into those for tensors to cast, and a bfloat16 cosine keeps 8 bits.
     """
 
-    cos_SR: Tensor
-    sin_SR: Tensor
+    def __init__(self, *, cos_SR: Tensor, sin_SR: Tensor) -> None:
+        self.cos_SR = cos_SR
+        self.sin_SR = sin_SR
 
     def turn(self, x_BSNH: Tensor) -> Tensor:
         """Rotate every pair of every head by its position's angle."""

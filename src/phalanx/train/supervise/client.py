@@ -39,34 +39,40 @@ def launch(
 ) -> Outcome:
     """Start the ranks and stay until they are gone; `tick` is called often, `asked(n)` at the n-th wish to stop."""
     run.stop_file.unlink(missing_ok=True)  # it stopped the run once; it does not stop it again
-    run.set_status("launching")
-    command = [sys.executable, *agent, str(run.path), str(os.getpid())]
-    with open(run.path / "logs" / "agent.log", "ab") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(environ), start_new_session=True
-        )  # its own session: Ctrl-C in the terminal reaches only us, and we pass it on
-    try:
-        with _passed_on(process, asked) as wishes:
+    with _wishes(asked) as wishes:
+        run.set_status("launching")
+        process = _start(run, [sys.executable, *agent, str(run.path), str(os.getpid())], environ)
+        try:
+            passed = 0
             while process.poll() is None:
+                for _ in range(len(wishes) - passed):
+                    process.terminate()
+                    passed += 1
                 tick()
-                time.sleep(POLL_S)
+                time.sleep(POLL_S)  # a signal does not cut it short: a wish waits this long at most
             tick()
-    finally:
-        if process.poll() is None:  # we are leaving by an exception: nothing stays behind
-            process.kill()
-            process.wait()
+        finally:
+            if process.poll() is None:  # we are leaving by an exception: nothing stays behind
+                process.kill()
+                process.wait()
     return _outcome(run, process.returncode, wishes=len(wishes))
 
 
+def _start(run: Run, command: list[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """The agent in a session of its own: Ctrl-C in the terminal reaches only us, and we pass it on."""
+    with open(run.path / "logs" / "agent.log", "ab") as log:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(environ), start_new_session=True
+        )
+
+
 @contextlib.contextmanager
-def _passed_on(agent: subprocess.Popen[bytes], asked: Callable[[int], None]) -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM become a wish to the agent: the first stops after the step, the second at once."""
+def _wishes(asked: Callable[[int], None]) -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM are collected: the first asks to stop after the step, the second at once."""
     wishes: list[int] = []
 
     def wish(number: int, frame: FrameType | None) -> None:
         wishes.append(number)
-        with contextlib.suppress(ProcessLookupError):
-            agent.send_signal(signal.SIGTERM)
         asked(len(wishes))
 
     numbers = [signal.SIGINT, signal.SIGTERM]

@@ -1,0 +1,87 @@
+"""The line that shows how a run goes: redrawn in place on a terminal, repeated now and then where there is none."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from phalanx.cli.output import note
+from phalanx.record.follow import Follower
+from phalanx.record.run import Run
+
+if TYPE_CHECKING:
+    from rich.live import Live as RichLive
+    from rich.text import Text
+
+PLAIN_S = 5.0  # between lines where stderr is a file or a pipe
+REDRAW_S = 0.2
+
+
+class Live:
+    """A context: while it is open, `tick` keeps the line fresh."""
+
+    def __init__(self, run: Run, *, steps: int, world: int, since_s: float) -> None:
+        self._follower = Follower(run, steps=steps, since_s=since_s)
+        self._waiting = f"starting {world} rank{'s' if world != 1 else ''} …"
+        self._shown = ""
+        self._at_s = 0.0
+        self._display = _terminal() if sys.stderr.isatty() else None
+
+    def __enter__(self) -> Live:
+        if self._display is not None:
+            self._display.start()
+        else:
+            note(self._waiting)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for remark in self._follower.read():
+            self.note(remark)
+        if self._display is not None:
+            self._display.stop()
+        line = self._line()
+        if line not in (self._shown, self._waiting) or (self._display is not None and line != self._waiting):
+            note(line)
+
+    def tick(self) -> None:
+        """Look for news; cheap enough to be called ten times a second."""
+        now = time.monotonic()
+        if now - self._at_s < (REDRAW_S if self._display is not None else PLAIN_S) and self._at_s:
+            return
+        self._at_s = now
+        for remark in self._follower.read():
+            self.note(remark)
+        line = self._line()
+        if self._display is not None:
+            self._display.update(_text(line), refresh=True)
+        elif line not in (self._shown, self._waiting):
+            note(line)
+        self._shown = line
+
+    def note(self, text: str) -> None:
+        """A line that stays, above the one that moves."""
+        if self._display is not None:
+            self._display.console.print(_text(text))
+        else:
+            note(text)
+
+    def _line(self) -> str:
+        progress = self._follower.progress
+        return self._waiting if progress is None else progress.line()
+
+
+def _terminal() -> RichLive:
+    from rich.console import Console
+    from rich.live import Live as RichLive  # imported only on a terminal: 60 ms
+
+    return RichLive(console=Console(stderr=True, highlight=False), auto_refresh=False, transient=True)
+
+
+def _text(line: str) -> Text:
+    from rich.text import Text
+
+    return Text(line, overflow="ellipsis", no_wrap=True)

@@ -1,0 +1,232 @@
+"""`phalanx train`: plan a job, start its ranks, show how it goes, and report what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from phalanx.cli.options import add_json, add_set
+from phalanx.cli.output import note, print_json, warn
+from phalanx.errors import mistake
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx.plan.plan import Plan
+    from phalanx.record.run import Run
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Options of `phalanx train`."""
+    parser.add_argument("job", metavar="JOB", nargs="?", help="the job file, such as job.toml")
+    add_set(parser)
+    parser.add_argument("--cluster", metavar="SPEC", help="run on this instead of the job's cluster, as local:4")
+    parser.add_argument("--steps", metavar="N", type=int, default=0, help="train N steps instead of data.tokens")
+    parser.add_argument("--runs", metavar="DIR", default="runs", help="where run folders are made (runs)")
+    parser.add_argument("--name", metavar="NAME", help="first part of the run folder's name (the job's name)")
+    parser.add_argument("--resume", metavar="RUN", help="go on with a run from its newest checkpoint")
+    parser.add_argument("--report", metavar="RUN", help="print the report of a run and do nothing else")
+    parser.add_argument("--plan", metavar="FILE", help="use this plan, as phalanx plan --out wrote it")
+    parser.add_argument("--dry-run", action="store_true", help="plan and check, start nothing")
+    parser.add_argument("--allow-code", action="store_true", help="let the job import a model of your own")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, resume, or report."""
+    _check_call(args)
+    if args.report:
+        from phalanx.record.run import open_run
+
+        return _report(open_run(args.report), as_json=args.json)
+    from phalanx.train.supervise.prepare import need_torch
+
+    need_torch()
+    if _is_one_rank(os.environ):
+        return _join(args)
+    started = time.time()
+    plan, old = _planned(args, here=True)
+    _header(plan)
+    if args.dry_run:
+        return _dry_run(plan, as_json=args.json)
+    made = _folder(plan, args, old)
+    made.set_launch(**launch_values(plan, started=started, allow_code=args.allow_code))
+    return _launch(made, plan, args, started=started)
+
+
+def _check_call(args: argparse.Namespace) -> None:
+    named = [name for name, value in (("JOB", args.job), ("--resume", args.resume), ("--report", args.report)) if value]
+    if not named and not args.plan:
+        raise mistake("phalanx train", "no job file is named", fix="phalanx train job.toml; phalanx init writes one")
+    if len(named) > 1:
+        raise mistake("phalanx train", f"{' and '.join(named)} exclude each other", fix="give one of them")
+    if args.steps < 0:
+        raise mistake("phalanx train", f"--steps {args.steps} is below 0", fix="use 1 or more")
+    if args.plan and (args.overrides or args.cluster or args.steps or args.resume):
+        raise mistake(
+            "phalanx train",
+            "--plan is already settled: --set, --cluster, --steps and --resume cannot change it",
+            fix="make another with phalanx plan JOB --set … --out FILE",
+        )
+
+
+def _planned(args: argparse.Namespace, *, here: bool) -> tuple[Plan, Run | None]:
+    """The plan to launch, and the run it goes on with; `here` says that all its ranks are to run on this machine."""
+    from phalanx.train.supervise import prepare
+
+    old, base = None, Path()
+    if args.resume:
+        from phalanx.record.run import open_run
+
+        old = open_run(args.resume)
+        plan, warnings = prepare.resumed(old, overrides=args.overrides, cluster=args.cluster, steps=args.steps)
+        warn(warnings)
+    else:
+        plan, base = _fresh_plan(args)
+    prepare.check_code(plan.job, allowed=args.allow_code)
+    if here:
+        prepare.check_here(plan)
+    plan = prepare.with_data(plan, base)
+    warn(prepare.check_data(plan))
+    return plan, old
+
+
+def _fresh_plan(args: argparse.Namespace) -> tuple[Plan, Path]:
+    """The plan, and the folder that relative paths in its job start from."""
+    from phalanx.train.supervise import prepare
+
+    if not args.job:
+        return prepare.read_plan(args.plan, None), Path(args.plan).parent
+    resolved = prepare.load_job(args.job, overrides=args.overrides, cluster=args.cluster, steps=args.steps)
+    plan = prepare.read_plan(args.plan, resolved) if args.plan else prepare.make(resolved)
+    return plan, resolved.path.parent
+
+
+def _header(plan: Plan) -> None:
+    """Three lines before the first step: what runs, what it should take, what to mind."""
+    from phalanx.units import format_bytes, format_count, format_seconds
+
+    p, job = plan.prediction, plan.job
+    note(
+        f"{job.name}: {job.model.name}, {format_count(p.parameters)} parameters, on {plan.cluster.name}: "
+        f"{plan.layout.name}"
+    )
+    note(
+        f"  predicted: {format_seconds(p.step_s)} per step ({format_seconds(p.step_s_low)} to "
+        f"{format_seconds(p.step_s_high)}), {format_count(p.tokens_per_s)} tokens/s, "
+        f"{format_bytes(plan.memory.total_bytes)} per rank, {format_seconds(plan.duration.training_s)} for "
+        f"{plan.duration.steps:,} steps"
+    )
+    for text in plan.warnings:
+        note(f"  warning: {text}")
+
+
+def _dry_run(plan: Plan, *, as_json: bool) -> int:
+    if as_json:
+        print_json(plan.to_dict())
+    else:
+        print(f"{plan.layout.devices} ranks would train {plan.duration.steps:,} steps: {plan.layout.name}")
+    return 0
+
+
+def _folder(plan: Plan, args: argparse.Namespace, old: Run | None) -> Run:
+    """The run folder: a new one, or the old one with what changed written over it."""
+    from phalanx.job.dump import to_dict
+    from phalanx.record.run import create_run
+    from phalanx.record.toml import to_toml
+
+    job = to_dict(plan.job)
+    if old is None:
+        name = args.name if args.name is not None else plan.job.name
+        return create_run(Path(args.runs), name, job_toml=to_toml(job), job=job, plan_json=plan.to_json())
+    old.replan(job_toml=to_toml(job), job=job, plan_json=plan.to_json())
+    return old
+
+
+def launch_values(plan: Plan, *, started: float, allow_code: bool) -> dict[str, object]:
+    """What launch.json says beside the plan."""
+    return {
+        "v": 1,
+        "world": plan.layout.devices,
+        "layout": plan.layout.name,
+        "started": round(started, 3),
+        "allow_code": allow_code,
+    }
+
+
+def _launch(made: Run, plan: Plan, args: argparse.Namespace, *, started: float) -> int:
+    from phalanx.cli.live import Live
+    from phalanx.train.supervise.client import launch
+
+    note(f"  run: {made.path}")
+    with Live(made, steps=plan.duration.steps, world=plan.layout.devices, since_s=started) as live:
+
+        def asked(count: int) -> None:
+            live.note("stopping after this step; Ctrl-C again ends it at once" if count == 1 else "ending it at once")
+
+        outcome = launch(made, environ=_environ(os.environ, plan), tick=live.tick, asked=asked)
+    if outcome.state != "failed":
+        _add_baselines(made, plan)
+        _report(made, as_json=args.json)
+    if outcome.message:
+        note(outcome.message)
+    return outcome.exit_code
+
+
+def _add_baselines(made: Run, plan: Plan) -> None:
+    """Counted when the ranks are gone and the cores are free; only where there is something to compare."""
+    from phalanx.record.summary import summarize
+    from phalanx.train.supervise.prepare import baselines
+
+    found = summarize(made).evaluation
+    if found is not None and found.bits_per_byte is not None and found.bigram_bits_per_byte is None:
+        made.set_launch(**{**made.launch(), "baselines": baselines(plan.job)})
+
+
+def _environ(environ: Mapping[str, str], plan: Plan) -> dict[str, str]:
+    """The ranks share the cores, and nothing of one machine listens beyond it."""
+    from phalanx.hardware.discover import discover
+
+    threads = str(max(1, discover().usable_cores // plan.layout.devices))
+    wanted = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
+    return {**wanted, **environ, **loopback}
+
+
+def _report(made: Run, *, as_json: bool) -> int:
+    from phalanx.record.report import render
+    from phalanx.record.summary import summarize
+
+    summary = summarize(made)
+    if as_json:
+        print_json(summary)
+    else:
+        print(render(summary))
+    return 0
+
+
+def _is_one_rank(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun, srun or another launcher started this process as one rank of many."""
+    return all(environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+
+
+def _join(args: argparse.Namespace) -> int:
+    """Be one rank of a job that another launcher started; rank 0 makes the run folder for all."""
+    from phalanx.train.supervise.joined import join
+
+    def prepared() -> tuple[Plan, Run]:
+        started = time.time()
+        plan, old = _planned(args, here=False)
+        _header(plan)
+        made = _folder(plan, args, old)
+        made.set_launch(**launch_values(plan, started=started, allow_code=args.allow_code))
+        return plan, made
+
+    if args.dry_run:
+        raise mistake("phalanx train", "--dry-run starts nothing, so it needs no launcher", fix="run it without one")
+    made = join(os.environ, prepared)
+    if made is not None:
+        _report(made, as_json=args.json)
+    return 0

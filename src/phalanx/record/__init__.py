@@ -1,0 +1,1 @@
+"""What happened: run folders, the events of their ranks, and the report made of them. No torch."""

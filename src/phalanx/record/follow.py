@@ -1,0 +1,103 @@
+"""A run as it goes: reads rank 0's events while they are written, so that watching costs the ranks nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.record.events import Event, EventReader
+from phalanx.record.run import Run
+from phalanx.units import format_bytes, format_count, format_seconds
+
+RECENT = 20  # steps behind the rate and the time that is left
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """Where a run stands after its last step."""
+
+    step: int  # steps done
+    steps: int  # in all; 0 when not known
+    loss: float | None
+    tokens_per_s: float | None
+    left_s: float | None
+    memory_bytes: float | None
+    lr: float | None
+
+    def line(self) -> str:
+        """One line for a person."""
+        of = f"/{self.steps:,}" if self.steps else ""
+        parts = [f"step {self.step:,}{of}"]
+        parts += [f"loss {self.loss:.4f}"] if self.loss is not None else []
+        parts += [f"{format_count(self.tokens_per_s)} tokens/s"] if self.tokens_per_s else []
+        parts += [f"{format_seconds(self.left_s)} left"] if self.left_s else []
+        parts += [format_bytes(self.memory_bytes)] if self.memory_bytes else []
+        parts += [f"lr {self.lr:.2e}"] if self.lr is not None else []
+        return "  ".join(parts)
+
+
+class Follower:
+    """Turns new events into progress and remarks; ask it as often as you like."""
+
+    def __init__(self, run: Run, *, steps: int, since_s: float) -> None:
+        self._reader = EventReader(run.events(0))
+        self._steps = steps
+        self._since_s = since_s
+        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)  # tokens, seconds
+
+        self.progress: Progress | None = None
+
+    def read(self) -> list[str]:
+        """Look at what is new; the remarks worth a line of their own."""
+        remarks = []
+        for event in self._reader.read():
+            if float(event.get("t") or 0.0) < self._since_s:
+                continue  # an earlier start of the same run
+            if event["event"] == "step":
+                self._step(event)
+            else:
+                remarks += _remark(event)
+                self._steps = int(event.get("steps") or self._steps) if event["event"] == "run_start" else self._steps
+        return remarks
+
+    def _step(self, event: Event) -> None:
+        seconds, tokens = _number(event, "duration_s"), _number(event, "tokens")
+        if seconds:
+            self._recent.append((tokens or 0.0, seconds))
+        spent = sum(seconds for _, seconds in self._recent)
+        done = int(event.get("step") or 0) + 1
+        rate = sum(tokens for tokens, _ in self._recent) / spent if spent else None
+        left = max(0, self._steps - done) * spent / len(self._recent) if self._recent and self._steps else None
+        self.progress = Progress(
+            step=done,
+            steps=self._steps,
+            loss=_number(event, "loss"),
+            tokens_per_s=rate,
+            left_s=left,
+            memory_bytes=_number(event, "memory_bytes"),
+            lr=_number(event, "lr"),
+        )
+
+
+def _number(event: Event, name: str) -> float | None:
+    value: Any = event.get(name)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _remark(event: Event) -> list[str]:
+    """What a person wants to see pass by, apart from steps."""
+    step = int(event.get("step") or 0)
+    if event["event"] == "evaluate":
+        parts = [f"loss {event['loss']:.4f}"] if _number(event, "loss") is not None else []
+        parts += [f"{event['bits_per_byte']:.3f} bits per byte"] if _number(event, "bits_per_byte") is not None else []
+        return [f"step {step:,}: held-out {', '.join(parts)}"]
+    if event["event"] == "checkpoint":
+        seconds, size = _number(event, "seconds"), _number(event, "bytes")
+        cost = [format_bytes(size)] if size else []
+        cost += [format_seconds(seconds)] if seconds else []
+        return [f"step {step:,}: checkpoint saved" + (f" ({', '.join(cost)})" if cost else "")]
+    if event["event"] == "ready":
+        seconds = _number(event, "seconds")
+        return ["ranks ready" + (f" after {format_seconds(seconds)}" if seconds else "")]
+    return []

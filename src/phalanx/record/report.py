@@ -1,0 +1,173 @@
+"""A Summary as a page of plain text for a terminal of 100 columns."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections.abc import Sequence
+
+from phalanx.record.summary import Evaluation, Pair, RankTime, Summary
+from phalanx.units import format_bytes, format_count, format_seconds
+
+WIDTH = 100
+MOST_ROWS = 16  # ranks shown; more are cut to the slowest
+UNKNOWN = "-"
+
+
+def render(summary: Summary) -> str:
+    """The page: prediction beside measurement, what was learnt, the ranks, some text, where everything is."""
+    sections = [
+        ("", _measured(summary)),
+        ("LEARNING", _learning(summary)),
+        ("RANKS (means per step)", _ranks(summary)),
+        ("WHAT IT WRITES", _samples(summary)),
+        ("KEPT", _kept(summary)),
+    ]
+    lines = _headline(summary)
+    for title, body in sections:
+        if body:
+            lines += ["", *([title] if title else []), *(f"  {line}".rstrip() for line in body)]
+    return "\n".join(lines)
+
+
+def _headline(s: Summary) -> list[str]:
+    of = f" of {s.planned_steps:,}" if s.planned_steps else ""
+    spent = f" in {format_seconds(s.wall_s)}" if s.wall_s else ""
+    starts = f", {s.starts} starts" if s.starts > 1 else ""
+    head = f"{s.run}: {s.state}, {s.steps:,}{of} steps, {format_count(s.tokens)} tokens{spent}{starts}"
+    ranks = f"{s.world} rank{'s' if s.world != 1 else ''}"
+    return [head, f"{s.model} ({format_count(s.parameters)} parameters) on {s.cluster}, {ranks}: {s.layout}"]
+
+
+def _measured(s: Summary) -> list[str]:
+    if s.step_s.measured is None:
+        return ["no step was finished"]
+    step = format_seconds(s.step_s.measured) + (f" (p90 {format_seconds(s.step_s_p90)})" if s.step_s_p90 else "")
+    guess = _seconds(s.step_s.predicted)
+    if s.step_s_low and s.step_s_high:
+        guess += f" ({format_seconds(s.step_s_low)} to {format_seconds(s.step_s_high)})"
+    rows = [("", "predicted", "measured", "difference"), ("step", guess, step, _error(s.step_s))]
+    rows.append(("tokens/s", _count(s.tokens_per_s.predicted), _count(s.tokens_per_s.measured), _error(s.tokens_per_s)))
+    if s.mfu.predicted and s.mfu.measured:
+        rows.append(("MFU", f"{s.mfu.predicted:.1%}", f"{s.mfu.measured:.1%}", _error(s.mfu)))
+    rows.append(("memory", _bytes(s.memory_bytes.predicted), _bytes(s.memory_bytes.measured), _error(s.memory_bytes)))
+    rows.append(("training", _seconds(s.training_s.predicted), _seconds(s.training_s.measured), _error(s.training_s)))
+    if s.first_step_s is not None:
+        rows.append(("first step", "", f"{format_seconds(s.first_step_s)} after the launch", ""))
+    return _table(rows)
+
+
+def _learning(s: Summary) -> list[str]:
+    lines = []
+    if s.first_loss is not None and s.last_loss is not None:
+        lines.append(f"training loss  {s.first_loss:.4f} → {s.last_loss:.4f} nats per token")
+    if s.evaluation is not None:
+        lines += _evaluation(s.evaluation)
+    if s.skipped_steps:
+        lines.append(f"{s.skipped_steps} steps were skipped: their gradient was not finite")
+    return lines
+
+
+def _evaluation(e: Evaluation) -> list[str]:
+    parts = []
+    if e.loss is not None:
+        parts.append(f"{e.loss:.4f} nats per token")
+    if e.bits_per_byte is not None:
+        parts.append(f"{e.bits_per_byte:.3f} bits per byte")
+    lines = [f"held-out text  {', '.join(parts)} at step {e.step:,}"] if parts else []
+    baselines = [
+        f"{name} {value:.3f}"
+        for name, value in (("unigram", e.unigram_bits_per_byte), ("bigram", e.bigram_bits_per_byte))
+        if value is not None
+    ]
+    if baselines:
+        lines.append(f"baselines      {', '.join(baselines)} bits per byte on the same text")
+    return lines
+
+
+def _ranks(s: Summary) -> list[str]:
+    known = [one for one in s.ranks if one.compute_s is not None]
+    if not known:
+        return []
+    shown = sorted(sorted(known, key=lambda one: -(one.compute_s or 0.0))[:MOST_ROWS], key=lambda one: one.rank)
+    rows: list[tuple[str, ...]] = [("rank", "place", "compute", "wait", "waits", "sent", "memory")]
+    rows += [_rank_row(one) for one in shown]
+    lines = _table(rows, right=(0, 2, 3, 4, 5, 6))
+    if len(known) > len(shown):
+        lines.append(f"the {len(shown)} slowest of {len(known):,} ranks")
+    return [*lines, *_straggler(s, known)]
+
+
+def _rank_row(one: RankTime) -> tuple[str, ...]:
+    share = UNKNOWN
+    if one.wait_s is not None and one.compute_s is not None and one.wait_s + one.compute_s > 0:
+        share = f"{one.wait_s / (one.wait_s + one.compute_s):.0%}"
+    place = one.place or "the only one"
+    cells = (_seconds(one.compute_s), _seconds(one.wait_s), share, _bytes(one.bytes_sent), _bytes(one.memory_bytes))
+    return (str(one.rank), place, *cells)
+
+
+def _straggler(s: Summary, known: Sequence[RankTime]) -> list[str]:
+    if s.straggler is None:
+        return ["no rank stands out: the work is balanced"] if len(known) > 1 else []
+    slow = next(one for one in known if one.rank == s.straggler)
+    median = statistics.median(one.compute_s or 0.0 for one in known)
+    more = (slow.compute_s or 0.0) / median - 1.0 if median else 0.0
+    place = f" ({slow.place})" if slow.place else ""
+    return [f"straggler: rank {slow.rank}{place} computes {more:.0%} longer than the median; the others wait for it"]
+
+
+def _samples(s: Summary) -> list[str]:
+    lines: list[str] = []
+    for text in s.samples:
+        wrapped = textwrap.wrap(_printable(text), WIDTH - 6) or [""]
+        lines += [f"│ {line}" for line in wrapped] + [""]
+    return lines[:-1]
+
+
+def _printable(text: str) -> str:
+    """Model output is a stranger's text: no control characters reach the terminal."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def _kept(s: Summary) -> list[str]:
+    lines = []
+    if s.checkpoints:
+        size = f", {format_bytes(s.checkpoint_bytes)}" if s.checkpoint_bytes else ""
+        took = f", {format_seconds(s.checkpoint_s)} each" if s.checkpoint_s else ""
+        steps = ", ".join(f"{step:,}" for step in s.checkpoints[-5:])
+        lines.append(f"checkpoint{'s' if len(s.checkpoints) > 1 else ''} of step {steps}{size}{took}")
+    lines.append(f"run folder: {s.run}")
+    if s.checkpoints and s.state != "done":
+        lines.append(f"go on with: phalanx train --resume {s.run}")
+    if s.unreadable_lines:
+        lines.append(f"{s.unreadable_lines} lines of events could not be read")
+    return lines
+
+
+def _error(pair: Pair) -> str:
+    return f"{pair.error:+.1%}" if pair.error is not None else ""
+
+
+def _seconds(value: float | None) -> str:
+    return format_seconds(value) if value is not None else UNKNOWN
+
+
+def _bytes(value: float | None) -> str:
+    return format_bytes(value) if value is not None else UNKNOWN
+
+
+def _count(value: float | None) -> str:
+    return format_count(value) if value is not None else UNKNOWN
+
+
+def _table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines

@@ -1,0 +1,206 @@
+"""A run: one folder with the resolved job, the plan, the events and logs of every rank, and the checkpoints.
+
+runs/first-run-20261115-054500/
+├── job.toml  job.json       the job, every value resolved
+├── plan.json                layout and prediction
+├── launch.json              what the launcher adds: data, ranks, baselines
+├── status.json              state of the run as the supervisor sees it
+├── events-00000.jsonl …     what each rank did (docs/events.md)
+├── logs/rank-00000.log …    what each rank printed
+├── errors/rank-00000.json … why a rank failed
+├── checkpoints/
+└── stop                     create this file to stop the run at the next step
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import Problem, UserError, WorldError, mistake, nearest
+from phalanx.files import replace_text
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+COMMIT = re.compile(r"step-(\d{8,18})")
+MOST_JSON_BYTES = 64 * 2**20  # plans of the largest jobs are below 1 MB
+MOST_TRIES = 1000  # runs of one name started within one second
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A run folder; every path in it has one name, here."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The folder's own name."""
+        return self.path.name
+
+    @property
+    def job_toml(self) -> Path:
+        """The job with every value resolved."""
+        return self.path / "job.toml"
+
+    @property
+    def plan_json(self) -> Path:
+        """Layout and prediction."""
+        return self.path / "plan.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are kept: the job's checkpoint.path, seen from the run."""
+        try:
+            return self.path / str(self.plan()["job"]["checkpoint"]["path"])
+        except (UserError, KeyError, TypeError):
+            return self.path / "checkpoints"
+
+    def saved_steps(self) -> list[int]:
+        """Steps with a committed checkpoint, oldest first; a commit is a folder whose manifest was written last."""
+        found = [(COMMIT.fullmatch(path.parent.name), path) for path in self.checkpoints.glob("step-*/manifest.json")]
+        return sorted(int(match.group(1)) for match, _ in found if match)
+
+    @property
+    def stop_file(self) -> Path:
+        """The kill switch: while it exists the run stops at its next step."""
+        return self.path / "stop"
+
+    def events(self, rank: int) -> Path:
+        """The events of one rank."""
+        return self.path / f"events-{rank:05d}.jsonl"
+
+    def log(self, rank: int) -> Path:
+        """What one rank printed."""
+        return self.path / "logs" / f"rank-{rank:05d}.log"
+
+    def stack(self, rank: int) -> Path:
+        """Where a rank that hangs was."""
+        return self.path / "logs" / f"rank-{rank:05d}.stack"
+
+    def error(self, rank: int) -> Path:
+        """Why one rank failed."""
+        return self.path / "errors" / f"rank-{rank:05d}.json"
+
+    def event_files(self) -> list[Path]:
+        """The event files of all ranks, by rank."""
+        return sorted(self.path.glob("events-*.jsonl"))
+
+    def plan(self) -> dict[str, Any]:
+        """plan.json as JSON values."""
+        return read_json(self.plan_json)
+
+    def launch(self) -> dict[str, Any]:
+        """launch.json: what the launcher knew and the plan does not."""
+        return read_json(self.path / "launch.json")
+
+    def set_launch(self, **values: Any) -> None:
+        """Replace launch.json."""
+        self._write("launch.json", values)
+
+    def status(self) -> dict[str, Any]:
+        """status.json; empty before the run was launched or when it is damaged."""
+        try:
+            return read_json(self.path / "status.json")
+        except UserError:
+            return {}
+
+    def set_status(self, state: str, **values: Any) -> None:
+        """Replace status.json: `state` is created, running, done, stopped or failed."""
+        self._write("status.json", {"state": state, "t": round(time.time(), 3), **values})
+
+    def replan(self, *, job_toml: str, job: Mapping[str, Any], plan_json: str) -> None:
+        """Put another plan in place; the one before is kept as plan-1.json, plan-2.json and so on."""
+        if self.plan_json.read_text(encoding="utf-8") == plan_json:
+            return
+        count = 1 + len(list(self.path.glob("plan-*.json")))
+        self.plan_json.replace(self.path / f"plan-{count}.json")
+        self._fill(job_toml=job_toml, job=job, plan_json=plan_json)
+
+    def _fill(self, *, job_toml: str, job: Mapping[str, Any], plan_json: str) -> None:
+        _put(self.job_toml, job_toml)
+        _put(self.path / "job.json", json.dumps(job, indent=1, ensure_ascii=False) + "\n")
+        _put(self.plan_json, plan_json)
+
+    def _write(self, name: str, values: Mapping[str, Any]) -> None:
+        _put(self.path / name, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+
+
+def create_run(
+    root: Path, name: str, *, job_toml: str, job: Mapping[str, Any], plan_json: str, now_s: float | None = None
+) -> Run:
+    """A new folder `root/name-<UTC time>`; an existing one is never touched."""
+    if not NAME.fullmatch(name):
+        fix = "use letters, digits, '.', '_' and '-', at most 100, not starting with a sign"
+        raise mistake("run name", f"{name[:60]!r} is not a name", why="it names a folder under --runs", fix=fix)
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now_s))
+    run = Run(path=_fresh(root, f"{name}-{stamp}"))
+    for folder in ("logs", "errors", "checkpoints"):
+        (run.path / folder).mkdir()
+    run._fill(job_toml=job_toml, job=job, plan_json=plan_json)
+    run.set_status("created")
+    return run
+
+
+def _fresh(root: Path, stem: str) -> Path:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for count in range(1, MOST_TRIES):
+            path = root / (stem if count == 1 else f"{stem}-{count}")
+            try:
+                path.mkdir()  # fails when it exists: two runs of one second get two folders
+                return path
+            except FileExistsError:
+                continue
+    except OSError as error:
+        what = f"cannot hold a run: {error.strerror or error}"
+        raise WorldError(Problem(where=str(root), what=what, fix="name a writable folder with --runs DIR")) from error
+    raise WorldError(Problem(where=str(root), what=f"holds {MOST_TRIES} runs named {stem}", fix="use another --runs"))
+
+
+def open_run(path: str | Path) -> Run:
+    """The run in a folder; raises UserError when it is none."""
+    folder = Path(path)
+    if not folder.is_dir():
+        close = nearest(folder.name, _names(folder.parent))
+        fix = f"did you mean {folder.parent / close}?" if close else "name a folder under runs/, as phalanx train made"
+        raise mistake(str(folder), "there is no such run", fix=fix)
+    if not (folder / "plan.json").is_file():
+        inside = [name for name in _names(folder) if (folder / name / "plan.json").is_file()]
+        fix = f"name a run in it, such as {folder / inside[-1]}" if inside else "name a folder that phalanx train made"
+        raise mistake(str(folder), "is not a run: it has no plan.json", fix=fix)
+    return Run(path=folder)
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    except OSError:
+        return []
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object in a file of a run; raises UserError when it is missing or damaged."""
+    try:
+        if path.stat().st_size > MOST_JSON_BYTES:
+            raise mistake(str(path), f"is larger than {MOST_JSON_BYTES:,} bytes", why="the run is damaged")
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise mistake(str(path), f"cannot be read: {error.strerror or error}", why="the run is damaged") from error
+    except (ValueError, RecursionError) as error:
+        raise mistake(str(path), "is not JSON", why="the run is damaged") from error
+    if not isinstance(data, dict):
+        raise mistake(str(path), "is not a JSON object", why="the run is damaged")
+    return data
+
+
+def _put(path: Path, text: str) -> None:
+    try:
+        replace_text(path, text)
+    except OSError as error:
+        what = f"cannot be written: {error.strerror or error}"
+        raise WorldError(Problem(where=str(path), what=what, fix="free some space, or use another --runs")) from error

@@ -1,0 +1,131 @@
+"""The route of a load: which part of which file fills which piece.
+
+Indexes are read from the rank that most likely holds our pieces outwards, and no further than needed: a rank that starts
+again in its old layout reads its own and its owners', in any other layout a few more, at worst all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phalanx.errors import Problem, UserError, nearest
+from phalanx.train.checkpoint.boxes import Box, overlap
+from phalanx.train.checkpoint.catalog import check_agreement, check_cover
+from phalanx.train.checkpoint.dtypes import dtype_name
+from phalanx.train.checkpoint.index import Entry, Index, read_index
+from phalanx.train.checkpoint.manifest import read_manifest
+from phalanx.train.checkpoint.shard import box_of
+from phalanx.train.parallel.pieces import Piece
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """`part` of an entry goes into a piece."""
+
+    entry: Entry
+    part: Box
+    piece: Piece
+
+
+@dataclass(kw_only=True, slots=True)
+class _Need:
+    """A piece, and what was found of it so far."""
+
+    piece: Piece
+    box: Box
+    missing: int
+    parts: list[tuple[Entry, Box]] = field(default_factory=list)
+    first: Entry | None = None  # any box of the tensor, ours or not
+
+    def offer(self, folder: Path, entry: Entry) -> None:
+        self.first = self.first or entry
+        check_agreement(folder, self.first, entry)
+        part = overlap(entry.box, self.box) if entry.shape == tuple(self.piece.shape) else None
+        if part is not None:
+            self.parts.append((entry, part))
+            self.missing -= part.volume
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Route:
+    """All moves of a load, by the rank whose file they read, with the indexes of those ranks."""
+
+    folder: Path
+    moves: dict[int, list[Move]]
+    indexes: dict[int, Index]
+    num_indexes_read: int
+
+
+def find_route(folder: Path, pieces: Sequence[Piece], *, cast: bool, near: float) -> Route:
+    """How to fill `pieces`; `near` from 0 to 1 is where among the writing ranks to look first.
+
+    Raises UserError when the checkpoint is of another model, Damaged when an index is, or a part is nowhere.
+    """
+    manifest = read_manifest(folder)
+    needs = [_Need(piece=piece, box=box_of(piece), missing=piece.tensor.numel()) for piece in pieces]
+    by_name: dict[str, list[_Need]] = {}
+    for need in needs:
+        by_name.setdefault(need.piece.name, []).append(need)
+    indexes: dict[int, Index] = {}
+    for rank in outwards(int(near * manifest.world), manifest.world):
+        if all(need.missing <= 0 for need in needs):
+            break
+        indexes[rank] = read_index(folder, rank, manifest.ranks[rank])
+        for entry in indexes[rank].entries:
+            for need in by_name.get(entry.name, ()):
+                need.offer(folder, entry)
+    _refuse_other_model(folder, needs, indexes, cast)
+    return Route(folder=folder, moves=_moves(needs), indexes=indexes, num_indexes_read=len(indexes))
+
+
+def outwards(middle: int, count: int) -> Iterator[int]:
+    """Every place below `count`, those near `middle` first.
+
+    >>> list(outwards(3, 5))
+    [3, 4, 2, 1, 0]
+    """
+    middle = min(max(middle, 0), count - 1)
+    yield middle
+    for distance in range(1, count):
+        yield from (place for place in (middle + distance, middle - distance) if 0 <= place < count)
+
+
+def _moves(needs: Sequence[_Need]) -> dict[int, list[Move]]:
+    moves: dict[int, list[Move]] = {}
+    for need in needs:
+        check_cover(need.piece.name, need.box, need.parts)
+        for entry, part in need.parts:
+            moves.setdefault(entry.rank, []).append(Move(entry=entry, part=part, piece=need.piece))
+    return moves
+
+
+def _refuse_other_model(folder: Path, needs: Sequence[_Need], indexes: dict[int, Index], cast: bool) -> None:
+    problems = []
+    for need in needs:
+        if need.first is None:
+            problems.append(_absent(folder, need.piece.name, indexes))
+        elif problem := _mismatch(folder, need.first, need.piece, cast):
+            problems.append(problem)
+    if problems:
+        raise UserError(problems)
+
+
+def _absent(folder: Path, name: str, indexes: dict[int, Index]) -> Problem:
+    known = {entry.name for index in indexes.values() for entry in index.entries}
+    close = nearest(name, known)
+    why = f"it holds {close}" if close else f"it holds {len(known)} tensors of other names"
+    return Problem(where=str(folder), what=f"holds no {name}", why=why)
+
+
+def _mismatch(folder: Path, stored: Entry, piece: Piece, cast: bool) -> Problem | None:
+    if stored.shape != tuple(piece.shape):
+        what = f"{piece.name} is {list(stored.shape)} there and {list(piece.shape)} in this model"
+        return Problem(where=str(folder), what=what, fix="resume with the job file of the run that wrote it")
+    mine = dtype_name(piece.tensor.dtype)
+    if stored.dtype == mine or cast:
+        return None
+    what = f"{piece.name} is {stored.dtype} there and {mine} in this model"
+    fix = "load with cast=True if that is meant"
+    return Problem(where=str(folder), what=what, why="values would be rounded", fix=fix)

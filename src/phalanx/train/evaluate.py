@@ -1,0 +1,65 @@
+"""The model on held-out documents: the same sequences every time, in bits per byte, so that tokenizers compare."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from phalanx.errors import UserError
+from phalanx.train.data.dataset import TokenDataset
+from phalanx.train.engine import Engine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """One evaluation."""
+
+    loss: float  # nats per token
+    bits_per_byte: float
+    tokens: int
+    seconds: float
+
+
+class Heldout:
+    """Held-out sequences, spread evenly over the split and shared out over the data ranks."""
+
+    def __init__(self, folders: Sequence[Path], engine: Engine, *, sequences: int) -> None:
+        self._engine = engine
+        self._dataset = _open(folders) if sequences else None
+        if self._dataset is None:
+            return
+        length = engine.settings.sequence
+        # Each data rank takes whole micro-batches; a pipeline would otherwise need another shape.
+        unit = engine.dims.data * engine.settings.layout.micro_batch
+        there = self._dataset.num_samples(length)
+        count = min(sequences, there) // unit * unit or unit
+        chosen = np.linspace(0, max(there - 1, 0), count).astype(np.int64)
+        rows = self._dataset.samples(np.array_split(chosen, engine.dims.data)[engine.meshes.index("data")], length)
+        self._rows = torch.from_numpy(np.ascontiguousarray(rows))
+
+    def score(self) -> Score | None:
+        """Evaluate now; None where nothing is held out. Every rank must call this together."""
+        if self._dataset is None:
+            return None
+        began_s = time.perf_counter()
+        loss_sum, tokens = self._engine.evaluate(self._rows[:, :-1], self._rows[:, 1:])
+        loss = loss_sum / max(tokens, 1)
+        return Score(
+            loss=loss,
+            bits_per_byte=loss / math.log(2) / self._dataset.bytes_per_token,
+            tokens=tokens,
+            seconds=time.perf_counter() - began_s,
+        )
+
+
+def _open(folders: Sequence[Path]) -> TokenDataset | None:
+    try:
+        return TokenDataset.open(list(folders), "heldout")
+    except UserError:
+        return None  # built with nothing held out: training needs no such thing

@@ -1,0 +1,129 @@
+"""Compressed sums of gradients, with error feedback: what rounding took from one step is added to the next.
+
+Every rank sends each other rank its rounded part (all-to-all), sums in fp32 in the order of the ranks, rounds the sum and
+sends it to all (all-gather). Reducing in the wire's own format, as a bf16 or int8 all-reduce would, rounds at every hop
+or overflows. All collectives are blocking and in the caller's order, so any number of buckets is safe on gloo.
+
+W ranks of the group, m values of one rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from phalanx.errors import mistake, nearest
+from phalanx.train.parallel import wire
+from phalanx.train.parallel.compress_formats import FORMATS, Format
+from phalanx.train.parallel.compress_powersgd import PowerSgd
+
+KINDS = (*FORMATS, "powersgd")
+
+
+class Codec(Protocol):
+    """Sums buckets over a group with fewer bytes than they have. One per set of buckets; `key` names the bucket."""
+
+    bytes_sent: int  # this rank put on the wire, all calls together
+    bytes_raw: int  # the same sums would have taken uncompressed, by ring
+
+    def prepare(self, key: int, shapes: Sequence[torch.Size]) -> None:
+        """Say, once and before its first sum, which tensors lie in a bucket, in order."""
+
+    def all_reduce(self, bucket: Tensor, group: ProcessGroup, key: int) -> None:
+        """Sum in place; blocking; called in the same order on every rank."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What is carried from step to step, of this rank and this layout alone."""
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from `state`; empty means to start without carried errors."""
+
+    def rescale(self, factor: float) -> None:
+        """The loss scale changed by `factor`: so do the errors carried in its unit."""
+
+
+def build_codec(kind: str, *, rank: int = 4, where: str = "parallel.compression") -> Codec:
+    """The codec of a job's `parallel.compression`; `rank` is PowerSGD's."""
+    if kind in FORMATS:
+        return Quantised(FORMATS[kind])
+    if kind == "powersgd":
+        return PowerSgd(rank)
+    near = nearest(kind, KINDS)
+    raise mistake(
+        where,
+        f'the trainer has no gradient compression "{kind}"',
+        fix=f"use {', '.join(KINDS)} or none" + (f'; did you mean "{near}"?' if near else ""),
+    )
+
+
+class Quantised:
+    """Rounds every value to a format of fewer bytes."""
+
+    def __init__(self, form: Format) -> None:
+        self._format = form
+        self._errors: dict[str, Tensor] = {}
+        self.bytes_sent = 0
+        self.bytes_raw = 0
+
+    def prepare(self, key: int, shapes: Sequence[torch.Size]) -> None:
+        """Values are rounded one by one: shapes do not matter."""
+
+    @torch.no_grad()
+    def all_reduce(self, bucket: Tensor, group: ProcessGroup, key: int) -> None:
+        """Sum in place; all ranks end with the same bits."""
+        ranks, size = group.size(), bucket.numel()
+        if ranks == 1:
+            return
+        x_Wm = F.pad(bucket.reshape(-1), (0, -size % ranks)).view(ranks, -1)
+        sum_m = self._summed(x_Wm, group, f"{key}/parts")
+        message_1A = self._rounded(sum_m[None], f"{key}/sum")
+        whole_Wm = self._format.decode(wire.all_gather(message_1A[0], group), x_Wm.shape[1], sum_m.dtype)
+        bucket.copy_(whole_Wm.reshape(-1)[:size].view_as(bucket))
+        self.bytes_sent += (ranks - 1) * message_1A.shape[1]
+        self.bytes_raw += 2 * (ranks - 1) * size * bucket.element_size() // ranks
+
+    @torch.no_grad()
+    def reduce_scatter(self, output: Tensor, bucket: Tensor, group: ProcessGroup, key: int) -> None:
+        """Write the sum of this rank's part of all buckets into `output`."""
+        output.copy_(self._summed(bucket.reshape(group.size(), -1), group, f"{key}/parts").view_as(output))
+        self.bytes_raw += (group.size() - 1) * output.numel() * bucket.element_size()
+
+    def state(self) -> dict[str, Tensor]:
+        """The errors of every bucket."""
+        return dict(self._errors)
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from these errors."""
+        self._errors = {name: tensor.clone() for name, tensor in state.items()}
+
+    def rescale(self, factor: float) -> None:
+        """Bring the errors to the new loss scale."""
+        for error in self._errors.values():
+            error.mul_(factor)
+
+    def _summed(self, x_Wm: Tensor, group: ProcessGroup, key: str) -> Tensor:
+        message_WA = self._rounded(x_Wm, key)
+        self.bytes_sent += (group.size() - 1) * message_WA.shape[1]
+        received_WA = wire.all_to_all(message_WA, group)
+        return self._format.decode(received_WA, x_Wm.shape[1], wide(x_Wm)).sum(0)
+
+    def _rounded(self, x_Rm: Tensor, key: str) -> Tensor:
+        """The message for x plus the error carried so far; what it cannot carry becomes the new error."""
+        error = self._errors.get(key)
+        if error is None:
+            error = self._errors[key] = torch.zeros_like(x_Rm, dtype=wide(x_Rm))
+        error += x_Rm
+        message_RA = self._format.encode(error)
+        error -= self._format.decode(message_RA, x_Rm.shape[1], error.dtype)
+        error.nan_to_num_(0.0, 0.0, 0.0)  # a step that is not finite is skipped and leaves nothing behind
+        return message_RA
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """What sums and errors of x are held in: fp32 at least."""
+    return torch.promote_types(x.dtype, torch.float32)

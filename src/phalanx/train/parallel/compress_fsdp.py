@@ -1,0 +1,101 @@
+"""Compression inside FSDP2: its reduce-scatter of gradients, replaced module by module.
+
+Error feedback costs every rank a copy of the whole, unsharded gradient (4 bytes a parameter of its stage and tensor
+rank): ZeRO's saving on gradients is given up for the smaller messages. `ShardedCompression.held_bytes` says how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+
+from phalanx.errors import mistake
+from phalanx.train.parallel.compress import KINDS, Quantised
+from phalanx.train.parallel.compress_formats import FORMATS
+
+
+class CompressedReduceScatter:
+    """FSDP2's reduce-scatter of one module, rounded; in HSDP the sum over the copies that follows stays exact."""
+
+    def __init__(self, codec: Quantised) -> None:
+        self.codec = codec
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A fresh buffer, as FSDP2's own does."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Blocking on the host with gloo; on GPUs in FSDP2's own stream, so backward goes on."""
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError(f"compressed gradients are summed or averaged, not {op}")
+        self.codec.reduce_scatter(output_tensor, input_tensor, group, key=0)
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(group.size())
+
+
+class ShardedCompression:
+    """All compressed reduce-scatters of a model: one codec a module, so that errors of like-sized buffers never mix."""
+
+    def __init__(self, codecs: Mapping[str, Quantised]) -> None:
+        self._codecs = dict(codecs)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank put on the wire so far."""
+        return sum(codec.bytes_sent for codec in self._codecs.values())
+
+    @property
+    def bytes_raw(self) -> int:
+        """Bytes the same sums would have taken uncompressed."""
+        return sum(codec.bytes_raw for codec in self._codecs.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the errors carried."""
+        return sum(error.numel() * error.element_size() for error in self.state().values())
+
+    def state(self) -> dict[str, Tensor]:
+        """The errors of every module."""
+        return {
+            f"{module}/{name}": tensor
+            for module, codec in self._codecs.items()
+            for name, tensor in codec.state().items()
+        }
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from these errors."""
+        for module, codec in self._codecs.items():
+            start = f"{module}/"
+            codec.load({name.removeprefix(start): one for name, one in state.items() if name.startswith(start)})
+
+    def rescale(self, factor: float) -> None:
+        """Bring all errors to the new loss scale."""
+        for codec in self._codecs.values():
+            codec.rescale(factor)
+
+
+def compress_sharded(model: nn.Module, kind: str, *, where: str = "parallel.compression") -> ShardedCompression:
+    """Compress the gradient reduce-scatter of every module that FSDP2 shards."""
+    if kind not in FORMATS:
+        raise mistake(
+            where,
+            f'"{kind}" does not work on sharded gradients' if kind in KINDS else f'there is no compression "{kind}"',
+            why="FSDP2 reduces flat shards, in which matrices are cut at any row: they have no factors"
+            if kind in KINDS
+            else "",
+            fix=f"use {', '.join(FORMATS)} with ZeRO" + (f", or zero = 0 with {kind}" if kind in KINDS else ""),
+        )
+    codecs = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            codecs[name] = Quantised(FORMATS[kind])
+            module.set_custom_reduce_scatter(CompressedReduceScatter(codecs[name]))
+    return ShardedCompression(codecs)

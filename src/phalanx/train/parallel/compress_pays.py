@@ -1,0 +1,36 @@
+"""Whether the plan says that compressing gradients is worth its rounding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from phalanx.errors import Problem
+from phalanx.plan.ask import Ask
+from phalanx.plan.cases import COMPRESSION
+from phalanx.plan.layout import Layout
+from phalanx.plan.score import price
+from phalanx.units import format_seconds
+
+# Least share of the step that compression must save. Below it the plan cannot tell: packing and unpacking are not in it.
+WORTH = 0.02
+
+
+def pays(ask: Ask, layout: Layout, *, where: str = "parallel.compression") -> Problem | None:
+    """A warning where the step is predicted to gain less than 2 % from its compression; None where it pays."""
+    if layout.compression == "none":
+        return None
+    # The plan has no row for PowerSGD; top-k's 0.08 bytes a gradient are more than its r (n + m) / n m of them.
+    known = layout.compression if layout.compression in COMPRESSION else "topk"
+    rows = [replace(layout, compression=kind) for kind in (known, "none")]
+    _, times, _ = price(ask, rows)
+    with_s, without_s = (float(one) for one in times.step_s)
+    saved = 1.0 - with_s / without_s
+    if saved >= WORTH:
+        return None
+    return Problem(
+        where=where,
+        what=f"{layout.compression} gradients save {max(saved, 0.0):.1%} of the predicted step: "
+        f"{format_seconds(with_s)} instead of {format_seconds(without_s)}",
+        why="gradients travel behind the backward pass already, and rounding them is not free",
+        fix='use compression = "none"',
+    )

@@ -1,0 +1,84 @@
+"""What a run is between two steps, and how it is put back: weights, optimizer, buffers and the few numbers beside."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import PhalanxError, Problem, WorldError
+from phalanx.train.checkpoint.find import candidates
+from phalanx.train.checkpoint.load import prepare
+from phalanx.train.engine import Engine
+from phalanx.train.optim.scaler import LossScale
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """Where a run goes on: `step` steps are done. `warnings` tell of newer checkpoints that could not be used."""
+
+    step: int = 0
+    warnings: tuple[str, ...] = ()
+
+
+def meta_of(engine: Engine, *, step: int, tokens: int, data: str) -> dict[str, Any]:
+    """What a checkpoint keeps beside tensors. The sampler's place is the step: its order depends on nothing else."""
+    return {
+        "step": step,
+        "tokens": tokens,
+        "data": data,
+        "optimizer_steps": engine.optimizer.steps,
+        "loss_scale": engine.loss_scale.state() if engine.loss_scale is not None else None,
+        "layout": asdict(engine.settings.layout),
+    }
+
+
+def restore_newest(engine: Engine, root: Path) -> Restored:
+    """Load the newest checkpoint that is whole for every rank; step 0 when there is none. All ranks must call this."""
+    warnings: list[str] = []
+    found = list(candidates(root)) if root.is_dir() else []
+    for checkpoint in found:
+        weights, optimizer = engine.weights(), engine.optimizer.state()
+        failure = ""
+        try:
+            ready = prepare(checkpoint.path, [*weights, *optimizer], cast=True)
+        except PhalanxError as error:
+            failure = str(error)
+        if _all_agree(failure == "", engine.device):
+            ready.fill()
+            _take(engine, optimizer, checkpoint.meta)
+            return Restored(step=checkpoint.step, warnings=tuple(warnings))
+        warnings.append(failure or f"{checkpoint.path.name}: another rank could not read it")
+    if warnings:
+        raise _none_left(root, warnings)
+    return Restored()
+
+
+def _take(engine: Engine, optimizer: list[Any], meta: Any) -> None:
+    engine.optimizer.load({piece.name: piece.tensor for piece in optimizer}, int(meta["optimizer_steps"]))
+    if engine.loss_scale is not None and meta.get("loss_scale"):
+        engine.loss_scale = LossScale.load(meta["loss_scale"])
+    engine.publish()
+
+
+def _all_agree(mine: bool, device: torch.device) -> bool:
+    """Whether every rank says yes; one that cannot read its part must not leave the others waiting."""
+    vote = torch.tensor([0 if mine else 1], device=device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(vote)
+    return int(vote.item()) == 0
+
+
+def _none_left(root: Path, warnings: list[str]) -> WorldError:
+    first = warnings[0].splitlines()[0]
+    return WorldError(
+        Problem(
+            where=str(root),
+            what=f"no checkpoint of {len(warnings)} can be read: {first}",
+            why="starting again from step 0 would throw the run away without asking",
+            fix="start a new run, or delete the damaged folders",
+        )
+    )

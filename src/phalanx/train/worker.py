@@ -1,0 +1,94 @@
+"""One rank of a run: joins the others, builds its part of the job, and trains."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from phalanx.plan.plan import Plan
+from phalanx.record.events import EventWriter
+from phalanx.record.run import Run, open_run
+from phalanx.train.engine import Engine
+from phalanx.train.loop import Loop
+from phalanx.train.settings import Settings
+from phalanx.train.state import restore_newest
+
+
+def run_rank(
+    *,
+    run: Path,
+    rank: int,
+    world: int,
+    store: dist.Store | None,
+    stop: Callable[[], bool],
+    heartbeat: Callable[[int], None],
+) -> None:
+    """Train until the tokens are spent or a stop is asked for; whatever goes wrong is raised."""
+    folder = open_run(str(run))
+    plan = Plan.from_json(folder.plan_json.read_text(encoding="utf-8"), where=str(folder.plan_json))
+    device = _device(plan, world)
+    _join(plan, device, rank=rank, world=world, store=store)
+    events = EventWriter(folder.events(rank), rank=rank)
+    try:
+        train(folder, plan, device, events, stop=stop, heartbeat=heartbeat)
+    finally:
+        events.close()
+    dist.destroy_process_group()
+
+
+def train(
+    folder: Run,
+    plan: Plan,
+    device: torch.device,
+    events: EventWriter,
+    *,
+    stop: Callable[[], bool],
+    heartbeat: Callable[[int], None],
+) -> None:
+    """Build the engine, take up the newest checkpoint if there is one, and run the loop."""
+    began_s = time.monotonic()
+    job = plan.job
+    engine = Engine(
+        job.model,
+        Settings.of(job, plan.layout, on_gpu=device.type == "cuda"),
+        job.optim,
+        device=device,
+        state_dtype=job.precision.optimizer_state,
+    )
+    engine.initialise()
+    restored = restore_newest(engine, folder.checkpoints)
+    loop = Loop(folder, plan, engine, events, stop=stop, heartbeat=heartbeat)
+    events.write("ready", step=restored.step, seconds=time.monotonic() - began_s, warnings=list(restored.warnings))
+    loop.run(restored.step)
+
+
+def _device(plan: Plan, world: int) -> torch.device:
+    """The GPU of this rank, or a fair share of the cores."""
+    if torch.cuda.is_available() and plan.cluster.accelerator.vendor.lower() != "cpu":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    # One thread where bits must not depend on the number of ranks: kernels split their sums by thread.
+    torch.set_num_threads(1 if plan.job.numerics.reproducible else max(1, (os.cpu_count() or 1) // local))
+    return torch.device("cpu")
+
+
+def _join(plan: Plan, device: torch.device, *, rank: int, world: int, store: dist.Store | None) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if store is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: nothing listens beyond loopback
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=plan.job.train.timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )

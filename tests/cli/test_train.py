@@ -1,0 +1,252 @@
+"""`phalanx train` around a fake agent: the flow, the run folder, the report, resuming, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.main import main
+from phalanx.record.run import open_run
+from phalanx.train.data.build import Origin, Recipe, build
+from phalanx.train.data.documents import Reading
+from phalanx.train.data.progress import Progress
+from phalanx.train.supervise import client
+
+FAKE = Path(__file__).parents[1] / "train" / "supervise" / "fake_agent.py"
+JOB = """\
+name = "small"
+[model]
+preset = "phalanx-tiny"
+[data]
+path = "data"
+sequence = 64
+tokens = 20480
+[batch]
+global_tokens = 2048
+[precision]
+compute = "fp32"
+[cluster]
+spec = "local-cpu:4"
+"""
+Train = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of a few thousand tokens."""
+    folder = tmp_path_factory.mktemp("corpus")
+    text = "\n\n".join(f"document {number} says that {number * 7} is not {number * 3}" for number in range(600))
+    (folder / "text.txt").write_text(text)
+    recipe = Recipe(
+        origins=(Origin(path=folder / "text.txt"),), vocab=300, heldout=0.1, reading=Reading(split_on="blank")
+    )
+    build(recipe, folder / "data", lambda size: Progress(sys.stderr, size))
+    return folder / "data"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: Path) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "data").symlink_to(data)
+    (tmp_path / "job.toml").write_text(JOB)
+    return tmp_path
+
+
+@pytest.fixture
+def train(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Train:
+    """Call the verb with ranks that behave as told; exit code, stdout, stderr."""
+
+    def call(*arguments: str, ranks: str = "train") -> tuple[int, str, str]:
+        fake = functools.partial(REAL_LAUNCH, agent=(str(FAKE), ranks))
+        monkeypatch.setattr(client, "launch", fake)
+        code = main(["train", *arguments])
+        return (code, *capsys.readouterr())
+
+    return call
+
+
+REAL_LAUNCH = client.launch
+
+
+def only_run(here: Path) -> Path:
+    (found,) = (here / "runs").iterdir()
+    return found
+
+
+def test_from_job_to_report(train: Train, here: Path) -> None:
+    code, out, err = train("job.toml")
+    assert code == 0, err
+    run = only_run(here)
+    assert run.name.startswith("small-2")
+    header = err.splitlines()
+    assert header[0].startswith("small: phalanx-tiny, 829k parameters, on local-cpu:4: TP1") or "local:4" in header[0]
+    assert header[1].startswith("  predicted: ")
+    assert f"  run: {run.relative_to(here)}" in header
+    assert any(line.startswith("step 10/10  loss 4.1000") for line in header)
+    assert "step 10: held-out loss 4.0000, 2.000 bits per byte" in header
+    assert out.startswith(f"{run.relative_to(here)}: done, 10 of 10 steps, 20.5k tokens")
+    assert "predicted" in out
+    assert "measured" in out
+    assert "baselines      unigram " in out
+    assert "straggler: rank 2 (data 2) computes 20% longer" in out
+    assert "│ Once upon [31m a time" in out
+
+
+def test_the_run_folder_is_all_that_is_needed_later(train: Train, here: Path) -> None:
+    train("job.toml", "--name", "mine", "--runs", "deep/er")
+    (run,) = (here / "deep/er").iterdir()
+    assert run.name.startswith("mine-")
+    assert json.loads((run / "plan.json").read_text())["job"]["data"]["paths"] == [str((here / "data").resolve())]
+    code, out, _ = train("--report", str(run))
+    assert (code, out.splitlines()[0].split(":")[1]) == (
+        0,
+        " done, 10 of 10 steps, 20.5k tokens in " + out.split(" in ", 1)[1].split("\n")[0],
+    )
+    code, out, _ = train("--report", str(run), "--json")
+    found = json.loads(out)
+    assert (found["steps"], found["state"], found["evaluation"]["bits_per_byte"]) == (10, "done", 2.0)
+    assert main(["calibrate", str(run), "--out", str(here / "c.json")]) == 0
+
+
+def test_json_alone_on_stdout(train: Train) -> None:
+    code, out, _ = train("job.toml", "--json", "--steps", "10")
+    assert (code, json.loads(out)["planned_steps"]) == (0, 10)
+
+
+def test_a_dry_run_starts_nothing(train: Train, here: Path) -> None:
+    code, out, _ = train("job.toml", "--dry-run", "--steps", "7")
+    assert (code, out) == (0, "4 ranks would train 7 steps: TP1·CP1·PP1·DP4 (ZeRO-1, EP1) mbs8 no-recompute\n")
+    assert not (here / "runs").exists()
+
+
+def test_a_failed_rank_is_one_message_and_no_report(train: Train, here: Path) -> None:
+    code, out, err = train("job.toml", ranks="user")
+    assert (code, out) == (2, "")
+    assert "data/shard-0003: ends early: 10 bytes of 20\n  it was cut\n  build it again\n" in err
+    assert open_run(only_run(here)).status()["state"] == "failed"
+
+
+def test_resume_goes_on_in_the_same_folder(train: Train, here: Path) -> None:
+    train("job.toml", ranks="raise")
+    run = only_run(here)
+    code, out, err = train("--resume", str(run))
+    assert code == 0, err
+    assert only_run(here) == run
+    assert f"{run}: done, 10 of 10 steps" in out
+
+
+def test_resume_may_change_the_layout(train: Train, here: Path) -> None:
+    train("job.toml", ranks="raise")
+    run = only_run(here)
+    before = json.loads((run / "plan.json").read_text())
+    code, _, err = train("--resume", str(run), "--set", "parallel.tensor=2", "--cluster", "local-cpu:2", "--dry-run")
+    assert code == 0, err
+    code, _, err = train("--resume", str(run), "--set", "parallel.tensor=2")
+    assert code == 0, err
+    after = json.loads((run / "plan.json").read_text())
+    assert (before["layout"]["tensor"], after["layout"]["tensor"]) == (1, 2)
+    assert json.loads((run / "plan-1.json").read_text()) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("model.layers=2", "model.layers = 2 cannot replace 4 in a resumed run"),
+        ("data.seed=5", "data.seed = 5 cannot replace 0 in a resumed run"),
+        ("batch.global_tokens=4096", "batch.global_tokens = 4096 cannot replace 2048 in a resumed run"),
+        ("optim.name=muon", "optim.name = 'muon' cannot replace 'adamw' in a resumed run"),
+    ],
+)
+def test_resume_refuses_another_model_or_other_data(train: Train, here: Path, override: str, told: str) -> None:
+    train("job.toml", ranks="raise")
+    run = only_run(here)
+    code, out, err = train("--resume", str(run), "--set", override)
+    assert (code, out) == (2, "")
+    assert f"{run}: {told}\n  the checkpoint would not fit, or other data would be seen\n  start a new run" in err
+
+
+def test_resume_warns_where_the_curve_bends(train: Train, here: Path) -> None:
+    train("job.toml", ranks="raise")
+    code, _, err = train("--resume", str(only_run(here)), "--set", "optim.lr=1e-4")
+    assert code == 0
+    assert "optim.lr = 0.0001 instead of 0.0003: the curve bends here" in err
+
+
+def test_resume_without_a_checkpoint(train: Train, here: Path) -> None:
+    train("job.toml", ranks="finish")
+    run = only_run(here)
+    code, _, err = train("--resume", str(run))
+    assert code == 2
+    assert err.startswith(f"{run}: has no checkpoint to go on from\n  start it again: phalanx train {run}/job.toml\n")
+
+
+def test_a_plan_made_before(train: Train, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "job.toml", "--set", "parallel.tensor=2", "--out", "plan.json"]) == 0
+    capsys.readouterr()
+    code, _, err = train("--plan", "plan.json")
+    assert code == 0, err
+    assert json.loads((only_run(here) / "plan.json").read_text())["layout"]["tensor"] == 2
+    code, _, err = train("job.toml", "--plan", "plan.json")
+    assert code == 2
+    assert err.startswith("plan.json: is the plan of another job: parallel.tensor differ from job.toml\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "phalanx train: no job file is named\n"),
+        (["job.toml", "--resume", "x"], "phalanx train: JOB and --resume exclude each other\n"),
+        (["job.toml", "--steps", "-1"], "phalanx train: --steps -1 is below 0\n"),
+        (["--resume", "nothing"], "nothing: there is no such run\n"),
+        (["job.toml", "--name", "../x"], "run name: '../x' is not a name\n"),
+        (["job.toml", "--cluster", "8xH100:2"], "the plan needs 16 × H100-80GB-SXM, and this machine has"),
+        (["job.toml", "--plan", "p", "--steps", "1"], "phalanx train: --plan is already settled"),
+        (["job.toml", "--set", "data.path=gone"], "gone: is no folder\n"),
+        (["job.toml", "--set", "data.path=[]"], "data: names neither a path nor a corpus\n"),
+        (["job.toml", "--set", "model.vocab=256"], "its vocabulary of 300 is larger than the model's 256\n"),
+        (["job.toml", "--set", "parallel.tensor=3"], "parallel.tensor = 3"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_before_anything_starts(train: Train, here: Path, arguments: list[str], told: str) -> None:
+    code, out, err = train(*arguments)
+    assert (code, out) == (2, "")
+    assert told in err
+    assert not (here / "runs").exists() or not list((here / "runs").iterdir())
+
+
+def test_a_truncated_shard(train: Train, here: Path, data: Path) -> None:
+    (here / "data").unlink()
+    (here / "data").mkdir()
+    for path in data.iterdir():
+        (here / "data" / path.name).write_bytes(path.read_bytes())
+    shard = next(path for path in (here / "data").iterdir() if path.suffix == ".bin")
+    shard.write_bytes(shard.read_bytes()[:-2])
+    code, _, err = train("job.toml")
+    assert code == 2
+    assert "is truncated: " in err
+
+
+def test_missing_torch_names_the_extra(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    from phalanx.train.supervise import prepare
+
+    monkeypatch.setattr(prepare.importlib.util, "find_spec", lambda name: None)
+    code, _, err = train("job.toml")
+    assert code == 2
+    assert err == (
+        "phalanx train: needs torch and safetensors, which are not installed\n  pip install 'phalanx[train]'\n"
+    )
+
+
+def test_code_of_a_job_needs_a_word(train: Train, here: Path) -> None:
+    (here / "net.py").write_text("")
+    code, _, err = train("job.toml", "--set", "model.module=net.py:build", "--dry-run")
+    assert code == 2
+    assert f"model.module: '{here / 'net.py'}:build' is code that this job wants to run\n" in err
+    assert train("job.toml", "--set", "model.module=net.py:build", "--dry-run", "--allow-code")[0] == 0

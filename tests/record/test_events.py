@@ -1,0 +1,138 @@
+"""Events: whole lines under all circumstances, and a reader that survives everything else."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.record import events as module
+from phalanx.record.events import EventReader, EventWriter, read_events
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_an_event_is_a_line_with_its_version_time_and_rank(tmp_path: Path) -> None:
+    writer = EventWriter(tmp_path / "e.jsonl", rank=3, clock=Clock())
+    writer.write("evaluate", step=7, loss=math.nan, parts={"a": math.inf, "b": [1.5]})
+    assert json.loads((tmp_path / "e.jsonl").read_text()) == {
+        "v": 1, "event": "evaluate", "t": 1000.0, "rank": 3, "step": 7, "loss": None, "parts": {"a": None, "b": [1.5]},
+    }  # fmt: skip
+
+
+def test_quick_steps_share_a_write_and_other_events_do_not_wait(tmp_path: Path) -> None:
+    path, clock = tmp_path / "e.jsonl", Clock()
+    writer = EventWriter(path, rank=0, clock=clock)
+    writer.write("step", step=0)
+    writer.write("step", step=1)
+    assert len(read_events(path)[0]) == 1, "the first is written at once, the second waits"
+    clock.now += 0.05
+    writer.write("step", step=2)
+    assert len(read_events(path)[0]) == 3
+    writer.write("step", step=3)
+    writer.write("stop", reason="asked")
+    assert [event["event"] for event in read_events(path)[0]] == ["step"] * 4 + ["stop"]
+    writer.write("step", step=4)
+    writer.close()
+    writer.close()
+    assert len(read_events(path)[0]) == 6
+
+
+def test_a_torn_line_of_a_killed_process_does_not_spoil_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "e.jsonl"
+    path.write_text('{"v":1,"event":"step","step":0}\n{"v":1,"eve')
+    assert len(read_events(path)[0]) == 1
+    assert read_events(path)[1] == 1
+    writer = EventWriter(path, rank=0)
+    writer.write("run_start")
+    events, skipped = read_events(path)
+    assert ([event["event"] for event in events], skipped) == (["step", "run_start"], 1)
+
+
+def test_two_writers_of_one_file_do_not_mix_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "e.jsonl"
+    writers = [EventWriter(path, rank=rank) for rank in range(2)]
+    for step in range(200):
+        writers[step % 2].write("sample", step=step, text="x" * step)
+    assert ([event["step"] for event in read_events(path)[0]], read_events(path)[1]) == (list(range(200)), 0)
+
+
+def test_a_reader_follows_a_growing_file(tmp_path: Path) -> None:
+    path = tmp_path / "e.jsonl"
+    reader = EventReader(path)
+    assert reader.read() == []
+    path.write_bytes(b'{"event":"a"}\n{"event":')
+    assert [event["event"] for event in reader.read()] == ["a"]
+    with path.open("ab") as stream:
+        stream.write(b'"b"}\n{"event":"c"}')
+    assert [event["event"] for event in reader.read()] == ["b"]
+    assert reader.read() == []
+    assert reader.finish() == []
+    assert reader.skipped == 1
+
+
+def test_foreign_lines_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "e.jsonl"
+    path.write_bytes(b'\n[1]\n{"event":3}\n\xff\xfe\n' + b"[" * 5000 + b'\n{"event":"ok"}\n')
+    assert read_events(path) == ([{"event": "ok"}], 4)
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_can_be_read(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.mktemp("any") / "e.jsonl"
+    path.write_bytes(data)
+    events, skipped = read_events(path)
+    assert len(events) + skipped <= data.count(b"\n") + 1
+
+
+def test_a_full_disk_loses_nothing_that_fits_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "e.jsonl"
+    writer = EventWriter(path, rank=0)
+    real = os.write
+    room = [10]  # bytes left on the disk
+
+    def write(file: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "full")
+        done = real(file, data[: room[0]])
+        room[0] -= done
+        return done
+
+    monkeypatch.setattr(module.os, "write", write)
+    writer.write("a", text="hello")
+    writer.write("b", text="hello")
+    assert path.stat().st_size == 10
+    room[0] = 10**6
+    writer.flush()
+    assert ([event["event"] for event in read_events(path)[0]], writer.lost) == (["a", "b"], 0)
+
+
+def test_a_disk_that_stays_full_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_PENDING_BYTES", 2000)
+    writer = EventWriter(tmp_path / "e.jsonl", rank=0)
+    real = os.write
+
+    def full(file: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(module.os, "write", full)
+    for step in range(100):
+        writer.write("a", step=step)
+    monkeypatch.setattr(module.os, "write", real)
+    writer.close()
+    events, skipped = read_events(tmp_path / "e.jsonl")
+    assert skipped == 0
+    assert len(events) + writer.lost == 100
+    assert events[-1]["step"] == 99

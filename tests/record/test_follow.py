@@ -1,0 +1,36 @@
+"""Progress: what one line says while a run goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from phalanx.record.events import EventWriter
+from phalanx.record.follow import Follower
+from phalanx.record.run import Run
+
+
+def test_progress_and_remarks(tmp_path: Path) -> None:
+    run = Run(path=tmp_path)
+    follower = Follower(run, steps=100, since_s=500.0)
+    assert (follower.read(), follower.progress) == ([], None)
+    old = EventWriter(run.events(0), rank=0, clock=lambda: 100.0)
+    old.write("checkpoint", step=1)
+    old.close()
+    writer = EventWriter(run.events(0), rank=0, clock=lambda: 600.0)
+    writer.write("run_start", steps=50)
+    writer.write("ready", seconds=2.0)
+    for step in range(30):
+        writer.write("step", step=step, loss=4.25, tokens=1000, duration_s=10.0 if step < 10 else 0.5, lr=1e-3)
+    writer.write("evaluate", step=30, loss=4.0, bits_per_byte=2.125)
+    writer.write("checkpoint", step=30, seconds=0.25, bytes=2e6)
+    assert follower.read() == [
+        "ranks ready after 2.00 s",
+        "step 30: held-out loss 4.0000, 2.125 bits per byte",
+        "step 30: checkpoint saved (2.00 MB, 250 ms)",
+    ]
+    assert follower.progress is not None
+    assert follower.progress.line() == "step 30/50  loss 4.2500  2.00k tokens/s  10.0 s left  lr 1.00e-03"
+    writer.write("step", step=49, loss=None, tokens=1000, duration_s=0.5, memory_bytes=3e9)
+    writer.flush()
+    follower.read()
+    assert follower.progress.line() == "step 50/50  2.00k tokens/s  3.00 GB"

@@ -1,0 +1,127 @@
+"""A checkpoint from elsewhere is data: whatever it claims, with digests that fit, it is refused."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+
+from phalanx.errors import PhalanxError
+from phalanx.train.checkpoint import Damaged, load, newest, verify
+from phalanx.train.checkpoint.export import read_state
+from phalanx.train.checkpoint.jsontext import to_text
+
+
+def forge_manifest(folder, change):
+    """Change the manifest and make its digest fit again, as somebody with bad intent would."""
+    body = json.loads((folder / "manifest.json").read_text())
+    del body["sha256"]
+    change(body)
+    body["sha256"] = hashlib.sha256(to_text(body)).hexdigest()
+    (folder / "manifest.json").write_bytes(to_text(body))
+
+
+def forge_index(folder, change):
+    path = folder / "rank-00000.json"
+    body = json.loads(path.read_text())
+    change(body)
+    data = to_text(body)
+    path.write_bytes(data)
+    sums = {"index_bytes": len(data), "index_sha256": hashlib.sha256(data).hexdigest()}
+    forge_manifest(folder, lambda manifest: manifest["ranks"][0].update(sums))
+
+
+@pytest.fixture
+def folder(kit, tmp_path):
+    return kit.save_all(tmp_path, [[kit.piece("w", torch.ones(4, 3)), kit.piece("v", torch.ones(2))]]).path
+
+
+def refusal(kit, folder):
+    with pytest.raises(Damaged) as caught:
+        verify(folder)
+    with pytest.raises(PhalanxError):
+        load(folder, [kit.piece("w", torch.zeros(4, 3)), kit.piece("v", torch.zeros(2))])
+    with pytest.raises(Damaged):
+        read_state(folder)
+    with pytest.raises(Damaged):
+        newest(folder.parent, verify=True)
+    return str(caught.value)
+
+
+def row(**changes):
+    return lambda body: body["tensors"][1].update(changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (row(offset=0), "lies at byte 0, not at"),
+        (row(offset=-8), "offset -8"),
+        (row(offset=True), "offset True"),
+        (row(shape=[2**62, 2**62]), "has a hole"),
+        (row(shape=[4]), "is not inside the shape [4]"),
+        (row(start=[1, 0]), "is not inside the shape [4, 3]"),
+        (row(start=[0, -1]), "[0, -1] is not a list of whole numbers"),
+        (row(local=[0, 3], bytes=0), "do not hold [0, 3] of float32"),
+        (row(bytes=10**15), "1000000000000000 bytes do not hold"),
+        (row(dtype="object"), "has dtype 'object'"),
+        (row(dtype=["float32"]), "unhashable"),
+        (row(name="v"), "it names a tensor twice"),
+        (row(name=None), "None has dtype"),
+        (row(sha256="0" * 64), "holds another w than was written"),
+        (lambda body: body["tensors"].pop(), "its tensors end at byte"),
+        (lambda body: body.update(tensors={"w": 1}), "is not a sound index"),
+        (lambda body: body.update(tensors=None), "is not a sound index"),
+        (lambda body: body.update(rank=1), "it is not the index of rank 0"),
+        (lambda body: body["header"].update(bytes=10**10), "lies at byte"),
+        (lambda body: body["header"].update(sha256=None), "has another header than was written"),
+    ],
+)
+def test_a_forged_index_is_refused(kit, folder, change, message):
+    forge_index(folder, change)
+    assert message in refusal(kit, folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda body: body.update(format="zip"), "it does not say format phalanx-checkpoint"),
+        (lambda body: body.update(version=2), "it has version 2, and this Phalanx reads version 1"),
+        (lambda body: body.update(world=10**9), "it lists 1 ranks for step 100 of a world of 1000000000"),
+        (lambda body: body.update(world=0, ranks=[]), "it lists 0 ranks"),
+        (lambda body: body.update(step="100"), "it lists 1 ranks for step '100'"),
+        (lambda body: body.update(ranks=7), "is not a sound manifest"),
+        (lambda body: body["ranks"][0].update(path="../../etc/passwd"), "unexpected keyword argument 'path'"),
+        (lambda body: body["ranks"][0].update(index_bytes=-1), "an entry of ranks is not of two sizes and a digest"),
+        (lambda body: body["ranks"][0].update(index_bytes=10**12), "its digest differs"),
+        (lambda body: body["ranks"][0].update(data_bytes=10**12), "its tensors end at byte"),
+        (lambda body: body.pop("meta"), "it has no 'meta'"),
+        (lambda body: body.update(meta=[]), "it lists 1 ranks"),
+    ],
+)
+def test_a_forged_manifest_is_refused(kit, folder, change, message):
+    forge_manifest(folder, change)
+    assert message in refusal(kit, folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"[" * 100_000, "it is nested too deeply"),
+        (b'{"format": 1, "format": 2}', "it does not say format"),
+        (b'{"step": NaN}', "it holds NaN"),
+        (b"\xff\xfe\x00", "is not a sound manifest"),
+        (b"[]", "it does not say format"),
+        (b"7" * 5000, "is not a sound manifest"),
+    ],
+)
+def test_a_manifest_that_is_hard_to_read_is_refused(kit, folder, text, message):
+    (folder / "manifest.json").write_bytes(text)
+    assert message in refusal(kit, folder)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.json", "rank-00000.safetensors"])
+def test_ten_gigabytes_are_not_read_into_memory(kit, folder, name):
+    with (folder / name).open("r+b") as stream:
+        stream.truncate(10 * 10**9)  # takes no room on the disk
+    assert "10,000,000,000 bytes" in refusal(kit, folder)

@@ -1,0 +1,189 @@
+"""Routing, experts and balance, against the same written token by token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from phalanx.job.model import ModelShape
+from phalanx.train.models.decoder import Block, Decoder
+from phalanx.train.models.moe import Moe
+
+SHAPE = ModelShape(
+    name="m",
+    layers=1,
+    hidden=16,
+    heads=2,
+    kv_heads=2,
+    head_dim=8,
+    ffn=16,
+    vocab=31,
+    experts=6,
+    experts_per_token=2,
+    expert_ffn=12,
+)
+
+
+def made(shape: ModelShape) -> Moe:
+    model = Decoder(shape)
+    model.init_weights(3)
+    moe = model.double().layers["0"].mlp
+    assert isinstance(moe, Moe)
+    with torch.no_grad():
+        for parameter in moe.parameters():
+            parameter.mul_(20.0)  # away from even scores
+    return moe
+
+
+def inputs(batch: int = 3, length: int = 7) -> Tensor:
+    return torch.randn(batch, length, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def by_hand(moe: Moe, x_TD: Tensor, shape: ModelShape) -> Tensor:
+    """One token and one expert at a time."""
+    rows = []
+    for x_D in x_TD:
+        logits_E = moe.router.weight @ x_D
+        scores_E = logits_E.sigmoid() if shape.router_score == "sigmoid" else logits_E.softmax(0)
+        ranked_E = scores_E if moe.router.bias is None else scores_E + moe.router.bias
+        chosen = ranked_E.argsort(descending=True)[: shape.experts_per_token].tolist()
+        total = sum(scores_E[e] for e in chosen) if shape.renormalise else 1.0
+        y_D = torch.zeros_like(x_D)
+        for e in chosen:
+            up_F = moe.experts.up[e] @ x_D
+            gate = moe.experts.gate
+            inner_F = F.gelu(up_F) if gate is None else F.silu(gate[e] @ x_D) * up_F
+            y_D = y_D + shape.routed_scale * scores_E[e] / total * (moe.experts.down[e] @ inner_F)
+        rows.append(y_D if moe.shared is None else y_D + moe.shared(x_D))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        SHAPE,
+        replace(SHAPE, renormalise=False, shared_experts=2),
+        replace(SHAPE, router_score="sigmoid", router_bias=True, balance="bias", routed_scale=2.5),
+        replace(SHAPE, gated=False, activation="gelu", experts_per_token=1),
+    ],
+)
+def test_every_token_reaches_its_experts(shape: ModelShape) -> None:
+    moe, x_BSD = made(shape), inputs().requires_grad_()
+    if moe.router.bias is not None:
+        moe.router.bias[2] += 0.4
+    ours, written_out = moe(x_BSD), by_hand(moe, x_BSD.flatten(0, 1), shape).view_as(x_BSD)
+    torch.testing.assert_close(ours, written_out)
+    wanted = [x_BSD, *moe.parameters()]
+    direction = torch.randn(ours.shape, dtype=ours.dtype, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, wanted, direction), torch.autograd.grad(written_out, wanted, direction)
+    )
+
+
+def test_an_expert_nobody_chose_has_a_gradient_of_zero() -> None:
+    moe = made(replace(SHAPE, router_bias=True, balance="bias"))
+    assert moe.router.bias is not None
+    moe.router.bias[4] = -100.0
+    moe(inputs()).sum().backward()
+    assert moe.counts_E[4] == 0
+    assert moe.experts.up.grad is not None
+    assert moe.experts.up.grad[4].abs().max() == 0
+    assert moe.experts.up.grad[0].abs().max() > 0
+
+
+def test_tokens_are_counted_once() -> None:
+    model = Decoder(SHAPE)
+    model.init_weights(0)
+    block = model.layers["0"]
+    assert isinstance(block, Block)
+    assert isinstance(block.mlp, Moe)
+    x_BSD = inputs().float().requires_grad_()
+    checkpoint(block, x_BSD, None, use_reentrant=False).sum().backward()  # computes the block twice
+    with torch.no_grad():
+        block(x_BSD, None)  # an evaluation
+    assert block.mlp.counts_E.sum() == 3 * 7 * 2
+    block.mlp.update_bias(block.mlp.counts_E)
+    assert block.mlp.counts_E.sum() == 0
+
+
+def test_bias_moves_towards_the_idle_and_stays_float32() -> None:
+    moe = made(replace(SHAPE, router_bias=True, balance="bias", balance_rate=0.01))
+    assert moe.router.bias is not None
+    moe.update_bias(torch.tensor([10, 0, 4, 4, 4, 2]))
+    assert moe.router.bias.tolist() == pytest.approx([-0.01, 0.01, 0.0, 0.0, 0.0, 0.01])
+    assert moe.to(torch.bfloat16).router.bias.dtype is torch.float32  # type: ignore[union-attr]
+    assert moe.router.bias.tolist() == pytest.approx([-0.01, 0.01, 0.0, 0.0, 0.0, 0.01])
+
+
+def test_bias_evens_out_the_load() -> None:
+    moe = made(replace(SHAPE, router_bias=True, balance="bias", balance_rate=0.02))
+    x_BSD = inputs(8, 32)
+    moe(x_BSD)
+    before = moe.counts_E.clone()
+    for _ in range(100):
+        moe.update_bias(moe.counts_E)
+        moe(x_BSD)
+    assert moe.counts_E.max() < 0.75 * before.max()
+    assert moe.counts_E.min() > before.min()
+
+
+def aux_gradient(moe: Moe, parts: list[Tensor], scale: float) -> Tensor:
+    moe.zero_grad()
+    moe.aux_scale = scale
+    for x_BSD in parts:
+        (moe(x_BSD) * 0.0).sum().backward()
+    assert moe.router.weight.grad is not None
+    return moe.router.weight.grad.clone()
+
+
+def test_aux_loss_is_deepseeks_and_the_same_in_any_batches() -> None:
+    shape = replace(SHAPE, balance="aux", balance_rate=0.3)
+    moe, x_BSD = made(shape), inputs(4)
+    loss = torch.zeros((), dtype=torch.float64)
+    for x_SD in x_BSD:  # arXiv:2412.19437 eq. 17-20
+        scores_SE = (x_SD @ moe.router.weight.T).softmax(-1)
+        visits_E = F.one_hot(scores_SE.topk(2).indices, 6).sum((0, 1))
+        f_E = 6 / (2 * len(x_SD)) * visits_E
+        loss = loss + 0.3 * (f_E * scores_SE.mean(0)).sum()
+    expected = torch.autograd.grad(loss / 4, moe.router.weight)[0]
+    assert expected.abs().max() > 1e-3
+    torch.testing.assert_close(aux_gradient(moe, [x_BSD], 1 / 4), expected)
+    torch.testing.assert_close(aux_gradient(moe, list(x_BSD.split(1)), 1 / 4), expected)
+    torch.testing.assert_close(moe(x_BSD), by_hand(moe, x_BSD.flatten(0, 1), shape).view_as(x_BSD))
+    assert aux_gradient(moe, [x_BSD], 0.0).abs().max() == 0
+
+
+def test_aux_loss_of_a_sequence_split_over_ranks() -> None:
+    """Two halves of each sequence, each with the visits of both, give the gradient of the whole."""
+    moe, x_BSD = made(replace(SHAPE, balance="aux")), inputs(2, 8)
+    whole = aux_gradient(moe, [x_BSD], 0.5)
+    halves = list(x_BSD.split(4, dim=1))
+    visits: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        visits.append(tensor)
+        return tensor
+
+    moe.sum_over_sequence = note
+    aux_gradient(moe, halves, 0.5)
+    moe.sum_over_sequence = lambda _: visits[0] + visits[1]
+    torch.testing.assert_close(aux_gradient(moe, halves, 0.5), whole)
+
+
+def test_the_loss_evens_out_the_load() -> None:
+    moe, x_BSD = made(replace(SHAPE, balance="aux")), inputs(8, 32)
+    moe.aux_scale = 1000.0 / 8
+    moe(x_BSD)
+    before = moe.counts_E.clone()
+    optimizer = torch.optim.SGD([moe.router.weight], lr=0.05)
+    for _ in range(200):
+        optimizer.zero_grad()
+        moe.counts_E.zero_()
+        (moe(x_BSD) * 0.0).sum().backward()
+        optimizer.step()
+    assert moe.counts_E.max() < before.max()

@@ -1,0 +1,163 @@
+"""A network of the user's own, from a real file named by a real job."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.errors import UserError
+from phalanx.job.load import load
+from phalanx.job.model import ModelShape
+from phalanx.train.models.decoder import Decoder
+from phalanx.train.models.protocol import (
+    Network,
+    Staged,
+    TensorSplit,
+    build_model,
+    differs_from_shape,
+    refuse_layout,
+)
+
+CODE = """
+from torch import nn
+
+class Mixer(nn.Module):
+    def __init__(self, shape, width):
+        super().__init__()
+        self.table = nn.Embedding(shape.vocab, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(shape.layers))
+        self.head = nn.Linear(width, shape.vocab)
+
+    def forward(self, tokens_BS):
+        x = self.table(tokens_BS)
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return self.head(x)
+
+    def blocks(self):
+        return {f"layers.{i}": layer for i, layer in enumerate(self.layers)}
+
+def build(shape, width=8):
+    return Mixer(shape, width)
+
+def misnamed(shape):
+    model = build(shape)
+    model.blocks = lambda: {"block0": model.layers[0]}
+    return model
+
+def a_number(shape):
+    return 3
+
+def no_blocks(shape):
+    return nn.Linear(2, 2)
+
+def broken(shape):
+    return shape.no_such_key
+"""
+JOB = """
+[model]
+module = "my_model.py:build"
+layers = 2
+hidden = 16
+heads = 2
+ffn = 16
+vocab = 50
+[model.arguments]
+width = 12
+[batch]
+global_sequences = 8
+"""
+SHAPE = ModelShape(
+    name="mine", layers=2, hidden=16, heads=2, kv_heads=2, head_dim=8, ffn=16, vocab=50, module="my_model.py:build"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "my_model.py").write_text(CODE)
+    (tmp_path / "job.toml").write_text(JOB)
+    yield tmp_path
+    sys.modules.pop("phalanx_module_my_model", None)
+
+
+def complaint(shape: ModelShape, folder: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        build_model(shape, allow_code=True, folder=folder)
+    return str(caught.value).replace(str(folder), "FOLDER")
+
+
+def test_a_job_names_a_network_and_its_arguments(folder: Path) -> None:
+    shape = load(folder / "job.toml").job.model
+    assert shape.arguments == '{"width": 12}'
+    model = build_model(shape, allow_code=True, folder=folder, seed=4)
+    assert model(torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5, 50)
+    assert model.table.embedding_dim == 12  # type: ignore[union-attr]
+    twin = build_model(shape, allow_code=True, folder=folder, seed=4)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_code_is_not_run_unless_allowed(folder: Path) -> None:
+    (folder / "my_model.py").write_text("open('ran', 'w')")
+    with pytest.raises(UserError) as caught:
+        build_model(SHAPE, folder=folder)
+    assert str(caught.value).splitlines() == [
+        'model mine: model.module = "my_model.py:build" names code to run',
+        "  a job file somebody else wrote could do anything that way",
+        "  read that code, then say --allow-code",
+    ]
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my_model.py:biuld", "my_model.py:biuld: my_model.py has no function biuld\n  did you mean build?"),
+        ("mymodel.py:build", "FOLDER/mymodel.py: there is no such file"),
+        ("no_such_package.x:build", "cannot be imported: ModuleNotFoundError"),
+        ("my_model.py:a_number", "my_model.py:a_number: returned int, not a torch.nn.Module"),
+        ("my_model.py:no_blocks", "my_model.py:no_blocks: Linear has no blocks()"),
+        ("my_model.py:misnamed", 'blocks() calls a part "block0", which is not its name in the module'),
+        ("my_model.py:broken", "FOLDER/my_model.py:37: my_model.py:broken raised: AttributeError: "),
+    ],
+)
+def test_what_is_wrong_with_the_code_is_said(folder: Path, name: str, message: str) -> None:
+    assert message in complaint(replace(SHAPE, module=name), folder)
+
+
+def test_code_that_does_not_run_and_arguments_that_do_not_fit(folder: Path) -> None:
+    wrong = replace(SHAPE, arguments='{"depth": 2}')
+    assert "model.arguments: do not fit my_model.py:build: got an unexpected" in complaint(wrong, folder)
+    (folder / "my_model.py").write_text("import math\nmath.no_such_function()\n")
+    assert "FOLDER/my_model.py:2: my_model.py:build cannot be run: AttributeError" in complaint(SHAPE, folder)
+
+
+def test_a_package_of_the_python_path_can_be_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(folder)
+    model = build_model(replace(SHAPE, module="my_model:build"), allow_code=True)
+    assert isinstance(model, Network)
+    sys.modules.pop("my_model")
+
+
+def test_layouts_it_cannot_have_and_sizes_it_has_not(folder: Path) -> None:
+    model = build_model(SHAPE, allow_code=True, folder=folder)
+    refuse_layout(model, tensor=1, pipeline=1)
+    with pytest.raises(UserError) as caught:
+        refuse_layout(model, tensor=2, pipeline=4)
+    assert [problem.where for problem in caught.value.problems] == ["parallel.tensor", "parallel.pipeline"]
+    warning = differs_from_shape(model, SHAPE)
+    assert warning is not None
+    assert "my_model.py:build built 994 parameters, the shape says" in warning.what
+
+
+def test_the_decoder_is_a_network_too() -> None:
+    model = build_model(replace(SHAPE, module=""))
+    assert isinstance(model, Decoder)
+    for kind in (Network, TensorSplit, Staged):
+        assert isinstance(model, kind)
+    refuse_layout(model, tensor=2, pipeline=2)
+    assert differs_from_shape(model, model.shape) is None
