@@ -38,7 +38,7 @@ def test_quick_steps_share_a_write_and_other_events_do_not_wait(tmp_path: Path) 
     writer.write("step", step=0)
     writer.write("step", step=1)
     assert len(read_events(path)[0]) == 1, "the first is written at once, the second waits"
-    clock.now += 0.05
+    clock.now += 0.06
     writer.write("step", step=2)
     assert len(read_events(path)[0]) == 3
     writer.write("step", step=3)

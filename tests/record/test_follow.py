@@ -22,10 +22,12 @@ def test_progress_and_remarks(tmp_path: Path) -> None:
     for step in range(30):
         writer.write("step", step=step, loss=4.25, tokens=1000, duration_s=10.0 if step < 10 else 0.5, lr=1e-3)
     writer.write("evaluate", step=30, loss=4.0, bits_per_byte=2.125)
+    writer.write("checkpoint", step=30, seconds=None, blocked_s=0.002)
     writer.write("checkpoint", step=30, seconds=0.25, bytes=2e6)
     assert follower.read() == [
         "ranks ready after 2.00 s",
         "step 30: held-out loss 4.0000, 2.125 bits per byte",
+        "step 30: checkpoint taken, training waited 2.00 ms",
         "step 30: checkpoint saved (2.00 MB, 250 ms)",
     ]
     assert follower.progress is not None

@@ -22,12 +22,12 @@ REDRAW_S = 0.2
 class Live:
     """A context: while it is open, `tick` keeps the line fresh."""
 
-    def __init__(self, run: Run, *, steps: int, world: int, since_s: float) -> None:
+    def __init__(self, run: Run, *, steps: int, world: int, since_s: float, terminal: bool = True) -> None:
         self._follower = Follower(run, steps=steps, since_s=since_s)
         self._waiting = f"starting {world} rank{'s' if world != 1 else ''} …"
         self._shown = ""
         self._at_s = 0.0
-        self._display = _terminal() if sys.stderr.isatty() else None
+        self._display = _terminal() if terminal and sys.stderr.isatty() else None
 
     def __enter__(self) -> Live:
         if self._display is not None:

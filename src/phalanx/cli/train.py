@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from phalanx.cli.options import add_json, add_set
@@ -51,8 +51,7 @@ def run(args: argparse.Namespace) -> int:
     _header(plan)
     if args.dry_run:
         return _dry_run(plan, as_json=args.json)
-    made = _folder(plan, args, old)
-    made.set_launch(**launch_values(plan, started=started, allow_code=args.allow_code))
+    made = _ready(plan, args, old, started=started)
     return _launch(made, plan, args, started=started)
 
 
@@ -131,36 +130,34 @@ def _dry_run(plan: Plan, *, as_json: bool) -> int:
     return 0
 
 
-def _folder(plan: Plan, args: argparse.Namespace, old: Run | None) -> Run:
+def _ready(plan: Plan, args: argparse.Namespace, old: Run | None, *, started: float) -> Run:
     """The run folder: a new one, or the old one with what changed written over it."""
     from phalanx.job.dump import to_dict
     from phalanx.record.run import create_run
     from phalanx.record.toml import to_toml
 
-    job = to_dict(plan.job)
-    if old is None:
+    job, plan_json = to_dict(plan.job), plan.to_json()
+    made = old
+    if made is None:
         name = args.name if args.name is not None else plan.job.name
-        return create_run(Path(args.runs), name, job_toml=to_toml(job), job=job, plan_json=plan.to_json())
-    old.replan(job_toml=to_toml(job), job=job, plan_json=plan.to_json())
-    return old
-
-
-def launch_values(plan: Plan, *, started: float, allow_code: bool) -> dict[str, object]:
-    """What launch.json says beside the plan."""
-    return {
-        "v": 1,
-        "world": plan.layout.devices,
-        "layout": plan.layout.name,
-        "started": round(started, 3),
-        "allow_code": allow_code,
-    }
+        made = create_run(Path(args.runs), name, job_toml=to_toml(job), job=job, plan_json=plan_json)
+    else:
+        made.replan(job_toml=to_toml(job), job=job, plan_json=plan_json)
+    made.set_launch(
+        v=1,
+        world=plan.layout.devices,
+        layout=plan.layout.name,
+        started=round(started, 3),
+        allow_code=args.allow_code,
+    )
+    note(f"  run: {made.path}")
+    return made
 
 
 def _launch(made: Run, plan: Plan, args: argparse.Namespace, *, started: float) -> int:
     from phalanx.cli.live import Live
     from phalanx.train.supervise.client import launch
 
-    note(f"  run: {made.path}")
     with Live(made, steps=plan.duration.steps, world=plan.layout.devices, since_s=started) as live:
 
         def asked(count: int) -> None:
@@ -213,20 +210,26 @@ def _is_one_rank(environ: Mapping[str, str]) -> bool:
 
 
 def _join(args: argparse.Namespace) -> int:
-    """Be one rank of a job that another launcher started; rank 0 makes the run folder for all."""
-    from phalanx.train.supervise.joined import join
-
-    def prepared() -> tuple[Plan, Run]:
-        started = time.time()
-        plan, old = _planned(args, here=False)
-        _header(plan)
-        made = _folder(plan, args, old)
-        made.set_launch(**launch_values(plan, started=started, allow_code=args.allow_code))
-        return plan, made
+    """Be one rank of a job that another launcher started; rank 0 makes the run folder for all, and reports."""
+    from phalanx.cli.live import Live
+    from phalanx.train.supervise.joined import check_world, join
 
     if args.dry_run:
         raise mistake("phalanx train", "--dry-run starts nothing, so it needs no launcher", fix="run it without one")
-    made = join(os.environ, prepared)
-    if made is not None:
+    started = time.time()
+
+    def prepared() -> tuple[Plan, Run]:
+        plan, old = _planned(args, here=False)
+        check_world(plan, os.environ)
+        _header(plan)
+        return plan, _ready(plan, args, old, started=started)
+
+    def watch(plan: Plan, made: Run) -> Callable[[], None]:
+        return Live(made, steps=plan.duration.steps, world=plan.layout.devices, since_s=started, terminal=False).tick
+
+    done = join(os.environ, prepared, watch)
+    if done is not None:
+        plan, made = done
+        _add_baselines(made, plan)
         _report(made, as_json=args.json)
     return 0

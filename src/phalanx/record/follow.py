@@ -93,11 +93,18 @@ def _remark(event: Event) -> list[str]:
         parts += [f"{event['bits_per_byte']:.3f} bits per byte"] if _number(event, "bits_per_byte") is not None else []
         return [f"step {step:,}: held-out {', '.join(parts)}"]
     if event["event"] == "checkpoint":
-        seconds, size = _number(event, "seconds"), _number(event, "bytes")
-        cost = [format_bytes(size)] if size else []
-        cost += [format_seconds(seconds)] if seconds else []
-        return [f"step {step:,}: checkpoint saved" + (f" ({', '.join(cost)})" if cost else "")]
+        return _checkpoint(event, step)
     if event["event"] == "ready":
         seconds = _number(event, "seconds")
         return ["ranks ready" + (f" after {format_seconds(seconds)}" if seconds else "")]
     return []
+
+
+def _checkpoint(event: Event, step: int) -> list[str]:
+    """A checkpoint has two events where it is written in the background: taken, and safe on the disk."""
+    seconds, size, blocked_s = (_number(event, name) for name in ("seconds", "bytes", "blocked_s"))
+    if seconds is None and blocked_s is not None:
+        return [f"step {step:,}: checkpoint taken, training waited {format_seconds(blocked_s)}"]
+    cost = [format_bytes(size)] if size else []
+    cost += [format_seconds(seconds)] if seconds else []
+    return [f"step {step:,}: checkpoint saved" + (f" ({', '.join(cost)})" if cost else "")]

@@ -173,11 +173,14 @@ def _integer(data: Mapping[str, Any], name: str) -> int | None:
 
 
 def _steps(events: Sequence[Event]) -> list[Event]:
-    """The steps that count, in order: one that was done again after a restart replaces its first doing."""
-    found = {
-        event["step"]: event for event in events if event["event"] == "step" and isinstance(event.get("step"), int)
-    }
-    return [found[step] for step in sorted(found)]
+    """The steps that count, in order: a restart that goes back undoes the later ones of the start before."""
+    kept: list[Event] = []
+    for event in events:
+        if event["event"] == "step" and isinstance(event.get("step"), int):
+            while kept and kept[-1]["step"] >= event["step"]:
+                kept.pop()
+            kept.append(event)
+    return kept
 
 
 def _settled(steps: Sequence[Event]) -> Sequence[Event]:

@@ -17,6 +17,7 @@ from phalanx.train.parallel.parallelize import parallelize
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.parallel.pipeline import is_v_shaped, my_stages, split_layers
 from phalanx.train.parallel.place import Box, box_of, expert_cuts
+from phalanx.train.parallel.untraced import untraced
 from phalanx.train.settings import Settings
 
 
@@ -72,10 +73,11 @@ def build_parts(shape: ModelShape, settings: Settings, meshes: Meshes, device: t
     mine = my_stages(meshes.index("pipeline"), layout.pipeline, max(layout.virtual_pipeline, 1), v_shaped=v_shaped)
     parts = []
     for stage in mine:
-        with torch.device("meta"):
-            model = Decoder(shape, layers=layers[stage], first=stage == 0, last=stage == stages - 1)
-        _cast(model, settings.master_dtype if meshes.dims.zero else settings.compute_dtype)
-        parallelize(model, meshes, settings, device)
+        with untraced():
+            with torch.device("meta"):
+                model = Decoder(shape, layers=layers[stage], first=stage == 0, last=stage == stages - 1)
+            _cast(model, settings.master_dtype if meshes.dims.zero else settings.compute_dtype)
+            parallelize(model, meshes, settings, device)
         model.to_empty(device="cpu" if layout.offload == "parameters" else device)
         assert model.positions is not None
         model.positions = model.positions.to(device)

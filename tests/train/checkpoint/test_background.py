@@ -1,6 +1,7 @@
 """Saving in a thread: the values of the moment, one at a time, errors not lost."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -47,9 +48,9 @@ def test_only_one_is_in_flight(kit, tmp_path):
 
 
 def test_host_memory_is_used_again(kit, tmp_path):
-    saver = saver_of(tmp_path)
-    saver.save(step=1, pieces=[kit.piece("w", torch.ones(4)), kit.piece("x", torch.ones(2))], meta={})
-    saver.wait()
+    saver, pieces = saver_of(tmp_path), [kit.piece("w", torch.ones(4)), kit.piece("x", torch.ones(2))]
+    saver.reserve(pieces)
+    assert list(tmp_path.iterdir()) == []
     before = {name: copy.data_ptr() for name, copy in saver._copies.items()}
     saver.save(step=2, pieces=[kit.piece("w", torch.zeros(4)), kit.piece("x", torch.ones(3))], meta={})
     saver.wait()
@@ -75,9 +76,38 @@ def test_an_error_surfaces_at_the_next_call_and_the_next_save_works(kit, tmp_pat
     root.write_text("in the way")
     saver, pieces = saver_of(root), [kit.piece("w", torch.ones(4))]
     saver.save(step=1, pieces=pieces, meta={})
+    while saver.busy:
+        time.sleep(0.01)
+    root.unlink()
     with pytest.raises(WorldError, match="step 1 is not saved: Not a directory"):
         saver.wait() if call == "wait" else saver.save(step=2, pieces=pieces, meta={})
-    root.unlink()
-    saver.save(step=1, pieces=pieces, meta={})  # the failed step may be tried again
-    assert saver.wait().step == 1
-    assert newest(root, verify=True).step == 1
+    saver.save(step=2, pieces=pieces, meta={})
+    assert saver.wait().step == 2
+    assert newest(root, verify=True).step == 2
+
+
+def test_after_one_rank_failed_the_next_save_is_of_all_ranks(kit, tmp_path):
+    def fail_once(name):
+        if name == "data" and not failed:
+            failed.append(name)
+            raise OSError(28, "No space left on device")
+
+    failed = []
+    savers = [
+        AsyncSaver(tmp_path, attempt="a", rank=rank, world=2, point=point, timeout_s=20)
+        for rank, point in ((0, lambda name: None), (1, fail_once))
+    ]
+    outcomes = []
+    for step in (1, 2):
+        for rank, saver in enumerate(savers):
+            try:
+                saver.save(step=step, pieces=[kit.piece(f"w{rank}", torch.full((4,), float(step)))], meta={})
+            except WorldError as error:
+                outcomes.append(str(error).splitlines()[0].partition(": ")[2])
+    assert [saver.wait().step for saver in savers] == [2, 2]
+    assert outcomes == [
+        "step 1 is not saved: rank-00001 gave up: No space left on device",
+        "step 1 is not saved: No space left on device",
+    ]
+    assert newest(tmp_path, verify=True).step == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]

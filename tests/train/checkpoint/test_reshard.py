@@ -54,12 +54,32 @@ def test_a_rank_reads_only_the_files_it_overlaps(kit, tmp_path):
     ranks = [[kit.piece("w", w[2 * r : 2 * r + 2].clone(), w.shape, (2 * r, 0))] for r in range(4)]
     folder = kit.save_all(tmp_path, ranks).path
     (folder / "rank-00003.safetensors").write_bytes(b"broken")
+    (folder / "rank-00003.json").write_bytes(b"broken")
     mine = kit.piece("w", torch.zeros(3, 4), w.shape, (1, 0))
     ready = prepare(folder, [mine])
     assert sorted(ready.route.moves) == [0, 1]
     assert not mine.tensor.any()  # nothing changes before everything is known to be sound
     ready.fill()
     assert torch.equal(mine.tensor, w[1:4])
+
+
+def test_a_rank_that_restarts_in_its_old_layout_reads_its_own_index_and_its_owners(kit, tmp_path):
+    w = torch.arange(64.0).reshape(16, 4)
+    ranks = [[kit.piece("w", w[r : r + 1].clone(), w.shape, (r, 0))] for r in range(16)]
+    folder = kit.save_all(tmp_path, ranks).path
+    for rank, (mine,) in enumerate(ranks):
+        ready = prepare(folder, [mine], rank=rank, world=16)
+        assert ready.route.num_indexes_read == 1
+    assert prepare(folder, ranks[12], rank=3, world=4).route.num_indexes_read == 1
+    assert prepare(folder, ranks[15]).route.num_indexes_read == 16  # without a hint: from the first on
+
+
+def test_ranks_that_own_nothing_are_not_asked(kit, tmp_path):
+    w = torch.arange(4.0)
+    copies = [[kit.piece("w", w.clone(), owner=rank == 0)] for rank in range(8)]  # plain data parallel
+    folder = kit.save_all(tmp_path, copies).path
+    ready = prepare(folder, copies[7], rank=7, world=8)
+    assert (ready.route.num_indexes_read, list(ready.route.moves)) == (1, [0])
 
 
 def test_files_are_plain_safetensors_with_owned_pieces_only(kit, tmp_path):
@@ -141,7 +161,7 @@ def test_two_owners_of_one_element_are_refused(kit, tmp_path):
 
 
 def test_ranks_that_disagree_are_refused(kit, tmp_path):
-    ranks = [[kit.piece("w", torch.ones(2))], [kit.piece("w", torch.ones(2).double())]]
+    ranks = [[kit.piece("w", torch.ones(2), (4,))], [kit.piece("w", torch.ones(2).double(), (4,), (2,))]]
     folder = kit.save_all(tmp_path, ranks).path
-    message = refused(Damaged, folder, [kit.piece("w", torch.zeros(2))])
-    assert message.startswith(f"{folder}: w is float32 [2] for rank 0 and float64 [2] for rank 1")
+    message = refused(Damaged, folder, [kit.piece("w", torch.zeros(4))])
+    assert message.startswith(f"{folder}: w is float32 [4] for rank 0 and float64 [4] for rank 1")

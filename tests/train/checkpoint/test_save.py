@@ -215,12 +215,14 @@ def test_wrong_pieces_are_refused(kit, tmp_path, make, message):
 
 def test_the_note_of_4096_ranks_is_read_quickly(kit, tmp_path):
     """Nothing a rank does grows with the world; what rank 0 does grows by one note of 200 bytes a rank."""
-    first = save(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=1, world=4096)
+    began = time.process_time()  # of the processor: other tests may run beside this one
+    save(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=1, world=4096)
+    assert time.process_time() - began < 0.2
     draft = tmp_path / ".tmp-step-00000001-a"
     for rank in range(2, 4096):
         for ending in (".json", ".safetensors", ".done"):
             os.link(draft / f"rank-00001{ending}", draft / f"rank-{rank:05d}{ending}")
-    last = save(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=0, world=4096)
-    assert first.seconds < 1
-    assert last.seconds < 2  # 0.3 s measured; twice the floor of 1 s for a machine under load
+    began = time.process_time()
+    save(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=0, world=4096)
+    assert time.process_time() - began < 1.0
     assert [found.world for found in candidates(tmp_path)] == [4096]

@@ -77,7 +77,7 @@ def test_presets_build_on_the_meta_device(name: str) -> None:
 def test_stages_compute_what_the_whole_does(name: str) -> None:
     shape = SHAPES[name]
     whole = built(shape)
-    first = built(shape, layers=range(0, 2), last=False)
+    first = built(shape, layers=range(2), last=False)
     last = built(shape, layers=range(2, 3), first=False)
     assert torch.equal(last(first(some_tokens())), whole(some_tokens()))
     assert "layers.2.attn.wq.weight" in last.state_dict()
@@ -160,7 +160,7 @@ def test_initial_spread() -> None:
 @pytest.mark.parametrize("size", [(3 * ROWS + 5, 4), (7, 4, 3)])
 def test_rows_drawn_alone_are_those_of_the_whole(size: tuple[int, ...]) -> None:
     whole = draw("layers.0.mlp.experts.up", size, seed=3, layers=2)
-    for rows in (range(0, 1), range(2, 5), range(size[0] - 3, size[0]), range(1, size[0] - 1)):
+    for rows in (range(1), range(2, 5), range(size[0] - 3, size[0]), range(1, size[0] - 1)):
         part = draw("layers.0.mlp.experts.up", size, seed=3, layers=2, rows=rows)
         assert torch.equal(part, whole[rows.start : rows.stop])
     assert torch.equal(draw("layers.0.mlp.experts.up", size, seed=3, layers=2, dtype=torch.float64).float(), whole)

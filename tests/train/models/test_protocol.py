@@ -122,7 +122,7 @@ def test_code_is_not_run_unless_allowed(folder: Path) -> None:
         ("my_model.py:a_number", "my_model.py:a_number: returned int, not a torch.nn.Module"),
         ("my_model.py:no_blocks", "my_model.py:no_blocks: Linear has no blocks()"),
         ("my_model.py:misnamed", 'blocks() calls a part "block0", which is not its name in the module'),
-        ("my_model.py:broken", "FOLDER/my_model.py:37: my_model.py:broken raised: AttributeError: "),
+        ("my_model.py:broken", "FOLDER/my_model.py:35: my_model.py:broken raised: AttributeError: "),
     ],
 )
 def test_what_is_wrong_with_the_code_is_said(folder: Path, name: str, message: str) -> None:

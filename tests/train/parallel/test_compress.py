@@ -80,7 +80,7 @@ def test_bytes_on_the_wire(ranks: Any, kind: str, least: float, size: int) -> No
     for answer in ranks(__file__, "steps", size, kind=kind):
         sent, raw = answer["bytes"]
         assert raw == 2 * (size - 1) * SIZE * 4 // size * BUCKETS * STEPS
-        assert least <= raw / sent < least + 0.1
+        assert least * 0.999 <= raw / sent < least + 0.1  # the last rank's part is filled up
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -104,12 +104,9 @@ def on_rank_low_rank(rank: int, group: Any) -> dict[str, Any]:
     codec.prepare(1, [torch.Size([40, 30])])
     apart, applied, true = [], torch.zeros(40, 30), torch.zeros(40, 30)
     for step in range(4):
-        exact = torch.zeros(40, 30)
-        for peer in range(group.size()):
-            mix = torch.randn(2, 2, generator=torch.Generator().manual_seed(10 * step + peer))
-            exact += rows @ mix @ columns
-            mine = rows @ mix @ columns if peer == rank else None
-            bucket = mine.flatten().clone() if mine is not None else bucket
+        mixes = torch.randn(group.size(), 2, 2, generator=torch.Generator().manual_seed(step))
+        exact = rows @ mixes.sum(0) @ columns
+        bucket = (rows @ mixes[rank] @ columns).flatten()
         codec.all_reduce(bucket, group, 0)
         apart.append(((bucket.view(40, 30) - exact).norm() / exact.norm()).item())
         full = torch.randn(40, 30, generator=torch.Generator().manual_seed(100 * step + rank))
@@ -187,6 +184,7 @@ def on_rank_sharded(rank: int, group: Any, *, kind: str, copies: int) -> dict[st
         for layer in (*model, model):
             fully_shard(layer, mesh=mesh)
             layer.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+            layer.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
     compression = compress_sharded(small, kind)
     drift, sums = [], [torch.zeros(()) for _ in plain.parameters()]
     for step in range(4):

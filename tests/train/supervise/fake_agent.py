@@ -120,7 +120,9 @@ def behave(behaviour: str, run: Run, rank: int, stop: Stop, heartbeat: Heartbeat
     elif behaviour == "timeout":
         heartbeat(4)
         time.sleep(0.5 if rank != 2 else 1000)
-        raise RuntimeError("[unbound_buffer.cc:81] Timed out waiting 1000ms for recv operation to complete")
+        if rank == 0:
+            raise RuntimeError("[unbound_buffer.cc:81] Timed out waiting 1000ms for recv operation to complete")
+        raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:53958")
     else:
         loop(run, rank, stop, heartbeat, BEHAVIOURS[behaviour])
 

@@ -75,7 +75,7 @@ def test_a_rank_that_raises_is_the_headline(run: Run) -> None:
     head, *tail = output.splitlines()[1:]
     assert re.fullmatch(rf"step 5: rank 2 of 4 {HOST}: ValueError: boom", head)
     assert tail == [
-        "  other ranks: 3 were stopped",
+        "  other ranks: 3 stopped by us",
         f"  last good checkpoint: step 3; go on with: phalanx train --resume {run.path}",
         f"  log: {run.log(2)}",
     ]
@@ -91,7 +91,7 @@ def test_a_users_mistake_keeps_its_words_and_its_exit_code(run: Run) -> None:
         "  it was cut",
         "  build it again",
     ]
-    assert "said by rank 2 at step 5; other ranks: 3 were stopped" in output
+    assert "  said by rank 2, step 5\n  other ranks: 3 stopped by us\n  last good checkpoint: step 3; go on" in output
 
 
 def test_a_killed_rank_is_explained_with_memory(run: Run) -> None:
@@ -99,7 +99,7 @@ def test_a_killed_rank_is_explained_with_memory(run: Run) -> None:
     assert code == 3
     assert re.search(rf"step 5: rank 2 of 4 {HOST}: was killed \(SIGKILL\) from outside", output)
     assert "it had used 1.00 GB; the plan expected 2.50 GB per rank; the host has " in output
-    assert "use a smaller batch.micro" in output
+    assert "if memory was short: use a smaller batch.micro" in output
 
 
 def test_out_of_memory_says_what_to_change(run: Run) -> None:
@@ -113,7 +113,7 @@ def test_the_cause_wins_over_a_consequence_that_came_first(run: Run) -> None:
     code, output = finish(run, "consequence")
     assert code == 3
     assert re.search(rf"rank 2 of 4 {HOST}: KeyError: 'the true cause'", output)
-    assert "other ranks: 1 lost their peer, 2 were stopped" in output
+    assert "other ranks: 1 lost their peer, 2 stopped by us" in output
 
 
 @pytest.mark.parametrize(

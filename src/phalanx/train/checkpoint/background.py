@@ -20,7 +20,9 @@ from phalanx.train.parallel.pieces import Piece
 class AsyncSaver:
     """One save at a time. Memory: one host copy of what this rank owns, kept and used again.
 
-    `save` returns when the copy is taken; an error of the thread is raised by the next `save` or `wait`.
+    All ranks call `save` for the same steps in the same order. It returns when the copy is taken; an error of the
+    thread is raised by the next `save`, after that one was started so that the ranks stay together, or by `wait`. Only
+    rank 0 knows whether a step was committed: on other ranks a finished save means that their part is on the disk.
     """
 
     def __init__(
@@ -34,9 +36,9 @@ class AsyncSaver:
         timeout_s: float = TIMEOUT_S,
         point: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self._save = partial(
-            save, root, attempt=attempt, rank=rank, world=world, keep=keep, timeout_s=timeout_s, point=point
-        )
+        self._save = partial(save, root, rank=rank, world=world, keep=keep, timeout_s=timeout_s, point=point)
+        self._attempt = attempt
+        self._started = 0
         self._thread: threading.Thread | None = None
         self._step = -1
         self._copies: dict[str, torch.Tensor] = {}
@@ -48,6 +50,11 @@ class AsyncSaver:
         """Whether a save is being written."""
         return self._thread is not None and self._thread.is_alive()
 
+    def reserve(self, pieces: Sequence[Piece]) -> None:
+        """Take the host memory now, so that the first save blocks no longer than the others."""
+        self.wait()
+        self._copy(pieces)
+
     def save(
         self,
         *,
@@ -58,29 +65,39 @@ class AsyncSaver:
     ) -> float:
         """Copy and go on; returns the seconds the caller was held up. Waits for the save before, if it still writes.
 
-        A step that was the last to be saved is not written again, so that a final save may come at any step.
+        The step of the save before is not written again, so that a final save may come at any step.
         """
         began = time.monotonic()
-        self.wait()
-        if step == self._step:
-            return time.monotonic() - began
-        copies = self._copy(pieces)
-        job = partial(self._save, step=step, pieces=copies, meta=dict(meta), rank_meta=dict(rank_meta or {}))
-        # Daemon: a process that dies of something else must not stay for minutes to wait for the other ranks' files.
-        self._thread = threading.Thread(target=self._run, args=(job,), name=f"checkpoint-{step}", daemon=True)
-        self._step = step
-        self._thread.start()
+        error = self._join()
+        if step != self._step:
+            copies = self._copy(pieces)
+            self._start(partial(self._save, step=step, pieces=copies, meta=dict(meta), rank_meta=dict(rank_meta or {})))
+            self._step = step
+        if error is not None:
+            raise error
         return time.monotonic() - began
+
+    def _start(self, job: Callable[..., Saved]) -> None:
+        # Numbered, as on every rank: what a failed save left behind is never taken for a part of the next.
+        self._started += 1
+        job = partial(job, attempt=f"{self._attempt}.{self._started}")
+        # Daemon: a process that dies of something else must not stay for minutes to wait for the other ranks' files.
+        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint", daemon=True)
+        self._thread.start()
 
     def wait(self) -> Saved | None:
         """Wait until nothing is being written and raise what went wrong; the last finished save of this rank."""
+        error = self._join()
+        if error is not None:
+            raise error
+        return self._saved
+
+    def _join(self) -> BaseException | None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None:
-            error, self._error, self._step = self._error, None, -1
-            raise error
-        return self._saved
+        error, self._error = self._error, None
+        return error
 
     def _run(self, job: Callable[[], Saved]) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import add
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ class Box:
     @property
     def end(self) -> tuple[int, ...]:
         """One past the last element of each dimension."""
-        return tuple(start + size for start, size in zip(self.start, self.size, strict=True))
+        return tuple(map(add, self.start, self.size))
 
     @property
     def volume(self) -> int:

@@ -1,4 +1,4 @@
-"""The catalog: every tensor of a checkpoint with its boxes, whichever rank wrote them; for one process that reads all."""
+"""The catalog: every tensor of a checkpoint with all its boxes, whichever ranks wrote them."""
 
 from __future__ import annotations
 

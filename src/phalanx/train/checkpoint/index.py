@@ -76,17 +76,19 @@ def read_index(folder: Path, rank: int, files: RankFiles) -> Index:
     if len(data) != files.index_bytes or hashlib.sha256(data).hexdigest() != files.index_sha256:
         raise damaged(path, "is not what the manifest says was written: its digest differs")
     try:
-        return _decode(from_text(data), rank, files.data_bytes)
+        return _decode(from_text(data), rank, files)
     except (ValueError, TypeError, KeyError) as error:
         raise damaged(path, f"is not a sound index: {error}") from error
 
 
-def _decode(body: Any, rank: int, data_bytes: int) -> Index:
+def _decode(body: Any, rank: int, files: RankFiles) -> Index:
     header = body["header"]
     if body["rank"] != rank or not is_count(header["bytes"]) or not isinstance(body["meta"], dict):
         raise ValueError(f"it is not the index of rank {rank}")
     entries = tuple(_entry(row, rank) for row in body["tensors"])
-    _check_places(entries, header["bytes"], data_bytes)
+    if len(entries) != files.tensors:
+        raise ValueError(f"it lists {len(entries)} tensors, and the manifest counts {files.tensors}")
+    _check_places(entries, header["bytes"], files.data_bytes)
     return Index(
         rank=rank,
         header_bytes=header["bytes"],

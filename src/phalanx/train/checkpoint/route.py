@@ -1,7 +1,7 @@
 """The route of a load: which part of which file fills which piece.
 
-Indexes are read from the rank that most likely holds our pieces outwards, and no further than needed: a rank that starts
-again in its old layout reads its own and its owners', in any other layout a few more, at worst all of them.
+Indexes are read from the rank that most likely holds our pieces outwards, and no further than needed: a rank that
+starts again in its old layout reads its own and its owners', in another layout a few more, at worst all of them.
 """
 
 from __future__ import annotations
@@ -72,12 +72,17 @@ def find_route(folder: Path, pieces: Sequence[Piece], *, cast: bool, near: float
     for rank in outwards(int(near * manifest.world), manifest.world):
         if all(need.missing <= 0 for need in needs):
             break
-        indexes[rank] = read_index(folder, rank, manifest.ranks[rank])
-        for entry in indexes[rank].entries:
-            for need in by_name.get(entry.name, ()):
-                need.offer(folder, entry)
+        if manifest.ranks[rank].tensors:
+            indexes[rank] = read_index(folder, rank, manifest.ranks[rank])
+            _offer(folder, indexes[rank], by_name)
     _refuse_other_model(folder, needs, indexes, cast)
     return Route(folder=folder, moves=_moves(needs), indexes=indexes, num_indexes_read=len(indexes))
+
+
+def _offer(folder: Path, index: Index, by_name: dict[str, list[_Need]]) -> None:
+    for entry in index.entries:
+        for need in by_name.get(entry.name, ()):
+            need.offer(folder, entry)
 
 
 def outwards(middle: int, count: int) -> Iterator[int]:

@@ -1,144 +1,146 @@
 """How a moment is kept between steps: in the working format, in bf16, or in 8 bits per element.
 
-A store hands out the moment as a tensor to compute with and takes the new value back. The compact ones round
-stochastically (see `rounding`), or a moment would stop moving: with beta2 = 0.95 a second moment whose gradients
-vanish falls by 5 % per step, less than half the distance of two 8-bit values.
+A format turns a flat tensor to compute with into what is kept, and back. The compact ones round stochastically (see
+`rounding`), or a moment would stop moving: with beta2 = 0.95 a second moment whose gradients vanish falls by 5 % per
+step, less than the distance of two 8-bit values.
 """
 
 from __future__ import annotations
 
+from math import log
 from typing import Protocol
 
 import torch
 
-from phalanx.train.optim.rounding import dice, to_bf16
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.optim.rounding import SIDES, to_bf16
 
 BLOCK = 256  # elements that share a scale: 4 bytes of scale per 256 of codes is 1.6 % (Dettmers et al. 2022 use 2048)
-# Values are kept as a share of the largest of their block on a logarithmic code: neighbouring codes differ by a factor
-# of 2^(octaves / (levels - 1)) = 1.092, over this many octaves. What is smaller still becomes the smallest code.
-SIGNED_LEVELS, SIGNED_OCTAVES = 127, 16.0  # the first moment: a sign bit and 7 bits, and 0
-UNSIGNED_LEVELS, UNSIGNED_OCTAVES = 255, 32.0  # the second moment: 8 bits; 16 octaves of gradient
-SNAP = 1e-3  # nearer to a code than this share of a step is that code: fp32 log2 is off by 2e-5, and a reload is exact
-CODE_RATIO = 2.0 ** (SIGNED_OCTAVES / (SIGNED_LEVELS - 1))  # 1.0920; the unsigned code's is 1.0913
+SNAP = 1e-4  # nearer to a code than this share of a step is that code: fp32 is off by 4e-5, and a reload must be exact
+
+Kept = tuple[torch.Tensor, ...]
 
 
-class Store(Protocol):
-    """One state tensor of one piece."""
+class Format(Protocol):
+    """One way to keep a flat tensor of non-negative or signed values."""
 
-    def read(self) -> torch.Tensor:
-        """The moment in the working format; may be the live tensor."""
+    def zeros(self, count: int, like: torch.Tensor) -> Kept:
+        """What stands for `count` zeros."""
 
-    def write(self, value: torch.Tensor, step: int) -> None:
-        """Keep a new value; `step` seeds the rounding."""
+    def decode(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
+        """The values, to compute with; may be the kept tensor itself."""
 
-    def tensors(self) -> list[torch.Tensor]:
-        """What is held in memory."""
+    def encode(self, value: torch.Tensor, die: torch.Tensor) -> Kept:
+        """What stands for the values; `die` holds a number from 0 to 65535 for each."""
+
+    def part(self, kept: Kept, start: int, stop: int) -> Kept:
+        """Views of what stands for some of the values; `start` is a multiple of BLOCK."""
 
 
 class Full:
     """The working format: exact."""
 
-    def __init__(self, piece: Piece) -> None:
-        self._value = torch.zeros_like(piece.tensor, dtype=working(piece.tensor.dtype), requires_grad=False)
-
-    def read(self) -> torch.Tensor:
-        """The live tensor."""
-        return self._value
-
-    def write(self, value: torch.Tensor, step: int) -> None:
-        """Copy, unless it was changed in place."""
-        if value is not self._value:
-            self._value.copy_(value)
-
-    def tensors(self) -> list[torch.Tensor]:
+    def zeros(self, count: int, like: torch.Tensor) -> Kept:
         """One tensor."""
-        return [self._value]
+        return (torch.zeros(count, dtype=working(like.dtype), device=like.device),)
+
+    def decode(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
+        """As it is."""
+        return kept[0].to(dtype)
+
+    def encode(self, value: torch.Tensor, die: torch.Tensor) -> Kept:
+        """As it is."""
+        return (value,)
+
+    def part(self, kept: Kept, start: int, stop: int) -> Kept:
+        """A slice."""
+        return (kept[0][start:stop],)
 
 
 class Bf16:
-    """Two bytes, 8 bits of precision: each write is off by at most 2^-7 of the value, by nothing on average."""
+    """Two bytes, 8 bits of precision: each rounding is off by at most 2^-7 of the value, by nothing on average."""
 
-    def __init__(self, piece: Piece, salt: str) -> None:
-        self._piece, self._salt = piece, salt
-        self._value = torch.zeros_like(piece.tensor, dtype=torch.bfloat16, requires_grad=False)
-
-    def read(self) -> torch.Tensor:
-        """A wide copy."""
-        return self._value.to(working(self._piece.tensor.dtype))
-
-    def write(self, value: torch.Tensor, step: int) -> None:
-        """Round stochastically."""
-        self._value.copy_(to_bf16(value, dice(self._piece, step=step, salt=self._salt)))
-
-    def tensors(self) -> list[torch.Tensor]:
+    def zeros(self, count: int, like: torch.Tensor) -> Kept:
         """One tensor."""
-        return [self._value]
+        return (torch.zeros(count, dtype=torch.bfloat16, device=like.device),)
+
+    def decode(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
+        """A wide copy."""
+        return kept[0].to(dtype)
+
+    def encode(self, value: torch.Tensor, die: torch.Tensor) -> Kept:
+        """Round stochastically."""
+        return (to_bf16(value, die),)
+
+    def part(self, kept: Kept, start: int, stop: int) -> Kept:
+        """A slice."""
+        return (kept[0][start:stop],)
 
 
 class Block8:
-    """One byte per element and a fp32 scale per block: |error| <= 9.2 % of the value or 2^-16 of the block's largest.
+    """One byte per element and a fp32 scale, the largest magnitude, per block of 256 consecutive elements.
 
-    Blocks are runs of this rank's own elements, so two layouts round a little differently.
+    Codes are logarithmic: neighbours differ by a factor of 2^(octaves / (levels - 1)) = 1.092. So a value is off by at
+    most 9.2 %, and by nothing on average; one below the smallest code (2^-octaves of its block's largest) by at most
+    that. A signed value may become 0 there, a second moment never does: its root divides.
     """
 
-    def __init__(self, piece: Piece, salt: str, *, signed: bool) -> None:
-        self._piece, self._salt, self._signed = piece, salt, signed
-        self._levels = SIGNED_LEVELS if signed else UNSIGNED_LEVELS
-        self._octaves = SIGNED_OCTAVES if signed else UNSIGNED_OCTAVES
-        count, device = piece.tensor.numel(), piece.tensor.device
-        blocks = -(-count // BLOCK)
-        self._codes = torch.zeros(count, dtype=torch.int8 if signed else torch.uint8, device=device)
-        self._scales = torch.zeros(blocks, dtype=torch.float32, device=device)
+    def __init__(self, *, signed: bool) -> None:
+        self.signed = signed
+        self.levels = 127 if signed else 255
+        self.octaves = 16.0 if signed else 32.0  # 32 of a second moment are 16 of gradients
+        self._step = self.octaves / (self.levels - 1)
 
-    def read(self) -> torch.Tensor:
-        """Decode all of it."""
-        codes = self._codes.to(torch.float32)
-        shares = self._decode(codes.abs()) * codes.sign()
-        value = shares * self._scales.repeat_interleave(BLOCK)[: codes.numel()]
-        return value.view(self._piece.tensor.shape).to(working(self._piece.tensor.dtype))
-
-    def write(self, value: torch.Tensor, step: int) -> None:
-        """Scale each block by its largest magnitude and round stochastically between neighbouring codes."""
-        if not value.numel():
-            return
-        flat = value.reshape(-1).to(torch.float32)
-        self._scales.copy_(_block_max(flat))
-        scales = self._scales.repeat_interleave(BLOCK)[: flat.numel()]
-        share = torch.where(scales > 0, flat.abs() / scales, 0.0)
-        noise = dice(self._piece, step=step, salt=self._salt).reshape(-1)
-        self._codes.copy_(self._encode(share, noise) * flat.sign())
-
-    def tensors(self) -> list[torch.Tensor]:
+    def zeros(self, count: int, like: torch.Tensor) -> Kept:
         """Codes and scales."""
-        return [self._codes, self._scales]
+        codes = torch.zeros(count, dtype=torch.int8 if self.signed else torch.uint8, device=like.device)
+        return codes, torch.zeros(-(-count // BLOCK), dtype=torch.float32, device=like.device)
 
-    def _decode(self, code: torch.Tensor) -> torch.Tensor:
-        share = torch.exp2((code - self._levels) * (self._octaves / (self._levels - 1)))
-        return torch.where(code > 0, share, 0.0)
+    def decode(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
+        """Scale times 2^(distance from the largest code), with the code's sign."""
+        code = kept[0].to(torch.float32)
+        share = torch.exp2((code.abs() - self.levels) * self._step) * code.sign()
+        return (share * self._spread(kept[1], code.numel())).to(dtype)
 
-    def _encode(self, share: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """The code below or above, so that the mean of what they stand for is the share."""
-        exact = self._levels + torch.log2(share) * ((self._levels - 1) / self._octaves)
-        low = exact.floor().clamp(0 if self._signed else 1, self._levels - 1)
-        below, above = self._decode(low), self._decode(low + 1)
-        code = low + (noise * (above - below) < share - below)
-        near = exact.round().clamp(1, self._levels)
-        code = torch.where((exact - near).abs() < SNAP, near, code)
-        # A second moment is never rounded to 0 where it is not 0: its root divides.
-        return torch.where(share > 0, code, 0.0)
+    def encode(self, value: torch.Tensor, die: torch.Tensor) -> Kept:
+        """Between two neighbouring codes, the upper one with the probability that keeps the mean."""
+        wide = value.to(torch.float32)
+        scales = _block_max(wide)
+        share = wide.abs() / self._spread(scales, wide.numel()).clamp_min(torch.finfo(torch.float32).tiny)
+        exact = torch.log2(share) / self._step + self.levels
+        below = exact.floor()
+        part = ((exact - below - SNAP) / (1.0 - 2.0 * SNAP)).clamp(0.0, 1.0)
+        # (2^(step·part) - 1) / (2^step - 1) to second order: within 2e-4 of it for steps of 0.13 octaves.
+        part = part * (1.0 + 0.5 * log(2.0) * self._step * (part - 1.0))
+        noise = die * (1.0 / SIDES)
+        code = (below + (noise < part)).clamp(max=self.levels)
+        tiny = noise * 2.0**-self.octaves < share if self.signed else share > 0
+        code = torch.where(exact < 1.0, tiny.to(code.dtype), code) * wide.sign()
+        return code.to(torch.int8 if self.signed else torch.uint8), scales
+
+    def part(self, kept: Kept, start: int, stop: int) -> Kept:
+        """A slice of the codes and one of the scales."""
+        return kept[0][start:stop], kept[1][start // BLOCK : -(-stop // BLOCK)]
+
+    def _spread(self, scales: torch.Tensor, count: int) -> torch.Tensor:
+        return scales.unsqueeze(1).expand(-1, BLOCK).reshape(-1)[:count]
 
 
-def store(piece: Piece, salt: str, *, kind: str, signed: bool) -> Store:
-    """A store that is zero. `kind` is the job's precision.optimizer_state: fp32 (the working format), bf16 or int8."""
+def moment_format(kind: str, *, signed: bool) -> Format:
+    """The format for the job's precision.optimizer_state: fp32 (the working format), bf16 or int8."""
     if kind == "int8":
-        return Block8(piece, salt, signed=signed)
-    return Bf16(piece, salt) if kind == "bf16" else Full(piece)
+        return Block8(signed=signed)
+    return Bf16() if kind == "bf16" else Full()
 
 
 def working(dtype: torch.dtype) -> torch.dtype:
     """The format of the arithmetic: fp32, or fp64 for fp64 weights."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def readable(form: Format, kept: Kept, like: torch.Tensor) -> torch.Tensor:
+    """A moment as a float tensor of its parameter's shape: the kept tensor itself where that is float."""
+    flat = form.decode(kept, working(like.dtype)) if len(kept) > 1 else kept[0]
+    return flat.view(like.shape)
 
 
 def _block_max(flat: torch.Tensor) -> torch.Tensor:

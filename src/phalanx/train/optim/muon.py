@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from phalanx.train.optim.base import Optimizer, gradient, state_piece, total_bytes
-from phalanx.train.optim.compact import apply
-from phalanx.train.optim.moments import store, working
+from phalanx.train.optim.compact import apply, keep, load_kept
+from phalanx.train.optim.moments import moment_format, readable, working
+from phalanx.train.optim.rounding import high, key, places, throw
 from phalanx.train.optim.spread import spread
 from phalanx.train.optim.whole import Cut, cuts
 from phalanx.train.parallel.pieces import Piece
@@ -49,7 +50,8 @@ class Muon:
         self._rest = rest
         self._keep = momentum
         self._decay = [weight_decay if decays(piece.name) else 0.0 for piece in pieces]
-        self._momentum = [store(piece, "momentum", kind=kind, signed=True) for piece in pieces]
+        self._form = moment_format(kind, signed=True)
+        self._momentum = [self._form.zeros(piece.tensor.numel(), piece.tensor) for piece in pieces]
         self._alike = _alike(self._pieces)
 
     @torch.no_grad()
@@ -66,15 +68,18 @@ class Muon:
 
     def _ahead(self, i: int) -> torch.Tensor:
         """Take the gradient into the momentum and look one step ahead (Nesterov)."""
-        grad = gradient(self._pieces[i]).to(working(self._pieces[i].tensor.dtype))
-        momentum = self._momentum[i].read().mul_(self._keep).add_(grad)
-        self._momentum[i].write(momentum, self.steps)
+        piece = self._pieces[i]
+        grad = gradient(piece).to(working(piece.tensor.dtype))
+        momentum = self._form.decode(self._momentum[i], grad.dtype).view(grad.shape) * self._keep + grad
+        if grad.numel():
+            die = high(throw(places(piece), key(piece.name, self.steps)))
+            keep(self._momentum[i], self._form.encode(momentum.reshape(-1), die))
         return grad.add(momentum, alpha=self._keep).to(_cheap(grad))
 
     def state(self) -> list[Piece]:
         """The momentum of every matrix, then the state of the rest."""
         own = [
-            state_piece(piece, "momentum", kept.read())
+            state_piece(piece, "momentum", readable(self._form, kept, piece.tensor))
             for piece, kept in zip(self._pieces, self._momentum, strict=True)
         ]
         return own + self._rest.state()
@@ -83,13 +88,13 @@ class Muon:
     def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
         """Copy the momentum in, and load the rest."""
         for piece, kept in zip(self._pieces, self._momentum, strict=True):
-            kept.write(state[f"{piece.name}#momentum"], steps)
+            load_kept(kept, self._form, state[f"{piece.name}#momentum"], piece, steps)
         self._rest.load(state, steps)
         self.steps = steps
 
     def state_bytes(self) -> int:
         """4 bytes per parameter of a matrix in fp32, and what the rest keeps."""
-        return total_bytes([tensor for kept in self._momentum for tensor in kept.tensors()]) + self._rest.state_bytes()
+        return total_bytes([tensor for kept in self._momentum for tensor in kept]) + self._rest.state_bytes()
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:

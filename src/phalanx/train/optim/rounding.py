@@ -13,48 +13,50 @@ import torch
 
 from phalanx.train.parallel.pieces import Piece
 
-_GOLDEN = 0x9E3779B1  # 2^32 / golden ratio: neighbours land far apart (Knuth, TAOCP 3, 6.4)
-_MIX = (0x85EBCA6B, 0xC2B2AE35)  # the finaliser of MurmurHash3: every input bit moves every output bit
+SIDES = 65536  # of a die: what bf16 cuts off an fp32 value is 16 bits
+_GOLDEN = 0x9E3779B1 - 2**32  # 2^32 / golden ratio: neighbours land far apart (Knuth, TAOCP 3, 6.4); as int32
+_MIX = 0x85EBCA6B - 2**32  # of the finaliser of MurmurHash3
 
 
-def dice(piece: Piece, *, step: int, salt: str) -> torch.Tensor:
-    """For each element of the piece, a number in [0, 1) with 24 random bits, as fp32."""
-    hashed = _places(piece)
-    hashed = _scramble(hashed ^ _signed(zlib.crc32(f"{piece.name}#{salt}#{step}".encode())))
-    return ((hashed >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
-
-
-def to_bf16(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Round fp32 to one of the two bf16 neighbours, up in magnitude with the probability that keeps the mean."""
-    bits = value.to(torch.float32).view(torch.int32)
-    up = (noise * 65536.0).to(torch.int32)  # bf16 is the upper half of fp32: add noise below it, then cut
-    rounded = ((bits + up) & ~0xFFFF).view(torch.float32)
-    return torch.where(torch.isfinite(value), rounded, value.to(torch.float32)).to(torch.bfloat16)
-
-
-def _places(piece: Piece) -> torch.Tensor:
-    """A hash of each element's flat position in the whole tensor; wraps at 2^32, which a hash may."""
-    places = torch.zeros((), dtype=torch.int32, device=piece.tensor.device)
+def places(piece: Piece) -> torch.Tensor:
+    """Each element's flat position in the whole tensor, as int32; it wraps at 2^32, which a hash may."""
+    found = torch.zeros((1,) * len(piece.shape), dtype=torch.int32, device=piece.tensor.device)
     stride = 1
     for dim in reversed(range(len(piece.shape))):
-        size = piece.tensor.shape[dim]
-        along = torch.arange(size, dtype=torch.int64, device=piece.tensor.device) + piece.start[dim]
-        along = _wrap(along * stride).view(-1, *(1,) * (len(piece.shape) - 1 - dim))
-        places = places + along
+        along = torch.arange(piece.tensor.shape[dim], dtype=torch.int64, device=piece.tensor.device)
+        along = (((along + piece.start[dim]) * stride + 2**31) % 2**32 - 2**31).to(torch.int32)
+        found = found + along.view(-1, *(1,) * (len(piece.shape) - 1 - dim))
         stride *= piece.shape[dim]
-    return _scramble(places.expand(piece.tensor.shape) * _signed(_GOLDEN))
+    return found.reshape(-1)
 
 
-def _scramble(hashed: torch.Tensor) -> torch.Tensor:
-    for shift, factor in ((16, _MIX[0]), (13, _MIX[1])):
-        # >> of a signed integer drags the sign along; the mask makes it the unsigned shift.
-        hashed = (hashed ^ ((hashed >> shift) & (2 ** (32 - shift) - 1))) * _signed(factor)
-    return hashed ^ ((hashed >> 16) & 0xFFFF)
+def key(name: str, step: int) -> int:
+    """What tells the dice of one tensor and step from those of another: an int32."""
+    return (zlib.crc32(f"{name}#{step}".encode()) + 2**31) % 2**32 - 2**31
 
 
-def _wrap(value: torch.Tensor) -> torch.Tensor:
-    return ((value + 2**31) % 2**32 - 2**31).to(torch.int32)
+def throw(where: torch.Tensor, by: torch.Tensor | int) -> torch.Tensor:
+    """32 random bits for each place; `low` and `high` are two independent dice of 16 bits each."""
+    bits = (where ^ by) * _GOLDEN
+    # >> of a signed integer drags the sign along; the mask makes it the unsigned shift.
+    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * _MIX
+    bits = bits ^ ((bits >> 13) & 0x7FFFF)
+    return bits * _GOLDEN
 
 
-def _signed(value: int) -> int:
-    return (value + 2**31) % 2**32 - 2**31
+def low(bits: torch.Tensor) -> torch.Tensor:
+    """A die from 0 to 65535 out of the middle bits: the lowest ones of a product know little of the rest."""
+    return (bits >> 8) & (SIDES - 1)
+
+
+def high(bits: torch.Tensor) -> torch.Tensor:
+    """Another die, from the same bits mixed once more."""
+    return (((bits ^ ((bits >> 16) & 0xFFFF)) * _MIX) >> 12) & (SIDES - 1)
+
+
+def to_bf16(value: torch.Tensor, die: torch.Tensor) -> torch.Tensor:
+    """Round fp32 to one of the two bf16 neighbours, away from zero with the probability that keeps the mean."""
+    wide = value.to(torch.float32)
+    # bf16 is the upper half of fp32: add noise to the lower half and cut it off.
+    rounded = ((wide.view(torch.int32) + die) & -SIDES).view(torch.float32)
+    return torch.where(torch.isfinite(wide), rounded, wide).to(torch.bfloat16)

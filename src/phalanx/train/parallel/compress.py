@@ -1,8 +1,9 @@
 """Compressed sums of gradients, with error feedback: what rounding took from one step is added to the next.
 
-Every rank sends each other rank its rounded part (all-to-all), sums in fp32 in the order of the ranks, rounds the sum and
-sends it to all (all-gather). Reducing in the wire's own format, as a bf16 or int8 all-reduce would, rounds at every hop
-or overflows. All collectives are blocking and in the caller's order, so any number of buckets is safe on gloo.
+Every rank sends each other rank its rounded part (all-to-all), sums in fp32 in the order of the ranks, rounds the sum
+and sends it to all (all-gather). Reducing in the wire's own format, as a bf16 or int8 all-reduce would, rounds at every
+hop or overflows. All collectives are blocking and in the caller's order, so any number of buckets is safe on gloo.
+docs/decisions/0013-gradient-compression.md says why.
 
 W ranks of the group, m values of one rank's part.
 """

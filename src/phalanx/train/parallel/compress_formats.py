@@ -55,13 +55,15 @@ class Blocks:
         scale_Rk1 = (x_Rkb.abs().amax(-1, keepdim=True).float() / self.top).clamp_min(torch.finfo(torch.float32).tiny)
         scaled = (x_Rkb / scale_Rk1).clamp(-self.top, self.top)
         values = (scaled if self.dtype.is_floating_point else scaled.round()).to(self.dtype)
-        return torch.cat([scale_Rk1.view(rows, -1).view(torch.uint8), values.view(rows, -1)[:, :length].view(torch.uint8)], 1)
+        bytes_Rn = values.view(torch.uint8).view(rows, -1)[:, :length]
+        return torch.cat([scale_Rk1.view(rows, -1).view(torch.uint8), bytes_Rn], dim=1)
 
     def decode(self, message_RA: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         """Every value times its block's scale."""
         rows, blocks = len(message_RA), -(-length // self.block)
-        scale_Rk = message_RA[:, : 4 * blocks].contiguous().view(torch.float32)
-        values_Rn = message_RA[:, 4 * blocks :].contiguous().view(self.dtype).to(dtype)
+        # Flat first: a single row keeps its odd length as stride, which does not pass as rows of fp32.
+        scale_Rk = message_RA[:, : 4 * blocks].reshape(-1).view(torch.float32).view(rows, blocks)
+        values_Rn = message_RA[:, 4 * blocks :].view(self.dtype).to(dtype)
         values_Rkb = F.pad(values_Rn, (0, -length % self.block)).view(rows, blocks, self.block)
         return (values_Rkb * scale_Rk[..., None].to(dtype)).view(rows, -1)[:, :length]
 

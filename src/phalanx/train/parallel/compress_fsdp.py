@@ -97,5 +97,5 @@ def compress_sharded(model: nn.Module, kind: str, *, where: str = "parallel.comp
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             codecs[name] = Quantised(FORMATS[kind])
-            module.set_custom_reduce_scatter(CompressedReduceScatter(codecs[name]))
+            module.set_custom_reduce_scatter(CompressedReduceScatter(codecs[name]))  # type: ignore[arg-type]
     return ShardedCompression(codecs)

@@ -11,7 +11,7 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.score import price
 from phalanx.units import format_seconds
 
-# Least share of the step that compression must save. Below it the plan cannot tell: packing and unpacking are not in it.
+# Least share of the step that compression must save: below it the plan cannot tell, as it does not count the packing.
 WORTH = 0.02
 
 

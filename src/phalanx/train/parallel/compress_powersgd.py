@@ -76,7 +76,7 @@ class PowerSgd:
         shapes = self._shapes.get(key)
         if shapes is None:
             raise ValueError(f"bucket {key}: call prepare(key, shapes) before its first sum")
-        flat = bucket.view(-1).split([shape.numel() for shape in shapes])
+        flat = bucket.view(-1).split_with_sizes([shape.numel() for shape in shapes])
         return [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
 
     def _with_error(self, name: str, part: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class PowerSgd:
             return
         kind = torch.promote_types(tensors[0].dtype, torch.float32)
         flat = wire.all_reduce(torch.cat([one.reshape(-1).to(kind) for one in tensors]), group)
-        for one, part in zip(tensors, flat.split([one.numel() for one in tensors]), strict=True):
+        for one, part in zip(tensors, flat.split_with_sizes([one.numel() for one in tensors]), strict=True):
             one.copy_(part.view_as(one))
         self.bytes_sent += ring_bytes(flat.numel() * flat.element_size(), group)
 

@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.plan.layout import Layout
+from phalanx.train.parallel.untraced import untraced
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +85,11 @@ class Meshes:
 
 def build_meshes(dims: ParallelDims, device_type: str, *, experts: bool) -> Meshes:
     """Create the groups. Every rank must call this, in the same order as its other collectives."""
+    with untraced():
+        return _build(dims, device_type, experts=experts)
+
+
+def _build(dims: ParallelDims, device_type: str, *, experts: bool) -> Meshes:
     ranks = torch.arange(dims.world)
 
     def cut(names: tuple[str, ...], *sizes: int) -> DeviceMesh:

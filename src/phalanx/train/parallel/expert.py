@@ -133,7 +133,7 @@ def split_experts(model: nn.Module, meshes: Meshes, *, sequence_parallel: bool) 
     rank, and its gradient is summed over the tensor group on the way back. Ranks that share a sequence add up its
     counts for the auxiliary loss. Does nothing to a model that has no experts, or where nothing is split.
     """
-    tensor = meshes.group("tensor") if meshes.dims.tensor > 1 else None
+    tensor = meshes.dense.get_group("tensor") if meshes.dims.tensor > 1 else None
     sharing = [meshes.group("context")] if meshes.dims.context > 1 else []
     sharing += [tensor] if tensor is not None and sequence_parallel else []
     for _, moe in mixtures(model):

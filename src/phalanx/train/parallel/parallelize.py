@@ -7,6 +7,7 @@ import torch
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.parallel.context import context_core, local_positions
 from phalanx.train.parallel.dims import Meshes
+from phalanx.train.parallel.float8 import refuse_without_float8, use_float8
 from phalanx.train.parallel.fsdp import shard_params
 from phalanx.train.parallel.recompute import offload_activations, recompute
 from phalanx.train.parallel.tensor import split_tensors
@@ -29,6 +30,9 @@ def parallelize(model: Decoder, meshes: Meshes, settings: Settings, device: torc
         core = context_core(settings.context_kind, meshes.group("context"))
         for block in model.layers.values():
             block.attn.core = core
+    if settings.compute == "fp8":
+        refuse_without_float8(device)
+        use_float8(list(model.layers.values()))
     recompute(model.layers.values(), layout.recompute)
     if layout.offload == "activations":
         offload_activations(model.layers.values(), pinned=device.type == "cuda")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from phalanx.errors import PhalanxError, Problem
+from phalanx.errors import PhalanxError
 from phalanx.files import replace_text
 from phalanx.record.events import read_events
 from phalanx.record.run import Run
@@ -92,30 +92,18 @@ def first(failures: Sequence[Failure]) -> Failure:
 
 def tell(run: Run, cause: Failure, *, others: Sequence[Failure], world: int, out_of_memory: bool) -> str:
     """The one message: the first failing rank, its step and cause, what it means, what to do."""
-    what, why, fix = _explain(run, cause, out_of_memory=out_of_memory)
-    rest = _rest(cause, others, world)
-    saved = last_checkpoint(run)
-    again = f"go on with: phalanx train --resume {run.path}" if saved is not None else "no checkpoint was written yet"
-    kept = f"last good checkpoint: step {saved:,}; {again}" if saved is not None else again
-    tail = [line for line in (why, fix, rest, kept, f"log: {run.log(cause.rank)}") if line]
+    rest, saved = _rest(cause, others, world), last_checkpoint(run)
+    kept = "no checkpoint was written yet"
+    if saved is not None:
+        kept = f"last good checkpoint: step {saved:,}; go on with: phalanx train --resume {run.path}"
+    when = f"step {cause.step:,}" if cause.step >= 0 else "before the first step"
     if cause.is_user:
-        head = cause.message
-        tail = [
-            f"said by rank {cause.rank} {_when(cause.step)}" + (f"; {rest}" if rest else ""),
-            *([kept] * (saved is not None)),
-        ]
+        head, lines = cause.message, (f"said by rank {cause.rank}, {when}", rest, kept if saved is not None else "")
     else:
-        head = Problem(where=_place(cause, world), what=what).render()
-    return "\n".join([head, *(f"  {line}" for line in tail)])
-
-
-def _place(cause: Failure, world: int) -> str:
-    step = f"step {cause.step:,}" if cause.step >= 0 else "before the first step"
-    return f"{step}: rank {cause.rank} of {world} (host {platform.node() or 'localhost'})"
-
-
-def _when(step: int) -> str:
-    return f"at step {step:,}" if step >= 0 else "before the first step"
+        what, why, fix = _explain(run, cause, out_of_memory=out_of_memory)
+        head = f"{when}: rank {cause.rank} of {world} (host {platform.node() or 'localhost'}): {what}"
+        lines = (why, fix, rest, kept, f"log: {run.log(cause.rank)}")
+    return "\n".join([head, *(f"  {line}" for line in lines if line)])
 
 
 def _explain(run: Run, cause: Failure, *, out_of_memory: bool) -> tuple[str, str, str]:
@@ -123,29 +111,23 @@ def _explain(run: Run, cause: Failure, *, out_of_memory: bool) -> tuple[str, str
     if cause.signal:
         return _signal(run, cause, out_of_memory=out_of_memory)
     if cause.kind == "Silence":
-        return cause.message, "every other rank waits for it", "its stack is in " + str(run.stack(cause.rank))
+        return cause.message, "every other rank waits for it", f"its stack is in {run.stack(cause.rank)}"
+    first_line = next(iter(cause.message.strip().splitlines()), "")
     if cause.kind in ("MemoryError", "OutOfMemoryError") or _NO_MEMORY.search(cause.message):
-        text = cause.message.strip().splitlines()
-        return f"ran out of memory{': ' + text[0][:300] if text else ''}", _memory(run, cause.rank), LESS_MEMORY
-    lines = cause.message.strip().splitlines() or ["no message"]
-    return f"{cause.kind}: {lines[0][:500]}", "", ""
+        said = f": {first_line[:300]}" if first_line else ""
+        return f"ran out of memory{said}", _memory(run, cause.rank), LESS_MEMORY
+    return f"{cause.kind}: {first_line[:500] or 'no message'}", "", ""
 
 
 def _signal(run: Run, cause: Failure, *, out_of_memory: bool) -> tuple[str, str, str]:
     name = signal.Signals(cause.signal).name if cause.signal in signal.valid_signals() else f"signal {cause.signal}"
+    if cause.signal == signal.SIGKILL and out_of_memory:
+        return f"was killed ({name}) by the kernel for want of memory", _memory(run, cause.rank), LESS_MEMORY
     if cause.signal == signal.SIGKILL:
-        who = "the kernel's out-of-memory killer" if out_of_memory else "from outside, most often for want of memory"
-        return (
-            f"was killed ({name}) by {who}" if out_of_memory else f"was killed ({name}) {who}",
-            _memory(run, cause.rank),
-            LESS_MEMORY,
-        )
+        return f"was killed ({name}) from outside", _memory(run, cause.rank), f"if memory was short: {LESS_MEMORY}"
     if cause.signal == signal.SIGBUS:
-        return (
-            f"died of {name}",
-            "a memory-mapped file was cut short while it was read, or the disk or /dev/shm is full",
-            "check the data folder and the free space",
-        )
+        why = "a memory-mapped file was cut short while it was read, or the disk or /dev/shm is full"
+        return f"died of {name}", why, "check the data folder and the free space"
     return f"died of {name}", "native code failed; its last words are in the log", ""
 
 
@@ -165,22 +147,16 @@ def _memory(run: Run, rank: int) -> str:
 
 
 def _rest(cause: Failure, others: Sequence[Failure], world: int) -> str:
+    """The other ranks in one line."""
     same = sum(one.message == cause.message for one in others)
-    lost = sum(one.is_consequence for one in others) - sum(
-        one.is_consequence and one.message == cause.message for one in others
+    lost = sum(one.is_consequence and one.message != cause.message for one in others)
+    counted = (
+        (same, "said the same"),
+        (lost, "lost their peer"),
+        (len(others) - same - lost, "failed in other ways"),
+        (world - 1 - len(others), "stopped by us"),
     )
-    stopped = world - 1 - len(others)
-    other = len(others) - same - lost
-    words = [
-        f"{count} {text}"
-        for count, text in (
-            (same, "said the same"),
-            (lost, "lost their peer"),
-            (other, "failed in other ways"),
-            (stopped, "were stopped"),
-        )
-        if count > 0
-    ]
+    words = [f"{count} {text}" for count, text in counted if count > 0]
     return f"other ranks: {', '.join(words)}" if words else ""
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from phalanx.errors import Problem, UserError, WorldError, mistake
+from phalanx.errors import Problem, WorldError, mistake
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
 from phalanx.train.supervise.failure import write_error
@@ -27,35 +27,51 @@ LOOK_S = 1.0  # between looks for the stop file, which may lie on a slow shared 
 MEETING_S = 300.0  # for the other ranks to arrive before the plan, and with it train.timeout_s, is known
 
 
-def join(environ: Mapping[str, str], prepare: Callable[[], tuple[Plan, Run]]) -> Run | None:
-    """Train as this one rank; rank 0 calls `prepare` and names the run folder to the others, and gets it back."""
+def join(
+    environ: Mapping[str, str],
+    prepare: Callable[[], tuple[Plan, Run]],
+    watch: Callable[[Plan, Run], Callable[[], None]],
+) -> tuple[Plan, Run] | None:
+    """Train as this one rank. Rank 0 calls `prepare`, names the run folder to the others, and gets both back.
+
+    `watch` gives what rank 0 calls after every step, to show how it goes.
+    """
     rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     if not 0 <= rank < world:
         raise mistake("RANK", f"{rank} is not below WORLD_SIZE = {world}", fix="let torchrun or srun set them")
     store = _meet(environ, rank, world)
-    run = _agree(store, rank, world, prepare)
+    if rank:
+        _train(_named(store, rank), store, rank=rank, world=world, tick=lambda: None)
+        return None
+    plan, run = _prepared(store, world, prepare)
+    run.set_status("running", pid=os.getpid(), world=world, started=round(time.time(), 3))
+    stopped = _train(run, store, rank=0, world=world, tick=watch(plan, run))
+    saved = max(run.saved_steps(), default=None)
+    run.set_status("stopped" if stopped else "done", exit_code=0, message="", step=saved)
+    return plan, run
+
+
+def _train(run: Run, store: TCPStore, *, rank: int, world: int, tick: Callable[[], None]) -> bool:
+    """Run this rank; returns whether it was asked to stop. What goes wrong is also left in the run folder."""
     from phalanx.train.worker import run_rank
 
+    stop = _stop(run)
     at_step = [-1]
+
+    def heartbeat(step: int) -> None:
+        at_step[0] = step
+        tick()
+
     try:
-        run_rank(
-            run=run.path,
-            rank=rank,
-            world=world,
-            store=store,
-            stop=_stop(run),
-            heartbeat=lambda step: at_step.__setitem__(0, step),
-        )
+        run_rank(run=run.path, rank=rank, world=world, store=store, stop=stop, heartbeat=heartbeat)
     except BaseException as error:
         write_error(run, rank, error, step=at_step[0])
-        run.log(rank).parent.mkdir(exist_ok=True)
         with run.log(rank).open("a", encoding="utf-8") as log:
             traceback.print_exc(file=log)
+        if rank == 0:
+            run.set_status("failed", exit_code=3, message=f"rank 0: {error}", step=at_step[0])
         raise
-    if rank:
-        return None
-    run.set_status("done", exit_code=0, message="", step=max(run.saved_steps(), default=None))
-    return run
+    return stop()
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -104,24 +120,23 @@ def _no_meeting(host: str, port: int, rank: int, text: str) -> WorldError:
     )
 
 
-def _agree(store: TCPStore, rank: int, world: int, prepare: Callable[[], tuple[Plan, Run]]) -> Run:
+def _prepared(store: TCPStore, world: int, prepare: Callable[[], tuple[Plan, Run]]) -> tuple[Plan, Run]:
     """Rank 0 prepares the run and tells the others its folder, or that it failed."""
-    if rank:
-        answer = store.get("phalanx/run").decode("utf-8")
-        if not answer:
-            raise WorldError(
-                Problem(where=f"rank {rank}", what="rank 0 could not prepare the run", fix="see its message")
-            )
-        return Run(path=_visible(Path(answer), rank))
     try:
         plan, run = prepare()
-        if plan.layout.devices != world:
-            raise _wrong_world(plan, world)
     except BaseException:
         store.set("phalanx/run", "")
         raise
     store.set("phalanx/run", str(run.path.resolve()))
-    return run
+    return plan, run
+
+
+def _named(store: TCPStore, rank: int) -> Run:
+    """The run that rank 0 made."""
+    answer = store.get("phalanx/run").decode("utf-8")
+    if not answer:
+        raise WorldError(Problem(where=f"rank {rank}", what="rank 0 could not prepare the run", fix="see its message"))
+    return Run(path=_visible(Path(answer), rank))
 
 
 def _visible(path: Path, rank: int) -> Path:
@@ -140,13 +155,16 @@ def _visible(path: Path, rank: int) -> Path:
     return path
 
 
-def _wrong_world(plan: Plan, world: int) -> UserError:
-    return mistake(
-        plan.cluster.name,
-        f"the plan needs {plan.layout.devices:,} ranks, and {world:,} were started",
-        why="every rank has a place in the layout",
-        fix=f"start {plan.layout.devices:,}, or name the cluster you have with --cluster",
-    )
+def check_world(plan: Plan, environ: Mapping[str, str]) -> None:
+    """As many ranks were started as the plan has places."""
+    world = _number(environ, "WORLD_SIZE")
+    if plan.layout.devices != world:
+        raise mistake(
+            plan.cluster.name,
+            f"the plan needs {plan.layout.devices:,} ranks, and {world:,} were started",
+            why="every rank has a place in the layout",
+            fix=f"start {plan.layout.devices:,}, or name the cluster you have with --cluster",
+        )
 
 
 def _stop(run: Run) -> Callable[[], bool]:

@@ -176,10 +176,26 @@ def resumed(run: Run, *, overrides: Sequence[str], cluster: str | None, steps: i
             str(run.path), "has no checkpoint to go on from", fix=f"start it again: phalanx train {run.job_toml}"
         )
     if not overrides and cluster is None and steps <= 0:
+        _refuse_finished(run, old)
         return old, ()
     resolved = load_job(str(run.job_toml), overrides=overrides, cluster=cluster, steps=steps)
     warnings = _allowed(run, old.job, resolved.job)
-    return make(resolved), warnings
+    plan = make(resolved)
+    _refuse_finished(run, plan)
+    return plan, warnings
+
+
+def _refuse_finished(run: Run, plan: Plan) -> None:
+    from phalanx.train.data.batches import BatchPlan
+
+    job = plan.job
+    total = BatchPlan.of(job.batch, sequence=job.data.sequence, tokens=plan.duration.tokens).steps
+    if max(run.saved_steps()) >= total:
+        raise mistake(
+            str(run.path),
+            f"is finished: all {total:,} steps are done",
+            fix=f"train on with --steps N above {total:,}; phalanx train --report {run.path} shows the result",
+        )
 
 
 def _allowed(run: Run, old: Job, new: Job) -> tuple[Problem, ...]:

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.record.run import Run
@@ -18,8 +19,17 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 _WAITS = ("distributed_c10d.py", "_functional_collectives", "distributed/pipelining", "fsdp/_fully_shard")
 
 
-def find_silent(run: Run, alive: Mapping[int, int], board: Board) -> tuple[int, str]:
-    """Of the ranks still alive (rank -> process), the one the others wait for, and the place where it is."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Whereabouts:
+    """Where a rank is."""
+
+    rank: int
+    place: str
+    waits: bool  # for other ranks, so that it is hardly the one to blame
+
+
+def find_silent(run: Run, alive: Mapping[int, int], board: Board) -> Whereabouts:
+    """Of the ranks still alive (rank -> process), the one the others wait for."""
     sizes = {rank: _size(run.stack(rank)) for rank in alive}
     for pid in alive.values():
         with contextlib.suppress(ProcessLookupError):
@@ -32,7 +42,7 @@ def find_silent(run: Run, alive: Mapping[int, int], board: Board) -> tuple[int, 
         return any(word in stacks[rank] for word in _WAITS), beat.step, beat.at_s, rank
 
     found = min(alive, key=order)
-    return found, _place(stacks[found], alive[found])
+    return Whereabouts(rank=found, place=_place(stacks[found], alive[found]), waits=order(found)[0])
 
 
 def _place(stack: str, pid: int) -> str:

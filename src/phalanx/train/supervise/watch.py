@@ -84,9 +84,8 @@ def _watch(ranks: _Ranks, *, run: Run, board: Board, wishes: Wishes, timeout_s: 
         if ranks.failures:
             _gather(ranks, run, board)
             return
-        silent = _silent(ranks, board, timeout_s)
-        if silent > 0:
-            _blame_silent(ranks, run, board)
+        if _silence_s(ranks, board) > timeout_s:
+            _blame_silent(ranks, run, board, even_if_waiting=True)
             return
         time.sleep(POLL_S)
 
@@ -115,21 +114,22 @@ def _gather(ranks: _Ranks, run: Run, board: Board) -> None:
     while ranks.alive and time.monotonic() < until:
         _reap(ranks, run, board)
         time.sleep(POLL_S)
-    timed_out = all(one.is_consequence and "timed out" in one.message.lower() for one in ranks.failures.values())
-    if timed_out and ranks.alive:
-        _blame_silent(ranks, run, board)
+    if ranks.alive and all(one.is_consequence for one in ranks.failures.values()):
+        _blame_silent(ranks, run, board, even_if_waiting=False)
 
 
-def _silent(ranks: _Ranks, board: Board, timeout_s: float) -> float:
-    """Seconds by which the longest silence exceeds the limit."""
+def _silence_s(ranks: _Ranks, board: Board) -> float:
+    """The longest silence of a rank."""
     now = time.monotonic()
-    return max((now - board.last(rank).at_s for rank in ranks.alive), default=0.0) - timeout_s
+    return max((now - board.last(rank).at_s for rank in ranks.alive), default=0.0)
 
 
-def _blame_silent(ranks: _Ranks, run: Run, board: Board) -> None:
-    rank, place = find_silent(run, ranks.alive, board)
-    beat = board.last(rank)
-    ranks.failures[rank] = failing.silence(rank, beat.step, silent_s=time.monotonic() - beat.at_s, where=place)
+def _blame_silent(ranks: _Ranks, run: Run, board: Board, *, even_if_waiting: bool) -> None:
+    found = find_silent(run, ranks.alive, board)
+    if even_if_waiting or not found.waits:
+        beat = board.last(found.rank)
+        silent_s = time.monotonic() - beat.at_s
+        ranks.failures[found.rank] = failing.silence(found.rank, beat.step, silent_s=silent_s, where=found.place)
 
 
 def _end(ranks: _Ranks, grace_s: float) -> None:

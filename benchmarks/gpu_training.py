@@ -1,0 +1,152 @@
+"""Training speed on one GPU: Phalanx's engine beside eager `transformers`, same shape, batch and optimizer.
+
+    python benchmarks/gpu_training.py [--vocab 32000] [--steps 8] [--variants ours,eager,fp8]
+
+The shape is the 1.2B Llama of issue 3: 16 layers, 2048 wide, MLP 8192, 32 heads, 8 key/value heads. MFU counts 6 × the
+parameters without the input embedding, plus causal attention (half the scores), over 989 TFLOP/s (H100/H200 bf16 dense).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from phalanx.job.model import ModelShape
+from phalanx.job.schema import Optim
+from phalanx.plan.layout import Layout
+from phalanx.train.engine import Engine
+from phalanx.train.settings import Settings
+
+PEAK_FLOPS = 989e12
+BATCH_TOKENS = 65536
+MICRO_TOKENS = 32768
+
+
+def shape_of(vocab: int) -> ModelShape:
+    return ModelShape(
+        name="llama-1.2b", layers=16, hidden=2048, heads=32, kv_heads=8, head_dim=64, ffn=8192, vocab=vocab,
+    )  # fmt: skip
+
+
+def flops_per_token(shape: ModelShape, sequence: int) -> float:
+    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+    weights = shape.layers * (attention + 3 * shape.hidden * shape.ffn) + shape.vocab * shape.hidden
+    return 6 * weights + 6 * shape.layers * sequence * shape.heads * shape.head_dim
+
+
+def timed(step: Callable[[], object], steps: int) -> float:
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return sorted(times)[len(times) // 2]
+
+
+def ours(shape: ModelShape, sequence: int, *, steps: int, compute: str, compiled: bool) -> float:
+    micro, batch = MICRO_TOKENS // sequence, BATCH_TOKENS // sequence
+    layout = Layout(
+        data=1, shard=1, tensor=1, context=1, pipeline=1, virtual_pipeline=1, expert=1, zero=0, sequence_parallel=False,
+        micro_batch=micro, accumulation=batch // micro, recompute="none", precision=compute, schedule="1f1b",
+        offload="none", compression="none",
+    )  # fmt: skip
+    settings = Settings(layout=layout, sequence=sequence, compute=compute, compile=compiled)
+    engine = Engine(shape, settings, Optim(), device=torch.device("cuda"))
+    engine.initialise()
+    torch.manual_seed(0)
+    rows = torch.randint(0, shape.vocab, (batch, sequence + 1), device="cuda")
+    step_s = timed(lambda: engine.step(rows[:, :-1], rows[:, 1:], lr=1e-4), steps)
+    result = engine.step(rows[:, :-1], rows[:, 1:], lr=1e-4)
+    print(f"  {compute}: loss {result.loss:.4f} after {steps + 4} steps on one batch", flush=True)
+    return step_s
+
+
+def eager(shape: ModelShape, sequence: int, *, steps: int) -> float:
+    """transformers as its users run it: fp32 weights, bf16 autocast, SDPA, fused AdamW, the same micro-batches."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.ffn, num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, max_position_embeddings=8192,
+        tie_word_embeddings=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config)
+    model.config.use_cache = False
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    micro, batch = MICRO_TOKENS // sequence, BATCH_TOKENS // sequence
+    rows = torch.randint(0, shape.vocab, (batch, sequence), device="cuda")
+
+    def step() -> None:
+        for part in rows.split(micro):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(input_ids=part, labels=part).loss
+            (loss * micro / batch).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return timed(step, steps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--vocab", type=int, nargs="+", default=[32000])
+    parser.add_argument("--sequence", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--variants", default="eager,ours")
+    args = parser.parse_args()
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {BATCH_TOKENS} tokens per step")
+        for vocab in args.vocab:
+            for sequence in args.sequence:
+                base = None
+                for variant in args.variants.split(","):
+                    base = measure(variant, shape_of(vocab), sequence, args.steps, base)
+        dist.destroy_process_group()
+
+
+def measure(variant: str, shape: ModelShape, sequence: int, steps: int, base: float | None) -> float | None:
+    kinds: dict[str, Callable[[], float]] = {
+        "eager": lambda: eager(shape, sequence, steps=steps),
+        "ours": lambda: ours(shape, sequence, steps=steps, compute="bf16", compiled=True),
+        "plain": lambda: ours(shape, sequence, steps=steps, compute="bf16", compiled=False),
+        "fp8": lambda: ours(shape, sequence, steps=steps, compute="fp8", compiled=True),
+    }
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    try:
+        step_s = kinds[variant]()
+    except Exception as error:
+        print(f"{variant:6} vocab {shape.vocab} sequence {sequence}: FAILED {type(error).__name__}: {str(error)[:600]}", flush=True)
+        return base
+    rate = BATCH_TOKENS / step_s
+    row = {
+        "variant": variant, "vocab": shape.vocab, "sequence": sequence, "step_ms": round(step_s * 1e3, 1),
+        "tokens_per_s": round(rate), "mfu": round(rate * flops_per_token(shape, sequence) / PEAK_FLOPS, 4),
+        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1), "of_eager": round(rate / base, 3) if base else None,
+        "setup_s": round(time.perf_counter() - began, 1),
+    }  # fmt: skip
+    print(json.dumps(row), flush=True)
+    return rate if variant == "eager" else base
+
+
+if __name__ == "__main__":
+    main()

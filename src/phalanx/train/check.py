@@ -1,0 +1,220 @@
+"""What a layout asks of a model, checked before a process is started: `check_layout` lists everything that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.errors import Problem, UserError
+from phalanx.job.model import ModelShape
+from phalanx.plan.layout import Layout
+from phalanx.train.parallel.pipeline import is_v_shaped
+from phalanx.train.settings import Settings
+
+
+def check_layout(shape: ModelShape, settings: Settings) -> list[Problem]:
+    """Every reason why the trainer cannot run this layout of this model; none when it can."""
+    layout = settings.layout
+    return [
+        *_tensor(shape, layout),
+        *_context(shape, settings),
+        *_pipeline(shape, layout),
+        *_expert(shape, settings),
+        *_data(layout),
+        *_reproducible(settings),
+    ]
+
+
+def refuse_layout(shape: ModelShape, settings: Settings) -> None:
+    """Raise UserError with everything `check_layout` finds."""
+    if problems := check_layout(shape, settings):
+        raise UserError(problems)
+
+
+def _tensor(shape: ModelShape, layout: Layout) -> Iterator[Problem]:
+    ranks = layout.tensor
+    if ranks == 1:
+        return
+    counts = {
+        "attention heads": (shape.heads, "each tensor rank must hold whole heads"),
+        "key/value heads": (shape.kv_heads, "each tensor rank must hold whole heads; the trainer does not copy them"),
+        "words of the vocabulary": (shape.vocab, "each tensor rank holds as many rows of the embedding and the head"),
+        "columns of the MLP": (shape.ffn, "each tensor rank holds as many columns"),
+    }
+    if shape.is_moe and shape.dense_layers == 0:
+        del counts["columns of the MLP"]
+    common = _fitting(ranks, *(count for count, _ in counts.values()))
+    for noun, (count, why) in counts.items():
+        if count % ranks:
+            pad = f", or pad model.vocab to {_up(count, ranks):,}" if "vocabulary" in noun else ""
+            yield Problem(
+                where="parallel.tensor",
+                what=f"{ranks} tensor ranks do not divide the model's {count:,} {noun}",
+                why=why,
+                fix=f"use {common}{pad}",
+            )
+
+
+def _context(shape: ModelShape, settings: Settings) -> Iterator[Problem]:
+    layout, length = settings.layout, settings.sequence
+    if layout.context > 1 and length % (2 * layout.context):
+        fit = _fitting(layout.context, length // 2) if length % 2 == 0 else 1
+        yield Problem(
+            where="parallel.context",
+            what=f"a sequence of {length:,} tokens does not divide into 2 × {layout.context} slices",
+            why="each context rank takes an early and a late slice, so that causal work is even",
+            fix=f"use {fit} context ranks, or data.sequence = {_up(length, 2 * layout.context):,}",
+        )
+    tokens = length // layout.context
+    if layout.tensor > 1 and layout.sequence_parallel and tokens % layout.tensor:
+        whole = _up(length, 2 * layout.context * layout.tensor)
+        yield Problem(
+            where="parallel.sequence_parallel",
+            what=f"{tokens:,} tokens per context rank do not divide over {layout.tensor} tensor ranks",
+            why="sequence parallelism splits the tokens between the tensor ranks",
+            fix=f"use data.sequence = {whole:,}, or sequence_parallel = false",
+        )
+    heads = shape.heads // layout.tensor
+    if layout.context > 1 and settings.context_kind == "ulysses" and heads % layout.context:
+        yield Problem(
+            where="parallel.context",
+            what=f"{layout.context} context ranks do not divide the {heads} query heads of each tensor rank",
+            why="Ulysses gives every context rank whole heads",
+            fix=f'use {_fitting(layout.context, heads)}, or context_kind = "ring" or "allgather", which split no heads',
+        )
+    if shape.positions == "learned" and length > shape.max_positions:
+        yield Problem(
+            where="data.sequence",
+            what=f"{length:,} tokens are longer than the {shape.max_positions:,} positions of {shape.name}",
+            why="a learned table has no row for the rest",
+            fix=f"use data.sequence = {shape.max_positions:,} or fewer",
+        )
+
+
+def _pipeline(shape: ModelShape, layout: Layout) -> Iterator[Problem]:
+    ranks, chunks, count = layout.pipeline, max(layout.virtual_pipeline, 1), layout.accumulation
+    if ranks == 1:
+        if chunks > 1:
+            yield Problem(
+                where="parallel.virtual_pipeline",
+                what=f"{chunks} chunks per stage without a pipeline",
+                fix="use virtual_pipeline = 1, or pipeline = 2 or more",
+            )
+        return
+    if ranks * chunks > shape.layers:
+        yield Problem(
+            where="parallel.pipeline",
+            what=f"{ranks} × {chunks} stages cannot share {shape.layers} layers",
+            why="each stage holds at least one layer",
+            fix=f"use at most {shape.layers} stages (pipeline × virtual_pipeline)",
+        )
+    if chunks > 1 and layout.schedule in ("gpipe", "1f1b"):
+        yield Problem(
+            where="parallel.schedule",
+            what=f'"{layout.schedule}" runs one chunk of layers per rank, virtual_pipeline is {chunks}',
+            fix='use schedule = "interleaved" or "zero-bubble", or virtual_pipeline = 1',
+        )
+    yield from _rounds(layout.schedule, ranks, chunks, count)
+
+
+def _rounds(schedule: str, ranks: int, chunks: int, count: int) -> Iterator[Problem]:
+    """Micro-batches that the schedule can order."""
+    plain = schedule == "1f1b" or (schedule == "interleaved" and chunks == 1)
+    fix = "change batch.global_sequences, batch.micro or the number of data ranks"
+    if plain and count < ranks:
+        yield Problem(
+            where="batch.micro",
+            what=f"{count} micro-batches cannot fill a pipeline of {ranks} stages",
+            why='the "1f1b" schedule needs at least as many micro-batches as stages',
+            fix=f'{fix}; schedule = "gpipe" takes any number',
+        )
+    in_rounds = schedule in ("interleaved", "zero-bubble") and not plain and not is_v_shaped(schedule, chunks)
+    if in_rounds and count % max(1, count // ranks):
+        near = count // ranks * ranks
+        yield Problem(
+            where="batch.micro",
+            what=f"{count} micro-batches do not make whole rounds of {ranks} pipeline ranks",
+            why=f'the "{schedule}" schedule works in rounds',
+            fix=f"use {near} or {near + ranks} micro-batches per step: {fix}",
+        )
+
+
+def _expert(shape: ModelShape, settings: Settings) -> Iterator[Problem]:
+    layout = settings.layout
+    stage = layout.data * layout.context * layout.tensor
+    if layout.expert > 1 and not shape.is_moe:
+        yield Problem(where="parallel.expert", what=f"{shape.name} has no experts to split", fix="use expert = 1")
+        return
+    if not shape.is_moe:
+        return
+    if shape.experts % layout.expert:
+        yield Problem(
+            where="parallel.expert",
+            what=f"{layout.expert} expert ranks do not divide the model's {shape.experts} experts",
+            why="each expert rank must hold whole experts",
+            fix=f"use {_fitting(layout.expert, shape.experts)}",
+        )
+    if stage % layout.expert:
+        yield Problem(
+            where="parallel.expert",
+            what=f"{layout.expert} expert ranks do not divide the {stage} ranks of a stage (data × context × tensor)",
+            why="experts are shared out among the ranks that see the tokens",
+            fix=f"use {_fitting(layout.expert, stage)}",
+        )
+    if layout.expert == 1 and layout.tensor > 1 and shape.expert_ffn % layout.tensor:
+        yield Problem(
+            where="parallel.tensor",
+            what=f"{layout.tensor} tensor ranks do not divide the experts' width of {shape.expert_ffn:,}",
+            why="without expert ranks the tensor group splits every expert along its width",
+            fix=f"use {_fitting(layout.tensor, shape.expert_ffn)}, or expert ranks",
+        )
+
+
+def _data(layout: Layout) -> Iterator[Problem]:
+    replicas = layout.data * layout.context
+    if layout.zero and replicas % layout.shard:
+        yield Problem(
+            where="parallel.shard",
+            what=f"groups of {layout.shard} do not divide the {replicas} data × context ranks",
+            why="each group shares one sharded copy",
+            fix=f"use {_fitting(layout.shard, replicas)}",
+        )
+    if layout.offload == "parameters" and not layout.zero:
+        yield Problem(
+            where="parallel.offload",
+            what='"parameters" needs sharded parameters, and ZeRO is off',
+            why="weights that every rank holds whole would travel to the device for every use",
+            fix="use zero = 3",
+        )
+
+
+def _reproducible(settings: Settings) -> Iterator[Problem]:
+    layout = settings.layout
+    if not settings.reproducible:
+        return
+    split = {"tensor": layout.tensor, "context": layout.context, "pipeline": layout.pipeline, "expert": layout.expert}
+    used = [f"{name} = {size}" for name, size in split.items() if size > 1]
+    used += [f"zero = {layout.zero}"] if layout.zero else []
+    if used:
+        yield Problem(
+            where="numerics.reproducible",
+            what=f"the same bits on any number of ranks are not possible with {', '.join(used)}",
+            why="only sums over micro-batches have an order that no number of ranks changes",
+            fix='set them to 1 (zero = 0), or parallel.mode = "fixed", which leaves them so',
+        )
+    for name, size in (("data ranks", layout.data), ("micro-batches per data rank", layout.accumulation)):
+        if size & (size - 1):
+            yield Problem(
+                where="numerics.reproducible",
+                what=f"{size} {name} are no power of two",
+                why="every rank must hold a whole subtree of the sum",
+                fix="choose batch.global_sequences, batch.micro and data ranks so that it is 1, 2, 4, 8, …",
+            )
+
+
+def _fitting(ranks: int, *counts: int) -> int:
+    """The largest number up to `ranks` that divides all counts."""
+    return max(n for n in range(1, ranks + 1) if all(count % n == 0 for count in counts))
+
+
+def _up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit

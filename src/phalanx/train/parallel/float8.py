@@ -1,0 +1,85 @@
+"""fp8 matrix products on GPUs that have them: forward and input gradients in e4m3 with a scale per row.
+
+Weight gradients stay in bf16: their sum runs over all tokens of a batch, where outliers of single rows hurt most, and
+that is a third of the work (torchao calls this recipe "rowwise_with_gw_hp"). The head is left alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import mistake
+
+FORMAT = torch.float8_e4m3fn
+MOST = 448.0  # largest e4m3 number
+LEAST_CAPABILITY = (8, 9)  # Ada and Hopper
+UNIT = 16  # _scaled_mm wants multiples of this in both widths
+
+
+def refuse_without_float8(device: torch.device) -> None:
+    """Raise UserError where the hardware has no fp8 matrix products."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+        raise mistake(
+            "precision.compute",
+            f'"fp8" has no matrix product on {name}',
+            why="fp8 needs compute capability 8.9 or newer (H100, H200, B200, L40S)",
+            fix='use "bf16"',
+        )
+
+
+def use_float8(blocks: list[nn.Module]) -> None:
+    """Replace the linears of the blocks whose widths allow it; parameters and their names stay."""
+    for block in blocks:
+        for module in block.modules():
+            for name, child in list(module.named_children()):
+                if type(child) is nn.Linear and not (child.in_features % UNIT or child.out_features % UNIT):
+                    setattr(module, name, Float8Linear(child))
+
+
+class Float8Linear(nn.Module):
+    """A linear layer around the same weight."""
+
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.weight, self.bias = plain.weight, plain.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x Wᵀ, and the bias."""
+        out: Tensor = _Product.apply(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
+        return out if self.bias is None else out + self.bias
+
+
+class _Product(torch.autograd.Function):
+    """x_TI W_OIᵀ with T tokens, I inputs, O outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TI, weight_OI)
+        return _multiply(x_TI, weight_OI)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (grad_TO,) = grads
+        x_TI, weight_OI = ctx.saved_tensors
+        return _multiply(grad_TO, weight_OI.t()), grad_TO.t() @ x_TI
+
+
+def _multiply(left_MK: Tensor, right_NK: Tensor) -> Tensor:
+    """left rightᵀ, both rounded to fp8 with one scale per row."""
+    left, left_scale = _round(left_MK)
+    right, right_scale = _round(right_NK)
+    out: Tensor = torch._scaled_mm(
+        left, right.t(), scale_a=left_scale, scale_b=right_scale.t(), out_dtype=left_MK.dtype, use_fast_accum=True
+    )
+    return out
+
+
+def _round(rows: Tensor) -> tuple[Tensor, Tensor]:
+    largest = rows.abs().amax(dim=-1, keepdim=True).float().clamp(min=1e-12)
+    scale = largest / MOST
+    return (rows.float() / scale).clamp(-MOST, MOST).to(FORMAT).contiguous(), scale

@@ -1,0 +1,173 @@
+"""Run a function on several gloo ranks of this machine: fresh processes, forked from a server that has imported torch.
+
+Importing torch and its distributed parts costs 3 to 10 s, a fork some hundredths. The server starts no thread, whatever
+the caller has done, so that forking is safe; fresh processes share no group, mesh or cache with an earlier task. A rank
+that raises, dies or does not answer ends the task, with the first cause as headline.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+from phalanx.errors import PhalanxError, Problem, UserError, WorldError
+
+LIMIT_S = 120.0  # a small model takes 1 to 20 s on 2 cores with 8 ranks
+GRACE_S = 2.0  # the other ranks may fail too for so long, so that the cause can be told from its echoes
+PRELOAD = "phalanx.train.verify.trial"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """What a rank sends instead of an answer."""
+
+    user: bool  # the job is wrong, not the machine
+    died: bool
+    problems: tuple[Problem, ...]
+
+
+def warm_up() -> None:
+    """Start the server now, in the background: it imports while the caller does something else."""
+    from multiprocessing import forkserver
+
+    _context()
+    forkserver.ensure_running()
+
+
+def run_ranks(task: Callable[..., T], world: int, *arguments: object, limit_s: float = LIMIT_S) -> list[T]:
+    """`task(rank, *arguments)` on every rank of a group of `world`; what each returned, in order.
+
+    `task` is a function of a module. Raises UserError or WorldError; no process is left behind either way.
+    """
+    with tempfile.TemporaryDirectory(prefix="phalanx-ranks-") as folder, ExitStack() as stack:
+        store = str(Path(folder) / "store")
+        orders = [(task, store, rank, world, arguments, limit_s) for rank in range(world)]
+        return _collect([stack.enter_context(_process(order)) for order in orders], limit_s)
+
+
+def _context() -> ForkServerContext:
+    context = get_context("forkserver")
+    context.set_forkserver_preload([PRELOAD])
+    return context
+
+
+@contextmanager
+def _process(order: tuple[Any, ...]) -> Any:
+    """One rank; gone when this ends, however it ends."""
+    context = _context()
+    ours, theirs = context.Pipe(duplex=False)
+    worker = context.Process(target=_serve, args=(theirs, *order), daemon=True)
+    worker.start()
+    theirs.close()
+    try:
+        yield worker, ours
+        worker.join(GRACE_S)
+    finally:
+        worker.kill()
+        worker.join()
+        worker.close()
+        ours.close()
+
+
+def _collect(ranks: Sequence[tuple[ForkServerProcess, Connection]], limit_s: float) -> list[Any]:
+    answers: dict[int, Any] = {}
+    failed: list[tuple[int, Failure]] = []
+    deadline = time.monotonic() + limit_s
+    while len(answers) < len(ranks):
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(ranks) if rank not in answers}
+        ready = connection.wait(list(waiting), timeout=max(deadline - time.monotonic(), 0.0))
+        if not ready:
+            break
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = waiting[pipe]
+            answers[rank] = _receive(ranks[rank][0], pipe)
+            if isinstance(answers[rank], Failure):
+                failed.append((rank, answers[rank]))
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    if failed:
+        raise _headline(failed, len(ranks))
+    if len(answers) < len(ranks):
+        raise _silent([rank for rank in range(len(ranks)) if rank not in answers], len(ranks), limit_s)
+    return [answers[rank] for rank in range(len(ranks))]
+
+
+def _receive(worker: ForkServerProcess, pipe: Connection) -> Any:
+    try:
+        return pipe.recv()
+    except (EOFError, OSError):
+        worker.join(1.0)
+        code = worker.exitcode
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
+        return Failure(user=False, died=True, problems=(Problem(where="", what=f"its process {how}"),))
+
+
+def _headline(failed: Sequence[tuple[int, Failure]], world: int) -> PhalanxError:
+    """A wrong job before a dead process before its neighbours' broken connections; among equals the first to fail."""
+    rank, first = min(failed, key=lambda one: (not one[1].user, not one[1].died))
+    if first.user:
+        return UserError(first.problems)
+    problem = first.problems[0]
+    others = f"{len(failed) - 1} of the {world - 1} other ranks failed after it" if len(failed) > 1 else ""
+    return WorldError(Problem(where=f"rank {rank} of {world}", what=problem.what, why=others, fix=problem.fix))
+
+
+def _silent(ranks: Sequence[int], world: int, limit_s: float) -> WorldError:
+    names = ", ".join(str(rank) for rank in ranks)
+    return WorldError(
+        Problem(
+            where=f"rank {names} of {world}",
+            what=f"no answer within {limit_s:g} s",
+            why="a collective that not every rank joins looks like this, and so does a machine with too much to do",
+        )
+    )
+
+
+def _serve(
+    pipe: Connection,
+    task: Callable[..., Any],
+    store: str,
+    rank: int,
+    world: int,
+    arguments: Sequence[object],
+    limit_s: float,
+) -> None:
+    """What a rank does with its life."""
+    with suppress(BrokenPipeError, KeyboardInterrupt):
+        pipe.send(_answer(task, store, rank, world, arguments, limit_s))
+
+
+def _answer(
+    task: Callable[..., Any], store: str, rank: int, world: int, arguments: Sequence[object], limit_s: float
+) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)  # ranks share the cores
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nothing of one machine listens beyond it
+    try:
+        limit = timedelta(seconds=limit_s)
+        dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
+        found = task(rank, *arguments)
+        dist.barrier()
+        dist.destroy_process_group()
+        return found
+    except PhalanxError as error:
+        return Failure(user=isinstance(error, UserError), died=False, problems=error.problems)
+    except Exception as error:
+        what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        trace = "".join(traceback.format_exception(error)).strip().replace("\n", "\n  ")
+        return Failure(user=False, died=False, problems=(Problem(where="", what=what, fix=trace),))

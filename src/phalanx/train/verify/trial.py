@@ -1,0 +1,268 @@
+"""A trial: a few steps of a small model under one layout on random data, and everything there is to compare of it.
+
+B sequences of the global batch, S tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from phalanx.job.model import ModelShape
+from phalanx.job.schema import Optim
+from phalanx.train.checkpoint.save import save
+from phalanx.train.engine import IGNORED, Engine
+from phalanx.train.optim.base import Optimizer
+from phalanx.train.parallel.pieces import Piece
+from phalanx.train.settings import Settings
+from phalanx.train.state import meta_of, restore_newest
+from phalanx.train.verify.ranks import LIMIT_S, run_ranks
+
+Array = NDArray[Any]
+HELD_OUT = 10**6  # the seed of the batch that is evaluated, not learned from
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """What is run. Two trials that differ only in their layout must give the same."""
+
+    shape: ModelShape
+    settings: Settings
+    sequences: int  # of the global batch
+    optim: Optim = field(default_factory=Optim)
+    steps: int = 5
+    lr: float = 1e-2
+    state_dtype: str = "fp32"
+    resume: str = ""  # a folder of checkpoints: goes on from the newest, of whatever layout
+    save: str = ""  # where to write one after the last step
+    loss_scale: float = 0.0  # first scale of fp16, when not the default
+    broken_rank: int = -1  # the gradient of this rank is infinite in the first step, as from a bad memory chip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A rank's box of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    owner: bool
+    digest: str
+    values: Array | None  # of the owner only: the others must hold the same
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankOutcome:
+    """What one rank saw."""
+
+    losses: list[float]
+    norms: list[float]
+    skipped: list[bool]
+    tokens: list[int]
+    evaluations: list[tuple[float, int]]  # before the first and after the last step
+    grads: list[list[Part]]  # of every step that was not skipped, clipped
+    params: list[list[Part]]  # after every step
+    loss_scale: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a trial gave: the numbers every rank agreed on and whole tensors put together from their boxes."""
+
+    losses: list[float]
+    norms: list[float]
+    skipped: list[bool]
+    tokens: list[int]
+    evaluations: list[tuple[float, int]]
+    grads: list[dict[str, Array]]
+    params: list[dict[str, Array]]
+    quarrels: list[str]  # ranks that should hold the same and do not
+    loss_scale: float
+    seconds: float  # of the slowest rank, without the start
+
+    @property
+    def digest(self) -> str:
+        """One digest of all parameters after the last step."""
+        found = hashlib.sha256()
+        for name, values in sorted(self.params[-1].items()):
+            found.update(name.encode())
+            found.update(np.ascontiguousarray(values).tobytes())
+        return found.hexdigest()
+
+
+def run_trial(trial: Trial, *, limit_s: float = LIMIT_S) -> Outcome:
+    """Run a trial on as many ranks as its layout has."""
+    return put_together(run_ranks(on_rank, trial.settings.layout.devices, trial, limit_s=limit_s))
+
+
+def batch(step: int, *, sequences: int, sequence: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """tokens_BS and targets_BS of a step, whatever the layout; a few targets of the first sequence do not count."""
+    drawn = torch.Generator().manual_seed(1000 + step)
+    tokens_BL = torch.randint(0, vocab, (sequences, sequence + 1), generator=drawn)
+    targets_BS = tokens_BL[:, 1:].clone()
+    targets_BS[0, : max(1, sequence // 5)] = IGNORED
+    return tokens_BL[:, :-1].contiguous(), targets_BS
+
+
+def on_rank(rank: int, trial: Trial) -> RankOutcome:
+    """One rank of a trial, inside a process group."""
+    began_s = time.perf_counter()
+    engine = Engine(trial.shape, trial.settings, trial.optim, device=torch.device("cpu"), state_dtype=trial.state_dtype)
+    engine.initialise()
+    first = restore_newest(engine, Path(trial.resume)).step if trial.resume else 0
+    if trial.loss_scale and engine.loss_scale is not None:
+        engine.loss_scale = replace(engine.loss_scale, scale=trial.loss_scale)
+    watched = Watched(engine.optimizer, engine.pieces)
+    engine.optimizer = watched
+    if rank == trial.broken_rank:
+        _break_once(engine)
+    evaluations = [engine.evaluate(*_mine(engine, trial, HELD_OUT))]
+    results, params = [], []
+    for step in range(first, first + trial.steps):
+        results.append(engine.step(*_mine(engine, trial, step), lr=trial.lr))
+        params.append([_part(piece, piece.tensor) for piece in engine.pieces])
+    evaluations.append(engine.evaluate(*_mine(engine, trial, HELD_OUT)))
+    if trial.save:
+        keep(engine, Path(trial.save), step=first + trial.steps, rank=rank)
+    return RankOutcome(
+        losses=[one.loss for one in results],
+        norms=[one.grad_norm for one in results],
+        skipped=[one.skipped for one in results],
+        tokens=[one.tokens for one in results],
+        evaluations=evaluations,
+        grads=watched.grads,
+        params=params,
+        loss_scale=engine.loss_scale.scale if engine.loss_scale is not None else 1.0,
+        seconds=time.perf_counter() - began_s,
+    )
+
+
+def _mine(engine: Engine, trial: Trial, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This data rank's sequences of the global batch."""
+    whole = batch(step, sequences=trial.sequences, sequence=trial.settings.sequence, vocab=trial.shape.vocab)
+    ranks, index = engine.dims.data, engine.meshes.index("data")
+    tokens_BS, targets_BS = (one.chunk(ranks)[index] for one in whole)
+    return tokens_BS, targets_BS
+
+
+class Watched:
+    """An optimizer that remembers the gradients it was given."""
+
+    def __init__(self, inner: Optimizer, pieces: Sequence[Piece]) -> None:
+        self._inner, self._pieces = inner, pieces
+        self.steps = inner.steps
+        self.grads: list[list[Part]] = []
+
+    def step(self, lr: float) -> None:
+        """Note the gradients, then update."""
+        self.grads.append([_part(piece, piece.tensor.grad) for piece in self._pieces if piece.tensor.grad is not None])
+        self._inner.step(lr)
+        self.steps = self._inner.steps
+
+    def state(self) -> list[Piece]:
+        """As the optimizer's."""
+        return self._inner.state()
+
+    def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
+        """As the optimizer's."""
+        self._inner.load(state, steps)
+
+    def state_bytes(self) -> int:
+        """As the optimizer's."""
+        return self._inner.state_bytes()
+
+
+def _part(piece: Piece, tensor: torch.Tensor) -> Part:
+    values = tensor.detach().cpu().contiguous()
+    if values.dtype == torch.bfloat16:
+        values = values.float()
+    array: Array = values.numpy().copy()
+    return Part(
+        name=piece.name,
+        shape=piece.shape,
+        start=piece.start,
+        owner=piece.owner,
+        digest=hashlib.sha256(array.tobytes()).hexdigest(),
+        values=array if piece.owner else None,
+    )
+
+
+def _break_once(engine: Engine) -> None:
+    whole = engine._gradients
+
+    def broken() -> list[torch.Tensor]:
+        grads = whole()
+        grads[0].view(-1)[:1] = math.inf
+        engine._gradients = whole  # type: ignore[method-assign]
+        return grads
+
+    engine._gradients = broken  # type: ignore[method-assign]
+
+
+def keep(engine: Engine, root: Path, *, step: int, rank: int) -> None:
+    """Write a checkpoint as the loop does."""
+    meta = meta_of(engine, step=step, tokens=0, data="random")
+    save(root, step=step, attempt="trial", pieces=engine.state(), meta=meta, rank=rank, world=engine.dims.world)
+
+
+# ---- from the boxes of all ranks to whole tensors --------------------------------------------------------------------
+
+
+def put_together(ranks: Sequence[RankOutcome]) -> Outcome:
+    """One outcome of the whole job; where ranks contradict each other, their quarrels are listed."""
+    first = ranks[0]
+    quarrels = [f"rank {rank} saw other losses than rank 0" for rank, one in enumerate(ranks) if not _agree(first, one)]
+    grads, params = [], []
+    for step in range(len(first.params)):
+        whole, found = _whole([one.params[step] for one in ranks])
+        params.append(whole)
+        quarrels += [f"step {step + 1}: {text}" for text in found]
+    for number in range(len(first.grads)):
+        grads.append(_whole([one.grads[number] for one in ranks])[0])
+    return Outcome(
+        losses=first.losses,
+        norms=first.norms,
+        skipped=first.skipped,
+        tokens=first.tokens,
+        evaluations=first.evaluations,
+        grads=grads,
+        params=params,
+        quarrels=quarrels,
+        loss_scale=first.loss_scale,
+        seconds=max(one.seconds for one in ranks),
+    )
+
+
+def _agree(a: RankOutcome, b: RankOutcome) -> bool:
+    same = all(x == y or (math.isnan(x) and math.isnan(y)) for x, y in zip(a.losses, b.losses, strict=True))
+    return same and a.skipped == b.skipped and a.evaluations == b.evaluations and a.loss_scale == b.loss_scale
+
+
+def _whole(ranks: Sequence[Sequence[Part]]) -> tuple[dict[str, Array], list[str]]:
+    """Whole tensors by name, and what is wrong with the boxes: copies that differ, places no rank holds."""
+    whole: dict[str, Array] = {}
+    digests: dict[tuple[str, tuple[int, ...]], str] = {}
+    quarrels: list[str] = []
+    filled: dict[str, int] = {}
+    for rank, parts in enumerate(ranks):
+        for part in parts:
+            if digests.setdefault((part.name, part.start), part.digest) != part.digest:
+                quarrels.append(f"rank {rank} holds another copy of {part.name}")
+            if part.values is not None:
+                into = whole.setdefault(part.name, np.full(part.shape, np.nan, dtype=part.values.dtype))
+                into[tuple(slice(i, i + n) for i, n in zip(part.start, part.values.shape, strict=True))] = part.values
+                filled[part.name] = filled.get(part.name, 0) + part.values.size
+    for name, values in whole.items():
+        if filled[name] != values.size:
+            quarrels.append(f"{name} has {values.size:,} values, owners hold {filled[name]:,}")
+    return whole, quarrels
