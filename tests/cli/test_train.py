@@ -187,6 +187,33 @@ def test_resume_without_a_checkpoint(train: Train, here: Path) -> None:
     assert err.startswith(f"{run}: has no checkpoint to go on from\n  start it again: phalanx train {run}/job.toml\n")
 
 
+def test_resume_of_a_finished_run(train: Train, here: Path) -> None:
+    train("job.toml")
+    run = only_run(here)
+    code, out, err = train("--resume", str(run))
+    assert (code, out) == (2, "")
+    assert err.startswith(f"{run}: is finished: all 10 steps are done\n  train on with --steps N above 10; ")
+    assert train("--resume", str(run), "--steps", "20", "--dry-run")[0] == 0
+
+
+def test_ranks_share_the_cores_and_stay_on_this_machine(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, str] = {}
+
+    def launch(run: object, *, environ: dict[str, str], **_: object) -> client.Outcome:
+        seen.update(environ)
+        return client.Outcome(state="failed", exit_code=3, message="x")
+
+    train("job.toml", "--dry-run")
+    monkeypatch.setattr(client, "launch", launch)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert main(["train", "job.toml"]) == 3
+    assert int(seen["OMP_NUM_THREADS"]) >= 1
+    assert (seen["GLOO_SOCKET_IFNAME"], seen["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert main(["train", "job.toml"]) == 3
+    assert seen["OMP_NUM_THREADS"] == "7", "what a person set is kept"
+
+
 def test_a_plan_made_before(train: Train, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "job.toml", "--set", "parallel.tensor=2", "--out", "plan.json"]) == 0
     capsys.readouterr()

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import UserError, WorldError
+from phalanx.hardware.cluster import resolve
 from phalanx.hardware.local import machine_cluster
 from phalanx.hardware.machine import Gpu, Machine, Nic
 from phalanx.hardware.profile import Profile, load, save, usual_path
@@ -158,3 +159,31 @@ def test_ranks_out_of_range(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         machine_cluster(CPU, environ=environ(tmp_path), ranks=-1)
     assert str(caught.value).startswith("--ranks: -1 is out of range")
+
+
+def test_ranks_of_this_machine_share_its_cores_and_memory(tmp_path: Path) -> None:
+    whole = machine_cluster(CPU, environ=environ(tmp_path))
+    half = machine_cluster(CPU, environ=environ(tmp_path), ranks=16)
+    assert (half.name, half.devices, half.hosts) == ("local:16", 16, 1)
+    assert half.accelerator.peak_fp32_flops == whole.accelerator.peak_fp32_flops / 2
+    assert half.accelerator.memory_bytes == whole.accelerator.memory_bytes / 2
+    assert half.host_memory_bytes == whole.host_memory_bytes
+
+
+def test_some_gpus_of_this_machine(tmp_path: Path) -> None:
+    assert machine_cluster(gpus(8), environ=environ(tmp_path), ranks=2).devices == 2
+    with pytest.raises(UserError) as caught:
+        machine_cluster(gpus(2), environ=environ(tmp_path), ranks=4)
+    assert str(caught.value) == (
+        "local:4: asks for 4 GPUs and this machine has 2\n"
+        "  every rank needs a GPU of its own\n"
+        "  write local:2, or local-cpu:4 to run on the processor cores"
+    )
+
+
+def test_the_spelling_of_ranks_on_this_machine(tmp_path: Path) -> None:
+    cluster = resolve("local-cpu:3", environ=environ(tmp_path))
+    assert (cluster.name, cluster.devices, cluster.accelerator.family) == ("local:3", 3, "cpu")
+    for text in ("local:0", "local:-1", "local-cpu:99999999", "local:5000"):
+        with pytest.raises(UserError):
+            resolve(text, environ=environ(tmp_path))

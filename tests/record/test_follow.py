@@ -18,14 +18,15 @@ def test_progress_and_remarks(tmp_path: Path) -> None:
     old.close()
     writer = EventWriter(run.events(0), rank=0, clock=lambda: 600.0)
     writer.write("run_start", steps=50)
-    writer.write("ready", seconds=2.0)
+    writer.write("ready", seconds=2.0, step=7, warnings=["step-00000009: is damaged"])
     for step in range(30):
         writer.write("step", step=step, loss=4.25, tokens=1000, duration_s=10.0 if step < 10 else 0.5, lr=1e-3)
     writer.write("evaluate", step=30, loss=4.0, bits_per_byte=2.125)
     writer.write("checkpoint", step=30, seconds=None, blocked_s=0.002)
     writer.write("checkpoint", step=30, seconds=0.25, bytes=2e6)
     assert follower.read() == [
-        "ranks ready after 2.00 s",
+        "warning: step-00000009: is damaged",
+        "ranks ready after 2.00 s, going on at step 7",
         "step 30: held-out loss 4.0000, 2.125 bits per byte",
         "step 30: checkpoint taken, training waited 2.00 ms",
         "step 30: checkpoint saved (2.00 MB, 250 ms)",

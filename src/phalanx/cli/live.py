@@ -56,11 +56,13 @@ class Live:
         for remark in self._follower.read():
             self.note(remark)
         line = self._line()
+        if line == self._shown:
+            return
+        self._shown = line
         if self._display is not None:
             self._display.update(_text(line), refresh=True)
-        elif line not in (self._shown, self._waiting):
+        elif line != self._waiting:
             note(line)
-        self._shown = line
 
     def note(self, text: str) -> None:
         """A line that stays, above the one that moves."""

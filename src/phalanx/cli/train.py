@@ -183,13 +183,13 @@ def _add_baselines(made: Run, plan: Plan) -> None:
 
 
 def _environ(environ: Mapping[str, str], plan: Plan) -> dict[str, str]:
-    """The ranks share the cores, and nothing of one machine listens beyond it."""
+    """The ranks share the cores, nothing of one machine listens beyond it, and CUDA is not started before the fork."""
     from phalanx.hardware.discover import discover
 
     threads = str(max(1, discover().usable_cores // plan.layout.devices))
     wanted = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
-    return {**wanted, **environ, **loopback}
+    return {**wanted, **environ, **loopback, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def _report(made: Run, *, as_json: bool) -> int:

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from phalanx.errors import Problem, mistake, nearest
+from phalanx.errors import Problem, UserError, mistake, nearest
 from phalanx.hardware.catalog import matmul_flops
 from phalanx.hardware.types import Cluster
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Job
 from phalanx.plan.frameworks import EVERYTHING, Framework, framework
 from phalanx.plan.memory import MemoryProfile, memory_profiles
+from phalanx.plan.optimizer import MOMENTS, STATE_BYTES, packed_bytes, state_format, update_profile
 from phalanx.plan.physics import Physics, Profile, physics, profiles
 from phalanx.plan.physics import profile_name as physics_profile
 
@@ -36,10 +37,7 @@ PROFILE_ALIASES = {
 # `launch_s` of a profile covers all the host does per operation; `phalanx probe` times one bare kernel. On the H200 the
 # "pytorch" profile was measured on, the probe showed this (benchmarks/data, 2026-11-15).
 PROBED_LAUNCH_S = 6.86e-6
-# Bytes of optimizer moments per parameter: two for Adam, one for Muon, row and column sums (about none) for Adafactor.
-MOMENTS = {"adamw": 2, "adamw8bit": 2, "muon": 1, "adafactor": 0}
 ADAMW_BYTES = 12.0  # fp32 master weights and two fp32 moments: what the memory profiles were fitted with
-STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +56,7 @@ class Ask:
     profile_name: str = "default"
     fused_attention: bool = True
     limits: Framework = EVERYTHING
+    packed_bytes: float = 0.0  # per parameter, what moments in memory lack of those in a checkpoint (8-bit: fp32 there)
     calibration: Calibration | None = None  # measured over modelled seconds of the user's own system
     origins: Mapping[str, str] = field(default_factory=dict)  # dotted key -> file:line, for messages
 
@@ -76,8 +75,9 @@ def from_job(
     """The question a job asks of a cluster, and what the person should be told about how it was read."""
     known = dict(origins or {})
     _check_precision(job, cluster, known)
+    _check_zero(job, known)
     profile_name, warnings = framework_profile(job.parallel.framework, known.get("parallel.framework", "job"))
-    profile = profiles()[profile_name]
+    profile = update_profile(profiles()[profile_name], job.optim.name, job.precision.optimizer_state)
     if job.precision.grad_reduce == "bf16":
         profile = replace(profile, gradient_bytes=2.0)
     if cluster.launch_s > 0:
@@ -94,6 +94,7 @@ def from_job(
         profile=profile,
         profile_name=profile_name,
         memory=memory_profile(job, kept.get(profile_name, kept["default"])),
+        packed_bytes=packed_bytes(job.optim.name, job.precision.optimizer_state),
         fused_attention=profile_name not in UNFUSED,
         limits=framework(profile_name),
         origins=known,
@@ -122,10 +123,12 @@ def framework_profile(name: str, where: str) -> tuple[str, tuple[Problem, ...]]:
 def memory_profile(job: Job, framework_memory: MemoryProfile) -> MemoryProfile:
     """What the framework keeps, with the bytes per parameter of the job's optimizer and precision."""
     wide = job.precision.compute == "fp32"
-    state = "int8" if job.optim.name == "adamw8bit" else job.precision.optimizer_state
+    state = STATE_BYTES[state_format(job.optim.name, job.precision.optimizer_state)]
     master = 4.0 if job.precision.master_weights and not wide else 0.0  # fp32 weights are their own master copy
-    saved = ADAMW_BYTES - (MOMENTS[job.optim.name] * STATE_BYTES[state] + master)
+    saved = ADAMW_BYTES - (MOMENTS[job.optim.name] * state + master)
     changed = replace(framework_memory, optimizer_bytes=framework_memory.optimizer_bytes - saved)
+    if job.optim.name == "muon":
+        changed = replace(changed, table_optimizer_bytes=(MOMENTS["adamw"] - MOMENTS["muon"]) * state)
     if job.precision.grad_reduce == "bf16":
         changed = replace(changed, gradient_bytes=2.0, gradient_bytes_fp16=2.0)
     return changed
@@ -153,3 +156,24 @@ def _check_precision(job: Job, cluster: Cluster, origins: Mapping[str, str]) -> 
         why="the catalogue knows no rate for it",
         fix=f"use one of {', '.join(able)}, or another accelerator",
     )
+
+
+def _check_zero(job: Job, origins: Mapping[str, str]) -> None:
+    """Two choices need a ZeRO stage of their own: refuse a job that fixes another."""
+    needs = {
+        "offload": ("parameters", (3,), "only ZeRO-3 gives the parameters back after each layer"),
+        "compression": ("powersgd", (0,), "it factors whole gradient matrices, and ZeRO cuts them at any row"),
+    }
+    zero, problems = job.parallel.zero, []
+    for name, (value, stages, why) in needs.items():
+        if getattr(job.parallel, name) == value and zero != "auto" and zero not in stages:
+            problems.append(
+                Problem(
+                    where=origins.get(f"parallel.{name}", "job"),
+                    what=f'parallel.{name} = "{value}", but parallel.zero = {zero}',
+                    why=why,
+                    fix=f"use parallel.zero = {stages[0]}, or another {name}",
+                )
+            )
+    if problems:
+        raise UserError(problems)

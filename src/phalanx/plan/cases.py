@@ -17,8 +17,8 @@ RECOMPUTE = ("none", "selective", "full")
 PRECISION = ("fp32", "bf16", "fp8", "fp4", "fp16")
 FP32, BF16, FP8, FP4, FP16 = range(5)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-OFFLOAD = ("none", "optimizer", "activations")
-COMPRESSION = ("none", "bf16", "fp8", "int8", "topk")
+OFFLOAD = ("none", "optimizer", "activations", "parameters")
+COMPRESSION = ("none", "bf16", "fp8", "int8", "topk", "powersgd")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

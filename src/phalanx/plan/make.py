@@ -152,7 +152,9 @@ def checkpoint_bytes(ask: Ask, layout: Layout) -> float:
     """Bytes of weights and optimizer state of the whole model: what a restart needs."""
     table, _, _ = price(ask, [layout])
     weights = float(np.max(element_bytes(table)))
-    return count_parameters(ask.model).total * (weights + float(np.max(ask.memory.optimizer_bytes)))
+    each = weights + float(np.max(ask.memory.optimizer_bytes)) + ask.packed_bytes
+    tables = ask.model.vocab * ask.model.hidden * (1 if ask.model.tied else 2)
+    return count_parameters(ask.model).total * each + tables * float(np.max(ask.memory.table_optimizer_bytes))
 
 
 def _points(
@@ -245,13 +247,15 @@ def _too_long(ask: Ask, lasting: Duration, layout: Layout) -> tuple[Problem, ...
 
 def _host_memory(ask: Ask, layout: Layout) -> tuple[Problem, ...]:
     """Offloaded state must fit in the hosts."""
-    if layout.offload != "optimizer":
+    if layout.offload not in ("optimizer", "parameters"):
         return ()
-    state = count_parameters(ask.model).total * float(np.max(ask.memory.optimizer_bytes))
+    # Parameters in host memory are fp32 (the master copy, which optimizer_bytes counts) and so are their gradients.
+    per_parameter = float(np.max(ask.memory.optimizer_bytes)) + (4.0 if layout.offload == "parameters" else 0.0)
+    state = count_parameters(ask.model).total * per_parameter
     room = ask.cluster.host_memory_bytes * ask.cluster.hosts
     if state * 1.2 <= room:
         return ()
-    what = f"offloaded optimizer state of {state / 1e12:.1f} TB does not fit the hosts' {room / 1e12:.1f} TB"
+    what = f"offloaded {layout.offload} state of {state / 1e12:.1f} TB does not fit the hosts' {room / 1e12:.1f} TB"
     return (Problem(where=ask.cluster.name, what=what, fix="use more hosts"),)
 
 

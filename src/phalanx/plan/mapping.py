@@ -9,7 +9,7 @@ import numpy as np
 from phalanx.network import collectives as net
 from phalanx.plan import traffic
 from phalanx.plan.ask import Ask
-from phalanx.plan.cases import COMPRESSION, Cases
+from phalanx.plan.cases import Cases
 from phalanx.plan.compute import element_bytes, routed_tokens
 from phalanx.plan.layout import Layout
 from phalanx.plan.score import price
@@ -171,7 +171,7 @@ def _replicas(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Ax
     shard = _Axis(name=whole, group=group, stride=layout.tensor, loads=loads, part=part, pace=pace)
     sharers = max(int(np.max(g.shard.ranks)), 1)
     between = [
-        _Load(operation="all-reduce", calls=_reduces(layout), nbytes=weights * _gradient_bytes(ask, layout) / sharers)
+        _Load(operation="all-reduce", calls=_reduces(layout), nbytes=weights * _gradient_bytes(ask, c) / sharers)
     ]
     stride = layout.tensor * sharers
     replica = _Axis(name="replica", group=g.replica, stride=stride, loads=between, part="gradient_s", pace=pace)
@@ -214,9 +214,8 @@ def _sharded_part(layout: Layout) -> str:
     return "shard_s" if layout.zero == 3 and layout.pipeline == 1 else "gradient_s"
 
 
-def _gradient_bytes(ask: Ask, layout: Layout) -> float:
-    sent = float(traffic.COMPRESSED_BYTES[COMPRESSION.index(layout.compression)])
-    return min(float(np.max(ask.profile.gradient_bytes)), sent)
+def _gradient_bytes(ask: Ask, c: Cases) -> float:
+    return float(np.max(traffic.gradient_width(c, ask.profile)))
 
 
 def _reduces(layout: Layout) -> int:
@@ -226,7 +225,7 @@ def _reduces(layout: Layout) -> int:
 
 def _sharing(ask: Ask, layout: Layout, c: Cases, weights: float) -> list[_Load]:
     """What keeps the holders of `weights` parameters equal."""
-    gradients = weights * _gradient_bytes(ask, layout)
+    gradients = weights * _gradient_bytes(ask, c)
     held = weights * float(np.max(element_bytes(c)))
     if layout.zero == 0:
         return [_Load(operation="all-reduce", calls=1, nbytes=gradients)]

@@ -18,6 +18,8 @@ from phalanx.plan.weights import attention_weights, expert_sharers, mlp_weights,
 GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE = range(4)
 
 
+FEEDBACK_BYTES = 4.0  # per gradient of a whole layer: what compression rounded away and adds to the next step, in fp32
+OFFLOAD_PARAMETERS = 3  # index in cases.OFFLOAD
 INDEX_LIMIT = 2.0**31  # elements a 32-bit index reaches; loss kernels fail on larger logit tensors
 
 
@@ -28,6 +30,7 @@ class MemoryProfile:
     gradient_bytes: Number = 4.0
     gradient_bytes_fp16: Number = 4.0  # the same for fp16 with loss scaling, which often accumulates in fp16
     optimizer_bytes: Number = 12.0  # fp32 master weights and two moments
+    table_optimizer_bytes: Number = 0.0  # more of them for embedding and head, which Muon leaves to AdamW
     hidden_copies: Number = 4.0  # tensors of [tokens, hidden] a layer keeps, split only by sequence parallelism
     width_copies: Number = 1.0  # multiple of the textbook count for tensors split by tensor parallelism
     narrow_copies: Number = 1.0  # further multiple under fp8 and fp4, where some linears keep one-byte inputs
@@ -131,6 +134,8 @@ def _stage_bytes(c: Cases, f: MemoryProfile, stage: _Stage) -> dict[str, Floats]
     dense = w.dense - w.embedding + stage.tables * c.vocab * c.hidden / c.tp
     size = element_bytes(c)
     shard = np.where(c.zero >= 1, c.shard, 1.0)
+    # Parameters in host memory: their gradients and optimizer live there too; what is gathered is on the device.
+    resident = np.where(c.offload == OFFLOAD_PARAMETERS, 0.0, 1.0)
     expert_shard = np.where(c.zero >= 1, expert_sharers(c, w.expert_replicas), 1.0)
 
     gradient_bytes = np.where(c.precision == FP16, f.gradient_bytes_fp16, f.gradient_bytes)
@@ -139,6 +144,7 @@ def _stage_bytes(c: Cases, f: MemoryProfile, stage: _Stage) -> dict[str, Floats]
         split = c.zero >= least_zero
         return dense / np.where(split, shard, 1.0) + w.experts / np.where(split, expert_shard, 1.0)
 
+    state = held(1) * f.optimizer_bytes + stage.tables * c.vocab * c.hidden / c.tp / shard * f.table_optimizer_bytes
     kept, checkpoint = layer_activations(c, f)
     full = c.recompute == FULL
     activations = stage.in_flight * stage.layers * np.where(full, checkpoint, kept) + np.where(full, kept, 0.0)
@@ -151,13 +157,13 @@ def _stage_bytes(c: Cases, f: MemoryProfile, stage: _Stage) -> dict[str, Floats]
     stays = (c.zero == 3) & (c.pp > 1)
     unsharded = np.where(stays, (dense + w.experts) * (size + gradient_bytes), 2.0 * w.layer * size)
     return {
-        "weights": held(3) * size,
-        "gradients": held(2) * gradient_bytes,
-        "optimizer": np.where(c.offload == 1, 0.0, held(1) * f.optimizer_bytes),
+        "weights": held(3) * size * resident,
+        "gradients": held(2) * gradient_bytes * resident,
+        "optimizer": np.where(c.offload == 1, 0.0, state * resident),
         "gathered": np.where(c.zero == 3, unsharded, 0.0) + wide,
         "activations": activations,
         "logits": stage.head * c.tokens * c.vocab / c.tp * f.logit_bytes,
-        "buffers": f.base_bytes + np.zeros_like(activations),
+        "buffers": f.base_bytes + np.where(c.compression > 0, (dense + w.experts) * FEEDBACK_BYTES, 0.0),
     }
 
 

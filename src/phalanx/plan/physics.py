@@ -89,6 +89,7 @@ class Profile:
     step_s: Number = 0.02  # logging, clipping, loss reduction, data: once per step
     step_log_devices_s: Number = 1e-3  # waiting for the slowest of more ranks, per doubling of devices
     optimizer_bytes: Number = 34.0  # memory traffic of the optimizer per parameter
+    newton_schulz: Number = 0.0  # iterations by which the optimizer makes each weight matrix orthogonal (Muon)
     balanced_stages: Number = 1.0  # 1: the split into stages counts the embedding and the head
     gradient_bytes: Number = 4.0  # width of the gradients that are reduced
 

@@ -201,7 +201,7 @@ def _base(ask: Ask, degrees: list[tuple[int, int, int, int]], most_micro: int) -
 def _choices(ask: Ask, offload: tuple[str, ...]) -> dict[str, Ints]:
     fixed = ask.fixed
     groups = (GIVEN,) if "shard" in fixed else (FULL, DOMAIN)
-    zeros = (int(fixed["zero"]),) if "zero" in fixed else ask.limits.zero
+    zeros = _zeros(ask)
     shared = [(zero, group) for zero in zeros for group in (groups if zero else (NONE,))]
     recomputes = [str(fixed["recompute"])] if "recompute" in fixed else list(RECOMPUTE)
     flags = (bool(fixed["sequence_parallel"]),) if "sequence_parallel" in fixed else (False, True)
@@ -215,9 +215,18 @@ def _choices(ask: Ask, offload: tuple[str, ...]) -> dict[str, Ints]:
         for off in offloads
         for compress in compressions
     ]
-    table = np.array(rows, dtype=np.int64)
+    table = np.array(rows, dtype=np.int64).reshape(-1, 6)
     names = ("zero", "group", "recompute", "sp", "offload", "compression")
     return {name: table[:, index].copy() for index, name in enumerate(names)}
+
+
+def _zeros(ask: Ask) -> tuple[int, ...]:
+    """ZeRO stages to try: parameters in host memory need the third, PowerSGD's whole gradients none."""
+    if "zero" in ask.fixed:
+        return (int(ask.fixed["zero"]),)
+    if ask.fixed.get("offload") == "parameters":
+        return (3,)
+    return (0,) if ask.fixed.get("compression") == "powersgd" else ask.limits.zero
 
 
 def _shard_size(ask: Ask, c: dict[str, Ints]) -> Ints:
@@ -240,7 +249,9 @@ def _legal(ask: Ask, c: dict[str, Ints]) -> Bools:
     else:
         # ZeRO-2 between micro-batches either keeps whole gradients (then it is ZeRO-1) or reduces them every time.
         whole = (c["zero"] != 2) | (ask.global_sequences == c["dp"] * c["micro_batch"])
-        sharded = grouped & staged & whole & ((c["zero"] == 0) | ~alone)
+        # One rank alone has nobody to share with, but may keep its parameters in host memory.
+        hosted = c["offload"] == OFFLOAD.index("parameters")
+        sharded = grouped & staged & whole & ((c["zero"] == 0) | ~alone | hosted)
     slices = (ask.sequence // c["cp"]) % c["tp"] == 0
     # Without tensor parallelism there is nothing for sequence parallelism to split: one of the two rows is kept.
     unsplit = (c["tp"] == 1) & (c["sp"] == 0)

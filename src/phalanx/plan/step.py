@@ -9,13 +9,14 @@ import numpy as np
 from phalanx.plan import traffic
 from phalanx.plan.cases import Cases, Floats
 from phalanx.plan.compute import FULL, Compute, compute
-from phalanx.plan.memory import MemoryProfile, layer_activations
+from phalanx.plan.memory import OFFLOAD_PARAMETERS, MemoryProfile, layer_activations
+from phalanx.plan.optimizer import owned_weights, update_seconds
 from phalanx.plan.physics import Physics, Profile
-from phalanx.plan.weights import expert_sharers, rank_weights
+from phalanx.plan.weights import rank_weights
 
-HOST_ADAM_BYTES = 28.0  # per parameter: read gradient, weight and two moments in fp32, write the last three
-HOST_MEMORY_BYTES_PER_S = 40e9  # a device's share of a two-socket server (12 DDR5 channels, 8 devices): an assumption
 LAUNCH_SHARPNESS = 4.0  # p of the p-norm that joins device time and host launch time
+# Parameters in host memory are fetched in fp32 for forward and again for backward; gradients return in fp32.
+FETCHED_BYTES = 12.0
 OFFLOAD_ACTIVATIONS = 2  # index in cases.OFFLOAD
 ZERO_BUBBLE = 3  # index in cases.SCHEDULES
 # Splitting every backward in two loses fused weight gradients and reads activations twice: an assumption, to be
@@ -98,9 +99,10 @@ def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
         busy = np.maximum(busy, moved)
 
     w = rank_weights(c, stage_layers=fullest)
-    micro = np.where(
-        (c.zero == 3) & (c.pp <= 1), smooth_max(busy, traffic.shard_seconds(c, g, w, f), f.shard_sharpness), busy
-    )
+    fetched = np.where(c.offload == OFFLOAD_PARAMETERS, owned_weights(c, w) * FETCHED_BYTES, 0.0)
+    fetch_s = fetched / c.host_link_bytes_per_s
+    moving_s = traffic.shard_seconds(c, g, w, f) + fetch_s
+    micro = np.where((c.zero == 3) & (c.pp <= 1), smooth_max(busy, moving_s, f.shard_sharpness), busy)
     mean_stage = (c.layers * per_layer + head_s) / c.pp
     bubble = (c.pp - 1.0) / c.vpp * (mean_stage + send + host_micro)
     # ZB-H1 fills the bubble with weight gradients: (p-1)(F+B-W) remains of (p-1)(F+B+W) (Qi et al., arXiv 2401.10241).
@@ -119,8 +121,11 @@ def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
     shown = repeats * np.maximum(0.0, sync.reduce - overlap * (forward_s + backward_s))
     shown = shown + sync.reduce - np.minimum(sync.reduce, backward_s) * overlap
     shown = shown + sync.gather - np.minimum(sync.gather, forward_s) * f.gather_overlap
-    gradient = sync.reduce * (1.0 + repeats) + sync.gather
-    optimizer = _optimizer_seconds(c, k, f, w.dense, w.experts, w.expert_replicas)
+    factoring = traffic.factoring_seconds(c, k, w)
+    shown = shown + factoring
+    gradient = sync.reduce * (1.0 + repeats) + sync.gather + factoring
+    # A pipeline keeps gathered weights for the whole step (memory.py), so there they are fetched once.
+    optimizer = update_seconds(c, k, f, w, g) + np.where(c.pp > 1, fetch_s, 0.0)
     overhead = f.step_s + f.step_log_devices_s * np.log2(np.maximum(c.devices, 1.0))
 
     step = count * micro + bubble + shown + optimizer + overhead
@@ -155,15 +160,3 @@ def _device_seconds(work: Compute) -> Floats:
     for one in passes:
         total = total + one.forward + one.backward
     return total
-
-
-def _optimizer_seconds(
-    c: Cases, k: Physics, f: Profile, dense: Floats, experts: Floats, expert_replicas: Floats
-) -> Floats:
-    owned = dense / np.where(c.zero >= 1, c.shard, 1.0)
-    sharers = np.where(c.zero >= 1, expert_sharers(c, expert_replicas), 1.0)
-    owned = owned + np.where(c.moe_layers > 0, experts / sharers, 0.0)
-    resident = owned * f.optimizer_bytes / (c.memory_bytes_per_s * k.memory)
-    # Offloaded states: gradients out and parameters back over the host link, AdamW at host memory speed meanwhile.
-    offloaded = owned * np.maximum(6.0 / c.host_link_bytes_per_s, HOST_ADAM_BYTES / HOST_MEMORY_BYTES_PER_S)
-    return np.where(c.offload == 1, offloaded, resident)

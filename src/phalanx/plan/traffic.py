@@ -18,7 +18,13 @@ CONTEXT_VISIBLE = 0.3
 # Kernels each step of the ring adds: send, receive, attention, and three to merge outputs and log-sum-exps.
 CONTEXT_LAUNCHES = 6.0
 # Bytes per gradient on the wire, by cases.COMPRESSION; top-k sends 1 % of the values with 32-bit indices.
-COMPRESSED_BYTES = np.array([np.inf, 2.0, 1.0, 1.0, 0.08])
+COMPRESSED_BYTES = np.array([np.inf, 2.0, 1.0, 1.0, 0.08, np.inf])
+POWERSGD = 5  # index in cases.COMPRESSION
+# PowerSGD sends factors of rank 4 in fp32: 4 · 4 (n + m) bytes of n m gradients, at most 32 / n each for n <= m.
+POWERSGD_BYTES = 32.0
+# Memory it moves per gradient, in fp32: gradient and error are read and summed (12), twice multiplied by a thin factor
+# (8), the approximation is written, subtracted and copied (20). Orthogonalising thin factors is left out.
+POWERSGD_PASSES_BYTES = 40.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,9 +116,22 @@ class GradientTraffic:
     gather: Floats
 
 
+def gradient_width(c: Cases, f: Profile) -> Floats:
+    """Bytes per gradient on the wire."""
+    width: Floats = np.minimum(f.gradient_bytes, COMPRESSED_BYTES[c.compression.astype(int)])
+    return np.where(c.compression == POWERSGD, np.minimum(width, POWERSGD_BYTES / c.hidden), width)
+
+
+def factoring_seconds(c: Cases, k: Physics, w: RankWeights) -> Floats:
+    """Making and multiplying out PowerSGD's factors, once per step; other formats are converted within a copy."""
+    moved = (w.dense + w.experts) * POWERSGD_PASSES_BYTES
+    used = (c.compression == POWERSGD) & (c.dp * c.cp > 1)
+    return np.where(used, moved / (c.memory_bytes_per_s * k.memory), 0.0)
+
+
 def gradient_traffic(c: Cases, g: Groups, w: RankWeights, f: Profile) -> GradientTraffic:
     """What keeps the data ranks equal."""
-    width = np.minimum(f.gradient_bytes, COMPRESSED_BYTES[c.compression.astype(int)])
+    width = gradient_width(c, f)
     size = element_bytes(c)
 
     def reduce(data: net.Group, shard: net.Group, replica: net.Group, weights: Floats) -> Floats:

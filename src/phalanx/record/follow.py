@@ -96,7 +96,10 @@ def _remark(event: Event) -> list[str]:
         return _checkpoint(event, step)
     if event["event"] == "ready":
         seconds = _number(event, "seconds")
-        return ["ranks ready" + (f" after {format_seconds(seconds)}" if seconds else "")]
+        at = f", going on at step {step:,}" if step else ""
+        noted = [str(text) for text in event.get("warnings") or () if isinstance(text, str)]
+        waited = f" after {format_seconds(seconds)}" if seconds else ""
+        return [*(f"warning: {text}" for text in noted), f"ranks ready{waited}{at}"]
     return []
 
 

@@ -37,7 +37,6 @@ def _tensor(shape: ModelShape, layout: Layout) -> Iterator[Problem]:
     counts = {
         "attention heads": (shape.heads, "each tensor rank must hold whole heads"),
         "key/value heads": (shape.kv_heads, "each tensor rank must hold whole heads; the trainer does not copy them"),
-        "words of the vocabulary": (shape.vocab, "each tensor rank holds as many rows of the embedding and the head"),
         "columns of the MLP": (shape.ffn, "each tensor rank holds as many columns"),
     }
     if shape.is_moe and shape.dense_layers == 0:
@@ -45,12 +44,11 @@ def _tensor(shape: ModelShape, layout: Layout) -> Iterator[Problem]:
     common = _fitting(ranks, *(count for count, _ in counts.values()))
     for noun, (count, why) in counts.items():
         if count % ranks:
-            pad = f", or pad model.vocab to {_up(count, ranks):,}" if "vocabulary" in noun else ""
             yield Problem(
                 where="parallel.tensor",
                 what=f"{ranks} tensor ranks do not divide the model's {count:,} {noun}",
                 why=why,
-                fix=f"use {common}{pad}",
+                fix=f"use {common}",
             )
 
 

@@ -31,6 +31,7 @@ from phalanx.train.optim.base import Optimizer
 from phalanx.train.optim.build import build_optimizer
 from phalanx.train.optim.scaler import LossScale
 from phalanx.train.parallel.clip import scale_gradients, squared_norm
+from phalanx.train.parallel.compress_fsdp import ShardedCompression, compress_sharded
 from phalanx.train.parallel.context import split_sequence
 from phalanx.train.parallel.dims import Meshes, ParallelDims, build_meshes
 from phalanx.train.parallel.fsdp import accumulate
@@ -92,21 +93,28 @@ class Engine:
             self.pieces, optim=optim, state_dtype=state_dtype, decays=decays
         )
         self.loss_scale = LossScale() if settings.compute == "fp16" else None
+        self.expert_loads: torch.Tensor | None = None  # tokens of each expert in the last step, a row per layer held here
         self._moes = [m for part in self.parts for m in part.model.modules() if isinstance(m, Moe)]
         v_shaped = is_v_shaped(settings.layout.schedule, settings.layout.virtual_pipeline)
         self._tied = None
         if shape.tied and self.dims.pipeline > 1:
             self._tied = TiedTable(self.held, self.meshes, v_shaped=v_shaped)
+        self._sharded = self._compress_sharded()
+        self._unit = 0.0
         self._schedules: dict[int, tuple[Schedule, list[PipelineStage]]] = {}
+
+    def _compress_sharded(self) -> list[ShardedCompression]:
+        kind = self.settings.layout.compression
+        return [compress_sharded(part.model, kind) for part in self.parts] if self.dims.zero and kind != "none" else []
 
     # ---- values ----------------------------------------------------------------------------------------------------
 
     def initialise(self) -> None:
         """First values of every weight and buffer."""
         fill(self.pieces, seed=self.settings.seed, layers=self.shape.layers)
-        for held in self.held:
-            if not held.trained:
-                held.local.zero_()
+        for part in self.parts:
+            for buffer in part.model.buffers():
+                buffer.zero_()
         self.publish()
 
     @torch.no_grad()
@@ -137,6 +145,7 @@ class Engine:
         self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, *, lr: float, stop: bool = False, save: bool = False
     ) -> StepResult:
         """Learn from this data rank's part of the global batch; `stop` and `save` are wishes that all ranks share."""
+        sent = self.bytes_sent
         worked_s, began_s = time.thread_time(), time.perf_counter()
         tokens_BS, targets_BS = self._mine(tokens_BS), self._mine(targets_BS)
         batch_sequences = tokens_BS.shape[0] * self.dims.data
@@ -157,6 +166,7 @@ class Engine:
         if not skipped:
             self._update(grads, factor * self._clip_factor(norm), lr)
         self._clear()
+        self._balance()
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(finite=not skipped)
         return StepResult(
@@ -168,6 +178,7 @@ class Engine:
             save=saves > 0,
             compute_s=worked_s if self.device.type == "cpu" else ended_s - began_s,
             wait_s=waited_s,
+            bytes_sent=None if sent is None or self.bytes_sent is None else self.bytes_sent - sent,
         )
 
     @torch.no_grad()
@@ -191,6 +202,7 @@ class Engine:
     def _forward_backward(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, *, unit: float) -> torch.Tensor:
         """Accumulate gradients of `unit` × the summed loss; returns the summed loss of this rank."""
         count = tokens_BS.shape[0] // self.settings.layout.micro_batch
+        self._new_unit(unit)
         if self.exchange is not None:
             self.exchange.begin(count)
         with self._loss_context(), fastest_attention(self.device):
@@ -215,7 +227,7 @@ class Engine:
 
     def _pipelined(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, count: int, unit: float) -> torch.Tensor:
         losses: list[torch.Tensor] = []
-        schedule, stages = self._schedule(count, unit)
+        schedule, stages = self._schedule(count)
         given = (tokens_BS,) if any(stage.is_first for stage in stages) else ()
         if any(stage.is_last for stage in stages):
             schedule.step(*given, target=targets_BS, losses=losses, return_outputs=False)
@@ -255,9 +267,8 @@ class Engine:
         split = self.dims.tensor > 1 and self.settings.loss_parallel
         return loss_parallel() if split else nullcontext()
 
-    def _schedule(self, count: int, unit: float) -> tuple[Schedule, list[PipelineStage]]:
+    def _schedule(self, count: int) -> tuple[Schedule, list[PipelineStage]]:
         """The schedule for `count` micro-batches: a batch ramp asks for several."""
-        self._unit = unit
         if count not in self._schedules:
             self._schedules[count] = build_schedule(
                 [(part.stage, part.model) for part in self.parts],
@@ -316,8 +327,32 @@ class Engine:
             piece.tensor.grad = grad.to(piece.tensor)
         self.optimizer.step(lr)
         self.publish()
-        for moe in self._moes:
-            moe.balance()
+
+    @torch.no_grad()
+    def _balance(self) -> None:
+        """Count the tokens of every expert over the ranks of this stage, and let the routers know."""
+        if not self._moes or self.meshes.stages is None:
+            return
+        counts = torch.stack([moe.counts_E for moe in self._moes])
+        if self.dims.stage > 1:
+            dist.all_reduce(counts, group=self.meshes.stages.get_group("stage"))
+        for moe, load_E in zip(self._moes, counts, strict=True):
+            moe.update_bias(load_E)
+        self.expert_loads = counts
+
+    @property
+    def bytes_sent(self) -> int | None:
+        """Bytes that compressed gradients have put on the wire so far; None without compression."""
+        if self.exchange is not None:
+            return self.exchange.bytes_sent
+        return sum(one.bytes_sent for one in self._sharded) if self._sharded else None
+
+    def _new_unit(self, unit: float) -> None:
+        """Errors that compression carries over are in the unit of the last step's gradients."""
+        if self._unit and unit != self._unit:
+            for one in [*self._sharded, *([self.exchange] if self.exchange is not None else [])]:
+                one.rescale(unit / self._unit)
+        self._unit = unit
 
     def _clear(self) -> None:
         for held, piece in zip(self._trained, self.pieces, strict=True):

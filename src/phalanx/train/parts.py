@@ -116,11 +116,11 @@ def holdings(parts: Sequence[Part], meshes: Meshes, *, tied: bool) -> list[Held]
 
 
 def _part_holdings(part: Part, meshes: Meshes, *, tied: bool) -> Iterator[Held]:
-    experts = expert_cuts(part.model, meshes)
+    experts = expert_cuts(part.model)
     ends = {part.model.embed is not None, part.model.head is not None}
     twice = tied and ends == {True, False}  # the other copy of the tied table stands on another stage
     named: list[tuple[str, torch.Tensor, bool]] = [(n, p, True) for n, p in part.model.named_parameters()]
-    named += [(n, b, False) for n, b in part.model.named_buffers()]
+    named += [(name, buffer, False) for name, buffer in _kept_buffers(part.model)]
     for name, tensor, trained in named:
         cut = experts.get(id(tensor))
         box = box_of(tensor, (cut,) if cut else ())
@@ -130,18 +130,26 @@ def _part_holdings(part: Part, meshes: Meshes, *, tied: bool) -> Iterator[Held]:
             tensor=tensor,
             box=box,
             replicas=meshes.dims.stage // box.parts * (2 if copy else 1),
-            owner=_is_first(box, meshes, expert=cut is not None) and not (copy and name == TIED[1]),
+            owner=_is_first(box, meshes) and not (copy and name == TIED[1]),
             trained=trained,
         )
 
 
-def _is_first(box: Box, meshes: Meshes, *, expert: bool) -> bool:
+def _is_first(box: Box, meshes: Meshes) -> bool:
     """Whether this rank has place 0 on every axis of its stage that does not cut the tensor."""
-    mesh = meshes.experts if expert else meshes.dense
-    assert mesh is not None and mesh.mesh_dim_names is not None
     cutting = {id(cut.group) for cut in box.cuts}
-    axes = [axis for axis in mesh.mesh_dim_names if axis != "pipeline"]
+    whole_experts = meshes.experts is not None and id(meshes.experts.get_group("expert")) in cutting
+    mesh = meshes.experts if whole_experts and meshes.experts is not None else meshes.dense
+    axes = [axis for axis in mesh.mesh_dim_names or () if axis != "pipeline"]
     return all(mesh.get_local_rank(a) == 0 or id(mesh.get_group(a)) in cutting for a in axes)
+
+
+def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that belong to the model's state."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 @torch.no_grad()

@@ -70,6 +70,15 @@ def test_the_same_step_is_not_written_twice(kit, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
+def test_a_step_may_be_saved_again_while_rank_0_has_not_committed_the_first(kit, tmp_path):
+    saver = AsyncSaver(tmp_path, attempt="a", rank=1, world=2)
+    for step in (1, 2, 1):
+        saver.save(step=step, pieces=[kit.piece("w", torch.ones(4))], meta={})
+    assert saver.wait().step == 1
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [".tmp-step-00000001-a.1", ".tmp-step-00000001-a.3", ".tmp-step-00000002-a.2"]
+
+
 @pytest.mark.parametrize("call", ["wait", "save"])
 def test_an_error_surfaces_at_the_next_call_and_the_next_save_works(kit, tmp_path, call):
     root = tmp_path / "checkpoints"

@@ -94,6 +94,14 @@ def test_something_else_under_the_name_is_refused_at_once(kit, saved, make):
     assert not loaded
 
 
+def test_a_sound_index_with_another_name_in_it_is_refused(kit, saved):
+    [path] = [path for path in (saved / "step-00000200").glob("*.json") if b'"name":"scale"' in path.read_bytes()]
+    path.write_bytes(path.read_bytes().replace(b'"name":"scale"', b'"name":"scald"'))
+    message, loaded = assert_refused(kit, path.parent)
+    assert f"{path}: is not what the manifest says was written: its digest differs" in message
+    assert not loaded
+
+
 def test_an_extra_file_is_refused(kit, saved):
     folder = saved / "step-00000200"
     (folder / ".nfs000123").touch()  # network file systems keep deleted open files under such names

@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from phalanx.errors import UserError
 from phalanx.train.checkpoint import Damaged, load, newest, prepare, read_meta, read_rank_meta, save, verify
+from phalanx.train.checkpoint.catalog import read_catalog
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
 SHAPES = st.lists(st.integers(0, 9), max_size=4)
@@ -92,6 +93,13 @@ def test_files_are_plain_safetensors_with_owned_pieces_only(kit, tmp_path):
         assert {name: first.get_tensor(name).tolist() for name in first.keys()} == {"a": [1.0] * 3}  # noqa: SIM118
     with safe_open(folder / "rank-00001.safetensors", "pt") as second:
         assert {name: second.get_tensor(name).dtype for name in second.keys()} == {"b": torch.bfloat16}  # noqa: SIM118
+
+
+def test_every_tensor_is_aligned_for_readers_that_map_the_file(kit, tmp_path):
+    pieces = [kit.piece(f"t{place}", torch.ones(3, dtype=dtype)) for place, dtype in enumerate(reversed(DTYPES))]
+    folder = kit.save_all(tmp_path, [[*pieces, kit.piece("a", torch.ones(5, dtype=torch.uint8))]]).path
+    for entry in read_catalog(folder).indexes[0].entries:
+        assert entry.offset % (entry.size_bytes // entry.box.volume) == 0, entry.name
 
 
 def test_meta_comes_back(kit, tmp_path):

@@ -62,9 +62,7 @@ def test_a_ramp_longer_than_the_run() -> None:
 @settings(max_examples=80, deadline=None)
 def test_positions_follow_each_other_without_a_gap(sizes: list[int], lasts: list[int], full: int, tokens: int) -> None:
     ends = np.cumsum(lasts)
-    ramp = [
-        RampStage(until_tokens=int(end), global_tokens=10 * size) for end, size in zip(ends, sizes, strict=False)
-    ]
+    ramp = [RampStage(until_tokens=int(end), global_tokens=10 * size) for end, size in zip(ends, sizes, strict=False)]
     plan = plan_of(*ramp, sequences=full, tokens=tokens)
     position = 0
     for step in range(plan.steps):
@@ -107,9 +105,7 @@ def test_blooms_ramp() -> None:
 def test_the_global_batch_is_the_same_at_any_world_size(ranks: int) -> None:
     plan, sampler = plan_of(RampStage(until_tokens=300, global_tokens=80), sequences=16), GlobalSampler(37, 5)
     whole = Batches(Counting(), sampler, plan, sequence=10, data_rank=0, data_ranks=1)
-    parts = [
-        Batches(Counting(), sampler, plan, sequence=10, data_rank=rank, data_ranks=ranks) for rank in range(ranks)
-    ]
+    parts = [Batches(Counting(), sampler, plan, sequence=10, data_rank=rank, data_ranks=ranks) for rank in range(ranks)]
     try:
         for step in range(plan.steps):
             together = [np.concatenate(one) for one in zip(*(part.get(step) for part in parts), strict=True)]

@@ -85,6 +85,33 @@ def test_every_token_reaches_its_experts(shape: ModelShape) -> None:
     )
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_grouped_kernel_is_the_loop(gated: bool) -> None:
+    """GPUs take this path; in bfloat16 the kernel also exists on the CPU."""
+    experts = made(replace(SHAPE, gated=gated, expert_ffn=24)).to(torch.bfloat16).experts
+    x_MD = inputs(1, 20)[0].to(torch.bfloat16).requires_grad_()
+    counts_E = torch.tensor([5, 0, 7, 1, 7, 0])
+    wanted = [x_MD, *experts.parameters()]
+    loop, grouped = experts(x_MD, counts_E), experts.run_grouped(x_MD, counts_E)
+    torch.testing.assert_close(grouped, loop, rtol=0.02, atol=0.02)
+    direction = torch.ones_like(loop)
+    ours, theirs = (torch.autograd.grad(y, wanted, direction, retain_graph=True) for y in (grouped, loop))
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one - other).norm() < 0.02 * other.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_grouped_kernel_on_a_gpu() -> None:
+    moe = made(replace(SHAPE, hidden=64, head_dim=32, expert_ffn=128)).to("cuda", torch.bfloat16)
+    x_BSD = torch.randn(2, 50, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y_BSD = moe(x_BSD)
+    (y_BSD * x_BSD.detach()).sum().backward()
+    slow = moe.double()
+    exact = slow(x_BSD.detach().double())
+    assert (y_BSD.double() - exact).norm() < 0.03 * exact.norm()
+
+
 def test_an_expert_nobody_chose_has_a_gradient_of_zero() -> None:
     moe = made(replace(SHAPE, router_bias=True, balance="bias"))
     assert moe.router.bias is not None

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -78,11 +78,10 @@ def save(
         if rank == 0:
             ranks = _wait_for_ranks(draft, step=step, world=world, timeout_s=timeout_s)
             point("all")
-            code = f"phalanx {version('phalanx')}, torch {torch.__version__}"
             _commit(
                 draft,
                 final,
-                Manifest(step=step, world=world, attempt=attempt, code=code, meta=meta, ranks=ranks),
+                Manifest(step=step, world=world, attempt=attempt, code=_code(), meta=meta, ranks=ranks),
                 point,
             )
     except BaseException as error:
@@ -100,6 +99,14 @@ def _check(*, step: int, rank: int, world: int, keep: int) -> None:
     if step < 0 or keep < 1 or not 0 <= rank < world:
         what = f"step {step}, keep {keep}, rank {rank} of {world} cannot be saved"
         raise mistake("checkpoint", what, fix="step from 0 on, keep from 1 on, rank below world")
+
+
+def _code() -> str:
+    try:
+        ours = version("phalanx")
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        ours = "from source"
+    return f"phalanx {ours}, torch {torch.__version__}"
 
 
 def _check_meta(meta: Mapping[str, JSON]) -> None:

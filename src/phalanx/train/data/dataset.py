@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.train.data.manifest import TOKENIZER, Manifest, Shard, Source, Split, check_files, read_manifest
 from phalanx.train.data.sampler import Sampler, make_sampler
+from phalanx.train.data.tokenizer import LEAST_VOCAB
 
 Tokens = NDArray[np.int64]
 MOST_MAPS = 256  # shards mapped at once; each takes a file handle, and 1,024 is a usual limit
@@ -187,7 +188,7 @@ def check_dataset(dataset: TokenDataset, *, model_vocab: int, sequence: int) -> 
                 where=str(dataset.folders[0]),
                 what=f"its vocabulary of {dataset.vocab:,} is larger than the model's {model_vocab:,}",
                 why="tokens behind the last row of the embedding cannot be looked up",
-                fix=f"set model.vocab = {-(-dataset.vocab // 64) * 64:,} or more, or build with --vocab {model_vocab}",
+                fix=f"set model.vocab = {-(-dataset.vocab // 64) * 64:,} or more, or build with --vocab {max(model_vocab, LEAST_VOCAB)}",
             )
         )
     if not dataset.num_samples(sequence):

@@ -65,10 +65,10 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(shape.experts, shape.hidden, shape.expert_ffn))
         self.act = ACTIVATIONS[shape.activation]
 
-    def run(self, x_MD: Tensor, counts_E: Tensor | Sequence[int]) -> Tensor:
+    def forward(self, x_MD: Tensor, counts_E: Tensor | Sequence[int]) -> Tensor:
         """Each run of rows through its expert; rows are sorted by expert, `counts_E` says how many each has."""
-        if x_MD.is_cuda and x_MD.dtype is torch.bfloat16 and isinstance(counts_E, Tensor):
-            return self._grouped(x_MD, counts_E)
+        if x_MD.is_cuda and self._fits_grouped(x_MD) and isinstance(counts_E, Tensor):
+            return self.run_grouped(x_MD, counts_E)
         counts = counts_E.tolist() if isinstance(counts_E, Tensor) else list(counts_E)
         parts = [self._one(expert, rows) for expert, rows in enumerate(torch.split(x_MD, counts))]
         return torch.cat(parts)
@@ -78,7 +78,12 @@ class Experts(nn.Module):
         inner_MF = self.act(up_MF) if self.gate is None else self.act(F.linear(x_MD, self.gate[expert])) * up_MF
         return F.linear(inner_MF, self.down[expert])
 
-    def _grouped(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
+    def _fits_grouped(self, x_MD: Tensor) -> bool:
+        """The kernel wants bfloat16 and rows that are whole 16-byte units."""
+        widths = (self.up.shape[1], self.up.shape[2])
+        return x_MD.dtype is torch.bfloat16 and not any(width % 8 for width in widths)
+
+    def run_grouped(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
         """All experts in one kernel, without waiting for the counts to reach the host."""
         ends_E = counts_E.cumsum(0).to(torch.int32)
 
@@ -168,7 +173,7 @@ def run_locally(experts: Experts, x_TD: Tensor, choice_TK: Tensor, weight_TK: Te
     order_M = flat_M.argsort(stable=True)
     back_M = order_M.argsort()
     x_MD = permute(repeat_tokens(x_TD, choice_TK.shape[1]), order_M, back_M)
-    y_MD = experts.run(x_MD, count_visits(choice_TK, len(experts.up)))
+    y_MD = experts(x_MD, count_visits(choice_TK, len(experts.up)))
     return weigh(permute(y_MD, back_M, order_M), weight_TK)
 
 
@@ -177,7 +182,7 @@ def run_evenly(experts: Experts, x_TD: Tensor, choice_TK: Tensor, weight_TK: Ten
     x_MD = repeat_tokens(x_TD, choice_TK.shape[1])
     each, rest = divmod(len(x_MD), len(experts.up))
     counts_E = [each + (expert < rest) for expert in range(len(experts.up))]
-    return weigh(experts.run(x_MD, counts_E), weight_TK)
+    return weigh(experts(x_MD, counts_E), weight_TK)
 
 
 def count_visits(choice: Tensor, experts: int) -> Tensor:

@@ -73,6 +73,7 @@ class Meshes:
     dense: DeviceMesh  # pipeline, copies, shard, tensor: who holds which part of the dense weights
     work: DeviceMesh  # pipeline, data, context, tensor: who computes what
     experts: DeviceMesh | None  # pipeline, copies, shard, expert: who holds which experts
+    stages: DeviceMesh | None  # pipeline, stage: who counts the tokens of its experts together
 
     def group(self, axis: str) -> ProcessGroup:
         """The ranks that differ from this one only on `axis` (pipeline, data, context or tensor)."""
@@ -103,4 +104,5 @@ def _build(dims: ParallelDims, device_type: str, *, experts: bool) -> Meshes:
         experts=cut(("copies", "shard", "expert"), dims.expert_copies, dims.expert_shard, dims.expert)
         if split
         else None,
+        stages=cut(("stage",), dims.stage) if experts else None,
     )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from phalanx.train.parallel.compress import Codec, build_codec
 from phalanx.train.parallel.dims import Meshes
 from phalanx.train.parallel.replicate import Replicas
 from phalanx.train.parallel.reproducible import TreeReplicas
@@ -37,6 +38,7 @@ class GradientExchange:
         expert = meshes.experts.get_group("copies") if meshes.experts is not None else dense
         split = {id(held.tensor) for held in trained if _is_expert(held, meshes)}
         self._all: list[Exchange] = []
+        self._codecs: list[Codec] = []
         self._of: dict[int, Exchange] = {}
         for group, members in (
             (dense, [held.tensor for held in trained if id(held.tensor) not in split]),
@@ -47,9 +49,21 @@ class GradientExchange:
                 if settings.reproducible:
                     made = TreeReplicas(members, group, reduce=settings.reduce_dtype)
                 else:
-                    made = Replicas(members, group, reduce=settings.reduce_dtype)
+                    codec = build_codec(settings.layout.compression) if settings.layout.compression != "none" else None
+                    self._codecs += [codec] if codec is not None else []
+                    made = Replicas(members, group, reduce=settings.reduce_dtype, codec=codec)
                 self._all.append(made)
                 self._of |= {id(tensor): made for tensor in members}
+
+    @property
+    def bytes_sent(self) -> int | None:
+        """Bytes compressed exchange has put on the wire so far; None without compression."""
+        return sum(codec.bytes_sent for codec in self._codecs) if self._codecs else None
+
+    def rescale(self, factor: float) -> None:
+        """Gradients come in a unit `factor` times the last one's: so must the errors carried over."""
+        for codec in self._codecs:
+            codec.rescale(factor)
 
     def begin(self, micro_batches: int) -> None:
         """Before the first backward of a step."""

@@ -97,7 +97,7 @@ def _run_arrived(experts: Experts, x_RD: Tensor, arriving_PE: Tensor, sizes_E: T
     expert_R = expert_PE.repeat_interleave(arriving_PE.flatten(), output_size=len(x_RD))
     order_R = expert_R.argsort(stable=True)
     back_R = order_R.argsort()
-    y_RD = experts.run(permute(x_RD, order_R, back_R), sizes_E)
+    y_RD = experts(permute(x_RD, order_R, back_R), sizes_E)
     return permute(y_RD, back_R, order_R)
 
 

@@ -7,6 +7,7 @@ import torch
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.parallel.context import context_core, local_positions
 from phalanx.train.parallel.dims import Meshes
+from phalanx.train.parallel.expert import split_experts
 from phalanx.train.parallel.float8 import refuse_without_float8, use_float8
 from phalanx.train.parallel.fsdp import shard_params
 from phalanx.train.parallel.recompute import offload_activations, recompute
@@ -18,10 +19,7 @@ def parallelize(model: Decoder, meshes: Meshes, settings: Settings, device: torc
     """Split one stage, still without storage, over the ranks of its stage."""
     layout, dims = settings.layout, meshes.dims
     model.positions = local_positions(settings.sequence, meshes.index("context"), dims.context)
-    if model.shape.is_moe and (dims.expert > 1 or dims.tensor > 1):
-        from phalanx.train.parallel.expert import split_experts
-
-        split_experts(model, meshes)
+    split_experts(model, meshes, sequence_parallel=layout.sequence_parallel and dims.tensor > 1)
     if dims.tensor > 1:
         split_tensors(
             model, meshes.dense["tensor"], sequence=layout.sequence_parallel, loss_parallel=settings.loss_parallel

@@ -124,6 +124,19 @@ def build_schedule(
     return kind(made[0], **arguments), made
 
 
+def assume_static(schedule: Schedule) -> None:
+    """Skip the vote on whether all shapes are known, which torch 2.13 holds over real messages before the first step."""
+    from torch.distributed.pipelining import _utils
+
+    known = getattr(_utils, "InferenceMode", None)  # torch 2.11 does not vote
+
+    def agreed(stages: Sequence[PipelineStage], *_: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = known.STATIC if known is not None else None
+
+    schedule._warmup_p2p = agreed  # type: ignore[method-assign,assignment]
+
+
 def home_of(stage: int, ranks: int, *, v_shaped: bool) -> int:
     """The pipeline rank that holds a stage.
 

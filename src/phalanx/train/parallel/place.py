@@ -10,8 +10,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from phalanx.train.models.moe import Moe
-from phalanx.train.parallel.dims import Meshes
+from phalanx.train.parallel.expert import ExpertExchange, ExpertSlices, mixtures
 
 # Axes in the order in which they cut a tensor. FSDP2 shards what tensor or expert parallelism has left.
 CUTS = ("expert", "tensor", "shard")
@@ -104,11 +103,13 @@ def _known_cuts(param: torch.Tensor) -> list[Cut]:
     return found
 
 
-def expert_cuts(model: nn.Module, meshes: Meshes) -> Mapping[int, Cut]:
-    """For each expert parameter (by id) the split over the expert group."""
-    if meshes.experts is None:
-        return {}
-    mesh = meshes.experts["expert"]
-    cut = Cut(dim=0, parts=mesh.size(), index=mesh.get_local_rank(), group=mesh.get_group())
-    found = [m.experts for m in model.modules() if isinstance(m, Moe)]
-    return {id(param): cut for experts in found for param in experts.parameters()}
+def expert_cuts(model: nn.Module) -> Mapping[int, Cut]:
+    """For each expert parameter (by id) the split that torch does not know of: by expert, or of every expert's width."""
+    found = {}
+    for _, moe in mixtures(model):
+        if isinstance(moe.dispatch, ExpertExchange | ExpertSlices):
+            group = moe.dispatch.group
+            for name, param in moe.experts.named_parameters():
+                dim = moe.dispatch.offsets()[name][0]
+                found[id(param)] = Cut(dim=dim, parts=group.size(), index=group.rank(), group=group)
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from phalanx.train.parallel.compress import Codec
+
 BUCKET_BYTES = 25 * 2**20  # DDP's default: large enough for bandwidth, small enough to start early
-
-
-class Codec(Protocol):
-    """Sums a bucket over a group with fewer bytes than it has."""
-
-    def all_reduce(self, bucket: torch.Tensor, group: ProcessGroup, key: int) -> None:
-        """Sum in place; called in the same order on every rank."""
 
 
 class Bucket:
@@ -77,9 +72,12 @@ class Replicas:
         self.buckets = _fill(params, reduce, bucket_bytes)
         self._home = {id(p): (b, i) for b, bucket in enumerate(self.buckets) for i, p in enumerate(bucket.params)}
         self._launched = 0
-        self._pending: list[dist.Work | Future[None]] = []
+        self._pending: list[dist.Work | Future[None] | None] = []
         # One thread, so compressed buckets keep their order; it overlaps with backward because gloo blocks outside it.
         self._thread = ThreadPoolExecutor(1, "gradients") if codec is not None else None
+        if codec is not None:
+            for key, bucket in enumerate(self.buckets):
+                codec.prepare(key, [view.shape for view in bucket.views])
         for param in params:
             param.register_post_accumulate_grad_hook(self._arrived)
 
@@ -96,7 +94,10 @@ class Replicas:
             bucket.close()
         self._launch(everything=True)
         for work in self._pending:
-            work.result() if isinstance(work, Future) else work.wait()
+            if isinstance(work, Future):
+                work.result()
+            elif work is not None:
+                work.wait()
         self._pending.clear()
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor:
@@ -123,6 +124,8 @@ class Replicas:
             self._launched += 1
 
     def _sum(self, flat: torch.Tensor, group: ProcessGroup, key: int) -> Any:
+        if self._codec is not None and flat.is_cuda:
+            return self._codec.all_reduce(flat, group, key)  # asynchronous by itself: the stream goes on
         if self._codec is not None and self._thread is not None:
             return self._thread.submit(self._codec.all_reduce, flat, group, key)
         return dist.all_reduce(flat, group=group, async_op=True)

@@ -56,14 +56,17 @@ def _block_styles(block: nn.Module, between: Shard | Replicate, *, sequence: boo
         # Normed per head, and heads are split: the weight is whole on every rank, its gradient a sum over them.
         styles |= {f"attn.{name}": SequenceParallel(sequence_dim=2, use_local_output=True) for name in ("q_norm", "k_norm")}
     moe = isinstance(block.mlp, Moe)
-    if not moe:
-        styles |= {f"mlp.{name}": ColwiseParallel() for name in MLP_COLUMN if getattr(block.mlp, name, None) is not None}
-        styles["mlp.down"] = RowwiseParallel(output_layouts=between)
+    dense = block.mlp.shared if moe else block.mlp
+    path = "mlp.shared" if moe else "mlp"
+    if dense is not None:
+        styles |= {f"{path}.{name}": ColwiseParallel() for name in MLP_COLUMN if getattr(dense, name, None) is not None}
+        styles[f"{path}.down"] = RowwiseParallel(output_layouts=between)
     if sequence:
-        styles |= {"attn_norm": SequenceParallel(), "mlp_norm": SequenceParallel()}
+        # Experts take plain tensors: they send tokens away themselves.
+        styles |= {"attn_norm": SequenceParallel(), "mlp_norm": SequenceParallel(use_local_output=moe)}
         styles["attn"] = PrepareModuleInput(
             input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
         )
-        if not moe:
-            styles["mlp"] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        if dense is not None:
+            styles[path] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     return styles

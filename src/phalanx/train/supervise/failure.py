@@ -98,11 +98,12 @@ def tell(run: Run, cause: Failure, *, others: Sequence[Failure], world: int, out
         kept = f"last good checkpoint: step {saved:,}; go on with: phalanx train --resume {run.path}"
     when = f"step {cause.step:,}" if cause.step >= 0 else "before the first step"
     if cause.is_user:
-        head, lines = cause.message, (f"said by rank {cause.rank}, {when}", rest, kept if saved is not None else "")
+        head = cause.message
+        lines = [f"said by rank {cause.rank}, {when}", rest, kept if saved is not None else ""]
     else:
         what, why, fix = _explain(run, cause, out_of_memory=out_of_memory)
         head = f"{when}: rank {cause.rank} of {world} (host {platform.node() or 'localhost'}): {what}"
-        lines = (why, fix, rest, kept, f"log: {run.log(cause.rank)}")
+        lines = [why, fix, rest, kept, f"log: {run.log(cause.rank)}"]
     return "\n".join([head, *(f"  {line}" for line in lines if line)])
 
 

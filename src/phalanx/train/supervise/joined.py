@@ -6,9 +6,10 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -43,7 +44,7 @@ def join(
     if rank:
         _train(_named(store, rank), store, rank=rank, world=world, tick=lambda: None)
         return None
-    plan, run = _prepared(store, world, prepare)
+    plan, run = _prepared(store, prepare)
     run.set_status("running", pid=os.getpid(), world=world, started=round(time.time(), 3))
     stopped = _train(run, store, rank=0, world=world, tick=watch(plan, run))
     saved = max(run.saved_steps(), default=None)
@@ -55,7 +56,6 @@ def _train(run: Run, store: TCPStore, *, rank: int, world: int, tick: Callable[[
     """Run this rank; returns whether it was asked to stop. What goes wrong is also left in the run folder."""
     from phalanx.train.worker import run_rank
 
-    stop = _stop(run)
     at_step = [-1]
 
     def heartbeat(step: int) -> None:
@@ -63,7 +63,9 @@ def _train(run: Run, store: TCPStore, *, rank: int, world: int, tick: Callable[[
         tick()
 
     try:
-        run_rank(run=run.path, rank=rank, world=world, store=store, stop=stop, heartbeat=heartbeat)
+        with _stop_wish(run) as stop:
+            run_rank(run=run.path, rank=rank, world=world, store=store, stop=stop, heartbeat=heartbeat)
+            return stop()
     except BaseException as error:
         write_error(run, rank, error, step=at_step[0])
         with run.log(rank).open("a", encoding="utf-8") as log:
@@ -71,7 +73,6 @@ def _train(run: Run, store: TCPStore, *, rank: int, world: int, tick: Callable[[
         if rank == 0:
             run.set_status("failed", exit_code=3, message=f"rank 0: {error}", step=at_step[0])
         raise
-    return stop()
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -120,13 +121,14 @@ def _no_meeting(host: str, port: int, rank: int, text: str) -> WorldError:
     )
 
 
-def _prepared(store: TCPStore, world: int, prepare: Callable[[], tuple[Plan, Run]]) -> tuple[Plan, Run]:
+def _prepared(store: TCPStore, prepare: Callable[[], tuple[Plan, Run]]) -> tuple[Plan, Run]:
     """Rank 0 prepares the run and tells the others its folder, or that it failed."""
     try:
         plan, run = prepare()
     except BaseException:
         store.set("phalanx/run", "")
         raise
+    run.stop_file.unlink(missing_ok=True)  # it stopped the run once; it does not stop it again
     store.set("phalanx/run", str(run.path.resolve()))
     return plan, run
 
@@ -167,8 +169,9 @@ def check_world(plan: Plan, environ: Mapping[str, str]) -> None:
         )
 
 
-def _stop(run: Run) -> Callable[[], bool]:
-    """True once a signal asked for it or the stop file appeared; the loop agrees on it over all ranks."""
+@contextlib.contextmanager
+def _stop_wish(run: Run) -> Iterator[Callable[[], bool]]:
+    """A function that turns true once a signal or the stop file asks; the loop agrees on it over all ranks."""
     asked: list[int] = []
     looked_s = [0.0]
 
@@ -178,10 +181,6 @@ def _stop(run: Run) -> Callable[[], bool]:
             os._exit(128 + number)
         asked.append(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        with contextlib.suppress(ValueError):  # not in the main thread
-            signal.signal(number, note)
-
     def stop() -> bool:
         if not asked and time.monotonic() - looked_s[0] >= LOOK_S:
             looked_s[0] = time.monotonic()
@@ -189,4 +188,12 @@ def _stop(run: Run) -> Callable[[], bool]:
                 asked.append(0)
         return bool(asked)
 
-    return stop
+    if threading.current_thread() is not threading.main_thread():  # where Python takes no signals
+        yield stop
+        return
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -18,7 +18,8 @@ from phalanx.train.supervise.process import Work, fork_rank
 from phalanx.train.supervise.stacks import find_silent
 
 POLL_S = 0.05
-GATHER_S = 0.7  # after the first failure, time for the true cause to show beside its consequences
+GATHER_S = 0.5  # after the cause of a failure is known, time for its consequences to arrive and be counted
+CAUSE_S = 2.0  # while only consequences are known, time for the cause to show
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 STOPPED, FAILED = 130, 3
 
@@ -109,12 +110,16 @@ def _failure(run: Run, rank: int, code: int, step: int) -> Failure | None:
 
 
 def _gather(ranks: _Ranks, run: Run, board: Board) -> None:
-    """Let the consequences arrive; if there is nothing else, the cause is a rank that is alive and silent."""
-    until = time.monotonic() + GATHER_S
-    while ranks.alive and time.monotonic() < until:
+    """Let the other failures arrive; where all are consequences, the cause may be a rank that is alive and silent."""
+    began_s = time.monotonic()
+
+    def only_consequences() -> bool:
+        return all(one.is_consequence for one in ranks.failures.values())
+
+    while ranks.alive and time.monotonic() - began_s < (CAUSE_S if only_consequences() else GATHER_S):
         _reap(ranks, run, board)
         time.sleep(POLL_S)
-    if ranks.alive and all(one.is_consequence for one in ranks.failures.values()):
+    if ranks.alive and only_consequences():
         _blame_silent(ranks, run, board, even_if_waiting=False)
 
 

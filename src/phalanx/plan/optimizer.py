@@ -1,0 +1,101 @@
+"""What an optimizer costs: bytes it keeps and moves per parameter, and for Muon the matrix products."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from phalanx.network import collectives as net
+from phalanx.plan.cases import Cases, Floats
+from phalanx.plan.compute import element_bytes, rates
+from phalanx.plan.memory import OFFLOAD_PARAMETERS
+from phalanx.plan.physics import Physics, Profile
+from phalanx.plan.traffic import Groups
+from phalanx.plan.weights import RankWeights, expert_sharers, expert_split, mlp_weights
+
+# Moments per parameter: two for Adam, one for Muon, row and column means (about none) for Adafactor.
+MOMENTS = {"adamw": 2, "adamw8bit": 2, "muon": 1, "adafactor": 0}
+STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4.0 / 256}  # int8: a fp32 scale for every 256 codes
+NEWTON_SCHULZ = 5  # iterations of the trainer's Muon
+
+HOST_ADAM_BYTES = 28.0  # per parameter: read gradient, weight and two moments in fp32, write the last three
+HOST_MEMORY_BYTES_PER_S = 40e9  # a device's share of a two-socket server (12 DDR5 channels, 8 devices): an assumption
+HOST_MATMUL_FLOPS = 1e12  # the same share of its cores in fp32: an assumption
+HOST_LINK_BYTES = 6.0  # offloaded states: fp32 gradients out, 16-bit weights back
+
+
+def state_format(name: str, optimizer_state: str) -> str:
+    """The format moments are kept in; the name of an 8-bit optimizer outranks the precision asked for."""
+    return "int8" if name == "adamw8bit" else optimizer_state
+
+
+def packed_bytes(name: str, optimizer_state: str) -> float:
+    """Bytes per parameter that unpacking adds: 8-bit moments stand in a checkpoint as fp32, for any layout to read."""
+    kind = state_format(name, optimizer_state)
+    return MOMENTS[name] * (STATE_BYTES["fp32"] - STATE_BYTES["int8"]) if kind == "int8" else 0.0
+
+
+# Memory traffic per parameter beside torch's fused AdamW in fp32, which moves 28 bytes.
+MOVED_BYTES = {"fp32": 28.0, "bf16": 28.0, "int8": 28.0}
+
+
+def update_profile(profile: Profile, name: str, optimizer_state: str) -> Profile:
+    """A framework's profile with the update of another optimizer than AdamW in fp32."""
+    kind = state_format(name, optimizer_state) if name in ("adamw", "adamw8bit") else name
+    extra = MOVED_BYTES[kind] - MOVED_BYTES["fp32"]
+    return replace(
+        profile,
+        optimizer_bytes=profile.optimizer_bytes + extra,
+        newton_schulz=float(NEWTON_SCHULZ) if name == "muon" else 0.0,
+    )
+
+
+def owned_weights(c: Cases, w: RankWeights) -> Floats:
+    """Parameters whose update is this rank's."""
+    owned = w.dense / np.where(c.zero >= 1, c.shard, 1.0)
+    sharers = np.where(c.zero >= 1, expert_sharers(c, w.expert_replicas), 1.0)
+    return owned + np.where(c.moe_layers > 0, w.experts / sharers, 0.0)
+
+
+def update_seconds(c: Cases, k: Physics, f: Profile, w: RankWeights, g: Groups) -> Floats:
+    """The update of one step, on the device or in host memory."""
+    owned = owned_weights(c, w)
+    resident = owned * f.optimizer_bytes / (c.memory_bytes_per_s * k.memory)
+    host = owned * HOST_ADAM_BYTES / HOST_MEMORY_BYTES_PER_S
+    # Offloaded states: gradients out and parameters back over the host link, AdamW at host memory speed meanwhile.
+    linked = np.maximum(owned * HOST_LINK_BYTES / c.host_link_bytes_per_s, host)
+    # With the parameters themselves in host memory the link was paid for when they were fetched.
+    seconds = np.where(c.offload == 1, linked, np.where(c.offload == OFFLOAD_PARAMETERS, host, resident))
+    if not np.any(np.asarray(f.newton_schulz) > 0):
+        return seconds
+    hosted = (c.offload == 1) | (c.offload == OFFLOAD_PARAMETERS)
+    rate = np.where(hosted, HOST_MATMUL_FLOPS, rates(c, k, f)[1])
+    return seconds + newton_schulz_flops(c) * f.newton_schulz / rate + _exchange_seconds(c, g, owned)
+
+
+def newton_schulz_flops(c: Cases) -> Floats:
+    """FLOPs of one iteration over this rank's share of the matrices of its stage.
+
+    n <= m: X Xᵀ takes 2 n² m, its square 2 n³, the product with X 2 n² m; counted as 6 n² m.
+    """
+    query, value, both = c.heads * c.qk_dim, c.heads * c.v_dim, c.kv_heads * (c.qk_dim + c.v_dim)
+    attention = c.hidden * (query * np.minimum(c.hidden, query) + value * np.minimum(c.hidden, value))
+    attention = attention + c.hidden * both * np.minimum(c.hidden, both / 2.0)
+
+    def mlp(ffn: Floats) -> Floats:
+        return mlp_weights(c, ffn) * np.minimum(c.hidden, ffn)
+
+    dense = c.layers * attention + (c.layers - c.moe_layers) * mlp(c.ffn) + c.moe_layers * mlp(c.shared_ffn)
+    experts = c.moe_layers * c.experts * mlp(c.expert_ffn)
+    sharers = np.where(c.zero >= 1, c.shard, 1.0)
+    replicas = np.maximum(c.dp * c.cp * c.tp / expert_split(c), 1.0)
+    expert_sharing = np.where(c.zero >= 1, expert_sharers(c, replicas), 1.0)
+    return 6.0 / c.pp * (dense / (c.tp * sharers) + experts / (expert_split(c) * expert_sharing))
+
+
+def _exchange_seconds(c: Cases, g: Groups, owned: Floats) -> Floats:
+    """Boxes to the ranks that work on whole matrices, and back, over the shard group and the tensor group."""
+    message = owned * element_bytes(c)
+    sharded = np.where(c.zero >= 1, net.all_to_all(g.shard, message), 0.0)
+    return 2.0 * (sharded + net.all_to_all(g.tensor, message))

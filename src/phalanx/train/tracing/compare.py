@@ -1,0 +1,206 @@
+"""Would these ranks meet? Their logs are played against each other; where they do not meet, a job would hang.
+
+Messages leave at once and are waited for where they are posted; a collective waits for every member. A rank that was
+not traced is taken to do what its traced twin (the same pipeline stage) does, and `twins` says whether twins agree.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.train.tracing.log import Operation, RankTrace
+from phalanx.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hang:
+    """A rank that waits for ever: for whom, at which operation, and what the other does instead."""
+
+    rank: int
+    index: int  # of the operation in the rank's log
+    operation: Operation
+    waits_for: int
+    instead: str
+    others: int = 0  # further ranks that wait behind it
+
+    def render(self) -> str:
+        """Two lines, the first failing rank first."""
+        first = f"rank {self.rank} waits for rank {self.waits_for} in {describe(self.operation)}, operation {self.index:,}"
+        more = f"; {self.others} other ranks wait behind them" if self.others else ""
+        return f"{first}\n  rank {self.waits_for} {self.instead}{more}"
+
+
+def find_hang(traces: Sequence[RankTrace]) -> Hang | None:
+    """The first operation that would never finish, or None when every rank comes through the step."""
+    return _Play({trace.rank: trace.operations for trace in traces}).run() or twins(traces)
+
+
+def twins(traces: Sequence[RankTrace]) -> Hang | None:
+    """Ranks of one pipeline stage run one program: the first place where two of them do not."""
+    first: dict[tuple[int, ...], RankTrace] = {}
+    for trace in traces:
+        other = first.setdefault(trace.stages, trace)
+        length = max(len(trace.operations), len(other.operations))
+        for index in range(length):
+            mine, theirs = _at(trace.operations, index), _at(other.operations, index)
+            if mine is None or theirs is None or mine.signature != theirs.signature:
+                return _differs(other, trace, index)
+    return None
+
+
+def _differs(one: RankTrace, other: RankTrace, index: int) -> Hang:
+    waiting, missing = (one, other) if _at(one.operations, index) is not None else (other, one)
+    operation = waiting.operations[index]
+    does = _at(missing.operations, index)
+    return Hang(
+        rank=waiting.rank,
+        index=index,
+        operation=operation,
+        waits_for=missing.rank,
+        instead=f"(of the same stage) calls {describe(does)} there" if does else "(of the same stage) is done by then",
+    )
+
+
+def _at(operations: Sequence[Operation], index: int) -> Operation | None:
+    return operations[index] if index < len(operations) else None
+
+
+def describe(operation: Operation) -> str:
+    """An operation in words."""
+    size = format_bytes(operation.nbytes)
+    if operation.is_message:
+        way = "to" if operation.kind == "send" else "from"
+        return f"{operation.kind} of {size} {way} rank {operation.peer} on axis {operation.group.axis} ({operation.phase})"
+    return (
+        f"{operation.kind} of {size} {operation.dtype} on axis {operation.group.axis} "
+        f"({len(operation.group.ranks)} ranks from {operation.group.ranks[0]}, {operation.phase})"
+    )
+
+
+class _Play:
+    """The ranks' logs, each with a finger on the next operation."""
+
+    def __init__(self, logs: Mapping[int, Sequence[Operation]]) -> None:
+        self._logs = logs
+        self._at = dict.fromkeys(logs, 0)
+        self._posted: set[tuple[int, int]] = set()  # (rank, index) of messages under way or waited for
+        self._mail: dict[tuple[int, int, str], deque[tuple[int, Operation]]] = defaultdict(deque)
+
+    def run(self) -> Hang | None:
+        """Move every finger as far as it goes."""
+        ready = deque(self._logs)
+        while ready:
+            rank = ready.popleft()
+            moved = self._move(rank)
+            if isinstance(moved, Hang):
+                return moved
+            ready.extend(other for other in moved if other not in ready)
+        return self._stuck() or self._unread()
+
+    def _move(self, rank: int) -> set[int] | Hang:
+        """Advance one rank until it waits; gives the ranks that may go on now."""
+        freed: set[int] = set()
+        while (operation := self._next(rank)) is not None:
+            if operation.is_message:
+                self._post(rank, freed)
+                done = self._receive(rank, operation)
+                if isinstance(done, Hang):
+                    return done
+                if not done:
+                    return freed
+            else:
+                met = self._meet(rank, operation)
+                if isinstance(met, Hang):
+                    return met
+                if not met:
+                    return freed
+                freed |= met - {rank}
+        return freed
+
+    def _next(self, rank: int) -> Operation | None:
+        return _at(self._logs[rank], self._at[rank])
+
+    def _post(self, rank: int, freed: set[int]) -> None:
+        """All sends of the batch leave before the first receive of it is waited for."""
+        log, index = self._logs[rank], self._at[rank]
+        batch = log[index].batch
+        while index < len(log) and log[index].batch == batch:
+            one = log[index]
+            if one.kind == "send" and (rank, index) not in self._posted and one.peer in self._logs:
+                self._posted.add((rank, index))
+                self._mail[rank, one.peer, one.group.axis].append((index, one))
+                freed.add(one.peer)
+            index += 1
+
+    def _receive(self, rank: int, operation: Operation) -> bool | Hang:
+        if operation.kind == "receive" and operation.peer in self._logs:
+            mail = self._mail[operation.peer, rank, operation.group.axis]
+            if not mail:
+                return False
+            _, sent = mail.popleft()
+            if (sent.nbytes, sent.dtype) != (operation.nbytes, operation.dtype):
+                return self._hang(rank, operation, operation.peer, f"sends {describe(sent)}")
+        self._at[rank] += 1
+        return True
+
+    def _meet(self, rank: int, operation: Operation) -> set[int] | Hang:
+        """The members that went on, when all of them have come; empty while some are missing."""
+        members = [other for other in operation.group.ranks if other in self._logs]
+        for other in members:
+            does = self._next(other)
+            here = does is not None and not does.is_message and does.group == operation.group
+            if here and does is not None and does.signature != operation.signature:
+                return self._hang(rank, operation, other, f"calls {describe(does)} there")
+            if not here:
+                return set()
+        for other in members:
+            self._at[other] += 1
+        return set(members)
+
+    def _hang(self, rank: int, operation: Operation, other: int, instead: str) -> Hang:
+        waiting = sum(self._next(one) is not None for one in self._logs) - 1
+        return Hang(
+            rank=rank,
+            index=self._at[rank],
+            operation=operation,
+            waits_for=other,
+            instead=instead,
+            others=max(waiting - 1, 0),
+        )
+
+    def _stuck(self) -> Hang | None:
+        """Follow who waits for whom to one that does not wait, or round a circle."""
+        waiting = [rank for rank in self._logs if self._next(rank) is not None]
+        if not waiting:
+            return None
+        rank, seen = waiting[0], set[int]()
+        while True:
+            operation = self._next(rank)
+            assert operation is not None
+            other = self._missing(rank, operation)
+            does = self._next(other)
+            if does is None or other in seen:
+                instead = f"waits in {describe(does)}" if does else "has finished its step without it"
+                return self._hang(rank, operation, other, instead)
+            seen.add(rank)
+            rank = other
+
+    def _missing(self, rank: int, operation: Operation) -> int:
+        if operation.is_message:
+            return operation.peer
+        members = [other for other in operation.group.ranks if other in self._logs and other != rank]
+        return next(other for other in members if not self._is_at(other, operation))
+
+    def _is_at(self, rank: int, operation: Operation) -> bool:
+        does = self._next(rank)
+        return does is not None and not does.is_message and does.group == operation.group
+
+    def _unread(self) -> Hang | None:
+        for (sender, receiver, _), mail in self._mail.items():
+            if mail:
+                index, sent = mail[0]
+                instead = "has finished its step and never receives it"
+                return Hang(rank=sender, index=index, operation=sent, waits_for=receiver, instead=instead)
+        return None

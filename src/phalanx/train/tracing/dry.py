@@ -1,0 +1,83 @@
+"""The real step of one rank of a world of any size, on one CPU: a fake group carries nothing, fake tensors hold nothing.
+
+What makes the engine traceable: shapes between stages are known, the one read of a step is answered with constants, and
+experts take tokens in turn. The first step is not recorded: DTensor's sharding rules run each new operator once on the
+shapes of the whole model, and FSDP2 makes its buffers.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from phalanx.job.model import ModelShape
+from phalanx.job.schema import Optim
+from phalanx.train.engine import Engine
+from phalanx.train.parallel.expert import balance_routing
+from phalanx.train.parallel.pipeline import assume_static
+from phalanx.train.settings import Settings
+from phalanx.train.tracing.log import RankTrace
+from phalanx.train.tracing.recorder import Recorder
+
+
+def trace_rank(
+    shape: ModelShape, settings: Settings, optim: Optim, *, rank: int, state_dtype: str = "fp32"
+) -> RankTrace:
+    """One step of `rank`, recorded without its peers, its data or its memory."""
+    began_s = time.perf_counter()
+    with _fake_world(rank, settings.layout.devices), FakeTensorMode(allow_non_fake_inputs=True):
+        found = record_step(shape, traceable(settings), optim, state_dtype=state_dtype, dry=True)
+    rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return replace(found, seconds=time.perf_counter() - began_s, rss_bytes=rss_bytes)
+
+
+def traceable(settings: Settings) -> Settings:
+    """What has no operators to listen to, or no CPU kernels, gives way: compiled blocks run plain, fp8 as bf16."""
+    compute = "bf16" if settings.compute == "fp8" else settings.compute
+    return replace(settings, compile=False, compute=compute)
+
+
+def record_step(shape: ModelShape, settings: Settings, optim: Optim, *, state_dtype: str, dry: bool) -> RankTrace:
+    """Build this rank's engine, warm it up, and record one step of it. The process group must exist."""
+    layout, device = settings.layout, torch.device("cpu")
+    sequences = layout.accumulation * layout.micro_batch
+    with Recorder() as recorder:
+        engine = Engine(
+            shape, settings, optim, device=device, state_dtype=state_dtype, read=constants if dry else torch.Tensor.tolist
+        )
+        for part in engine.parts:
+            balance_routing(part.model)
+        recorder.attach(engine)
+        if not dry:
+            engine.initialise()
+        tokens_BS = torch.zeros(sequences, settings.sequence, dtype=torch.int64)
+        recorder.meter.claim("inputs", [tokens_BS])
+        if dry and layout.pipeline > 1:
+            assume_static(engine._schedule(layout.accumulation)[0])
+        engine.step(tokens_BS, tokens_BS, lr=1e-4)
+        recorder.begin()
+        engine.step(tokens_BS, tokens_BS, lr=1e-4)
+        return recorder.finish()
+
+
+def constants(numbers: torch.Tensor) -> list[float]:
+    """In place of what the ranks would agree on: a finite norm, a loss, some tokens, and no wish to stop."""
+    return [1.0, 1.0, 1.0] + [0.0] * (numbers.numel() - 3)
+
+
+@contextmanager
+def _fake_world(rank: int, world: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,135 @@
+"""What a traced step gives: values without tensors, the same for a real run and for a dry one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PHASES = ("forward", "recompute", "backward", "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The ranks of a communicator and the axis of the mesh they stand on."""
+
+    axis: str
+    ranks: tuple[int, ...]
+
+    @property
+    def stride(self) -> int:
+        """Distance of neighbours in rank."""
+        return self.ranks[1] - self.ranks[0] if len(self.ranks) > 1 else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operation:
+    """One call into the communication library."""
+
+    kind: str  # all-reduce, all-gather, reduce-scatter, all-to-all, broadcast, send, receive, barrier
+    nbytes: int  # of the whole tensor: gathered, reduced, exchanged or sent
+    dtype: str
+    group: Group
+    phase: str
+    peer: int = -1  # of a send or receive, as rank of the job
+    batch: int = -1  # sends and receives that were posted together share a number
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it concerns two ranks, not the whole group."""
+        return self.kind in ("send", "receive")
+
+    @property
+    def sent_bytes(self) -> float:
+        """What this rank puts on the wire when the library works in a ring, as NCCL's large calls do."""
+        ranks = len(self.group.ranks)
+        share = (ranks - 1) / ranks
+        factor = {"all-reduce": 2 * share, "send": 1.0, "receive": 0.0, "barrier": 0.0}
+        return self.nbytes * factor.get(self.kind, share)
+
+    @property
+    def signature(self) -> tuple[str, int, str, str]:
+        """What all members of the group must agree on."""
+        return self.kind, self.nbytes, self.dtype, self.group.axis
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peak:
+    """The fullest moment of a step; `parts_bytes` add up to `nbytes`."""
+
+    nbytes: int
+    phase: str
+    parts_bytes: Mapping[str, int]
+    rest_bytes: int  # between steps
+    host_bytes: int  # offloaded, not part of the sum
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTrace:
+    """One step of one rank."""
+
+    rank: int
+    place: Mapping[str, tuple[int, int]]  # axis -> (index, size)
+    stages: tuple[int, ...]
+    layers: tuple[int, ...]
+    operations: tuple[Operation, ...]
+    flops: Mapping[str, Mapping[str, int]]  # phase -> linear or attention -> FLOPs
+    peak: Peak
+    seconds: float = 0.0
+    rss_bytes: int = 0
+
+    @property
+    def total_flops(self) -> int:
+        """All arithmetic of the step in matrix products and attention."""
+        return sum(sum(kinds.values()) for kinds in self.flops.values())
+
+    def sent_bytes(self, axis: str) -> float:
+        """What the rank sends per step on an axis."""
+        return sum(operation.sent_bytes for operation in self.operations if operation.group.axis == axis)
+
+    @property
+    def axes(self) -> list[str]:
+        """Axes in use, in the order of their first call."""
+        return list(dict.fromkeys(operation.group.axis for operation in self.operations))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Operations of one kind on one axis in one phase, added up."""
+
+    axis: str
+    ranks: int
+    stride: int
+    kind: str
+    phase: str
+    calls: int
+    nbytes: int
+    sent_bytes: float
+
+
+def rows(trace: RankTrace) -> list[Row]:
+    """The log as a table, by axis and kind in the order of their first call."""
+    calls: Counter[tuple[str, str, str]] = Counter()
+    nbytes: Counter[tuple[str, str, str]] = Counter()
+    sent: dict[tuple[str, str, str], float] = {}
+    groups: dict[str, Group] = {}
+    for one in trace.operations:
+        key = (one.group.axis, one.kind, one.phase)
+        groups.setdefault(one.group.axis, one.group)
+        calls[key] += 1
+        nbytes[key] += one.nbytes
+        sent[key] = sent.get(key, 0.0) + one.sent_bytes
+    order = {axis: place for place, axis in enumerate(trace.axes)}
+    return [
+        Row(
+            axis=axis,
+            ranks=len(groups[axis].ranks),
+            stride=groups[axis].stride,
+            kind=kind,
+            phase=phase,
+            calls=calls[axis, kind, phase],
+            nbytes=nbytes[axis, kind, phase],
+            sent_bytes=sent[axis, kind, phase],
+        )
+        for axis, kind, phase in sorted(calls, key=lambda key: (order[key[0]], key[1], PHASES.index(key[2])))
+    ]

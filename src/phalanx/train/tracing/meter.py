@@ -1,0 +1,119 @@
+"""Live bytes of every storage, the fullest moment, and what filled it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+# What filled the memory, in the order of printing. Storages that nothing else claims belong to the phase they were
+# made in: what forward makes and backward finds are activations, the rest is working memory.
+PARTS = ("parameters", "gathered", "gradients", "optimizer", "activations", "logits", "exchange", "working", "inputs")
+HOST = "host"  # offloaded: counted, but not on the device
+# A new peak is looked at in detail when it is this much above the last one looked at.
+RESOLUTION = 1.001
+BORN = {"forward": "activations"}
+
+
+class Meter:
+    """Follows storages from their making to their end. Knows nothing of what is in them but what `claim` says."""
+
+    def __init__(self) -> None:
+        self.live_bytes = self.peak_bytes = self.host_bytes = 0
+        self.peak_phase = ""
+        self.peak_parts: dict[str, int] = {}
+        self._looked = 0.0
+        self._size: dict[int, int] = {}
+        self._part: dict[int, str] = {}
+        self._host: set[int] = set()
+        self._resize: Callable[..., Any] | None = None
+        self.phase = "forward"
+        self.look: Callable[[], Iterator[tuple[str, torch.Tensor]]] = lambda: iter(())
+
+    def see(self, tensor: torch.Tensor, part: str = "") -> None:
+        """Note a tensor's storage; `part` is what it is taken for, unless something has claimed it."""
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        self._note(local.untyped_storage(), part)
+
+    def claim(self, part: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Say what these tensors are, from now on."""
+        for tensor in tensors:
+            self.see(tensor, part)
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            key = local.untyped_storage()._cdata
+            if part == HOST and key not in self._host:
+                self._host.add(key)
+                self.live_bytes -= self._size[key]
+                self.host_bytes += self._size[key]
+            self._part[key] = part
+
+    def begin(self) -> None:
+        """Forget the peak so far."""
+        self.peak_bytes, self._looked, self.peak_parts = 0, 0.0, {}
+        self._mark()
+
+    def __enter__(self) -> Meter:
+        # FSDP2 frees and refills the gathered weights by resizing their storage, which no operator shows.
+        original = torch.UntypedStorage.resize_
+        meter = self
+
+        def resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            result = original(storage, nbytes)
+            meter._note(storage, "gathered")
+            meter._part[storage._cdata] = "gathered"
+            return result
+
+        self._resize = original
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign,assignment]
+
+    def _note(self, storage: torch.UntypedStorage, part: str) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        before = self._size.get(key)
+        if before is None:
+            self._size[key] = nbytes
+            self._part[key] = part or BORN.get(self.phase, "working")
+            weakref.finalize(storage, self._gone, key)
+            self.live_bytes += nbytes
+        elif before != nbytes:
+            self._size[key] = nbytes
+            if key in self._host:
+                self.host_bytes += nbytes - before
+            else:
+                self.live_bytes += nbytes - before
+        if self.live_bytes > self.peak_bytes:
+            self._mark()
+
+    def _gone(self, key: int) -> None:
+        nbytes = self._size.pop(key, 0)
+        self._part.pop(key, None)
+        if key in self._host:
+            self._host.discard(key)
+            self.host_bytes -= nbytes
+        else:
+            self.live_bytes -= nbytes
+
+    def _mark(self) -> None:
+        self.peak_bytes, self.peak_phase = self.live_bytes, self.phase
+        if self.peak_bytes > self._looked * RESOLUTION:
+            self._looked = self.peak_bytes
+            self.peak_parts = self._by_part()
+
+    def _by_part(self) -> dict[str, int]:
+        now = {_key(tensor): part for part, tensor in self.look()}
+        found = dict.fromkeys(PARTS, 0)
+        for key, nbytes in self._size.items():
+            if key not in self._host:
+                found[now.get(key, self._part[key])] += nbytes
+        return found
+
+
+def _key(tensor: torch.Tensor) -> int:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return int(local.untyped_storage()._cdata)

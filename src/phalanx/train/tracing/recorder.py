@@ -1,0 +1,242 @@
+"""The recorder: listens to every operator a rank runs and keeps its messages, its FLOPs and its memory.
+
+The same on real tensors over gloo and on fake ones over a fake group. It changes nothing of what it hears.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from phalanx.train.engine import Engine
+from phalanx.train.parallel.dims import Meshes
+from phalanx.train.tracing.calls import group_of, kind_of, payload_of, peer_of, tensors_of
+from phalanx.train.tracing.flops import count_flops
+from phalanx.train.tracing.log import PHASES, Group, Operation, Peak, RankTrace
+from phalanx.train.tracing.meter import HOST, Meter
+
+# Axes whose messages are made for the exchange and thrown away; on the others what arrives is computed with.
+EXCHANGED = ("data", "shard", "replica", "expert data", "world")
+
+
+class Recorder(TorchDispatchMode):
+    """Enter it before the engine is built; `begin` starts the log, `finish` gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Meter()
+        self._log: list[Operation] = []
+        self._flops: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        self._groups: dict[tuple[str, str], Group] = {}
+        self._axes: Mapping[str, Sequence[str]] = {}
+        self._widths: frozenset[int] = frozenset()
+        self._updating = False
+        self._quiet = 0  # number of the last batch of messages; anything else that happens ends a batch
+        self._in_batch = False
+        self._on = False
+
+    def attach(self, engine: Engine) -> None:
+        """Learn the engine's groups and what its tensors are."""
+        self._engine = engine
+        self._axes = axis_names(engine.meshes)
+        vocab = engine.shape.vocab
+        self._widths = frozenset({vocab, vocab // engine.dims.tensor})
+        offload = engine.settings.layout.offload
+        self.meter.claim(HOST if offload == "parameters" else "parameters", (held.local for held in engine.held))
+        state = [piece.tensor for piece in engine.optimizer.state()]
+        copies = [master for _, master in engine._copies]
+        self.meter.claim(HOST if offload in ("optimizer", "parameters") else "optimizer", [*state, *copies])
+        self.meter.look = lambda: gradients(engine)
+        for part in engine.parts:
+            part.model.register_forward_pre_hook(self._forward_begins)
+        inner = engine._forward_backward
+
+        def forward_backward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            total = inner(*args, **kwargs)
+            self._updating = True  # what follows belongs to the optimizer
+            return total
+
+        engine._forward_backward = forward_backward  # type: ignore[method-assign]
+
+    def begin(self) -> None:
+        """Everything so far was preparation."""
+        self._log.clear()
+        self._flops.clear()
+        self._updating, self._on = False, True
+        self.meter.phase = "forward"
+        self.meter.begin()
+
+    def finish(self) -> RankTrace:
+        """The step since `begin`."""
+        engine, meter = self._engine, self.meter
+        self._on = False
+        parts = {name: nbytes for name, nbytes in meter.peak_parts.items() if nbytes}
+        parts["working"] = parts.get("working", 0) + meter.peak_bytes - sum(parts.values())
+        dims = engine.dims
+        sizes = {axis: getattr(dims, axis) for axis in ("pipeline", "data", "context", "tensor")}
+        return RankTrace(
+            rank=dist.get_rank(),
+            place={axis: (engine.meshes.index(axis), size) for axis, size in sizes.items()},
+            stages=tuple(part.stage for part in engine.parts),
+            layers=tuple(int(layer) for part in engine.parts for layer in part.model.layers),
+            operations=tuple(self._log),
+            flops={phase: dict(self._flops[phase]) for phase in PHASES if phase in self._flops},
+            peak=Peak(
+                nbytes=meter.peak_bytes,
+                phase=meter.peak_phase,
+                parts_bytes=parts,
+                rest_bytes=meter.live_bytes,
+                host_bytes=meter.host_bytes,
+            ),
+        )
+
+    # ---- listening -------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Recorder:
+        self.meter.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        self.meter.__exit__()
+
+    def __torch_dispatch__(
+        self, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented  # it becomes operators on local tensors, which come here
+        named = kwargs or {}
+        self.meter.phase = self._phase()
+        out = op(*args, **named)
+        kind = kind_of(op)
+        if kind:
+            self._called(kind, op, args, out)
+            return out
+        if op.namespace != "c10d":
+            self._in_batch = False
+        self._made(out)
+        if self._on:
+            what, flops = count_flops(op, args, named, out)
+            if what:
+                self._flops[self.meter.phase][what] += flops
+        return out
+
+    def _phase(self) -> str:
+        """Backward is told from forward by autograd's own count; recompute runs inside backward, with gradients on."""
+        if self._updating:
+            return "optimizer"
+        if torch._C._current_graph_task_id() == -1:
+            # Between the two, what was going on still is: FSDP2 reduces gradients after the graph has ended.
+            return "backward" if self.meter.phase in ("recompute", "backward") else "forward"
+        return "recompute" if torch.is_grad_enabled() else "backward"
+
+    def _forward_begins(self, *_: Any) -> None:
+        if torch._C._current_graph_task_id() == -1 and not self._updating:
+            self.meter.phase = "forward"
+
+    def _made(self, out: Any) -> None:
+        for tensor in tensors_of(out):
+            wide = tensor.ndim > 1 and tensor.shape[-1] in self._widths
+            self.meter.see(tensor, "logits" if wide else "")
+
+    def _called(self, kind: str, op: Any, args: tuple[Any, ...], out: Any) -> None:
+        group = self._group(group_of(op, args), kind)
+        part = "exchange" if group.axis in EXCHANGED else ""
+        for tensor in tensors_of([args, out]):
+            self.meter.see(tensor, part)
+        message = kind in ("send", "receive")
+        if message and not self._in_batch:
+            self._quiet += 1
+        self._in_batch = message
+        if not self._on:
+            return
+        nbytes, dtype = payload_of(args, out)
+        self._log.append(
+            Operation(
+                kind=kind,
+                nbytes=nbytes,
+                dtype=dtype,
+                group=group,
+                phase=self.meter.phase,
+                peer=peer_of(args, group_of(op, args)) if message else -1,
+                batch=self._quiet if message else -1,
+            )
+        )
+
+    def _group(self, group: ProcessGroup, kind: str) -> Group:
+        key = (group.group_name, kind)
+        if key not in self._groups:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            names = self._axes.get(group.group_name, ())
+            whole = "world" if len(ranks) == dist.get_world_size() else "ends"  # a tied table links first and last stage
+            self._groups[key] = Group(axis=_axis(names, kind) or whole, ranks=ranks)
+        return self._groups[key]
+
+
+def axis_names(meshes: Meshes) -> dict[str, tuple[str, ...]]:
+    """Name of each communicator -> the planner's names of its axes: torch gives an axis that spans the job the job's own."""
+    dims = meshes.dims
+    grouped = dims.zero > 0 and dims.copies > 1 and dims.shard > 1
+    outer = {"copies": "replica", "shard": "shard"} if grouped else {"copies": "data", "shard": "data"}
+    found: dict[str, tuple[str, ...]] = {}
+
+    def add(mesh: DeviceMesh, axis: str, word: str) -> None:
+        if mesh[axis].size() > 1:
+            name = mesh.get_group(axis).group_name
+            found[name] = (*found.get(name, ()), word)
+
+    for axis in ("copies", "shard"):
+        add(meshes.dense, axis, outer[axis])
+    for axis in ("context", "tensor", "pipeline"):
+        add(meshes.work, axis, axis)
+    add(meshes.dense, "tensor", "tensor")
+    if meshes.experts is not None:
+        for axis, word in (("copies", "expert data"), ("shard", "expert data"), ("expert", "expert")):
+            add(meshes.experts, axis, word)
+    return found
+
+
+def _axis(names: Sequence[str], kind: str) -> str:
+    """Where axes share a communicator, messages and exchanges are not of those that only add up and gather."""
+    if kind in ("send", "receive", "all-to-all"):
+        names = [name for name in names if name not in EXCHANGED] or names
+    return names[0] if names else ""
+
+
+def gradients(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+    """Everything that holds gradients at this moment."""
+    for held in engine.held:
+        if held.tensor.grad is not None:
+            yield "gradients", held.tensor.grad
+        if engine.exchange is not None and held.trained:
+            yield "gradients", engine.exchange.gradient(held.tensor)
+    for piece in engine.pieces:
+        if piece.tensor.grad is not None:
+            yield "gradients", piece.tensor.grad
+    for part in engine.parts:
+        for module in part.model.modules():
+            if isinstance(module, FSDPModule):
+                yield from (("gradients", tensor) for tensor in _unsharded_gradients(module))
+
+
+def _unsharded_gradients(module: FSDPModule) -> Iterator[torch.Tensor]:
+    """Gradients FSDP2 has not reduced yet, which only its own records know (torch 2.11 to 2.13)."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    for param in (param for group in groups for param in group.fsdp_params):
+        unsharded = getattr(param, "_unsharded_param", None)
+        for grad in (unsharded.grad if unsharded is not None else None, param.unsharded_accumulated_grad):
+            if grad is not None:
+                yield grad
