@@ -4,12 +4,12 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.phalanx-ready
 export PYTHON
-JOBS  ?= $(wildcard examples/*.toml)
+JOB   ?= examples/first-run.toml
 
 .PHONY: run test check setup clean
 
-run: $(STAMP)  ## plan the example jobs and print the result
-	@for job in $(JOBS); do echo "== phalanx plan $$job"; $(BIN)/phalanx plan "$$job" || exit $$?; echo; done
+run: $(STAMP)  ## build a corpus, plan, train a small Llama on four CPU ranks, report
+	$(BIN)/phalanx train $(JOB)
 
 test: $(STAMP)  ## run every test and every doctest
 	$(BIN)/python -m pytest -q
@@ -25,7 +25,7 @@ setup: $(STAMP)
 # The stamp is younger than pyproject.toml exactly when the environment holds what it asks for.
 $(STAMP): pyproject.toml .ci/venv
 	@bash .ci/venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,parquet,dev]'
 	@touch $@
 
 clean:

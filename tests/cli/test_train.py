@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -277,3 +278,17 @@ def test_code_of_a_job_needs_a_word(train: Train, here: Path) -> None:
     assert code == 2
     assert f"model.module: '{here / 'net.py'}:build' is code that this job wants to run\n" in err
     assert train("job.toml", "--set", "model.module=net.py:build", "--dry-run", "--allow-code")[0] == 0
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "\n".join(
+        [
+            "import contextlib, sys",
+            "from phalanx.cli.main import main",
+            "with contextlib.suppress(SystemExit):",
+            "    main(['train', '--help'])",
+            "print([name for name in ('numpy', 'torch', 'rich') if name in sys.modules])",
+        ]
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

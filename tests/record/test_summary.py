@@ -93,6 +93,18 @@ def test_evaluation_samples_and_checkpoints(run: Run) -> None:
     assert f"go on with: phalanx train --resume {run.path}" in text
 
 
+def test_stages_and_experts(tmp_path: Path) -> None:
+    plan = {**PLAN, "layout": {"pipeline": 2, "data": 1, "context": 1, "tensor": 2}}
+    run = create_run(tmp_path, "x", job_toml="", job={}, plan_json=json.dumps(plan))
+    for rank in range(4):
+        steps(run, rank, range(10), start_s=1000.0, compute_s=0.1 if rank < 2 else 0.3, expert_imbalance=1.5)
+    found = summarize(run)
+    assert (found.stage_compute_s, found.expert_imbalance) == ((pytest.approx(0.1), pytest.approx(0.3)), 1.5)
+    text = render(found)
+    assert "stages: the slowest, 1, computes 50% longer than the mean of all" in text
+    assert "experts: the busiest gets 1.50 times the mean" in text
+
+
 def test_a_run_that_never_took_a_step(run: Run) -> None:
     text = render(summarize(run))
     assert "created, 0 of 10 steps" in text

@@ -66,11 +66,16 @@ LAYOUTS = {
     "recompute full × pp2": {"recompute": "full", "pipeline": 2},
     "recompute full × pp2 zero-bubble": {"recompute": "full", "pipeline": 2, "schedule": "zero-bubble"},
     "recompute full × cp2": {"recompute": "full", "context": 2},
+    "recompute selective × cp2 ring": {"recompute": "selective", "context": 2},
+    "recompute selective × cp2 ulysses": {"recompute": "selective", "context": 2, "context_kind": "ulysses"},
+    "recompute selective × cp2 all-gather": {"recompute": "selective", "context": 2, "context_kind": "allgather"},
+    "recompute selective × tp2": {"recompute": "selective"} | SP | FEW,
     "offload activations": {"offload": "activations", "data": 2},
     "offload optimizer": {"offload": "optimizer", "data": 2, "shard": 2, "zero": 2},
     "offload parameters": {"offload": "parameters", "data": 2, "shard": 2, "zero": 3},
     "reproducible": {"reproducible": True, "data": 2},
     "hidden that no shard divides": {"data": 4, "shard": 4, "zero": 3, "hidden": 30, "ffn": 50, "micro_batch": 1},
+    "odd sequence": {"data": 2, "sequence": 15},
     "odd vocabulary over shards": {"data": 2, "shard": 2, "zero": 3, "vocab": 61},
 }  # fmt: skip
 

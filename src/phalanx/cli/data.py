@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _build(args: argparse.Namespace) -> int:
     from phalanx.train.data.build import build
-    from phalanx.train.data.progress import Progress
+    from phalanx.train.data.progress import on_stderr
 
-    manifest = build(_recipe(args), args.out, lambda total: Progress(sys.stderr, total))
+    manifest = build(_recipe(args), args.out, on_stderr)
     if not manifest.total("tokens", "heldout") and args.heldout:
         note("warning: no document fell into the held-out split, so nothing can be evaluated")
         note("  use a larger --heldout, or --split-on blank to cut long texts in paragraphs")

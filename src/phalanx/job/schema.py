@@ -124,6 +124,9 @@ class Parallel:
     recompute: str = field(
         default=AUTO, metadata=choice("activations computed again in backward", AUTO, "none", "selective", "full")
     )
+    recompute_layers: int | Auto = field(
+        default=AUTO, metadata=count('of each stage, layers that recompute; "auto" is all of them', auto=True)
+    )
     offload: str = field(
         default=AUTO,
         metadata=choice("what is kept in host memory", AUTO, "none", "optimizer", "parameters", "activations"),
@@ -138,6 +141,9 @@ class Parallel:
 class Train:
     """What the loop does besides learning: how often it looks up, and when it gives up."""
 
+    weights: str = field(
+        default="", metadata=text("Hugging Face folder to start from, relative to the job file; empty draws new weights")
+    )
     compile: bool | Auto = field(
         default=AUTO, metadata=flag('compile each block; "auto" does so on GPUs only', auto=True)
     )

@@ -58,10 +58,15 @@ def _record(kind: Any, data: Any, where: str) -> Any:
     for name in data:
         if name not in known:
             raise mistake(f"{where}.{name}", "is not an entry of a plan", fix="write the plan again with this version")
-    missing = [name for name in known if name not in data]
+    # A setting that did not exist yet when the plan was written takes its default: old runs can be resumed and read.
+    missing = [name for name, item in known.items() if name not in data and not _has_default(item)]
     if missing:
         raise mistake(where, f"lacks {', '.join(missing)}", fix="write the plan again with this version")
-    return kind(**{name: _decode(hints[name], data[name], f"{where}.{name}") for name in known})
+    return kind(**{name: _decode(hints[name], data[name], f"{where}.{name}") for name in known if name in data})
+
+
+def _has_default(item: dataclasses.Field[Any]) -> bool:
+    return item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING
 
 
 def _union(arguments: tuple[Any, ...], data: Any, where: str) -> Any:

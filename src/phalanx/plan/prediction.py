@@ -113,6 +113,27 @@ def flops_per_token(m: ModelShape, counts: ParameterCount, sequence: int) -> flo
     return 6.0 * (counts.active - embedding) + attention
 
 
+def executed_flops(ask: Ask, layout: Layout) -> dict[str, float]:
+    """FLOPs all devices do in one step of our trainer, matrix products only: linear, attention, recompute.
+
+    More than `flops_per_token` counts: a fused backward of attention forms the scores again (five products for two),
+    and full recompute runs each layer again up to its last matrix, whose result backward does not need
+    (torch.utils.checkpoint stops there). Selective recompute keeps every product.
+    """
+    m, counts = ask.model, count_parameters(ask.model)
+    tokens = ask.global_sequences * ask.sequence
+    widths = m.qk_nope_dim + m.qk_rope_dim + m.v_head_dim if m.is_mla else 2 * m.head_dim
+    scores = m.layers * ask.sequence * m.heads * widths  # forward, of one token: half of 2 · S · N · (H + H)
+    embedding, head = (0 if m.tied else counts.embedding), m.vocab * m.hidden
+    norms = counts.final_norm + m.layers * counts.norms_per_layer
+    linear = counts.active - embedding - norms
+    again = 0.0
+    if layout.recompute == "full":
+        dense = m.dense_layers if m.is_moe else m.layers
+        again = 2.0 * (linear - head - dense * m.hidden * m.ffn) + scores
+    return {"linear": 6.0 * linear * tokens, "attention": 3.5 * scores * tokens, "recompute": again * tokens}
+
+
 def token_budget(tokens: int | str, parameters: int) -> int:
     """Tokens to train on; "auto" is 20 per parameter."""
     return TOKENS_PER_PARAMETER * parameters if isinstance(tokens, str) else tokens

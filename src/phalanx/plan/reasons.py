@@ -38,6 +38,7 @@ PARTS = {
 MATRICES = "matrix products and head"
 COMPARED = tuple(name for name in PARTS if name != "head_s")
 OFFLOADED = "host overhead and offload"  # the name of overhead_s where activations wait for the host link
+FETCHED = "ZeRO-3 and host traffic"  # the name of shard_s where parameters come from host memory
 NOTHING = 1e-3  # a part a thousand times smaller than its rival is called none
 REACH = 8.0  # how far, in either direction, one machine parameter is turned to find the crossing
 GRID = 97
@@ -93,9 +94,11 @@ def _digits(value: float) -> str:
 
 
 def part_name(part: str, *layouts: Layout) -> str:
-    """A part of the step in words; offloaded activations that compute does not hide count as host overhead."""
-    offloaded = part == "overhead_s" and any(layout.offload == "activations" for layout in layouts)
-    return OFFLOADED if offloaded else PARTS[part]
+    """A part of the step in words; what crosses the host link and compute does not hide is named with its part."""
+    kept = {layout.offload for layout in layouts}
+    if part == "overhead_s" and "activations" in kept:
+        return OFFLOADED
+    return FETCHED if part == "shard_s" and "parameters" in kept else PARTS[part]
 
 
 def _faster(ask: Ask, layout: Layout, shares: tuple[float, ...]) -> tuple[str, str]:

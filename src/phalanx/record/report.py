@@ -95,7 +95,7 @@ def _ranks(s: Summary) -> list[str]:
     lines = _table(rows, right=(0, 2, 3, 4, 5, 6))
     if len(known) > len(shown):
         lines.append(f"the {len(shown)} slowest of {len(known):,} ranks")
-    return [*lines, *_straggler(s, known)]
+    return [*lines, *_straggler(s, known), *_imbalance(s)]
 
 
 def _rank_row(one: RankTime) -> tuple[str, ...]:
@@ -115,6 +115,18 @@ def _straggler(s: Summary, known: Sequence[RankTime]) -> list[str]:
     more = (slow.compute_s or 0.0) / median - 1.0 if median else 0.0
     place = f" ({slow.place})" if slow.place else ""
     return [f"straggler: rank {slow.rank}{place} computes {more:.0%} longer than the median; the others wait for it"]
+
+
+def _imbalance(s: Summary) -> list[str]:
+    """How unevenly the stages of a pipeline and the experts of a layer are loaded."""
+    lines = []
+    if s.stage_compute_s:
+        slowest = max(s.stage_compute_s) / statistics.fmean(s.stage_compute_s) - 1.0
+        number = s.stage_compute_s.index(max(s.stage_compute_s))
+        lines.append(f"stages: the slowest, {number}, computes {slowest:.0%} longer than the mean of all")
+    if s.expert_imbalance is not None:
+        lines.append(f"experts: the busiest gets {s.expert_imbalance:.2f} times the mean")
+    return lines
 
 
 def _samples(s: Summary) -> list[str]:

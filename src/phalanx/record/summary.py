@@ -87,6 +87,8 @@ class Summary:
     samples: tuple[str, ...]
     ranks: tuple[RankTime, ...]
     straggler: int | None
+    stage_compute_s: tuple[float, ...]  # mean seconds per step that the ranks of each pipeline stage compute
+    expert_imbalance: float | None  # tokens of the busiest expert over the mean, mean over the steps
     checkpoints: tuple[int, ...]  # steps
     checkpoint_s: float | None  # mean
     checkpoint_bytes: float | None  # of the newest
@@ -140,6 +142,8 @@ def summarize(run: Run) -> Summary:
         samples=_samples(events),
         ranks=ranks,
         straggler=_straggler(ranks),
+        stage_compute_s=_stages(ranks, _at(plan, "layout")),
+        expert_imbalance=_mean(_number(step, "expert_imbalance") for step in _settled(steps)),
         checkpoints=tuple(run.saved_steps()),
         checkpoint_s=_mean(_number(event, "seconds") for event in saved),
         checkpoint_bytes=_number(saved[-1], "bytes") if saved else None,
@@ -273,6 +277,16 @@ def place(rank: int, layout: Mapping[str, Any]) -> str:
             words.append(f"{axis} {rank % size}")
         rank //= size
     return ", ".join(reversed(words))
+
+
+def _stages(ranks: Sequence[RankTime], layout: Mapping[str, Any]) -> tuple[float, ...]:
+    """Mean compute time of each pipeline stage; empty where there is one stage, or a rank did not say."""
+    stages = _integer(layout, "pipeline") or 1
+    known = [one.compute_s for one in sorted(ranks, key=lambda one: one.rank) if one.compute_s is not None]
+    per_stage, rest = divmod(len(known), stages)
+    if stages < 2 or not per_stage or rest or len(known) != len(ranks):
+        return ()
+    return tuple(statistics.fmean(known[stage * per_stage : (stage + 1) * per_stage]) for stage in range(stages))
 
 
 def _straggler(ranks: Sequence[RankTime]) -> int | None:

@@ -102,7 +102,15 @@ class Loop:
             wait_s=result.wait_s,
             skipped=result.skipped,
             bytes_sent=result.bytes_sent,
+            expert_imbalance=self._expert_imbalance(),
         )
+
+    def _expert_imbalance(self) -> float | None:
+        """Tokens of the busiest expert over the mean, in the worst layer of this stage; None without experts."""
+        loads = self.engine.expert_loads
+        if loads is None:
+            return None
+        return float((loads.max(dim=1).values / loads.double().mean(dim=1).clamp(min=1e-9)).max())
 
     def _count_skipped(self, result: StepResult, step: int) -> None:
         self._skipped = self._skipped + 1 if result.skipped else 0

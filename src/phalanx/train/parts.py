@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.job.model import ModelShape
 from phalanx.train.models.decoder import TIED, Decoder
 from phalanx.train.models.init import draw
+from phalanx.train.models.protocol import build_model, build_stage, refuse_layout
 from phalanx.train.parallel.dims import Meshes
 from phalanx.train.parallel.parallelize import parallelize
 from phalanx.train.parallel.pieces import Piece
@@ -71,11 +72,20 @@ def build_parts(shape: ModelShape, settings: Settings, meshes: Meshes, device: t
     layers = split_layers(shape.layers, stages, embed_cost=embed_cost(shape), head_cost=head_cost(shape))
     v_shaped = is_v_shaped(layout.schedule, max(layout.virtual_pipeline, 1)) and layout.pipeline > 1
     mine = my_stages(meshes.index("pipeline"), layout.pipeline, max(layout.virtual_pipeline, 1), v_shaped=v_shaped)
+    if shape.module:
+        with torch.device("meta"):
+            refuse_layout(shape, build_model(shape, allow_code=settings.allow_code), layout)
     parts = []
     for stage in mine:
         with untraced():
             with torch.device("meta"):
-                model = Decoder(shape, layers=layers[stage], first=stage == 0, last=stage == stages - 1)
+                model = build_stage(
+                    shape,
+                    layers=layers[stage],
+                    first=stage == 0,
+                    last=stage == stages - 1,
+                    allow_code=settings.allow_code,
+                )
             _cast(model, settings.master_dtype if meshes.dims.zero else settings.compute_dtype)
             parallelize(model, meshes, settings, device)
         model.to_empty(device="cpu" if layout.offload == "parameters" else device)

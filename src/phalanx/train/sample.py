@@ -21,6 +21,8 @@ TEMPERATURE, TOP = 0.8, 40  # Fan et al. 2018: only the likeliest forty
 def sample_texts(checkpoints: Path, job: Job, dataset: TokenDataset) -> Iterator[str]:
     """Continue an empty document, `train.samples` times; nothing for a model too large for one process."""
     found = newest(checkpoints)
+    if job.model.module:
+        return  # a model of the user's own is theirs to sample
     with torch.device("meta"):
         model = Decoder(job.model)
     if found is None or sum(param.numel() for param in model.parameters()) > MOST_PARAMETERS:

@@ -30,12 +30,14 @@ class Settings:
     master: str = "fp32"
     context_kind: str = "ring"
     loss_parallel: bool = True
+    recompute_layers: int | None = None  # of each stage; None is all of them
     compile: bool = False
     reproducible: bool = False
     seed: int = 0
+    allow_code: bool = False  # whether a model of the user's own may be imported
 
     @classmethod
-    def of(cls, job: Job, layout: Layout, *, on_gpu: bool) -> Settings:
+    def of(cls, job: Job, layout: Layout, *, on_gpu: bool, allow_code: bool = False) -> Settings:
         """The settings of a planned job."""
         if job.precision.compute == "fp4":
             raise mistake("precision.compute", "fp4 is planned but not trained", fix='use "fp8", "bf16" or "fp32"')
@@ -48,9 +50,11 @@ class Settings:
             master="fp32" if job.precision.master_weights or not reduced else "bf16",
             context_kind=job.parallel.context_kind,
             loss_parallel=job.parallel.loss_parallel,
+            recompute_layers=None if job.parallel.recompute_layers == "auto" else int(job.parallel.recompute_layers),
             compile=on_gpu if job.train.compile == "auto" else bool(job.train.compile),
             reproducible=job.numerics.reproducible,
             seed=job.data.seed,
+            allow_code=allow_code,
         )
 
     @property

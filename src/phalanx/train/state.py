@@ -13,7 +13,9 @@ from phalanx.errors import PhalanxError, Problem, WorldError
 from phalanx.train.checkpoint.find import candidates
 from phalanx.train.checkpoint.load import prepare
 from phalanx.train.engine import Engine
+from phalanx.train.models.hf_weights import read_hf
 from phalanx.train.optim.scaler import LossScale
+from phalanx.train.parallel.pieces import Piece
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +57,21 @@ def restore_newest(engine: Engine, root: Path) -> Restored:
     if warnings:
         raise _none_left(root, warnings)
     return Restored()
+
+
+@torch.no_grad()
+def take_weights(engine: Engine, folder: Path) -> None:
+    """Start from a Hugging Face folder: each rank reads the tensors it has a part of, one at a time."""
+    pieces: dict[str, list[Piece]] = {}
+    for piece in engine.pieces:
+        pieces.setdefault(piece.name, []).append(piece)
+    for name, whole in read_hf(folder, engine.shape, wanted=pieces):
+        for piece in pieces[name]:
+            part = whole
+            for dim, (start, size) in enumerate(zip(piece.start, piece.tensor.shape, strict=True)):
+                part = part.narrow(dim, start, size)
+            piece.tensor.copy_(part)
+    engine.publish()
 
 
 def _take(engine: Engine, optimizer: list[Any], meta: Any) -> None:

@@ -17,7 +17,7 @@ from phalanx.record.run import Run, open_run
 from phalanx.train.engine import Engine
 from phalanx.train.loop import Loop
 from phalanx.train.settings import Settings
-from phalanx.train.state import restore_newest
+from phalanx.train.state import restore_newest, take_weights
 
 
 def run_rank(
@@ -56,13 +56,15 @@ def train(
     job = plan.job
     engine = Engine(
         job.model,
-        Settings.of(job, plan.layout, on_gpu=device.type == "cuda"),
+        Settings.of(job, plan.layout, on_gpu=device.type == "cuda", allow_code=bool(folder.launch().get("allow_code"))),
         job.optim,
         device=device,
         state_dtype=job.precision.optimizer_state,
     )
     engine.initialise()
     restored = restore_newest(engine, folder.checkpoints)
+    if job.train.weights and not restored.step:
+        take_weights(engine, Path(job.train.weights))
     loop = Loop(folder, plan, engine, events, stop=stop, heartbeat=heartbeat)
     events.write("ready", step=restored.step, seconds=time.monotonic() - began_s, warnings=list(restored.warnings))
     loop.run(restored.step)

@@ -26,7 +26,7 @@ def write(root, attempt, stop, report, found):
     first = found + 1
     for step in range(first, first + 10_000):
         def point(name):
-            if name == stop and step >= first + 2:
+            if name == stop and step >= first + 2 and again == (stop == "set-aside"):  # there is a commit to set aside
                 os.kill(os.getpid(), signal.SIGKILL)
         for again in range(2 if stop == "set-aside" else 1):
             for rank in (1, 0):

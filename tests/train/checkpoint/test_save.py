@@ -63,6 +63,18 @@ def test_a_step_reached_again_replaces_the_old_commit(kit, tmp_path):
     assert newest(tmp_path, verify=True).meta == {"try": 2}
 
 
+def test_the_old_commit_comes_back_when_the_new_one_cannot_take_its_place(kit, tmp_path):
+    def fail(name):
+        if name == "set-aside":
+            raise OSError(errno.EIO, "Input/output error")
+
+    kit.save_all(tmp_path, [pieces(kit)], meta={"try": 1})
+    with pytest.raises(WorldError, match="step 100 is not saved: Input/output error"):
+        kit.save_all(tmp_path, [pieces(kit)], attempt="a2", meta={"try": 2}, point=fail)
+    assert names(tmp_path) == ["step-00000100"]
+    assert newest(tmp_path, verify=True).meta == {"try": 1}
+
+
 def test_files_of_a_dead_attempt_are_not_ours(kit, tmp_path):
     save(tmp_path, step=5, attempt="dead", pieces=pieces(kit), meta={}, rank=1, world=2)
     with pytest.raises(WorldError) as caught:

@@ -14,7 +14,8 @@ from phalanx.train.data.documents import Reading
 from phalanx.train.data.manifest import Manifest
 from phalanx.train.data.progress import Progress
 
-WORDS = "the ship sailed over a grey sea while nine sailors sang of home and bread".split()
+TEXT = "the ship sailed over a grey sea while nine sailors sang of home and bread"
+WORDS = TEXT.split()
 
 
 def story(number: int) -> str:

@@ -103,7 +103,7 @@ def test_parquet(tmp_path: Path) -> None:
         f'{tmp_path}/a.parquet: has no column "text"\n  name one of its columns with --field: body, n'
     )
     (tmp_path / "b.parquet").write_bytes(b"PAR1 but not really")
-    with pytest.raises(UserError, match="b.parquet: is not Parquet: "):
+    with pytest.raises(UserError, match=r"b\.parquet: is not Parquet: "):
         records(tmp_path / "b.parquet")
 
 
@@ -147,10 +147,10 @@ def test_a_folder_is_read_in_order_without_what_is_not_text(tmp_path: Path) -> N
 
 
 def test_missing_and_barren_sources(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere: does not exist\n  name a text, .jsonl or .parquet file, or a folder"):
+    with pytest.raises(UserError, match=r"nowhere: does not exist\n  name a text, \.jsonl or "):
         list_files(tmp_path / "nowhere")
     (tmp_path / "picture.png").write_text("x")
-    with pytest.raises(UserError, match="holds no text: none of its 1 files ends in .txt, "):
+    with pytest.raises(UserError, match=r"holds no text: none of its 1 files ends in \.txt, "):
         list_files(tmp_path)
 
 

@@ -134,6 +134,11 @@ def test_weight_two_is_seen_twice_as_often() -> None:
     assert abs(int((found[:300] >= 1000).sum()) - 200) <= 1
 
 
+def test_sources_without_a_sample_are_passed_over() -> None:
+    sampler = make_sampler([5, 0, 0, 0, 3], [1.0] * 5, seed=0)
+    assert sorted(sampler.indices(0, 8).tolist()) == list(range(8))
+
+
 def test_blend_positions_are_stateless() -> None:
     sampler = make_sampler([17, 5, 40], [1.0, 2.0, 0.5], seed=9)
     whole = sampler.indices(0, 500)

@@ -70,10 +70,10 @@ def test_a_sample_does_not_depend_on_the_order() -> None:
 
 
 def test_bad_tokenizers(tmp_path: Path, tokenizer: TextTokenizer) -> None:
-    with pytest.raises(UserError, match="nothing.json: cannot be read: No such file"):
+    with pytest.raises(UserError, match=r"nothing\.json: cannot be read: No such file"):
         load_tokenizer(tmp_path / "nothing.json")
     (tmp_path / "bad.json").write_text('{"model": 1}')
-    with pytest.raises(UserError, match="bad.json: is not a tokenizer\n"):
+    with pytest.raises(UserError, match=r"bad\.json: is not a tokenizer\n"):
         load_tokenizer(tmp_path / "bad.json")
     (tmp_path / "other.json").write_text(tokenizer.text.replace("<|endoftext|>", "<|fin|>"))
     with pytest.raises(UserError) as caught:

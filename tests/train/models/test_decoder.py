@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx.arch.counts import count_parameters
@@ -217,11 +217,8 @@ def test_what_cannot_be_trained_is_said_all_at_once() -> None:
     ]
 
 
-def test_plan_and_blocks_name_real_parts() -> None:
+def test_blocks_name_real_parts() -> None:
     model = Decoder(MOE)
     parts = dict(model.named_modules())
     assert [parts[name] for name in model.blocks()] == list(model.layers.values())
-    for pattern in model.tensor_plan():
-        found = [parts.get(pattern.replace("*", str(layer))) for layer in range(MOE.layers)]
-        assert any(isinstance(part, nn.Linear | nn.Embedding) for part in found), pattern
     assert list(model.stage(range(1, 3), first=False, last=True).blocks()) == ["layers.1", "layers.2"]

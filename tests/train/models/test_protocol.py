@@ -13,12 +13,13 @@ import torch
 from phalanx.errors import UserError
 from phalanx.job.load import load
 from phalanx.job.model import ModelShape
+from phalanx.plan.layout import Layout
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.models.protocol import (
     Network,
     Staged,
-    TensorSplit,
     build_model,
+    build_stage,
     differs_from_shape,
     refuse_layout,
 )
@@ -27,27 +28,35 @@ CODE = """
 from torch import nn
 
 class Mixer(nn.Module):
-    def __init__(self, shape, width):
+    def __init__(self, shape, width, layers, first=True, last=True):
         super().__init__()
-        self.table = nn.Embedding(shape.vocab, width)
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(shape.layers))
-        self.head = nn.Linear(width, shape.vocab)
+        self.shape, self.width = shape, width
+        self.table = nn.Embedding(shape.vocab, width) if first else None
+        self.layers = nn.ModuleDict({str(i): nn.Linear(width, width) for i in layers})
+        self.head = nn.Linear(width, shape.vocab) if last else None
 
-    def forward(self, tokens_BS):
-        x = self.table(tokens_BS)
-        for layer in self.layers:
+    def forward(self, x):
+        x = x if self.table is None else self.table(x)
+        for layer in self.layers.values():
             x = x + layer(x).relu()
-        return self.head(x)
+        return x if self.head is None else self.head(x)
 
     def blocks(self):
-        return {f"layers.{i}": layer for i, layer in enumerate(self.layers)}
+        return {f"layers.{i}": layer for i, layer in self.layers.items()}
+
+class Cut(Mixer):
+    def stage(self, layers, *, first, last):
+        return Cut(self.shape, self.width, layers, first, last)
 
 def build(shape, width=8):
-    return Mixer(shape, width)
+    return Mixer(shape, width, range(shape.layers))
+
+def cut(shape, width=8):
+    return Cut(shape, width, range(shape.layers))
 
 def misnamed(shape):
     model = build(shape)
-    model.blocks = lambda: {"block0": model.layers[0]}
+    model.blocks = lambda: {"block0": model.layers["0"]}
     return model
 
 def a_number(shape):
@@ -122,7 +131,7 @@ def test_code_is_not_run_unless_allowed(folder: Path) -> None:
         ("my_model.py:a_number", "my_model.py:a_number: returned int, not a torch.nn.Module"),
         ("my_model.py:no_blocks", "my_model.py:no_blocks: Linear has no blocks()"),
         ("my_model.py:misnamed", 'blocks() calls a part "block0", which is not its name in the module'),
-        ("my_model.py:broken", "FOLDER/my_model.py:35: my_model.py:broken raised: AttributeError: "),
+        ("my_model.py:broken", "FOLDER/my_model.py:43: my_model.py:broken raised: AttributeError: "),
     ],
 )
 def test_what_is_wrong_with_the_code_is_said(folder: Path, name: str, message: str) -> None:
@@ -143,21 +152,71 @@ def test_a_package_of_the_python_path_can_be_named(folder: Path, monkeypatch: py
     sys.modules.pop("my_model")
 
 
+ONE = Layout(
+    data=1,
+    shard=1,
+    tensor=1,
+    context=1,
+    pipeline=1,
+    virtual_pipeline=1,
+    expert=1,
+    zero=0,
+    sequence_parallel=False,
+    micro_batch=1,
+    accumulation=1,
+    recompute="none",
+    precision="fp32",
+    schedule="1f1b",
+    offload="none",
+    compression="none",
+)
+
+
 def test_layouts_it_cannot_have_and_sizes_it_has_not(folder: Path) -> None:
     model = build_model(SHAPE, allow_code=True, folder=folder)
-    refuse_layout(model, tensor=1, pipeline=1)
+    refuse_layout(SHAPE, model, replace(ONE, data=4, shard=4, zero=3))
     with pytest.raises(UserError) as caught:
-        refuse_layout(model, tensor=2, pipeline=4)
-    assert [problem.where for problem in caught.value.problems] == ["parallel.tensor", "parallel.pipeline"]
+        refuse_layout(SHAPE, model, replace(ONE, pipeline=4, tensor=2, context=2))
+    assert [problem.where for problem in caught.value.problems] == [
+        "parallel.pipeline",
+        "parallel.tensor",
+        "parallel.context",
+    ]
     warning = differs_from_shape(model, SHAPE)
     assert warning is not None
     assert "my_model.py:build built 994 parameters, the shape says" in warning.what
 
 
+def test_stages_of_an_own_network(folder: Path) -> None:
+    shape = replace(SHAPE, module="my_model.py:cut")
+    whole, first, last = (
+        build_stage(shape, layers=layers, first=begins, last=ends, allow_code=True, folder=folder)
+        for layers, begins, ends in ((range(2), True, True), (range(1), True, False), (range(1, 2), False, True))
+    )
+    refuse_layout(shape, build_model(shape, allow_code=True, folder=folder), replace(ONE, pipeline=2))
+    state = whole.state_dict()
+    assert all(name.startswith("network.") for name in state)
+    for part in (first, last):
+        part.load_state_dict({name: state[name] for name in part.state_dict()})
+    tokens = torch.arange(12).view(2, 6)
+    assert torch.equal(last(first(tokens)), whole(tokens))
+    assert [dict(whole.named_modules())[name] for name in whole.blocks()] == list(whole.layers.values())
+    assert (first.head, last.head is not None) == (None, True)
+
+
+def test_an_own_network_is_never_mistaken_for_the_decoder() -> None:
+    with pytest.raises(UserError) as caught:
+        Decoder(SHAPE)
+    assert 'module = "my_model.py:build" is a network of your own' in str(caught.value)
+
+
 def test_the_decoder_is_a_network_too() -> None:
-    model = build_model(replace(SHAPE, module=""))
+    shape = replace(SHAPE, module="")
+    model = build_model(shape)
     assert isinstance(model, Decoder)
-    for kind in (Network, TensorSplit, Staged):
-        assert isinstance(model, kind)
-    refuse_layout(model, tensor=2, pipeline=2)
-    assert differs_from_shape(model, model.shape) is None
+    assert isinstance(model, Network)
+    assert isinstance(model, Staged)
+    refuse_layout(shape, model, replace(ONE, tensor=2, pipeline=2))
+    assert differs_from_shape(model, shape) is None
+    stage = build_stage(shape, layers=range(1, 2), first=False, last=True)
+    assert list(stage.blocks()) == ["layers.1"]

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from phalanx.train.optim.moments import BLOCK, Block8, Format, moment_format, readable
-from phalanx.train.optim.rounding import high, key, low, places, throw, to_bf16
+from phalanx.train.optim.rounding import dice, high, low, to_bf16
 from phalanx.train.parallel.pieces import Piece
 
 FORMATS = [(kind, signed) for kind in ("fp32", "bf16", "int8") for signed in (True, False)]
@@ -23,7 +25,7 @@ def piece(tensor: torch.Tensor, *, shape: tuple[int, ...] = (), start: tuple[int
 
 
 def die(count: int, step: int = 1) -> torch.Tensor:
-    return low(throw(places(piece(torch.zeros(count))), key("w", step)))
+    return low(dice(piece(torch.zeros(count)), step))
 
 
 def again(form: Format, value: torch.Tensor, step: int = 1) -> torch.Tensor:
@@ -42,16 +44,31 @@ def block_largest(value: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_dice_are_the_same_for_an_element_in_any_box() -> None:
-    whole = places(piece(torch.zeros(37, 11, 4))).view(37, 11, 4)
-    part = places(piece(torch.zeros(5, 3, 2), shape=(37, 11, 4), start=(8, 6, 1))).view(5, 3, 2)
-    assert torch.equal(part, whole[8:13, 6:9, 1:3])
+    whole = dice(piece(torch.zeros(37, 11, 4)), 3).view(37, 11, 4)
+    for start, size in (
+        ((8, 6, 1), (5, 3, 2)),
+        ((8, 0, 0), (5, 11, 4)),
+        ((0, 0, 3), (37, 11, 1)),
+        ((36, 2, 0), (1, 9, 4)),
+    ):
+        part = dice(piece(torch.zeros(size), shape=(37, 11, 4), start=start), 3).view(size)
+        box = tuple(slice(first, first + length) for first, length in zip(start, size, strict=True))
+        assert torch.equal(part, whole[box])
     assert len(set(whole.reshape(-1).tolist())) == 37 * 11 * 4
-    assert places(piece(torch.zeros(0, 3), shape=(37, 11), start=(37, 0))).shape == (0,)
+    assert dice(piece(torch.zeros(0, 3), shape=(37, 11), start=(37, 0)), 3).shape == (0,)
+    assert dice(piece(torch.zeros(())), 3).shape == (1,)
+
+
+def test_places_beyond_32_bits_wrap_alike_in_a_run_and_in_a_box() -> None:
+    shape, start = (2**20, 2**13), (2**19 + 5, 0)
+    run = piece(torch.zeros(2, 2**13), shape=shape, start=start)
+    box = piece(torch.zeros(2, 3), shape=shape, start=(start[0], 7))
+    assert torch.equal(dice(run, 1).view(2, -1)[:, 7:10], dice(box, 1).view(2, 3))
 
 
 def test_the_dice_are_fair_and_independent() -> None:
-    where = places(piece(torch.zeros(200, 100)))
-    rolls = [side(throw(where, key(name, step))) for step in (1, 2) for name in "wv" for side in (low, high)]
+    many = [replace(piece(torch.zeros(200, 100)), name=name) for name in "wv"]
+    rolls = [side(dice(one, step)) for step in (1, 2) for one in many for side in (low, high)]
     flat = torch.stack([*rolls, *(roll.roll(1) for roll in rolls), *(roll.roll(100) for roll in rolls)]) / 65536.0
     assert float(flat.min()) >= 0.0
     assert float(flat.max()) < 1.0

@@ -21,7 +21,7 @@ from phalanx.train.parallel.compress_fsdp import compress_sharded
 from phalanx.train.parallel.compress_pays import pays
 from phalanx.train.parallel.compress_powersgd import gains
 
-SHAPES = [torch.Size(shape) for shape in ((96, 64), (64,), (33, 70), (2, 24, 16), (7, 3))]
+SHAPES = [torch.Size(shape) for shape in ((96, 64), (64,), (170, 257), (2, 24, 16), (7, 3))]
 SIZE = sum(shape.numel() for shape in SHAPES)
 BUCKETS, STEPS = 7, 5
 
@@ -80,7 +80,7 @@ def test_bytes_on_the_wire(ranks: Any, kind: str, least: float, size: int) -> No
     for answer in ranks(__file__, "steps", size, kind=kind):
         sent, raw = answer["bytes"]
         assert raw == 2 * (size - 1) * SIZE * 4 // size * BUCKETS * STEPS
-        assert least * 0.999 <= raw / sent < least + 0.1  # the last rank's part is filled up
+        assert least * 0.999 <= raw / sent < least + 0.1  # tensors and parts are filled up to whole blocks
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -93,6 +93,28 @@ def test_powersgd_sends_two_thin_factors(ranks: Any, size: int) -> None:
         assert answer["state"]["6/0/error"] == (96, 64)
         assert answer["state"]["6/0/factor"] == (64, 4)
         assert "6/1/error" not in answer["state"]
+
+
+def on_rank_neighbours(rank: int, group: Any, *, kind: str) -> bool:
+    """Whether a tensor is summed to the same bits beside large neighbours as beside small ones, in both sums."""
+    shared, part = gradient(rank, 3, 0)[:100], gradient(rank, 3, 1)
+    results = []
+    for scale in (1.0, 1e4):
+        codec = Quantised(FORMATS[kind])
+        codec.prepare(0, [torch.Size([300]), torch.Size([100]), torch.Size([7])])
+        bucket = torch.cat([part[:300] * scale, shared, part[:7] * scale])
+        output, rows = torch.empty(407), torch.cat([bucket, bucket])
+        codec.reduce_scatter(output, rows, group, 0)
+        codec.load({})
+        codec.all_reduce(bucket, group, 0)
+        results.append(torch.cat([bucket[300:400], output[300:400]]))
+    return torch.equal(*results)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_what_lies_beside_a_tensor_does_not_change_its_rounding(ranks: Any, kind: str) -> None:
+    # Tensor ranks hold norms in common, beside different slices of matrices: rounded unlike, they would drift apart.
+    assert ranks(__file__, "neighbours", 2, kind=kind) == [True, True]
 
 
 def on_rank_low_rank(rank: int, group: Any) -> dict[str, Any]:
@@ -210,7 +232,7 @@ def test_fsdp_reduces_rounded_gradients_and_keeps_errors_by_module(ranks: Any, k
         assert max(answer["drift"]) < 2 * ROUNDING[kind]
         assert answer["modules"] == [f"{layer}/0/parts" for layer in range(6)]
         assert answer["held"] >= 6 * (48 * 48 + 48) * 4
-        assert answer["ratio"] > (3.8 if kind == "int8" else 1.99)
+        assert answer["ratio"] > (3.75 if kind == "int8" else 1.99)
 
 
 def test_powersgd_is_refused_on_sharded_gradients() -> None:
@@ -235,11 +257,13 @@ def test_an_unknown_codec_is_answered_with_the_nearest() -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_formats_keep_zeros_signs_and_ragged_ends(kind: str) -> None:
     x = torch.cat([torch.zeros(300), torch.linspace(-2, 2, 300), torch.tensor([1e-30, -1e30])])[None]
-    back = FORMATS[kind].decode(FORMATS[kind].encode(x), x.shape[1], torch.float32)
+    message, sizes = FORMATS[kind].encode(x, (400, 202)), (400, 202)
+    back = FORMATS[kind].decode(message, sizes, torch.float32)
+    assert message.shape[1] == (602 * 2 if kind == "bf16" else 602 + 4 * 3)
     assert torch.equal(back[0, :256], torch.zeros(256))
     assert back.shape == x.shape
     assert back[0, -1] == pytest.approx(-1e30, rel=0.01)
-    assert (back[0, 512:] * x[0, 512:] >= 0).all()
+    assert (back * x >= 0).all()
 
 
 def test_the_loss_scale_moves_the_errors() -> None:

@@ -191,3 +191,23 @@ def test_the_fallback_equals_the_kernel() -> None:
         assert torch.allclose(
             out, F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True), atol=1e-12
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_blocks_on_cuda_equal_those_on_the_cpu(causal: bool, dtype: torch.dtype) -> None:
+    q, k, v, grad = whole(2, dtype)
+    half = slice(0, L) if causal else slice(L // 2, L)  # the ring cuts queries: not contiguous
+    expected_out, expected_lse = attend(q[:, :, half].double(), k.double(), v.double(), causal=causal)
+    on_gpu = [one.cuda() for one in (q, k, v, grad)]
+    q, k, v, grad = on_gpu[0][:, :, half], on_gpu[1], on_gpu[2], on_gpu[3][:, :, half]
+    out, lse = attend(q, k, v, causal=causal)
+    assert torch.allclose(out.cpu().double(), expected_out, atol=2e-2)
+    assert torch.allclose(lse.cpu().double(), expected_lse, atol=1e-2)
+    cpu = [one.cpu().double() for one in (grad, q, k, v)]
+    expected = attend_backward(*cpu, expected_out, expected_lse, causal=causal)
+    for got, want in zip(attend_backward(grad, q, k, v, out, lse, causal=causal), expected, strict=True):
+        assert got.shape == want.shape
+        assert torch.allclose(got.cpu().double(), want, atol=4e-2)

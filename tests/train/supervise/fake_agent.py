@@ -105,6 +105,7 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
     "sigstop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "consequence": raise_late,
     "stubborn": stubborn,
+    "deaf": stubborn,  # the same, and nobody is impatient
 }
 
 
@@ -134,7 +135,8 @@ def main(behaviour: str, folder: str, parent: str) -> int:
     def work(*, rank: int, stop: Stop, heartbeat: Heartbeat) -> None:
         behave(behaviour, run, rank, stop, heartbeat)
 
-    return supervise(work, run=run, world=WORLD, timeout_s=1.0, wishes=Wishes.listen(), grace_s=0.5)
+    timeout_s = 1.0 if behaviour in ("hang", "sigstop", "stubborn") else 60.0
+    return supervise(work, run=run, world=WORLD, timeout_s=timeout_s, wishes=Wishes.listen(), grace_s=0.5)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def start(run: Run, behaviour: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def finish(run: Run, behaviour: str, *, within_s: float = 15.0) -> tuple[int, str]:
+def finish(run: Run, behaviour: str, *, within_s: float = 40.0) -> tuple[int, str]:
     process = start(run, behaviour)
     output, _ = process.communicate(timeout=within_s)
     assert orphans(run) == []
@@ -122,7 +122,7 @@ def test_the_cause_wins_over_a_consequence_that_came_first(run: Run) -> None:
 def test_a_silent_rank_is_named_and_everything_ends(run: Run, behaviour: str, place: str) -> None:
     code, output = finish(run, behaviour)
     assert code == 3
-    assert re.search(rf"step 5: rank 2 of 4 {HOST}: stopped answering 1\.\d+ s ago {place}", output)
+    assert re.search(rf"step 5: rank 2 of 4 {HOST}: stopped answering \d\.\d+ s ago {place}", output)
 
 
 def test_peers_that_time_out_point_at_the_one_who_is_silent(run: Run) -> None:
@@ -141,10 +141,10 @@ def test_a_rank_that_ignores_sigterm_is_killed_all_the_same(run: Run) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_saves_and_says_how_to_go_on(run: Run, number: signal.Signals) -> None:
     process = start(run, "good")
-    assert wait(lambda: len(pids(run)) == 4 and run.events(0).exists(), 10)
+    assert wait(lambda: len(pids(run)) == 4 and run.events(0).exists(), 30)
     time.sleep(0.3)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=10)
+    output, _ = process.communicate(timeout=30)
     assert process.returncode == 130
     assert output == (
         f"asked 1\nstopped 130\nstopped as asked: saved step 3; go on with: phalanx train --resume {run.path}\n"
@@ -154,21 +154,21 @@ def test_ctrl_c_saves_and_says_how_to_go_on(run: Run, number: signal.Signals) ->
 
 def test_ctrl_c_before_any_rank_runs(run: Run) -> None:
     process = start(run, "good")
-    assert wait(lambda: run.status().get("state") == "launching", 10)
+    assert wait(lambda: run.status().get("state") == "launching", 30)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=10)
+    output, _ = process.communicate(timeout=30)
     assert (process.returncode, output) == (130, "asked 1\nstopped 130\nstopped before the first rank was started\n")
     assert orphans(run) == []
 
 
 def test_a_second_ctrl_c_ends_it_at_once(run: Run) -> None:
-    process = start(run, "stubborn")
-    assert wait(lambda: len(pids(run)) == 4, 10)
+    process = start(run, "deaf")
+    assert wait(lambda: len(pids(run)) == 4, 30)
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=10)
+    output, _ = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "asked 1\nasked 2\nstopped 130\nkilled at once, as asked; the last checkpoint is step 3\n" in output
     assert orphans(run) == []
@@ -176,20 +176,20 @@ def test_a_second_ctrl_c_ends_it_at_once(run: Run) -> None:
 
 def test_the_stop_file_is_a_kill_switch(run: Run) -> None:
     process = start(run, "good")
-    assert wait(lambda: len(pids(run)) == 4, 10)
+    assert wait(lambda: len(pids(run)) == 4, 30)
     run.stop_file.touch()
-    output, _ = process.communicate(timeout=10)
+    output, _ = process.communicate(timeout=30)
     assert (process.returncode, output.splitlines()[0]) == (130, "stopped 130")
 
 
 @pytest.mark.parametrize("victim", ["caller", "agent"])
 def test_nobody_outlives_a_killed_parent(run: Run, victim: str) -> None:
     process = start(run, "good")
-    assert wait(lambda: len(pids(run)) == 4, 10)
+    assert wait(lambda: len(pids(run)) == 4, 30)
     agent = run.status()["pid"]
     os.kill(process.pid if victim == "caller" else agent, signal.SIGKILL)
     assert wait(lambda: not orphans(run) and not exists(agent), 2.0)
-    output, _ = process.communicate(timeout=10)
+    output, _ = process.communicate(timeout=30)
     if victim == "agent":
         assert process.returncode == 3
         assert f"the supervisor of {run.path} was killed by SIGKILL\n" in output

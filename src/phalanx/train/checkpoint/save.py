@@ -182,10 +182,10 @@ def _commit(draft: Path, final: Path, manifest: Manifest, point: Callable[[str],
     going = final.with_name(names.going_name(manifest.step, manifest.attempt))
     if final.exists():  # the job fell back behind this step and came here again: the new one replaces the old one
         final.rename(going)
-        point("set-aside")
     try:
+        point("set-aside")
         draft.rename(final)
-    except OSError:
+    except BaseException:
         if going.exists():
             going.rename(final)
         raise

@@ -44,8 +44,8 @@ from phalanx.train.data.tokenizer import (
 
 STATE = "progress.json"
 SHARD_TOKENS = 1 << 27  # 268 MB of uint16: a trillion tokens are 7,451 files, a killed build loses minutes
-BATCH_BYTES = 1 << 20  # text encoded at once; four times as much costs 15 % more CPU inside the tokenizer
-SAMPLE_BYTES = 10 * 10**6  # 8,192 tokens in 2.5 s on 2 cores; ten times more text gains under 1 % (docs/data.md)
+BATCH_BYTES = 1 << 18  # text encoded at once; 1,000 reviews take 5 to 20 % more CPU inside the tokenizer than 250
+SAMPLE_BYTES = 5 * 10**6  # 2.4 s of CPU for 8,192 tokens; 33 MB took 21.6 s for 0.3 % fewer tokens (docs/data.md)
 MOST_MISSING = 0.1  # share of lines without text above which the field is thought to be misspelt
 FIRST_LOOK = 100  # records after which that share means something
 

@@ -10,19 +10,20 @@ import io
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.errors import Problem, WorldError, mistake
+from phalanx.errors import Problem, UserError, WorldError, mistake
 from phalanx.files import write_text
 from phalanx.job.schema import Data
 from phalanx.train.data.build import Origin, Recipe, build
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.fetch import Package, fetch, members
 from phalanx.train.data.lock import only_builder
-from phalanx.train.data.manifest import MANIFEST, file_digest, read_manifest
-from phalanx.train.data.progress import Progress
+from phalanx.train.data.manifest import check_files, file_digest, read_manifest
+from phalanx.train.data.progress import Progress, on_stderr
 from phalanx.train.data.tokenizer import LEAST_VOCAB
 
 CLEANING = 1  # counts up when the cleaning changes, so that an older text in the cache is not taken for the same
@@ -203,7 +204,7 @@ def ensure_dataset(
     base: Path,
     *,
     vocab: int = VOCAB,
-    progress_for: Callable[[int], Progress],
+    progress_for: Callable[[int], Progress] = on_stderr,
     environ: dict[str, str] | os._Environ[str] | None = None,
 ) -> tuple[Path, ...]:
     """The dataset folders of a job, relative paths taken from `base`; a corpus is built in the cache if it is missing.
@@ -221,12 +222,26 @@ def ensure_dataset(
     cache = cache_folder(os.environ if environ is None else environ)
     size = max(LEAST_VOCAB, min(vocab, VOCAB))
     out = cache / "datasets" / f"{data.corpus}-{size}-{CLEANING}"
-    if not (out / MANIFEST).is_file():
+    if not _whole(out):
         _build_once(data.corpus, out, cache, size, progress_for)
     return (out,)
 
 
+def _whole(out: Path) -> bool:
+    """Whether a dataset of the cache has all its files; a damaged one is ours to make again."""
+    try:
+        check_files(out, read_manifest(out))
+        return True
+    except UserError:
+        return False
+
+
 def _build_once(name: str, out: Path, cache: Path, vocab: int, progress_for: Callable[[int], Progress]) -> None:
     talk = progress_for(1)
+    make_folder(out.parent)
+    with only_builder(out, wait_s=WAIT_S):
+        if out.exists() and not _whole(out):
+            talk.note(f"note: {out} is damaged; making it again")
+            shutil.rmtree(out)
     recipe = corpus_recipe(name, cache, vocab=vocab, note=talk.note)
     build(recipe, out, progress_for, wait_s=WAIT_S, reuse=True)

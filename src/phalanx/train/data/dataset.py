@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,10 +26,29 @@ class _File:
     tokens: int
 
 
+class _Maps:
+    """Mapped files, those used least lately let go; threads may share it."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[Path, NDArray[np.generic]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, file: _File, dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
+        """The tokens of a shard."""
+        with self._lock:
+            found = self._found.pop(file.path, None)
+            if found is None:
+                found = np.memmap(file.path, dtype=dtype, mode="r", shape=(file.tokens,))
+            self._found[file.path] = found
+            if len(self._found) > MOST_MAPS:
+                self._found.popitem(last=False)
+            return found
+
+
 class _Stream:
     """The shards of a source as one run of tokens."""
 
-    def __init__(self, files: Sequence[_File], dtype: str, maps: OrderedDict[Path, NDArray[np.generic]]) -> None:
+    def __init__(self, files: Sequence[_File], dtype: str, maps: _Maps) -> None:
         self._files, self._maps = files, maps
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._ends = np.cumsum([0, *(file.tokens for file in files)])
@@ -40,28 +60,19 @@ class _Stream:
         while done < len(out):
             number = int(np.searchsorted(self._ends, start + done, side="right")) - 1
             offset = start + done - int(self._ends[number])
-            part = self._map(self._files[number])[offset : offset + len(out) - done]
+            part = self._maps.get(self._files[number], self._dtype)[offset : offset + len(out) - done]
             out[done : done + len(part)] = part
             done += len(part)
 
-    def _map(self, file: _File) -> NDArray[np.generic]:
-        found = self._maps.pop(file.path, None)
-        if found is None:
-            found = np.memmap(file.path, dtype=self._dtype, mode="r", shape=(file.tokens,))
-        self._maps[file.path] = found
-        if len(self._maps) > MOST_MAPS:
-            self._maps.popitem(last=False)
-        return found
-
 
 class TokenDataset:
-    """One split of one or several dataset folders that share a tokenizer. Not for use by several threads at once."""
+    """One split of one or several dataset folders that share a tokenizer."""
 
     def __init__(self, folders: Sequence[tuple[Path, Manifest]], split: Split) -> None:
         self.split: Split = split
         self.folders = tuple(folder for folder, _ in folders)
         self.manifests = tuple(manifest for _, manifest in folders)
-        maps: OrderedDict[Path, NDArray[np.generic]] = OrderedDict()
+        maps = _Maps()
         self._sources: list[tuple[Source, _Stream]] = []
         for folder, manifest in folders:
             for source in manifest.sources:
@@ -181,16 +192,7 @@ def too_long(dataset: TokenDataset, length: int) -> UserError:
 
 def check_dataset(dataset: TokenDataset, *, model_vocab: int, sequence: int) -> tuple[Problem, ...]:
     """What a model and a sequence length ask of a dataset: raises UserError, returns warnings."""
-    problems = []
-    if dataset.vocab > model_vocab:
-        problems.append(
-            Problem(
-                where=str(dataset.folders[0]),
-                what=f"its vocabulary of {dataset.vocab:,} is larger than the model's {model_vocab:,}",
-                why="tokens behind the last row of the embedding cannot be looked up",
-                fix=f"set model.vocab = {-(-dataset.vocab // 64) * 64:,} or more, or build with --vocab {max(model_vocab, LEAST_VOCAB)}",
-            )
-        )
+    problems = [_too_many_words(dataset, model_vocab)] if dataset.vocab > model_vocab else []
     if not dataset.num_samples(sequence):
         problems += too_long(dataset, sequence).problems
     if problems:
@@ -199,6 +201,16 @@ def check_dataset(dataset: TokenDataset, *, model_vocab: int, sequence: int) -> 
         Problem(where=name, what=f"is shorter than one sequence of {sequence:,} and is left out")
         for name, samples in zip(dataset.source_names, dataset.source_samples(sequence), strict=True)
         if not samples
+    )
+
+
+def _too_many_words(dataset: TokenDataset, model_vocab: int) -> Problem:
+    larger = -(-dataset.vocab // 64) * 64  # matrix products like multiples of 64
+    return Problem(
+        where=str(dataset.folders[0]),
+        what=f"its vocabulary of {dataset.vocab:,} is larger than the model's {model_vocab:,}",
+        why="tokens behind the last row of the embedding cannot be looked up",
+        fix=f"set model.vocab = {larger} or more, or build with --vocab {max(model_vocab, LEAST_VOCAB)}",
     )
 
 

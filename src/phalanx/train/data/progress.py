@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import TextIO
@@ -42,7 +43,8 @@ class Progress:
         """The text of the line."""
         done = min(1.0, self._bytes / self._total)
         rate = (self._bytes - self._skipped) / max(elapsed_s, 1e-9)
-        left = f", {format_seconds(max(0.0, self._total - self._bytes) / rate)} left" if rate > 0 else ""
+        ahead = self._total - self._bytes
+        left = f", {format_seconds(ahead / rate)} left" if rate > 0 and ahead > 0 else ""
         tokens = f", {format_count(self._tokens)} tokens" if self._tokens else ""
         return f"{self._label}: {done:.0%} of {format_bytes(self._total)}{tokens}, {format_bytes(rate)}/s{left}"
 
@@ -60,3 +62,8 @@ class Progress:
         if self._terminal:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
+
+
+def on_stderr(total_bytes: int) -> Progress:
+    """The usual progress of a command."""
+    return Progress(sys.stderr, total_bytes)

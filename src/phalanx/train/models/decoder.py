@@ -106,13 +106,6 @@ class Decoder(nn.Module):
         """The parts that are sharded, recomputed and compiled one by one."""
         return {f"layers.{name}": block for name, block in self.layers.items()}
 
-    def tensor_plan(self) -> Mapping[str, str]:
-        """How a tensor group splits each linear: "column" by outputs, "row" by inputs, "vocab" a table by its rows."""
-        columns = ("attn.wq", "attn.wk", "attn.wv", "mlp.gate", "mlp.up", "mlp.shared.gate", "mlp.shared.up")
-        plan = {f"layers.*.{name}": "column" for name in columns}
-        plan |= {f"layers.*.{name}": "row" for name in ("attn.wo", "mlp.down", "mlp.shared.down")}
-        return {"embed.tokens": "vocab", **plan, "head": "column"}
-
     def stage(self, layers: range, *, first: bool, last: bool) -> Decoder:
         """A new decoder of only these layers, not yet initialised."""
         return Decoder(self.shape, layers=layers, first=first, last=last)

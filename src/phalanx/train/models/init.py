@@ -30,7 +30,7 @@ def draw(
     """
     rows = range(size[0]) if rows is None else rows
     part = (len(rows), *size[1:])
-    if name.endswith(".bias"):
+    if name.rpartition(".")[2].startswith("bias"):  # also torch's "bias_ih_l0"
         return torch.zeros(part, dtype=dtype)
     if len(size) == 1:
         return torch.ones(part, dtype=dtype)  # the scale of a norm

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from phalanx.arch.counts import count_parameters
 from phalanx.errors import Problem, UserError, mistake, nearest
 from phalanx.job.model import ModelShape
+from phalanx.plan.layout import Layout
 from phalanx.train.models.decoder import Decoder
 
-SPLITS = ("column", "row", "vocab")
 GAP = 0.02  # parameters may differ from the shape by this share before the plan's memory is called wrong
 
 
@@ -38,14 +38,6 @@ class Network(Protocol):
 
     def blocks(self) -> Mapping[str, nn.Module]:
         """The repeated parts by their name in the module, such as "layers.3": sharded, recomputed, compiled alone."""
-
-
-@runtime_checkable
-class TensorSplit(Protocol):
-    """A network that can be split over a tensor group."""
-
-    def tensor_plan(self) -> Mapping[str, str]:
-        """Submodule pattern ("layers.*.up") to "column", "row" or "vocab"."""
 
 
 @runtime_checkable
@@ -80,13 +72,74 @@ def build_model(shape: ModelShape, *, allow_code: bool = False, folder: Path = P
     return model
 
 
-def refuse_layout(model: nn.Module, *, tensor: int, pipeline: int) -> None:
-    """Raises UserError when the layout needs what this network does not offer."""
+class OwnStage(nn.Module):
+    """A network of the user's own, or one stage of it, with the outside of our decoder: what the engine works on.
+
+    Weights get their first values by name, as all others, since a rank may hold only a part of them.
+    """
+
+    def __init__(self, shape: ModelShape, network: nn.Module, *, last: bool = True) -> None:
+        super().__init__()
+        assert isinstance(network, Network)
+        self.shape = shape
+        self.positions: Tensor | None = None  # of the decoder; a network of one's own counts for itself
+        self.network = network
+        self.layers = dict(network.blocks())  # a plain dict: the modules stay registered under their own names only
+        self.embed = None
+        self.norm = nn.Identity() if last else None
+        self.head = nn.Identity() if last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the network's own."""
+        out: Tensor = self.network(x)
+        return out
+
+    def blocks(self) -> Mapping[str, nn.Module]:
+        """The network's own, by their names from here."""
+        return {f"network.{name}": block for name, block in self.layers.items()}
+
+    def tie(self) -> None:
+        """A network ties its own weights."""
+
+
+def build_stage(
+    shape: ModelShape, *, layers: range, first: bool, last: bool, allow_code: bool = False, folder: Path = Path()
+) -> Decoder:
+    """One stage of the job's network, for the engine: call it with torch.device("meta") on."""
+    if not shape.module:
+        return Decoder(shape, layers=layers, first=first, last=last)
+    network = build_model(shape, allow_code=allow_code, folder=folder)
+    if not (first and last):
+        assert isinstance(network, Staged), "refuse_layout() comes first"
+        network = network.stage(layers, first=first, last=last)
+    return cast(Decoder, OwnStage(shape, network, last=last))  # the same outside, by hand
+
+
+def refuse_layout(shape: ModelShape, network: nn.Module, layout: Layout) -> None:
+    """Raises UserError when the layout needs what a network of the user's own does not offer."""
+    if not shape.module:
+        return
     problems = []
-    if tensor > 1 and not isinstance(model, TensorSplit):
-        problems.append(_lacking("tensor", tensor, "tensor_plan()"))
-    if pipeline > 1 and not isinstance(model, Staged):
-        problems.append(_lacking("pipeline", pipeline, "stage(layers, first, last)"))
+    if layout.pipeline > 1 and not isinstance(network, Staged):
+        problems.append(
+            Problem(
+                where="parallel.pipeline",
+                what=f"pipeline = {layout.pipeline}, but {shape.module} offers no stage(layers, first, last)",
+                why="only its author knows how it may be cut",
+                fix="write stage(), or set parallel.pipeline = 1",
+            )
+        )
+    for axis in ("tensor", "context", "expert"):
+        degree = getattr(layout, axis)
+        if degree > 1:
+            problems.append(
+                Problem(
+                    where=f"parallel.{axis}",
+                    what=f"{axis} = {degree} with a network of your own, {shape.module}",
+                    why="only our own layers are split that way yet",
+                    fix=f"set parallel.{axis} = 1; data, shard, zero, recompute and offload work",
+                )
+            )
     if problems:
         raise UserError(problems)
 
@@ -102,15 +155,6 @@ def differs_from_shape(model: nn.Module, shape: ModelShape) -> Problem | None:
         what=f"{shape.module} built {real:,} parameters, the shape says {planned:,}",
         why="memory and step time were planned for the shape",
         fix="change layers, hidden, ffn or vocab under [model] to describe it",
-    )
-
-
-def _lacking(axis: str, degree: int, method: str) -> Problem:
-    return Problem(
-        where=f"parallel.{axis}",
-        what=f"{axis} = {degree}, but the network offers no {method}",
-        why="only its author knows how it may be split",
-        fix=f"write {method}, or set parallel.{axis} = 1",
     )
 
 
@@ -186,8 +230,3 @@ def _problems(model: object, name: str) -> Iterator[Problem]:
     for key, block in model.blocks().items():
         if parts.get(key) is not block:
             yield Problem(where=name, what=f'blocks() calls a part "{key}", which is not its name in the module')
-    if isinstance(model, TensorSplit):
-        for pattern, split in model.tensor_plan().items():
-            if split not in SPLITS:
-                fix = f"use one of {', '.join(SPLITS)}"
-                yield Problem(where=name, what=f'tensor_plan() splits "{pattern}" by "{split}"', fix=fix)

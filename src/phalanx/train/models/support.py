@@ -17,6 +17,12 @@ def refuse_untrainable(shape: ModelShape) -> None:
 
 def _problems(shape: ModelShape) -> Iterator[Problem]:
     where = f"model {shape.name}"
+    if shape.module:
+        yield Problem(
+            where=where,
+            what=f'module = "{shape.module}" is a network of your own, which cannot be built here as our decoder',
+            why="the keys of the shape only tell the planner its size",
+        )
     if shape.is_mla:
         yield Problem(
             where=where,

@@ -9,13 +9,13 @@ import torch
 
 from phalanx.train.optim.base import gradient, state_piece, total_bytes
 from phalanx.train.optim.moments import Format, Kept, moment_format, readable, working
-from phalanx.train.optim.rounding import high, key, low, places, throw, to_bf16
+from phalanx.train.optim.rounding import dice, high, key, low, places, throw, to_bf16
 from phalanx.train.parallel.pieces import Piece
 
 # Elements worked on at once, on a CPU and on a GPU: temporaries of 128 kB stay in the second-level cache (9 times as
 # fast as those of whole tensors of a million), and those of a GPU stay small beside a model.
 AT_ONCE = (1 << 15, 1 << 26)
-Advance = Callable[..., tuple[torch.Tensor, Kept, Kept]]
+Advance = Callable[..., None]
 
 
 class CompactAdamW:
@@ -43,35 +43,31 @@ class CompactAdamW:
     def step(self, lr: float) -> None:
         """One update of every piece."""
         self.steps += 1
+        numbers, keys = self._numbers(lr)
         for i, piece in enumerate(self._pieces):
-            self._update(i, piece, lr)
+            weight, grad, count = piece.tensor.reshape(-1), gradient(piece).reshape(-1), piece.tensor.numel()
+            advance, at_once = _advance(self._kind, compiled=piece.tensor.is_cuda), AT_ONCE[piece.tensor.is_cuda]
+            where = places(piece) if count else weight
+            for start in range(0, count, at_once):
+                stop = min(count, start + at_once)
+                first = self._forms[0].part(self._first[i], start, stop)
+                second = self._forms[1].part(self._second[i], start, stop)
+                here = where[start:stop] if where.dim() else where + start
+                advance(weight[start:stop], grad[start:stop], first, second, here, numbers[i], keys[i])
+            if not piece.tensor.is_contiguous():  # then reshape made a copy
+                piece.tensor.copy_(weight.view(piece.tensor.shape))
 
-    def _update(self, i: int, piece: Piece, lr: float) -> None:
-        weight, grad, count = piece.tensor.reshape(-1), gradient(piece).reshape(-1), piece.tensor.numel()
-        where, numbers = places(piece), self._numbers(piece, lr, self._decay[i])
-        advance = _advance(self._kind, compiled=piece.tensor.is_cuda)
-        for start in range(0, count, AT_ONCE[piece.tensor.is_cuda]):
-            stop = min(count, start + AT_ONCE[piece.tensor.is_cuda])
-            kept = [
-                form.part(one, start, stop)
-                for form, one in zip(self._forms, (self._first[i], self._second[i]), strict=True)
-            ]
-            new, *moments = advance(weight[start:stop], grad[start:stop], *kept, where[start:stop], *numbers)
-            weight[start:stop].copy_(new)
-            for old, moment in zip(kept, moments, strict=True):
-                keep(old, moment)
-        if not piece.tensor.is_contiguous():  # then reshape made a copy
-            piece.tensor.copy_(weight.view(piece.tensor.shape))
-
-    def _numbers(self, piece: Piece, lr: float, decay: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """What changes from step to step, as tensors: a compiled kernel would be built anew for each number."""
-        beta1, beta2 = self._betas
-        corrections = 1.0 - beta1**self.steps, 1.0 - beta2**self.steps
-        numbers = (1.0 - beta1, beta2, *corrections, self._eps, lr, 1.0 - lr * decay)
-        place = piece.tensor.device
+    def _numbers(self, lr: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """What changes from step to step, a row per piece: as tensors, or a kernel would be compiled for each number."""
+        (beta1, beta2), t = self._betas, self.steps
+        fixed = (1.0 - beta1, beta2, 1.0 - beta1**t, 1.0 - beta2**t, self._eps, lr)
+        numbers = [[*fixed, 1.0 - lr * decay] for decay in self._decay]
+        keys = [key(piece.name, t) for piece in self._pieces]
+        like = self._pieces[0].tensor if self._pieces else torch.zeros(0)
+        kind = working(like.dtype)
         return (
-            torch.tensor(numbers, dtype=working(piece.tensor.dtype), device=place),
-            torch.tensor(key(piece.name, self.steps), dtype=torch.int32, device=place),
+            torch.tensor(numbers, dtype=kind).to(like.device, non_blocking=True),
+            torch.tensor(keys, dtype=torch.int32).to(like.device, non_blocking=True),
         )
 
     def state(self) -> list[Piece]:
@@ -110,40 +106,30 @@ def _advance(kind: str, *, compiled: bool) -> Advance:
         where: torch.Tensor,
         numbers: torch.Tensor,
         by: torch.Tensor,
-    ) -> tuple[torch.Tensor, Kept, Kept]:
-        return _adamw(forms, weight, grad, first, second, where, numbers, by)
+    ) -> None:
+        """Update flat tensors in place; `where` is every element's place, or the first one's if they follow on."""
+        new1, beta2, correct1, correct2, eps, lr, shrink = numbers.unbind()
+        wide = grad.to(numbers.dtype)
+        m = torch.lerp(forms[0].decode(first, numbers.dtype), wide, new1)
+        v = beta2 * forms[1].decode(second, numbers.dtype) + (1.0 - beta2) * wide * wide
+        bits = throw(where if where.dim() else where + _follow(weight), by)
+        keep(first, forms[0].encode(m, low(bits)))
+        keep(second, forms[1].encode(v, high(bits)))
+        wide = shrink * weight.to(numbers.dtype) - lr * (m / correct1) / ((v / correct2).sqrt() + eps)
+        weight.copy_(to_bf16(wide, low(throw(bits, by))) if weight.dtype == torch.bfloat16 else wide)
 
     return torch.compile(advance, dynamic=True) if compiled else advance
 
 
-def _adamw(
-    forms: tuple[Format, Format],
-    weight: torch.Tensor,
-    grad: torch.Tensor,
-    first: Kept,
-    second: Kept,
-    where: torch.Tensor,
-    numbers: torch.Tensor,
-    by: torch.Tensor,
-) -> tuple[torch.Tensor, Kept, Kept]:
-    """(new weight, new first moment, new second moment) of flat tensors."""
-    new1, beta2, correct1, correct2, eps, lr, shrink = numbers.unbind()
-    grad = grad.to(numbers.dtype)
-    m = torch.lerp(forms[0].decode(first, numbers.dtype), grad, new1)
-    v = beta2 * forms[1].decode(second, numbers.dtype) + (1.0 - beta2) * grad * grad
-    wide = shrink * weight.to(numbers.dtype) - lr * (m / correct1) / ((v / correct2).sqrt() + eps)
-    bits = throw(where, by)
-    if weight.dtype == torch.bfloat16:
-        wide = to_bf16(wide, low(throw(bits, by)))
-    return wide.to(weight.dtype), forms[0].encode(m, low(bits)), forms[1].encode(v, high(bits))
+def _follow(flat: torch.Tensor) -> torch.Tensor:
+    return torch.arange(flat.numel(), dtype=torch.int32, device=flat.device)
 
 
 def apply(piece: Piece, update: torch.Tensor, *, lr: float, weight_decay: float, step: int) -> None:
     """weight = weight · (1 - lr · decay) - lr · update, in the working format; bf16 weights are rounded by dice."""
     wide = piece.tensor.to(update.dtype).mul(1.0 - lr * weight_decay).add_(update, alpha=-lr)
     if piece.tensor.dtype == torch.bfloat16:
-        die = low(throw(places(piece), key(piece.name, step)))
-        wide = to_bf16(wide, die.view(piece.tensor.shape))
+        wide = to_bf16(wide, low(dice(piece, step)).view(piece.tensor.shape))
     piece.tensor.copy_(wide)
 
 
@@ -156,5 +142,4 @@ def keep(old: Kept, new: Kept) -> None:
 def load_kept(kept: Kept, form: Format, value: torch.Tensor, piece: Piece, steps: int) -> None:
     """Encode a loaded state tensor, which may be the kept one itself."""
     if piece.tensor.numel():
-        die = low(throw(places(piece), key(piece.name, steps)))
-        keep(kept, form.encode(value.to(device=kept[0].device).reshape(-1), die))
+        keep(kept, form.encode(value.to(device=kept[0].device).reshape(-1), low(dice(piece, steps))))

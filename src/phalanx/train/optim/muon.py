@@ -14,7 +14,7 @@ import torch
 from phalanx.train.optim.base import Optimizer, gradient, state_piece, total_bytes
 from phalanx.train.optim.compact import apply, keep, load_kept
 from phalanx.train.optim.moments import moment_format, readable, working
-from phalanx.train.optim.rounding import high, key, places, throw
+from phalanx.train.optim.rounding import dice, high
 from phalanx.train.optim.spread import spread
 from phalanx.train.optim.whole import Cut, cuts
 from phalanx.train.parallel.pieces import Piece
@@ -72,8 +72,7 @@ class Muon:
         grad = gradient(piece).to(working(piece.tensor.dtype))
         momentum = self._form.decode(self._momentum[i], grad.dtype).view(grad.shape) * self._keep + grad
         if grad.numel():
-            die = high(throw(places(piece), key(piece.name, self.steps)))
-            keep(self._momentum[i], self._form.encode(momentum.reshape(-1), die))
+            keep(self._momentum[i], self._form.encode(momentum.reshape(-1), high(dice(piece, self.steps))))
         return grad.add(momentum, alpha=self._keep).to(_cheap(grad))
 
     def state(self) -> list[Piece]:
@@ -99,13 +98,15 @@ class Muon:
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     """Roughly U Vᵀ of the singular value decomposition: singular values land between about 0.7 and 1.2."""
-    wide = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
-    x: torch.Tensor = wide / (torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True) + 1e-7)
+    stack = matrix.reshape(-1, *matrix.shape[-2:])
+    tall = stack.shape[-2] > stack.shape[-1]
+    x: torch.Tensor = stack.mT if tall else stack
+    x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + 1e-7)
     a, b, c = QUINTIC
     for _ in range(ITERATIONS):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x if wide is matrix else x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).reshape(matrix.shape)
 
 
 def _matrix_cuts(piece: Piece) -> list[Cut]:

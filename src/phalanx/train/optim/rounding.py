@@ -8,6 +8,7 @@ state to save, and every layout throws the same dice for the same element.
 from __future__ import annotations
 
 import zlib
+from math import prod
 
 import torch
 
@@ -19,20 +20,39 @@ _MIX = 0x85EBCA6B - 2**32  # of the finaliser of MurmurHash3
 
 
 def places(piece: Piece) -> torch.Tensor:
-    """Each element's flat position in the whole tensor, as int32; it wraps at 2^32, which a hash may."""
-    found = torch.zeros((1,) * len(piece.shape), dtype=torch.int32, device=piece.tensor.device)
+    """Each element's flat position in the whole tensor, as int32; it wraps at 2^32, which a hash may.
+
+    Where a piece is one run of the whole, a scalar: the position of its first element.
+    """
+    place = piece.tensor.device
+    if tuple(piece.tensor.shape[1:]) == piece.shape[1:]:
+        first = piece.start[0] * prod(piece.shape[1:]) if piece.shape else 0
+        return torch.full((), _wrapped(first), dtype=torch.int32, device=place)
+    found = torch.zeros((1,) * len(piece.shape), dtype=torch.int32, device=place)
     stride = 1
     for dim in reversed(range(len(piece.shape))):
-        along = torch.arange(piece.tensor.shape[dim], dtype=torch.int64, device=piece.tensor.device)
-        along = (((along + piece.start[dim]) * stride + 2**31) % 2**32 - 2**31).to(torch.int32)
+        along = torch.arange(piece.tensor.shape[dim], dtype=torch.int64, device=place) + piece.start[dim]
+        along = ((along * stride + 2**31) % 2**32 - 2**31).to(torch.int32)
         found = found + along.view(-1, *(1,) * (len(piece.shape) - 1 - dim))
         stride *= piece.shape[dim]
     return found.reshape(-1)
 
 
+def dice(piece: Piece, step: int) -> torch.Tensor:
+    """32 random bits for each element of a piece in one step."""
+    where = places(piece)
+    if not where.dim():
+        where = where + torch.arange(piece.tensor.numel(), dtype=torch.int32, device=where.device)
+    return throw(where, key(piece.name, step))
+
+
 def key(name: str, step: int) -> int:
     """What tells the dice of one tensor and step from those of another: an int32."""
-    return (zlib.crc32(f"{name}#{step}".encode()) + 2**31) % 2**32 - 2**31
+    return _wrapped(zlib.crc32(f"{name}#{step}".encode()))
+
+
+def _wrapped(value: int) -> int:
+    return (value + 2**31) % 2**32 - 2**31
 
 
 def throw(where: torch.Tensor, by: torch.Tensor | int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from phalanx.errors import mistake, nearest
 from phalanx.train.parallel import wire
-from phalanx.train.parallel.compress_formats import FORMATS, Format
+from phalanx.train.parallel.compress_formats import FORMATS, Format, gather_up, spread
 from phalanx.train.parallel.compress_powersgd import PowerSgd
 
 KINDS = (*FORMATS, "powersgd")
@@ -68,11 +68,13 @@ class Quantised:
     def __init__(self, form: Format) -> None:
         self._format = form
         self._errors: dict[str, Tensor] = {}
+        self._sizes: dict[int, tuple[int, ...]] = {}
         self.bytes_sent = 0
         self.bytes_raw = 0
 
     def prepare(self, key: int, shapes: Sequence[torch.Size]) -> None:
-        """Values are rounded one by one: shapes do not matter."""
+        """Say which tensors lie in a bucket, or in each rank's part of it for `reduce_scatter`; else it is one."""
+        self._sizes[key] = tuple(shape.numel() for shape in shapes)
 
     @torch.no_grad()
     def all_reduce(self, bucket: Tensor, group: ProcessGroup, key: int) -> None:
@@ -80,18 +82,22 @@ class Quantised:
         ranks, size = group.size(), bucket.numel()
         if ranks == 1:
             return
-        x_Wm = F.pad(bucket.reshape(-1), (0, -size % ranks)).view(ranks, -1)
-        sum_m = self._summed(x_Wm, group, f"{key}/parts")
-        message_1A = self._rounded(sum_m[None], f"{key}/sum")
-        whole_Wm = self._format.decode(wire.all_gather(message_1A[0], group), x_Wm.shape[1], sum_m.dtype)
-        bucket.copy_(whole_Wm.reshape(-1)[:size].view_as(bucket))
+        sizes, block = self._sizes.get(key, (size,)), self._format.block
+        x_1n = spread(bucket.reshape(1, -1), sizes, block)
+        x_Wm = F.pad(x_1n, (0, -x_1n.shape[1] % (ranks * block))).view(ranks, -1)
+        whole_blocks = (x_Wm.shape[1],)
+        sum_m = self._summed(x_Wm, whole_blocks, group, f"{key}/parts")
+        message_1A = self._rounded(sum_m[None], whole_blocks, f"{key}/sum")
+        whole_Wm = self._format.decode(wire.all_gather(message_1A[0], group), whole_blocks, sum_m.dtype)
+        bucket.copy_(gather_up(whole_Wm.reshape(1, -1), sizes, block).view_as(bucket))
         self.bytes_sent += (ranks - 1) * message_1A.shape[1]
         self.bytes_raw += 2 * (ranks - 1) * size * bucket.element_size() // ranks
 
     @torch.no_grad()
     def reduce_scatter(self, output: Tensor, bucket: Tensor, group: ProcessGroup, key: int) -> None:
         """Write the sum of this rank's part of all buckets into `output`."""
-        output.copy_(self._summed(bucket.reshape(group.size(), -1), group, f"{key}/parts").view_as(output))
+        sizes = self._sizes.get(key, (output.numel(),))
+        output.copy_(self._summed(bucket.reshape(group.size(), -1), sizes, group, f"{key}/parts").view_as(output))
         self.bytes_raw += (group.size() - 1) * output.numel() * bucket.element_size()
 
     def state(self) -> dict[str, Tensor]:
@@ -107,20 +113,20 @@ class Quantised:
         for error in self._errors.values():
             error.mul_(factor)
 
-    def _summed(self, x_Wm: Tensor, group: ProcessGroup, key: str) -> Tensor:
-        message_WA = self._rounded(x_Wm, key)
+    def _summed(self, x_Wm: Tensor, sizes: Sequence[int], group: ProcessGroup, key: str) -> Tensor:
+        message_WA = self._rounded(x_Wm, sizes, key)
         self.bytes_sent += (group.size() - 1) * message_WA.shape[1]
         received_WA = wire.all_to_all(message_WA, group)
-        return self._format.decode(received_WA, x_Wm.shape[1], wide(x_Wm)).sum(0)
+        return self._format.decode(received_WA, sizes, wide(x_Wm)).sum(0)
 
-    def _rounded(self, x_Rm: Tensor, key: str) -> Tensor:
+    def _rounded(self, x_Rm: Tensor, sizes: Sequence[int], key: str) -> Tensor:
         """The message for x plus the error carried so far; what it cannot carry becomes the new error."""
         error = self._errors.get(key)
         if error is None:
             error = self._errors[key] = torch.zeros_like(x_Rm, dtype=wide(x_Rm))
         error += x_Rm
-        message_RA = self._format.encode(error)
-        error -= self._format.decode(message_RA, x_Rm.shape[1], error.dtype)
+        message_RA = self._format.encode(error, sizes)
+        error -= self._format.decode(message_RA, sizes, error.dtype)
         error.nan_to_num_(0.0, 0.0, 0.0)  # a step that is not finite is skipped and leaves nothing behind
         return message_RA
 

@@ -23,8 +23,10 @@ from phalanx.train.parallel.compress_formats import FORMATS
 class CompressedReduceScatter:
     """FSDP2's reduce-scatter of one module, rounded; in HSDP the sum over the copies that follows stays exact."""
 
-    def __init__(self, codec: Quantised) -> None:
+    def __init__(self, codec: Quantised, module: FSDPModule) -> None:
         self.codec = codec
+        self._module = module
+        self._prepared = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A fresh buffer, as FSDP2's own does."""
@@ -36,9 +38,23 @@ class CompressedReduceScatter:
         """Blocking on the host with gloo; on GPUs in FSDP2's own stream, so backward goes on."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(f"compressed gradients are summed or averaged, not {op}")
+        if not self._prepared:
+            self.codec.prepare(0, _shard_sizes(self._module, output_tensor.numel()))
+            self._prepared = True
         self.codec.reduce_scatter(output_tensor, input_tensor, group, key=0)
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())
+
+
+def _shard_sizes(module: FSDPModule, length: int) -> list[torch.Size]:
+    """The tensors in one rank's part of the buffer, in FSDP2's own order, which it tells nobody."""
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.13, 2.11
+    sizes: list[torch.Size] = [param.padded_sharded_param_size for group in groups for param in group.fsdp_params]
+    found = sum(size.numel() for size in sizes)
+    if found != length:
+        raise RuntimeError(f"FSDP2 reduces {length:,} values of a module whose shards hold {found:,}")
+    return sizes
 
 
 class ShardedCompression:
@@ -97,5 +113,5 @@ def compress_sharded(model: nn.Module, kind: str, *, where: str = "parallel.comp
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             codecs[name] = Quantised(FORMATS[kind])
-            module.set_custom_reduce_scatter(CompressedReduceScatter(codecs[name]))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(CompressedReduceScatter(codecs[name], module))  # type: ignore[arg-type]
     return ShardedCompression(codecs)

@@ -31,7 +31,7 @@ def parallelize(model: Decoder, meshes: Meshes, settings: Settings, device: torc
     if settings.compute == "fp8":
         refuse_without_float8(device)
         use_float8(list(model.layers.values()))
-    recompute(model.layers.values(), layout.recompute)
+    recompute(list(model.layers.values())[: settings.recompute_layers], layout.recompute)
     if layout.offload == "activations":
         offload_activations(model.layers.values(), pinned=device.type == "cuda")
     if settings.compile:

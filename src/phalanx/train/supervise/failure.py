@@ -54,7 +54,11 @@ class Failure:
     @property
     def is_consequence(self) -> bool:
         """Whether it only says that another rank went away."""
-        foreign = self.module.startswith(("torch", "builtins")) and self.kind not in ("MemoryError", "ValueError")
+        foreign = self.module.startswith(("torch", "builtins")) and self.kind not in (
+            "MemoryError",
+            "OutOfMemoryError",
+            "ValueError",
+        )
         return not self.signal and not self.is_user and foreign and bool(_LOST_PEER.search(self.message))
 
 

@@ -15,7 +15,7 @@ from phalanx.train.supervise import failure as failing
 from phalanx.train.supervise.board import Board
 from phalanx.train.supervise.failure import Failure
 from phalanx.train.supervise.process import Work, fork_rank
-from phalanx.train.supervise.stacks import find_silent
+from phalanx.train.supervise.stacks import Whereabouts, find_silent
 
 POLL_S = 0.05
 GATHER_S = 0.5  # after the cause of a failure is known, time for its consequences to arrive and be counted
@@ -86,8 +86,10 @@ def _watch(ranks: _Ranks, *, run: Run, board: Board, wishes: Wishes, timeout_s: 
             _gather(ranks, run, board)
             return
         if _silence_s(ranks, board) > timeout_s:
-            _blame_silent(ranks, run, board, even_if_waiting=True)
-            return
+            found = find_silent(run, ranks.alive, board)
+            if _silence_s(ranks, board) > timeout_s:  # nobody woke up while all were asked
+                _blame(ranks, board, found)
+                return
         time.sleep(POLL_S)
 
 
@@ -120,7 +122,9 @@ def _gather(ranks: _Ranks, run: Run, board: Board) -> None:
         _reap(ranks, run, board)
         time.sleep(POLL_S)
     if ranks.alive and only_consequences():
-        _blame_silent(ranks, run, board, even_if_waiting=False)
+        found = find_silent(run, ranks.alive, board)
+        if not found.waits:
+            _blame(ranks, board, found)
 
 
 def _silence_s(ranks: _Ranks, board: Board) -> float:
@@ -129,12 +133,10 @@ def _silence_s(ranks: _Ranks, board: Board) -> float:
     return max((now - board.last(rank).at_s for rank in ranks.alive), default=0.0)
 
 
-def _blame_silent(ranks: _Ranks, run: Run, board: Board, *, even_if_waiting: bool) -> None:
-    found = find_silent(run, ranks.alive, board)
-    if even_if_waiting or not found.waits:
-        beat = board.last(found.rank)
-        silent_s = time.monotonic() - beat.at_s
-        ranks.failures[found.rank] = failing.silence(found.rank, beat.step, silent_s=silent_s, where=found.place)
+def _blame(ranks: _Ranks, board: Board, found: Whereabouts) -> None:
+    beat = board.last(found.rank)
+    silent_s = time.monotonic() - beat.at_s
+    ranks.failures[found.rank] = failing.silence(found.rank, beat.step, silent_s=silent_s, where=found.place)
 
 
 def _end(ranks: _Ranks, grace_s: float) -> None:

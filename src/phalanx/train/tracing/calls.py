@@ -60,7 +60,7 @@ def group_of(op: Any, args: Sequence[Any]) -> ProcessGroup:
         boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
         return ProcessGroup.unbox(boxed)
     names = [arg for arg in args if isinstance(arg, str)]
-    return _resolve_process_group(names[-1])
+    return _resolve_process_group(names[-1])  # type: ignore[arg-type]
 
 
 def peer_of(args: Sequence[Any], group: ProcessGroup) -> int:

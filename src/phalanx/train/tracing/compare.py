@@ -27,7 +27,9 @@ class Hang:
 
     def render(self) -> str:
         """Two lines, the first failing rank first."""
-        first = f"rank {self.rank} waits for rank {self.waits_for} in {describe(self.operation)}, operation {self.index:,}"
+        first = (
+            f"rank {self.rank} waits for rank {self.waits_for} in {describe(self.operation)}, operation {self.index:,}"
+        )
         more = f"; {self.others} other ranks wait behind them" if self.others else ""
         return f"{first}\n  rank {self.waits_for} {self.instead}{more}"
 
@@ -72,7 +74,9 @@ def describe(operation: Operation) -> str:
     size = format_bytes(operation.nbytes)
     if operation.is_message:
         way = "to" if operation.kind == "send" else "from"
-        return f"{operation.kind} of {size} {way} rank {operation.peer} on axis {operation.group.axis} ({operation.phase})"
+        return (
+            f"{operation.kind} of {size} {way} rank {operation.peer} on axis {operation.group.axis} ({operation.phase})"
+        )
     return (
         f"{operation.kind} of {size} {operation.dtype} on axis {operation.group.axis} "
         f"({len(operation.group.ranks)} ranks from {operation.group.ranks[0]}, {operation.phase})"

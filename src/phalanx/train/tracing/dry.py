@@ -1,4 +1,4 @@
-"""The real step of one rank of a world of any size, on one CPU: a fake group carries nothing, fake tensors hold nothing.
+"""The real step of one rank of a world of any size on one CPU: a fake group moves nothing, fake tensors hold nothing.
 
 What makes the engine traceable: shapes between stages are known, the one read of a step is answered with constants, and
 experts take tokens in turn. The first step is not recorded: DTensor's sharding rules run each new operator once on the
@@ -32,6 +32,7 @@ def trace_rank(
 ) -> RankTrace:
     """One step of `rank`, recorded without its peers, its data or its memory."""
     began_s = time.perf_counter()
+    _forget_meshes()
     with _fake_world(rank, settings.layout.devices), FakeTensorMode(allow_non_fake_inputs=True):
         found = record_step(shape, traceable(settings), optim, state_dtype=state_dtype, dry=True)
     rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -50,7 +51,12 @@ def record_step(shape: ModelShape, settings: Settings, optim: Optim, *, state_dt
     sequences = layout.accumulation * layout.micro_batch
     with Recorder() as recorder:
         engine = Engine(
-            shape, settings, optim, device=device, state_dtype=state_dtype, read=constants if dry else torch.Tensor.tolist
+            shape,
+            settings,
+            optim,
+            device=device,
+            state_dtype=state_dtype,
+            read=constants if dry else torch.Tensor.tolist,
         )
         for part in engine.parts:
             balance_routing(part.model)
@@ -70,6 +76,14 @@ def record_step(shape: ModelShape, settings: Settings, optim: Optim, *, state_dt
 def constants(numbers: torch.Tensor) -> list[float]:
     """In place of what the ranks would agree on: a finite norm, a loss, some tokens, and no wish to stop."""
     return [1.0, 1.0, 1.0] + [0.0] * (numbers.numel() - 3)
+
+
+def _forget_meshes() -> None:
+    """DTensor keeps what it once worked out for a mesh, with the names of groups that an earlier trace has closed."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    for module, name in ((debug, "_clear_sharding_prop_cache"), (_redistribute, "clear_redistribute_planner_cache")):
+        getattr(module, name, lambda: None)()  # torch 2.11 lacks the second
 
 
 @contextmanager

@@ -67,7 +67,7 @@ class Meter:
             return result
 
         self._resize = original
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -28,11 +28,11 @@ from phalanx.train.tracing.meter import HOST, Meter
 EXCHANGED = ("data", "shard", "replica", "expert data", "world")
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Enter it before the engine is built; `begin` starts the log, `finish` gives it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.meter = Meter()
         self._log: list[Operation] = []
         self._flops: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
@@ -103,11 +103,11 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> Recorder:
         self.meter.__enter__()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *args: Any) -> None:
-        super().__exit__(*args)
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
         self.meter.__exit__()
 
     def __torch_dispatch__(
@@ -178,13 +178,14 @@ class Recorder(TorchDispatchMode):
         if key not in self._groups:
             ranks = tuple(dist.get_process_group_ranks(group))
             names = self._axes.get(group.group_name, ())
-            whole = "world" if len(ranks) == dist.get_world_size() else "ends"  # a tied table links first and last stage
+            # Beside the mesh there are the whole job, and the pairs of first and last stage of a tied table.
+            whole = "world" if len(ranks) == dist.get_world_size() else "ends"
             self._groups[key] = Group(axis=_axis(names, kind) or whole, ranks=ranks)
         return self._groups[key]
 
 
 def axis_names(meshes: Meshes) -> dict[str, tuple[str, ...]]:
-    """Name of each communicator -> the planner's names of its axes: torch gives an axis that spans the job the job's own."""
+    """Name of each communicator -> the planner's names of its axes: all that span the whole job share one."""
     dims = meshes.dims
     grouped = dims.zero > 0 and dims.copies > 1 and dims.shard > 1
     outer = {"copies": "replica", "shard": "shard"} if grouped else {"copies": "data", "shard": "data"}
