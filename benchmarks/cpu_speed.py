@@ -2,8 +2,8 @@
 
     python benchmarks/cpu_speed.py [--rounds 5] [--steps 4]
 
-Same model code, same batch, same optimizer, gradient clipping in all three. Rounds of the contestants alternate, so that
-a busy neighbour hurts them alike; the ratio of the medians is what counts.
+Same model code, same batch, same optimizer, gradient clipping in all three. Rounds of the contestants alternate, so
+that a busy neighbour hurts them alike; the ratio of the medians is what counts.
 """
 
 from __future__ import annotations
@@ -28,17 +28,15 @@ from phalanx.train.engine import Engine
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.settings import Settings
 
-SHAPE = ModelShape(
-    name="small", layers=6, hidden=384, heads=6, kv_heads=2, head_dim=64, ffn=1024, vocab=8192
-)
-SEQUENCE, BATCH, MICRO, RANKS = 256, 16, 4, 2
+SHAPE = ModelShape(name="small", layers=6, hidden=384, heads=6, kv_heads=2, head_dim=64, ffn=1024, vocab=8192)
+SEQUENCE, BATCH, MICRO, RANKS = 256, 16, 8, 2  # no accumulation: all three then move the same bytes
 Step = Callable[[], None]
 
 
 def layout(zero: int) -> Layout:
     return Layout(
-        data=RANKS, shard=RANKS if zero else 1, tensor=1, context=1, pipeline=1, virtual_pipeline=1, expert=1, zero=zero,
-        sequence_parallel=False, micro_batch=MICRO, accumulation=BATCH // RANKS // MICRO, recompute="none",
+        data=RANKS, shard=RANKS if zero else 1, tensor=1, context=1, pipeline=1, virtual_pipeline=1, expert=1,
+        zero=zero, sequence_parallel=False, micro_batch=MICRO, accumulation=BATCH // RANKS // MICRO, recompute="none",
         precision="fp32", schedule="1f1b", offload="none", compression="none",
     )  # fmt: skip
 
@@ -105,8 +103,8 @@ def with_accelerate(rows: torch.Tensor) -> Step:
 
 def rank_main(rank: int, folder: str, rounds: int, steps: int) -> None:
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="29517", GLOO_SOCKET_IFNAME="lo",
+        RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="29517", GLOO_SOCKET_IFNAME="lo",
     )  # fmt: skip
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
@@ -141,7 +139,9 @@ def rank_main(rank: int, folder: str, rounds: int, steps: int) -> None:
 def report(taken: dict[str, list[float]]) -> None:
     rates = {name: BATCH * SEQUENCE / statistics.median(times) for name, times in taken.items()}
     for name, rate in rates.items():
-        print(json.dumps({"contestant": name, "tokens_per_s": round(rate), "step_s": round(BATCH * SEQUENCE / rate, 4)}))
+        print(
+            json.dumps({"contestant": name, "tokens_per_s": round(rate), "step_s": round(BATCH * SEQUENCE / rate, 4)})
+        )
     for mine, other in (("ours, replicated", "bare DDP"), ("ours, ZeRO-3", "accelerate FSDP2")):
         if mine in taken and other in taken:
             pairs = [b / a for a, b in zip(taken[mine], taken[other], strict=True)]

@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_training.py [--vocab 32000] [--steps 8] [--variants ours,eager,fp8]
 
-The shape is the 1.2B Llama of issue 3: 16 layers, 2048 wide, MLP 8192, 32 heads, 8 key/value heads. MFU counts 6 × the
-parameters without the input embedding, plus causal attention (half the scores), over 989 TFLOP/s (H100/H200 bf16 dense).
+The shape is a 1.1B Llama: 16 layers, 2048 wide, MLP 8192, 32 heads, 8 key/value heads. MFU counts 6 × the
+parameters without the input embedding, plus causal attention (half the scores), over 989 TFLOP/s (H200, dense bf16).
 """
 
 from __future__ import annotations
@@ -135,13 +135,17 @@ def measure(variant: str, shape: ModelShape, sequence: int, steps: int, base: fl
     try:
         step_s = kinds[variant]()
     except Exception as error:
-        print(f"{variant:6} vocab {shape.vocab} sequence {sequence}: FAILED {type(error).__name__}: {str(error)[:600]}", flush=True)
+        print(
+            f"{variant:6} vocab {shape.vocab} sequence {sequence}: FAILED {type(error).__name__}: {str(error)[:600]}",
+            flush=True,
+        )
         return base
     rate = BATCH_TOKENS / step_s
     row = {
         "variant": variant, "vocab": shape.vocab, "sequence": sequence, "step_ms": round(step_s * 1e3, 1),
         "tokens_per_s": round(rate), "mfu": round(rate * flops_per_token(shape, sequence) / PEAK_FLOPS, 4),
-        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1), "of_eager": round(rate / base, 3) if base else None,
+        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1),
+        "of_eager": round(rate / base, 3) if base else None,
         "setup_s": round(time.perf_counter() - began, 1),
     }  # fmt: skip
     print(json.dumps(row), flush=True)

@@ -141,6 +141,7 @@ def test_resume_goes_on_in_the_same_folder(train: Train, here: Path) -> None:
     assert code == 0, err
     assert only_run(here) == run
     assert f"{run}: done, 10 of 10 steps" in out
+    assert not (run / "plan-1.json").exists(), "the plan is the same"
 
 
 def test_resume_may_change_the_layout(train: Train, here: Path) -> None:

@@ -31,11 +31,13 @@ def run(args: argparse.Namespace) -> int:
     from phalanx.train.supervise.prepare import load_job, make, need_torch, read_plan
 
     need_torch()
-    from phalanx.train.verify.ranks import warm_up
-
-    warm_up()  # imports torch in the background while the job is planned
     resolved = load_job(args.job, overrides=args.overrides, cluster=args.cluster, steps=0)
     plan = read_plan(args.plan, resolved) if args.plan else make(resolved)
+    from phalanx.train.models.support import refuse_untrainable
+    from phalanx.train.verify.ranks import warm_up
+
+    refuse_untrainable(plan.job.model)
+    warm_up()  # both processes import torch, side by side
     from phalanx.train.verify.page import render
     from phalanx.train.verify.prove import prove
 

@@ -142,7 +142,8 @@ class Train:
     """What the loop does besides learning: how often it looks up, and when it gives up."""
 
     weights: str = field(
-        default="", metadata=text("Hugging Face folder to start from, relative to the job file; empty draws new weights")
+        default="",
+        metadata=text("Hugging Face folder to start from, relative to the job file; empty draws new weights"),
     )
     compile: bool | Auto = field(
         default=AUTO, metadata=flag('compile each block; "auto" does so on GPUs only', auto=True)

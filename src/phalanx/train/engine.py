@@ -34,10 +34,10 @@ from phalanx.train.parallel.clip import scale_gradients, squared_norm
 from phalanx.train.parallel.compress_fsdp import ShardedCompression, compress_sharded
 from phalanx.train.parallel.context import split_sequence
 from phalanx.train.parallel.dims import Meshes, ParallelDims, build_meshes
+from phalanx.train.parallel.exchange import GradientExchange
 from phalanx.train.parallel.fsdp import accumulate
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.parallel.pipeline import Schedule, build_schedule, forward_only, is_v_shaped
-from phalanx.train.parallel.exchange import GradientExchange
 from phalanx.train.parallel.replicate import local_gradient
 from phalanx.train.parallel.tied import TiedTable
 from phalanx.train.parts import Held, Part, build_parts, fill, holdings, num_stages
@@ -89,11 +89,11 @@ class Engine:
         self.pieces: list[Piece] = [
             held.piece(held.local if one is None else one) for held, one in zip(self._trained, masters, strict=True)
         ]
-        self.optimizer: Optimizer = build_optimizer(
-            self.pieces, optim=optim, state_dtype=state_dtype, decays=decays
-        )
+        self.optimizer: Optimizer = build_optimizer(self.pieces, optim=optim, state_dtype=state_dtype, decays=decays)
         self.loss_scale = LossScale() if settings.compute == "fp16" else None
-        self.expert_loads: torch.Tensor | None = None  # tokens of each expert in the last step, a row per layer held here
+        self.expert_loads: torch.Tensor | None = (
+            None  # tokens of each expert in the last step, a row per layer held here
+        )
         self._moes = [m for part in self.parts for m in part.model.modules() if isinstance(m, Moe)]
         v_shaped = is_v_shaped(settings.layout.schedule, settings.layout.virtual_pipeline)
         self._tied = None
@@ -350,8 +350,10 @@ class Engine:
     def _new_unit(self, unit: float) -> None:
         """Errors that compression carries over are in the unit of the last step's gradients."""
         if self._unit and unit != self._unit:
-            for one in [*self._sharded, *([self.exchange] if self.exchange is not None else [])]:
-                one.rescale(unit / self._unit)
+            for sharded in self._sharded:
+                sharded.rescale(unit / self._unit)
+            if self.exchange is not None:
+                self.exchange.rescale(unit / self._unit)
         self._unit = unit
 
     def _clear(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from phalanx.hardware.bench import Call, Task, serve
 
@@ -29,7 +30,7 @@ class TorchEngine:
         self._device = torch.device("cuda", task.rank) if gpu else torch.device("cpu")
         self._dtype = torch.bfloat16 if gpu else torch.float32
         if task.ranks > 1:
-            store = dist.FileStore(str(Path(task.folder) / "store"), task.ranks)
+            store = FileStore(str(Path(task.folder) / "store"), task.ranks)
             dist.init_process_group(
                 self.backend, store=store, rank=task.rank, world_size=task.ranks, timeout=timedelta(seconds=60)
             )

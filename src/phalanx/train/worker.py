@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
@@ -25,7 +26,7 @@ def run_rank(
     run: Path,
     rank: int,
     world: int,
-    store: dist.Store | None,
+    store: Store | None,
     stop: Callable[[], bool],
     heartbeat: Callable[[int], None],
 ) -> None:
@@ -82,7 +83,7 @@ def _device(plan: Plan, world: int) -> torch.device:
     return torch.device("cpu")
 
 
-def _join(plan: Plan, device: torch.device, *, rank: int, world: int, store: dist.Store | None) -> None:
+def _join(plan: Plan, device: torch.device, *, rank: int, world: int, store: Store | None) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     if store is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: nothing listens beyond loopback

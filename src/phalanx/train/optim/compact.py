@@ -58,7 +58,7 @@ class CompactAdamW:
                 piece.tensor.copy_(weight.view(piece.tensor.shape))
 
     def _numbers(self, lr: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """What changes from step to step, a row per piece: as tensors, or a kernel would be compiled for each number."""
+        """What changes from step to step, a row per piece: as tensors, or each number would have a kernel compiled."""
         (beta1, beta2), t = self._betas, self.steps
         fixed = (1.0 - beta1, beta2, 1.0 - beta1**t, 1.0 - beta2**t, self._eps, lr)
         numbers = [[*fixed, 1.0 - lr * decay] for decay in self._decay]

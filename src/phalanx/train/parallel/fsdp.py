@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,7 +46,11 @@ def shard_params(
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     pinned = mesh.device_type == "cuda"  # there is nothing to pin for on a CPU
     host: OffloadPolicy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
-    settings = {"mp_policy": policy, "reshard_after_forward": ZERO[zero].free_after_forward, "offload_policy": host}
+    settings: dict[str, Any] = {
+        "mp_policy": policy,
+        "reshard_after_forward": ZERO[zero].free_after_forward,
+        "offload_policy": host,
+    }
     for block in model.layers.values():
         if expert_mesh is not None and isinstance(block.mlp, Moe):
             fully_shard(block.mlp.experts, mesh=_flat(expert_mesh), **settings)
@@ -56,6 +61,7 @@ def shard_params(
             fully_shard(model.embed, mesh=_flat(mesh), **settings)
         if model.head is not None:
             # The head is used last in forward and first in backward: freeing it in between buys nothing.
+            assert model.norm is not None
             fully_shard([model.norm, model.head], mesh=_flat(mesh), **(settings | {"reshard_after_forward": False}))
     fully_shard(model, mesh=_flat(mesh), **settings)
     for module in sharded_modules(model):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.train.models.decoder import Decoder
+from phalanx.train.models.decoder import Block, Decoder
 from phalanx.train.parallel.context import context_core, local_positions
 from phalanx.train.parallel.dims import Meshes
 from phalanx.train.parallel.expert import split_experts
@@ -27,6 +27,7 @@ def parallelize(model: Decoder, meshes: Meshes, settings: Settings, device: torc
     if dims.context > 1:
         core = context_core(settings.context_kind, meshes.group("context"))
         for block in model.layers.values():
+            assert isinstance(block, Block)
             block.attn.core = core
     if settings.compute == "fp8":
         refuse_without_float8(device)

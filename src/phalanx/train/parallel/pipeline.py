@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
@@ -50,7 +53,7 @@ def split_layers(layers: int, stages: int, *, embed_cost: float = 0.0, head_cost
         counts[lightest] += 1
         cost[lightest] += 1.0
     bounds = [sum(counts[:s]) for s in range(stages + 1)]
-    return [range(first, last) for first, last in zip(bounds, bounds[1:], strict=False)]
+    return [range(first, last) for first, last in pairwise(bounds)]
 
 
 def my_stages(rank: int, ranks: int, chunks: int, *, v_shaped: bool) -> list[int]:
@@ -111,7 +114,7 @@ def build_schedule(
     """The schedule over this rank's stages; shapes are given, so nothing is negotiated at run time."""
     chunks = stages // group.size()
     check_micro_batches(name, chunks, group.size(), micro_batches)
-    made = []
+    made: list[Any] = []
     for index, part in parts:
         given, made_of_it = shapes(index)
         made.append(
@@ -120,12 +123,28 @@ def build_schedule(
     kind = schedule_class(name, chunks)
     arguments: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": loss, "scale_grads": False}
     if issubclass(kind, PipelineScheduleMulti):
-        return kind(made, **arguments), made
+        with _all_chunks_stay(chunks):
+            return kind(made, **arguments), made
     return kind(made[0], **arguments), made
 
 
+@contextmanager
+def _all_chunks_stay(chunks: int) -> Iterator[None]:
+    """Let a rank hold the gathered weights of all its chunks.
+
+    torch's schedules drop those beyond three and gather them again: 22 gathers a step for 8 with four chunks of
+    Llama 3.1 405B on 16,384 ranks (docs/trace.md), where ZeRO 1 and 2 keep their weights by definition.
+    """
+    added = schedules._add_unshard_reshard
+    schedules._add_unshard_reshard = partial(added, max_active_stages=max(chunks, 3))
+    try:
+        yield
+    finally:
+        schedules._add_unshard_reshard = added
+
+
 def assume_static(schedule: Schedule) -> None:
-    """Skip the vote on whether all shapes are known, which torch 2.13 holds over real messages before the first step."""
+    """Skip the vote on whether all shapes are known, which torch 2.13 holds by real messages at first."""
     from torch.distributed.pipelining import _utils
 
     known = getattr(_utils, "InferenceMode", None)  # torch 2.11 does not vote
@@ -140,8 +159,8 @@ def assume_static(schedule: Schedule) -> None:
 def home_of(stage: int, ranks: int, *, v_shaped: bool) -> int:
     """The pipeline rank that holds a stage.
 
-    >>> [home_of(stage, 2, v_shaped=False) for stage in range(4)], [home_of(stage, 2, v_shaped=True) for stage in range(4)]
-    ([0, 1, 0, 1], [0, 1, 1, 0])
+    >>> [[home_of(stage, 2, v_shaped=shape) for stage in range(4)] for shape in (False, True)]
+    [[0, 1, 0, 1], [0, 1, 1, 0]]
     """
     return 2 * ranks - 1 - stage if v_shaped and stage >= ranks else stage % ranks
 

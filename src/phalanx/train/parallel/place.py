@@ -99,12 +99,13 @@ def _known_cuts(param: torch.Tensor) -> list[Cut]:
         if placement.is_replicate() or mesh.size(position) == 1:
             continue
         index = int(mesh.get_local_rank(position))
-        found.append(Cut(dim=placement.dim, parts=mesh.size(position), index=index, group=mesh.get_group(position)))
+        dim: int = placement.dim  # type: ignore[attr-defined]  # what is neither replicated nor partial is a shard
+        found.append(Cut(dim=dim, parts=mesh.size(position), index=index, group=mesh.get_group(position)))
     return found
 
 
 def expert_cuts(model: nn.Module) -> Mapping[int, Cut]:
-    """For each expert parameter (by id) the split that torch does not know of: by expert, or of every expert's width."""
+    """For each expert parameter (by id) the split torch does not know of: by expert, or of every expert's width."""
     found = {}
     for _, moe in mixtures(model):
         if isinstance(moe.dispatch, ExpertExchange | ExpertSlices):

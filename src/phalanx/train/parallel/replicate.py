@@ -1,8 +1,8 @@
 """Data parallelism without sharding: gradients gathered in flat buckets and summed while backward still runs.
 
-Why not DistributedDataParallel: it averages where we sum, it does not take tensor-parallel parameters or pipeline stages
-without help, and its hooks launch collectives from callbacks, which deadlocks gloo as soon as there are two buckets
-(docs/decisions/0009). Here buckets are launched in one fixed order on every rank, also when some never fill.
+Why not DistributedDataParallel: it averages where we sum, it does not take tensor-parallel parameters or pipeline
+stages without help, and its hooks launch collectives from callbacks, which deadlocks gloo as soon as there are two
+buckets (docs/decisions/0009). Here buckets are launched in one fixed order on every rank, also when some never fill.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
@@ -25,7 +24,7 @@ BUCKET_BYTES = 25 * 2**20  # DDP's default: large enough for bandwidth, small en
 class Bucket:
     """A flat gradient buffer and the parameters whose gradients it holds."""
 
-    def __init__(self, params: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+    def __init__(self, params: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
         self.params = list(params)
         sizes = [local(param).numel() for param in params]
         self.flat = torch.zeros(sum(sizes), dtype=dtype, device=local(params[0]).device)
@@ -60,7 +59,7 @@ class Replicas:
 
     def __init__(
         self,
-        params: Sequence[nn.Parameter],
+        params: Sequence[torch.Tensor],
         group: ProcessGroup | None,
         *,
         reduce: torch.dtype,
@@ -100,7 +99,7 @@ class Replicas:
                 work.wait()
         self._pending.clear()
 
-    def gradient(self, param: nn.Parameter) -> torch.Tensor:
+    def gradient(self, param: torch.Tensor) -> torch.Tensor:
         """The summed gradient of a parameter, as a view into its bucket."""
         bucket, place = self._home[id(param)]
         return self.buckets[bucket].views[place]
@@ -136,9 +135,9 @@ def local(param: torch.Tensor) -> torch.Tensor:
     return param._local_tensor if isinstance(param, DTensor) else param.detach()
 
 
-def _fill(params: Sequence[nn.Parameter], dtype: torch.dtype, bucket_bytes: int) -> list[Bucket]:
+def _fill(params: Sequence[torch.Tensor], dtype: torch.dtype, bucket_bytes: int) -> list[Bucket]:
     """Last parameters first: their gradients are ready first."""
-    groups: list[list[nn.Parameter]] = []
+    groups: list[list[torch.Tensor]] = []
     room = 0
     for param in reversed(params):
         size = local(param).numel() * dtype.itemsize

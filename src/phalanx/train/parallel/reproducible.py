@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import ProcessGroup
 
 from phalanx.errors import mistake
@@ -21,7 +20,7 @@ from phalanx.train.parallel.replicate import local, local_gradient
 class TreeReplicas:
     """Sums gradients over micro-batches and ranks in an order that no number of ranks changes."""
 
-    def __init__(self, params: Sequence[nn.Parameter], group: ProcessGroup, *, reduce: torch.dtype) -> None:
+    def __init__(self, params: Sequence[torch.Tensor], group: ProcessGroup, *, reduce: torch.dtype) -> None:
         self._params, self._group = list(params), group
         sizes = [local(param).numel() for param in params]
         self._flat = torch.zeros(sum(sizes), dtype=reduce, device=local(params[0]).device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -15,7 +14,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from phalanx.train.models.decoder import Decoder
+from phalanx.train.models.decoder import Block, Decoder
 from phalanx.train.models.moe import Moe
 
 COLUMN = ("attn.wq", "attn.wk", "attn.wv")
@@ -27,10 +26,13 @@ def split_tensors(model: Decoder, mesh: DeviceMesh, *, sequence: bool, loss_para
     between = Shard(1) if sequence else Replicate()
     _split_ends(model, mesh, between, sequence=sequence, loss_parallel=loss_parallel)
     for block in model.layers.values():
+        assert isinstance(block, Block)
         parallelize_module(block, mesh, _block_styles(block, between, sequence=sequence))
 
 
-def _split_ends(model: Decoder, mesh: DeviceMesh, between: Shard | Replicate, *, sequence: bool, loss_parallel: bool) -> None:
+def _split_ends(
+    model: Decoder, mesh: DeviceMesh, between: Shard | Replicate, *, sequence: bool, loss_parallel: bool
+) -> None:
     styles: dict[str, ParallelStyle] = {}
     if model.embed is not None:
         # What is added to the token vectors (positions, a norm) is worked out on the whole sequence.
@@ -49,14 +51,16 @@ def _split_ends(model: Decoder, mesh: DeviceMesh, between: Shard | Replicate, *,
     parallelize_module(model, mesh, styles)
 
 
-def _block_styles(block: nn.Module, between: Shard | Replicate, *, sequence: bool) -> dict[str, ParallelStyle]:
+def _block_styles(block: Block, between: Shard | Replicate, *, sequence: bool) -> dict[str, ParallelStyle]:
     styles: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in COLUMN}
     styles["attn.wo"] = RowwiseParallel(output_layouts=between)
     if block.attn.q_norm is not None:
         # Normed per head, and heads are split: the weight is whole on every rank, its gradient a sum over them.
-        styles |= {f"attn.{name}": SequenceParallel(sequence_dim=2, use_local_output=True) for name in ("q_norm", "k_norm")}
+        styles |= {
+            f"attn.{name}": SequenceParallel(sequence_dim=2, use_local_output=True) for name in ("q_norm", "k_norm")
+        }
     moe = isinstance(block.mlp, Moe)
-    dense = block.mlp.shared if moe else block.mlp
+    dense = block.mlp.shared if isinstance(block.mlp, Moe) else block.mlp
     path = "mlp.shared" if moe else "mlp"
     if dense is not None:
         styles |= {f"{path}.{name}": ColwiseParallel() for name in MLP_COLUMN if getattr(dense, name, None) is not None}
@@ -64,9 +68,7 @@ def _block_styles(block: nn.Module, between: Shard | Replicate, *, sequence: boo
     if sequence:
         # Experts take plain tensors: they send tokens away themselves.
         styles |= {"attn_norm": SequenceParallel(), "mlp_norm": SequenceParallel(use_local_output=moe)}
-        styles["attn"] = PrepareModuleInput(
-            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
-        )
+        styles["attn"] = PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None))
         if dense is not None:
             styles[path] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     return styles

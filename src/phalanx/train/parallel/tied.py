@@ -40,4 +40,3 @@ class TiedTable:
                 grad.copy_(total)
         elif self._pair is not None and found:
             dist.all_reduce(found[0], group=self._pair)
-

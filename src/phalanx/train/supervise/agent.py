@@ -18,6 +18,8 @@ from phalanx.record.run import Run, open_run
 from phalanx.train.supervise.process import Work, die_with
 from phalanx.train.supervise.watch import Wishes, supervise
 
+MARGIN_S = 10.0  # collectives give up after train.timeout_s themselves, and say more about it than we can
+
 
 def main(arguments: list[str]) -> int:
     """Run the agent until the run is over."""
@@ -26,22 +28,15 @@ def main(arguments: list[str]) -> int:
     wishes = Wishes.listen()  # before the imports: Ctrl-C in the first seconds is a wish like any other
     gc.disable()  # importing 2,100 modules makes no garbage: 2.9 s instead of 3.7 s of processor time, mean of 3
     run = open_run(folder)
-    plan = run.plan()
+    timeout_s = float(run.plan()["job"]["train"]["timeout_s"])
     world = int(run.launch()["world"])
     private = Path(tempfile.mkdtemp(prefix="phalanx-"))  # mode 0700: the rendezvous is nobody else's business
     try:
-        work = _work(run, world=world, store=private / "store", timeout_s=float(plan["job"]["train"]["timeout_s"]))
+        work = _work(run, world=world, store=private / "store", timeout_s=timeout_s)
         gc.freeze()  # what was imported is never freed: ranks then share its memory, and switch the collector on
-        return supervise(work, run=run, world=world, timeout_s=_patience_s(plan), wishes=wishes)
+        return supervise(work, run=run, world=world, timeout_s=timeout_s + MARGIN_S, wishes=wishes)
     finally:
         shutil.rmtree(private, ignore_errors=True)
-
-
-def _patience_s(plan: dict[str, object]) -> float:
-    """How long a rank may be silent: collectives give up after timeout_s themselves and say more about it."""
-    job = plan["job"]
-    assert isinstance(job, dict)
-    return float(job["train"]["timeout_s"]) + 10.0
 
 
 def _work(run: Run, *, world: int, store: Path, timeout_s: float) -> Work:

@@ -23,6 +23,7 @@ from phalanx.train.engine import Engine
 from phalanx.train.parallel.expert import balance_routing
 from phalanx.train.parallel.pipeline import assume_static
 from phalanx.train.settings import Settings
+from phalanx.train.tracing.kernels import fused_norms
 from phalanx.train.tracing.log import RankTrace
 from phalanx.train.tracing.recorder import Recorder
 
@@ -49,7 +50,7 @@ def record_step(shape: ModelShape, settings: Settings, optim: Optim, *, state_dt
     """Build this rank's engine, warm it up, and record one step of it. The process group must exist."""
     layout, device = settings.layout, torch.device("cpu")
     sequences = layout.accumulation * layout.micro_batch
-    with Recorder() as recorder:
+    with fused_norms(), Recorder() as recorder:
         engine = Engine(
             shape,
             settings,

@@ -155,12 +155,13 @@ def _answer(
 ) -> Any:
     import torch
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import FileStore
 
     torch.set_num_threads(1)  # ranks share the cores
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nothing of one machine listens beyond it
     try:
         limit = timedelta(seconds=limit_s)
-        dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
+        dist.init_process_group("gloo", store=FileStore(store, world), rank=rank, world_size=world, timeout=limit)
         found = task(rank, *arguments)
         dist.barrier()
         dist.destroy_process_group()

@@ -170,7 +170,7 @@ def shrink_model(shape: ModelShape, real: Layout, small: Layout, *, ulysses: boo
     while ulysses and heads // small.tensor % small.context:
         heads, kv_heads = 2 * heads, 2 * kv_heads
     parts, real_parts = small.tensor * small.shard, real.tensor * real.shard
-    return replace(
+    small_model = replace(
         shape,
         name=f"{shape.name}, small",
         layers=min(shape.layers, max(2, stages, dense + 1) + uneven),
@@ -183,24 +183,22 @@ def shrink_model(shape: ModelShape, real: Layout, small: Layout, *, ulysses: boo
         max_positions=SEQUENCE if shape.positions == "learned" else shape.max_positions,
         rope_original_positions=SEQUENCE // 2 if shape.rope_original_positions else 0,
         dense_layers=dense,
-        **_experts(shape, real, small),
     )
+    return _shrink_experts(small_model, real, small) if shape.is_moe else small_model
 
 
-def _experts(shape: ModelShape, real: Layout, small: Layout) -> dict[str, int]:
-    if not shape.is_moe:
-        return {}
+def _shrink_experts(shape: ModelShape, real: Layout, small: Layout) -> ModelShape:
     chosen = min(shape.experts_per_token, 2)
     experts = small.expert * (2 if shape.experts > real.expert else 1)
     while experts <= chosen:
         experts *= 2
-    shared = min(shape.shared_experts, 1)
-    return {
-        "experts": experts,
-        "experts_per_token": chosen,
-        "expert_ffn": EXPERT_FFN,
-        "shared_experts": shared,
-    }
+    return replace(
+        shape,
+        experts=experts,
+        experts_per_token=chosen,
+        expert_ffn=EXPERT_FFN,
+        shared_experts=min(shape.shared_experts, 1),
+    )
 
 
 def _alike(small: int, real: int, parts: int, real_parts: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -117,6 +118,8 @@ def batch(step: int, *, sequences: int, sequence: int, vocab: int) -> tuple[torc
 def on_rank(rank: int, trial: Trial) -> RankOutcome:
     """One rank of a trial, inside a process group."""
     began_s = time.perf_counter()
+    # FSDP2 warns of views that nobody changes in place: the embedding's output under tensor parallelism is one.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     engine = Engine(trial.shape, trial.settings, trial.optim, device=torch.device("cpu"), state_dtype=trial.state_dtype)
     engine.initialise()
     first = restore_newest(engine, Path(trial.resume)).step if trial.resume else 0
