@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 
 from phalanx.cli.options import add_job, add_json
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
         steps=args.steps,
         on_gpu=plan.cluster.accelerator.family != "cpu",
         limit_s=args.timeout,
+        debug=os.environ.get("PHALANX_DEBUG") == "1",
         tell=note,
         began_s=began_s,
     )

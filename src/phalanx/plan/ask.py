@@ -93,13 +93,18 @@ def from_job(
         physics=physics(),
         profile=profile,
         profile_name=profile_name,
-        memory=memory_profile(job, kept.get(profile_name, kept["default"])),
+        memory=memory_profile(job, kept.get(_keeps(job.parallel.framework, profile_name), kept["default"])),
         packed_bytes=packed_bytes(job.optim.name, job.precision.optimizer_state),
         fused_attention=profile_name not in UNFUSED,
         limits=framework(profile_name),
         origins=known,
     )
     return ask, warnings
+
+
+def _keeps(framework_name: str, profile_name: str) -> str:
+    """The memory profile: our trainer has one of its own beside the speed of plain PyTorch."""
+    return "phalanx" if framework_name.strip().lower() == "phalanx" else profile_name
 
 
 def framework_profile(name: str, where: str) -> tuple[str, tuple[Problem, ...]]:

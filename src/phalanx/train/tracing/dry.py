@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import resource
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,7 +35,8 @@ def trace_rank(
     """One step of `rank`, recorded without its peers, its data or its memory."""
     began_s = time.perf_counter()
     _forget_meshes()
-    with _fake_world(rank, settings.layout.devices), FakeTensorMode(allow_non_fake_inputs=True):
+    with warnings.catch_warnings(), _fake_world(rank, settings.layout.devices), FakeTensorMode(allow_non_fake_inputs=True):
+        warnings.simplefilter("ignore")  # torch's advice on the program, which a training run gives in its place
         found = record_step(shape, traceable(settings), optim, state_dtype=state_dtype, dry=True)
     rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return replace(found, seconds=time.perf_counter() - began_s, rss_bytes=rss_bytes)

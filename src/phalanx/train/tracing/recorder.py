@@ -6,7 +6,7 @@ The same on real tensors over gloo and on fake ones over a fake group. It change
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.train.engine import Engine
@@ -42,7 +43,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._updating = False
         self._quiet = 0  # number of the last batch of messages; anything else that happens ends a batch
         self._in_batch = False
-        self._on = False
+        self._on = self._deaf = False
 
     def attach(self, engine: Engine) -> None:
         """Learn the engine's groups and what its tensors are."""
@@ -72,6 +73,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._log.clear()
         self._flops.clear()
         self._updating, self._on = False, True
+        self._quiet, self._in_batch = 0, False
         self.meter.phase = "forward"
         self.meter.begin()
 
@@ -103,12 +105,27 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Recorder:
         self.meter.__enter__()
+        self._whole = ShardingPropagator._propagate_tensor_meta_non_cached
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._unheard(self._whole)  # type: ignore[method-assign]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *args: Any) -> None:
         super().__exit__(*args)  # type: ignore[no-untyped-call]
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._whole  # type: ignore[method-assign]
         self.meter.__exit__()
+
+    def _unheard(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """DTensor runs operators on the shapes of the whole model to learn what they give: no rank computes that."""
+
+        def run(*args: Any) -> Any:
+            before, self._deaf = self._deaf, True
+            try:
+                return work(*args)
+            finally:
+                self._deaf = before
+
+        return run
 
     def __torch_dispatch__(
         self, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -116,6 +133,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented  # it becomes operators on local tensors, which come here
         named = kwargs or {}
+        if self._deaf:
+            return op(*args, **named)
         self.meter.phase = self._phase()
         out = op(*args, **named)
         kind = kind_of(op)

@@ -66,7 +66,9 @@ def trace_ranks(
         return found
     workers = workers or min(len(ranks), os.cpu_count() or 1)
     traces: dict[int, RankTrace] = {}
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["phalanx.train.tracing.dry"])  # torch is imported once, not by every worker
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
         waiting = [pool.submit(_trace, step, rank) for rank in ranks]
         for future in as_completed(waiting):
             trace = future.result()

@@ -49,6 +49,7 @@ def prove(
     steps: int = 5,
     on_gpu: bool = False,
     limit_s: float = LIMIT_S,
+    debug: bool = False,
     tell: Callable[[str], None] = lambda text: None,
     began_s: float | None = None,
 ) -> Proof:
@@ -63,9 +64,9 @@ def prove(
     trial = shrink(job, layout, steps=steps)
     small = trial.settings.layout
     tell(f"one process, {trial.shape.layers} layers, {steps} steps in float64")
-    wanted = run_trial(alone(trial), limit_s=limit_s)
+    wanted = run_trial(alone(trial), limit_s=limit_s, debug=debug)
     tell(f"{small.devices} ranks: {small.name}")
-    found = run_trial(trial, limit_s=limit_s)
+    found = run_trial(trial, limit_s=limit_s, debug=debug)
     bounds = Bounds()
     return Proof(
         job=job.name,

@@ -47,14 +47,17 @@ def warm_up() -> None:
     forkserver.ensure_running()
 
 
-def run_ranks(task: Callable[..., T], world: int, *arguments: object, limit_s: float = LIMIT_S) -> list[T]:
+def run_ranks(
+    task: Callable[..., T], world: int, *arguments: object, limit_s: float = LIMIT_S, debug: bool = True
+) -> list[T]:
     """`task(rank, *arguments)` on every rank of a group of `world`; what each returned, in order.
 
-    `task` is a function of a module. Raises UserError or WorldError; no process is left behind either way.
+    `task` is a function of a module. Raises UserError or WorldError; no process is left behind either way. `debug`
+    shows what the ranks print, and the trace of the one that failed.
     """
     with tempfile.TemporaryDirectory(prefix="phalanx-ranks-") as folder, ExitStack() as stack:
         store = str(Path(folder) / "store")
-        orders = [(task, store, rank, world, arguments, limit_s) for rank in range(world)]
+        orders = [(task, store, rank, world, arguments, limit_s, debug) for rank in range(world)]
         return _collect([stack.enter_context(_process(order)) for order in orders], limit_s)
 
 
@@ -144,24 +147,34 @@ def _serve(
     world: int,
     arguments: Sequence[object],
     limit_s: float,
+    debug: bool,
 ) -> None:
     """What a rank does with its life."""
+    if not debug:
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, 1)
+        os.dup2(silence, 2)
     with suppress(BrokenPipeError, KeyboardInterrupt):
-        pipe.send(_answer(task, store, rank, world, arguments, limit_s))
+        pipe.send(_answer(task, store, rank, world, arguments, limit_s, debug))
 
 
 def _answer(
-    task: Callable[..., Any], store: str, rank: int, world: int, arguments: Sequence[object], limit_s: float
+    task: Callable[..., Any],
+    store: str,
+    rank: int,
+    world: int,
+    arguments: Sequence[object],
+    limit_s: float,
+    debug: bool,
 ) -> Any:
     import torch
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import FileStore
 
     torch.set_num_threads(1)  # ranks share the cores
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nothing of one machine listens beyond it
     try:
         limit = timedelta(seconds=limit_s)
-        dist.init_process_group("gloo", store=FileStore(store, world), rank=rank, world_size=world, timeout=limit)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
         found = task(rank, *arguments)
         dist.barrier()
         dist.destroy_process_group()
@@ -169,6 +182,14 @@ def _answer(
     except PhalanxError as error:
         return Failure(user=isinstance(error, UserError), died=False, problems=error.problems)
     except Exception as error:
-        what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         trace = "".join(traceback.format_exception(error)).strip().replace("\n", "\n  ")
-        return Failure(user=False, died=False, problems=(Problem(where="", what=what, fix=trace),))
+        advice = trace if debug else "PHALANX_DEBUG=1 shows the trace of that rank"
+        return Failure(user=False, died=False, problems=(Problem(where="", what=_cause(error), fix=advice),))
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost exception, its first line: torch wraps what went wrong in what it was doing."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -56,6 +56,7 @@ class Part:
     name: str
     shape: tuple[int, ...]
     start: tuple[int, ...]
+    size: tuple[int, ...]
     owner: bool
     digest: str
     values: Array | None  # of the owner only: the others must hold the same
@@ -101,9 +102,9 @@ class Outcome:
         return found.hexdigest()
 
 
-def run_trial(trial: Trial, *, limit_s: float = LIMIT_S) -> Outcome:
+def run_trial(trial: Trial, *, limit_s: float = LIMIT_S, debug: bool = True) -> Outcome:
     """Run a trial on as many ranks as its layout has."""
-    return put_together(run_ranks(on_rank, trial.settings.layout.devices, trial, limit_s=limit_s))
+    return put_together(run_ranks(on_rank, trial.settings.layout.devices, trial, limit_s=limit_s, debug=debug))
 
 
 def batch(step: int, *, sequences: int, sequence: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,6 +195,7 @@ def _part(piece: Piece, tensor: torch.Tensor) -> Part:
         name=piece.name,
         shape=piece.shape,
         start=piece.start,
+        size=array.shape,
         owner=piece.owner,
         digest=hashlib.sha256(array.tobytes()).hexdigest(),
         values=array if piece.owner else None,
@@ -254,12 +256,12 @@ def _agree(a: RankOutcome, b: RankOutcome) -> bool:
 def _whole(ranks: Sequence[Sequence[Part]]) -> tuple[dict[str, Array], list[str]]:
     """Whole tensors by name, and what is wrong with the boxes: copies that differ, places no rank holds."""
     whole: dict[str, Array] = {}
-    digests: dict[tuple[str, tuple[int, ...]], str] = {}
+    digests: dict[tuple[str, tuple[int, ...], tuple[int, ...]], str] = {}
     quarrels: list[str] = []
     filled: dict[str, int] = {}
     for rank, parts in enumerate(ranks):
         for part in parts:
-            if digests.setdefault((part.name, part.start), part.digest) != part.digest:
+            if digests.setdefault((part.name, part.start, part.size), part.digest) != part.digest:
                 quarrels.append(f"rank {rank} holds another copy of {part.name}")
             if part.values is not None:
                 into = whole.setdefault(part.name, np.full(part.shape, np.nan, dtype=part.values.dtype))

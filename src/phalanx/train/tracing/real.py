@@ -1,0 +1,20 @@
+"""The same step on real ranks of this machine, heard by the same recorder: what a dry trace must equal."""
+
+from __future__ import annotations
+
+from phalanx.train.tracing.log import RankTrace
+from phalanx.train.tracing.world import Step
+from phalanx.train.verify.ranks import run_ranks
+
+
+def record_ranks(step: Step) -> list[RankTrace]:
+    """The step of every rank over gloo; experts take tokens in turn, as in a dry trace."""
+    return run_ranks(_record, step.settings.layout.devices, step)
+
+
+def _record(_: int, step: Step) -> RankTrace:
+    from phalanx.train.tracing.dry import record_step, traceable
+
+    return record_step(
+        step.shape, traceable(step.settings), step.optim, state_dtype=step.state_dtype, dry=False
+    )

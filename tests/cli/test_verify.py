@@ -1,0 +1,110 @@
+"""`phalanx verify`: the page, the exit codes, and what it says of a layout that is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from phalanx.cli.main import main
+
+JOB = """\
+name = "small"
+[model]
+preset = "phalanx-tiny"
+[data]
+sequence = 256
+tokens = 4_096_000
+[batch]
+global_tokens = 8192
+[precision]
+compute = "fp32"
+[cluster]
+spec = "local:4"
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    return str(path)
+
+
+def test_page_of_a_proof(job, capsys):
+    assert main(["verify", job, "--set", "parallel.pipeline=2", "--set", "parallel.data=2", "--steps", "2"]) == 0
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[0].startswith("small: phalanx-tiny, TP1·CP1·PP2·DP2 ")
+    assert lines[1] == "PROVEN: 4 ranks against one process, 2 steps of adamw in float64, give the same"
+    assert "  pipeline                 2       2" in lines
+    assert any(line.startswith("  parameters ") and line.endswith("  1e-09") for line in lines)
+    assert "made smaller: layers 4 → 2, hidden 128 → 32" in out
+    assert "not covered: fp32 arithmetic" in out
+    assert "4 ranks: TP1·CP1·PP2·DP2" in err
+
+
+def test_json(job, capsys):
+    assert main(["verify", job, "--set", "parallel.data=4", "--steps", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["proven"] is True
+    assert found["proof"]["small"]["data"] == 2
+    assert found["proof"]["comparison"]["first"] is None
+    assert found["proof"]["comparison"]["parameter"] < 1e-12
+
+
+def test_a_difference_is_exit_1_with_its_tensor(job, capsys, monkeypatch):
+    from phalanx.train.verify import prove
+
+    honest = prove.run_trial
+
+    def wrong(trial, **options):
+        """One weight's gradient is lost on the split run, as a forgotten all-reduce would lose it."""
+        found = honest(trial, **options)
+        if trial.settings.layout.devices == 1:
+            return found
+        lost = found.grads[0] | {"layers.0.attn.wq.weight": found.grads[0]["layers.0.attn.wq.weight"] / 2}
+        return replace(found, grads=[lost, *found.grads[1:]])
+
+    monkeypatch.setattr(prove, "run_trial", wrong)
+    assert main(["verify", job, "--set", "parallel.data=4", "--steps", "2"]) == 1
+    verdict = capsys.readouterr().out.splitlines()[1]
+    assert verdict.startswith("DIFFERS: gradient of layers.0.attn.wq.weight differs by ")
+    assert verdict.endswith(" at step 1, 0 of 20 other tensors too")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--steps", "0"], "phalanx verify: --steps 0 is not between 1 and 1,000\n  use 5\n"),
+        (["--timeout", "0"], "phalanx verify: --timeout 0 is not above 0\n  use 120\n"),
+        (["--plan", "x", "--cluster", "local:2"], "phalanx verify: --plan and --cluster exclude each other\n"),
+    ],
+)
+def test_a_wrong_call_is_exit_2(job, options, text, capsys):
+    assert main(["verify", job, *options]) == 2
+    assert capsys.readouterr().err.startswith(text)
+
+
+def test_what_cannot_be_trained_is_exit_2_before_anything_starts(tmp_path, capsys):
+    path = tmp_path / "job.toml"
+    path.write_text(JOB.replace("phalanx-tiny", "deepseek-v3").replace("local:4", "8xH800:256"))
+    assert main(["verify", str(path)]) == 2
+    assert "multi-head latent attention" in capsys.readouterr().err
+
+
+def test_a_failing_process_is_exit_3(job, capsys):
+    """A timeout that no process can keep."""
+    assert main(["verify", job, "--set", "parallel.data=4", "--timeout", "0.01"]) == 3
+    assert "within 0.01 s" in capsys.readouterr().err
+
+
+def test_help_needs_no_torch():
+    text = (
+        "import sys\nfrom phalanx.cli.main import main\ntry:\n    main(['verify', '--help'])\n"
+        "except SystemExit:\n    pass\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", text], check=True, capture_output=True, timeout=60)

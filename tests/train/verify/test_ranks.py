@@ -1,0 +1,71 @@
+"""Processes that raise, die or hang end the task with the first cause, and none is left behind."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import UserError, WorldError
+from phalanx.train.verify.ranks import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))  # a task is named by its module, which the new process must find too
+tasks = importlib.import_module("rank_tasks")
+
+
+def children() -> int:
+    """Ranks that are alive: grandchildren, below the server that forks them."""
+    return sum(len(child.children()) for child in psutil.Process().children())
+
+
+def test_every_rank_answers_in_order():
+    found = run_ranks(divmod, 3, 2)
+    assert found == [(0, 0), (0, 1), (1, 0)]
+
+
+def test_ranks_are_in_a_group_of_their_own():
+    assert run_ranks(tasks.add, 4) == [6, 6, 6, 6]
+    assert not dist.is_initialized()
+
+
+def test_the_first_cause_is_the_headline():
+    with pytest.raises(WorldError) as caught:
+        run_ranks(tasks.fail, 3, "raise", debug=False)
+    assert str(caught.value).startswith("rank 1 of 3: ZeroDivisionError: division by zero\n")
+    assert "PHALANX_DEBUG=1" in str(caught.value)
+    assert children() == 0
+
+
+def test_a_wrong_job_stays_the_users_error():
+    with pytest.raises(UserError) as caught:
+        run_ranks(tasks.fail, 2, "mistake")
+    assert str(caught.value) == "parallel.tensor: too many\n  use fewer"
+
+
+def test_a_killed_rank_is_named_not_its_neighbours():
+    began = time.monotonic()
+    with pytest.raises(WorldError) as caught:
+        run_ranks(tasks.fail, 3, "kill", debug=False)
+    assert str(caught.value).startswith("rank 1 of 3: its process was killed by signal 9\n")
+    assert time.monotonic() - began < 20
+    assert children() == 0
+
+
+def test_a_hang_is_bounded():
+    began = time.monotonic()
+    with pytest.raises(WorldError) as caught:
+        run_ranks(tasks.fail, 2, "hang", limit_s=1.5)
+    assert str(caught.value).startswith("rank 1 of 2: no answer within 1.5 s\n") or "rank 0" in str(caught.value)
+    assert time.monotonic() - began < 20
+    assert children() == 0
+
+
+def test_threads_of_the_caller_do_not_matter():
+    torch.ones(100, 100) @ torch.ones(100, 100)
+    assert run_ranks(tasks.add, 2) == [1, 1]
