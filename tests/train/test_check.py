@@ -85,6 +85,13 @@ WRONG = {
         'parallel.schedule: "1f1b" runs one chunk of layers per rank, virtual_pipeline is 2\n'
         '  use schedule = "interleaved" or "zero-bubble", or virtual_pipeline = 1',
     ),
+    "zero-bubble with zero 3": (
+        {},
+        {"pipeline": 2, "schedule": "zero-bubble", "data": 2, "shard": 2, "zero": 3},
+        'parallel.schedule: "zero-bubble" loses gradients with zero = 3\n'
+        "  it computes weight gradients after ZeRO-3 has given the weights back\n"
+        '  use zero = 1 or 2, or schedule = "interleaved" or "1f1b"',
+    ),
     "too few micro-batches": (
         {},
         {"pipeline": 4, "micro_batch": 4},

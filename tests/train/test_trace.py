@@ -61,3 +61,62 @@ def test_dry_equals_real(name):
         assert found.peak.nbytes == pytest.approx(real[rank].peak.nbytes, rel=0.05)
         assert sum(found.peak.parts_bytes.values()) == found.peak.nbytes
         assert found.peak.rest_bytes == pytest.approx(real[rank].peak.rest_bytes, rel=0.05)
+
+
+def test_a_broken_rank_is_reported_as_the_hang_it_would_be():
+    """The second stage expects a micro-batch more than the first sends."""
+    good = step(LLAMA, {"pipeline": 2})
+    more = replace(good, settings=replace(good.settings, layout=replace(good.settings.layout, accumulation=3)))
+    assert find_hang([dry(good, 0), dry(good, 1)]) is None
+    hang = find_hang([dry(good, 0), dry(more, 1)])
+    assert hang is not None
+    assert hang.rank == 1
+    assert hang.render().startswith("rank 1 waits for rank 0 in receive of 16.4 kB from rank 0 on axis pipeline")
+
+
+def test_thousands_of_ranks_cost_no_more_than_one():
+    """A rank of 4,096: its groups and their strides, and its share of the weights."""
+    changes = {"data": 128, "shard": 128, "zero": 3, "pipeline": 2, "tensor": 16, "sequence_parallel": True}
+    shape = replace(LLAMA, heads=16, kv_heads=16, head_dim=4)
+    found = dry(step(shape, changes), 4095)
+    groups = {one.group.axis: one.group for one in found.operations}
+    assert found.place == {"pipeline": (1, 2), "data": (127, 128), "context": (0, 1), "tensor": (15, 16)}
+    assert groups["tensor"].ranks == tuple(range(4080, 4096))
+    assert (len(groups["data"].ranks), groups["data"].stride) == (128, 16)
+    assert groups["pipeline"].ranks == (2047, 4095)
+    assert found.seconds < 60
+    assert found.rss_bytes < 2e9
+
+
+def test_memory_by_category():
+    """Two data ranks that hold everything whole: bytes per parameter are known."""
+    found = dry(step(LLAMA, {"data": 2}), 0)
+    parts = found.peak.parts_bytes
+    parameters = parts["parameters"] // 2  # bf16
+    assert parts["gradients"] == 4 * parameters
+    assert parts["optimizer"] == 12 * parameters  # fp32 weights and two moments
+    assert parts["logits"] >= 2 * 64 * 512 * 2
+    assert parts["activations"] > 0
+    assert found.peak.rest_bytes < found.peak.nbytes
+
+
+def test_offloaded_state_is_on_the_host():
+    found = dry(step(LLAMA, {"data": 2, "shard": 2, "zero": 2, "offload": "optimizer"}), 0)
+    assert "optimizer" not in found.peak.parts_bytes
+    assert found.peak.host_bytes > 0
+
+
+def test_full_recompute_repeats_the_forward_but_not_its_last_matrix():
+    plain, again = (dry(step(LLAMA, {"recompute": kind}), 0) for kind in ("none", "full"))
+    tokens, layers = 2 * 2 * 64, LLAMA.layers
+    down, head = 2 * LLAMA.hidden * LLAMA.ffn * layers, 2 * LLAMA.hidden * LLAMA.vocab
+    assert again.flops["recompute"]["linear"] == plain.flops["forward"]["linear"] - tokens * (down + head)
+    assert again.flops["forward"] == plain.flops["forward"]
+    assert again.peak.nbytes < plain.peak.nbytes
+
+
+def test_several_ranks_in_their_own_processes():
+    one = step(LLAMA, {"pipeline": 2})
+    found = trace_ranks(one, [1, 0], workers=2)
+    assert [trace.rank for trace in found] == [1, 0]
+    assert found[1].operations == dry(one, 0).operations

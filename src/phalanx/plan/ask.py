@@ -40,6 +40,10 @@ PROBED_LAUNCH_S = 6.86e-6
 ADAMW_BYTES = 12.0  # fp32 master weights and two fp32 moments: what the memory profiles were fitted with
 
 
+# What a CPU rank keeps besides tensors: gloo has no communicator buffers to speak of, and libraries are shared pages.
+CPU_BASE_BYTES = 3e7
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
     """A planning question. `fixed` holds what the job fixes by hand, under the names of `[parallel]` plus `micro`."""
@@ -93,7 +97,11 @@ def from_job(
         physics=physics(),
         profile=profile,
         profile_name=profile_name,
-        memory=memory_profile(job, kept.get(_keeps(job.parallel.framework, profile_name), kept["default"])),
+        memory=memory_profile(
+            job,
+            kept.get(_keeps(job.parallel.framework, profile_name), kept["default"]),
+            on_cpu=cluster.accelerator.family == "cpu",
+        ),
         packed_bytes=packed_bytes(job.optim.name, job.precision.optimizer_state),
         fused_attention=profile_name not in UNFUSED,
         limits=framework(profile_name),
@@ -125,7 +133,7 @@ def framework_profile(name: str, where: str) -> tuple[str, tuple[Problem, ...]]:
     )
 
 
-def memory_profile(job: Job, framework_memory: MemoryProfile) -> MemoryProfile:
+def memory_profile(job: Job, framework_memory: MemoryProfile, *, on_cpu: bool = False) -> MemoryProfile:
     """What the framework keeps, with the bytes per parameter of the job's optimizer and precision."""
     wide = job.precision.compute == "fp32"
     state = STATE_BYTES[state_format(job.optim.name, job.precision.optimizer_state)]
@@ -134,6 +142,8 @@ def memory_profile(job: Job, framework_memory: MemoryProfile) -> MemoryProfile:
     changed = replace(framework_memory, optimizer_bytes=framework_memory.optimizer_bytes - saved)
     if job.optim.name == "muon":
         changed = replace(changed, table_optimizer_bytes=(MOMENTS["adamw"] - MOMENTS["muon"]) * state)
+    if on_cpu:
+        changed = replace(changed, base_bytes=CPU_BASE_BYTES)
     if job.precision.grad_reduce == "bf16":
         changed = replace(changed, gradient_bytes=2.0, gradient_bytes_fp16=2.0)
     return changed

@@ -21,6 +21,7 @@ from phalanx.plan import ask as asking
 from phalanx.plan.ask import Ask
 from phalanx.plan.bill import bill
 from phalanx.plan.compute import element_bytes
+from phalanx.plan.compression import pays
 from phalanx.plan.layout import Layout
 from phalanx.plan.mapping import RANK_ORDER, mapping
 from phalanx.plan.plan import SCHEMA, CalibrationNote, ParetoPoint, Plan, SearchStats
@@ -118,6 +119,7 @@ def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: Calibrat
         *_slow_progress(ask, trouble),
         *_too_long(ask, lasting, layout),
         *_host_memory(ask, layout),
+        *([wasted] if (wasted := pays(ask, layout, where=ask.place("parallel.compression"))) else []),
     )
     price_usd = costs.usd_per_device_hour[1] if costs.usd_per_device_hour else None
     return Plan(

@@ -170,9 +170,7 @@ def _replicas(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Ax
     loads = _sharing(ask, layout, c, weights)
     shard = _Axis(name=whole, group=group, stride=layout.tensor, loads=loads, part=part, pace=pace)
     sharers = max(int(np.max(g.shard.ranks)), 1)
-    between = [
-        _Load(operation="all-reduce", calls=_reduces(layout), nbytes=weights * _gradient_bytes(ask, c) / sharers)
-    ]
+    between = [_Load(operation="all-reduce", calls=1, nbytes=weights * _gradient_bytes(ask, c) / sharers)]
     stride = layout.tensor * sharers
     replica = _Axis(name="replica", group=g.replica, stride=stride, loads=between, part="gradient_s", pace=pace)
     return [shard, replica]

@@ -111,6 +111,15 @@ def _pipeline(shape: ModelShape, layout: Layout) -> Iterator[Problem]:
             what=f'"{layout.schedule}" runs one chunk of layers per rank, virtual_pipeline is {chunks}',
             fix='use schedule = "interleaved" or "zero-bubble", or virtual_pipeline = 1',
         )
+    if layout.schedule == "zero-bubble" and layout.zero == 3:
+        # FSDP2 frees a block's weights after the first half of its backward and loses the gradients of the second:
+        # measured on torch 2.13, gradients off by 2e-3 where ZeRO 1 and 2 are exact (tests/train/test_parity_random.py).
+        yield Problem(
+            where="parallel.schedule",
+            what='"zero-bubble" loses gradients with zero = 3',
+            why="it computes weight gradients after ZeRO-3 has given the weights back",
+            fix='use zero = 1 or 2, or schedule = "interleaved" or "1f1b"',
+        )
     yield from _rounds(layout.schedule, ranks, chunks, count)
 
 

@@ -32,6 +32,7 @@ class Loop:
         plan: Plan,
         engine: Engine,
         events: EventWriter,
+        memory: MemoryMeter,
         *,
         stop: Callable[[], bool],
         heartbeat: Callable[[int], None],
@@ -56,7 +57,8 @@ class Loop:
             world=dist.get_world_size(),
             keep=self.job.checkpoint.keep,
         )
-        self.memory = MemoryMeter(engine.device)
+        self.memory = memory
+        self._saved_step = -1
         self._saved_s = time.monotonic()
         self._skipped = 0
 
@@ -73,7 +75,7 @@ class Loop:
             self._count_skipped(result, step)
             if self._is_due(step):
                 self._evaluate(step)
-            if result.save or result.stop:
+            if result.save:
                 self._save(step)
             stopped = result.stop
             self._heartbeat(step)
@@ -146,7 +148,9 @@ class Loop:
         return dist.get_rank() == 0 and time.monotonic() - self._saved_s >= interval_s
 
     def _save(self, step: int) -> None:
-        self._saved_s = time.monotonic()
+        if step == self._saved_step:
+            return
+        self._saved_s, self._saved_step = time.monotonic(), step
         tokens = self.batch_plan.tokens_before(step)
         meta = meta_of(self.engine, step=step, tokens=tokens, data=self.dataset.digest)
         blocked_s = self.saver.save(step=step, pieces=self.engine.state(), meta=meta)

@@ -17,6 +17,7 @@ from phalanx.record.events import EventWriter
 from phalanx.record.run import Run, open_run
 from phalanx.train.engine import Engine
 from phalanx.train.loop import Loop
+from phalanx.train.memory import MemoryMeter
 from phalanx.train.settings import Settings
 from phalanx.train.state import restore_newest, take_weights
 
@@ -53,7 +54,7 @@ def train(
     heartbeat: Callable[[int], None],
 ) -> None:
     """Build the engine, take up the newest checkpoint if there is one, and run the loop."""
-    began_s = time.monotonic()
+    began_s, memory = time.monotonic(), MemoryMeter(device)
     job = plan.job
     engine = Engine(
         job.model,
@@ -66,14 +67,14 @@ def train(
     restored = restore_newest(engine, folder.checkpoints)
     if job.train.weights and not restored.step:
         take_weights(engine, Path(job.train.weights))
-    loop = Loop(folder, plan, engine, events, stop=stop, heartbeat=heartbeat)
+    loop = Loop(folder, plan, engine, events, memory, stop=stop, heartbeat=heartbeat)
     events.write("ready", step=restored.step, seconds=time.monotonic() - began_s, warnings=list(restored.warnings))
     loop.run(restored.step)
 
 
 def _device(plan: Plan, world: int) -> torch.device:
     """The GPU of this rank, or a fair share of the cores."""
-    if torch.cuda.is_available() and plan.cluster.accelerator.vendor.lower() != "cpu":
+    if torch.cuda.is_available() and plan.cluster.accelerator.family != "cpu":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device

@@ -18,7 +18,7 @@ from phalanx.plan.layout import Layout
 from phalanx.train.parallel.compress import KINDS, Quantised, build_codec
 from phalanx.train.parallel.compress_formats import FORMATS
 from phalanx.train.parallel.compress_fsdp import compress_sharded
-from phalanx.train.parallel.compress_pays import pays
+from phalanx.plan.compression import pays
 from phalanx.train.parallel.compress_powersgd import gains
 
 SHAPES = [torch.Size(shape) for shape in ((96, 64), (64,), (170, 257), (2, 24, 16), (7, 3))]

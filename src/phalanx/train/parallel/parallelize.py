@@ -34,7 +34,7 @@ def parallelize(model: Decoder, meshes: Meshes, settings: Settings, device: torc
         use_float8(list(model.layers.values()))
     recompute(list(model.layers.values())[: settings.recompute_layers], layout.recompute)
     if layout.offload == "activations":
-        offload_activations(model.layers.values(), pinned=device.type == "cuda")
+        offload_activations(model.layers.values())
     if settings.compile:
         for block in model.layers.values():
             block.compile()

@@ -22,6 +22,7 @@ EXPENSIVE = (
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
+LEAST_MOVED_BYTES = 2**16  # smaller tensors cost more to move than they free
 COLLECTIVES = ("_c10d_functional", "c10d_functional", "c10d")
 
 
@@ -35,18 +36,35 @@ def recompute(blocks: Iterable[nn.Module], kind: str) -> None:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
 
 
-def offload_activations(blocks: Iterable[nn.Module], *, pinned: bool) -> None:
+def offload_activations(blocks: Iterable[nn.Module]) -> None:
     """Move what each block saves for backward to host memory."""
     for block in blocks:
-        block.forward = _on_host(block.forward, pinned=pinned)
+        block.forward = _on_host(block.forward)
 
 
-def _on_host(forward: Callable[..., Any], *, pinned: bool) -> Callable[..., Any]:
+def _on_host(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
-        with torch.autograd.graph.save_on_cpu(pin_memory=pinned):
+        with torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host):
             return forward(*args)
 
     return run
+
+
+def _to_host(saved: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+    """A copy in host memory, with the same strides: compiled backward code counts on them.
+
+    torch's own `save_on_cpu` forgets the strides, and also carries the weights away.
+    """
+    if isinstance(saved, nn.Parameter) or saved.numel() * saved.element_size() < LEAST_MOVED_BYTES:
+        return saved.device, saved
+    host = torch.empty_strided(saved.size(), saved.stride(), dtype=saved.dtype, device="cpu", pin_memory=saved.is_cuda)
+    host.copy_(saved, non_blocking=saved.is_cuda)
+    return saved.device, host
+
+
+def _from_host(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+    device, host = packed
+    return host if host.device == device else host.to(device, non_blocking=True)
 
 
 def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

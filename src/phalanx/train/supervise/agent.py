@@ -14,6 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+from phalanx.errors import PhalanxError
 from phalanx.record.run import Run, open_run
 from phalanx.train.supervise.process import Work, die_with
 from phalanx.train.supervise.watch import Wishes, supervise
@@ -33,10 +34,25 @@ def main(arguments: list[str]) -> int:
     private = Path(tempfile.mkdtemp(prefix="phalanx-"))  # mode 0700: the rendezvous is nobody else's business
     try:
         work = _work(run, world=world, store=private / "store", timeout_s=timeout_s)
+        _check(run)
         gc.freeze()  # what was imported is never freed: ranks then share its memory, and switch the collector on
         return supervise(work, run=run, world=world, timeout_s=timeout_s + MARGIN_S, wishes=wishes)
+    except PhalanxError as error:
+        print(error, file=sys.stderr)
+        run.set_status("failed", message=str(error))
+        return error.exit_code
     finally:
         shutil.rmtree(private, ignore_errors=True)
+
+
+def _check(run: Run) -> None:
+    """Refuse what the trainer cannot run once, not on every rank."""
+    from phalanx.plan.plan import Plan
+    from phalanx.train.check import refuse_layout
+    from phalanx.train.settings import Settings
+
+    plan = Plan.from_json(run.plan_json.read_text(encoding="utf-8"), where=str(run.plan_json))
+    refuse_layout(plan.job.model, Settings.of(plan.job, plan.layout, on_gpu=plan.cluster.accelerator.family != "cpu"))
 
 
 def _work(run: Run, *, world: int, store: Path, timeout_s: float) -> Work:

@@ -92,8 +92,10 @@ def _absolute(job: Job, base: Path) -> Job:
     name, colon, function = module.rpartition(":")
     if name.endswith(".py"):
         module = f"{(base / name).resolve()}{colon}{function}"
+    weights = str((base / job.train.weights).resolve()) if job.train.weights else ""
     return dataclasses.replace(
         job,
+        train=dataclasses.replace(job.train, weights=weights),
         cluster=dataclasses.replace(job.cluster, file=str((base / file).resolve()) if file else ""),
         model=dataclasses.replace(job.model, module=module),
     )

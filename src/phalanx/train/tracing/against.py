@@ -94,7 +94,7 @@ def _flops(ask: Ask, layout: Layout, stages: Sequence[RankTrace]) -> list[Line]:
 TOGETHER = {
     "weights and optimizer": (("parameters", "gathered", "optimizer"), ("weights", "optimizer", "gathered")),
     "gradients": (("gradients",), ("gradients",)),
-    "activations and logits": (("activations", "logits", "working", "exchange", "inputs"), ("activations", "logits")),
+    "activations and logits": (("activations", "logits", "working", "exchange"), ("activations", "logits")),
 }
 
 

@@ -1,8 +1,7 @@
 """The real step of one rank of a world of any size on one CPU: a fake group moves nothing, fake tensors hold nothing.
 
 What makes the engine traceable: shapes between stages are known, the one read of a step is answered with constants, and
-experts take tokens in turn. The first step is not recorded: DTensor's sharding rules run each new operator once on the
-shapes of the whole model, and FSDP2 makes its buffers.
+experts take tokens in turn. A short first step is not recorded: FSDP2 and the optimizer make their buffers in it.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
+from phalanx.plan.layout import Layout
 from phalanx.train.engine import Engine
 from phalanx.train.parallel.expert import balance_routing
 from phalanx.train.parallel.pipeline import assume_static
@@ -35,7 +35,11 @@ def trace_rank(
     """One step of `rank`, recorded without its peers, its data or its memory."""
     began_s = time.perf_counter()
     _forget_meshes()
-    with warnings.catch_warnings(), _fake_world(rank, settings.layout.devices), FakeTensorMode(allow_non_fake_inputs=True):
+    with (
+        warnings.catch_warnings(),
+        _fake_world(rank, settings.layout.devices),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
         warnings.simplefilter("ignore")  # torch's advice on the program, which a training run gives in its place
         found = record_step(shape, traceable(settings), optim, state_dtype=state_dtype, dry=True)
     rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -50,30 +54,35 @@ def traceable(settings: Settings) -> Settings:
 
 def record_step(shape: ModelShape, settings: Settings, optim: Optim, *, state_dtype: str, dry: bool) -> RankTrace:
     """Build this rank's engine, warm it up, and record one step of it. The process group must exist."""
-    layout, device = settings.layout, torch.device("cpu")
-    sequences = layout.accumulation * layout.micro_batch
+    layout = settings.layout
+    read = constants if dry else torch.Tensor.tolist
     with fused_norms(), Recorder() as recorder:
-        engine = Engine(
-            shape,
-            settings,
-            optim,
-            device=device,
-            state_dtype=state_dtype,
-            read=constants if dry else torch.Tensor.tolist,
-        )
+        engine = Engine(shape, settings, optim, device=torch.device("cpu"), state_dtype=state_dtype, read=read)
         for part in engine.parts:
             balance_routing(part.model)
         recorder.attach(engine)
-        if not dry:
+        if dry:
+            _run(engine, _few(layout), dry=True)
+            engine._schedules.clear()  # and the receive buffers of so many micro-batches
+        else:
             engine.initialise()
-        tokens_BS = torch.zeros(sequences, settings.sequence, dtype=torch.int64)
-        recorder.meter.claim("inputs", [tokens_BS])
-        if dry and layout.pipeline > 1:
-            assume_static(engine._schedule(layout.accumulation)[0])
-        engine.step(tokens_BS, tokens_BS, lr=1e-4)
+            _run(engine, layout.accumulation, dry=False)
         recorder.begin()
-        engine.step(tokens_BS, tokens_BS, lr=1e-4)
+        _run(engine, layout.accumulation, dry=dry)
         return recorder.finish()
+
+
+def _few(layout: Layout) -> int:
+    """Micro-batches that warm everything up: two, so that one of them is not the last; a pipeline wants a round."""
+    return min(layout.accumulation, max(layout.pipeline, 2))
+
+
+def _run(engine: Engine, micro_batches: int, *, dry: bool) -> None:
+    layout = engine.settings.layout
+    if dry and layout.pipeline > 1:
+        assume_static(engine._schedule(micro_batches)[0])
+    tokens_BS = torch.zeros(micro_batches * layout.micro_batch, engine.settings.sequence, dtype=torch.int64)
+    engine.step(tokens_BS, tokens_BS, lr=1e-4)
 
 
 def constants(numbers: torch.Tensor) -> list[float]:

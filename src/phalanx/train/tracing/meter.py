@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 # What filled the memory, in the order of printing. Storages that nothing else claims belong to the phase they were
 # made in: what forward makes and backward finds are activations, the rest is working memory.
-PARTS = ("parameters", "gathered", "gradients", "optimizer", "activations", "logits", "exchange", "working", "inputs")
+PARTS = ("parameters", "gathered", "gradients", "optimizer", "activations", "logits", "exchange", "working")
 HOST = "host"  # offloaded: counted, but not on the device
 # A new peak is looked at in detail when it is this much above the last one looked at.
 RESOLUTION = 1.001

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from phalanx.errors import Problem
 from phalanx.plan.ask import Ask
-from phalanx.plan.cases import COMPRESSION
 from phalanx.plan.layout import Layout
 from phalanx.plan.score import price
 from phalanx.units import format_seconds
@@ -19,9 +18,7 @@ def pays(ask: Ask, layout: Layout, *, where: str = "parallel.compression") -> Pr
     """A warning where the step is predicted to gain less than 2 % from its compression; None where it pays."""
     if layout.compression == "none":
         return None
-    # The plan has no row for PowerSGD; top-k's 0.08 bytes a gradient are more than its r (n + m) / n m of them.
-    known = layout.compression if layout.compression in COMPRESSION else "topk"
-    rows = [replace(layout, compression=kind) for kind in (known, "none")]
+    rows = [replace(layout, compression=kind) for kind in (layout.compression, "none")]
     _, times, _ = price(ask, rows)
     with_s, without_s = (float(one) for one in times.step_s)
     saved = 1.0 - with_s / without_s

@@ -1,0 +1,64 @@
+"""The plan's bytes, FLOPs and memory beside the traced step's, on layouts that cover every axis of a dense model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx.hardware.cluster import resolve
+from phalanx.job.load import load
+from phalanx.plan.ask import from_job
+from phalanx.plan.layout import Layout
+from phalanx.train.tracing.against import Line, against_plan
+from phalanx.train.tracing.text import render_against
+from phalanx.train.tracing.world import Step, trace_ranks
+
+ONE = Layout(
+    data=1, shard=1, tensor=1, context=1, pipeline=1, virtual_pipeline=1, expert=1, zero=0, sequence_parallel=False,
+    micro_batch=1, accumulation=2, recompute="none", precision="bf16", schedule="1f1b", offload="none",
+    compression="none",
+)  # fmt: skip
+# The whole grid, with all 32 layers and the 70B model: benchmarks/trace_against_plan.py.
+GRID = {
+    "replicated": {"data": 8},
+    "zero1": {"data": 8, "shard": 8, "zero": 1},
+    "zero3": {"data": 8, "shard": 8, "zero": 3},
+    "hsdp": {"data": 16, "shard": 8, "zero": 3},
+    "tp4": {"tensor": 4, "data": 2},
+    "tp8 sp zero1": {"tensor": 8, "sequence_parallel": True, "data": 8, "shard": 8, "zero": 1},
+    "cp4 zero3 full": {"context": 4, "data": 2, "shard": 8, "zero": 3, "recompute": "full"},
+    "pp2 zero1": {"pipeline": 2, "data": 2, "shard": 2, "zero": 1, "accumulation": 4},
+}
+
+
+def asked(layout):
+    """Llama 3 8B with a quarter of its layers and vocabulary: the same balance of layers and head."""
+    sequences = layout.data * layout.micro_batch * layout.accumulation
+    wishes = ["data.sequence=4096", f"batch.global_sequences={sequences}", "model.preset=llama-3-8b"]
+    job = load("examples/llama-3-8b-64xH100.toml", overrides=wishes).job
+    job = replace(job, model=replace(job.model, layers=8, vocab=32_064))
+    return job, from_job(job, resolve(f"8xH100:{max(layout.devices // 8, 1)}"))[0]
+
+
+@pytest.mark.parametrize("name", GRID)
+def test_the_plan_agrees_with_the_trace(name):
+    layout = replace(ONE, **GRID[name])
+    job, ask = asked(layout)
+    inside = layout.devices // layout.pipeline
+    step = Step.of(job, layout)
+    traces = [trace_ranks(step, [place * inside])[0] for place in range(layout.pipeline)]
+    lines = against_plan(ask, layout, traces)
+    assert all(line.agrees for line in lines), render_against(lines)
+    assert {line.kind for line in lines} == {"communication", "FLOPs", "memory"}
+
+
+def test_a_line_out_of_its_limit_says_so():
+    good = Line(kind="memory", name="peak", planned=100e9, traced=109e9, limit=0.1)
+    bad = replace(good, traced=120e9)
+    assert good.agrees
+    assert not bad.agrees
+    assert render_against([good, bad]).splitlines()[2:] == [
+        "  memory         peak                          100 GB      109 GB       +9.0%  within 10%",
+        "  memory         peak                          100 GB      120 GB      +20.0%  more than 10%",
+    ]
