@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
@@ -16,7 +17,7 @@ from phalanx.train.tracing.against import against_plan
 from phalanx.train.tracing.text import render_against
 from phalanx.train.tracing.world import Step, trace_ranks
 
-ONE = dict(
+ONE = Layout(
     data=1, shard=1, tensor=1, context=1, pipeline=1, virtual_pipeline=1, expert=1, zero=0, sequence_parallel=False,
     micro_batch=1, accumulation=2, recompute="none", precision="bf16", schedule="1f1b", offload="none",
     compression="none",
@@ -45,7 +46,9 @@ SMALL = {
     "pp4 zero1": PP4 | {"shard": 2, "zero": 1},
     "pp4 zero3": PP4 | {"shard": 2, "zero": 3},
     "pp4 gpipe full": PP4 | {"shard": 2, "zero": 1, "schedule": "gpipe", "recompute": "full"},
-    "pp4 interleaved tp2": PP4 | {"virtual_pipeline": 2, "schedule": "interleaved", "tensor": 2, "shard": 2, "zero": 1} | SP,
+    "pp4 interleaved tp2": PP4 | SP | {
+        "virtual_pipeline": 2, "schedule": "interleaved", "tensor": 2, "shard": 2, "zero": 1
+    },
     "pp2 zero2 tp2": {"pipeline": 2, "data": 2, "shard": 2, "zero": 2, "tensor": 2, "accumulation": 4} | SP,
 }  # fmt: skip
 LARGE = {
@@ -60,7 +63,7 @@ def main(names: list[str], *, verbose: bool) -> None:
     for model, sequence, grid in (("llama-3-8b", 4096, SMALL), ("llama-3-70b", 4096, LARGE)):
         for name, changes in grid.items():
             if not names or name in names:
-                _one(model, sequence, name, Layout(**(ONE | changes)), verbose=verbose)
+                _one(model, sequence, name, replace(ONE, **changes), verbose=verbose)
 
 
 def _one(model: str, sequence: int, name: str, layout: Layout, *, verbose: bool) -> None:

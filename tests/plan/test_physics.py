@@ -57,7 +57,7 @@ def test_every_name_leads_to_a_shipped_profile():
         profile_name(word, version) for word in ("megatron", "bridge", "zero", "fsdp", "x") for version in ("", "2026")
     }
     assert names <= set(profiles())
-    assert set(profiles()) == set(memory_profiles())
+    assert set(profiles()) == set(memory_profiles()) - {"phalanx"}  # our trainer runs at plain PyTorch's speed
 
 
 def test_shipped_constants_are_physical():

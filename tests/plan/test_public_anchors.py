@@ -1,5 +1,6 @@
 """Layouts that people really chose, held against what the search finds."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
 from phalanx.plan.ask import from_job
+from phalanx.plan.memory import memory_profiles
 from phalanx.plan.score import score
 from phalanx.plan.search import search
 from phalanx.plan.space import build
@@ -39,11 +41,16 @@ def test_bloom():
 
 
 def test_llama_3():
-    """Meta ran TP8 CP1 PP16 DP128 on 16,384 H100 (arXiv 2407.21783, table 4): within 10 % of our best."""
+    """Meta ran TP8 CP1 PP16 DP128 on 16,384 H100 (arXiv 2407.21783, table 4): within 10 % of our best.
+
+    With the memory of a trainer that gathers the inputs of split matrices again in backward, as theirs does; ours keeps
+    them (docs/trace.md), and there 8-way tensor parallelism needs recompute.
+    """
     name = "llama-3.1-405b-16384xH100.toml"
     sizes = ("parallel.tensor=8", "parallel.context=1", "parallel.pipeline=16", "parallel.data=128")
-    theirs = search(ask(name, *sizes)).fastest.step_s
-    assert theirs <= 1.10 * search(ask(name)).fastest.step_s
+    kept = memory_profiles()["pytorch"]
+    theirs = search(replace(ask(name, *sizes), memory=kept)).fastest.step_s
+    assert theirs <= 1.10 * search(replace(ask(name), memory=kept)).fastest.step_s
 
 
 @pytest.mark.slow

@@ -70,7 +70,9 @@ LAYOUTS = {
     "recompute selective × cp2 ulysses": {"recompute": "selective", "context": 2, "context_kind": "ulysses"},
     "recompute selective × cp2 all-gather": {"recompute": "selective", "context": 2, "context_kind": "allgather"},
     "recompute selective × tp2": {"recompute": "selective"} | SP | FEW,
-    "offload activations": {"offload": "activations", "data": 2},
+    # 64 tokens: smaller activations are not worth moving and stay (parallel/recompute.py).
+    "offload activations": {"offload": "activations", "data": 2, "sequence": 64, "micro_batch": 4},
+    "recompute one layer of each stage": {"recompute": "full", "recompute_layers": 1, "pipeline": 2},
     "offload optimizer": {"offload": "optimizer", "data": 2, "shard": 2, "zero": 2},
     "offload parameters": {"offload": "parameters", "data": 2, "shard": 2, "zero": 3},
     "reproducible": {"reproducible": True, "data": 2},

@@ -101,7 +101,8 @@ def test_twins_of_one_stage_must_run_one_program():
     hang = find_hang([trace(0, *alone), trace(5, *other[:2], stage=0)])
     assert hang is not None
     assert hang.render() == (
-        "rank 0 waits for rank 5 in all-reduce of 1.00 kB float32 on axis data (2 ranks from 0, backward), operation 2\n"
+        "rank 0 waits for rank 5 in all-reduce of 1.00 kB float32 on axis data (2 ranks from 0, backward), "
+        "operation 2\n"
         "  rank 5 (of the same stage) is done by then"
     )
 

@@ -87,7 +87,9 @@ def _planned(args: argparse.Namespace, *, here: bool) -> tuple[Plan, Run | None]
     prepare.check_code(plan.job, allowed=args.allow_code)
     if here:
         prepare.check_here(plan)
+    began = time.time()
     plan = prepare.with_data(plan, base)
+    args.data_s = time.time() - began
     warn(prepare.check_data(plan))
     return plan, old
 
@@ -148,6 +150,7 @@ def _ready(plan: Plan, args: argparse.Namespace, old: Run | None, *, started: fl
         world=plan.layout.devices,
         layout=plan.layout.name,
         started=round(started, 3),
+        data_s=round(args.data_s, 3),  # building or finding the dataset, before any rank starts
         allow_code=args.allow_code,
     )
     note(f"  run: {made.path}")

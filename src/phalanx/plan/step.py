@@ -118,12 +118,12 @@ def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
     # ZeRO-2 owns no full gradient: it scatters after every micro-batch, behind the next one.
     repeats = np.where(c.zero == 2, count - 1.0, 0.0)
     overlap = np.where(c.zero == 0, f.data_overlap, f.scatter_overlap)
-    shown = repeats * np.maximum(0.0, sync.reduce - overlap * (forward_s + backward_s))
+    shown = repeats * np.maximum(0.0, sync.again - overlap * (forward_s + backward_s))
     shown = shown + sync.reduce - np.minimum(sync.reduce, backward_s) * overlap
     shown = shown + sync.gather - np.minimum(sync.gather, forward_s) * f.gather_overlap
     factoring = traffic.factoring_seconds(c, k, w)
     shown = shown + factoring
-    gradient = sync.reduce * (1.0 + repeats) + sync.gather + factoring
+    gradient = sync.reduce + repeats * sync.again + sync.gather + factoring
     # A pipeline keeps gathered weights for the whole step (memory.py), so there they are fetched once.
     optimizer = update_seconds(c, k, f, w, g) + np.where(c.pp > 1, fetch_s, 0.0)
     overhead = f.step_s + f.step_log_devices_s * np.log2(np.maximum(c.devices, 1.0))

@@ -114,6 +114,7 @@ class GradientTraffic:
 
     reduce: Floats
     gather: Floats
+    again: Floats  # the part of `reduce` ZeRO-2 does after every micro-batch: copies of a shard (HSDP) agree once
 
 
 def gradient_width(c: Cases, f: Profile) -> Floats:
@@ -153,7 +154,9 @@ def gradient_traffic(c: Cases, g: Groups, w: RankWeights, f: Profile) -> Gradien
     # Under ZeRO-3 only the copies of a shard still have to agree once per step (HSDP).
     between = net.all_reduce(g.replica, w.dense * width / np.maximum(g.shard.ranks, 1.0))
     return GradientTraffic(
-        reduce=np.where(owned_elsewhere, between, reduced), gather=np.where(owned_elsewhere, 0.0, gathered)
+        reduce=np.where(owned_elsewhere, between, reduced),
+        gather=np.where(owned_elsewhere, 0.0, gathered),
+        again=np.maximum(reduced - between, 0.0),
     )
 
 

@@ -223,7 +223,8 @@ def _span(events: Sequence[Event]) -> float | None:
 def _first_step(events: Sequence[Event], launch: Mapping[str, Any]) -> float | None:
     started = _number(launch, "started")
     ends = [time for event in events if event["event"] == "step" and (time := _number(event, "t")) is not None]
-    return min((end - started for end in ends if end >= started), default=None) if started else None
+    data_s = _number(launch, "data_s") or 0.0
+    return min((end - started - data_s for end in ends if end >= started), default=None) if started else None
 
 
 def _evaluation(events: Sequence[Event], launch: Mapping[str, Any]) -> Evaluation | None:

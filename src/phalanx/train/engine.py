@@ -100,6 +100,7 @@ class Engine:
         if shape.tied and self.dims.pipeline > 1:
             self._tied = TiedTable(self.held, self.meshes, v_shaped=v_shaped)
         self._sharded = self._compress_sharded()
+        self._host_grads: list[torch.Tensor] = []
         self._unit = 0.0
         self._schedules: dict[int, tuple[Schedule, list[PipelineStage]]] = {}
 
@@ -137,7 +138,7 @@ class Engine:
         used = held.local
         if used.dtype == self.settings.master_dtype and used.device == place:
             return None
-        return torch.empty_like(used, dtype=self.settings.master_dtype, device=place)
+        return _host_or_device(used, self.settings.master_dtype, place)
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
@@ -323,10 +324,25 @@ class Engine:
     @torch.no_grad()
     def _update(self, grads: Sequence[torch.Tensor], factor: float, lr: float) -> None:
         scale_gradients(grads, factor)
-        for piece, grad in zip(self.pieces, grads, strict=True):
-            piece.tensor.grad = grad.to(piece.tensor)
+        self._hand_over(grads)
         self.optimizer.step(lr)
         self.publish()
+
+    def _hand_over(self, grads: Sequence[torch.Tensor]) -> None:
+        """Give the optimizer its gradients; where it works in host memory, through buffers that are made once."""
+        if self.device.type != "cuda" or self.settings.layout.offload != "optimizer":
+            for piece, grad in zip(self.pieces, grads, strict=True):
+                piece.tensor.grad = grad.to(piece.tensor)
+            return
+        if not self._host_grads:
+            self._host_grads = [
+                _host_or_device(grad, piece.tensor.dtype, piece.tensor.device)
+                for piece, grad in zip(self.pieces, grads, strict=True)
+            ]
+        for piece, host, grad in zip(self.pieces, self._host_grads, grads, strict=True):
+            host.copy_(grad, non_blocking=True)
+            piece.tensor.grad = host
+        torch.cuda.synchronize(self.device)
 
     @torch.no_grad()
     def _balance(self) -> None:
@@ -376,6 +392,12 @@ def fastest_attention(device: torch.device) -> AbstractContextManager[None]:
         return nullcontext()
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(order, set_priority=True)
+
+
+def _host_or_device(like: torch.Tensor, dtype: torch.dtype, place: torch.device) -> torch.Tensor:
+    """Room of the same shape; pinned in host memory where a GPU is to copy from it."""
+    pinned = like.is_cuda and place.type == "cpu"
+    return torch.empty_like(like, dtype=dtype, device=place, pin_memory=pinned)
 
 
 def plain(value: torch.Tensor) -> torch.Tensor:

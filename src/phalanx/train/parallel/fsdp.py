@@ -82,8 +82,8 @@ def accumulate(model: FSDPModule, *, zero: int, last: bool) -> None:
     model.set_requires_all_reduce(last)  # HSDP: the copies of a shard need to agree once a step
     # Stages 1 and 2 keep the gathered weights until the step's last backward.
     model.set_reshard_after_backward(last or stage.free_after_forward)
-    # For FSDP2 every backward is the last: told otherwise it keeps the order of earlier micro-batches' forwards, and the
-    # embedding's backward prefetches the head again, 1 GB a step of Llama 3 8B that nobody uses (`phalanx trace`).
+    # For FSDP2 every backward is the last: told otherwise it keeps the order of earlier forwards, and the embedding's
+    # backward prefetches the head again, 1 GB a step of Llama 3 8B that nobody uses (docs/trace.md).
     model.set_is_last_backward(True)
 
 

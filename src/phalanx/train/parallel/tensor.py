@@ -68,8 +68,8 @@ def _block_styles(block: Block, between: Shard | Replicate, *, sequence: bool) -
     if sequence:
         # Experts take plain tensors: they send tokens away themselves.
         styles |= {"attn_norm": SequenceParallel(), "mlp_norm": SequenceParallel(use_local_output=moe)}
-    # Also where nothing is gathered: several matrices read the input, and its gradient is to be summed once, not for each
-    # of them (`phalanx trace` showed five all-reduces in a layer's backward instead of two).
+    # Also where nothing is gathered: several matrices read the input, and its gradient is to be summed once, not for
+    # each of them (docs/trace.md: five all-reduces in a layer's backward instead of two).
     styles["attn"] = PrepareModuleInput(input_layouts=(between, None), desired_input_layouts=(Replicate(), None))
     if dense is not None:
         styles[path] = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))

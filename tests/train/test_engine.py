@@ -1,0 +1,42 @@
+"""The step's own arithmetic: what the loss is a mean of, what clipping does, what evaluation leaves alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from phalanx.job.schema import Optim
+from phalanx.train.verify.trial import run_trial
+
+
+def test_loss_is_per_valid_token_of_the_whole_batch(trial, once):
+    """Targets that do not count lie on one data rank only: a mean of means would be another number."""
+    one, two = once(trial()), run_trial(trial(data=2))
+    assert one.tokens == two.tokens == [8 * 16 - 3] * 5
+    assert two.losses == pytest.approx(one.losses, abs=1e-12)
+
+
+def test_the_first_loss_is_that_of_guessing(trial, once):
+    assert once(trial()).losses[0] == pytest.approx(math.log(64), rel=0.01)
+
+
+def test_clipping_scales_all_gradients_by_one_factor(trial, once):
+    free, clipped = (run_trial(trial(steps=1, optim=Optim(clip=clip))) for clip in (0.0, 0.1))
+    assert free.norms == clipped.norms  # told as it was
+    factor = 0.1 / (free.norms[0] + 1e-6)
+    for name, grad in free.grads[0].items():
+        assert clipped.grads[0][name] == pytest.approx(grad * factor, rel=1e-12), name
+
+
+def test_evaluation_changes_nothing(trial, once):
+    """Both evaluations of a trial of no learning are the same."""
+    found = run_trial(trial(lr=0.0, steps=2))
+    assert found.evaluations[0] == found.evaluations[1]
+    assert found.evaluations[0][1] == 8 * 16 - 3
+
+
+def test_the_seed_is_the_model(trial):
+    digests = {seed: run_trial(trial(steps=1, seed=seed)).digest for seed in (0, 1)}
+    assert digests[0] != digests[1]
+    assert run_trial(trial(steps=1, seed=1)).digest == digests[1]
