@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from phalanx.job.schema import Optim
-from phalanx.train.verify.trial import run_trial
+from phalanx.train.models.decoder import Decoder
+from phalanx.train.verify.trial import batch, run_trial
 
 
 def test_loss_is_per_valid_token_of_the_whole_batch(trial, once):
@@ -15,6 +19,32 @@ def test_loss_is_per_valid_token_of_the_whole_batch(trial, once):
     one, two = once(trial()), run_trial(trial(data=2))
     assert one.tokens == two.tokens == [8 * 16 - 3] * 5
     assert two.losses == pytest.approx(one.losses, abs=1e-12)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_one_process_is_a_plain_torch_loop(tied, trial, llama):
+    """The oracle of the oracle: the model, cross-entropy, torch's clipping and torch's AdamW, nothing of ours."""
+    made = trial(replace(llama, tied=tied), optim=Optim(clip=0.5))
+    found = run_trial(made)
+    model = Decoder(made.shape).double()
+    model.init_weights(0)
+    decayed = {True: [], False: []}
+    for name, param in model.named_parameters():
+        decayed["norm" not in name].append(param)
+    groups = [{"params": decayed[True], "weight_decay": 0.1}, {"params": decayed[False], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=made.lr, betas=(0.9, 0.95))
+    for step in range(made.steps):
+        tokens_BS, targets_BS = batch(step, sequences=8, sequence=16, vocab=64)
+        loss = F.cross_entropy(model(tokens_BS).flatten(0, 1), targets_BS.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        assert (found.losses[step], found.norms[step]) == pytest.approx((loss.item(), norm.item()), abs=1e-12)
+        for name, param in model.named_parameters():
+            assert abs(found.grads[step][name] - param.grad.numpy()).max() < 1e-12, name
+        optimizer.step()
+    for name, param in model.named_parameters():
+        assert abs(found.params[-1][name] - param.detach().numpy()).max() < 1e-12, name
 
 
 def test_the_first_loss_is_that_of_guessing(trial, once):

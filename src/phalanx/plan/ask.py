@@ -61,6 +61,7 @@ class Ask:
     fused_attention: bool = True
     limits: Framework = EVERYTHING
     packed_bytes: float = 0.0  # per parameter, what moments in memory lack of those in a checkpoint (8-bit: fp32 there)
+    recompute_layers: int | None = None  # of each stage, layers that recompute; None is all of them
     calibration: Calibration | None = None  # measured over modelled seconds of the user's own system
     origins: Mapping[str, str] = field(default_factory=dict)  # dotted key -> file:line, for messages
 
@@ -94,6 +95,7 @@ def from_job(
         global_sequences=job.batch.global_sequences,
         precision=job.precision.compute,
         fixed=fixed_by_hand(job),
+        recompute_layers=None if job.parallel.recompute_layers == "auto" else int(job.parallel.recompute_layers),
         physics=physics(),
         profile=profile,
         profile_name=profile_name,
@@ -104,7 +106,7 @@ def from_job(
         ),
         packed_bytes=packed_bytes(job.optim.name, job.precision.optimizer_state),
         fused_attention=profile_name not in UNFUSED,
-        limits=framework(profile_name),
+        limits=framework(_keeps(job.parallel.framework, profile_name)),
         origins=known,
     )
     return ask, warnings

@@ -13,6 +13,7 @@ class Framework:
     zero: tuple[int, ...]
     zero_with_pipeline: tuple[int, ...]
     context: bool = True  # can split one sequence over devices
+    copies_kv_heads: bool = True  # can give several tensor ranks the same key/value head
 
 
 EVERYTHING = Framework(
@@ -27,7 +28,13 @@ MEGATRON = Framework(
 )
 # deepspeed/runtime/pipe/engine.py: "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism"
 DEEPSPEED = Framework(schedules=("1f1b",), zero=(0, 1, 2, 3), zero_with_pipeline=(0, 1), context=False)
+# Our own trainer, as phalanx.train.check refuses: key/value heads are split, never copied; under a pipeline torch's
+# schedules keep the gathered weights for the whole step, so ZeRO-3 would promise memory it does not free.
+PHALANX = Framework(
+    schedules=EVERYTHING.schedules, zero=(0, 1, 2, 3), zero_with_pipeline=(0, 1, 2), copies_kv_heads=False
+)
 FRAMEWORKS = {
+    "phalanx": PHALANX,
     "megatron-core": MEGATRON,
     "megatron-bridge": MEGATRON,
     "megatron-lm": Framework(schedules=("1f1b", "interleaved"), zero=(0, 1), zero_with_pipeline=(0, 1), context=False),

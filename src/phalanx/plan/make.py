@@ -20,8 +20,8 @@ from phalanx.job.schema import Batch, Job
 from phalanx.plan import ask as asking
 from phalanx.plan.ask import Ask
 from phalanx.plan.bill import bill
-from phalanx.plan.compute import element_bytes
 from phalanx.plan.compression import pays
+from phalanx.plan.compute import element_bytes
 from phalanx.plan.layout import Layout
 from phalanx.plan.mapping import RANK_ORDER, mapping
 from phalanx.plan.plan import SCHEMA, CalibrationNote, ParetoPoint, Plan, SearchStats

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from phalanx.plan.step import StepTimes, predict_step
 
 # Layouts that need more than this many times the usable memory are counted but not kept: no such device is sold.
 HOPELESS = 2.0
+
+Part = TypeVar("Part", MemoryUse, StepTimes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +55,7 @@ def score(space: Space, *, hopeless: float = HOPELESS) -> Scores:
     legal, usable = 0, 0.0
     for base, choice, columns in space.chunks():
         table = cases(space.ask, columns)
-        memory = predict_memory(table, space.ask.memory)
+        memory = memory_use(space.ask, table)
         usable, legal = float(np.max(memory.usable)), legal + int(memory.runs.sum())
         # The smallest of a chunk is kept in any case: an answer to "what is the least it needs?".
         least = np.min(memory.total, where=memory.runs, initial=np.inf)
@@ -72,12 +75,34 @@ def price(
     """The full prediction for a few layouts; `machine` columns replace those of the cluster."""
     table = cases(ask, layout_columns(layouts), global_sequences=global_sequences)
     table = replace(table, **machine) if machine else table
-    return table, step_times(ask, table), predict_memory(table, ask.memory)
+    return table, step_times(ask, table), memory_use(ask, table)
+
+
+def memory_use(ask: Ask, table: Cases) -> MemoryUse:
+    """The bytes of every case; where only some layers recompute, between those of all and of none."""
+    return _by_layer(ask, table, lambda cases: predict_memory(cases, ask.memory))
+
+
+def _by_layer(ask: Ask, table: Cases, predict: Callable[[Cases], Part]) -> Part:
+    """Every layer adds its own activations and its own time: mix the two predictions by the share that recomputes."""
+    mixed = predict(table)
+    if ask.recompute_layers is None:
+        return mixed
+    bare = predict(replace(table, recompute=np.zeros_like(table.recompute)))
+    held = np.ceil(table.layers / table.pp)
+    share = np.clip(ask.recompute_layers * np.maximum(table.vpp, 1.0) / held, 0.0, 1.0)
+    parts = {
+        item.name: getattr(mixed, item.name)
+        if np.asarray(getattr(mixed, item.name)).dtype == bool
+        else share * getattr(mixed, item.name) + (1.0 - share) * getattr(bare, item.name)
+        for item in fields(mixed)
+    }
+    return replace(mixed, **parts)
 
 
 def step_times(ask: Ask, table: Cases) -> StepTimes:
     """The step of every case, as calibrated where the question brings measured scalars."""
-    times = predict_step(table, ask.physics, ask.profile)
+    times = _by_layer(ask, table, lambda cases: predict_step(cases, ask.physics, ask.profile))
     if ask.calibration is None:
         return times
     from phalanx.plan.calibrate import calibrated  # imports scipy: only when asked for

@@ -112,7 +112,8 @@ def tensor_sizes(ask: Ask, devices: int) -> list[int]:
     """Tensor sizes that give each rank whole heads."""
     heads, kv_heads = ask.model.heads, ask.model.kv_heads
     sizes = [n for n in _allowed(ask, "tensor", devices) if heads % n == 0]
-    return [n for n in sizes if kv_heads % n == 0 or n % kv_heads == 0 or ask.model.is_mla]
+    copied = ask.limits.copies_kv_heads or "tensor" in ask.fixed
+    return [n for n in sizes if kv_heads % n == 0 or (copied and n % kv_heads == 0) or ask.model.is_mla]
 
 
 def context_sizes(ask: Ask, devices: int) -> list[int]:
