@@ -92,14 +92,6 @@ WRONG = {
         "  it computes weight gradients after ZeRO-3 has given the weights back\n"
         '  use zero = 1 or 2, or schedule = "interleaved" or "1f1b"',
     ),
-    "too few micro-batches": (
-        {},
-        {"pipeline": 4, "micro_batch": 4},
-        "batch.micro: 2 micro-batches cannot fill a pipeline of 4 stages\n"
-        '  the "1f1b" schedule needs at least as many micro-batches as stages\n'
-        "  change batch.global_sequences, batch.micro or the number of data ranks; "
-        'schedule = "gpipe" takes any number',
-    ),
     "rounds": (
         {},
         {"pipeline": 2, "virtual_pipeline": 2, "schedule": "interleaved", "micro_batch": 1, "sequences": 5},

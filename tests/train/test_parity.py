@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-# Tensor-parallel trials spend 1 to 2 ms in DTensor's dispatch for every operation: two layers and two micro-batches do.
-FEW = {"layers": 2, "micro_batch": 4}
+# Tensor-parallel trials spend their time in DTensor's dispatch of small operations: few layers and micro-batches do.
+FEW = {"layers": 2, "micro_batch": 8}
+TWO = FEW | {"micro_batch": 4}
 SP = {"tensor": 2, "sequence_parallel": True}
 
 LAYOUTS = {
@@ -30,7 +31,7 @@ LAYOUTS = {
     "tp2": {"tensor": 2, "loss_parallel": False} | FEW,
     "tp2 loss parallel": {"tensor": 2} | FEW,
     "tp2 sp": {"loss_parallel": False} | SP | FEW,
-    "tp2 sp loss parallel": SP | FEW,
+    "tp2 sp loss parallel": SP | TWO,
     "cp2 ring": {"context": 2},
     "cp2 ulysses": {"context": 2, "context_kind": "ulysses"},
     "cp2 all-gather": {"context": 2, "context_kind": "allgather"},
@@ -50,9 +51,9 @@ LAYOUTS = {
     "pp2 interleaved × fsdp2": {
         "pipeline": 2, "data": 2, "shard": 2, "zero": 3, "virtual_pipeline": 2, "schedule": "interleaved"
     },
-    "dp2×tp2": {"data": 2} | SP | FEW,
-    "fsdp2×tp2": {"data": 2, "shard": 2, "zero": 3} | SP | FEW,
-    "pp2×tp2": {"pipeline": 2} | SP | FEW,
+    "dp2×tp2": {"data": 2} | SP | TWO,
+    "fsdp2×tp2": {"data": 2, "shard": 2, "zero": 3} | SP | TWO,
+    "pp2×tp2": {"pipeline": 2} | SP | TWO,
     "pp2×fsdp2×tp2": {"pipeline": 2, "data": 2, "shard": 2, "zero": 2} | SP | FEW | {"micro_batch": 2},
     "cp2×dp2": {"context": 2, "data": 2},
     "cp2×fsdp2": {"context": 2, "data": 2, "shard": 4, "zero": 3},

@@ -11,7 +11,7 @@ SHARED = MOE | {"shared_experts": 1, "dense_layers": 1}
 BIAS = MOE | {"balance": "bias", "router_bias": True, "balance_rate": 0.05, "router_score": "sigmoid"}
 AUX = MOE | {"balance": "aux", "balance_rate": 0.1}
 FSDP = {"data": 2, "shard": 2, "zero": 3}
-SP = {"tensor": 2, "sequence_parallel": True, "micro_batch": 4}
+SP = {"tensor": 2, "sequence_parallel": True, "micro_batch": 8}
 
 CASES = {
     "dp2": (SHARED, {"data": 2}),
@@ -27,19 +27,19 @@ CASES = {
         MOE | {"layers": 4}, {"pipeline": 2, "data": 2, "expert": 2, "virtual_pipeline": 2, "schedule": "zero-bubble"}
     ),
     "ep2 of context ranks": (MOE, {"context": 2, "expert": 2}),
-    "tp2": (SHARED, {"tensor": 2, "micro_batch": 4}),
+    "tp2": (SHARED, {"tensor": 2, "micro_batch": 8}),
     "tp2 sp": (SHARED, SP),
-    "ep2 of tensor ranks": (MOE, {"tensor": 2, "expert": 2, "micro_batch": 4}),
+    "ep2 of tensor ranks": (MOE, {"tensor": 2, "expert": 2, "micro_batch": 8}),
     "ep2 of tensor ranks, sp": (SHARED, {"expert": 2} | SP),
-    "ep4×tp2": (MOE, {"data": 2, "expert": 4} | SP),
+    "ep4×tp2": (MOE, {"data": 2, "expert": 4} | SP | {"micro_batch": 4}),
     "bias ep2": (BIAS, {"data": 2, "expert": 2}),
     "bias pp2": (BIAS, {"pipeline": 2}),
     "bias cp2": (BIAS, {"context": 2}),
-    "bias fsdp2 tp2": (BIAS, FSDP | SP),
+    "bias fsdp2 tp2": (BIAS, FSDP | SP | {"micro_batch": 4}),
     "aux dp2": (AUX, {"data": 2}),
     "aux ep2": (AUX, {"data": 2, "expert": 2}),
     "aux cp2": (AUX, {"context": 2}),
-    "aux tp2": (AUX, {"tensor": 2, "micro_batch": 4}),
+    "aux tp2": (AUX, {"tensor": 2, "micro_batch": 8}),
     "aux tp2 sp": (AUX, SP),
     "aux pp2": (AUX, {"pipeline": 2}),
     "ep2 recompute full": (BIAS, {"data": 2, "expert": 2, "recompute": "full"}),

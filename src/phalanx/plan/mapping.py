@@ -16,6 +16,7 @@ from phalanx.plan.score import price
 from phalanx.plan.step import StepTimes
 from phalanx.plan.weights import RankWeights, rank_weights
 
+EARLY_STOP = ("pytorch", "torchtitan")  # profiles of trainers on torch.utils.checkpoint
 RANK_ORDER = ("tensor", "context", "data", "pipeline")  # fastest-varying first: neighbours in rank are tensor peers
 
 
@@ -139,7 +140,12 @@ def _inner(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]
     operations = ("all-gather", "reduce-scatter") if layout.sequence_parallel else ("all-reduce",)
     calls = 2 * layer_passes * _passes(layout)
     nbytes = _activation_bytes(c)
-    tensor = [_Load(operation=name, calls=calls, nbytes=nbytes) for name in operations]
+    # torch's recompute stops before what ends a layer, for backward does not need its result (docs/trace.md).
+    skipped = layer_passes if layout.recompute == "full" and ask.profile_name in EARLY_STOP else 0.0
+    tensor = [
+        _Load(operation=name, calls=calls - (skipped if name == operations[-1] else 0.0), nbytes=nbytes)
+        for name in operations
+    ]
     width = np.maximum(c.kv_heads / c.tp, 1.0) * (c.qk_dim + c.v_dim) * c.tokens * element_bytes(c)
     hops = (layout.context - 1) * layer_passes * (_passes(layout) + 1)
     ring = [_Load(operation="ring send", calls=hops, nbytes=float(np.max(width)))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from phalanx.errors import Problem, UserError
 from phalanx.job.model import ModelShape
@@ -21,6 +21,7 @@ def check_layout(shape: ModelShape, settings: Settings) -> list[Problem]:
         *_expert(shape, settings),
         *_data(layout),
         *_reproducible(settings),
+        *_precision(settings),
     ]
 
 
@@ -113,12 +114,19 @@ def _pipeline(shape: ModelShape, layout: Layout) -> Iterator[Problem]:
         )
     if layout.schedule == "zero-bubble" and layout.zero == 3:
         # FSDP2 frees a block's weights after the first half of its backward and loses the gradients of the second:
-        # measured on torch 2.13, gradients off by 2e-3 where ZeRO 1 and 2 are exact (tests/train/test_parity_random.py).
+        # measured on torch 2.13, gradients off by 2e-3 where ZeRO 1 and 2 are exact (test_parity_random.py).
         yield Problem(
             where="parallel.schedule",
             what='"zero-bubble" loses gradients with zero = 3',
             why="it computes weight gradients after ZeRO-3 has given the weights back",
             fix='use zero = 1 or 2, or schedule = "interleaved" or "1f1b"',
+        )
+    if layout.schedule == "zero-bubble" and layout.recompute == "selective":
+        yield Problem(
+            where="parallel.recompute",
+            what='"selective" does not go with the "zero-bubble" schedule',
+            why="it splits backward in two, and what selective recompute keeps can be used once",
+            fix='use recompute = "none" or "full", or schedule = "interleaved" or "1f1b"',
         )
     yield from _rounds(layout.schedule, ranks, chunks, count)
 
@@ -127,13 +135,6 @@ def _rounds(schedule: str, ranks: int, chunks: int, count: int) -> Iterator[Prob
     """Micro-batches that the schedule can order."""
     plain = schedule == "1f1b" or (schedule == "interleaved" and chunks == 1)
     fix = "change batch.global_sequences, batch.micro or the number of data ranks"
-    if plain and count < ranks:
-        yield Problem(
-            where="batch.micro",
-            what=f"{count} micro-batches cannot fill a pipeline of {ranks} stages",
-            why='the "1f1b" schedule needs at least as many micro-batches as stages',
-            fix=f'{fix}; schedule = "gpipe" takes any number',
-        )
     in_rounds = schedule in ("interleaved", "zero-bubble") and not plain and not is_v_shaped(schedule, chunks)
     if in_rounds and count % max(1, count // ranks):
         near = count // ranks * ranks
@@ -216,6 +217,51 @@ def _reproducible(settings: Settings) -> Iterator[Problem]:
                 why="every rank must hold a whole subtree of the sum",
                 fix="choose batch.global_sequences, batch.micro and data ranks so that it is 1, 2, 4, 8, …",
             )
+
+
+def check_batches(settings: Settings, batch_sizes: Sequence[int]) -> list[Problem]:
+    """Every batch size of a ramp must be cut into whole micro-batches that the schedule can order, before day three."""
+    layout, problems = settings.layout, []
+    unit = layout.data * layout.micro_batch
+    for size in batch_sizes:
+        if size % unit:
+            problems.append(
+                Problem(
+                    where="batch.ramp",
+                    what=f"a batch of {size:,} sequences is not a multiple of {unit:,} "
+                    f"({layout.data} data ranks × micro-batches of {layout.micro_batch})",
+                    why="every data rank takes whole micro-batches",
+                    fix=f"use {_up(size, unit):,} sequences in that stage, or a smaller batch.micro",
+                )
+            )
+        elif layout.pipeline > 1:
+            chunks = max(layout.virtual_pipeline, 1)
+            problems += list(_rounds(layout.schedule, layout.pipeline, chunks, size // unit))
+    return problems
+
+
+def _precision(settings: Settings) -> Iterator[Problem]:
+    if settings.compute == "fp8" and settings.layout.tensor > 1:
+        yield Problem(
+            where="precision.compute",
+            what=f'"fp8" with tensor = {settings.layout.tensor}',
+            why="fp8 products are not split over tensor ranks yet",
+            fix='use "bf16", or tensor = 1',
+        )
+    if settings.reproducible and settings.layout.compression != "none":
+        yield Problem(
+            where="parallel.compression",
+            what=f'"{settings.layout.compression}" with numerics.reproducible',
+            why="what rounding leaves behind depends on the ranks it happened on",
+            fix='use compression = "none"',
+        )
+    if settings.layout.compression == "powersgd" and settings.layout.zero:
+        yield Problem(
+            where="parallel.compression",
+            what=f'"powersgd" with zero = {settings.layout.zero}',
+            why="ZeRO reduces flat shards, in which matrices are cut at any row: they have no factors",
+            fix='use "int8" or "bf16", or zero = 0',
+        )
 
 
 def _fitting(ranks: int, *counts: int) -> int:

@@ -89,7 +89,11 @@ class Engine:
         self.pieces: list[Piece] = [
             held.piece(held.local if one is None else one) for held, one in zip(self._trained, masters, strict=True)
         ]
-        self.optimizer: Optimizer = build_optimizer(self.pieces, optim=optim, state_dtype=state_dtype, decays=decays)
+        # Weight decay is for matrices: norms and biases, our own or of a user's network, are left alone.
+        matrices = {piece.name for piece in self.pieces if len(piece.shape) > 1}
+        self.optimizer: Optimizer = build_optimizer(
+            self.pieces, optim=optim, state_dtype=state_dtype, decays=matrices.__contains__
+        )
         self.loss_scale = LossScale() if settings.compute == "fp16" else None
         self.expert_loads: torch.Tensor | None = (
             None  # tokens of each expert in the last step, a row per layer held here
@@ -167,7 +171,7 @@ class Engine:
         if not skipped:
             self._update(grads, factor * self._clip_factor(norm), lr)
         self._clear()
-        self._balance()
+        self._balance(learn=not skipped)
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(finite=not skipped)
         return StepResult(
@@ -198,6 +202,8 @@ class Engine:
     def _mine(self, whole_BL: torch.Tensor) -> torch.Tensor:
         """This context rank's slices of the sequences."""
         whole_BL = whole_BL.to(self.device, non_blocking=True)
+        if self.dims.context == 1:
+            return whole_BL
         return split_sequence(whole_BL, self.meshes.index("context"), self.dims.context, dim=1)
 
     def _forward_backward(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, *, unit: float) -> torch.Tensor:
@@ -223,6 +229,8 @@ class Engine:
                 accumulate(model, zero=self.dims.zero, last=index == count - 1)
             loss = self._loss(model(x), y)
             (loss * unit).backward()
+            if self.exchange is not None:
+                self.exchange.micro_batch_done()
             total += plain(loss.detach()).double()
         return total
 
@@ -345,15 +353,16 @@ class Engine:
         torch.cuda.synchronize(self.device)
 
     @torch.no_grad()
-    def _balance(self) -> None:
-        """Count the tokens of every expert over the ranks of this stage, and let the routers know."""
+    def _balance(self, *, learn: bool) -> None:
+        """Count the tokens of every expert over the ranks of this stage, and let the routers learn from it."""
         if not self._moes or self.meshes.stages is None:
             return
         counts = torch.stack([moe.counts_E for moe in self._moes])
         if self.dims.stage > 1:
             dist.all_reduce(counts, group=self.meshes.stages.get_group("stage"))
         for moe, load_E in zip(self._moes, counts, strict=True):
-            moe.update_bias(load_E)
+            # Even counts move no bias: a step that was skipped leaves the routers as they were.
+            moe.update_bias(load_E if learn else torch.ones_like(load_E))
         self.expert_loads = counts
 
     @property
@@ -403,8 +412,3 @@ def _host_or_device(like: torch.Tensor, dtype: torch.dtype, place: torch.device)
 def plain(value: torch.Tensor) -> torch.Tensor:
     """The value of a tensor that may be split over ranks."""
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def decays(name: str) -> bool:
-    """Weight decay is for matrices: norms, biases and the router's balance are left alone."""
-    return not name.endswith(".bias") and "norm" not in name.split(".")[-2]

@@ -38,6 +38,9 @@ class Heldout:
         # Each data rank takes whole micro-batches; a pipeline would otherwise need another shape.
         unit = engine.dims.data * engine.settings.layout.micro_batch
         there = self._dataset.num_samples(length)
+        if there == 0:  # less held out than one sequence
+            self._dataset = None
+            return
         count = min(sequences, there) // unit * unit or unit
         chosen = np.linspace(0, max(there - 1, 0), count).astype(np.int64)
         rows = self._dataset.samples(np.array_split(chosen, engine.dims.data)[engine.meshes.index("data")], length)

@@ -131,6 +131,7 @@ class Loop:
         return bool(every) and step % every == 0 and step < self.batch_plan.steps
 
     def _evaluate(self, step: int) -> None:
+        self._heartbeat(step)
         score = self.heldout.score()
         if score is not None:
             self.events.write(
@@ -162,8 +163,10 @@ class Loop:
         self.batches.close()
         if not stopped:
             self._evaluate(step)
+        self._heartbeat(step)
         self._save(step)
         saved = self.saver.wait()
+        self._heartbeat(step)
         dist.barrier()
         if saved is not None:
             self.events.write("checkpoint", step=step, path=saved.path.name, seconds=saved.seconds, bytes=saved.bytes)

@@ -91,6 +91,7 @@ def build_parts(shape: ModelShape, settings: Settings, meshes: Meshes, device: t
         model.to_empty(device="cpu" if layout.offload == "parameters" else device)
         assert model.positions is not None
         model.positions = model.positions.to(device)
+        _move_buffers(model, device)
         parts.append(Part(stage=stage, model=model))
     return parts
 
@@ -152,6 +153,14 @@ def _is_first(box: Box, meshes: Meshes) -> bool:
     mesh = meshes.experts if whole_experts and meshes.experts is not None else meshes.dense
     axes = [axis for axis in mesh.mesh_dim_names or () if axis != "pipeline"]
     return all(mesh.get_local_rank(a) == 0 or id(mesh.get_group(a)) in cutting for a in axes)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Buffers stand where the activations are, also when the parameters are kept in host memory."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
 def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -23,6 +23,7 @@ class Restored:
     """Where a run goes on: `step` steps are done. `warnings` tell of newer checkpoints that could not be used."""
 
     step: int = 0
+    data: str = ""  # digest of the tokens the checkpoint had learnt from
     warnings: tuple[str, ...] = ()
 
 
@@ -41,18 +42,25 @@ def meta_of(engine: Engine, *, step: int, tokens: int, data: str) -> dict[str, A
 def restore_newest(engine: Engine, root: Path) -> Restored:
     """Load the newest checkpoint that is whole for every rank; step 0 when there is none. All ranks must call this."""
     warnings: list[str] = []
-    found = list(candidates(root)) if root.is_dir() else []
+    found = list(candidates(root, warnings)) if root.is_dir() else []
     for checkpoint in found:
         weights, optimizer = engine.weights(), engine.optimizer.state()
         failure = ""
         try:
-            ready = prepare(checkpoint.path, [*weights, *optimizer], cast=True)
+            ready = prepare(
+                checkpoint.path,
+                [*weights, *optimizer],
+                cast=True,
+                rank=dist.get_rank(),
+                world=dist.get_world_size(),
+            )
         except PhalanxError as error:
             failure = str(error)
         if _all_agree(failure == "", engine.device):
             ready.fill()
             _take(engine, optimizer, checkpoint.meta)
-            return Restored(step=checkpoint.step, warnings=tuple(warnings))
+            data = str(checkpoint.meta.get("data", ""))
+            return Restored(step=checkpoint.step, data=data, warnings=tuple(warnings))
         warnings.append(failure or f"{checkpoint.path.name}: another rank could not read it")
     if warnings:
         raise _none_left(root, warnings)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from phalanx.errors import mistake
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run, open_run
@@ -68,6 +69,13 @@ def train(
     if job.train.weights and not restored.step:
         take_weights(engine, Path(job.train.weights))
     loop = Loop(folder, plan, engine, events, memory, stop=stop, heartbeat=heartbeat)
+    if restored.data and restored.data != loop.dataset.digest:
+        raise mistake(
+            ", ".join(job.data.paths),
+            "holds other tokens than the run has learnt from so far",
+            why="the next batches would not be those that come next",
+            fix="put the old dataset back, or start a new run",
+        )
     events.write("ready", step=restored.step, seconds=time.monotonic() - began_s, warnings=list(restored.warnings))
     loop.run(restored.step)
 
@@ -85,9 +93,8 @@ def _device(plan: Plan, world: int) -> torch.device:
 
 
 def _join(plan: Plan, device: torch.device, *, rank: int, world: int, store: Store | None) -> None:
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if store is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: nothing listens beyond loopback
+    # Gloo beside NCCL: what is kept in host memory is exchanged there too.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
         store=store,

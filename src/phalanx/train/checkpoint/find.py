@@ -46,12 +46,17 @@ def newest(root: Path, *, verify: bool = False) -> Checkpoint | None:
     return None
 
 
-def candidates(root: Path) -> Iterator[Checkpoint]:
-    """Checkpoints with a sound manifest, newest first: what to try one after the other when loading finds damage."""
+def candidates(root: Path, damaged: list[str] | None = None) -> Iterator[Checkpoint]:
+    """Checkpoints with a sound manifest, newest first: what to try one after the other when loading finds damage.
+
+    What is passed over is told in `damaged`.
+    """
     for folder in committed(root):
         try:
             found = read_manifest(folder)
-        except Damaged:
+        except Damaged as error:
+            if damaged is not None:
+                damaged.append(str(error))
             continue
         yield Checkpoint(path=folder, step=found.step, world=found.world, meta=found.meta)
 

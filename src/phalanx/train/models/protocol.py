@@ -88,6 +88,12 @@ class OwnStage(nn.Module):
         self.embed = None
         self.norm = nn.Identity() if last else None
         self.head = nn.Identity() if last else None
+        self._shared = _shared_parameters(network)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OwnStage:
+        super()._apply(fn, recurse)
+        self.tie()  # to_empty() from the meta device makes new parameters, one per name
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """As the network's own."""
@@ -99,7 +105,19 @@ class OwnStage(nn.Module):
         return {f"network.{name}": block for name, block in self.layers.items()}
 
     def tie(self) -> None:
-        """A network ties its own weights."""
+        """Make one again of what the network built as one parameter under several names."""
+        for (module, name), *others in self._shared:
+            for other, again in others:
+                setattr(other, again, getattr(module, name))
+
+
+def _shared_parameters(network: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in network.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                places.setdefault(id(param), []).append((module, name))
+    return [found for found in places.values() if len(found) > 1]
 
 
 def build_stage(

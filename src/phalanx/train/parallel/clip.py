@@ -12,11 +12,11 @@ from phalanx.train.parallel.pieces import Piece
 def squared_norm(pieces: Sequence[Piece], grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """This rank's share of the squared norm: summed over all ranks of the job it is the whole, each value once."""
     total = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else None)
-    for replicas in sorted({piece.replicas for piece in pieces}):
-        mine = [grad for piece, grad in zip(pieces, grads, strict=True) if piece.replicas == replicas and grad.numel()]
-        if mine:
-            # Norms first, squares after: foreach makes one pass over the gradients without a temporary copy.
-            total += torch.stack(torch._foreach_norm(mine)).double().square().sum() / replicas
+    mine = [grad for piece, grad in zip(pieces, grads, strict=True) if piece.owner and grad.numel()]
+    if mine:
+        # Norms first, squares after: foreach makes one pass over the gradients without a temporary copy.
+        wide = torch.promote_types(mine[0].dtype, torch.float32)
+        total += torch.stack(torch._foreach_norm(mine, 2, dtype=wide)).double().square().sum()
     return total
 
 

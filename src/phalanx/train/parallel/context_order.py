@@ -34,6 +34,8 @@ def local_positions(sequence: int, rank: int, ranks: int, device: torch.device |
     >>> [local_positions(8, rank, 2).tolist() for rank in range(2)]
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
+    if ranks == 1:
+        return torch.arange(sequence, device=device)
     length = slice_length(sequence, ranks)
     starts = (rank * length, (2 * ranks - 1 - rank) * length)
     return torch.cat([torch.arange(start, start + length, device=device) for start in starts])
@@ -41,6 +43,8 @@ def local_positions(sequence: int, rank: int, ranks: int, device: torch.device |
 
 def split_sequence(x_BS: Tensor, rank: int, ranks: int, dim: int = 1) -> Tensor:
     """The part of a whole sequence that `rank` holds, cut along `dim`."""
+    if ranks == 1:
+        return x_BS
     length = slice_length(x_BS.shape[dim], ranks)
     starts = (rank * length, (2 * ranks - 1 - rank) * length)
     return torch.cat([x_BS.narrow(dim, start, length) for start in starts], dim=dim)

@@ -97,7 +97,8 @@ class _Merged:
     """Outputs of blocks over different keys, merged into one by their log-sum-exps (in fp32 or wider)."""
 
     def __init__(self, out: Tensor, lse: Tensor) -> None:
-        self.out, self.lse = out.to(lse.dtype), lse
+        # Copies: both are added to, and selective recompute may have kept the originals to hand out again.
+        self.out, self.lse = out.to(lse.dtype, copy=True), lse.clone()
 
     def add(self, out: Tensor, lse: Tensor, queries: slice) -> None:
         """Merge a block of some of the queries."""

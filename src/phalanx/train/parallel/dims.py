@@ -57,7 +57,9 @@ class ParallelDims:
         """Copies of an expert that share its sharded state: those inside the shard group, as the planner counts."""
         if not self.zero:
             return 1
-        return min(max(self.shard * self.tensor // self.expert, 1), self.stage // self.expert)
+        holders = self.stage // self.expert
+        wanted = min(max(self.shard * self.tensor // self.expert, 1), holders)
+        return max(n for n in range(1, wanted + 1) if holders % n == 0)
 
     @property
     def expert_copies(self) -> int:

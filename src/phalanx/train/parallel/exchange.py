@@ -23,6 +23,9 @@ class Exchange(Protocol):
     def begin(self, micro_batches: int) -> None:
         """Before the first backward of a step."""
 
+    def micro_batch_done(self) -> None:
+        """After each backward."""
+
     def finish(self) -> None:
         """After the last one: everything is summed when this returns."""
 
@@ -69,6 +72,11 @@ class GradientExchange:
         """Before the first backward of a step."""
         for one in self._all:
             one.begin(micro_batches)
+
+    def micro_batch_done(self) -> None:
+        """After each backward."""
+        for one in self._all:
+            one.micro_batch_done()
 
     def finish(self) -> None:
         """After the last backward."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.models.moe import Moe
@@ -53,7 +55,13 @@ def shard_params(
     }
     for block in model.layers.values():
         if expert_mesh is not None and isinstance(block.mlp, Moe):
-            fully_shard(block.mlp.experts, mesh=_flat(expert_mesh), **settings)
+            sharers = expert_mesh["shard"].size()
+            fully_shard(
+                block.mlp.experts,
+                mesh=_flat(expert_mesh),
+                shard_placement_fn=partial(_expert_placement, sharers=sharers),
+                **settings,
+            )
         fully_shard(block, mesh=_flat(mesh), **settings)
     tied = model.embed is not None and model.head is not None and model.head.weight is model.embed.tokens.weight
     if not tied:
@@ -68,6 +76,12 @@ def shard_params(
         # Our loss is already divided by the tokens of the whole batch, so gradients are summed, never averaged.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def _expert_placement(param: torch.nn.Parameter, sharers: int) -> Shard | None:
+    """By expert where there are enough of them, else by width: one expert is not to lie on one rank of several."""
+    by_width = param.shape[0] % sharers and param.shape[1] % sharers == 0
+    return Shard(1) if by_width else None
 
 
 def sharded_modules(model: torch.nn.Module) -> list[FSDPModule]:

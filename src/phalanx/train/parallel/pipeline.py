@@ -114,6 +114,8 @@ def build_schedule(
     """The schedule over this rank's stages; shapes are given, so nothing is negotiated at run time."""
     chunks = stages // group.size()
     check_micro_batches(name, chunks, group.size(), micro_batches)
+    if name in ("1f1b", "interleaved") and chunks == 1 and micro_batches < group.size():
+        name = "gpipe"  # too few micro-batches ever to alternate: the two orders are one, and torch refuses the first
     made: list[Any] = []
     for index, part in parts:
         given, made_of_it = shapes(index)

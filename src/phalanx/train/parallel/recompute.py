@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 aten = torch.ops.aten
@@ -17,13 +18,16 @@ EXPENSIVE = (
     aten.mm.default,
     aten.addmm.default,
     aten.bmm.default,
+    aten._scaled_mm.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
 LEAST_MOVED_BYTES = 2**16  # smaller tensors cost more to move than they free
-COLLECTIVES = ("_c10d_functional", "c10d_functional", "c10d")
+# Functional collectives return what they received and may be kept. Those of c10d write into a buffer they are given:
+# kept, they would hand out the buffer before it is filled.
+COLLECTIVES = ("_c10d_functional", "c10d_functional")
 
 
 def recompute(blocks: Iterable[nn.Module], kind: str) -> None:
@@ -50,21 +54,26 @@ def _on_host(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _to_host(saved: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+def _to_host(saved: torch.Tensor) -> Callable[[], torch.Tensor]:
     """A copy in host memory, with the same strides: compiled backward code counts on them.
 
-    torch's own `save_on_cpu` forgets the strides, and also carries the weights away.
+    torch's own `save_on_cpu` forgets the strides, carries the weights away as well, and cannot take split tensors.
     """
-    if isinstance(saved, nn.Parameter) or saved.numel() * saved.element_size() < LEAST_MOVED_BYTES:
-        return saved.device, saved
+    if isinstance(saved, DTensor):
+        back, mesh, placements = _to_host(saved._local_tensor), saved.device_mesh, saved.placements
+        size, stride = saved.size(), saved.stride()
+        return lambda: DTensor.from_local(back(), mesh, placements, run_check=False, shape=size, stride=stride)
+    weight = isinstance(saved, nn.Parameter) or isinstance(saved._base, nn.Parameter)
+    if weight or saved.numel() * saved.element_size() < LEAST_MOVED_BYTES:
+        return lambda: saved
+    device = saved.device
     host = torch.empty_strided(saved.size(), saved.stride(), dtype=saved.dtype, device="cpu", pin_memory=saved.is_cuda)
     host.copy_(saved, non_blocking=saved.is_cuda)
-    return saved.device, host
+    return lambda: host if host.device == device else host.to(device, non_blocking=True)
 
 
-def _from_host(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
-    device, host = packed
-    return host if host.device == device else host.to(device, non_blocking=True)
+def _from_host(back: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return back()
 
 
 def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -87,6 +87,9 @@ class Replicas:
             bucket.waiting = micro_batches * len(bucket.params)
             bucket.filled = [False] * len(bucket.views)
 
+    def micro_batch_done(self) -> None:
+        """Nothing to do: gradients were added up as they came."""
+
     def finish(self) -> None:
         """After the last backward: everything is summed when this returns."""
         for bucket in self.buckets[self._launched :]:

@@ -27,9 +27,6 @@ class TreeReplicas:
         parts = self._flat.split(sizes)
         self._views = {id(p): part.view(local(p).shape) for p, part in zip(params, parts, strict=True)}
         self._levels: list[tuple[int, torch.Tensor]] = []
-        self._left = 0
-        for param in params:
-            param.register_post_accumulate_grad_hook(self._arrived)
 
     def begin(self, micro_batches: int) -> None:
         """Before the first backward of a step."""
@@ -41,15 +38,9 @@ class TreeReplicas:
                 fix="choose batch.global_sequences, batch.micro and data ranks so that it is 1, 2, 4, 8, …",
             )
         self._levels = []
-        self._left = len(self._params)
 
-    def _arrived(self, _: torch.Tensor) -> None:
-        self._left -= 1
-        if self._left == 0:
-            self._leaf()
-
-    def _leaf(self) -> None:
-        """One micro-batch is complete: add it to the tree as a binary counter carries."""
+    def micro_batch_done(self) -> None:
+        """Add the micro-batch to the tree as a binary counter carries."""
         leaf = torch.empty_like(self._flat)
         for view, param in zip(leaf.split([v.numel() for v in self._views.values()]), self._params, strict=True):
             grad = local_gradient(param)
@@ -60,12 +51,9 @@ class TreeReplicas:
             leaf = self._levels.pop()[1].add_(leaf)
             level += 1
         self._levels.append((level, leaf))
-        self._left = len(self._params)
 
     def finish(self) -> None:
         """Join the ranks' subtrees."""
-        if self._left != len(self._params):
-            self._leaf()  # a parameter without a gradient kept the last micro-batch from closing itself
         assert len(self._levels) == 1
         mine = self._levels.pop()[1]
         rank, ranks = self._group.rank(), self._group.size()

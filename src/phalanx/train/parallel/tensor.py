@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -16,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 
 from phalanx.train.models.decoder import Block, Decoder
 from phalanx.train.models.moe import Moe
+from phalanx.train.parallel.vocabulary import VocabularyParallel
 
 COLUMN = ("attn.wq", "attn.wk", "attn.wv")
 MLP_COLUMN = ("gate", "up")
@@ -38,7 +40,7 @@ def _split_ends(
         # What is added to the token vectors (positions, a norm) is worked out on the whole sequence.
         extra = model.embed.positions is not None or model.embed.norm is not None
         output = Replicate() if extra else between
-        styles["embed.tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=output)
+        styles["embed.tokens"] = VocabularyParallel(output=output)
         if extra and sequence:
             styles["embed"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
     if model.head is not None:
@@ -49,6 +51,11 @@ def _split_ends(
         if sequence:
             styles["norm"] = SequenceParallel()
     parallelize_module(model, mesh, styles)
+    if model.embed is not None:
+        # A block that is compiled must not be given a tensor that is still on its way: its backward would not know it.
+        model.embed.register_forward_hook(
+            lambda _, __, out: out.wait() if isinstance(out, AsyncCollectiveTensor) else out
+        )
 
 
 def _block_styles(block: Block, between: Shard | Replicate, *, sequence: bool) -> dict[str, ParallelStyle]:

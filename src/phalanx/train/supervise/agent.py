@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import PhalanxError, UserError
 from phalanx.record.run import Run, open_run
 from phalanx.train.supervise.process import Work, die_with
 from phalanx.train.supervise.watch import Wishes, supervise
@@ -48,11 +48,17 @@ def main(arguments: list[str]) -> int:
 def _check(run: Run) -> None:
     """Refuse what the trainer cannot run once, not on every rank."""
     from phalanx.plan.plan import Plan
-    from phalanx.train.check import refuse_layout
+    from phalanx.train.check import check_batches, refuse_layout
+    from phalanx.train.data.batches import BatchPlan
     from phalanx.train.settings import Settings
 
     plan = Plan.from_json(run.plan_json.read_text(encoding="utf-8"), where=str(run.plan_json))
-    refuse_layout(plan.job.model, Settings.of(plan.job, plan.layout, on_gpu=plan.cluster.accelerator.family != "cpu"))
+    settings = Settings.of(plan.job, plan.layout, on_gpu=plan.cluster.accelerator.family != "cpu")
+    refuse_layout(plan.job.model, settings)
+    job = plan.job
+    sizes = BatchPlan.of(job.batch, sequence=job.data.sequence, tokens=plan.duration.tokens).batch_sizes
+    if problems := check_batches(settings, sizes):
+        raise UserError(problems)
 
 
 def _work(run: Run, *, world: int, store: Path, timeout_s: float) -> Work:

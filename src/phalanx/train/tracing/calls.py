@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ WORDS = (
 )
 
 
+@cache
 def kind_of(op: Any) -> str:
     """Our word for a communication operator; empty for every other operator, and for waiting."""
     if op.namespace not in NAMESPACES:

@@ -188,14 +188,18 @@ class _Play:
             if self._next(other) is None:
                 return self._hang(rank, operation, other, "has finished its step without it")
             rank = other
-        # A circle: the one that came least far is where to look.
-        rank = min(path[path.index(rank) :], key=lambda one: self._at[one])
+        # A circle: the one that came least far is where to look, and a message says more than a meeting of many.
+        rank = min(path[path.index(rank) :], key=lambda one: (self._at[one], not self._awaits_message(one)))
         operation = self._next(rank)
         assert operation is not None
         other = self._missing(rank, operation)
         does = self._next(other)
         assert does is not None
         return self._hang(rank, operation, other, f"waits in {describe(does)}, operation {self._at[other]:,}")
+
+    def _awaits_message(self, rank: int) -> bool:
+        operation = self._next(rank)
+        return operation is not None and operation.is_message
 
     def _missing(self, rank: int, operation: Operation) -> int:
         if operation.is_message:

@@ -6,6 +6,7 @@ B batch, N heads, S queries, T keys, H head.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,10 +49,16 @@ ATTENTION: Mapping[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], int]] = {
 }
 
 
-def count_flops(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> tuple[str, int]:
-    """("linear" or "attention", FLOPs); ("", 0) for operators that are no matrix product."""
-    formula = ATTENTION.get(op)
-    if formula is not None:
-        return "attention", formula(args, kwargs)
-    known = flop_registry.get(op._overloadpacket)
-    return ("linear", int(known(*args, **kwargs, out_val=out))) if known is not None else ("", 0)
+@cache
+def what_of(op: Any) -> str:
+    """Whether an operator is a "linear" product or "attention"; empty for all others."""
+    if op in ATTENTION:
+        return "attention"
+    return "linear" if op._overloadpacket in flop_registry else ""
+
+
+def count_flops(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
+    """FLOPs of an operator that `what_of` knows."""
+    if op in ATTENTION:
+        return ATTENTION[op](args, kwargs)
+    return int(flop_registry[op._overloadpacket](*args, **kwargs, out_val=out))

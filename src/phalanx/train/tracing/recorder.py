@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx.train.engine import Engine
 from phalanx.train.parallel.dims import Meshes
 from phalanx.train.tracing.calls import group_of, kind_of, payload_of, peer_of, tensors_of
-from phalanx.train.tracing.flops import count_flops
+from phalanx.train.tracing.flops import count_flops, what_of
 from phalanx.train.tracing.log import PHASES, Group, Operation, Peak, RankTrace
 from phalanx.train.tracing.meter import HOST, Meter
 
@@ -103,6 +103,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # ---- listening -------------------------------------------------------------------------------------------------
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch wraps every call below once more
+
     def __enter__(self) -> Recorder:
         self.meter.__enter__()
         self._whole = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -141,13 +145,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind:
             self._called(kind, op, args, out)
             return out
-        if op.namespace != "c10d":
-            self._in_batch = False
+        self._in_batch = False
         self._made(out)
         if self._on:
-            what, flops = count_flops(op, args, named, out)
+            what = what_of(op)
             if what:
-                self._flops[self.meter.phase][what] += flops
+                self._flops[self.meter.phase][what] += count_flops(op, args, named, out)
         return out
 
     def _phase(self) -> str:
@@ -230,6 +233,8 @@ def _axis(names: Sequence[str], kind: str) -> str:
     """Where axes share a communicator, messages and exchanges are not of those that only add up and gather."""
     if kind in ("send", "receive", "all-to-all"):
         names = [name for name in names if name not in EXCHANGED] or names
+    else:
+        names = [name for name in names if name != "pipeline"]
     return names[0] if names else ""
 
 
