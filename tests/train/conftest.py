@@ -46,10 +46,10 @@ def run_once(trial: Trial) -> Outcome:
 
 def alone(trial: Trial) -> Trial:
     """The same on one process, with nothing split."""
-    micro = trial.settings.layout.micro_batch
     layout = replace(ONE, micro_batch=2, accumulation=trial.sequences // 2)
-    del micro
-    kept = replace(trial.settings, layout=layout, reproducible=False, context_kind="ring", loss_parallel=True)
+    kept = replace(
+        trial.settings, layout=layout, reproducible=False, compile=False, context_kind="ring", loss_parallel=True
+    )
     return replace(trial, settings=kept, save="", broken_rank=-1)
 
 

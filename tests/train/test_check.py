@@ -92,6 +92,13 @@ WRONG = {
         "  it computes weight gradients after ZeRO-3 has given the weights back\n"
         '  use zero = 1 or 2, or schedule = "interleaved" or "1f1b"',
     ),
+    "zero-bubble with selective recompute": (
+        {},
+        {"pipeline": 2, "schedule": "zero-bubble", "recompute": "selective"},
+        'parallel.recompute: "selective" does not go with the "zero-bubble" schedule\n'
+        "  it splits backward in two, and what selective recompute keeps can be used once\n"
+        '  use recompute = "none" or "full", or schedule = "interleaved" or "1f1b"',
+    ),
     "rounds": (
         {},
         {"pipeline": 2, "virtual_pipeline": 2, "schedule": "interleaved", "micro_batch": 1, "sequences": 5},
@@ -169,7 +176,7 @@ def test_all_problems_at_once(trial, llama):
     with pytest.raises(UserError) as caught:
         refuse_layout(made.shape, made.settings)
     places = [problem.where for problem in caught.value.problems]
-    assert places == [*["parallel.tensor"] * 2, "parallel.context", "parallel.pipeline", "batch.micro"]
+    assert places == [*["parallel.tensor"] * 2, "parallel.context", "parallel.pipeline"]
 
 
 def test_what_divides_passes(trial, llama):

@@ -43,6 +43,7 @@ LAYOUTS = {
     "pp2 zero-bubble V": {"pipeline": 2, "virtual_pipeline": 2, "schedule": "zero-bubble"},
     "pp4": {"pipeline": 4},
     "pp4 gpipe, fewer micro-batches than stages": {"pipeline": 4, "schedule": "gpipe", "micro_batch": 4},
+    "pp4 1f1b, fewer micro-batches than stages": {"pipeline": 4, "micro_batch": 4},
     "pp2 uneven layers": {"pipeline": 2, "layers": 5},
     "pp2×dp2": {"pipeline": 2, "data": 2},
     "pp2×zero1": {"pipeline": 2, "data": 2, "shard": 2, "zero": 1},
@@ -73,6 +74,9 @@ LAYOUTS = {
     "recompute selective × tp2": {"recompute": "selective"} | SP | FEW,
     # 64 tokens: smaller activations are not worth moving and stay (parallel/recompute.py).
     "offload activations": {"offload": "activations", "data": 2, "sequence": 64, "micro_batch": 4},
+    "offload activations × tp2": {"offload": "activations", "sequence": 128} | SP | FEW,
+    "compiled": {"compile": True, "compile_backend": "aot_eager", "data": 2, "shard": 2, "zero": 3},
+    "compiled tp2": {"compile": True, "compile_backend": "aot_eager"} | SP | FEW,
     "recompute one layer of each stage": {"recompute": "full", "recompute_layers": 1, "pipeline": 2},
     "offload optimizer": {"offload": "optimizer", "data": 2, "shard": 2, "zero": 2},
     "offload parameters": {"offload": "parameters", "data": 2, "shard": 2, "zero": 3},

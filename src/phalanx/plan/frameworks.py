@@ -14,6 +14,7 @@ class Framework:
     zero_with_pipeline: tuple[int, ...]
     context: bool = True  # can split one sequence over devices
     copies_kv_heads: bool = True  # can give several tensor ranks the same key/value head
+    selective_zero_bubble: bool = True  # can recompute selectively under a zero-bubble schedule
 
 
 EVERYTHING = Framework(
@@ -31,7 +32,11 @@ DEEPSPEED = Framework(schedules=("1f1b",), zero=(0, 1, 2, 3), zero_with_pipeline
 # Our own trainer, as phalanx.train.check refuses: key/value heads are split, never copied; under a pipeline torch's
 # schedules keep the gathered weights for the whole step, so ZeRO-3 would promise memory it does not free.
 PHALANX = Framework(
-    schedules=EVERYTHING.schedules, zero=(0, 1, 2, 3), zero_with_pipeline=(0, 1, 2), copies_kv_heads=False
+    schedules=EVERYTHING.schedules,
+    zero=(0, 1, 2, 3),
+    zero_with_pipeline=(0, 1, 2),
+    copies_kv_heads=False,
+    selective_zero_bubble=False,
 )
 FRAMEWORKS = {
     "phalanx": PHALANX,

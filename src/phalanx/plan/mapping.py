@@ -223,8 +223,11 @@ def _gradient_bytes(ask: Ask, c: Cases) -> float:
 
 
 def _reduces(layout: Layout) -> int:
-    """Gradient reductions per step; ZeRO-2 owns no whole gradient, so it reduces after every micro-batch."""
-    return layout.accumulation if layout.zero == 2 else 1
+    """Gradient reductions per step; ZeRO-2 owns no whole gradient, so it reduces after every micro-batch.
+
+    Not in a pipeline: torch's schedules reduce once, after the last micro-batch.
+    """
+    return layout.accumulation if layout.zero == 2 and layout.pipeline == 1 else 1
 
 
 def _sharing(ask: Ask, layout: Layout, c: Cases, weights: float) -> list[_Load]:

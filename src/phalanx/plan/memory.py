@@ -161,7 +161,8 @@ def _stage_bytes(c: Cases, f: MemoryProfile, stage: _Stage) -> dict[str, Floats]
     unsharded = np.where(stays, (dense + w.experts) * (size + gradient_bytes), 2.0 * w.layer * size)
     return {
         "weights": held(3) * size * resident * np.where(c.zero == 3, f.shard_copy, 1.0),
-        "gradients": held(2) * gradient_bytes * resident,
+        # A pipeline reduces gradients once, after the last micro-batch: until then ZeRO-2 holds whole ones there.
+        "gradients": np.where((c.zero == 2) & (c.pp > 1), dense + w.experts, held(2)) * gradient_bytes * resident,
         "optimizer": np.where(c.offload == 1, 0.0, state * resident),
         "gathered": np.where(c.zero == 3, unsharded, 0.0) + wide,
         "activations": activations,

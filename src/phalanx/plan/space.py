@@ -259,4 +259,7 @@ def _legal(ask: Ask, c: dict[str, Ints]) -> Bools:
     if ask.fixed.get("sequence_parallel") is True:
         unsplit = c["tp"] == 1
     legal: Bools = sharded & (unsplit | ((c["tp"] > 1) & ((c["sp"] == 0) | slices)))
+    if not ask.limits.selective_zero_bubble:
+        bubble, kept = SCHEDULES.index("zero-bubble"), RECOMPUTE.index("selective")
+        legal &= ~((c["pp"] > 1) & (c["schedule"] == bubble) & (c["recompute"] == kept))
     return legal

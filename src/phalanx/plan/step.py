@@ -116,7 +116,7 @@ def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
     forward_s = (work.matmul.forward + work.attention.forward + work.elementwise.forward) * share
     count = c.accumulation
     # ZeRO-2 owns no full gradient: it scatters after every micro-batch, behind the next one.
-    repeats = np.where(c.zero == 2, count - 1.0, 0.0)
+    repeats = np.where((c.zero == 2) & (c.pp <= 1), count - 1.0, 0.0)
     overlap = np.where(c.zero == 0, f.data_overlap, f.scatter_overlap)
     shown = repeats * np.maximum(0.0, sync.again - overlap * (forward_s + backward_s))
     shown = shown + sync.reduce - np.minimum(sync.reduce, backward_s) * overlap

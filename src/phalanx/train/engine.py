@@ -77,7 +77,7 @@ class Engine:
         self.shape, self.settings, self.device = shape, settings, device
         self._clip, self._read = optim.clip, read
         # Compiled, the loss reads the logits in their own format and never holds a float32 copy of them.
-        self._loss = torch.compile(summed_loss) if settings.compile else summed_loss
+        self._loss = torch.compile(summed_loss, backend=settings.compile_backend) if settings.compile else summed_loss
         self.dims = ParallelDims.of(settings.layout)
         self.meshes: Meshes = build_meshes(self.dims, device.type, experts=shape.is_moe)
         self.parts: list[Part] = build_parts(shape, settings, self.meshes, device)

@@ -32,6 +32,7 @@ class Settings:
     loss_parallel: bool = True
     recompute_layers: int | None = None  # of each stage; None is all of them
     compile: bool = False
+    compile_backend: str = "inductor"  # tests take "aot_eager": the same graphs without a compiler
     reproducible: bool = False
     seed: int = 0
     allow_code: bool = False  # whether a model of the user's own may be imported

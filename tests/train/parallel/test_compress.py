@@ -14,11 +14,11 @@ from phalanx.errors import UserError
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
 from phalanx.plan.ask import from_job
+from phalanx.plan.compression import pays
 from phalanx.plan.layout import Layout
 from phalanx.train.parallel.compress import KINDS, Quantised, build_codec
 from phalanx.train.parallel.compress_formats import FORMATS
 from phalanx.train.parallel.compress_fsdp import compress_sharded
-from phalanx.plan.compression import pays
 from phalanx.train.parallel.compress_powersgd import gains
 
 SHAPES = [torch.Size(shape) for shape in ((96, 64), (64,), (170, 257), (2, 24, 16), (7, 3))]

@@ -37,13 +37,15 @@ def parallelize(model: Decoder, meshes: Meshes, settings: Settings, device: torc
         offload_activations(model.layers.values())
     if settings.compile:
         for block in model.layers.values():
-            block.compile()
+            block.compile(backend=settings.compile_backend)
     if dims.zero:
         shard_params(
             model,
             meshes.dense["copies", "shard"],
             meshes.experts["copies", "shard"] if meshes.experts is not None else None,
-            zero=dims.zero,
+            # In a pipeline every micro-batch would gather each block twice: there ZeRO 3 keeps what it gathered for the
+            # step, as the planner counts it (and torchtitan does).
+            zero=min(dims.zero, 2) if dims.pipeline > 1 else dims.zero,
             compute=settings.compute_dtype,
             reduce=settings.reduce_dtype,
             offload=layout.offload == "parameters",

@@ -1,7 +1,7 @@
 """The trace beside the plan: bytes on every axis, FLOPs, memory by category, each with its difference.
 
-The planner speaks of a typical rank of the fullest stage. So traffic inside layers and between stages is held against
-the mean of the traced stages, gradient traffic and memory against the fullest, FLOPs against all ranks together.
+The planner speaks of a typical rank of the fullest stage. So traffic inside layers is held against the mean of the
+traced stages, traffic between stages, of gradients, and memory against the fullest, FLOPs against all ranks together.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from phalanx.plan.prediction import MemoryReport, executed_flops, predict
 from phalanx.train.tracing.log import RankTrace
 
 LIMITS = {"communication": 0.03, "FLOPs": 0.02, "memory": 0.10}
-AVERAGE = ("tensor", "context", "pipeline", "expert")  # axes whose traffic the planner gives for a mean stage
+AVERAGE = ("tensor", "context", "expert")  # axes whose traffic the planner gives for a mean stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
