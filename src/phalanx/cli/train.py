@@ -10,7 +10,7 @@ from pathlib import Path
 
 from phalanx.cli.options import add_json, add_set
 from phalanx.cli.output import note, print_json, warn
-from phalanx.errors import mistake
+from phalanx.errors import PhalanxError, mistake
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", metavar="JOB", nargs="?", help="the job file, such as job.toml")
     add_set(parser)
     parser.add_argument("--cluster", metavar="SPEC", help="run on this instead of the job's cluster, as local:4")
-    parser.add_argument("--steps", metavar="N", type=int, default=0, help="train N steps instead of data.tokens")
+    parser.add_argument("--steps", metavar="N", type=int, help="train N steps instead of data.tokens")
     parser.add_argument("--runs", metavar="DIR", default="runs", help="where run folders are made (runs)")
     parser.add_argument("--name", metavar="NAME", help="first part of the run folder's name (the job's name)")
     parser.add_argument("--resume", metavar="RUN", help="go on with a run from its newest checkpoint")
@@ -61,8 +61,9 @@ def _check_call(args: argparse.Namespace) -> None:
         raise mistake("phalanx train", "no job file is named", fix="phalanx train job.toml; phalanx init writes one")
     if len(named) > 1:
         raise mistake("phalanx train", f"{' and '.join(named)} exclude each other", fix="give one of them")
-    if args.steps < 0:
-        raise mistake("phalanx train", f"--steps {args.steps} is below 0", fix="use 1 or more")
+    if args.steps is not None and args.steps < 1:
+        raise mistake("phalanx train", f"--steps {args.steps} is below 1", fix="use 1 or more")
+    args.steps = args.steps or 0
     if args.plan and (args.overrides or args.cluster or args.steps or args.resume):
         raise mistake(
             "phalanx train",
@@ -80,6 +81,8 @@ def _planned(args: argparse.Namespace, *, here: bool) -> tuple[Plan, Run | None]
         from phalanx.record.run import open_run
 
         old = open_run(args.resume)
+        with old.held():
+            pass  # somebody else may be training in it: say so before anything is planned or changed
         plan, warnings = prepare.resumed(old, overrides=args.overrides, cluster=args.cluster, steps=args.steps)
         warn(warnings)
     else:
@@ -166,7 +169,8 @@ def _launch(made: Run, plan: Plan, args: argparse.Namespace, *, started: float) 
         def asked(count: int) -> None:
             live.note("stopping after this step; Ctrl-C again ends it at once" if count == 1 else "ending it at once")
 
-        outcome = launch(made, environ=_environ(os.environ, plan), tick=live.tick, asked=asked)
+        with made.held():
+            outcome = launch(made, environ=_environ(os.environ, plan), tick=live.tick, asked=asked)
     if outcome.state != "failed":
         _add_baselines(made, plan)
         _report(made, as_json=args.json)
@@ -182,7 +186,10 @@ def _add_baselines(made: Run, plan: Plan) -> None:
 
     found = summarize(made).evaluation
     if found is not None and found.bits_per_byte is not None and found.bigram_bits_per_byte is None:
-        made.set_launch(**{**made.launch(), "baselines": baselines(plan.job)})
+        try:
+            made.set_launch(**{**made.launch(), "baselines": baselines(plan.job)})
+        except (PhalanxError, ValueError, IndexError) as error:  # a report without them is better than none
+            note(f"no baselines: {str(error).splitlines()[0]}; phalanx data verify checks the dataset")
 
 
 def _environ(environ: Mapping[str, str], plan: Plan) -> dict[str, str]:
@@ -200,6 +207,10 @@ def _report(made: Run, *, as_json: bool) -> int:
     from phalanx.record.summary import summarize
 
     summary = summarize(made)
+    if summary.state in ("running", "launching") and not made.is_held:
+        from dataclasses import replace
+
+        summary = replace(summary, state="gone", message="its processes ended without a word; --resume goes on")
     if as_json:
         print_json(summary)
     else:

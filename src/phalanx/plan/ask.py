@@ -159,6 +159,9 @@ def fixed_by_hand(job: Job) -> Fixed:
     )  # fmt: skip
     values: dict[str, int | str | bool] = {name: getattr(job.parallel, name) for name in names}
     values["micro"] = job.batch.micro
+    if job.numerics.reproducible:  # only sums over data ranks have an order that no number of ranks changes
+        alone = {"tensor": 1, "context": 1, "pipeline": 1, "expert": 1, "zero": 0, "shard": 1}
+        values |= {name: size for name, size in alone.items() if values[name] == "auto"}
     return {name: value for name, value in values.items() if value != "auto"}
 
 

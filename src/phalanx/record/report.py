@@ -35,8 +35,9 @@ def _headline(s: Summary) -> list[str]:
     spent = f" in {format_seconds(s.wall_s)}" if s.wall_s else ""
     starts = f", {s.starts} starts" if s.starts > 1 else ""
     head = f"{s.run}: {s.state}, {s.steps:,}{of} steps, {format_count(s.tokens)} tokens{spent}{starts}"
+    why = [f"  {line}" for line in s.message.splitlines()] if s.state in ("failed", "gone") else []
     ranks = f"{s.world} rank{'s' if s.world != 1 else ''}"
-    return [head, f"{s.model} ({format_count(s.parameters)} parameters) on {s.cluster}, {ranks}: {s.layout}"]
+    return [head, *why, f"{s.model} ({format_count(s.parameters)} parameters) on {s.cluster}, {ranks}: {s.layout}"]
 
 
 def _measured(s: Summary) -> list[str]:
@@ -92,7 +93,9 @@ def _ranks(s: Summary) -> list[str]:
     shown = sorted(sorted(known, key=lambda one: -(one.compute_s or 0.0))[:MOST_ROWS], key=lambda one: one.rank)
     rows: list[tuple[str, ...]] = [("rank", "place", "compute", "wait", "waits", "sent", "memory")]
     rows += [_rank_row(one) for one in shown]
-    lines = _table(rows, right=(0, 2, 3, 4, 5, 6))
+    if all(one.bytes_sent is None for one in shown):  # counted where gradients are compressed
+        rows = [(*row[:5], *row[6:]) for row in rows]
+    lines = _table(rows, right=(0, *range(2, len(rows[0]))))
     if len(known) > len(shown):
         lines.append(f"the {len(shown)} slowest of {len(known):,} ranks")
     return [*lines, *_straggler(s, known), *_imbalance(s)]

@@ -14,10 +14,13 @@ runs/first-run-20261115-054500/
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +72,37 @@ class Run:
     def stop_file(self) -> Path:
         """The kill switch: while it exists the run stops at its next step."""
         return self.path / "stop"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Be the only one who trains in this folder; raises UserError when somebody else does."""
+        with open(self.path / "lock", "a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                raise mistake(
+                    str(self.path),
+                    f"this run is going on: process {file.read(20).strip() or 'unknown'} trains in it",
+                    why="two would write the same steps and checkpoints",
+                    fix="wait, or stop it: Ctrl-C there, or make a file called stop in the folder",
+                ) from None
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+            yield
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a process trains in this folder now."""
+        try:
+            with open(self.path / "lock", "a", encoding="utf-8") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return False
 
     def events(self, rank: int) -> Path:
         """The events of one rank."""

@@ -12,7 +12,7 @@ from phalanx.record.events import Event, read_events
 from phalanx.record.run import Run
 
 WARM_UP_SHARE = 0.2  # first share of the steps that timings leave out, as `phalanx calibrate` does
-STRAGGLES = 1.05  # a rank that computes this much longer than the median is worth naming
+STRAGGLES = 1.1  # a rank that computes this much longer than the median of its stage is worth naming
 MOST_RANKS = 4096  # event files read for the table of ranks
 
 
@@ -292,8 +292,16 @@ def _stages(ranks: Sequence[RankTime], layout: Mapping[str, Any]) -> tuple[float
 
 def _straggler(ranks: Sequence[RankTime]) -> int | None:
     """The rank that the others wait for, if one stands out."""
-    known = [(one.compute_s, one.rank) for one in ranks if one.compute_s]
-    if len(known) < 2:
-        return None
-    slowest, rank = max(known)
-    return rank if slowest > STRAGGLES * statistics.median(seconds for seconds, _ in known) else None
+    stages: dict[str, list[tuple[float, int]]] = {}
+    for one in ranks:
+        if one.compute_s:
+            # Stages differ by design (the head is heavy): a straggler is slower than others with the same work.
+            stage = one.place.split(",")[0] if one.place.startswith("pipeline") else ""
+            stages.setdefault(stage, []).append((one.compute_s, one.rank))
+    found = []
+    for members in stages.values():
+        slowest, rank = max(members)
+        usual = statistics.median_low(seconds for seconds, _ in members)
+        if len(members) > 1 and slowest > STRAGGLES * usual:
+            found.append((slowest / usual, rank))
+    return max(found)[1] if found else None

@@ -182,7 +182,8 @@ class Engine:
             stop=stops > 0,
             save=saves > 0,
             compute_s=worked_s if self.device.type == "cpu" else ended_s - began_s,
-            wait_s=waited_s,
+            # On a CPU what is not computing is waiting: for another rank, or for a core.
+            wait_s=time.perf_counter() - began_s - worked_s if self.device.type == "cpu" else waited_s,
             bytes_sent=None if sent is None or self.bytes_sent is None else self.bytes_sent - sent,
         )
 

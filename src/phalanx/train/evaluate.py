@@ -13,7 +13,7 @@ import torch
 
 from phalanx.errors import UserError
 from phalanx.train.data.dataset import TokenDataset
-from phalanx.train.engine import Engine
+from phalanx.train.engine import IGNORED, Engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,23 +35,24 @@ class Heldout:
         if self._dataset is None:
             return
         length = engine.settings.sequence
-        # Each data rank takes whole micro-batches; a pipeline would otherwise need another shape.
-        unit = engine.dims.data * engine.settings.layout.micro_batch
         there = self._dataset.num_samples(length)
         if there == 0:  # less held out than one sequence
             self._dataset = None
             return
-        count = min(sequences, there) // unit * unit or unit
-        chosen = np.linspace(0, max(there - 1, 0), count).astype(np.int64)
-        rows = self._dataset.samples(np.array_split(chosen, engine.dims.data)[engine.meshes.index("data")], length)
-        self._rows = torch.from_numpy(np.ascontiguousarray(rows))
+        # The same sequences under every layout; rows of ignored targets fill the last micro-batches up.
+        chosen = np.linspace(0, there - 1, min(sequences, there)).astype(np.int64)
+        unit = engine.dims.data * engine.settings.layout.micro_batch
+        rows = torch.from_numpy(np.ascontiguousarray(self._dataset.samples(chosen, length)))
+        tokens, targets = _filled(rows[:, :-1], unit, 0), _filled(rows[:, 1:], unit, IGNORED)
+        place, ranks = engine.meshes.index("data"), engine.dims.data
+        self._tokens, self._targets = tokens.chunk(ranks)[place], targets.chunk(ranks)[place]
 
     def score(self) -> Score | None:
         """Evaluate now; None where nothing is held out. Every rank must call this together."""
         if self._dataset is None:
             return None
         began_s = time.perf_counter()
-        loss_sum, tokens = self._engine.evaluate(self._rows[:, :-1], self._rows[:, 1:])
+        loss_sum, tokens = self._engine.evaluate(self._tokens, self._targets)
         loss = loss_sum / max(tokens, 1)
         return Score(
             loss=loss,
@@ -59,6 +60,11 @@ class Heldout:
             tokens=tokens,
             seconds=time.perf_counter() - began_s,
         )
+
+
+def _filled(rows: torch.Tensor, unit: int, value: int) -> torch.Tensor:
+    """Rows of `value` behind, up to a multiple of `unit`."""
+    return torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % unit), value=value)
 
 
 def _open(folders: Sequence[Path]) -> TokenDataset | None:

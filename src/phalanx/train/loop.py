@@ -58,7 +58,7 @@ class Loop:
             keep=self.job.checkpoint.keep,
         )
         self.memory = memory
-        self._saved_step = -1
+        self._saved_step = self._taken_step = -1
         self._saved_s = time.monotonic()
         self._skipped = 0
 
@@ -73,6 +73,7 @@ class Loop:
             step += 1
             self._record(step - 1, result, taken_s, lr)
             self._count_skipped(result, step)
+            self._tell_saved()
             if self._is_due(step):
                 self._evaluate(step)
             if result.save:
@@ -157,7 +158,17 @@ class Loop:
         blocked_s = self.saver.save(step=step, pieces=self.engine.state(), meta=meta)
         if not self.job.checkpoint.asynchronous:
             self.saver.wait()
+        self._taken_step = step
         self.events.write("checkpoint", step=step, blocked_s=blocked_s, seconds=None, bytes=None)
+
+    def _tell_saved(self) -> None:
+        """Record a checkpoint once it is on the disk."""
+        if self._taken_step >= 0 and not self.saver.busy:
+            saved, self._taken_step = self.saver.wait(), -1
+            if saved is not None:
+                self.events.write(
+                    "checkpoint", step=saved.step, path=saved.path.name, seconds=saved.seconds, bytes=saved.bytes
+                )
 
     def _finish(self, step: int, *, stopped: bool) -> None:
         self.batches.close()
@@ -165,11 +176,10 @@ class Loop:
             self._evaluate(step)
         self._heartbeat(step)
         self._save(step)
-        saved = self.saver.wait()
+        self.saver.wait()
+        self._tell_saved()
         self._heartbeat(step)
         dist.barrier()
-        if saved is not None:
-            self.events.write("checkpoint", step=step, path=saved.path.name, seconds=saved.seconds, bytes=saved.bytes)
         if stopped:
             self.events.write("stop", step=step, reason="asked to stop")
         elif dist.get_rank() == 0 and self.job.train.samples:

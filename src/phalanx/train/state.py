@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def meta_of(engine: Engine, *, step: int, tokens: int, data: str) -> dict[str, A
 def restore_newest(engine: Engine, root: Path) -> Restored:
     """Load the newest checkpoint that is whole for every rank; step 0 when there is none. All ranks must call this."""
     warnings: list[str] = []
+    knows = False
     found = list(candidates(root, warnings)) if root.is_dir() else []
     for checkpoint in found:
         weights, optimizer = engine.weights(), engine.optimizer.state()
@@ -62,7 +64,10 @@ def restore_newest(engine: Engine, root: Path) -> Restored:
             data = str(checkpoint.meta.get("data", ""))
             return Restored(step=checkpoint.step, data=data, warnings=tuple(warnings))
         warnings.append(failure or f"{checkpoint.path.name}: another rank could not read it")
+        knows = knows or bool(failure)
     if warnings:
+        if found and not knows:
+            time.sleep(1.0)  # the rank that knows the reason is to be heard first
         raise _none_left(root, warnings)
     return Restored()
 
@@ -98,7 +103,8 @@ def _all_agree(mine: bool, device: torch.device) -> bool:
 
 
 def _none_left(root: Path, warnings: list[str]) -> WorldError:
-    first = warnings[0].splitlines()[0]
+    told = [text for text in warnings if not text.endswith("another rank could not read it")]
+    first = (told or warnings)[0].splitlines()[0]
     return WorldError(
         Problem(
             where=str(root),

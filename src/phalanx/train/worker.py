@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from phalanx.errors import mistake
+from phalanx.errors import Problem, WorldError, mistake
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run, open_run
@@ -95,11 +95,24 @@ def _device(plan: Plan, world: int) -> torch.device:
 def _join(plan: Plan, device: torch.device, *, rank: int, world: int, store: Store | None) -> None:
     # Gloo beside NCCL: what is kept in host memory is exchanged there too.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=plan.job.train.timeout_s),
-        device_id=device if device.type == "cuda" else None,
-    )
+    limit_s = plan.job.train.timeout_s
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=limit_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except dist.DistError as error:
+        if "timeout" not in str(error).lower():
+            raise
+        raise WorldError(
+            Problem(
+                where=f"rank {rank}",
+                what=f"not all of {world} ranks arrived within {limit_s:g} s",
+                why="every rank of the job must be started, with the same MASTER_ADDR and WORLD_SIZE",
+                fix="look at the logs of the ranks that are missing, or raise train.timeout_s",
+            )
+        ) from error

@@ -98,7 +98,9 @@ def tell(run: Run, cause: Failure, *, others: Sequence[Failure], world: int, out
     """The one message: the first failing rank, its step and cause, what it means, what to do."""
     rest, saved = _rest(cause, others, world), last_checkpoint(run)
     kept = "no checkpoint was written yet"
-    if saved is not None:
+    if "can be read" in cause.message and saved is not None:
+        kept = ""  # the checkpoints are what failed
+    elif saved is not None:
         kept = f"last good checkpoint: step {saved:,}; go on with: phalanx train --resume {run.path}"
     when = f"step {cause.step:,}" if cause.step >= 0 else "before the first step"
     if cause.is_user:

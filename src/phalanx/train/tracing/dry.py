@@ -6,6 +6,7 @@ experts take tokens in turn. A short first step is not recorded: FSDP2 and the o
 
 from __future__ import annotations
 
+import gc
 import resource
 import time
 import warnings
@@ -40,8 +41,10 @@ def trace_rank(
         _fake_world(rank, settings.layout.devices),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
+        gc.freeze()  # the collector need not walk torch's million objects again and again
         warnings.simplefilter("ignore")  # torch's advice on the program, which a training run gives in its place
         found = record_step(shape, traceable(settings), optim, state_dtype=state_dtype, dry=True)
+    gc.unfreeze()
     rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return replace(found, seconds=time.perf_counter() - began_s, rss_bytes=rss_bytes)
 
@@ -73,8 +76,9 @@ def record_step(shape: ModelShape, settings: Settings, optim: Optim, *, state_dt
 
 
 def _few(layout: Layout) -> int:
-    """Micro-batches that warm everything up: two, so that one of them is not the last; a pipeline wants a round."""
-    return min(layout.accumulation, max(layout.pipeline, 2))
+    """Micro-batches that warm everything up: two, so that one of them is not the last; 1F1B wants one per stage."""
+    least = layout.pipeline if layout.virtual_pipeline == 1 else 2
+    return min(layout.accumulation, max(least, 2))
 
 
 def _run(engine: Engine, micro_batches: int, *, dry: bool) -> None:
