@@ -52,7 +52,6 @@ SMALL = {
     "pp2 zero2 tp2": {"pipeline": 2, "data": 2, "shard": 2, "zero": 2, "tensor": 2, "accumulation": 4} | SP,
 }  # fmt: skip
 LARGE = {
-    "70b tp8 pp4": {"tensor": 8, "pipeline": 4, "data": 2, "shard": 2, "zero": 1, "accumulation": 8} | SP,
     "70b tp8 zero3": {"tensor": 8, "data": 8, "shard": 8, "zero": 3} | SP,
 }
 

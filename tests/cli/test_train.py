@@ -232,7 +232,7 @@ def test_a_plan_made_before(train: Train, here: Path, capsys: pytest.CaptureFixt
     [
         ([], "phalanx train: no job file is named\n"),
         (["job.toml", "--resume", "x"], "phalanx train: JOB and --resume exclude each other\n"),
-        (["job.toml", "--steps", "-1"], "phalanx train: --steps -1 is below 0\n"),
+        (["job.toml", "--steps", "-1"], "phalanx train: --steps -1 is below 1\n"),
         (["--resume", "nothing"], "nothing: there is no such run\n"),
         (["job.toml", "--name", "../x"], "run name: '../x' is not a name\n"),
         (["job.toml", "--cluster", "8xH100:2"], "the plan needs 16 × H100-80GB-SXM, and this machine has"),

@@ -47,9 +47,10 @@ def test_device_counts_that_are_no_power_of_two_are_split(make_ask):
 
 
 def test_tensor_size_keeps_whole_key_value_heads(make_ask):
-    ask = make_ask("llama-3-8b")  # 32 heads, 8 key-value heads
+    ask = make_ask("llama-3-8b", parallel__framework="megatron")  # 32 heads, 8 key-value heads
     assert tensor_sizes(ask, 64) == [1, 2, 4, 8, 16, 32]
     assert 6 not in tensor_sizes(ask, 48)
+    assert tensor_sizes(make_ask("llama-3-8b"), 64) == [1, 2, 4, 8]  # our trainer copies no heads
 
 
 def test_experts_divide_and_fit_inside_the_replicas(make_ask):
@@ -79,7 +80,9 @@ def test_frameworks_are_offered_only_what_they_run(make_ask):
     assert {one.context for one in found} == {1}
     assert not [one for one in found if one.pipeline > 1 and one.zero > 1]
     ours = layouts(build(make_ask(batch=16)))
-    assert {one.zero for one in ours if one.pipeline > 1} == {0, 1, 2, 3}
+    assert {one.zero for one in ours if one.pipeline > 1} == {0, 1, 2}  # ZeRO-3 would free nothing there
+    assert {one.zero for one in ours if one.pipeline == 1} == {0, 1, 2, 3}
+    assert not [one for one in ours if one.schedule == "zero-bubble" and one.recompute == "selective"]
 
 
 def test_what_is_fixed_stays(make_ask):
@@ -95,7 +98,7 @@ def test_hsdp_shards_inside_the_domain(make_ask):
 
 
 def test_wider_tensor_groups_only_on_request(make_ask):
-    ask = make_ask(cluster="8xH100:4")
+    ask = make_ask(cluster="8xH100:4", parallel__framework="megatron")
     assert int(build(ask).base["tp"].max()) == 8
     assert int(build(ask, widest_tensor=32).base["tp"].max()) == 32
     assert set(np.unique(build(make_ask(cluster="8xH100:4", parallel__tensor=16)).base["tp"])) == {16}

@@ -25,9 +25,9 @@ GRID = {
     "zero1": {"data": 8, "shard": 8, "zero": 1},
     "zero3": {"data": 8, "shard": 8, "zero": 3},
     "hsdp": {"data": 16, "shard": 8, "zero": 3},
-    "tp4": {"tensor": 4, "data": 2},
+    "tp4 full": {"tensor": 4, "data": 2, "recompute": "full"},
     "tp8 sp zero1": {"tensor": 8, "sequence_parallel": True, "data": 8, "shard": 8, "zero": 1},
-    "cp4 zero3 full": {"context": 4, "data": 2, "shard": 8, "zero": 3, "recompute": "full"},
+    "cp4 zero1 full": {"context": 4, "data": 2, "shard": 8, "zero": 1, "recompute": "full"},
     "pp2 zero1": {"pipeline": 2, "data": 2, "shard": 2, "zero": 1, "accumulation": 4},
 }
 

@@ -138,7 +138,8 @@ def _inner(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]
     """Tensor and context: what travels inside every layer."""
     layer_passes = ask.model.layers / layout.pipeline * layout.accumulation
     operations = ("all-gather", "reduce-scatter") if layout.sequence_parallel else ("all-reduce",)
-    calls = 2 * layer_passes * _passes(layout)
+    # Two of each per layer and pass; the embedding and the head have one each way, on one stage of the pipeline.
+    calls = 2 * layer_passes * _passes(layout) + 2 * layout.accumulation / layout.pipeline
     nbytes = _activation_bytes(c)
     # torch's recompute stops before what ends a layer, for backward does not need its result (docs/trace.md).
     skipped = layer_passes if layout.recompute == "full" and ask.profile_name in EARLY_STOP else 0.0
@@ -158,7 +159,8 @@ def _inner(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]
 
 def _stages(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
     spread = layout.tensor if layout.sequence_parallel else 1
-    calls = 2 * layout.virtual_pipeline * layout.accumulation
+    # Forward and back from each of its chunks; of two ranks each is an end, which has one neighbour less.
+    calls = (2 * layout.virtual_pipeline - (layout.pipeline == 2)) * layout.accumulation
     loads = [_Load(operation="send", calls=calls, nbytes=_activation_bytes(c) / spread)]
     stride = layout.tensor * layout.context * layout.data
     pace = ask.pace("inner_traffic")

@@ -20,6 +20,7 @@ GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE = range(4)
 
 FEEDBACK_BYTES = 4.0  # per gradient of a whole layer: what compression rounded away and adds to the next step, in fp32
 OFFLOAD_PARAMETERS = 3  # index in cases.OFFLOAD
+WAITING_LOGIT_BYTES = 6.0  # per logit of a micro-batch whose backward has not begun: 16-bit logits, fp32 log-softmax
 INDEX_LIMIT = 2.0**31  # elements a 32-bit index reaches; loss kernels fail on larger logit tensors
 
 
@@ -159,6 +160,7 @@ def _stage_bytes(c: Cases, f: MemoryProfile, stage: _Stage) -> dict[str, Floats]
     # accumulates full gradients (torchtitan's reshard_after_forward default).
     stays = (c.zero == 3) & (c.pp > 1)
     unsharded = np.where(stays, (dense + w.experts) * (size + gradient_bytes), 2.0 * w.layer * size)
+    waiting = np.where((c.schedule == GPIPE) & (c.pp > 1), stage.in_flight - 1.0, 0.0)
     return {
         "weights": held(3) * size * resident * np.where(c.zero == 3, f.shard_copy, 1.0),
         # A pipeline reduces gradients once, after the last micro-batch: until then ZeRO-2 holds whole ones there.
@@ -166,7 +168,7 @@ def _stage_bytes(c: Cases, f: MemoryProfile, stage: _Stage) -> dict[str, Floats]
         "optimizer": np.where(c.offload == 1, 0.0, state * resident),
         "gathered": np.where(c.zero == 3, unsharded, 0.0) + wide,
         "activations": activations,
-        "logits": stage.head * c.tokens * c.vocab / c.tp * f.logit_bytes,
+        "logits": stage.head * c.tokens * c.vocab / c.tp * (f.logit_bytes + waiting * WAITING_LOGIT_BYTES),
         "buffers": f.base_bytes + np.where(c.compression > 0, (dense + w.experts) * FEEDBACK_BYTES, 0.0),
     }
 
@@ -184,7 +186,9 @@ def predict_memory(c: Cases, f: MemoryProfile) -> MemoryUse:
     early = np.where(single | ~lighter, most, most - 1.0)
     both = np.where(single, 2.0 - c.tied, 1.0)
     first = _Stage(layers=early, in_flight=in_flight(c), tables=both, head=np.where(single, 1.0, 0.0))
-    last = _Stage(layers=left, in_flight=np.where(single, in_flight(c), 1.0), tables=both, head=np.ones_like(left))
+    # GPipe's last stage holds every micro-batch too, before the first backward; the others' holds one.
+    held = np.where(single | (c.schedule == GPIPE), in_flight(c), 1.0)
+    last = _Stage(layers=left, in_flight=held, tables=both, head=np.ones_like(left))
     parts_first, parts_last = _stage_bytes(c, f, first), _stage_bytes(c, f, last)
     total_first, total_last = sum(parts_first.values()), sum(parts_last.values())
     wins = total_first >= total_last

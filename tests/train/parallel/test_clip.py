@@ -9,12 +9,18 @@ from phalanx.train.parallel.pieces import Piece
 
 
 def piece(replicas: int) -> Piece:
-    return Piece(name="w", tensor=torch.zeros(2), shape=(2,), start=(0,), replicas=replicas, owner=True, groups={})
+    owner = replicas == 1
+    return Piece(name="w", tensor=torch.zeros(2), shape=(2,), start=(0,), replicas=replicas, owner=owner, groups={})
 
 
-def test_copies_share_their_norm():
+def test_a_copy_counts_on_one_rank_only():
     grads = [torch.tensor([3.0, 4.0]), torch.tensor([6.0, 8.0]), torch.empty(0)]
-    assert squared_norm([piece(1), piece(4), piece(1)], grads).item() == 25.0 + 100.0 / 4
+    assert squared_norm([piece(1), piece(4), piece(1)], grads).item() == 25.0
+
+
+def test_a_copy_that_is_not_finite_is_heard_of_from_every_rank():
+    grads = [torch.tensor([3.0, 4.0]), torch.tensor([6.0, float("inf")])]
+    assert torch.isnan(squared_norm([piece(1), piece(4)], grads))
 
 
 def test_a_rank_that_holds_nothing_adds_nothing():

@@ -44,6 +44,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._quiet = 0  # number of the last batch of messages; anything else that happens ends a batch
         self._in_batch = False
         self._on = self._deaf = False
+        self._depth = 0  # modules of blocks whose forward is running
 
     def attach(self, engine: Engine) -> None:
         """Learn the engine's groups and what its tensors are."""
@@ -59,10 +60,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.meter.look = lambda: gradients(engine)
         for part in engine.parts:
             part.model.register_forward_pre_hook(self._forward_begins)
-        inner = engine._forward_backward
+            for block in part.model.layers.values():
+                for inner in block.children():
+                    inner.register_forward_pre_hook(self._deeper)
+                    inner.register_forward_hook(self._higher, always_call=True)
+        whole = engine._forward_backward
 
         def forward_backward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            total = inner(*args, **kwargs)
+            total = whole(*args, **kwargs)
             self._updating = True  # what follows belongs to the optimizer
             return total
 
@@ -160,7 +165,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch._C._current_graph_task_id() == -1:
             # Between the two, what was going on still is: FSDP2 reduces gradients after the graph has ended.
             return "backward" if self.meter.phase in ("recompute", "backward") else "forward"
-        return "recompute" if torch.is_grad_enabled() else "backward"
+        # Own autograd functions switch gradients off in their forward: there the module that runs tells.
+        return "recompute" if torch.is_grad_enabled() or self._depth else "backward"
+
+    def _deeper(self, *_: Any) -> None:
+        self._depth += 1
+
+    def _higher(self, *_: Any) -> None:
+        self._depth -= 1
 
     def _forward_begins(self, *_: Any) -> None:
         if torch._C._current_graph_task_id() == -1 and not self._updating:
