@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "phalanx"
 
 LAYERS = (
     {"errors", "units"},
-    {"files"},
+    {"files", "columns"},
     {"job", "hardware", "record"},
     {"arch", "network"},
     {"plan"},

@@ -102,9 +102,10 @@ def test_every_key_of_any_document_is_found(document: dict[str, object]) -> None
 @given(st.text(max_size=200))
 def test_noise_never_breaks_the_scanner(text: str) -> None:
     try:
-        key_lines(text)
+        found = key_lines(text)
     except TooDeep:
         pytest.fail("200 characters of noise reached the depth limit")
+    assert all(1 <= line <= text.count("\n") + 1 for line in found.values())
 
 
 @pytest.mark.parametrize(

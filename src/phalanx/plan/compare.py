@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
+from phalanx.columns import table
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
-from phalanx.plan.text import amount, table
+from phalanx.plan.text import amount
 from phalanx.units import format_bytes, format_count, format_money, format_seconds
 
 

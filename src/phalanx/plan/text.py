@@ -6,6 +6,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 
+from phalanx.columns import table
 from phalanx.job.schema import TOKENS_PER_PARAMETER
 from phalanx.plan.bill import Bill
 from phalanx.plan.plan import ParetoPoint, Plan
@@ -257,25 +258,6 @@ def _search(plan: Plan) -> list[str]:
     s = plan.search
     profile = plan.job.parallel.framework
     return [f"{s.legal:,} legal layouts, {s.fitting:,} fit, in {format_seconds(s.seconds)}; framework {profile}"]
-
-
-def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
-    """Columns padded to their widest cell; the columns in `right` are aligned to the right.
-
-    >>> table([("a", "1"), ("bb", "20")], right=(1,))
-    ['a    1', 'bb  20']
-    """
-    if not rows:
-        return []
-    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if index in right else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def _wrap(text: str, width: int = WIDTH - 4) -> list[str]:

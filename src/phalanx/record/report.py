@@ -6,6 +6,7 @@ import statistics
 import textwrap
 from collections.abc import Sequence
 
+from phalanx.columns import table
 from phalanx.record.summary import Evaluation, Pair, RankTime, Summary
 from phalanx.units import format_bytes, format_count, format_seconds
 
@@ -55,7 +56,7 @@ def _measured(s: Summary) -> list[str]:
     rows.append(("training", _seconds(s.training_s.predicted), _seconds(s.training_s.measured), _error(s.training_s)))
     if s.first_step_s is not None:
         rows.append(("first step", "", f"{format_seconds(s.first_step_s)} after the launch", ""))
-    return _table(rows)
+    return table(rows)
 
 
 def _learning(s: Summary) -> list[str]:
@@ -95,7 +96,7 @@ def _ranks(s: Summary) -> list[str]:
     rows += [_rank_row(one) for one in shown]
     if all(one.bytes_sent is None for one in shown):  # counted where gradients are compressed
         rows = [(*row[:5], *row[6:]) for row in rows]
-    lines = _table(rows, right=(0, *range(2, len(rows[0]))))
+    lines = table(rows, right=(0, *range(2, len(rows[0]))))
     if len(known) > len(shown):
         lines.append(f"the {len(shown)} slowest of {len(known):,} ranks")
     return [*lines, *_straggler(s, known), *_imbalance(s)]
@@ -174,15 +175,3 @@ def _bytes(value: float | None) -> str:
 
 def _count(value: float | None) -> str:
     return format_count(value) if value is not None else UNKNOWN
-
-
-def _table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
-    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if index in right else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines

@@ -19,6 +19,7 @@ from phalanx.train.engine import Engine, StepResult
 from phalanx.train.evaluate import Heldout
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.optim.schedule import learning_rate
+from phalanx.train.parallel.expert import imbalance
 from phalanx.train.sample import sample_texts
 from phalanx.train.state import meta_of
 
@@ -113,7 +114,7 @@ class Loop:
         loads = self.engine.expert_loads
         if loads is None:
             return None
-        return float((loads.max(dim=1).values / loads.double().mean(dim=1).clamp(min=1e-9)).max())
+        return max(imbalance(load_E, self.engine.dims.expert).expert for load_E in loads)
 
     def _count_skipped(self, result: StepResult, step: int) -> None:
         self._skipped = self._skipped + 1 if result.skipped else 0

@@ -13,12 +13,14 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from phalanx.errors import Problem, WorldError, mistake
+from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run, open_run
 from phalanx.train.engine import Engine
 from phalanx.train.loop import Loop
 from phalanx.train.memory import MemoryMeter
+from phalanx.train.models.protocol import build_model, differs_from_shape
 from phalanx.train.settings import Settings
 from phalanx.train.state import restore_newest, take_weights
 
@@ -76,8 +78,19 @@ def train(
             why="the next batches would not be those that come next",
             fix="put the old dataset back, or start a new run",
         )
-    events.write("ready", step=restored.step, seconds=time.monotonic() - began_s, warnings=list(restored.warnings))
+    warnings = [*restored.warnings, *_other_size(job, engine.settings)]
+    events.write("ready", step=restored.step, seconds=time.monotonic() - began_s, warnings=warnings)
     loop.run(restored.step)
+
+
+def _other_size(job: Job, settings: Settings) -> list[str]:
+    """A warning where a network of the user's own is not of the size that was planned."""
+    if not job.model.module:
+        return []
+    with torch.device("meta"):
+        network = build_model(job.model, allow_code=settings.allow_code)
+    found = differs_from_shape(network, job.model)
+    return [found.render()] if found is not None else []
 
 
 def _device(plan: Plan, world: int) -> torch.device:
