@@ -54,6 +54,16 @@ def test_gathers_run_on_rings(make_ask):
     assert found["data"].algorithm == "ring"
 
 
+def test_our_trainer_gathers_the_tables_of_zero_3_once(make_ask):
+    fixed = {"parallel__zero": 3, "parallel__mode": "fixed", "parallel__data": 8, "cluster": "8xH100:1"}
+    (layout, ours), (_, theirs) = (
+        axes(make_ask(**fixed, parallel__framework=name)) for name in ("phalanx", "torchtitan")
+    )
+    tables = 2 * 128_256 * 4096 * 2.0  # embedding and head of Llama 3 8B in bf16
+    saved = theirs["data"].bytes_per_step - ours["data"].bytes_per_step
+    assert saved == pytest.approx(7 / 8 * tables * layout.accumulation, rel=1e-6)
+
+
 def test_what_shows_is_what_the_step_counts(make_ask):
     ask = make_ask("mixtral-8x7b", cluster="8xH100:4", parallel__expert=8, parallel__pipeline=2)
     layout, found = axes(ask)

@@ -30,6 +30,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report", metavar="RUN", help="print the report of a run and do nothing else")
     parser.add_argument("--plan", metavar="FILE", help="use this plan, as phalanx plan --out wrote it")
     parser.add_argument("--dry-run", action="store_true", help="plan and check, start nothing")
+    parser.add_argument("--hosts", metavar="N", type=int, default=1, help="pretend that this machine is N hosts (1)")
+    parser.add_argument("--spares", metavar="N", type=int, default=0, help="idle places kept ready for lost ranks (0)")
     parser.add_argument("--allow-code", action="store_true", help="let the job import a model of your own")
     add_json(parser)
 
@@ -162,7 +164,7 @@ def _ready(plan: Plan, args: argparse.Namespace, old: Run | None, *, started: fl
 
 def _launch(made: Run, plan: Plan, args: argparse.Namespace, *, started: float) -> int:
     from phalanx.cli.live import Live
-    from phalanx.train.supervise.client import launch
+    from phalanx.train.supervise.client import launch, local_hosts
 
     with Live(made, steps=plan.duration.steps, world=plan.layout.devices, since_s=started) as live:
 
@@ -170,7 +172,8 @@ def _launch(made: Run, plan: Plan, args: argparse.Namespace, *, started: float) 
             live.note("stopping after this step; Ctrl-C again ends it at once" if count == 1 else "ending it at once")
 
         with made.held():
-            outcome = launch(made, environ=_environ(os.environ, plan), tick=live.tick, asked=asked)
+            hosts = local_hosts(plan.layout.devices, hosts=args.hosts, spares=args.spares)
+            outcome = launch(made, hosts=hosts, environ=_environ(os.environ, plan), tick=live.tick, asked=asked)
     if outcome.state != "failed":
         _add_baselines(made, plan)
         _report(made, as_json=args.json)

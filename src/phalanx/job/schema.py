@@ -155,6 +155,10 @@ class Train:
     skipped_steps: int = field(
         default=10, metadata=count("steps in a row with a gradient that is not finite before the run stops")
     )
+    spike_factor: float = field(
+        default=0.0,
+        metadata=number("a step whose gradient norm is so many times the running median is skipped; 0 never", most=1e9),
+    )
     timeout_s: float = field(
         default=300.0, metadata=number("longest wait for another rank", above=True, most=MOST_SECONDS)
     )
@@ -182,6 +186,10 @@ class Checkpoint:
     )
     keep: int = field(default=3, metadata=count("newest checkpoints kept", most=10**6))
     asynchronous: bool = field(default=True, metadata=flag("write while training goes on", key="async"))
+    memory_every: int = field(
+        default=1,
+        metadata=count("steps between copies in host memory, from which a lost rank is restored; 0 is never", least=0),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,6 +206,31 @@ class Fault:
     spares: int | Auto = field(default=AUTO, metadata=count("idle hosts kept ready", least=0, auto=True))
     failures_per_host_day: float | None = field(
         default=None, metadata=number("measured failure rate; left out, the cluster's is used", most=1e4)
+    )
+    recovery: str = field(
+        default="auto",
+        metadata=choice(
+            "a lost rank is replaced from an idle place, or the job shrinks, or it stops",
+            "auto",
+            "replace",
+            "shrink",
+            "stop",
+        ),
+    )
+    restarts: int = field(default=3, metadata=count("failures in a row, without a step between, before giving up"))
+    digest_every: int = field(
+        default=0, metadata=count("steps between comparisons of replicated weights; 0 is never", least=0)
+    )
+    grace_s: float = field(
+        default=30.0, metadata=number("seconds from SIGTERM to the end", above=True, most=MOST_SECONDS)
+    )
+    interface: str = field(
+        default="",
+        metadata=text(
+            "address that agents of several hosts listen on; left out, the loopback",
+            pattern=r"[0-9A-Za-z.:_-]{0,255}",
+            expects="an address of this host",
+        ),
     )
 
 

@@ -17,6 +17,8 @@ from phalanx.plan.step import StepTimes
 from phalanx.plan.weights import RankWeights, rank_weights
 
 EARLY_STOP = ("pytorch", "torchtitan")  # profiles of trainers on torch.utils.checkpoint
+# And of those that gather ZeRO-3's tables once: the head stays from forward to backward, a lookup's backward needs none.
+TABLES_ONCE = ("pytorch",)
 RANK_ORDER = ("tensor", "context", "data", "pipeline")  # fastest-varying first: neighbours in rank are tensor peers
 
 
@@ -171,11 +173,12 @@ def _stages(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis
 
 def _replicas(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
     """The data axis, whole or as groups that share one sharded copy and the copies of a shard."""
-    weights = float(np.max(_weights(c).dense))
+    held = _weights(c)
+    weights, tables = float(np.max(held.dense)), float(np.max(held.embedding))
     pace = ask.pace("outer_traffic")
     whole = "data" if int(np.max(g.replica.ranks)) == 1 else "shard"
     group, part = (g.data, "gradient_s") if layout.zero == 0 else (g.shard, _sharded_part(layout))
-    loads = _sharing(ask, layout, c, weights)
+    loads = _sharing(ask, layout, c, weights, once=tables if ask.profile_name in TABLES_ONCE else 0.0)
     shard = _Axis(name=whole, group=group, stride=layout.tensor, loads=loads, part=part, pace=pace)
     sharers = max(int(np.max(g.shard.ranks)), 1)
     between = [_Load(operation="all-reduce", calls=1, nbytes=weights * _gradient_bytes(ask, c) / sharers)]
@@ -232,8 +235,8 @@ def _reduces(layout: Layout) -> int:
     return layout.accumulation if layout.zero == 2 and layout.pipeline == 1 else 1
 
 
-def _sharing(ask: Ask, layout: Layout, c: Cases, weights: float) -> list[_Load]:
-    """What keeps the holders of `weights` parameters equal."""
+def _sharing(ask: Ask, layout: Layout, c: Cases, weights: float, *, once: float = 0.0) -> list[_Load]:
+    """What keeps the holders of `weights` parameters equal; `once` of them ZeRO-3 gathers once per micro-batch."""
     gradients = weights * _gradient_bytes(ask, c)
     held = weights * float(np.max(element_bytes(c)))
     if layout.zero == 0:
@@ -245,9 +248,10 @@ def _sharing(ask: Ask, layout: Layout, c: Cases, weights: float) -> list[_Load]:
         ]
     # ZeRO-3 gathers for forward and again for backward; its gradients are scattered uncompressed.
     count = layout.accumulation
+    gathers = 2.0 - once / weights if weights else 0.0
     return [
         _Load(operation="reduce-scatter", calls=count, nbytes=weights * float(np.max(ask.profile.gradient_bytes))),
-        _Load(operation="all-gather", calls=2 * count, nbytes=held),
+        _Load(operation="all-gather", calls=gathers * count, nbytes=held),
     ]
 
 

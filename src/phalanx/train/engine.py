@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,18 @@ from phalanx.train.settings import Settings
 IGNORED = -100  # target of a token that is not scored, as in torch
 
 
+class Wish(IntEnum):
+    """What a rank may ask of all the others at the end of a step; one voice is enough."""
+
+    STOP = 0  # end the run after this step
+    SAVE = 1  # write a checkpoint of this step
+    REFORM = 2  # leave this formation after this step
+    UNHELD = 3  # my copy of the state before this step is not safe in memory yet
+
+
+NO_WISHES = (False,) * len(Wish)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
     """What a step gave, the same on every rank."""
@@ -53,9 +66,8 @@ class StepResult:
     loss: float  # nats per valid token
     tokens: int  # valid tokens of the global batch
     grad_norm: float
-    skipped: bool  # the gradient was not finite: no rank updated anything
-    stop: bool  # some rank asks to end the run after this step
-    save: bool  # some rank asks for a checkpoint of this step
+    skipped: bool  # the gradient was not finite, or refused: no rank updated anything
+    wishes: tuple[bool, ...]  # by Wish: whether some rank has it
     compute_s: float  # this rank's own work
     wait_s: float  # this rank's waiting for others at the end of the step
     bytes_sent: int | None = None  # by compressed gradient exchange on this rank
@@ -104,6 +116,8 @@ class Engine:
         if shape.tied and self.dims.pipeline > 1:
             self._tied = TiedTable(self.held, self.meshes, v_shaped=v_shaped)
         self._sharded = self._compress_sharded()
+        self.touch_gradients: Callable[[Sequence[torch.Tensor]], None] = lambda grads: None  # for drills
+        self.refuses: Callable[[float], bool] = lambda norm: False  # a finite norm that is skipped all the same
         self._host_grads: list[torch.Tensor] = []
         self._unit = 0.0
         self._schedules: dict[int, tuple[Schedule, list[PipelineStage]]] = {}
@@ -147,9 +161,14 @@ class Engine:
     # ---- one step --------------------------------------------------------------------------------------------------
 
     def step(
-        self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, *, lr: float, stop: bool = False, save: bool = False
+        self,
+        tokens_BS: torch.Tensor,
+        targets_BS: torch.Tensor,
+        *,
+        lr: float,
+        wishes: Callable[[], Sequence[bool]] = lambda: NO_WISHES,
     ) -> StepResult:
-        """Learn from this data rank's part of the global batch; `stop` and `save` are wishes that all ranks share."""
+        """Learn from this data rank's part of the global batch; `wishes` is asked late, and heard by all ranks."""
         sent = self.bytes_sent
         worked_s, began_s = time.thread_time(), time.perf_counter()
         tokens_BS, targets_BS = self._mine(tokens_BS), self._mine(targets_BS)
@@ -160,27 +179,28 @@ class Engine:
             moe.aux_scale = scale / batch_sequences
         loss_sum = self._forward_backward(tokens_BS, targets_BS, unit=scale / batch_tokens)
         grads = self._gradients()
+        self.touch_gradients(grads)
         ended_s = time.perf_counter()
-        squared, loss, valid, stops, saves = self._agree(
-            squared_norm(self.pieces, grads), loss_sum, targets_BS, wishes=(stop, save)
+        squared, loss, valid, *wanted = self._agree(
+            squared_norm(self.pieces, grads), loss_sum, targets_BS, wishes=wishes()
         )
         worked_s, waited_s = time.thread_time() - worked_s, time.perf_counter() - ended_s
         factor = batch_tokens / (max(valid, 1.0) * scale)
         norm = math.sqrt(squared) * factor if squared >= 0 else math.nan
-        skipped = not math.isfinite(norm)
+        finite = math.isfinite(norm)
+        skipped = not finite or self.refuses(norm)
         if not skipped:
             self._update(grads, factor * self._clip_factor(norm), lr)
         self._clear()
         self._balance(learn=not skipped)
         if self.loss_scale is not None:
-            self.loss_scale = self.loss_scale.after(finite=not skipped)
+            self.loss_scale = self.loss_scale.after(finite=finite)
         return StepResult(
             loss=loss / max(valid, 1.0),
             tokens=int(valid),
             grad_norm=norm,
             skipped=skipped,
-            stop=stops > 0,
-            save=saves > 0,
+            wishes=tuple(count > 0 for count in wanted),
             compute_s=worked_s if self.device.type == "cpu" else ended_s - began_s,
             # On a CPU what is not computing is waiting: for another rank, or for a core.
             wait_s=time.perf_counter() - began_s - worked_s if self.device.type == "cpu" else waited_s,
@@ -197,7 +217,7 @@ class Engine:
         for part in self.parts:
             part.model.train()
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        _, loss, valid, *_ = self._agree(zero, loss_sum, targets_BS, wishes=(False, False))
+        _, loss, valid, *_ = self._agree(zero, loss_sum, targets_BS, wishes=NO_WISHES)
         return loss, int(valid)
 
     def _mine(self, whole_BL: torch.Tensor) -> torch.Tensor:
@@ -315,7 +335,7 @@ class Engine:
         return found
 
     def _agree(
-        self, squared: torch.Tensor, loss_sum: torch.Tensor, targets_BS: torch.Tensor, *, wishes: tuple[bool, bool]
+        self, squared: torch.Tensor, loss_sum: torch.Tensor, targets_BS: torch.Tensor, *, wishes: Sequence[bool]
     ) -> list[float]:
         """Sum the step's few numbers over the whole job: the only collective that every rank joins."""
         scores = any(part.model.head is not None for part in self.parts) and self.meshes.index("tensor") == 0

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import Problem, WorldError
 from phalanx.plan.plan import Plan
+from phalanx.plan.shrink import Dealing
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run
 from phalanx.train.checkpoint.background import AsyncSaver
 from phalanx.train.data.batches import Batches, BatchPlan
 from phalanx.train.data.dataset import TokenDataset
-from phalanx.train.engine import Engine, StepResult
+from phalanx.train.engine import Engine, StepResult, Wish
 from phalanx.train.evaluate import Heldout
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.optim.schedule import learning_rate
+from phalanx.train.orders import Astray, Orders
 from phalanx.train.parallel.expert import imbalance
 from phalanx.train.sample import sample_texts
 from phalanx.train.state import meta_of
+from phalanx.train.supervise.board import Phase
 
 
 class Loop:
@@ -34,21 +36,23 @@ class Loop:
         engine: Engine,
         events: EventWriter,
         memory: MemoryMeter,
-        *,
-        stop: Callable[[], bool],
-        heartbeat: Callable[[int], None],
+        orders: Orders,
     ) -> None:
         self.folder, self.plan, self.job, self.engine, self.events = folder, plan, plan.job, engine, events
-        self._stop, self._heartbeat = stop, heartbeat
+        self.orders, self.hooks = orders, orders.hooks
         self.dataset = TokenDataset.open([folder.path / path for path in self.job.data.paths], "train")
         self.batch_plan = BatchPlan.of(self.job.batch, sequence=self.job.data.sequence, tokens=plan.duration.tokens)
+        dealing = Dealing.of(engine.settings.layout, reproducible=engine.settings.reproducible)
         self.batches = Batches(
             self.dataset,
             self.dataset.sampler(self.job.data.sequence, self.job.data.seed),
             self.batch_plan,
             sequence=self.job.data.sequence,
             data_rank=engine.meshes.index("data"),
-            data_ranks=engine.dims.data,
+            data_ranks=dealing.data_ranks,
+            micro=dealing.micro,
+            rounds=dealing.rounds,
+            powers=dealing.powers,
         )
         self.heldout = Heldout(self.dataset.folders, engine, sequences=self.job.train.evaluate_sequences)
         self.saver = AsyncSaver(
@@ -57,44 +61,100 @@ class Loop:
             rank=dist.get_rank(),
             world=dist.get_world_size(),
             keep=self.job.checkpoint.keep,
+            point=self.hooks.save_point,
+            fence=orders.fence,
+            epoch=orders.epoch,
         )
         self.memory = memory
         self._saved_step = self._taken_step = -1
         self._saved_s = time.monotonic()
         self._skipped = 0
+        self._put = self._held = -1  # steps of which a copy was made in memory, and is safe there on every rank
+        engine.touch_gradients = lambda grads: self.hooks.gradients(self.step, grads)
+        self.step = 0  # steps that are done
 
-    def run(self, first: int) -> None:
-        """Take every step from `first` on; ends early when asked to."""
+    def run(self, first: int) -> str:
+        """Take every step from `first` on; "done", or "stopped" or "reform" when all ranks were asked to leave."""
         total = self.batch_plan.steps
-        self.events.write("run_start", step=first, steps=total, world=dist.get_world_size())
-        step = first
-        stopped = False
-        while step < total and not stopped:
+        self.events.write("run_start", step=first, steps=total, world=dist.get_world_size(), epoch=self.orders.epoch)
+        step, leaving = first, ""
+        while step < total and not leaving:
+            self.step = step
             result, taken_s, lr = self._step(step)
             step += 1
+            if self.hooks.records_samples:
+                self.hooks.updated(step - 1, self.engine.pieces, self.engine.optimizer.state())
+            self._hold(step)
             self._record(step - 1, result, taken_s, lr)
             self._count_skipped(result, step)
             self._tell_saved()
             if self._is_due(step):
                 self._evaluate(step)
-            if result.save:
+            if result.wishes[Wish.SAVE]:
                 self._save(step)
-            stopped = result.stop
-            self._heartbeat(step)
-        self._finish(step, stopped=stopped and step < total)
+            leaving = self._leaving(step, result)
+            self.orders.progress(step, Phase.TRAINING)
+        self.step = step
+        if leaving == "reform" and step < total:
+            self._await_copies(step)
+            return leaving
+        self._finish(step, stopped=leaving == "stopped" and step < total)
+        return "stopped" if leaving and step < total else "done"
+
+    def _leaving(self, step: int, result: StepResult) -> str:
+        if result.wishes[Wish.STOP]:
+            return "stopped"
+        return "reform" if result.wishes[Wish.REFORM] or step in self.orders.leaves_at else ""
+
+    def close(self) -> None:
+        """Give up what runs beside the steps; the formation is over."""
+        self.saver.abandon()
+        self.batches.close()
+
+    def _hold(self, step: int) -> None:
+        """Copy the state to host memory: what a lost rank is restored from."""
+        every = self.job.checkpoint.memory_every
+        if self.orders.keeper is None or not every or (step % every and step not in self.orders.leaves_at):
+            return
+        skipped = self.orders.keeper.skipped
+        self.orders.keeper.put(step, self.engine.state(), self._meta(step), held=self._held)
+        if self.orders.keeper.skipped == skipped:
+            self._put = step
+
+    def _await_copies(self, step: int) -> None:
+        """Leave a formation only with the step safe in memory everywhere; where it is not kept there, on the disk."""
+        keeper = self.orders.keeper
+        if keeper is None or self._put != step:
+            self._save(step)
+            self.saver.wait()
+        else:
+            until_s = time.monotonic() + self.job.fault.dead_after_s
+            while keeper.safe_step < step and time.monotonic() < until_s:  # else whoever forms next takes an older one
+                time.sleep(0.001)
+        dist.barrier()
+
+    def _wishes(self) -> tuple[bool, ...]:
+        keeper = self.orders.keeper
+        unheld = keeper is None or self._put < 0 or keeper.safe_step < self._put
+        return self.orders.stop(), self._wants_save(), self.orders.reform(), unheld
 
     def _step(self, step: int) -> tuple[StepResult, float, float]:
+        self.hooks.step_begins(step)
         began_s = time.perf_counter()
         tokens, targets = (torch.from_numpy(rows) for rows in self.batches.get(step))
         seen, total = self.batch_plan.tokens_before(step + 1), self.plan.duration.tokens
         lr = learning_rate(self.job.optim, tokens_seen=seen, total_tokens=total)
-        result = self.engine.step(tokens, targets, lr=lr, stop=self._stop(), save=self._wants_save())
+        before = self._put
+        result = self.engine.step(tokens, targets, lr=lr, wishes=self._wishes)
+        if not result.wishes[Wish.UNHELD]:
+            self._held = before
         return result, time.perf_counter() - began_s, lr
 
     def _record(self, step: int, result: StepResult, taken_s: float, lr: float) -> None:
         self.events.write(
             "step",
             step=step,
+            epoch=self.orders.epoch,
             loss=result.loss,
             tokens=result.tokens,
             duration_s=taken_s,
@@ -107,7 +167,15 @@ class Loop:
             skipped=result.skipped,
             bytes_sent=result.bytes_sent,
             expert_imbalance=self._expert_imbalance(),
+            held=self._held if self._held >= 0 else None,
+            **self._proof(step),
         )
+
+    def _proof(self, step: int) -> dict[str, object]:
+        """What an exact proof needs, and nobody else: in drills only."""
+        if not self.hooks.records_samples:
+            return {}
+        return {"samples": self.batches.indices(step).tolist()}
 
     def _expert_imbalance(self) -> float | None:
         """Tokens of the busiest expert over the mean, in the worst layer of this stage; None without experts."""
@@ -119,13 +187,11 @@ class Loop:
     def _count_skipped(self, result: StepResult, step: int) -> None:
         self._skipped = self._skipped + 1 if result.skipped else 0
         if self._skipped >= self.job.train.skipped_steps:
-            raise WorldError(
-                Problem(
-                    where=f"step {step:,}",
-                    what=f"the gradient was not finite in {self._skipped} steps in a row",
-                    why="no rank has updated anything since; more steps would not heal it",
-                    fix="lower optim.lr, lengthen optim.warmup_tokens, or resume before the first of them",
-                )
+            raise Astray(
+                "not-finite",
+                step=step,
+                sound=step - self._skipped,
+                what=f"the gradient was not finite in {self._skipped} steps in a row",
             )
 
     def _is_due(self, step: int) -> bool:
@@ -133,7 +199,7 @@ class Loop:
         return bool(every) and step % every == 0 and step < self.batch_plan.steps
 
     def _evaluate(self, step: int) -> None:
-        self._heartbeat(step)
+        self.orders.progress(step, Phase.RESTING)
         score = self.heldout.score()
         if score is not None:
             self.events.write(
@@ -154,13 +220,18 @@ class Loop:
         if step == self._saved_step:
             return
         self._saved_s, self._saved_step = time.monotonic(), step
-        tokens = self.batch_plan.tokens_before(step)
-        meta = meta_of(self.engine, step=step, tokens=tokens, data=self.dataset.digest)
-        blocked_s = self.saver.save(step=step, pieces=self.engine.state(), meta=meta)
+        self.orders.progress(step, Phase.RESTING)
+        blocked_s = self.saver.save(step=step, pieces=self.engine.state(), meta=self._meta(step))
         if not self.job.checkpoint.asynchronous:
             self.saver.wait()
         self._taken_step = step
-        self.events.write("checkpoint", step=step, blocked_s=blocked_s, seconds=None, bytes=None)
+        self.events.write(
+            "checkpoint", step=step, epoch=self.orders.epoch, blocked_s=blocked_s, seconds=None, bytes=None
+        )
+
+    def _meta(self, step: int) -> dict[str, Any]:
+        tokens = self.batch_plan.tokens_before(step)
+        return meta_of(self.engine, step=step, tokens=tokens, data=self.dataset.digest)
 
     def _tell_saved(self) -> None:
         """Record a checkpoint once it is on the disk."""
@@ -168,18 +239,23 @@ class Loop:
             saved, self._taken_step = self.saver.wait(), -1
             if saved is not None:
                 self.events.write(
-                    "checkpoint", step=saved.step, path=saved.path.name, seconds=saved.seconds, bytes=saved.bytes
+                    "checkpoint",
+                    step=saved.step,
+                    epoch=self.orders.epoch,
+                    path=saved.path.name,
+                    seconds=saved.seconds,
+                    bytes=saved.bytes,
                 )
 
     def _finish(self, step: int, *, stopped: bool) -> None:
         self.batches.close()
         if not stopped:
             self._evaluate(step)
-        self._heartbeat(step)
+        self.orders.progress(step, Phase.RESTING)
         self._save(step)
         self.saver.wait()
         self._tell_saved()
-        self._heartbeat(step)
+        self.orders.progress(step, Phase.RESTING)
         dist.barrier()
         if stopped:
             self.events.write("stop", step=step, reason="asked to stop")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from phalanx.errors import PhalanxError, Problem, WorldError
 from phalanx.train.checkpoint.find import candidates
 from phalanx.train.checkpoint.load import prepare
+from phalanx.train.checkpoint.source import Source
 from phalanx.train.engine import Engine
 from phalanx.train.models.hf_weights import read_hf
 from phalanx.train.optim.scaler import LossScale
@@ -40,11 +41,30 @@ def meta_of(engine: Engine, *, step: int, tokens: int, data: str) -> dict[str, A
     }
 
 
-def restore_newest(engine: Engine, root: Path) -> Restored:
-    """Load the newest checkpoint that is whole for every rank; step 0 when there is none. All ranks must call this."""
+def restore_copies(engine: Engine, source: Source) -> Restored:
+    """Load the copies that memory holds; with warnings, and nothing loaded, when a rank could not. All call this."""
+    weights, optimizer = engine.weights(), engine.optimizer.state()
+    failure = ""
+    try:
+        ready = prepare(source, [*weights, *optimizer], rank=dist.get_rank(), world=dist.get_world_size())
+    except (PhalanxError, OSError) as error:
+        failure = str(error)
+    if not _all_agree(failure == "", engine.device):
+        return Restored(warnings=(failure or f"{source.where}: another rank could not read it",))
+    ready.fill()
+    _take(engine, optimizer, source.meta)
+    return Restored(step=source.step, data=str(source.meta.get("data", "")))
+
+
+def restore_newest(engine: Engine, root: Path, *, at_most: int | None = None) -> Restored:
+    """Load the newest checkpoint that is whole for every rank; step 0 when there is none. All ranks must call this.
+
+    `at_most` leaves out those of more steps: something went wrong after it.
+    """
     warnings: list[str] = []
     knows = False
     found = list(candidates(root, warnings)) if root.is_dir() else []
+    found = [one for one in found if at_most is None or one.step <= at_most]
     for checkpoint in found:
         weights, optimizer = engine.weights(), engine.optimizer.state()
         failure = ""

@@ -1,16 +1,25 @@
-"""One rank of a run: joins the others, builds its part of the job, and trains."""
+"""One rank of a run: joins the others, builds its part of the job, and trains; under an agent, again and again.
+
+A rank that loses a peer keeps its process: it leaves the process group, waits for its place in the next formation, and
+builds itself anew from what the vault or the disk holds.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from phalanx.errors import Problem, WorldError, mistake
 from phalanx.job.schema import Job
@@ -18,11 +27,153 @@ from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run, open_run
 from phalanx.train.engine import Engine
+from phalanx.train.hooks import Hooks, hooks_of
 from phalanx.train.loop import Loop
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.models.protocol import build_model, differs_from_shape
+from phalanx.train.orders import Astray, Orders
 from phalanx.train.settings import Settings
-from phalanx.train.state import restore_newest, take_weights
+from phalanx.train.state import Restored, restore_copies, restore_newest, take_weights
+from phalanx.train.supervise import last_words
+from phalanx.train.supervise.board import NO_STEP, Phase
+from phalanx.train.supervise.fence import fence
+from phalanx.train.supervise.formation import Formation, Seat
+from phalanx.train.supervise.link import Interrupted, Link
+from phalanx.train.supervise.process import take_rank
+from phalanx.train.vault.buddy import buddy_of
+from phalanx.train.vault.choose import Choice
+from phalanx.train.vault.keeper import Keeper
+from phalanx.train.vault.replica import BuddyAddress
+from phalanx.train.vault.server import VaultServer
+from phalanx.train.vault.source import MemorySource
+from phalanx.train.vault.vault import Vault
+
+
+class Rank:
+    """A process that an agent keeps in a slot: trains in one formation after the other until it is told to end."""
+
+    def __init__(self, *, run: Path, link: Link, vault: Vault, host: str, address: str, secret: bytes) -> None:
+        self.run, self.link, self.vault, self.host, self.address = open_run(str(run)), link, vault, host, address
+        self._secret = secret
+        text = self.run.plan_json.read_text(encoding="utf-8")
+        self.plan = Plan.from_json(text, where=str(self.run.plan_json))
+        self._server: VaultServer | None = None
+
+    def serve(self) -> None:
+        """Take part in formations until the run is over; whatever is this rank's own fault is raised."""
+        while (form := self.link.next_form()) is not None:
+            formation = Formation.from_json(form)
+            rank = formation.rank(Seat(self.host, self.link.slot))
+            if rank is not None:
+                self._take_part(formation, rank)
+
+    def _take_part(self, formation: Formation, rank: int) -> None:
+        epoch = formation.epoch
+        local = formation.of_host(self.host)
+        take_rank(self.run, rank, world=formation.world, slot=self.link.slot, local_world=len(local))
+        try:
+            self.link.enter(epoch)
+            self.link.progress(NO_STEP, Phase.BUILDING)
+            state, step = self._train(formation, rank)
+        except Interrupted:
+            self._leave(epoch, step=NO_STEP, why="")
+        except Astray as error:
+            self._leave(
+                epoch, step=error.step, why=str(error), fault=error.fault, sound=error.sound, suspects=error.suspects
+            )
+        except BaseException as error:
+            # A peer is gone, and with it the connection; or the error is our own, and the agent will hear of it.
+            if not (self.link.is_over(epoch) or last_words.is_consequence(error)):
+                raise
+            self._leave(epoch, step=self.link.step, why=f"{type(error).__name__}: {error}")
+        else:
+            self._leave(epoch, step=step, why="", state=state)
+
+    def _leave(self, epoch: int, **fields: Any) -> None:
+        collective = last_words.last_collective()
+        self.link.leave()
+        with suppress(Exception):  # its members are gone; what matters is that nothing of it is left here
+            dist.distributed_c10d._abort_process_group()
+        gc.collect()  # engines hold each other in circles
+        self.link.send("left", epoch=epoch, last_collective=collective, **fields)
+
+    def _train(self, formation: Formation, rank: int) -> tuple[str, int]:
+        hooks = hooks_of(self.run, rank, self.link.slot)
+        hooks.joining(formation.epoch, rank)
+        with ExitStack() as stack:
+            door = stack.enter_context(_door(self.address)) if rank == 0 else None
+            port = door.getsockname()[1] if door is not None else 0
+            self.link.send("ready", epoch=formation.epoch, port=port, vault=self._vault_port(formation.epoch))
+            go = self.link.go(formation.epoch)
+            device = _device(self.plan, len(formation.of_host(self.host)))
+            store = _store(go["store"], door, timeout_s=self.plan.job.train.timeout_s)
+            _join(self.plan, device, rank=rank, world=formation.world, store=PrefixStore(f"{formation.epoch}", store))
+            events = EventWriter(self.run.events(rank), rank=rank)
+            stack.callback(events.close)
+            keeper = self._keeper(formation, rank, go)
+            if keeper is not None:
+                stack.callback(keeper.close)
+            orders = Orders(
+                stop=lambda: self.link.board.stopping,
+                progress=self.link.progress,
+                epoch=formation.epoch,
+                reform=lambda: self.link.board.reforming,
+                leaves_at=_leaves_at(self.run),
+                keeper=keeper,
+                hooks=hooks,
+                fence=lambda: fence(self.run, formation.epoch),
+            )
+            copies = self._copies(go) if go.get("restore") else None
+            return train(
+                self.run,
+                replace(self.plan, layout=formation.layout),
+                device,
+                events,
+                orders,
+                copies=copies,
+                at_most=go.get("at_most"),
+            )
+
+    def _vault_port(self, epoch: int) -> int:
+        if not self.plan.job.checkpoint.memory_every:
+            return 0
+        if self._server is None:
+            self._server = VaultServer(self.vault, secret=self._secret, address=self.address, host=self.host)
+        self._server.admit(epoch)
+        return self._server.port
+
+    def _keeper(self, formation: Formation, rank: int, go: Mapping[str, Any]) -> Keeper | None:
+        if not self.plan.job.checkpoint.memory_every:
+            return None
+        hosts = {number: seat.host for number, seat in enumerate(formation.seats)}
+        buddy = buddy_of(rank, hosts)
+        where = None
+        if buddy is not None:
+            host, port = go["vaults"][str(buddy.rank)]
+            where = BuddyAddress(host=host, port=int(port), slot=buddy.slot)
+        restore = go.get("restore")
+        return Keeper(
+            self.vault,
+            slot=self.link.slot,
+            rank=rank,
+            world=formation.world,
+            epoch=formation.epoch,
+            secret=self._secret,
+            buddy=where,
+            restored=(int(restore["epoch"]), int(restore["step"])) if restore else None,
+            address=self.address,
+        )
+
+    def _copies(self, go: Mapping[str, Any]) -> MemorySource:
+        peers = {host: (str(where[0]), int(where[1])) for host, where in go["peers"].items()}
+        return MemorySource(
+            Choice.from_json(go["restore"]),
+            vault=self.vault,
+            local_host=self.host,
+            peers=peers,
+            secret=self._secret,
+            bind=self.address,
+        )
 
 
 def run_rank(
@@ -34,14 +185,24 @@ def run_rank(
     stop: Callable[[], bool],
     heartbeat: Callable[[int], None],
 ) -> None:
-    """Train until the tokens are spent or a stop is asked for; whatever goes wrong is raised."""
+    """Train as one rank of those that torchrun, srun or Kubernetes started; whatever goes wrong is raised."""
     folder = open_run(str(run))
     plan = Plan.from_json(folder.plan_json.read_text(encoding="utf-8"), where=str(folder.plan_json))
-    device = _device(plan, world)
+    device = _device(plan, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
     _join(plan, device, rank=rank, world=world, store=store)
     events = EventWriter(folder.events(rank), rank=rank)
+    orders = Orders(stop=stop, progress=lambda step, phase: heartbeat(step), hooks=Hooks())
     try:
-        train(folder, plan, device, events, stop=stop, heartbeat=heartbeat)
+        train(folder, plan, device, events, orders)
+    except Astray as error:
+        raise WorldError(
+            Problem(
+                where=f"step {error.step:,}",
+                what=str(error),
+                why="no rank has updated anything since; more steps would not heal it",
+                fix="lower optim.lr, lengthen optim.warmup_tokens, or resume before the first of them",
+            )
+        ) from error
     finally:
         events.close()
     dist.destroy_process_group()
@@ -52,11 +213,15 @@ def train(
     plan: Plan,
     device: torch.device,
     events: EventWriter,
+    orders: Orders,
     *,
-    stop: Callable[[], bool],
-    heartbeat: Callable[[int], None],
-) -> None:
-    """Build the engine, take up the newest checkpoint if there is one, and run the loop."""
+    copies: MemorySource | None = None,
+    at_most: int | None = None,
+) -> tuple[str, int]:
+    """Build the engine, take up where the run stands, and run the loop; how it ended, and after how many steps.
+
+    `copies` is where memory holds the state; without, the newest checkpoint is taken, of `at_most` so many steps.
+    """
     began_s, memory = time.monotonic(), MemoryMeter(device)
     job = plan.job
     engine = Engine(
@@ -67,20 +232,45 @@ def train(
         state_dtype=job.precision.optimizer_state,
     )
     engine.initialise()
-    restored = restore_newest(engine, folder.checkpoints)
+    orders.hooks.restoring(orders.epoch, dist.get_rank())
+    restored, source = _restore(engine, folder, copies, at_most)
     if job.train.weights and not restored.step:
         take_weights(engine, Path(job.train.weights))
-    loop = Loop(folder, plan, engine, events, memory, stop=stop, heartbeat=heartbeat)
-    if restored.data and restored.data != loop.dataset.digest:
-        raise mistake(
-            ", ".join(job.data.paths),
-            "holds other tokens than the run has learnt from so far",
-            why="the next batches would not be those that come next",
-            fix="put the old dataset back, or start a new run",
+    loop = Loop(folder, plan, engine, events, memory, orders)
+    try:
+        if restored.data and restored.data != loop.dataset.digest:
+            raise mistake(
+                ", ".join(job.data.paths),
+                "holds other tokens than the run has learnt from so far",
+                why="the next batches would not be those that come next",
+                fix="put the old dataset back, or start a new run",
+            )
+        warnings = [*restored.warnings, *_other_size(job, engine.settings)]
+        events.write(
+            "ready",
+            step=restored.step,
+            epoch=orders.epoch,
+            source=source,
+            seconds=time.monotonic() - began_s,
+            warnings=warnings,
         )
-    warnings = [*restored.warnings, *_other_size(job, engine.settings)]
-    events.write("ready", step=restored.step, seconds=time.monotonic() - began_s, warnings=warnings)
-    loop.run(restored.step)
+        orders.progress(restored.step, Phase.BUILDING)  # the first step may compile
+        return loop.run(restored.step), loop.step
+    finally:
+        loop.close()
+
+
+def _restore(engine: Engine, folder: Run, copies: MemorySource | None, at_most: int | None) -> tuple[Restored, str]:
+    """From memory, else from the disk; a copy that turns out damaged is no reason to stop."""
+    warnings: tuple[str, ...] = ()
+    if copies is not None:
+        found = restore_copies(engine, copies)
+        if not found.warnings:
+            return found, "memory"
+        warnings = found.warnings
+        engine.initialise()
+    found = restore_newest(engine, folder.checkpoints, at_most=at_most)
+    return replace(found, warnings=(*warnings, *found.warnings)), "disk" if found.step else "start"
 
 
 def _other_size(job: Job, settings: Settings) -> list[str]:
@@ -93,16 +283,42 @@ def _other_size(job: Job, settings: Settings) -> list[str]:
     return [found.render()] if found is not None else []
 
 
-def _device(plan: Plan, world: int) -> torch.device:
+def _leaves_at(run: Run) -> frozenset[int]:
+    """Steps at which a replay changes its formation."""
+    return frozenset(int(one["from_step"]) for one in run.launch().get("formations", ())) - {0}
+
+
+def _device(plan: Plan, local_world: int) -> torch.device:
     """The GPU of this rank, or a fair share of the cores."""
     if torch.cuda.is_available() and plan.cluster.accelerator.family != "cpu":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     # One thread where bits must not depend on the number of ranks: kernels split their sums by thread.
-    torch.set_num_threads(1 if plan.job.numerics.reproducible else max(1, (os.cpu_count() or 1) // local))
+    torch.set_num_threads(1 if plan.job.numerics.reproducible else max(1, (os.cpu_count() or 1) // local_world))
     return torch.device("cpu")
+
+
+def _door(address: str) -> socket.socket:
+    """A socket for rank 0's store, on our own address only: torch would listen on all of them."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    door = socket.create_server((address, 0), family=family)
+    door.set_inheritable(False)
+    return door
+
+
+def _store(where: list[Any], door: socket.socket | None, *, timeout_s: float) -> TCPStore:
+    """The store where the ranks of an epoch meet; rank 0 holds it."""
+    host, port = str(where[0]), int(where[1])
+    return TCPStore(
+        host,
+        port,
+        is_master=door is not None,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        # The descriptor becomes the store's own.
+        master_listen_fd=os.dup(door.fileno()) if door is not None else None,
+    )
 
 
 def _join(plan: Plan, device: torch.device, *, rank: int, world: int, store: Store | None) -> None:

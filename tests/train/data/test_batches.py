@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.errors import UserError
 from phalanx.job.schema import Batch, RampStage
-from phalanx.train.data.batches import Batches, BatchPlan, steady_ramp
+from phalanx.train.data.batches import IGNORED, Batches, BatchPlan, steady_ramp
 from phalanx.train.data.dataset import Tokens
 from phalanx.train.data.sampler import GlobalSampler
 
@@ -156,11 +155,59 @@ def test_a_failing_disk_reaches_the_loop() -> None:
     batches.close()
 
 
-def test_ranks_that_do_not_divide_the_batch() -> None:
-    with pytest.raises(UserError) as caught:
-        Batches(Counting(), GlobalSampler(9, 0), plan_of(), sequence=10, data_rank=0, data_ranks=3)
-    assert str(caught.value) == (
-        "batch: 8 sequences per step cannot be dealt to 3 data ranks\n"
-        "  every rank takes the same number, or the loss would weigh them differently\n"
-        "  use 6 or 9"
+@given(
+    sequences=st.integers(1, 20), ranks=st.integers(1, 7), micro=st.integers(1, 3), rounds=st.sampled_from([1, 2, 4])
+)
+@settings(max_examples=60, deadline=None)
+def test_any_number_of_ranks_deals_the_batch_once(sequences: int, ranks: int, micro: int, rounds: int) -> None:
+    plan, sampler = plan_of(sequences=sequences, tokens=10**4), GlobalSampler(1000, 5)
+    whole = sampler.indices(*plan.at(3))
+    learnt, counts = [], set()
+    for rank in range(ranks):
+        batches = Batches(
+            Counting(),
+            sampler,
+            plan,
+            sequence=10,
+            data_rank=rank,
+            data_ranks=ranks,
+            micro=micro,
+            rounds=rounds,
+        )
+        tokens, targets = batches.get(3)
+        batches.close()
+        real = (targets != IGNORED).all(axis=1)
+        assert ((targets == IGNORED).all(axis=1) == ~real).all(), "a row counts or it does not"
+        assert (tokens[real, 0] == batches.indices(3)).all()
+        assert (targets[real] == tokens[real] + 1).all()
+        assert np.isin(tokens[:, 0], whole).all(), "what fills up is of the same batch"
+        learnt += tokens[real, 0].tolist()
+        counts.add(divmod(len(tokens), micro))
+    assert learnt == whole.tolist()
+    ((count, rest),) = counts
+    assert rest == 0
+    assert count % max(1, count // rounds) == 0
+
+
+def test_what_fills_up_stands_last_and_leaves_the_tokens_alone() -> None:
+    batches = Batches(Counting(), GlobalSampler(9, 0), plan_of(), sequence=10, data_rank=2, data_ranks=3)
+    tokens, targets = batches.get(0)
+    batches.close()
+    assert (targets[:2] == tokens[:2] + 1).all()
+    assert (targets[2] == IGNORED).all()
+    assert (tokens[2] == tokens[1]).all()
+
+
+def test_a_filled_tree_has_a_power_of_two() -> None:
+    batches = Batches(
+        Counting(), GlobalSampler(9, 0), plan_of(sequences=6), sequence=10, data_rank=0, data_ranks=2, powers=True
     )
+    tokens, _ = batches.get(0)
+    batches.close()
+    assert len(tokens) == 4
+
+
+def test_one_sign_for_targets_that_do_not_count() -> None:
+    from phalanx.train import engine
+
+    assert IGNORED == engine.IGNORED

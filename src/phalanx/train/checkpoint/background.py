@@ -5,16 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 
-import torch
-
+from phalanx.train.checkpoint.copies import Copies
 from phalanx.train.checkpoint.jsontext import JSON
-from phalanx.train.checkpoint.save import TIMEOUT_S, Saved, save
-from phalanx.train.checkpoint.shard import owned
+from phalanx.train.checkpoint.save import TIMEOUT_S, Fence, Saved, save
+from phalanx.train.checkpoint.storage import storage_of
+from phalanx.train.checkpoint.url import Place
 from phalanx.train.parallel.pieces import Piece
+
+ABANDON_S = 0.1  # a survivor that recovers waits no longer for its own disk
 
 
 class AsyncSaver:
@@ -27,33 +28,38 @@ class AsyncSaver:
 
     def __init__(
         self,
-        root: Path,
+        root: Place | str,
         *,
         attempt: str,
         rank: int,
         world: int,
         keep: int = 2,
+        epoch: int = 0,
         timeout_s: float = TIMEOUT_S,
+        fence: Fence = nullcontext,
+        copies: Copies | None = None,
         point: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self._save = partial(save, root, rank=rank, world=world, keep=keep, timeout_s=timeout_s, point=point)
+        storage = storage_of(root)  # once: to connect to an object store takes longer than a small save
+        self._save = partial(
+            save, storage, rank=rank, world=world, keep=keep, epoch=epoch, timeout_s=timeout_s, fence=fence, point=point
+        )
         self._attempt = attempt
         self._started = 0
-        self._thread: threading.Thread | None = None
+        self._current: _Job | None = None
         self._step = -1
-        self._copies: dict[str, torch.Tensor] = {}
         self._saved: Saved | None = None
-        self._error: BaseException | None = None
+        self.copies = copies or Copies()  # for the saver of the next epoch
 
     @property
     def busy(self) -> bool:
         """Whether a save is being written."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._current is not None and self._current.is_alive()
 
     def reserve(self, pieces: Sequence[Piece]) -> None:
         """Take the host memory now, so that the first save blocks no longer than the others."""
         self.wait()
-        self._copy(pieces)
+        self.copies.take(pieces)
 
     def save(
         self,
@@ -70,7 +76,7 @@ class AsyncSaver:
         began = time.monotonic()
         error = self._join()
         if step != self._step:
-            copies = self._copy(pieces)
+            copies = self.copies.take(pieces)
             self._start(partial(self._save, step=step, pieces=copies, meta=dict(meta), rank_meta=dict(rank_meta or {})))
             self._step = step
         if error is not None:
@@ -80,10 +86,8 @@ class AsyncSaver:
     def _start(self, job: Callable[..., Saved]) -> None:
         # Numbered, as on every rank: what a failed save left behind is never taken for a part of the next.
         self._started += 1
-        job = partial(job, attempt=f"{self._attempt}.{self._started}")
-        # Daemon: a process that dies of something else must not stay for minutes to wait for the other ranks' files.
-        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint", daemon=True)
-        self._thread.start()
+        self._current = _Job(partial(job, attempt=f"{self._attempt}.{self._started}"))
+        self._current.start()
 
     def wait(self) -> Saved | None:
         """Wait until nothing is being written and raise what went wrong; the last finished save of this rank."""
@@ -93,32 +97,43 @@ class AsyncSaver:
         return self._saved
 
     def _join(self) -> BaseException | None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        return error
+        job, self._current = self._current, None
+        if job is None:
+            return None
+        job.join()
+        self._saved = job.saved or self._saved
+        return job.error
 
-    def _run(self, job: Callable[[], Saved]) -> None:
+    def abandon(self) -> None:
+        """Give up the save that is under way, and forget what went wrong: the ranks it waits for may be gone.
+
+        Returns in about 0.1 s at the latest. A thread that a slow disk still holds goes on alone, to clean up: it will
+        commit nothing that it has not begun to commit, and keeps the host copy it reads from.
+        """
+        job, self._current = self._current, None
+        if job is None:
+            return
+        job.abandoned.set()
+        job.join(ABANDON_S)
+        if job.is_alive():
+            self.copies = Copies()
+        self._saved = job.saved or self._saved
+
+
+class _Job(threading.Thread):
+    """A save in a thread, with what came of it."""
+
+    def __init__(self, run: Callable[..., Saved]) -> None:
+        # Daemon: a process that dies of something else must not stay for minutes to wait for the other ranks' files.
+        super().__init__(name="checkpoint", daemon=True)
+        self.abandoned = threading.Event()
+        self.saved: Saved | None = None
+        self.error: BaseException | None = None
+        self._job = partial(run, abandoned=self.abandoned)
+
+    def run(self) -> None:
+        """Save; an error is for the caller's thread."""
         try:
-            self._saved = job()
-        except BaseException as error:  # handed to the caller's thread
-            self._error = error
-
-    def _copy(self, pieces: Sequence[Piece]) -> list[Piece]:
-        mine = owned(pieces)
-        old, self._copies = self._copies, {}
-        for piece in mine:
-            copy = _fitting(old.pop(piece.name, None), piece.tensor)
-            copy.copy_(piece.tensor.detach(), non_blocking=copy.is_pinned())
-            self._copies[piece.name] = copy
-        for device in {piece.tensor.device for piece in mine if piece.tensor.is_cuda}:
-            torch.cuda.synchronize(device)
-        return [replace(piece, tensor=self._copies[piece.name]) for piece in mine]
-
-
-def _fitting(old: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """The buffer of the save before where it fits: touching fresh memory costs more than the copy into it."""
-    if old is not None and old.shape == like.shape and old.dtype == like.dtype:
-        return old
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
+            self.saved = self._job()
+        except BaseException as error:
+            self.error = error

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from phalanx.train.checkpoint.boxes import Box, Gap, first_gap, overlap, whole
 from phalanx.train.checkpoint.damage import Damaged, damaged
 from phalanx.train.checkpoint.index import Entry, Index, read_index
 from phalanx.train.checkpoint.manifest import Manifest, read_manifest
+from phalanx.train.checkpoint.storage import Folder, folder_of
+from phalanx.train.checkpoint.url import Place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,38 +31,41 @@ class Stored:
 class Catalog:
     """Everything a checkpoint says about itself; tensors by name."""
 
-    folder: Path
+    place: Place
+    parts: Folder
     manifest: Manifest
     indexes: tuple[Index, ...]
     tensors: dict[str, Stored]
 
 
-def read_catalog(folder: Path) -> Catalog:
-    """The catalog of a committed folder; raises Damaged."""
+def read_catalog(place: Place) -> Catalog:
+    """The catalog of a commit; raises Damaged."""
+    folder = folder_of(place)
     manifest = read_manifest(folder)
-    indexes = tuple(read_index(folder, rank, files) for rank, files in enumerate(manifest.ranks))
+    parts = folder.parts(manifest.attempt)
+    indexes = tuple(read_index(parts, rank, files) for rank, files in enumerate(manifest.ranks))
     boxes: dict[str, list[Entry]] = {}
     for index in indexes:
         for entry in index.entries:
             boxes.setdefault(entry.name, []).append(entry)
-    tensors = {name: _stored(folder, name, boxes[name]) for name in sorted(boxes)}
-    return Catalog(folder=folder, manifest=manifest, indexes=indexes, tensors=tensors)
+    tensors = {name: _stored(place, name, boxes[name]) for name in sorted(boxes)}
+    return Catalog(place=place, parts=parts, manifest=manifest, indexes=indexes, tensors=tensors)
 
 
-def _stored(folder: Path, name: str, entries: list[Entry]) -> Stored:
+def _stored(place: Place, name: str, entries: list[Entry]) -> Stored:
     for entry in entries:
-        check_agreement(folder, entries[0], entry)
+        check_agreement(place, entries[0], entry)
     return Stored(name=name, dtype=entries[0].dtype, shape=entries[0].shape, entries=tuple(entries))
 
 
-def check_agreement(folder: Path, first: Entry, entry: Entry) -> None:
+def check_agreement(where: object, first: Entry, entry: Entry) -> None:
     """Raises Damaged unless two boxes are of one and the same tensor."""
     if (entry.dtype, entry.shape) != (first.dtype, first.shape):
         what = (
             f"{entry.name} is {first.dtype} {list(first.shape)} for rank {first.rank} "
             f"and {entry.dtype} {list(entry.shape)} for rank {entry.rank}"
         )
-        raise damaged(folder, what, why="the ranks that wrote it did not run the same model")
+        raise damaged(where, what, why="the ranks that wrote it did not run the same model")
 
 
 def check_cover(name: str, box: Box, parts: Sequence[tuple[Entry, Box]]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 
@@ -14,6 +13,7 @@ from phalanx.train.checkpoint.catalog import Catalog, Stored, read_catalog
 from phalanx.train.checkpoint.dtypes import KINDS
 from phalanx.train.checkpoint.reading import Shard
 from phalanx.train.checkpoint.shard import raw
+from phalanx.train.checkpoint.url import Place
 from phalanx.train.parallel.pieces import Piece
 
 
@@ -22,7 +22,7 @@ def is_weight(name: str) -> bool:
     return "#" not in name
 
 
-def whole_tensors(folder: Path, select: Callable[[str], bool] = is_weight) -> Iterator[tuple[str, torch.Tensor]]:
+def whole_tensors(folder: Place, select: Callable[[str], bool] = is_weight) -> Iterator[tuple[str, torch.Tensor]]:
     """Every selected tensor, whole, in name order; memory is that of one tensor. Raises Damaged before a wrong one."""
     catalog = read_catalog(folder)
     for stored in catalog.tensors.values():
@@ -30,7 +30,7 @@ def whole_tensors(folder: Path, select: Callable[[str], bool] = is_weight) -> It
             yield stored.name, _assemble(catalog, stored)
 
 
-def read_state(folder: Path, select: Callable[[str], bool] = is_weight) -> dict[str, torch.Tensor]:
+def read_state(folder: Place, select: Callable[[str], bool] = is_weight) -> dict[str, torch.Tensor]:
     """All selected tensors at once, for a model that fits one machine."""
     return dict(whole_tensors(folder, select))
 
@@ -39,13 +39,13 @@ def _assemble(catalog: Catalog, stored: Stored) -> torch.Tensor:
     stored.check_whole()  # first: a forged shape without the bytes to fill it costs no memory
     tensor = torch.empty(stored.shape, dtype=KINDS[stored.dtype].torch)
     for entry in stored.entries:
-        with Shard(catalog.folder, catalog.indexes[entry.rank]) as shard:
+        with Shard(catalog.parts, catalog.indexes[entry.rank]) as shard:
             shard.check([entry])
             tensor[entry.box.within(whole(stored.shape))].copy_(shard.read(entry, entry.box))
     return tensor
 
 
-def state_digest(folder: Path, select: Callable[[str], bool] = lambda name: True) -> str:
+def state_digest(folder: Place, select: Callable[[str], bool] = lambda name: True) -> str:
     """sha256 of the selected tensors of a checkpoint, whole and in name order: equal for equal values, any layout."""
     return tensors_digest(whole_tensors(folder, select))
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.train.checkpoint.damage import Damaged
 from phalanx.train.checkpoint.index import read_index
 from phalanx.train.checkpoint.jsontext import JSON
-from phalanx.train.checkpoint.manifest import read_manifest
+from phalanx.train.checkpoint.manifest import Manifest, read_manifest
 from phalanx.train.checkpoint.prune import committed
+from phalanx.train.checkpoint.storage import folder_of
+from phalanx.train.checkpoint.url import Place
 from phalanx.train.checkpoint.verify import verify as verify_folder
 
 
@@ -19,14 +20,15 @@ from phalanx.train.checkpoint.verify import verify as verify_folder
 class Checkpoint:
     """A committed step. `warnings` says which newer ones were passed over, and why."""
 
-    path: Path
+    path: Place
     step: int
     world: int
     meta: Mapping[str, JSON]
+    epoch: int = 0
     warnings: tuple[str, ...] = ()
 
 
-def newest(root: Path, *, verify: bool = False) -> Checkpoint | None:
+def newest(root: Place | str, *, verify: bool = False) -> Checkpoint | None:
     """The newest whole checkpoint; None when there is none at all.
 
     The manifest is always checked; with `verify` every byte is read. A damaged one is passed over with a warning. When
@@ -35,39 +37,44 @@ def newest(root: Path, *, verify: bool = False) -> Checkpoint | None:
     problems = []
     for folder in committed(root):
         try:
-            found = verify_folder(folder) if verify else read_manifest(folder)
+            found = verify_folder(folder) if verify else read_manifest(folder_of(folder))
         except Damaged as error:
             problems += list(error.problems)
             continue
         warnings = tuple(problem.render() for problem in problems)
-        return Checkpoint(path=folder, step=found.step, world=found.world, meta=found.meta, warnings=warnings)
+        return replace(_checkpoint(folder, found), warnings=warnings)
     if problems:
         raise Damaged(problems)
     return None
 
 
-def candidates(root: Path, damaged: list[str] | None = None) -> Iterator[Checkpoint]:
+def candidates(root: Place | str, damaged: list[str] | None = None) -> Iterator[Checkpoint]:
     """Checkpoints with a sound manifest, newest first: what to try one after the other when loading finds damage.
 
     What is passed over is told in `damaged`.
     """
     for folder in committed(root):
         try:
-            found = read_manifest(folder)
+            found = read_manifest(folder_of(folder))
         except Damaged as error:
             if damaged is not None:
                 damaged.append(str(error))
             continue
-        yield Checkpoint(path=folder, step=found.step, world=found.world, meta=found.meta)
+        yield _checkpoint(folder, found)
 
 
-def read_meta(folder: Path) -> dict[str, Any]:
+def _checkpoint(place: Place, found: Manifest) -> Checkpoint:
+    return Checkpoint(path=place, step=found.step, world=found.world, meta=found.meta, epoch=found.epoch)
+
+
+def read_meta(folder: Place) -> dict[str, Any]:
     """What the caller of `save` gave as `meta`, with `step` and `world`; raises Damaged."""
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder_of(folder))
     return {**manifest.meta, "step": manifest.step, "world": manifest.world}
 
 
-def read_rank_meta(folder: Path, rank: int) -> dict[str, Any]:
+def read_rank_meta(folder: Place, rank: int) -> dict[str, Any]:
     """What a rank of the world that wrote the checkpoint gave as `rank_meta`; raises Damaged."""
-    manifest = read_manifest(folder)
-    return dict(read_index(folder, rank, manifest.ranks[rank]).meta)
+    found = folder_of(folder)
+    manifest = read_manifest(found)
+    return dict(read_index(found.parts(manifest.attempt), rank, manifest.ranks[rank]).meta)

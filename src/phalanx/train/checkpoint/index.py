@@ -6,16 +6,16 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from phalanx.train.checkpoint import names
 from phalanx.train.checkpoint.boxes import Box
 from phalanx.train.checkpoint.damage import damaged
-from phalanx.train.checkpoint.disk import read_file, reason
 from phalanx.train.checkpoint.dtypes import KINDS
 from phalanx.train.checkpoint.jsontext import JSON, from_text, to_line
 from phalanx.train.checkpoint.manifest import RankFiles, is_count
+from phalanx.train.checkpoint.storage import Folder
+from phalanx.train.checkpoint.streams import read_whole, reason
 
 MOST_BYTES = 2**28  # a million boxes on one rank, at 250 bytes a row
 MOST_DIMS = 16
@@ -66,11 +66,11 @@ def encode(index: Index) -> bytes:
     return (head + ",\n".join(map(to_line, rows)) + "\n]}\n").encode("ascii")
 
 
-def read_index(folder: Path, rank: int, files: RankFiles) -> Index:
+def read_index(parts: Folder, rank: int, files: RankFiles) -> Index:
     """The index of a rank, as the manifest vouches for it; raises Damaged."""
-    path = folder / names.index_name(rank)
+    path = parts.place / names.index_name(rank)
     try:
-        data = read_file(path, most_bytes=min(files.index_bytes, MOST_BYTES))
+        data = read_whole(parts.open(path.name), most_bytes=min(files.index_bytes, MOST_BYTES))
     except OSError as error:
         raise damaged(path, f"cannot be read: {reason(error)}") from error
     if len(data) != files.index_bytes or hashlib.sha256(data).hexdigest() != files.index_sha256:

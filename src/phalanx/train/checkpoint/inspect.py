@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from phalanx.train.checkpoint.catalog import Stored, read_catalog
+from phalanx.train.checkpoint.url import Place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +20,7 @@ class Row:
     bytes: int
 
 
-def inspect(folder: Path) -> list[Row]:
+def inspect(folder: Place) -> list[Row]:
     """A row per tensor in name order, from the indexes alone; raises Damaged."""
     return [_row(stored) for stored in read_catalog(folder).tensors.values()]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from phalanx.train.checkpoint.reading import Shard
 from phalanx.train.checkpoint.route import Route, find_route
 from phalanx.train.checkpoint.shard import box_of
+from phalanx.train.checkpoint.source import Source
+from phalanx.train.checkpoint.url import Place
 from phalanx.train.checkpoint.verify import THREADS
 from phalanx.train.parallel.pieces import Piece
 
@@ -26,19 +26,21 @@ class Ready:
         """Copy the values into the pieces, in place."""
         with torch.no_grad():
             for rank, moves in self.route.moves.items():
-                with Shard(self.route.folder, self.route.indexes[rank]) as shard:
+                with self.route.source.open(rank) as tensors:
                     for move in moves:
                         target = move.piece.tensor[move.part.within(box_of(move.piece))]
-                        target.copy_(shard.read(move.entry, move.part))
+                        target.copy_(tensors.read(move.entry, move.part))
 
 
-def load(folder: Path, pieces: Sequence[Piece], *, cast: bool = False, rank: int = 0, world: int = 1) -> None:
-    """Fill every piece from a committed folder; see `prepare` for what is refused. On error no piece has changed."""
-    prepare(folder, pieces, cast=cast, rank=rank, world=world).fill()
+def load(where: Place | Source, pieces: Sequence[Piece], *, cast: bool = False, rank: int = 0, world: int = 1) -> None:
+    """Fill every piece from a commit or another source; see `prepare` for what is refused. An error changes nothing."""
+    prepare(where, pieces, cast=cast, rank=rank, world=world).fill()
 
 
-def prepare(folder: Path, pieces: Sequence[Piece], *, cast: bool = False, rank: int = 0, world: int = 1) -> Ready:
-    """Find and verify everything `pieces` need, from the files that hold a part of them and no others.
+def prepare(
+    where: Place | Source, pieces: Sequence[Piece], *, cast: bool = False, rank: int = 0, world: int = 1
+) -> Ready:
+    """Find and verify everything `pieces` need, from the ranks that wrote a part of them and no others.
 
     `rank` and `world` are this process's, and only tell where to look first. Raises UserError when the checkpoint is of
     another model (a tensor it lacks, another shape, another dtype unless `cast`), Damaged when it is not what was
@@ -46,7 +48,7 @@ def prepare(folder: Path, pieces: Sequence[Piece], *, cast: bool = False, rank: 
     the checkpoint before it.
     """
     wanted = [piece for piece in pieces if piece.tensor.numel()]
-    route = find_route(folder, wanted, cast=cast, near=rank / world)
+    route = find_route(where, wanted, cast=cast, near=rank / world)
     _check(route)
     return Ready(route=route)
 
@@ -54,8 +56,8 @@ def prepare(folder: Path, pieces: Sequence[Piece], *, cast: bool = False, rank: 
 def _check(route: Route) -> None:
     def one(rank: int) -> None:
         needed = {move.entry.name: move.entry for move in route.moves[rank]}
-        with Shard(route.folder, route.indexes[rank]) as shard:
-            shard.check(needed.values())
+        with route.source.open(rank) as tensors:
+            tensors.check(needed.values())
 
     with ThreadPoolExecutor(max_workers=THREADS) as pool:
         for _ in pool.map(one, route.moves):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from phalanx.train.checkpoint import names
 from phalanx.train.checkpoint.damage import damaged
-from phalanx.train.checkpoint.disk import read_file, reason
 from phalanx.train.checkpoint.jsontext import JSON, from_text, to_text
+from phalanx.train.checkpoint.storage import Folder
+from phalanx.train.checkpoint.streams import read_whole, reason
 
 FORMAT = "phalanx-checkpoint"
 VERSION = 1
@@ -39,6 +39,7 @@ class Manifest:
     code: str
     meta: Mapping[str, JSON]
     ranks: tuple[RankFiles, ...]
+    epoch: int = 0  # the membership that wrote it
 
     @property
     def size_bytes(self) -> int:
@@ -54,6 +55,7 @@ def encode(manifest: Manifest) -> bytes:
         "step": manifest.step,
         "world": manifest.world,
         "attempt": manifest.attempt,
+        "epoch": manifest.epoch,
         "code": manifest.code,
         "meta": manifest.meta,
         "ranks": [asdict(rank) for rank in manifest.ranks],
@@ -61,11 +63,11 @@ def encode(manifest: Manifest) -> bytes:
     return to_text({**body, "sha256": hashlib.sha256(to_text(body)).hexdigest()})
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Folder) -> Manifest:
     """The manifest of a committed folder; raises Damaged when a single bit of it is not what was written."""
-    path = folder / names.MANIFEST
+    path = folder.place / names.MANIFEST
     try:
-        data = read_file(path, most_bytes=MOST_BYTES)
+        data = read_whole(folder.open(names.MANIFEST), most_bytes=MOST_BYTES)
     except OSError as error:
         raise damaged(
             path, f"cannot be read: {reason(error)}", why="without it nothing vouches for the rest"
@@ -74,8 +76,8 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = _decode(data)
     except (ValueError, TypeError, KeyError) as error:
         raise damaged(path, f"is not a sound manifest: {_words(error)}") from error
-    if manifest.step != names.step_of(folder):
-        what = f"is the manifest of step {manifest.step}, in the folder {folder.name}"
+    if manifest.step != names.step_of(folder.place.name):
+        what = f"is the manifest of step {manifest.step}, in the folder {folder.place.name}"
         raise damaged(path, what, why="it vouches for other files")
     return manifest
 
@@ -94,9 +96,12 @@ def _decode(data: bytes) -> Manifest:
     if digest != hashlib.sha256(to_text(body)).hexdigest() or data != to_text({**body, "sha256": digest}):
         raise ValueError("its digest does not fit its text")
     ranks = tuple(RankFiles(**_rank(row)) for row in body["ranks"])
-    manifest = Manifest(ranks=ranks, **{key: body[key] for key in ("step", "world", "attempt", "code", "meta")})
+    known = {key: body[key] for key in ("step", "world", "attempt", "code", "meta")}
+    manifest = Manifest(ranks=ranks, epoch=body.get("epoch", 0), **known)
     if not is_count(manifest.step) or manifest.world != len(ranks) or not ranks or not isinstance(manifest.meta, dict):
         raise ValueError(f"it lists {len(ranks)} ranks for step {manifest.step!r} of a world of {manifest.world!r}")
+    if not names.is_attempt(manifest.attempt) or not is_count(manifest.epoch):
+        raise ValueError(f"it is of attempt {manifest.attempt!r}, epoch {manifest.epoch!r}")
     return manifest
 
 

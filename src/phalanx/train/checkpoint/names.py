@@ -6,20 +6,22 @@ step-00000100/                  a commit
     rank-00000.json             what is in them, with digests
 .tmp-step-00000100-ATTEMPT/     the same while it is written, with rank-00000.done or rank-00000.failed per rank
 .old-step-00000100-ATTEMPT/     a commit on its way out
+
+In an object store the files of a rank lie in step-00000100/ATTEMPT/, with the notes beside them, and the manifest of
+step-00000100/ says which attempt counts.
 """
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from phalanx.errors import mistake
 
 MANIFEST = "manifest.json"
 DRAFT = ".tmp-"
 GOING = ".old-"
-_COMMIT = re.compile(r"^step-(\d{8,18})$", re.ASCII)
-_ATTEMPT = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._]{0,63}$", re.ASCII)
+_COMMIT = re.compile(r"step-(\d{8,18})", re.ASCII)
+_ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._]{0,63}", re.ASCII)
 
 
 def commit_name(step: int) -> str:
@@ -33,7 +35,7 @@ def commit_name(step: int) -> str:
 
 def draft_name(step: int, attempt: str) -> str:
     """The folder of a step that is being written; `attempt` keeps a restarted job apart from its dead predecessor."""
-    if not _ATTEMPT.match(attempt):
+    if not is_attempt(attempt):
         raise mistake("attempt", f"{attempt!r} cannot be part of a folder name", fix="use letters, digits, '.' and '_'")
     return f"{DRAFT}{commit_name(step)}-{attempt}"
 
@@ -43,16 +45,31 @@ def going_name(step: int, attempt: str) -> str:
     return f"{GOING}{commit_name(step)}-{attempt}"
 
 
-def step_of(folder: Path) -> int | None:
+def is_attempt(text: object) -> bool:
+    """Whether a text from a file may stand for an attempt: one name, without a way out of its folder."""
+    return isinstance(text, str) and _ATTEMPT.fullmatch(text) is not None
+
+
+def step_of(name: str) -> int | None:
     """The step a folder name stands for, or None.
 
-    >>> step_of(Path("run/checkpoints/step-00000100")), step_of(Path(".tmp-step-00000100-a"))
+    >>> step_of("step-00000100"), step_of(".tmp-step-00000100-a")
     (100, None)
     """
-    match = _COMMIT.match(folder.name)
-    if match is None or commit_name(int(match.group(1))) != folder.name:
+    match = _COMMIT.fullmatch(name)
+    if match is None or commit_name(int(match.group(1))) != name:
         return None
     return int(match.group(1))
+
+
+def going_step(name: str) -> int | None:
+    """The step of a commit on its way out, or None.
+
+    >>> going_step(".old-step-00000100-a")
+    100
+    """
+    head, _, _ = name.removeprefix(GOING).rpartition("-")
+    return step_of(head) if name.startswith(GOING) else None
 
 
 def data_name(rank: int) -> str:
@@ -63,6 +80,15 @@ def data_name(rank: int) -> str:
 def index_name(rank: int) -> str:
     """The index of a rank."""
     return f"rank-{rank:05d}.json"
+
+
+def is_part(name: str) -> bool:
+    """Whether a name is that of tensors or an index, and not of a note.
+
+    >>> is_part(data_name(0)), is_part(index_name(0)), is_part(done_name(0))
+    (True, True, False)
+    """
+    return name.endswith((".safetensors", ".json"))
 
 
 def done_name(rank: int) -> str:

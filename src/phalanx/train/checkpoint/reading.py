@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 
 from phalanx.train.checkpoint import names
 from phalanx.train.checkpoint.boxes import Box
 from phalanx.train.checkpoint.damage import Damaged, damaged
-from phalanx.train.checkpoint.disk import CHUNK_BYTES, Reader, reason
 from phalanx.train.checkpoint.dtypes import KINDS
 from phalanx.train.checkpoint.index import Entry, Index
+from phalanx.train.checkpoint.storage import Folder
+from phalanx.train.checkpoint.streams import CHUNK_BYTES, reason
 
 
 class Shard:
     """The open tensors of one rank. Check an entry before you read from it."""
 
-    def __init__(self, folder: Path, index: Index) -> None:
-        self._path = folder / names.data_name(index.rank)
+    def __init__(self, parts: Folder, index: Index) -> None:
+        self._path = parts.place / names.data_name(index.rank)
         self._index = index
         try:
-            self._file = Reader(self._path)
+            self._file = parts.open(self._path.name)
         except OSError as error:
             raise self._unreadable(error) from error
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from phalanx.errors import Problem, UserError, nearest
 from phalanx.train.checkpoint.boxes import Box, overlap
 from phalanx.train.checkpoint.catalog import check_agreement, check_cover
 from phalanx.train.checkpoint.dtypes import dtype_name
-from phalanx.train.checkpoint.index import Entry, Index, read_index
-from phalanx.train.checkpoint.manifest import read_manifest
+from phalanx.train.checkpoint.index import Entry, Index
 from phalanx.train.checkpoint.shard import box_of
+from phalanx.train.checkpoint.source import Source, source_of
+from phalanx.train.checkpoint.url import Place
 from phalanx.train.parallel.pieces import Piece
 
 
@@ -39,9 +39,9 @@ class _Need:
     parts: list[tuple[Entry, Box]] = field(default_factory=list)
     first: Entry | None = None  # any box of the tensor, ours or not
 
-    def offer(self, folder: Path, entry: Entry) -> None:
+    def offer(self, where: str, entry: Entry) -> None:
         self.first = self.first or entry
-        check_agreement(folder, self.first, entry)
+        check_agreement(where, self.first, entry)
         part = overlap(entry.box, self.box) if entry.shape == tuple(self.piece.shape) else None
         if part is not None:
             self.parts.append((entry, part))
@@ -50,39 +50,38 @@ class _Need:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """All moves of a load, by the rank whose file they read, with the indexes of those ranks."""
+    """All moves of a load, by the rank whose tensors they read."""
 
-    folder: Path
+    source: Source
     moves: dict[int, list[Move]]
-    indexes: dict[int, Index]
     num_indexes_read: int
 
 
-def find_route(folder: Path, pieces: Sequence[Piece], *, cast: bool, near: float) -> Route:
+def find_route(where: Place | Source, pieces: Sequence[Piece], *, cast: bool, near: float) -> Route:
     """How to fill `pieces`; `near` from 0 to 1 is where among the writing ranks to look first.
 
     Raises UserError when the checkpoint is of another model, Damaged when an index is, or a part is nowhere.
     """
-    manifest = read_manifest(folder)
+    source = source_of(where)
     needs = [_Need(piece=piece, box=box_of(piece), missing=piece.tensor.numel()) for piece in pieces]
     by_name: dict[str, list[_Need]] = {}
     for need in needs:
         by_name.setdefault(need.piece.name, []).append(need)
     indexes: dict[int, Index] = {}
-    for rank in outwards(int(near * manifest.world), manifest.world):
+    for rank in outwards(int(near * source.world), source.world):
         if all(need.missing <= 0 for need in needs):
             break
-        if manifest.ranks[rank].tensors:
-            indexes[rank] = read_index(folder, rank, manifest.ranks[rank])
-            _offer(folder, indexes[rank], by_name)
-    _refuse_other_model(folder, needs, indexes, cast)
-    return Route(folder=folder, moves=_moves(needs), indexes=indexes, num_indexes_read=len(indexes))
+        if source.count(rank):
+            indexes[rank] = source.index(rank)
+            _offer(source.where, indexes[rank], by_name)
+    _refuse_other_model(source.where, needs, indexes, cast)
+    return Route(source=source, moves=_moves(needs), num_indexes_read=len(indexes))
 
 
-def _offer(folder: Path, index: Index, by_name: dict[str, list[_Need]]) -> None:
+def _offer(where: str, index: Index, by_name: dict[str, list[_Need]]) -> None:
     for entry in index.entries:
         for need in by_name.get(entry.name, ()):
-            need.offer(folder, entry)
+            need.offer(where, entry)
 
 
 def outwards(middle: int, count: int) -> Iterator[int]:
@@ -106,31 +105,31 @@ def _moves(needs: Sequence[_Need]) -> dict[int, list[Move]]:
     return moves
 
 
-def _refuse_other_model(folder: Path, needs: Sequence[_Need], indexes: dict[int, Index], cast: bool) -> None:
+def _refuse_other_model(where: str, needs: Sequence[_Need], indexes: dict[int, Index], cast: bool) -> None:
     problems = []
     for need in needs:
         if need.first is None:
-            problems.append(_absent(folder, need.piece.name, indexes))
-        elif problem := _mismatch(folder, need.first, need.piece, cast):
+            problems.append(_absent(where, need.piece.name, indexes))
+        elif problem := _mismatch(where, need.first, need.piece, cast):
             problems.append(problem)
     if problems:
         raise UserError(problems)
 
 
-def _absent(folder: Path, name: str, indexes: dict[int, Index]) -> Problem:
+def _absent(where: str, name: str, indexes: dict[int, Index]) -> Problem:
     known = {entry.name for index in indexes.values() for entry in index.entries}
     close = nearest(name, known)
     why = f"it holds {close}" if close else f"it holds {len(known)} tensors of other names"
-    return Problem(where=str(folder), what=f"holds no {name}", why=why)
+    return Problem(where=where, what=f"holds no {name}", why=why)
 
 
-def _mismatch(folder: Path, stored: Entry, piece: Piece, cast: bool) -> Problem | None:
+def _mismatch(where: str, stored: Entry, piece: Piece, cast: bool) -> Problem | None:
     if stored.shape != tuple(piece.shape):
         what = f"{piece.name} is {list(stored.shape)} there and {list(piece.shape)} in this model"
-        return Problem(where=str(folder), what=what, fix="resume with the job file of the run that wrote it")
+        return Problem(where=where, what=what, fix="resume with the job file of the run that wrote it")
     mine = dtype_name(piece.tensor.dtype)
     if stored.dtype == mine or cast:
         return None
     what = f"{piece.name} is {stored.dtype} there and {mine} in this model"
     fix = "load with cast=True if that is meant"
-    return Problem(where=str(folder), what=what, why="values would be rounded", fix=fix)
+    return Problem(where=where, what=what, why="values would be rounded", fix=fix)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 
 from phalanx.errors import mistake
 from phalanx.train.checkpoint import names
 from phalanx.train.checkpoint.boxes import Box
-from phalanx.train.checkpoint.disk import Writer
 from phalanx.train.checkpoint.dtypes import KINDS, dtype_name
 from phalanx.train.checkpoint.index import Entry, Index
 from phalanx.train.checkpoint.jsontext import JSON
+from phalanx.train.checkpoint.storage import Draft
+from phalanx.train.checkpoint.streams import CHUNK_BYTES
 from phalanx.train.parallel.pieces import Piece
 
 RESERVED = "__metadata__"  # safetensors keeps this key for itself
@@ -48,17 +48,22 @@ def box_of(piece: Piece) -> Box:
     return Box(tuple(piece.start), tuple(piece.tensor.shape))
 
 
-def write_shard(folder: Path, rank: int, pieces: Sequence[Piece], meta: Mapping[str, JSON]) -> Index:
-    """Write the tensors of a rank and flush them; returns the index that describes them."""
+def write_shard(
+    draft: Draft, rank: int, pieces: Sequence[Piece], meta: Mapping[str, JSON], go_on: Callable[[], None]
+) -> Index:
+    """Write the tensors of a rank and flush them; returns the index. `go_on` is called now and then, and may raise."""
     mine = owned(pieces)
     header = _header(mine)
     digests: list[str] = []
-    with Writer(folder / names.data_name(rank)) as writer, ThreadPoolExecutor(max_workers=1) as hasher:
+    size_bytes = len(header) + sum(map(size_of, mine))
+    with draft.create(names.data_name(rank), size_bytes) as writer, ThreadPoolExecutor(max_workers=1) as hasher:
         writer.write(memoryview(header))
         for piece in mine:
             data = raw(piece.tensor)
             digest = hasher.submit(hashlib.sha256, data)
-            writer.write(data)  # both release the interpreter's lock, so that hashing costs no time of its own
+            for begin in range(0, len(data), CHUNK_BYTES):
+                go_on()
+                writer.write(data[begin : begin + CHUNK_BYTES])  # both let other threads run: hashing costs no time
             digests.append(digest.result().hexdigest())
     entries = tuple(_entries(mine, digests, rank, len(header)))
     header_sha256 = hashlib.sha256(header).hexdigest()

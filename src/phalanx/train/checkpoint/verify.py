@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from phalanx.train.checkpoint import names
 from phalanx.train.checkpoint.catalog import Catalog, read_catalog
@@ -11,34 +10,35 @@ from phalanx.train.checkpoint.damage import Damaged, damaged
 from phalanx.train.checkpoint.index import Index
 from phalanx.train.checkpoint.manifest import Manifest
 from phalanx.train.checkpoint.reading import Shard
+from phalanx.train.checkpoint.url import Place
 
 THREADS = 4  # sha256 runs at 1.1 GB/s a core here, below a fast disk: a few at once
 
 
-def verify(folder: Path) -> Manifest:
+def verify(folder: Place) -> Manifest:
     """The manifest, when all files are there and unchanged, no others are, and every tensor is whole; else Damaged."""
     catalog = read_catalog(folder)
-    _check_names(folder, catalog.manifest)
+    _check_names(catalog)
     problems = [problem for error in _errors(catalog) for problem in error.problems]
     if problems:
         raise Damaged(problems)
     return catalog.manifest
 
 
-def _check_names(folder: Path, manifest: Manifest) -> None:
-    here = {path.name for path in folder.iterdir() if not path.name.startswith(".")}  # .nfs… is the file system's own
-    ranks = range(manifest.world)
-    wanted = {names.MANIFEST, *map(names.data_name, ranks), *map(names.index_name, ranks)}
+def _check_names(catalog: Catalog) -> None:
+    ranks = range(catalog.manifest.world)
+    wanted = {*map(names.data_name, ranks), *map(names.index_name, ranks)}
+    here = catalog.parts.names() - {names.MANIFEST}
     for name in sorted(wanted - here):
-        raise damaged(folder / name, "is missing")
+        raise damaged(catalog.parts.place / name, "is missing")
     for name in sorted(here - wanted):
-        raise damaged(folder / name, "does not belong to this checkpoint", fix="move it away")
+        raise damaged(catalog.parts.place / name, "does not belong to this checkpoint", fix="move it away")
 
 
 def _errors(catalog: Catalog) -> list[Damaged]:
     def check(index: Index) -> Damaged | None:
         try:
-            with Shard(catalog.folder, index) as shard:
+            with Shard(catalog.parts, index) as shard:
                 shard.check(index.entries)
         except Damaged as error:
             return error

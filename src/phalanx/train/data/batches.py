@@ -5,18 +5,19 @@ from __future__ import annotations
 import bisect
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from phalanx.errors import mistake
 from phalanx.job.schema import Batch, RampStage
+from phalanx.plan.shrink import Dealing
 from phalanx.train.data.dataset import Tokens
 from phalanx.train.data.sampler import Sampler
 
 PREFETCH = 2
+IGNORED = -100  # target of a token that is not scored, as in torch
 
 
 class Samples(Protocol):
@@ -97,15 +98,26 @@ def steady_ramp(*, start: int, increment: int, over_sequences: int, full: int, s
 class Batches:
     """This data rank's part of every global batch, read ahead by a thread.
 
-    Data rank d of n takes sequences [d·B/n, (d+1)·B/n) of a batch of B, so the whole is the same for every n.
+    The batch is dealt in order and in whole micro-batches (`Dealing`), so the whole is the same for every number of
+    ranks. Rows beyond the last sequence fill micro-batches up: they repeat a sequence and none of their targets counts.
     """
 
     def __init__(
-        self, dataset: Samples, sampler: Sampler, plan: BatchPlan, *, sequence: int, data_rank: int, data_ranks: int
+        self,
+        dataset: Samples,
+        sampler: Sampler,
+        plan: BatchPlan,
+        *,
+        sequence: int,
+        data_rank: int,
+        data_ranks: int,
+        micro: int = 1,
+        rounds: int = 1,
+        powers: bool = False,
     ) -> None:
-        _check_ranks(plan.batch_sizes, data_ranks)
         self._dataset, self._sampler, self._plan, self._sequence = dataset, sampler, plan, sequence
-        self._rank, self._ranks = data_rank, data_ranks
+        self._rank = data_rank
+        self._dealing = Dealing(data_ranks=data_ranks, micro=micro, rounds=rounds, powers=powers)
         self._ahead: _Ahead | None = None
 
     def get(self, step: int) -> tuple[Tokens, Tokens]:
@@ -114,17 +126,30 @@ class Batches:
             self.close()
             self._ahead = _Ahead(self, step)
         rows = self._ahead.take()
-        return rows[:, :-1], rows[:, 1:]
+        tokens, targets = rows[:, :-1], rows[:, 1:]
+        real = len(self._real(step))
+        if real < len(rows):
+            targets = targets.copy()  # shares its memory with the tokens
+            targets[real:] = IGNORED
+        return tokens, targets
 
     def indices(self, step: int) -> Tokens:
-        """The samples of this rank in a step."""
-        first, sequences = self._plan.at(step)
-        share = sequences // self._ranks
-        return self._sampler.indices(first + self._rank * share, share)
+        """The samples that this rank learns from in a step."""
+        mine = self._real(step)
+        return self._sampler.indices(self._plan.at(step)[0] + mine.start, len(mine))
 
     def read(self, step: int) -> Tokens:
-        """Rows [b, sequence + 1] of a step, read now."""
-        return np.ascontiguousarray(self._dataset.samples(self.indices(step), self._sequence))
+        """Rows [b, sequence + 1] of a step, read now; those that fill up come last."""
+        first, sequences = self._plan.at(step)
+        mine = self.indices(step)
+        # Something with the lengths and words of real text, so that a filling row costs no more than another.
+        real = self._dataset.samples(mine if len(mine) else self._sampler.indices(first, 1), self._sequence)
+        missing = self._dealing.rows(sequences) - len(real)
+        return np.ascontiguousarray(np.concatenate([real, np.repeat(real[-1:], missing, axis=0)]) if missing else real)
+
+    def _real(self, step: int) -> range:
+        """This rank's sequences, counted from the first of the batch."""
+        return self._dealing.real(self._rank, self._plan.at(step)[1])
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -173,15 +198,3 @@ class _Ahead:
         """End the thread and wait for it."""
         self._stopped.set()
         self._thread.join()
-
-
-def _check_ranks(batch_sizes: Sequence[int], data_ranks: int) -> None:
-    for size in batch_sizes:
-        if size % data_ranks:
-            less = size // data_ranks * data_ranks
-            raise mistake(
-                "batch",
-                f"{size:,} sequences per step cannot be dealt to {data_ranks:,} data ranks",
-                why="every rank takes the same number, or the loss would weigh them differently",
-                fix=f"use {less:,} or {less + data_ranks:,}" if less else f"use {data_ranks:,}",
-            )

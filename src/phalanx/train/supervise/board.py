@@ -1,4 +1,8 @@
-"""A page of memory that the supervisor and its ranks share: who is at which step since when, and the wish to stop."""
+"""A page of memory that an agent and its ranks share: who is alive, at which step since when, and what is wished.
+
+Two clocks per slot: `alive_s` is touched by a thread of the rank several times a second, whatever the rank waits for;
+`progress_s` by the training itself. A stopped process shows in the first, a stuck one only in the second.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +10,65 @@ import mmap
 import struct
 import time
 from dataclasses import dataclass
+from enum import IntEnum
 
-_STOP = 0  # offset of the flag
-_FIRST = 16  # offset of rank 0
-_BEAT = struct.Struct("=qd")  # step, seconds of the monotonic clock (one clock for all processes of a host)
+_STOP, _REFORM = 0, 1  # offsets of the flags
+_FIRST = 16  # offset of slot 0
+_ALIVE = struct.Struct("=d")
+_PROGRESS = struct.Struct("=qqqd")  # epoch, step, phase, seconds of the monotonic clock (one clock for a host)
+_LINE = _ALIVE.size + _PROGRESS.size
 NO_STEP = -1
+
+
+class Phase(IntEnum):
+    """What a rank is doing, as far as its patience is concerned."""
+
+    IDLE = 0  # waits for a place in a formation
+    BUILDING = 1  # joins, builds, restores; compiles in its first step
+    TRAINING = 2
+    RESTING = 3  # evaluates, saves, samples: no step for a while
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beat:
-    """The last sign of life of a rank."""
+    """The last signs of life of a slot; times of the monotonic clock."""
 
+    epoch: int
     step: int  # NO_STEP before the first one
-    at_s: float  # monotonic clock
+    phase: Phase
+    progress_s: float
+    alive_s: float
 
 
 class Board:
     """Made before the ranks are forked; each rank writes only its own line, so there is nothing to lock."""
 
-    def __init__(self, world: int) -> None:
-        self._memory = mmap.mmap(-1, _FIRST + _BEAT.size * world)
-        for rank in range(world):
-            self.beat(rank, NO_STEP)
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self._memory = mmap.mmap(-1, _FIRST + _LINE * slots)
+        for slot in range(slots):
+            self.reset(slot)
 
-    def beat(self, rank: int, step: int) -> None:
-        """Rank `rank` is alive and at `step`."""
-        _BEAT.pack_into(self._memory, _FIRST + _BEAT.size * rank, step, time.monotonic())
+    def reset(self, slot: int) -> None:
+        """A new process takes the slot."""
+        self.progress(slot, epoch=0, step=NO_STEP, phase=Phase.IDLE)
+        self.alive(slot)
 
-    def last(self, rank: int) -> Beat:
-        """The last sign of life of a rank."""
-        step, at_s = _BEAT.unpack_from(self._memory, _FIRST + _BEAT.size * rank)
-        return Beat(step=step, at_s=at_s)
+    def alive(self, slot: int) -> None:
+        """The process of a slot runs."""
+        _ALIVE.pack_into(self._memory, _FIRST + _LINE * slot, time.monotonic())
+
+    def progress(self, slot: int, *, epoch: int, step: int, phase: Phase) -> None:
+        """The training of a slot got somewhere."""
+        _PROGRESS.pack_into(
+            self._memory, _FIRST + _LINE * slot + _ALIVE.size, epoch, step, int(phase), time.monotonic()
+        )
+
+    def last(self, slot: int) -> Beat:
+        """The last signs of life of a slot."""
+        (alive_s,) = _ALIVE.unpack_from(self._memory, _FIRST + _LINE * slot)
+        epoch, step, phase, at_s = _PROGRESS.unpack_from(self._memory, _FIRST + _LINE * slot + _ALIVE.size)
+        return Beat(epoch=epoch, step=step, phase=Phase(phase), progress_s=at_s, alive_s=alive_s)
 
     def ask_to_stop(self) -> None:
         """Every rank will see this at its next step; the loop agrees on it, saves and returns."""
@@ -46,3 +78,12 @@ class Board:
     def stopping(self) -> bool:
         """Whether the ranks are to stop."""
         return self._memory[_STOP] == 1
+
+    def ask_to_reform(self, wanted: bool) -> None:
+        """Every rank is to leave the formation after its step, so that another can be made without losing one."""
+        self._memory[_REFORM] = int(wanted)
+
+    @property
+    def reforming(self) -> bool:
+        """Whether the ranks are to leave the formation."""
+        return self._memory[_REFORM] == 1

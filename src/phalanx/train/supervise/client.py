@@ -13,8 +13,12 @@ from dataclasses import dataclass
 from types import FrameType
 
 from phalanx.record.run import Run
+from phalanx.train.supervise.secret import make_secret
 
 POLL_S = 0.1
+RESTART_S = 1.0  # before a dead agent is started again, so that its death is noticed first
+MOST_RESTARTS = 3  # of one host in one launch
+ENDED = ("done", "stopped", "failed")
 INTERRUPTED = 130  # 128 + SIGINT
 # -P: a file of the current folder called torch.py is not torch.
 AGENT = ("-P", "-m", "phalanx.train.supervise.agent")
@@ -29,41 +33,111 @@ class Outcome:
     message: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostSpec:
+    """A host as the launcher sees it; on one machine several may be pretended."""
+
+    name: str
+    slots: int
+    address: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()  # command to start the agent under, as `ip netns exec`
+
+
+def local_hosts(ranks: int, *, hosts: int = 1, spares: int = 0) -> tuple[HostSpec, ...]:
+    """This machine as so many hosts; spares go to the last of them."""
+    share, more = divmod(ranks, hosts)
+    counts = [share + (number < more) for number in range(hosts)]
+    counts[-1] += spares
+    return tuple(HostSpec(name=f"host-{number}", slots=count) for number, count in enumerate(counts))
+
+
 def launch(
     run: Run,
     *,
+    hosts: Sequence[HostSpec],
     environ: Mapping[str, str],
     tick: Callable[[], None],
     asked: Callable[[int], None],
     agent: Sequence[str] = AGENT,
 ) -> Outcome:
-    """Start the ranks and stay until they are gone; `tick` is called often, `asked(n)` at the n-th wish to stop."""
+    """Start the agents and stay until they are gone; `tick` is called often, `asked(n)` at the n-th wish to stop."""
     run.stop_file.unlink(missing_ok=True)  # it stopped the run once; it does not stop it again
     with _wishes(asked) as wishes:
-        run.set_status("launching")
-        process = _start(run, [sys.executable, *agent, str(run.path), str(os.getpid())], environ)
+        _prepare(run, hosts)
+        fleet = Fleet(run, hosts, environ, agent)
         try:
             passed = 0
-            while process.poll() is None:
+            while fleet.tend():
                 for _ in range(len(wishes) - passed):
-                    process.terminate()
+                    fleet.terminate()
                     passed += 1
                 tick()
                 time.sleep(POLL_S)  # a signal does not cut it short: a wish waits this long at most
             tick()
         finally:
-            if process.poll() is None:  # we are leaving by an exception: nothing stays behind
+            fleet.kill()  # we may be leaving by an exception: nothing stays behind
+    return _outcome(run, fleet.code, wishes=len(wishes))
+
+
+def _prepare(run: Run, hosts: Sequence[HostSpec]) -> None:
+    (run.path / "secret").unlink(missing_ok=True)  # a new one for every launch
+    make_secret(run.path / "secret")
+    (run.path / "coordinator.json").unlink(missing_ok=True)
+    names, slots = [host.name for host in hosts], [host.slots for host in hosts]
+    run.set_launch(**{**run.launch(), "hosts": names, "slots": slots, "launched": time.time()})
+    run.set_status("launching")
+
+
+class Fleet:
+    """The agents of a launch on this machine. One that dies is started again: its host came back."""
+
+    def __init__(self, run: Run, hosts: Sequence[HostSpec], environ: Mapping[str, str], agent: Sequence[str]) -> None:
+        self._run, self._hosts, self._environ, self._agent = run, list(hosts), dict(environ), list(agent)
+        self._restarts = {host.name: 0 for host in hosts}
+        self._due_s: dict[str, float] = {}
+        self._agents = {host.name: self._start(host) for host in hosts}
+        self.code = 0
+
+    def tend(self) -> bool:
+        """Whether an agent still runs, or is about to; starts those that are due."""
+        now = time.monotonic()
+        over = self._run.status().get("state") in ENDED
+        for host in self._hosts:
+            process = self._agents.get(host.name)
+            if process is not None and process.poll() is not None:
+                self._agents.pop(host.name)
+                self.code = self.code or process.returncode
+                if not over and process.returncode < 0 and self._restarts[host.name] < MOST_RESTARTS:
+                    self._due_s[host.name] = now + RESTART_S
+            due_s = self._due_s.get(host.name)
+            if due_s is not None and (now >= due_s or over):
+                del self._due_s[host.name]
+                if not over:
+                    self._restarts[host.name] += 1
+                    self._agents[host.name] = self._start(host)
+        return bool(self._agents or self._due_s)
+
+    def terminate(self) -> None:
+        """Pass a wish on."""
+        self._due_s.clear()
+        for process in self._agents.values():
+            process.terminate()
+
+    def kill(self) -> None:
+        """End what is left."""
+        for process in self._agents.values():
+            if process.poll() is None:
                 process.kill()
                 process.wait()
-    return _outcome(run, process.returncode, wishes=len(wishes))
 
-
-def _start(run: Run, command: list[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """The agent in a session of its own: Ctrl-C in the terminal reaches only us, and we pass it on."""
-    with open(run.path / "logs" / "agent.log", "ab") as log:
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(environ), start_new_session=True
-        )
+    def _start(self, host: HostSpec) -> subprocess.Popen[bytes]:
+        """The agent in a session of its own: Ctrl-C in the terminal reaches only us, and we pass it on."""
+        words = [str(self._run.path), host.name, str(host.slots), host.address, str(0 if host.prefix else os.getpid())]
+        command = [*host.prefix, sys.executable, *self._agent, *words]
+        with open(self._run.path / "logs" / "agent.log", "ab") as log:
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environ, start_new_session=True
+            )
 
 
 @contextlib.contextmanager
@@ -88,7 +162,7 @@ def _wishes(asked: Callable[[int], None]) -> Iterator[list[int]]:
 
 def _outcome(run: Run, code: int, *, wishes: int) -> Outcome:
     status = run.status()
-    if status.get("state") in ("done", "stopped", "failed"):
+    if status.get("state") in ENDED:
         return Outcome(
             state=str(status["state"]),
             exit_code=int(status.get("exit_code", code)),

@@ -45,6 +45,7 @@ class Failure:
     module: str = ""
     exit_code: int = 3
     signal: int = 0
+    stack: str = ""  # where it was, as far as it could still be asked
 
     @property
     def is_user(self) -> bool:
@@ -62,18 +63,22 @@ class Failure:
         return not self.signal and not self.is_user and foreign and bool(_LOST_PEER.search(self.message))
 
 
-def write_error(run: Run, rank: int, error: BaseException, *, step: int) -> None:
-    """Leave the reason for the supervisor, whole or not at all."""
-    user = isinstance(error, PhalanxError)
-    failure = Failure(
+def failure_of(rank: int, error: BaseException, *, step: int) -> Failure:
+    """An exception that ends a rank."""
+    return Failure(
         rank=rank,
         step=step,
         at_s=time.time(),
         kind=type(error).__name__,
         module=type(error).__module__,
         message=str(error)[:MOST_MESSAGE],
-        exit_code=error.exit_code if user else 3,  # type: ignore[attr-defined]
+        exit_code=error.exit_code if isinstance(error, PhalanxError) else 3,
     )
+
+
+def write_error(run: Run, rank: int, error: BaseException, *, step: int) -> None:
+    """Leave the reason for the supervisor, whole or not at all."""
+    failure = failure_of(rank, error, step=step)
     try:
         run.error(rank).parent.mkdir(exist_ok=True)
         replace_text(run.error(rank), json.dumps(asdict(failure), ensure_ascii=False) + "\n")

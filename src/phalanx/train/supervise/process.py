@@ -7,25 +7,23 @@ import faulthandler
 import gc
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Protocol
 
 from phalanx.errors import PhalanxError
 from phalanx.record.run import Run
 from phalanx.train.supervise.board import Board
 from phalanx.train.supervise.failure import write_error
+from phalanx.train.supervise.link import Link
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 STACK_SIGNAL = signal.SIGUSR2  # asks a rank to write down where it is
 FAILED = 3
 
 
-class Work(Protocol):
-    """What a rank does: returns when the run is over or was asked to stop, raises when it failed."""
-
-    def __call__(self, *, rank: int, stop: Callable[[], bool], heartbeat: Callable[[int], None]) -> None: ...
+Work = Callable[[Link], None]  # what a rank does; returns when the run is over, raises when it failed
 
 
 def die_with(parent: int) -> None:
@@ -36,32 +34,47 @@ def die_with(parent: int) -> None:
         os._exit(FAILED)
 
 
-def fork_rank(work: Work, *, run: Run, rank: int, world: int, board: Board) -> int:
-    """Start one rank; returns its process id. The caller has imported what the ranks share, and runs no threads."""
+def fork_rank(
+    work: Work, *, run: Run, slot: int, board: Board, forget: Callable[[], None]
+) -> tuple[int, socket.socket]:
+    """Start the process of a slot; its id, and our end of the line to it.
+
+    The caller has imported what the ranks share, and runs no threads. `forget` closes what is only the caller's.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
+    ours, theirs = socket.socketpair()
+    board.reset(slot)
     child = os.fork()
     if child:
-        return child
+        theirs.close()
+        return child, ours
     code = FAILED
     try:
-        _become_rank(run, rank, world, parent)
-        code = _run(work, run, rank, board)
+        ours.close()
+        forget()
+        _become_rank(parent)
+        code = _run(work, run, Link(theirs, board, slot))
     finally:
         os._exit(code)  # the supervisor's own clean-up is not the rank's business
 
 
-def _become_rank(run: Run, rank: int, world: int, parent: int) -> None:
+def _become_rank(parent: int) -> None:
     os.setpgid(0, 0)
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches ranks as a wish to stop, through the board
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _redirect(run.log(rank))
     faulthandler.enable()
-    faulthandler.register(STACK_SIGNAL, file=open(run.stack(rank), "w"), all_threads=True)  # noqa: SIM115 (kept open)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     gc.enable()
+
+
+def take_rank(run: Run, rank: int, *, world: int, slot: int, local_world: int) -> None:
+    """This process is `rank` now: its log, its stacks, and what torch reads from the environment."""
+    _redirect(run.log(rank))
+    faulthandler.register(STACK_SIGNAL, file=open(run.stack(rank), "w"), all_threads=True)  # noqa: SIM115 (kept open)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(slot), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(local_world))
+    run.error(rank).unlink(missing_ok=True)
 
 
 def _redirect(log: os.PathLike[str]) -> None:
@@ -70,15 +83,17 @@ def _redirect(log: os.PathLike[str]) -> None:
     os.dup2(nothing, 0)
     os.dup2(out, 1)
     os.dup2(out, 2)
+    os.close(out)
+    os.close(nothing)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _run(work: Work, run: Run, rank: int, board: Board) -> int:
+def _run(work: Work, run: Run, link: Link) -> int:
     try:
-        work(rank=rank, stop=lambda: board.stopping, heartbeat=lambda step: board.beat(rank, step))
+        work(link)
     except BaseException as error:
-        write_error(run, rank, error, step=board.last(rank).step)
+        write_error(run, int(os.environ.get("RANK", link.slot)), error, step=link.step)
         traceback.print_exc()
         return error.exit_code if isinstance(error, PhalanxError) else FAILED
     finally:

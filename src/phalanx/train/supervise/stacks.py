@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.record.run import Run
-from phalanx.train.supervise.board import Board
 from phalanx.train.supervise.process import STACK_SIGNAL
 
+MOST_STACK = 4000  # characters that are worth keeping
 ANSWER_S = 0.5  # a rank that runs writes its stack within milliseconds; the machine may be busy
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 _WAITS = ("distributed_c10d.py", "_functional_collectives", "distributed/pipelining", "fsdp/_fully_shard")
@@ -23,37 +23,36 @@ _WAITS = ("distributed_c10d.py", "_functional_collectives", "distributed/pipelin
 class Whereabouts:
     """Where a rank is."""
 
-    rank: int
     place: str
     waits: bool  # for other ranks, so that it is hardly the one to blame
+    stack: str = ""
 
 
-def find_silent(run: Run, alive: Mapping[int, int], board: Board) -> Whereabouts:
-    """Of the ranks still alive (rank -> process), the one the others wait for."""
+def find_ranks(run: Run, alive: Mapping[int, int]) -> dict[int, Whereabouts]:
+    """Ask living ranks (rank -> process) where they are; takes half a second."""
     sizes = {rank: _size(run.stack(rank)) for rank in alive}
     for pid in alive.values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, STACK_SIGNAL)
     time.sleep(ANSWER_S)
-    stacks = {rank: _tail(run.stack(rank), sizes[rank]) for rank in alive}
-
-    def order(rank: int) -> tuple[bool, int, float, int]:
-        beat = board.last(rank)
-        return any(word in stacks[rank] for word in _WAITS), beat.step, beat.at_s, rank
-
-    found = min(alive, key=order)
-    return Whereabouts(rank=found, place=_place(stacks[found], alive[found]), waits=order(found)[0])
+    found = {}
+    for rank, pid in alive.items():
+        stack = _tail(run.stack(rank), sizes[rank])
+        waits = any(word in stack for word in _WAITS)
+        found[rank] = Whereabouts(place=_place(stack, pid), waits=waits, stack=stack[-MOST_STACK:])
+    return found
 
 
 def _place(stack: str, pid: int) -> str:
     if not stack:
-        return "a stopped process (state T)" if _state(pid) == "T" else "a process that cannot answer"
+        return "a stopped process (state T)" if state_of(pid) == "T" else "a process that cannot answer"
     main = stack.split("Current thread", 1)[-1] if "Current thread" in stack else stack
     frame = _FRAME.search(main)
     return f"{frame.group(3)} ({Path(frame.group(1)).name}:{frame.group(2)})" if frame else ""
 
 
-def _state(pid: int) -> str:
+def state_of(pid: int) -> str:
+    """The letter of a process's state, as in /proc; empty when it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(") ")[2][:1]
     except OSError:

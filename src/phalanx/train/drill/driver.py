@@ -1,0 +1,182 @@
+"""Faults from outside the ranks, brought about while the run goes on; called now and then by whoever launched it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from phalanx.record.events import Event, EventReader
+from phalanx.record.run import Run
+from phalanx.train.drill import fired, processes
+from phalanx.train.drill.damage import damage
+from phalanx.train.drill.fault import Fault
+from phalanx.train.drill.network import Net
+from phalanx.units import MINUTE_S
+
+TAKEN_PORTS = 500  # of the loopback, when ports are to be taken
+
+
+class Driver:
+    """Follows a run and fires what is due. `hosts` are the names of the hosts in their order."""
+
+    def __init__(
+        self,
+        run: Run,
+        faults: Sequence[Fault],
+        *,
+        hosts: Sequence[str],
+        net: Net | None = None,
+        minutes: float = 0.0,
+        until_step: int | None = None,
+    ) -> None:
+        self._run, self._hosts, self._net = run, list(hosts), net
+        self._outside = [fault for fault in faults if not fault.of.inside]
+        self._wakes = {fault.id: fault.for_s for fault in faults if fault.kind == "hang" and fault.for_s}
+        self._minutes, self._until_step = minutes, until_step
+        self._supervisor = EventReader(run.path / "supervisor.jsonl")
+        self._ranks = EventReader(run.events(0))
+        self._agents: dict[str, int] = {}  # host -> process
+        self._later: list[tuple[float, Callable[[], None]]] = []
+        self.epoch, self.step = 0, -1
+        self._first_s: float | None = None
+
+    def tick(self) -> None:
+        """Look at what is new, undo what has lasted long enough, and fire what is due."""
+        for event in self._supervisor.read():
+            self._note(event)
+        for event in self._ranks.read():
+            if event["event"] == "step":
+                self._begin()
+                self.step = int(event["step"])
+        now = time.monotonic()
+        for entry in [entry for entry in self._later if entry[0] <= now]:
+            self._later.remove(entry)
+            entry[1]()
+        self._wake()
+        for fault in [fault for fault in self._outside if self._is_due(fault)]:
+            if self._fire(fault):
+                self._outside.remove(fault)
+        self._stop_in_time()
+
+    def close(self) -> None:
+        """Undo what still lasts."""
+        for _, undo in self._later:
+            undo()
+        self._later.clear()
+
+    # ---- following -------------------------------------------------------------------------------------------------
+
+    def _note(self, event: Event) -> None:
+        if event["event"] != "epoch":
+            return
+        self.epoch = int(event["epoch"])
+        for member in event.get("members") or ():
+            agent = processes.parent_of(int(member.get("pid") or 0))
+            if agent is not None and agent > 1:
+                self._agents[str(member["host"])] = agent
+
+    def _begin(self) -> None:
+        if self._first_s is None:
+            self._first_s = time.monotonic()
+            fired.start_clock(self._run)
+
+    def _is_due(self, fault: Fault) -> bool:
+        if self._first_s is None:
+            return False
+        if fault.at_s is not None:
+            return time.monotonic() >= self._first_s + fault.at_s
+        return self.step >= (fault.step or 0)
+
+    def _stop_in_time(self) -> None:
+        over = self._until_step is not None and self.step + 1 >= self._until_step
+        if self._minutes and self._first_s is not None:
+            over = over or time.monotonic() >= self._first_s + self._minutes * MINUTE_S
+        if over:
+            self._run.stop_file.touch()
+            self._minutes, self._until_step = 0.0, None
+
+    def _wake(self) -> None:
+        """Ranks that stopped themselves get their SIGCONT, if nobody has ended them."""
+        if not self._wakes:
+            return
+        for one in fired.read_fired(self._run):
+            if one.id in self._wakes and time.time() >= one.t_s + self._wakes[one.id]:
+                del self._wakes[one.id]
+                processes.tell([one.pid], signal.SIGCONT)
+
+    # ---- firing ----------------------------------------------------------------------------------------------------
+
+    def _fire(self, fault: Fault) -> bool:
+        """False when there is nothing to hit yet."""
+        host = self._hosts[fault.host % len(self._hosts)]
+        match fault.kind:
+            case "host" | "freeze":
+                return self._hit_host(fault, host)
+            case "coordinator":
+                pid = processes.coordinator_of(self._run)
+                return pid is not None and self._signal(fault, [pid], signal.SIGKILL)
+            case "sigterm":
+                return self._signal(fault, [os.getpid()], signal.SIGTERM)  # whoever launched the run listens for it
+            case "damage":
+                return bool(self._run.saved_steps()) and self._damage(fault)
+            case "port":
+                return self._take_ports(fault)
+        return self._hit_link(fault, host)
+
+    def _claim(self, fault: Fault, *, host: str = "", note: str = "") -> bool:
+        return fired.claim(self._run, fault, host=host, epoch=self.epoch, step=self.step, note=note)
+
+    def _signal(self, fault: Fault, pids: list[int], number: signal.Signals, host: str = "") -> bool:
+        if self._claim(fault, host=host, note=f"{number.name} to {len(pids)} processes"):
+            processes.tell(pids, number)
+        return True
+
+    def _hit_host(self, fault: Fault, host: str) -> bool:
+        agent = self._agents.get(host)
+        if agent is None or processes.parent_of(agent) is None:
+            return False  # it is down already: wait until it is back
+        everybody = [agent, *processes.children_of(agent)]  # the agent first: it must not note that its ranks fall
+        if fault.kind == "host":
+            return self._signal(fault, everybody, signal.SIGKILL, host)
+        self._afterwards(fault, lambda: processes.tell(everybody, signal.SIGCONT))
+        return self._signal(fault, everybody, signal.SIGSTOP, host)
+
+    def _damage(self, fault: Fault) -> bool:
+        if self._claim(fault, note=fault.how):
+            damage(self._run, how=fault.how, seed=fault.seed)
+        return True
+
+    def _take_ports(self, fault: Fault) -> bool:
+        if self._claim(fault, note=f"{TAKEN_PORTS} ports of the loopback"):
+            taken: list[socket.socket] = []
+            with suppress(OSError):  # no more descriptors: that will do
+                taken += [socket.create_server(("127.0.0.1", 0)) for _ in range(TAKEN_PORTS)]
+            self._later.append((time.monotonic() + 5.0, lambda: _close(taken)))
+        return True
+
+    def _hit_link(self, fault: Fault, host: str) -> bool:
+        assert self._net is not None
+        net, number = self._net, self._hosts.index(host)
+        if self._claim(fault, host=host):
+            match fault.kind:
+                case "partition":
+                    net.cut(number)
+                case "slow-link":
+                    net.slow(number, fault.sleep_s)
+                case _:
+                    net.lose(number, fault.share)
+            self._afterwards(fault, lambda: net.heal(number))
+        return True
+
+    def _afterwards(self, fault: Fault, undo: Callable[[], object]) -> None:
+        if fault.for_s:
+            self._later.append((time.monotonic() + fault.for_s, lambda: (undo(), None)[1]))
+
+
+def _close(taken: Sequence[socket.socket]) -> None:
+    for one in taken:
+        one.close()

@@ -1,0 +1,248 @@
+"""What a run did, from its records alone: every execution of every step, and which of them stayed.
+
+A rank's state after a step is known by its *lineage*: from which state, in which layout, the step was taken. Two
+executions of one lineage are the same computation and must give the same bits, whether one of them was undone by a
+restore, or done in another run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.record.events import Event, read_events
+from phalanx.record.run import Run
+
+START = "start"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """A rank of an epoch, and where it ran."""
+
+    rank: int
+    host: str
+    slot: int
+    pid: int
+
+
+@dataclass(slots=True)
+class Execution:
+    """One step in one epoch, as its ranks told it. `step` is the step's number, from 0."""
+
+    epoch: int
+    step: int
+    world: int
+    lineage: str = ""
+    skipped: bool = False
+    loss: float | None = None
+    ended_s: float = 0.0  # when the last rank said so
+    ranks: dict[int, Event] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank told of it."""
+        return len(self.ranks) == self.world
+
+    @property
+    def digests(self) -> dict[int, str]:
+        """Digest of the parameters by rank, of the ranks that told it."""
+        return {rank: str(event["digest"]) for rank, event in self.ranks.items() if event.get("digest")}
+
+    @property
+    def samples(self) -> dict[int, list[int]]:
+        """Samples by rank."""
+        return {rank: event["samples"] for rank, event in self.ranks.items() if isinstance(event.get("samples"), list)}
+
+
+@dataclass(slots=True)
+class Epoch:
+    """One membership: what it began from and what it did."""
+
+    number: int
+    began_s: float
+    layout: dict[str, Any]
+    world: int
+    members: tuple[Member, ...]
+    reason: str = ""
+    restore_step: int = 0
+    source: str = START  # memory, disk or start
+    restored: bool = False  # whether a restore was logged
+    went_s: float | None = None  # when all members had left what they were in, and were let go
+    found: dict[int, tuple[int, str]] = field(default_factory=dict)  # step and source, as each rank found them
+    steps: dict[int, Execution] = field(default_factory=dict)
+    undone: list[Execution] = field(default_factory=list)  # of earlier epochs, by this one's restore
+    kept: dict[int, str] = field(default_factory=dict)  # checkpoint step -> lineage, as this epoch found it
+
+    @property
+    def formation(self) -> str:
+        """Two epochs of the same formation compute alike."""
+        return json.dumps(self.layout, sort_keys=True)
+
+
+@dataclass(slots=True)
+class History:
+    """All epochs, and the chain of executions that stayed: index = step."""
+
+    epochs: list[Epoch]
+    chain: list[Execution]
+    incidents: list[Event]
+    quarantines: list[Event]
+    checkpoints: list[Event]  # commits, as ranks told them
+    ranks: list[Event]  # every event of every rank, in the order of time
+    end: Event | None
+    torn: int  # lines that were no events
+
+    @property
+    def executions(self) -> list[Execution]:
+        """Everything that was done, undone or not, in order."""
+        return [one for epoch in self.epochs for _, one in sorted(epoch.steps.items())]
+
+    @property
+    def undone(self) -> list[Execution]:
+        """What restores took back."""
+        return [one for epoch in self.epochs for one in epoch.undone]
+
+    def epoch(self, number: int) -> Epoch | None:
+        """The epoch of a number."""
+        return next((one for one in self.epochs if one.number == number), None)
+
+
+def read_history(run: Run) -> History:
+    """The history of a run that has ended, or as far as it has come."""
+    supervisor, torn = read_events(run.path / "supervisor.jsonl")
+    ranks: list[Event] = []
+    for path in run.event_files():
+        events, damaged = read_events(path)
+        ranks += events
+        torn += damaged
+    return build_history(supervisor, ranks, torn=torn)
+
+
+def build_history(supervisor: Iterable[Event], ranks: Iterable[Event], *, torn: int = 0) -> History:
+    """Epochs from the supervisor's events, executions from the ranks', and the chain that stayed."""
+    told = sorted(ranks, key=lambda event: float(event.get("t") or 0.0))
+    history = History(
+        epochs=[], chain=[], incidents=[], quarantines=[], checkpoints=[], ranks=told, end=None, torn=torn
+    )
+    _read_supervisor(history, supervisor)
+    by_number = {epoch.number: epoch for epoch in history.epochs}
+    for event in told:
+        epoch = by_number.get(int(event.get("epoch", -1)))
+        if event["event"] == "step" and epoch is not None:
+            _add_step(epoch, event)
+        elif event["event"] == "ready" and epoch is not None:
+            _add_ready(epoch, event)
+        elif event["event"] == "checkpoint" and event.get("path"):
+            history.checkpoints.append(event)
+    _chain(history)
+    return history
+
+
+def _read_supervisor(history: History, events: Iterable[Event]) -> None:
+    epochs: dict[int, Epoch] = {}
+    for event in events:
+        number = int(event.get("epoch", -1))
+        match event["event"]:
+            case "epoch":
+                epochs[number] = _epoch(event)
+            case "restore" if number in epochs:
+                epoch = epochs[number]
+                epoch.restored, epoch.restore_step = True, int(event.get("step") or 0)
+                epoch.source, epoch.went_s = str(event.get("source") or START), float(event.get("t") or 0.0)
+            case "incident":
+                history.incidents.append(event)
+            case "quarantine":
+                history.quarantines.append(event)
+            case "end":
+                history.end = event
+    history.epochs = [epochs[number] for number in sorted(epochs)]
+
+
+def _epoch(event: Event) -> Epoch:
+    members = tuple(
+        Member(
+            rank=int(one.get("rank", -1)),
+            host=str(one.get("host", "")),
+            slot=int(one.get("slot", -1)),
+            pid=int(one.get("pid") or -1),
+        )
+        for one in event.get("members") or ()
+    )
+    layout = event.get("layout")
+    return Epoch(
+        number=int(event["epoch"]),
+        began_s=float(event.get("t") or 0.0),
+        layout=dict(layout) if isinstance(layout, Mapping) else {"name": layout},
+        world=int(event.get("world") or len(members)),
+        members=members,
+        reason=str(event.get("reason") or ""),
+    )
+
+
+def _add_ready(epoch: Epoch, event: Event) -> None:
+    """What a rank found counts, not what it was told to take: a damaged copy makes all of them go further back."""
+    source = str(event.get("source") or epoch.source)
+    epoch.found[int(event["rank"])] = (int(event.get("step") or 0), source)
+    epoch.restore_step, epoch.source = epoch.found[int(event["rank"])]
+
+
+def _add_step(epoch: Epoch, event: Event) -> None:
+    step = int(event["step"])
+    one = epoch.steps.setdefault(step, Execution(epoch=epoch.number, step=step, world=epoch.world))
+    one.ranks[int(event["rank"])] = event
+    one.skipped |= bool(event.get("skipped"))
+    one.loss = event.get("loss") if one.loss is None else one.loss
+    one.ended_s = max(one.ended_s, float(event["t"]))
+
+
+def _chain(history: History) -> None:
+    """Apply the restores: each cuts the chain, each epoch grows it. Steps that leave a gap are not in it."""
+    saved: dict[int, str] = {}  # checkpoint step -> lineage of what it holds
+    commits = {(int(event.get("epoch", -1)), int(event["step"])) for event in history.checkpoints}
+    chain = history.chain
+    for epoch in history.epochs:
+        epoch.kept = dict(saved)
+        lineage = _lineage_at(chain, epoch, saved)
+        epoch.undone = chain[epoch.restore_step :]
+        del chain[epoch.restore_step :]
+        for step, one in sorted(epoch.steps.items()):
+            lineage = one.lineage = _child(lineage, epoch.formation, step, skipped=one.skipped)
+            if step == len(chain):
+                chain.append(one)
+            if (epoch.number, step + 1) in commits:
+                saved[step + 1] = lineage
+
+
+def _lineage_at(chain: list[Execution], epoch: Epoch, saved: Mapping[int, str]) -> str:
+    step = epoch.restore_step
+    if step == 0:
+        return START
+    if epoch.source == "disk" and step in saved:
+        return saved[step]
+    return chain[step - 1].lineage if step <= len(chain) else f"unknown {epoch.number}"
+
+
+def _child(parent: str, formation: str, step: int, *, skipped: bool) -> str:
+    text = json.dumps([parent, formation, step, skipped])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def formations(history: History) -> list[dict[str, Any]]:
+    """The member sequence of the chain: `[{"from_step": 0, "layout": {...}}, …]`, for a replay without faults."""
+    found: list[dict[str, Any]] = []
+    before = ""
+    for one in history.chain:
+        epoch = history.epoch(one.epoch)
+        if epoch is not None and epoch.formation != before:
+            before = epoch.formation
+            found.append({"from_step": one.step, "layout": epoch.layout})
+    return found
+
+
+def skipped_steps(history: History) -> list[int]:
+    """Steps of the chain in which nobody updated anything: a replay must skip them too."""
+    return [one.step for one in history.chain if one.skipped]

@@ -1,0 +1,269 @@
+"""Faults from inside a rank: the hooks of a drill, which kill, stop, slow, poison or damage the process they run in."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from phalanx.record.run import Run
+from phalanx.train.drill import fired
+from phalanx.train.drill.fault import Fault
+from phalanx.train.hooks import Hooks
+from phalanx.train.parallel.pieces import Piece
+
+FIRST_STEP_S = 0.05  # guess of a step's length before one was seen: a kill in a collective comes after half of it
+ROOM_BYTES = 64 * 2**20  # above what is in use, when memory is to run out
+FILE_BYTES = 4096  # longest file, when the disk is to be full
+
+
+class DrillFault(RuntimeError):
+    """Raised on purpose: `--fault raise`."""
+
+
+class Injector(Hooks):
+    """The hooks of one rank in a drill; it lives as long as the process, and epoch and rank change under it."""
+
+    records_samples = True
+
+    def __init__(self, run: Run, faults: Iterable[Fault], *, rank: int, slot: int) -> None:
+        self._run, self._slot, self._rank = run, slot, rank
+        self._faults = [fault for fault in faults if fault.of.inside]
+        self._epoch = self._step = -1
+        self._began_s, self._step_s = 0.0, FIRST_STEP_S
+        self._clock: float | None = None
+        self._slowed: list[tuple[float, float]] = []  # (until, seconds per step)
+        self._muted_until = self._full_until = 0.0
+        self._held: dict[str, Sequence[Piece]] = {}
+        self._over: set[tuple[int, int]] = set()
+
+    @classmethod
+    def of(cls, run: Run, *, rank: int, slot: int) -> Injector:
+        """With the faults of the run's drill.json."""
+        return cls(run, fired.read_schedule(run), rank=rank, slot=slot)
+
+    # ---- the hooks -------------------------------------------------------------------------------------------------
+
+    def joining(self, epoch: int, rank: int) -> None:
+        """Before this rank of a new epoch meets the others."""
+        self._epoch, self._rank, self._step = epoch, rank, -1
+        self._held = {}
+        self._act("init")
+
+    def restoring(self, epoch: int, rank: int) -> None:
+        """Before it takes up its state."""
+        self._epoch, self._rank = epoch, rank
+        if epoch > 1:
+            self._act("restore")
+
+    def step_begins(self, step: int) -> None:
+        """Before the batch is fetched."""
+        now = time.monotonic()
+        if self._began_s:
+            self._step_s = now - self._began_s
+        self._step = step
+        self._act("step")
+        for fault in self._due("collective"):
+            self._in_a_moment(fault)
+        for fault in self._due("rest"):  # what rotted since the last update: nobody has read it in between
+            if fault.how in self._held and self._claim(fault):
+                _flip(self._held[fault.how], seed=fault.seed)
+        self._sleep()
+        self._began_s = time.monotonic()
+
+    def gradients(self, step: int, grads: Sequence[torch.Tensor]) -> None:
+        """The summed gradients this rank holds, before their norm is agreed on."""
+        for fault in self._due("gradient"):
+            filled = [grad for grad in grads if grad.numel()]
+            if filled and self._claim(fault):
+                if fault.kind == "nan":
+                    filled[0].view(-1)[0] = torch.nan
+                else:
+                    _flip_bit(filled, seed=fault.seed)
+
+    def updated(self, step: int, weights: Sequence[Piece], moments: Sequence[Piece]) -> None:
+        """After the optimizer, before the digest and the copy in memory."""
+        self._held = {"weight": weights, "moment": moments}
+        for fault in self._due("update"):
+            if self._claim(fault):
+                _flip(weights, seed=fault.seed)
+
+    def save_point(self, name: str) -> None:
+        """A point of `checkpoint.save`, perhaps in its thread."""
+        self._act(f"save-{name}")
+        if name == "begin":
+            for fault in self._due("disk"):
+                if self._claim(fault):
+                    self._fill_disk(fault)
+        if name == "data" and time.monotonic() < self._full_until:
+            raise OSError(errno.ENOSPC, "No space left on device (drill)")
+
+    def heartbeat_allowed(self) -> bool:
+        """Whether this rank may say that it lives."""
+        return time.monotonic() >= self._muted_until
+
+    # ---- which fault is due ----------------------------------------------------------------------------------------
+
+    def _due(self, point: str) -> list[Fault]:
+        return [fault for fault in self._faults if _place(fault) == point and self._is_due(fault)]
+
+    def _is_due(self, fault: Fault) -> bool:
+        if fault.epoch is not None and fault.epoch != self._epoch:
+            return False
+        if fault.step is not None and self._step < fault.step:
+            return False
+        if fault.at_s is not None and not self._has_passed(fault.at_s):
+            return False
+        return self._target(fault) is not None
+
+    def _has_passed(self, at_s: float) -> bool:
+        if self._clock is None:
+            self._clock = fired.clock(self._run)
+        return self._clock is not None and time.time() >= self._clock + at_s
+
+    def _target(self, fault: Fault) -> int | None:
+        """Which of the fault's ranks we are; numbers beyond the world count round, so that a shrunken job is hit."""
+        world = dist.get_world_size() if dist.is_initialized() else 0
+        return next((rank for rank in fault.rank if (rank % world if world else rank) == self._rank), None)
+
+    def _claim(self, fault: Fault) -> bool:
+        whom = self._target(fault)
+        if whom is None or (fault.id, whom) in self._over:
+            return False
+        if fault.times == 1:  # whoever fires it: it need not be asked for again
+            self._over.add((fault.id, whom))
+        return fired.claim(
+            self._run,
+            fault,
+            whom=whom,
+            rank=self._rank,
+            slot=self._slot,
+            host=socket.gethostname(),
+            epoch=self._epoch,
+            step=self._step,
+            pid=os.getpid(),
+        )
+
+    # ---- what it does ----------------------------------------------------------------------------------------------
+
+    def _act(self, point: str) -> None:
+        for fault in self._due(point):
+            if self._claim(fault):
+                self._do(fault)
+
+    def _do(self, fault: Fault) -> None:
+        match fault.kind:
+            case "kill" | "crash-loop":
+                die()
+            case "hang":
+                os.kill(os.getpid(), signal.SIGSTOP)  # the driver wakes it, if it is to wake
+            case "mute":
+                self._muted_until = time.monotonic() + (fault.for_s or 1e9)
+            case "slow":
+                self._slowed.append((time.monotonic() + (fault.for_s or 1e9), fault.sleep_s))
+            case "memory":
+                exhaust_memory(really=fault.how == "limit")
+            case "raise":
+                raise DrillFault(f"drill: fault {fault.id} raised on rank {self._rank}")
+
+    def _in_a_moment(self, fault: Fault) -> None:
+        """From a thread, while the step is in its collectives."""
+
+        def strike() -> None:
+            if self._claim(fault):
+                self._do(fault)
+
+        timer = threading.Timer(random.Random(fault.id).uniform(0.1, 0.9) * self._step_s, strike)
+        timer.daemon = True
+        timer.start()
+
+    def _sleep(self) -> None:
+        now = time.monotonic()
+        self._slowed = [(until, seconds) for until, seconds in self._slowed if now < until]
+        time.sleep(sum(seconds for _, seconds in self._slowed))
+
+    def _fill_disk(self, fault: Fault) -> None:
+        if fault.how == "limit":
+            limit_files(for_s=fault.for_s)
+        else:
+            self._full_until = time.monotonic() + fault.for_s
+
+
+def _place(fault: Fault) -> str:
+    """The hook that a fault belongs to."""
+    match fault.kind:
+        case "nan":
+            return "gradient"
+        case "flip":
+            return "rest" if fault.how in ("weight", "moment") else fault.how
+        case "disk-full":
+            return "disk"
+        case "crash-loop":
+            return "init"
+    return fault.point or "step"
+
+
+def die() -> NoReturn:
+    """End this process as a power cut would: nothing is flushed, nobody is told."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+def exhaust_memory(*, really: bool) -> None:
+    """MemoryError; `really` lets the allocator find out that there is none."""
+    if not really:
+        raise MemoryError("drill: out of memory")
+    with open("/proc/self/statm", encoding="ascii") as file:
+        used_bytes = int(file.read().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + ROOM_BYTES, before[1]))
+    try:
+        torch.empty(4 * ROOM_BYTES, dtype=torch.uint8).fill_(1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def limit_files(*, for_s: float) -> None:
+    """No file of this process may grow beyond a page, for a while: what a full disk does to a writer."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, before[1]))
+    restore: Callable[[], None] = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before)  # noqa: E731
+    timer = threading.Timer(for_s, restore)
+    timer.daemon = True
+    timer.start()
+
+
+def _flip(pieces: Sequence[Piece], *, seed: int) -> None:
+    _flip_bit([piece.tensor for piece in pieces if piece.tensor.numel()], seed=seed)
+
+
+@torch.no_grad()
+def _flip_bit(tensors: Sequence[torch.Tensor], *, seed: int) -> None:
+    """One bit of one element, all chosen by the seed; the element is written back through the tensor's own strides."""
+    if not tensors:
+        return
+    draw = random.Random(seed)
+    tensor = tensors[draw.randrange(len(tensors))]
+    index, bit = draw.randrange(tensor.numel()), draw.randrange(8 * tensor.element_size())
+    place = _unravel(index, tensor.shape)
+    value = tensor[place].detach().cpu().reshape(1).clone()
+    value.view(torch.uint8)[bit // 8] ^= 1 << (bit % 8)
+    tensor[place] = value[0].to(tensor.device)
+
+
+def _unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+    place = []
+    for size in reversed(shape):
+        place.append(index % size)
+        index //= size
+    return tuple(reversed(place))

@@ -1,0 +1,136 @@
+"""Hosts in network namespaces of one machine, joined by a bridge: cables that can be pulled, slowed and made lossy."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from contextlib import ExitStack, suppress
+from types import TracebackType
+
+from phalanx.errors import Problem, WorldError
+
+SUBNET = "10.213.77"  # private, and only inside the namespaces
+DEVICE = "eth0"  # of every host
+TIMEOUT_S = 10.0
+# Where the kernel has no netem: a token bucket this narrow delays, and one with a queue this short loses packets.
+NARROW = ("tbf", "rate", "20mbit", "burst", "16kb", "latency", "400ms")
+SHORT = ("tbf", "rate", "100mbit", "burst", "16kb", "limit", "17kb")
+
+
+class Net:
+    """`hosts` namespaces and a switch; a context that takes them away again."""
+
+    def __init__(self, hosts: int) -> None:
+        self.hosts = hosts
+        self._mark = f"phx{os.getpid()}"
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Net:
+        if shutil.which("ip") is None or shutil.which("tc") is None:
+            raise _refused("ip and tc are not installed")
+        try:
+            self._add(self._switch)
+            self._ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
+            self._ip("-n", self._switch, "link", "set", "br0", "up")
+            for host in range(self.hosts):
+                self._join(host)
+        except subprocess.SubprocessError as error:
+            self._stack.close()
+            raise _refused(_words(error)) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def prefix(self, host: int) -> tuple[str, ...]:
+        """The command that runs another one on a host."""
+        return ("ip", "netns", "exec", self._name(host))
+
+    def address(self, host: int) -> str:
+        """The address of a host."""
+        return f"{SUBNET}.{host + 1}"
+
+    def cut(self, host: int) -> None:
+        """Pull the cable."""
+        self._ip("-n", self._switch, "link", "set", f"port{host}", "down")
+
+    def heal(self, host: int) -> None:
+        """Plug it in again, and make it quick and sound."""
+        self._ip("-n", self._switch, "link", "set", f"port{host}", "up")
+        for space, device in self._ends(host):
+            with suppress(subprocess.SubprocessError):
+                self._tc("-n", space, "qdisc", "del", "dev", device, "root")
+
+    def slow(self, host: int, delay_s: float) -> str:
+        """Let packets arrive late; says how."""
+        return self._shape(host, ("netem", "delay", f"{delay_s * 1000:.0f}ms"), NARROW)
+
+    def lose(self, host: int, share: float) -> str:
+        """Lose packets; says how."""
+        return self._shape(host, ("netem", "loss", f"{share * 100:.2f}%"), SHORT)
+
+    def _shape(self, host: int, wanted: tuple[str, ...], instead: tuple[str, ...]) -> str:
+        for words in (wanted, instead):
+            try:
+                for space, device in self._ends(host):
+                    self._tc("-n", space, "qdisc", "replace", "dev", device, "root", *words)
+                return " ".join(words)
+            except subprocess.SubprocessError as error:
+                refused = _refused(_words(error))
+        raise refused
+
+    def _join(self, host: int) -> None:
+        name, port = self._name(host), f"port{host}"
+        self._add(name)
+        self._ip("link", "add", DEVICE, "netns", name, "type", "veth", "peer", "name", port, "netns", self._switch)
+        self._ip("-n", self._switch, "link", "set", port, "master", "br0", "up")
+        self._ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", DEVICE)
+        for device in (DEVICE, "lo"):
+            self._ip("-n", name, "link", "set", device, "up")
+
+    def _add(self, name: str) -> None:
+        self._ip("netns", "add", name)
+        self._stack.callback(self._remove, name)
+
+    def _remove(self, name: str) -> None:
+        with suppress(subprocess.SubprocessError):
+            self._ip("netns", "del", name)
+
+    def _ends(self, host: int) -> tuple[tuple[str, str], ...]:
+        return (self._switch, f"port{host}"), (self._name(host), DEVICE)
+
+    @property
+    def _switch(self) -> str:
+        return f"{self._mark}-switch"
+
+    def _name(self, host: int) -> str:
+        return f"{self._mark}-{host}"
+
+    def _ip(self, *words: str) -> None:
+        _run("ip", *words)
+
+    def _tc(self, *words: str) -> None:
+        _run("tc", *words)
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
+
+
+def _words(error: subprocess.SubprocessError) -> str:
+    said = getattr(error, "stderr", b"") or b""
+    return said.decode("utf-8", "replace").strip().splitlines()[-1] if said.strip() else str(error)
+
+
+def _refused(what: str) -> WorldError:
+    return WorldError(
+        Problem(
+            where="network namespaces",
+            what=f"not allowed here: {what[:200]}",
+            why="partitions and bad links need hosts with a network of their own",
+            fix="run as root on Linux with iproute2, or leave these faults out",
+        )
+    )

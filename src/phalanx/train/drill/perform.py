@@ -1,0 +1,230 @@
+"""A drill from beginning to end: a run with faults, a replay without, the verdicts, the signed record."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from phalanx.errors import PhalanxError
+from phalanx.job.dump import to_dict
+from phalanx.plan.plan import Plan
+from phalanx.plan.reliability import effective_time
+from phalanx.record.run import Run, create_run
+from phalanx.record.toml import to_toml
+from phalanx.train.drill import fired, oracle
+from phalanx.train.drill.driver import Driver
+from phalanx.train.drill.fault import Fault, parse
+from phalanx.train.drill.history import History, formations, read_history
+from phalanx.train.drill.network import DEVICE, Net
+from phalanx.train.drill.oracle import Expected, Verdict
+from phalanx.train.drill.timing import Outcome, outcomes
+from phalanx.train.supervise.client import HostSpec, launch, local_hosts
+
+LINKS = ("partition", "slow-link", "lossy-link")  # need hosts with a network of their own
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scene:
+    """What a drill runs on, the same for every attempt."""
+
+    plan: Plan
+    runs: Path
+    hosts: int
+    spares: int
+    environ: Mapping[str, str]
+    started_s: float
+    allow_code: bool = False
+    minutes: float = 0.0  # after which the run is asked to stop; 0: when its steps are done
+    replay: bool = True
+    tell: Callable[[str], None] = lambda text: None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Numbers:
+    """What was measured, and what the plan counted with."""
+
+    wall_s: float
+    steps: int
+    faults: int
+    recovery_s: float | None  # median over the faults that somebody had to recover from
+    recovery_worst_s: float | None
+    planned_recovery_s: float
+    effective: float | None  # share of the time that trained
+    planned_effective: float  # at this rate of failures, with the plan's own figures
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """A drill that was done and judged."""
+
+    run: Run
+    state: str
+    message: str
+    outcomes: tuple[Outcome, ...]
+    not_fired: tuple[str, ...]
+    verdicts: tuple[Verdict, ...]
+    numbers: Numbers
+
+    @property
+    def ok(self) -> bool:
+        """Whether every verdict holds."""
+        return all(verdict.ok for verdict in self.verdicts)
+
+
+def perform(scene: Scene, faults: Sequence[Fault]) -> Result:
+    """Run with the faults, replay without, judge."""
+    run = _make(scene, scene.runs, faults, {})
+    scene.tell(f"  run: {run.path}")
+    ended = _run(scene, run, faults)
+    history = read_history(run)
+    replayed = _replay(scene, run, history) if scene.replay and history.chain else None
+    verdicts = oracle.judge(history, expected=expected_samples(scene.plan), replay=replayed)
+    verdicts.append(_ledger(run))
+    verdicts.append(_ending(history, faults, minutes=scene.minutes))
+    shots = fired.read_fired(run)
+    found = outcomes(history, faults, shots)
+    seen = {one.id for one in shots}
+    return Result(
+        run=run,
+        state=ended[0],
+        message=ended[1],
+        outcomes=tuple(found),
+        not_fired=tuple(fault.text for fault in faults if fault.id not in seen),
+        verdicts=tuple(verdicts),
+        numbers=_numbers(scene.plan, run, history, found),
+    )
+
+
+def _make(scene: Scene, root: Path, faults: Sequence[Fault], more: Mapping[str, Any]) -> Run:
+    plan = scene.plan
+    job = to_dict(plan.job)
+    run = create_run(root, plan.job.name, job_toml=to_toml(job), job=job, plan_json=plan.to_json())
+    run.set_launch(
+        v=1,
+        world=plan.layout.devices,
+        layout=plan.layout.name,
+        started=round(scene.started_s, 3),
+        data_s=0.0,
+        allow_code=scene.allow_code,
+        drill=True,
+        **more,
+    )
+    fired.write_schedule(run, faults)
+    return run
+
+
+def _run(scene: Scene, run: Run, faults: Sequence[Fault], *, until_step: int | None = None) -> tuple[str, str]:
+    """(state, message) at the end."""
+    with ExitStack() as stack:
+        net = stack.enter_context(Net(scene.hosts)) if any(fault.kind in LINKS for fault in faults) else None
+        hosts = _hosts(scene, net)
+        minutes = scene.minutes if until_step is None else 0.0
+        driver = Driver(
+            run, faults, hosts=[host.name for host in hosts], net=net, minutes=minutes, until_step=until_step
+        )
+        stack.callback(driver.close)
+        stack.enter_context(run.held())
+        environ = {**scene.environ, **(dict.fromkeys(INTERFACES, DEVICE) if net is not None else {})}
+        ended = launch(run, hosts=hosts, environ=environ, tick=driver.tick, asked=lambda count: None)
+    return ended.state, ended.message
+
+
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+
+def _hosts(scene: Scene, net: Net | None) -> tuple[HostSpec, ...]:
+    hosts = local_hosts(scene.plan.layout.devices, hosts=scene.hosts, spares=scene.spares)
+    if net is None:
+        return hosts
+    return tuple(
+        dataclasses.replace(host, address=net.address(number), prefix=net.prefix(number))
+        for number, host in enumerate(hosts)
+    )
+
+
+def _replay(scene: Scene, run: Run, history: History) -> History:
+    """The same job with the same member sequence and no fault but those that all ranks agreed to skip."""
+    poisoned = [one.step for one in history.chain if one.skipped and _not_finite(one.ranks.values())]
+    faults = [parse(f"nan:rank=0,step={step}", id=number) for number, step in enumerate(poisoned)]
+    again = _make(scene, run.path / "replay", faults, {"formations": formations(history)})
+    scene.tell(f"  replay of {len(history.chain):,} steps without faults")
+    until = len(history.chain) if history.end is None or history.end.get("state") != "done" else None
+    _run(dataclasses.replace(scene, minutes=0.0), again, (), until_step=until)
+    return read_history(again)
+
+
+def _not_finite(events: Any) -> bool:
+    return any(event.get("grad_norm") is None for event in events)
+
+
+def expected_samples(plan: Plan) -> Expected:
+    """The samples of a step, as the sampler orders them."""
+    from phalanx.train.data.batches import BatchPlan
+    from phalanx.train.data.dataset import TokenDataset
+
+    job = plan.job
+    dataset = TokenDataset.open([Path(path) for path in job.data.paths], "train")
+    sampler = dataset.sampler(job.data.sequence, job.data.seed)
+    batches = BatchPlan.of(job.batch, sequence=job.data.sequence, tokens=plan.duration.tokens)
+    return lambda step: [int(sample) for sample in sampler.indices(*batches.at(step))]
+
+
+def _ledger(run: Run) -> Verdict:
+    try:
+        return oracle.ledger_closes(run)
+    except (PhalanxError, ImportError, KeyError, ValueError) as error:
+        return Verdict(name="the ledger closes", ok=False, evidence=f"{type(error).__name__}: {error}")
+
+
+def _ending(history: History, faults: Sequence[Fault], *, minutes: float) -> Verdict:
+    kinds = {fault.kind for fault in faults}
+    if "crash-loop" in kinds:
+        wanted = ("failed",)
+    elif "sigterm" in kinds:
+        wanted = ("stopped",)
+    else:
+        wanted = ("done", "stopped") if minutes else ("done",)
+    return oracle.ended(history, expected=wanted.__contains__, wanted=" or ".join(wanted))
+
+
+def _numbers(plan: Plan, run: Run, history: History, found: Sequence[Outcome]) -> Numbers:
+    times = [one.recovered_s for one in found if one.recovered_s is not None]
+    wall_s = _wall_s(history)
+    reliability = plan.reliability
+    failures = max(1, len({one.epoch for one in found if one.recovered_s is not None}))
+    return Numbers(
+        wall_s=wall_s,
+        steps=len(history.chain),
+        faults=len(found),
+        recovery_s=median(times) if times else None,
+        recovery_worst_s=max(times, default=None),
+        planned_recovery_s=plan.job.fault.detect_s + plan.job.fault.restart_s,
+        effective=_effective(run),
+        planned_effective=effective_time(
+            reliability.blocking_s,
+            reliability.interval_s,
+            wall_s / failures if wall_s else float("inf"),
+            lost_s=reliability.lost_s,
+        ),
+    )
+
+
+def _wall_s(history: History) -> float:
+    moments = [float(event["t"]) for event in history.ranks]
+    ends = [float(history.end["t"])] if history.end is not None else []
+    begins = [epoch.began_s for epoch in history.epochs[:1]]
+    return max([*moments, *ends], default=0.0) - min([*moments, *begins], default=0.0)
+
+
+def _effective(run: Run) -> float | None:
+    try:
+        from phalanx.record.ledger import ledger
+
+        return float(ledger(run).effective)
+    except (PhalanxError, ImportError, AttributeError, KeyError, ValueError):
+        return None

@@ -1,0 +1,82 @@
+"""How long each fault took to notice and to get over, and what it cost; from the records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.record.events import Event
+from phalanx.train.drill.fault import KINDS, Fault
+from phalanx.train.drill.fired import Fired
+from phalanx.train.drill.history import Epoch, Execution, History
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """One firing and what came of it; None where nothing of the kind followed."""
+
+    fault: str  # as on the command line
+    kind: str
+    fired_s: float  # Unix time
+    rank: int
+    epoch: int
+    step: int
+    note: str
+    detected_s: float | None  # until an incident was written
+    recovered_s: float | None  # until all ranks of a later epoch had committed a step
+    steps_lost: int | None  # committed, and taken back by the restore that followed
+    source: str  # of that restore: memory, disk or start
+    world: int | None  # ranks afterwards
+
+
+def outcomes(history: History, faults: Sequence[Fault], fired: Sequence[Fired]) -> list[Outcome]:
+    """Every firing in the order of time."""
+    texts = {fault.id: fault.text for fault in faults}
+    return [_outcome(history, one, texts) for one in fired]
+
+
+def _outcome(history: History, fired: Fired, texts: Mapping[int, str]) -> Outcome:
+    epoch = fired.epoch if fired.epoch >= 0 else _epoch_at(history, fired.t_s)
+    incident = _incident(history, fired, epoch) if KINDS[fired.kind].ends else None
+    later = _next_epoch(history, fired, epoch) if KINDS[fired.kind].ends else None
+    first = _first_step(later)
+    return Outcome(
+        fault=texts.get(fired.id, fired.kind),
+        kind=fired.kind,
+        fired_s=fired.t_s,
+        rank=fired.rank,
+        epoch=epoch,
+        step=fired.step,
+        note=fired.note,
+        detected_s=float(incident["t"]) - fired.t_s if incident is not None else None,
+        recovered_s=first.ended_s - fired.t_s if first is not None else None,
+        steps_lost=len(lost(later)) if later is not None else None,
+        source=later.source if later is not None else "",
+        world=later.world if later is not None else None,
+    )
+
+
+def lost(epoch: Epoch) -> list[Execution]:
+    """Steps that all ranks had told of and that a restore took back. One that was cut short is no loss of a commit."""
+    return [one for one in epoch.undone if one.complete]
+
+
+def _incident(history: History, fired: Fired, epoch: int) -> Event | None:
+    after = [one for one in history.incidents if float(one["t"]) >= fired.t_s and int(one.get("epoch", -1)) >= epoch]
+    named = [one for one in after if fired.rank in (one.get("rank"), *(one.get("others") or ()))]
+    return next(iter(named or after), None)
+
+
+def _next_epoch(history: History, fired: Fired, epoch: int) -> Epoch | None:
+    """The first later epoch in which a step was committed."""
+    later = (one for one in history.epochs if one.number > epoch and one.began_s >= fired.t_s)
+    return next((one for one in later if _first_step(one) is not None), None)
+
+
+def _first_step(epoch: Epoch | None) -> Execution | None:
+    whole = [one for _, one in sorted(epoch.steps.items()) if one.complete] if epoch is not None else []
+    return whole[0] if whole else None
+
+
+def _epoch_at(history: History, t_s: float) -> int:
+    return max((one.number for one in history.epochs if one.began_s <= t_s), default=0)

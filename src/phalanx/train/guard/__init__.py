@@ -1,0 +1,1 @@
+"""Guards against silent errors: digests of what ranks hold, copies that differ, memory that changes, spikes."""

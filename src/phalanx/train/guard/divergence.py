@@ -1,0 +1,189 @@
+"""Copies that must be equal, compared across the job; memory that must not change, compared with itself.
+
+Every `every` steps each rank digests what it holds, in sets of boxes that the same ranks hold, and all ranks exchange
+16 bytes a set: no group is made for it, and ranks of the same set find each other by the digest of its boxes. What no
+other rank holds (a shard of ZeRO) is compared with itself: after an update and before the next it must be the same.
+An error inside an update of such a shard shows in neither.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from phalanx.train.guard.digest import fold_pieces, place_of
+from phalanx.train.guard.verdict import Claim, Divergence, judge
+from phalanx.train.parallel.pieces import Piece
+
+SHORT = 8  # bytes of a digest on the wire: two of 2^20 sets would be alike by chance once in 2^24 jobs
+TEXT = 512  # bytes that tell the names of tensors
+MOST_NAMES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BoxSet:
+    """Pieces of this rank that the same ranks hold, with the digest of which boxes they are."""
+
+    pieces: tuple[Piece, ...]
+    boxes: bytes
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold them."""
+        return self.pieces[0].replicas
+
+    def digest(self) -> bytes:
+        """Of their bytes."""
+        found = hashlib.blake2b(digest_size=SHORT, usedforsecurity=False)
+        for words in fold_pieces(self.pieces):
+            found.update(words.tobytes())
+        return found.digest()
+
+
+def box_sets(pieces: Sequence[Piece]) -> list[BoxSet]:
+    """The pieces by who holds them: those cut by the same groups, with as many copies."""
+    held: dict[tuple[frozenset[int], int], list[Piece]] = {}
+    for piece in pieces:
+        cut_by = frozenset(id(group) for groups in piece.groups.values() for group in groups)
+        held.setdefault((cut_by, piece.replicas), []).append(piece)
+    return [BoxSet(pieces=tuple(some), boxes=_short(b"".join(map(place_of, some)))) for some in held.values()]
+
+
+class Guard:
+    """One rank's part in the comparison. Made anew for every formation: what it remembers is of its own storage.
+
+    `before` every step and `check` after its update; `verified_step` is the newest step that was found sound.
+    """
+
+    def __init__(self, pieces: Callable[[], Sequence[Piece]], *, every: int) -> None:
+        self._pieces, self._every = pieces, every
+        self._rest: dict[bytes, bytes] = {}  # digests after the last update, by set; empty when it was not looked at
+        self._most_sets = -1  # of any rank; not yet agreed on
+        self.verified_step = -1
+        self.last: dict[str, str] = {}  # what the most holders of each set said at the last check, for `settle`
+
+    def is_due(self, step: int) -> bool:
+        """Whether `check` compares after so many steps; the same on every rank."""
+        return self._every > 0 and step % self._every == 0
+
+    def before(self, step: int) -> Divergence | None:
+        """Before an update: whether memory is as the last update left it. Only this rank knows what this returns."""
+        if not self._rest:
+            return None
+        rest, self._rest = self._rest, {}
+        now = _digests(box_sets(self._pieces()))
+        if now == rest:
+            return None
+        boxes = next(boxes for boxes, digest in rest.items() if now.get(boxes) != digest)
+        rank = _rank()
+        return Divergence(
+            step=step,
+            kind="rest",
+            suspects=(rank,),
+            certain=True,
+            boxes=boxes.hex(),
+            digests={rank: now.get(boxes, b"").hex()},
+        )
+
+    def check(self, step: int) -> Divergence | None:
+        """After an update, before anything keeps its result: compare copies. Every rank must call this, and gets
+        the same."""
+        if not self.is_due(step):
+            return None
+        sets = box_sets(self._pieces())
+        self._rest = _digests(sets)
+        claims = self._exchange(sets)
+        found = judge(step, claims)
+        if found is not None:
+            self._rest = {}
+            return replace(found, tensors=_name_tensors(found, sets, claims))
+        self.verified_step = step
+        self.last = {claim.boxes: claim.digest for claim in claims}
+        return None
+
+    def _exchange(self, sets: Sequence[BoxSet]) -> list[Claim]:
+        """The claims of all ranks on sets that have copies."""
+        copied = [one for one in sets if one.replicas > 1]
+        if self._most_sets < 0:
+            self._most_sets = _most(len(copied))
+        if not self._most_sets:
+            return []
+        mine = torch.zeros(self._most_sets, 3, dtype=torch.int64)
+        for row, one in zip(mine, copied, strict=False):
+            row[:] = torch.tensor([_number(one.boxes), _number(self._rest[one.boxes]), len(one.pieces)])
+        return [
+            Claim(rank=rank, boxes=_bytes(boxes).hex(), digest=_bytes(digest).hex(), tensors=count)
+            for rank, rows in enumerate(_gather(mine))
+            for boxes, digest, count in rows.tolist()
+            if count
+        ]
+
+
+def _digests(sets: Sequence[BoxSet]) -> dict[bytes, bytes]:
+    return {one.boxes: one.digest() for one in sets}
+
+
+def _name_tensors(found: Divergence, sets: Sequence[BoxSet], claims: Sequence[Claim]) -> tuple[str, ...]:
+    """Which tensors of a set differ: its holders exchange a digest of each, one of them tells all ranks the names."""
+    count = next(claim.tensors for claim in claims if claim.boxes == found.boxes)
+    held = next((one.pieces for one in sets if one.boxes.hex() == found.boxes), ())
+    mine = torch.zeros(count, dtype=torch.int64)
+    for index, words in enumerate(fold_pieces(held)):
+        mine[index] = _number(_short(words.tobytes()))
+    everyone = _gather(mine)
+    differing = []
+    for index, piece in enumerate(held):
+        if len({int(everyone[rank][index]) for rank in found.digests}) > 1:
+            differing.append(piece.name)
+    return _tell(differing[:MOST_NAMES], source=min(found.digests))
+
+
+def _tell(names: Sequence[str], *, source: int) -> tuple[str, ...]:
+    """One rank's few names, on every rank."""
+    text = "\n".join(names).encode()[:TEXT]
+    sent = torch.zeros(TEXT, dtype=torch.uint8)
+    sent[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else 0
+    if _world() > 1:
+        dist.broadcast(sent, src=source)
+    told = sent.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+    return tuple(told.split("\n")) if told else ()
+
+
+def _gather(mine: torch.Tensor) -> list[torch.Tensor]:
+    """Every rank's tensor. In host memory: a job on GPUs has a gloo group beside NCCL."""
+    if _world() == 1:
+        return [mine]
+    everyone = [torch.empty_like(mine) for _ in range(_world())]
+    dist.all_gather(everyone, mine)
+    return everyone
+
+
+def _most(count: int) -> int:
+    found = torch.tensor([count])
+    if _world() > 1:
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return int(found.item())
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _short(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=SHORT, usedforsecurity=False).digest()
+
+
+def _number(short: bytes) -> int:
+    return int.from_bytes(short, "little", signed=True)
+
+
+def _bytes(number: int) -> bytes:
+    return number.to_bytes(SHORT, "little", signed=True)

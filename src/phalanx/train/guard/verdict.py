@@ -1,0 +1,119 @@
+"""Who is wrong when copies differ: pure arithmetic on the digests of those who hold the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from phalanx.errors import Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """What one rank says of one set of boxes that it holds."""
+
+    rank: int
+    boxes: str  # digest of which boxes these are: ranks with the same hold copies
+    digest: str  # of their bytes
+    tensors: int  # boxes in the set
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Divergence:
+    """State that should be the same and is not.
+
+    `certain`: the suspects are wrong; otherwise at least one of them is. `digests` are of the holders, for `settle`.
+    """
+
+    step: int  # steps done when it was noticed
+    kind: str  # "copies": those of other ranks differ; "rest": memory changed between two updates
+    suspects: tuple[int, ...]
+    certain: bool
+    boxes: str
+    digests: dict[int, str]
+    tensors: tuple[str, ...] = ()
+
+    def problem(self) -> Problem:
+        """The four parts of a message."""
+        of = f" ({', '.join(self.tensors)})" if self.tensors else ""
+        ranks = ", ".join(map(str, self.suspects))
+        if self.kind == "rest":
+            what = f"weights or optimizer state of rank {ranks} changed between two updates"
+        elif self.certain:
+            what = f"rank {ranks} holds other values than its {len(self.digests) - len(self.suspects)} copies{of}"
+        else:
+            what = f"copies on ranks {ranks} differ, and no majority tells which is right{of}"
+        return Problem(
+            where=f"step {self.step:,}",
+            what=what,
+            why="memory or arithmetic failed without a word; every step from here on would learn from it",
+            fix="go back to the last state that was compared, without that rank's device",
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """For messages between processes."""
+        return asdict(self) | {"digests": {str(rank): digest for rank, digest in self.digests.items()}}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Divergence:
+        """What `to_json` gave."""
+        return cls(
+            step=int(data["step"]),
+            kind=str(data["kind"]),
+            suspects=tuple(int(rank) for rank in data["suspects"]),
+            certain=bool(data["certain"]),
+            boxes=str(data["boxes"]),
+            digests={int(rank): str(digest) for rank, digest in data["digests"].items()},
+            tensors=tuple(str(name) for name in data["tensors"]),
+        )
+
+
+def judge(step: int, claims: Sequence[Claim]) -> Divergence | None:
+    """The gravest difference among all ranks' claims; None when every copy agrees.
+
+    A set that a majority can speak for comes before one that leaves several suspects: a rank that is wrong in one set
+    mostly is in others. The result depends on the claims alone, so every rank comes to the same.
+    """
+    sets: dict[str, list[Claim]] = {}
+    for claim in claims:
+        sets.setdefault(claim.boxes, []).append(claim)
+    found = [verdict for boxes in sorted(sets) if (verdict := _judge_set(step, boxes, sets[boxes])) is not None]
+    return min(found, key=lambda one: (not one.certain, one.suspects, one.boxes), default=None)
+
+
+def _judge_set(step: int, boxes: str, claims: Sequence[Claim]) -> Divergence | None:
+    digests = {claim.rank: claim.digest for claim in claims}
+    right = majority(digests)
+    suspects = tuple(sorted(rank for rank, digest in digests.items() if digest != right))
+    if not suspects:
+        return None
+    return Divergence(
+        step=step, kind="copies", suspects=suspects, certain=right is not None, boxes=boxes, digests=digests
+    )
+
+
+def majority(digests: Mapping[int, str]) -> str | None:
+    """What more holders say than anything else, if at least two do: no two errors are alike.
+
+    >>> majority({0: "a", 1: "a", 2: "b"}), majority({0: "a", 1: "b"}), majority({0: "a"})
+    ('a', None, 'a')
+    """
+    ranked = Counter(digests.values()).most_common(2)
+    if len(ranked) == 1:
+        return ranked[0][0]
+    (first, most), (_, next_most) = ranked
+    return first if most > next_most else None
+
+
+def settle(earlier: Mapping[int, str], recomputed: str) -> int | None:
+    """Which of two holders was wrong, once the same steps were done again: the one that now reads otherwise.
+
+    None when neither or both were: then doing it again did not give the same, as kernels without a fixed order may not.
+
+    >>> settle({3: "a", 7: "b"}, "b"), settle({3: "a", 7: "b"}, "c")
+    (3, None)
+    """
+    wrong = [rank for rank, digest in earlier.items() if digest != recomputed]
+    return wrong[0] if len(wrong) == 1 and len(earlier) > 1 else None

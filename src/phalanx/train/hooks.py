@@ -1,0 +1,57 @@
+"""Places of a rank where a drill may step in. Outside of drills each is an empty call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from phalanx.record.run import Run
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from phalanx.train.parallel.pieces import Piece
+
+
+class Hooks:
+    """Does nothing. Only `drill.inject.Injector` takes its place."""
+
+    records_samples = False  # whether step events list the samples they learnt from
+
+    def joining(self, epoch: int, rank: int) -> None:
+        """Before this rank of a new epoch meets the others."""
+
+    def restoring(self, epoch: int, rank: int) -> None:
+        """Before it takes up its state."""
+
+    def step_begins(self, step: int) -> None:
+        """Before the batch is fetched."""
+
+    def gradients(self, step: int, grads: Sequence[Tensor]) -> None:
+        """The summed gradients this rank holds, before their norm is agreed on; may be changed in place."""
+
+    def updated(self, step: int, weights: Sequence[Piece], moments: Sequence[Piece]) -> None:
+        """After the optimizer, before the digest and the copy in memory; may be changed in place."""
+
+    def save_point(self, name: str) -> None:
+        """A point of `checkpoint.save`, perhaps in its thread."""
+
+    def heartbeat_allowed(self) -> bool:
+        """Whether this rank may say that it lives."""
+        return True
+
+
+def hooks_of(run: Run, rank: int, slot: int) -> Hooks:
+    """The injector where the launcher says that this is a drill and there is a schedule; else nothing.
+
+    Two conditions, so that a file that strays into a run folder never hurts a real run.
+    """
+    if run.launch().get("drill") is not True:
+        return Hooks()
+    from phalanx.train.drill.fired import schedule_path
+
+    if not schedule_path(run).is_file():
+        return Hooks()
+    from phalanx.train.drill.inject import Injector
+
+    return Injector.of(run, rank=rank, slot=slot)

@@ -1,0 +1,33 @@
+"""What a rank hears from those who look after it, and how it answers; the loop knows nothing else of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+from phalanx.train.hooks import Hooks
+from phalanx.train.supervise.board import Phase
+from phalanx.train.vault.keeper import Keeper
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Orders:
+    """Of one rank in one epoch. Without an agent (torchrun, srun) most of it is silent."""
+
+    stop: Callable[[], bool]  # the run is to end after this step
+    progress: Callable[[int, Phase], None]  # called after every step, and before and after everything that takes long
+    epoch: int = 0
+    reform: Callable[[], bool] = lambda: False  # the formation is to be left after this step
+    leaves_at: frozenset[int] = frozenset()  # steps after which it is left in any case: replays
+    keeper: Keeper | None = None  # copies in host memory
+    hooks: Hooks = field(default_factory=Hooks)
+    fence: Callable[[], AbstractContextManager[None]] = nullcontext  # entered to commit a checkpoint
+
+
+class Astray(Exception):
+    """The state is not to be trusted from some step on: every rank leaves, and the run goes on from before it."""
+
+    def __init__(self, fault: str, *, step: int, sound: int, what: str, suspects: tuple[int, ...] = ()) -> None:
+        super().__init__(what)
+        self.fault, self.step, self.sound, self.suspects = fault, step, sound, suspects

@@ -1,0 +1,153 @@
+"""`python -m phalanx.train.supervise.coordinator RUN ADDRESS PARENT`: decides who takes part, one epoch after another.
+
+One per run, whoever holds `coordinator.lock`; started by an agent, and by another one when it is gone. What it must not
+forget is in `coordinator.json`: ranks go on training while there is no coordinator, and the next one takes over.
+No torch here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import selectors
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import PhalanxError
+from phalanx.files import replace_text
+from phalanx.plan.plan import Plan
+from phalanx.record.events import EventWriter
+from phalanx.record.run import Run, open_run
+from phalanx.train.supervise.channel import Channel, Closed, Listener, Refused
+from phalanx.train.supervise.council import Council, Memory
+from phalanx.train.supervise.fence import current_epoch
+from phalanx.train.supervise.process import die_with
+from phalanx.train.supervise.secret import read_secret
+
+TICK_S = 0.01
+
+
+def main(arguments: list[str]) -> int:
+    """Coordinate until the run is over; ends at once when somebody else does."""
+    folder, address, parent = arguments
+    if int(parent):
+        die_with(int(parent))
+    run = open_run(folder)
+    with open(run.path / "coordinator.lock", "a", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return 0
+        return _coordinate(run, address)
+
+
+def _coordinate(run: Run, address: str) -> int:
+    plan = Plan.from_json(run.plan_json.read_text(encoding="utf-8"), where=str(run.plan_json))
+    listener = Listener(address, 0, read_secret(run.path / "secret"), {"role": "coordinator"})
+    events = EventWriter(run.path / "supervisor.jsonl", rank=-1)
+    hall = Hall(listener)
+    started = float(run.launch().get("launched") or 0.0)
+    council = Council(run, plan, hall.send, events, memory=read_memory(run, since_s=started))
+    file = run.path / "coordinator.json"
+    try:
+        while not council.is_over:
+            for host, message in hall.take(TICK_S):
+                council.hear(host, message)
+            council.tick()
+            if council.changed:
+                where = {"address": list(listener.address), "started": started, **council.memory.to_json()}
+                replace_text(file, json.dumps(where) + "\n")
+                council.changed = False
+        hall.drain()
+        return 0
+    finally:
+        events.close()
+        listener.close()
+
+
+def read_memory(run: Run, *, since_s: float) -> Memory:
+    """What the coordinator before this one knew, if it was one of the same launch; nothing otherwise."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        body = json.loads((run.path / "coordinator.json").read_text(encoding="utf-8"))
+        if float(body["started"]) == since_s:
+            return Memory.from_json(body)
+    return Memory(epoch=current_epoch(run))
+
+
+def coordinator_address(run: Run) -> tuple[str, int] | None:
+    """Where the last coordinator that is known listens."""
+    try:
+        host, port = json.loads((run.path / "coordinator.json").read_text(encoding="utf-8"))["address"]
+        return str(host), int(port)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+class Hall:
+    """The agents' connections: messages come with the name of the host that sent them."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._channels: dict[str, Channel] = {}
+
+    def take(self, timeout_s: float) -> list[tuple[str, dict[str, Any]]]:
+        """What was said within `timeout_s`; an agent that came or went is told as `joined` and `gone`."""
+        heard: list[tuple[str, dict[str, Any]]] = []
+        for key, _ in self._selector.select(timeout_s):
+            if key.fileobj is self._listener:
+                heard += [self._admit(channel) for channel in self._listener.pump()]
+            else:
+                heard += self._listen(key.data, key.fileobj)  # type: ignore[arg-type]
+        return heard
+
+    def _admit(self, channel: Channel) -> tuple[str, dict[str, Any]]:
+        host = str(channel.peer.get("host", ""))[:200]
+        if host in self._channels:
+            self._drop(host)
+        self._channels[host] = channel
+        self._selector.register(channel, selectors.EVENT_READ, host)
+        return host, {"kind": "joined", "hello": channel.peer}
+
+    def _listen(self, host: str, channel: Channel) -> list[tuple[str, dict[str, Any]]]:
+        if self._channels.get(host) is not channel:
+            return []
+        try:
+            return [(host, message) for message in channel.receive()]
+        except (Closed, Refused, OSError):
+            self._drop(host)
+            return [(host, {"kind": "gone"})]
+
+    def _drop(self, host: str) -> None:
+        channel = self._channels.pop(host)
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(channel)
+        channel.close()
+
+    def send(self, host: str, message: dict[str, Any]) -> None:
+        """Say something to an agent; one that is gone shows as such when we listen."""
+        channel = self._channels.get(host)
+        if channel is not None:
+            with suppress(Closed, OSError, TimeoutError):
+                channel.send(message)
+
+    def drain(self) -> None:
+        """Wait a moment until the agents have hung up, so that the last word reaches them."""
+        until_s = time.monotonic() + 2.0
+        while self._channels and time.monotonic() < until_s:
+            self.take(0.05)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except PhalanxError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+    except FileNotFoundError as error:  # the run folder was deleted under us
+        print(f"the run is gone: {Path(str(error.filename)).name}", file=sys.stderr)
+        sys.exit(3)

@@ -1,0 +1,129 @@
+"""How two processes prove to each other that they know the run's secret; bytes only, no sockets.
+
+    server -> client   magic, nonce_s
+    client -> server   magic, size, nonce_c, hello, HMAC(secret, "client", nonce_s, nonce_c, hello)
+    server -> client   size, hello, HMAC(secret, "server", nonce_s, nonce_c, hello of both)     size 0: refused
+
+Each side draws a fresh nonce, so a recorded conversation proves nothing the next time. What each says of itself (role,
+host, epoch) is under its HMAC, and is parsed only after the HMAC was found right. Later frames are signed with a key
+per direction, drawn from the secret and both nonces, over a count of frames: a frame repeated, dropped, moved, or sent
+back to its author does not match.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import struct
+from typing import Any
+
+Message = dict[str, Any]
+
+MAGIC = b"PHX1"
+NONCE_BYTES = 32
+MAC_BYTES = 32
+MAX_HELLO_BYTES = 4096
+OPENING = struct.Struct(f"!{len(MAGIC)}sH{NONCE_BYTES}s")  # of the client: magic, size of its hello, nonce
+ANSWER = struct.Struct("!H")  # of the server: size of its hello, 0 when it refuses
+COUNT = struct.Struct("!Q")
+
+
+class Refused(ConnectionError):
+    """What the other side sent is not authentic: another secret, a repeated or a changed frame."""
+
+
+def make_nonce() -> bytes:
+    """Random bytes that no earlier conversation has used."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def encode(message: Message) -> bytes:
+    """A message as compact JSON."""
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def decode(text: bytes) -> Message:
+    """The message in authentic bytes; a peer that speaks something else is refused."""
+    try:
+        message = json.loads(text)
+    except (ValueError, RecursionError):
+        raise Refused("an authentic frame does not hold JSON") from None
+    if not isinstance(message, dict):
+        raise Refused("an authentic frame does not hold a JSON object")
+    return message
+
+
+def encode_hello(hello: Message) -> bytes:
+    """What one says of oneself, small enough to be taken from a stranger."""
+    text = encode(hello)
+    if len(text) > MAX_HELLO_BYTES:
+        raise ValueError(f"a hello of {len(text)} bytes; the other side takes {MAX_HELLO_BYTES}")
+    return text
+
+
+def greeting(nonce_s: bytes) -> bytes:
+    """The first words of the server."""
+    return MAGIC + nonce_s
+
+
+GREETING_BYTES = len(MAGIC) + NONCE_BYTES
+
+
+def read_greeting(text: bytes) -> bytes:
+    """The server's nonce."""
+    if text[: len(MAGIC)] != MAGIC:
+        raise Refused("what answers there is not a Phalanx process of this version")
+    return text[len(MAGIC) :]
+
+
+def read_opening(text: bytes) -> tuple[int, bytes]:
+    """Size of the client's hello and its nonce; refuses at once what does not begin like a client."""
+    magic, size, nonce_c = OPENING.unpack(text)
+    if magic != MAGIC or size > MAX_HELLO_BYTES:
+        raise Refused("not the hello of a Phalanx process")
+    return size, nonce_c
+
+
+class Handshake:
+    """One handshake: the same arithmetic seen from both sides, once both nonces are known."""
+
+    def __init__(self, secret: bytes, nonce_s: bytes, nonce_c: bytes) -> None:
+        self._secret = secret
+        self._nonces = nonce_s + nonce_c
+
+    def client_mac(self, hello_c: bytes) -> bytes:
+        """Proof of the client."""
+        return self._mac(b"client", hello_c)
+
+    def server_mac(self, hello_c: bytes, hello_s: bytes) -> bytes:
+        """Proof of the server, bound to the hello it answers."""
+        return self._mac(b"server", hello_c, hello_s)
+
+    def keys(self, hello_c: bytes, hello_s: bytes) -> tuple[bytes, bytes]:
+        """Keys of the frames: from the client, from the server."""
+        return self._mac(b"from client", hello_c, hello_s), self._mac(b"from server", hello_c, hello_s)
+
+    def _mac(self, *parts: bytes) -> bytes:
+        # Each part after its length: no two lists of parts give the same text.
+        sized = b"".join(COUNT.pack(len(part)) + part for part in (*parts, self._nonces))
+        return hmac.digest(self._secret, sized, "sha256")
+
+
+def same(one: bytes, other: bytes) -> bool:
+    """Whether two proofs are equal, in a time that does not tell where they differ."""
+    return hmac.compare_digest(one, other)
+
+
+class Seal:
+    """Signs, or checks, the frames of one direction in their order."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._count = 0
+
+    def next(self, *frame: bytes) -> bytes:
+        """The HMAC of the next frame."""
+        mac = hmac.digest(self._key, COUNT.pack(self._count) + b"".join(frame), "sha256")
+        self._count += 1
+        return mac

@@ -1,0 +1,418 @@
+"""The agent's work: a process in every slot, their heartbeats, and the line to the coordinator. One thread, no waiting.
+
+Nothing here may block for long and no thread may run: this process forks. A rank that is silent for `dead_after_s` is
+killed; the coordinator hears of every process that ends, and decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from phalanx.errors import Problem, WorldError
+from phalanx.record.run import Run
+from phalanx.train.supervise import failure as failing
+from phalanx.train.supervise.board import Board
+from phalanx.train.supervise.channel import Channel, Closed, Refused, connect
+from phalanx.train.supervise.coordinator import coordinator_address
+from phalanx.train.supervise.failure import Failure
+from phalanx.train.supervise.formation import Formation
+from phalanx.train.supervise.process import Work, fork_rank
+from phalanx.train.supervise.secret import read_secret
+from phalanx.train.supervise.stacks import find_ranks
+from phalanx.train.supervise.wishes import Wishes
+from phalanx.train.vault.vault import Vault
+
+TICK_S = 0.01
+BEAT_S = 0.25
+RETRY_S = 0.05  # between attempts to reach the coordinator
+TURN_S = 0.5  # after which the next agent tries to start a coordinator; the first does so at once
+LOST_S = 60.0  # without a coordinator, and without becoming one, after which an agent gives up
+GRACE_S = 5.0  # between SIGTERM and SIGKILL
+REFORK_S, MOST_REFORK_S = 0.0, 5.0  # pause before a slot gets another process, doubled while they die young
+YOUNG_S = 2.0
+Message = dict[str, Any]
+
+
+@dataclass(kw_only=True, slots=True)
+class Slot:
+    """A place and the process in it."""
+
+    number: int
+    pid: int = 0
+    line: socket.socket | None = None
+    pending: bytes = b""
+    epoch: int = 0
+    rank: int = -1
+    ready: tuple[int, int] | None = None  # ports of the store and of the vault
+    asked_s: float = 0.0  # when it was asked to form
+    forked_s: float = 0.0
+    pause_s: float = REFORK_S
+    fork_at_s: float = 0.0
+    killed: Failure | None = None  # why we ended it
+    left: bool = False
+
+
+class HostAgent:
+    """One host of a run."""
+
+    def __init__(self, run: Run, *, host: str, slots: int, address: str, wishes: Wishes) -> None:
+        self.run, self.host, self.slots, self.address, self.wishes = run, host, slots, address, wishes
+        launch, job = run.launch(), run.plan()["job"]
+        self._order = [str(name) for name in launch.get("hosts", ())] or [host]
+        self._dead_after_s = float(job["fault"]["dead_after_s"])
+        self._problems = [str(text) for text in launch.get("problems", ())]
+        self.vault = Vault(slots, guests=max([slots, *map(int, launch.get("slots", ()))]))
+        self.board = Board(slots)
+        self._secret = read_secret(run.path / "secret")
+        self._slots = [Slot(number=number) for number in range(slots)]
+        self._selector = selectors.DefaultSelector()
+        self._channel: Channel | None = None
+        self._coordinator: subprocess.Popen[bytes] | None = None
+        self._lost_s = self._tried_s = time.monotonic()
+        self._spawned_s = -1e9
+        self._beat_s = 0.0
+        self._told_wishes = 0
+        self._form: Message | None = None
+        self._epoch = 0
+        self._told_ready = 0
+        self._over: int | None = None
+        self._oom_kills = failing.oom_kills()
+        self._work: Work | None = None
+
+    def begin(self) -> None:
+        """See that there is a coordinator; called before torch is imported, so that it starts meanwhile."""
+        if self._order[0] == self.host:
+            self._spawn_coordinator()
+
+    def serve(self, work: Work) -> int:
+        """Keep the slots until the coordinator says that the run is over; its exit code."""
+        self._work = work
+        failing.clear(self.run)
+        try:
+            while self._over is None:
+                self._tick()
+            return self._over
+        finally:
+            self._end_ranks(0.0 if self.wishes.count >= 2 else GRACE_S)
+            if self._channel is not None:
+                self._channel.close()
+
+    def _tick(self) -> None:
+        self._reach_coordinator()
+        for key, _ in self._selector.select(TICK_S):
+            if key.data is None:
+                self._hear()
+            else:
+                self._listen(key.data)
+        self._reap()
+        self._fill()
+        self._watch()
+        self._tell_ready()
+        self._tell_beat()
+        self._tell_wishes()
+
+    # ---- the coordinator -------------------------------------------------------------------------------------------
+
+    def _reach_coordinator(self) -> None:
+        if self._channel is not None:
+            return
+        now = time.monotonic()
+        if now - self._tried_s < RETRY_S:
+            return
+        self._tried_s = now
+        where = coordinator_address(self.run)
+        if where is not None and self._connect(where):
+            return
+        alone_s = now - self._lost_s
+        turn = self._order.index(self.host) if self.host in self._order else len(self._order)
+        if alone_s > TURN_S * turn and now - self._spawned_s > 2.0:
+            self._spawn_coordinator()
+        if alone_s > LOST_S:
+            message = f"host {self.host}: no coordinator can be reached or started for {LOST_S:g} s"
+            raise WorldError(Problem(where=str(self.run.path), what=message, fix="phalanx train --resume goes on"))
+
+    def _connect(self, where: tuple[str, int]) -> bool:
+        hello = {
+            "role": "agent",
+            "host": self.host,
+            "address": self.address,
+            "epoch": self._epoch,
+            "time": time.time(),
+            "problems": self._problems,
+        }
+        try:
+            self._channel = connect(where, self._secret, hello, timeout_s=2.0, bind="")
+        except (OSError, TimeoutError, Refused):
+            return False
+        self._selector.register(self._channel, selectors.EVENT_READ, None)
+        self._say(
+            "status",
+            slots={slot.number: slot.pid for slot in self._slots if slot.pid},
+            epoch=self._epoch,
+            members=[slot.number for slot in self._slots if slot.pid and slot.rank >= 0 and not slot.left],
+        )
+        self._told_wishes = self._told_ready = 0
+        return True
+
+    def _spawn_coordinator(self) -> None:
+        """Start one; it ends by itself when another has the lock."""
+        self._spawned_s = time.monotonic()
+        if self._coordinator is not None:
+            self._coordinator.poll()
+        command = [sys.executable, "-P", "-m", "phalanx.train.supervise.coordinator"]
+        with open(self.run.path / "logs" / "coordinator.log", "ab") as log:
+            self._coordinator = subprocess.Popen(
+                [*command, str(self.run.path), self.address, str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def _hear(self) -> None:
+        assert self._channel is not None
+        try:
+            messages = self._channel.receive()
+        except (Closed, Refused, OSError):
+            self._hang_up()
+            return
+        for message in messages:
+            self._obey(message)
+
+    def _hang_up(self) -> None:
+        assert self._channel is not None
+        self._selector.unregister(self._channel)
+        self._channel.close()
+        self._channel = None
+        self._lost_s = time.monotonic()
+
+    def _obey(self, message: Message) -> None:
+        kind = message.get("kind")
+        if kind == "form":
+            self._take_form(message)
+        elif kind == "go":
+            self._pass_on(message)
+        elif kind == "stop":
+            self.board.ask_to_stop()
+        elif kind == "reform":
+            self.board.ask_to_reform(True)
+        elif kind == "where":
+            self._tell_where()
+        elif kind == "kill":
+            slot = self._slots[int(message["slot"])]
+            self._kill(slot, f"stopped answering in {message.get('place') or 'an unknown place'}")
+        elif kind == "end":
+            self._over = int(message["code"])
+
+    def _take_form(self, message: Message) -> None:
+        formation = Formation.from_json(message)
+        ranks = formation.of_host(self.host)
+        self._epoch, self._form = formation.epoch, message
+        self.board.ask_to_reform(False)
+        now = time.monotonic()
+        for slot in self._slots:
+            slot.epoch, slot.ready, slot.left, slot.asked_s = formation.epoch, None, False, now
+            slot.rank = ranks.get(slot.number, -1)
+        self._pass_on(message)
+
+    def _pass_on(self, message: Message) -> None:
+        for slot in self._slots:
+            self._hand(slot, message)
+
+    def _hand(self, slot: Slot, message: Message) -> None:
+        if slot.line is not None:
+            with contextlib.suppress(OSError):
+                slot.line.sendall(json.dumps(message).encode() + b"\n")
+
+    def _say(self, kind: str, **fields: Any) -> None:
+        if self._channel is None:
+            return
+        try:
+            self._channel.send({"kind": kind, **fields})
+        except (Closed, OSError, TimeoutError):
+            self._hang_up()
+
+    def _tell_ready(self) -> None:
+        """Once for all members of this host, when the last of them has left what it did before."""
+        members = [slot for slot in self._slots if slot.rank >= 0]
+        if self._told_ready == self._epoch or any(slot.ready is None for slot in members) or not self._epoch:
+            return
+        self._told_ready = self._epoch
+        self._say(
+            "ready",
+            epoch=self._epoch,
+            ports={str(slot.number): slot.ready for slot in members},
+            held=[one.to_json() for one in self.vault.held()],
+        )
+
+    def _tell_beat(self) -> None:
+        now = time.monotonic()
+        if now - self._beat_s < BEAT_S:
+            return
+        self._beat_s = now
+        progress = {}
+        for slot in self._slots:
+            beat = self.board.last(slot.number)
+            if slot.pid and slot.rank >= 0 and beat.epoch == slot.epoch:
+                progress[slot.number] = [beat.step, int(beat.phase), round(now - beat.progress_s, 3)]
+        self._say("beat", progress=progress)
+
+    def _tell_wishes(self) -> None:
+        if self.wishes.count <= self._told_wishes:
+            return
+        self.board.ask_to_stop()
+        if self.wishes.count >= 2:
+            self._over = 130
+        if self._channel is not None:
+            self._told_wishes = self.wishes.count
+            self._say("stop", count=self.wishes.count)
+
+    def _tell_where(self) -> None:
+        ranks = {slot.rank: slot for slot in self._slots if slot.pid and slot.rank >= 0}
+        found = find_ranks(self.run, {rank: slot.pid for rank, slot in ranks.items()})
+        self._say("where", ranks={ranks[rank].number: [where.waits, where.place] for rank, where in found.items()})
+
+    # ---- the slots -------------------------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """Every slot has a process; one that died young waits a little longer for the next."""
+        now = time.monotonic()
+        for slot in self._slots:
+            if slot.pid == 0 and now >= slot.fork_at_s:
+                self._fork(slot)
+
+    def _fork(self, slot: Slot) -> None:
+        assert self._work is not None
+        slot.pid, slot.line = fork_rank(
+            self._work, run=self.run, slot=slot.number, board=self.board, forget=self._forget
+        )
+        slot.pending, slot.forked_s, slot.killed = b"", time.monotonic(), None
+        slot.rank, slot.ready, slot.left = -1, None, False
+        self._selector.register(slot.line, selectors.EVENT_READ, slot)
+        self._say("up", slot=slot.number, pid=slot.pid)
+
+    def _forget(self) -> None:
+        """In the child: what is the agent's alone."""
+        if self._channel is not None:
+            self._channel.forget()
+        for slot in self._slots:
+            if slot.line is not None:
+                slot.line.close()
+        self._selector.close()
+
+    def _listen(self, slot: Slot) -> None:
+        assert slot.line is not None
+        try:
+            data = slot.line.recv(1 << 16)
+        except OSError:
+            data = b""
+        if not data:  # it is ending: the kernel will tell how
+            self._selector.unregister(slot.line)
+            slot.line.close()
+            slot.line = None
+            return
+        *lines, slot.pending = (slot.pending + data).split(b"\n")
+        for line in lines:
+            self._answer(slot, json.loads(line))
+
+    def _answer(self, slot: Slot, message: Message) -> None:
+        if int(message.get("epoch", -1)) != slot.epoch:
+            return
+        if message["kind"] == "ready":
+            slot.ready = int(message["port"]), int(message["vault"])
+        elif message["kind"] == "left":
+            slot.left = True
+            self._say(**message)
+
+    def _reap(self) -> None:
+        for slot in self._slots:
+            if not slot.pid:
+                continue
+            ended, status = os.waitpid(slot.pid, os.WNOHANG)
+            if ended:
+                self._lost(slot, os.waitstatus_to_exitcode(status))
+
+    def _lost(self, slot: Slot, code: int) -> None:
+        if slot.line is not None:
+            self._selector.unregister(slot.line)
+            slot.line.close()
+            slot.line = None
+        now = time.monotonic()
+        young = now - slot.forked_s < YOUNG_S
+        slot.pause_s = min(max(2 * slot.pause_s, 0.25), MOST_REFORK_S) if young else REFORK_S
+        slot.fork_at_s = now + slot.pause_s
+        kills, self._oom_kills = self._oom_kills, failing.oom_kills()
+        pid, slot.pid = slot.pid, 0
+        self._say(
+            "lost",
+            slot=slot.number,
+            pid=pid,
+            epoch=slot.epoch,
+            failure=asdict(self._failure(slot, code)),
+            out_of_memory=self._oom_kills > kills,
+        )
+
+    def _failure(self, slot: Slot, code: int) -> Failure:
+        step = self.board.last(slot.number).step
+        if slot.killed is not None:
+            return slot.killed
+        if code < 0:
+            return failing.by_signal(slot.rank, step, -code)
+        found = failing.read_error(self.run, slot.rank) if slot.rank >= 0 else None
+        return found or failing.unexplained(slot.rank, step, code)
+
+    def _watch(self) -> None:
+        """End processes that do not run, or do not leave a formation that is over."""
+        now = time.monotonic()
+        for slot in self._slots:
+            if not slot.pid or slot.killed is not None:
+                continue
+            beat = self.board.last(slot.number)
+            if now - beat.alive_s > self._dead_after_s:
+                self._kill(slot, _silent(slot.pid, now - beat.alive_s))
+            elif slot.rank >= 0 and slot.ready is None and now - slot.asked_s > self._dead_after_s:
+                self._kill(slot, f"did not leave its formation within {self._dead_after_s:g} s")
+
+    def _kill(self, slot: Slot, what: str) -> None:
+        beat = self.board.last(slot.number)
+        stack = ""
+        with contextlib.suppress(OSError):
+            stack = self.run.stack(max(slot.rank, 0)).read_text(encoding="utf-8", errors="replace")[-4000:]
+        slot.killed = Failure(
+            rank=slot.rank, step=beat.step, at_s=time.time(), kind="Silence", message=what, stack=stack
+        )
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(slot.pid, signal.SIGKILL)
+
+    def _end_ranks(self, grace_s: float) -> None:
+        """No rank survives this. Those that wait for a formation leave when their line is cut."""
+        for slot in self._slots:
+            self._hand(slot, {"kind": "end"})
+        for number, wait_s in ((0, min(grace_s, 1.0)), (signal.SIGTERM, grace_s), (signal.SIGKILL, 60.0)):
+            for slot in self._slots:
+                if slot.pid and number:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(slot.pid, number)
+            until = time.monotonic() + wait_s
+            while any(slot.pid for slot in self._slots) and time.monotonic() < until:
+                for slot in self._slots:
+                    if slot.pid and os.waitpid(slot.pid, os.WNOHANG)[0]:
+                        slot.pid = 0
+                time.sleep(TICK_S)
+
+
+def _silent(pid: int, silent_s: float) -> str:
+    from phalanx.train.supervise.stacks import state_of
+    from phalanx.units import format_seconds
+
+    stopped = " in a stopped process (state T)" if state_of(pid) == "T" else ""
+    return f"stopped answering {format_seconds(silent_s)} ago{stopped}"

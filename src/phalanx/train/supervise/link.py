@@ -1,0 +1,113 @@
+"""A rank's line to its agent: forms and orders in, answers out, and the heartbeat, in one thread."""
+
+from __future__ import annotations
+
+import json
+import queue
+import select
+import socket
+import threading
+from contextlib import suppress
+from typing import Any
+
+from phalanx.train.supervise.board import NO_STEP, Board, Phase
+from phalanx.train.supervise.cut import cut, sockets
+
+BEAT_S = 0.1
+Message = dict[str, Any]
+
+
+class Interrupted(Exception):
+    """The formation this rank was in is over: a newer one is being made."""
+
+
+class Link:
+    """Made in a rank's process. Messages are JSON lines over a socket pair that nobody else can reach."""
+
+    def __init__(self, line: socket.socket, board: Board, slot: int) -> None:
+        self._line, self.board, self.slot = line, board, slot
+        self._forms: queue.Queue[Message | None] = queue.Queue()
+        self._goes: queue.Queue[Message | None] = queue.Queue()
+        self._lock = threading.Lock()
+        self._epoch = 0  # of the formation this rank is in
+        self._newest = 0  # epoch of the newest form that has arrived
+        self._kept: set[int] = set()
+        self.step = NO_STEP  # the last one this rank told of
+        threading.Thread(target=self._listen, name="link", daemon=True).start()
+
+    # ---- the training's side ---------------------------------------------------------------------------------------
+
+    def next_form(self) -> Message | None:
+        """Wait for a place in a formation; None when the run is over."""
+        self.progress(NO_STEP, Phase.IDLE)
+        while True:
+            form = self._forms.get()
+            if form is None or int(form["epoch"]) == self._newest:
+                return form
+
+    def enter(self, epoch: int) -> None:
+        """Sockets opened from now on belong to this epoch, and are cut when it ends; raises when it has already."""
+        self._kept = sockets()
+        with self._lock:
+            self._epoch = epoch
+            if self._newest > epoch:
+                raise Interrupted
+
+    def leave(self) -> None:
+        """Cut what the epoch opened; peers that still wait for this rank wake up."""
+        with self._lock:
+            self._epoch = 0
+            cut(sockets() - self._kept)
+
+    def go(self, epoch: int) -> Message:
+        """Wait for the word to go for `epoch`; raises Interrupted when a newer formation comes instead."""
+        while True:
+            message = self._goes.get()
+            if self._newest > epoch:
+                raise Interrupted
+            if message is not None and int(message["epoch"]) == epoch:
+                return message
+
+    def is_over(self, epoch: int) -> bool:
+        """Whether a newer formation was announced."""
+        return self._newest > epoch
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Tell the agent; without an agent there is nobody to tell, and the kernel ends this process."""
+        with suppress(OSError), self._lock:
+            self._line.sendall(json.dumps({"kind": kind, "slot": self.slot, **fields}).encode() + b"\n")
+
+    def progress(self, step: int, phase: Phase) -> None:
+        """The training got somewhere."""
+        self.step = step
+        self.board.progress(self.slot, epoch=self._epoch, step=step, phase=phase)
+
+    # ---- the thread ------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        pending = b""
+        while True:
+            self.board.alive(self.slot)
+            if not select.select([self._line], [], [], BEAT_S)[0]:
+                continue
+            data = self._line.recv(1 << 16)
+            if not data:
+                self._forms.put(None)
+                self._goes.put(None)
+                return
+            *lines, pending = (pending + data).split(b"\n")
+            for line in lines:
+                self._take(json.loads(line))
+
+    def _take(self, message: Message) -> None:
+        if message["kind"] == "form":
+            with self._lock:
+                self._newest = max(self._newest, int(message["epoch"]))
+                if 0 < self._epoch < self._newest:
+                    cut(sockets() - self._kept)
+            self._goes.put(None)  # whoever waits to go, goes no longer
+            self._forms.put(message)
+        elif message["kind"] == "go":
+            self._goes.put(message)
+        elif message["kind"] == "end":
+            self._forms.put(None)

@@ -1,0 +1,25 @@
+"""Signals from outside, counted: the first asks the ranks to stop after their step, the second ends them at once."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from types import FrameType
+
+
+@dataclass(slots=True)
+class Wishes:
+    """How often somebody asked us to stop."""
+
+    count: int = 0
+
+    @classmethod
+    def listen(cls) -> Wishes:
+        """Count SIGTERM and SIGINT from now on."""
+        wishes = cls()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, wishes._note)
+        return wishes
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1

@@ -1,0 +1,71 @@
+"""A step on a number of ranks that does not divide the batch is the same step: float64 against one process."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from phalanx.train.verify.compare import Bounds, compare
+from phalanx.train.verify.ranks import run_ranks
+from phalanx.train.verify.trial import Outcome, Trial, put_together
+
+sys.path.insert(0, str(Path(__file__).parent))  # a task is named by its module, which the new process must find too
+tasks = importlib.import_module("dealt_trial")
+
+THREE = {"data": 3, "micro_batch": 1}
+FSDP = THREE | {"shard": 3, "zero": 3}
+MOE = {"layers": 2, "experts": 4, "experts_per_token": 2, "expert_ffn": 16}
+
+CASES = {
+    "replicated": THREE,
+    "fsdp": FSDP,
+    "zero1": FSDP | {"zero": 1},
+    "micro-batches of 2, one rank idle": FSDP | {"micro_batch": 2},
+    "hsdp": {"data": 6, "shard": 3, "zero": 3, "micro_batch": 1},
+    "more ranks than sequences": {"data": 4, "micro_batch": 1, "sequences": 3},
+    "pp2": THREE | {"pipeline": 2},
+    "pp2 fsdp": FSDP | {"pipeline": 2},
+    "pp2 interleaved": THREE | {"pipeline": 2, "virtual_pipeline": 2, "schedule": "interleaved"},
+    "tp2 sp fsdp": FSDP | {"tensor": 2, "sequence_parallel": True},
+    "cp2": THREE | {"context": 2},
+    "recompute": FSDP | {"recompute": "full"},
+}
+
+
+@cache
+def run_dealt(trial: Trial) -> Outcome:
+    return put_together(run_ranks(tasks.on_rank, trial.settings.layout.devices, trial))
+
+
+def prove(trial: Trial) -> None:
+    layout = trial.settings.layout
+    one = replace(
+        layout, data=1, shard=1, tensor=1, context=1, pipeline=1, virtual_pipeline=1, expert=1, zero=0,
+        sequence_parallel=False, recompute="none", schedule="1f1b", micro_batch=1, accumulation=trial.sequences,
+    )  # fmt: skip
+    wanted = run_dealt(replace(trial, settings=replace(trial.settings, layout=one)))
+    found = run_dealt(trial)
+    assert found.tokens == wanted.tokens == [trial.sequences * trial.settings.sequence] * trial.steps
+    difference = compare(found, wanted, Bounds()).first
+    assert difference is None, difference.render()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(name, trial):
+    prove(trial(steps=3, **CASES[name]))
+
+
+def test_experts_without_balance(trial, llama):
+    prove(trial(replace(llama, **MOE), steps=3, **FSDP))
+
+
+def test_same_bits_in_a_tree_that_is_filled_up(trial):
+    """6 sequences make 8 leaves on 1 and on 2 ranks; the two that are empty stand in the same place."""
+    layouts = [{"data": data, "micro_batch": 1, "sequences": 6} for data in (1, 2)]
+    one, two = (run_dealt(trial(kind="fp32", steps=3, reproducible=True, **layout)) for layout in layouts)
+    assert one.digest == two.digest

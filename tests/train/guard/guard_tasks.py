@@ -1,0 +1,85 @@
+"""What test_divergence runs on every rank: a few steps of a small model, with a bit flipped on one rank."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from phalanx.train.engine import Engine
+from phalanx.train.guard.digest import digest_pieces
+from phalanx.train.guard.divergence import Guard
+from phalanx.train.guard.verdict import Divergence
+from phalanx.train.verify.trial import Trial, batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flip:
+    """One bit of one tensor of one rank, after so many steps."""
+
+    rank: int
+    step: int
+    name: str
+    bit: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """What one rank saw: the steps done when a guard spoke, and what it said."""
+
+    divergence: Divergence | None
+    verified_step: int
+    last: dict[str, str]
+    digests: list[str]
+
+
+def train(rank: int, trial: Trial, every: int, flip: Flip | None) -> Seen:
+    """Steps until a guard speaks or the trial ends; a bit flips between an update and its check."""
+    engine, guard, digests = *build(trial, every), []
+    found = None
+    for done in range(1, trial.steps + 1):
+        assert guard.before(done - 1) is None
+        engine.step(*_mine(engine, trial, done), lr=trial.lr)
+        if flip is not None and (rank, done) == (flip.rank, flip.step):
+            _flip(engine, flip)
+        digests.append(digest_pieces(engine.weights()))
+        found = guard.check(done)
+        if found is not None:
+            break
+    return Seen(divergence=found, verified_step=guard.verified_step, last=guard.last, digests=digests)
+
+
+def at_rest(rank: int, trial: Trial, every: int, flip: Flip) -> Seen:
+    """As `train`, but the bit flips after the check, and nobody steps after it."""
+    engine, guard = build(trial, every)
+    for done in range(1, flip.step + 1):
+        assert guard.before(done - 1) is None
+        engine.step(*_mine(engine, trial, done), lr=trial.lr)
+        assert guard.check(done) is None
+    if rank == flip.rank:
+        _flip(engine, flip)
+    return Seen(divergence=guard.before(flip.step), verified_step=guard.verified_step, last=guard.last, digests=[])
+
+
+def build(trial: Trial, every: int) -> tuple[Engine, Guard]:
+    """As a worker does."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    engine = Engine(trial.shape, trial.settings, trial.optim, device=torch.device("cpu"), state_dtype=trial.state_dtype)
+    engine.initialise()
+    return engine, Guard(engine.state, every=every)
+
+
+@torch.no_grad()
+def _flip(engine: Engine, flip: Flip) -> None:
+    piece = next(piece for piece in engine.state() if piece.name == flip.name)
+    assert piece.tensor.dtype == torch.float32
+    words = piece.tensor.view(-1)[:1].view(torch.int32)
+    words ^= 1 << flip.bit
+    engine.publish()
+
+
+def _mine(engine: Engine, trial: Trial, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    whole = batch(step, sequences=trial.sequences, sequence=trial.settings.sequence, vocab=trial.shape.vocab)
+    tokens, targets = (one.chunk(engine.dims.data)[engine.meshes.index("data")] for one in whole)
+    return tokens, targets

@@ -1,0 +1,96 @@
+"""A digest changes with any bit, and with nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.train.guard import digest as digests
+from phalanx.train.guard.digest import digest_pieces, fold
+from phalanx.train.parallel.pieces import Piece
+
+SIZES = [0, 1, 3, 4096, 4097, 3 * 4096, 70_001]
+
+
+def piece(tensor: torch.Tensor, name: str = "w") -> Piece:
+    start = (0,) * tensor.dim()
+    return Piece(name=name, tensor=tensor, shape=tuple(tensor.shape), start=start, replicas=1, owner=True, groups={})
+
+
+def numbers(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(count)).to(dtype)
+
+
+@given(count=st.sampled_from(SIZES[1:]), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+@settings(max_examples=60, deadline=None)
+def test_any_bit(count: int, place: float, bit: int) -> None:
+    tensor = numbers(count)
+    before = digest_pieces([piece(tensor)])
+    raw = tensor.view(torch.uint8)
+    where = int(place * len(raw))
+    raw[where] ^= 1 << bit
+    assert digest_pieces([piece(tensor)]) != before
+    raw[where] ^= 1 << bit
+    assert digest_pieces([piece(tensor)]) == before
+
+
+def test_signs_of_several_values_do_not_cancel() -> None:
+    tensor = numbers(4096)
+    seen = {digest_pieces([piece(tensor)])}
+    for count in (2, 3, 64, 4096):
+        turned = tensor.clone()
+        turned[:count] *= -1
+        seen.add(digest_pieces([piece(turned)]))
+    assert len(seen) == 5
+
+
+def test_order_counts() -> None:
+    tensor = numbers(8192)
+    swapped = tensor.clone()
+    swapped[[0, 1]] = tensor[[1, 0]]
+    rows = torch.cat([tensor[4096:], tensor[:4096]])
+    assert len({digest_pieces([piece(one)]) for one in (tensor, swapped, rows)}) == 3
+
+
+def test_names_places_and_kinds_count() -> None:
+    one = piece(numbers(64).view(8, 8))
+    moved = replace(one, start=(8, 0), shape=(16, 8))
+    turned = replace(one, tensor=one.tensor.view(64), shape=(64,), start=(0,))
+    assert len({digest_pieces([p]) for p in (one, replace(one, name="v"), moved, turned)}) == 4
+    zeros = [piece(torch.zeros(4, dtype=kind)) for kind in (torch.float32, torch.int32)]
+    assert digest_pieces(zeros[:1]) != digest_pieces(zeros[1:])
+    assert digest_pieces([one, moved]) != digest_pieces([moved, one])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("first", [0, 1, 2, 3])
+def test_where_the_memory_lies_does_not_count(dtype: torch.dtype, first: int) -> None:
+    whole = numbers(70_001, dtype)
+    shard = whole[first : first + 40_003]
+    assert digest_pieces([piece(shard)]) == digest_pieces([piece(shard.clone())])
+    matrix = whole[:10_000].view(100, 100)
+    assert digest_pieces([piece(matrix.t())]) == digest_pieces([piece(matrix.t().contiguous())])
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_how_much_is_folded_at_a_time_does_not_count(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = numbers(count)
+    before = fold(tensor)
+    monkeypatch.setattr(digests, "PASS", {"cpu": 1})
+    assert torch.equal(fold(tensor), before)
+    assert len(before) == -(-count // 4096)
+
+
+def test_the_formula() -> None:
+    """Σ w·x modulo 2^64 with signed x, so that any device, or another program, can say the same."""
+    tensor = torch.tensor([1, -2, 2**31 - 1], dtype=torch.int32)
+    weights = digests._weights(torch.device("cpu"))[:3].tolist()
+    wanted = sum(w * x for w, x in zip(weights, tensor.tolist(), strict=True)) % 2**64
+    assert int(fold(tensor)) % 2**64 == wanted
+    assert all(w % 2 for w in weights)
+    assert len(np.unique(digests._weights(torch.device("cpu")).numpy())) == 4096

@@ -1,0 +1,72 @@
+"""Who is wrong, from digests alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.train.guard.verdict import Claim, Divergence, judge, settle
+
+
+def claims(boxes: str, *digests: str, first: int = 0) -> list[Claim]:
+    return [Claim(rank=first + n, boxes=boxes, digest=one, tensors=3) for n, one in enumerate(digests)]
+
+
+@pytest.mark.parametrize(
+    ("digests", "suspects", "certain"),
+    [
+        ("aab", (2,), True),
+        ("aaabab", (3, 5), True),
+        ("aabc", (2, 3), True),
+        ("ab", (0, 1), False),
+        ("aabb", (0, 1, 2, 3), False),
+        ("abc", (0, 1, 2), False),
+    ],
+)
+def test_the_most_are_right(digests: str, suspects: tuple[int, ...], certain: bool) -> None:
+    found = judge(7, claims("x", *digests))
+    assert found is not None
+    assert (found.suspects, found.certain, found.step) == (suspects, certain, 7)
+    assert found.digests == dict(enumerate(digests))
+
+
+@pytest.mark.parametrize("digests", ["a", "aa", "aaaa"])
+def test_copies_that_agree(digests: str) -> None:
+    assert judge(7, claims("x", *digests)) is None
+    assert judge(7, []) is None
+
+
+def test_a_set_that_names_the_rank_comes_first() -> None:
+    split = claims("a", "p", "q", first=1)  # ranks 1 and 2 differ
+    whole = claims("b", "r", "r", "s", "r")  # rank 2 does
+    found = judge(7, [*split, *whole])
+    assert found is not None
+    assert (found.suspects, found.certain, found.boxes) == ((2,), True, "b")
+    assert judge(7, [*reversed(whole), *reversed(split)]) == found, "in whatever order ranks answer"
+
+
+def test_settling() -> None:
+    assert settle({1: "p", 2: "q"}, "p") == 2
+    assert settle({1: "p", 2: "q"}, "q") == 1
+    assert settle({1: "p", 2: "q"}, "r") is None
+    assert settle({1: "p", 2: "p"}, "p") is None
+
+
+def test_the_way_through_a_message_and_back() -> None:
+    found = judge(7, claims("x", "a", "a", "b"))
+    assert found is not None
+    assert Divergence.from_json(found.to_json()) == found
+
+
+def test_messages() -> None:
+    found = judge(1800, claims("x", "a", "a", "b"))
+    assert found is not None
+    assert found.problem().render() == (
+        "step 1,800: rank 2 holds other values than its 2 copies\n"
+        "  memory or arithmetic failed without a word; every step from here on would learn from it\n"
+        "  go back to the last state that was compared, without that rank's device"
+    )
+    two = judge(5, claims("x", "a", "b"))
+    assert two is not None
+    assert two.problem().what == "copies on ranks 0, 1 differ, and no majority tells which is right"
+    rest = Divergence(step=5, kind="rest", suspects=(3,), certain=True, boxes="x", digests={3: "a"})
+    assert rest.problem().what == "weights or optimizer state of rank 3 changed between two updates"
