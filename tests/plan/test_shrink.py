@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from phalanx.job.model import ModelShape
 from phalanx.plan.layout import Layout
 from phalanx.plan.shrink import Dealing, shrink
-from phalanx.train.check import check_batches, check_layout
+from phalanx.train.check import check_layout
 from phalanx.train.parallel.pipeline import check_micro_batches
 from phalanx.train.settings import Settings
 
@@ -137,8 +137,7 @@ def test_what_is_left_can_be_run(planned: Layout, lost: int, sequences: int, rep
 
 
 def test_no_ramp_stage_needs_to_divide() -> None:
-    """What check_batches will accept once ranks fill up: any size has a count that the schedule can order."""
+    """Any size has a number of micro-batches that the schedule can order."""
     layout = replace(FSDP, pipeline=4, virtual_pipeline=2, schedule="interleaved")
     for size in range(1, 200):
-        count = Dealing.of(layout).micro_batches(size)
-        assert check_batches(settings_of(layout), [count * layout.data * layout.micro_batch]) == []
+        check_micro_batches("interleaved", 2, 4, Dealing.of(layout).micro_batches(size))

@@ -17,7 +17,7 @@ from phalanx.plan.step import StepTimes
 from phalanx.plan.weights import RankWeights, rank_weights
 
 EARLY_STOP = ("pytorch", "torchtitan")  # profiles of trainers on torch.utils.checkpoint
-# And of those that gather ZeRO-3's tables once: the head stays from forward to backward, a lookup's backward needs none.
+# And of those that gather ZeRO-3's tables once: the head stays until its backward, a lookup's backward needs no weight.
 TABLES_ONCE = ("pytorch",)
 RANK_ORDER = ("tensor", "context", "data", "pipeline")  # fastest-varying first: neighbours in rank are tensor peers
 

@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
+from phalanx.train.guard.spikes import Spikes
 from phalanx.train.models.moe import Moe
 from phalanx.train.optim.base import Optimizer
 from phalanx.train.optim.build import build_optimizer
@@ -117,7 +118,7 @@ class Engine:
             self._tied = TiedTable(self.held, self.meshes, v_shaped=v_shaped)
         self._sharded = self._compress_sharded()
         self.touch_gradients: Callable[[Sequence[torch.Tensor]], None] = lambda grads: None  # for drills
-        self.refuses: Callable[[float], bool] = lambda norm: False  # a finite norm that is skipped all the same
+        self.spikes = Spikes(0.0)  # which finite norms are skipped all the same
         self._host_grads: list[torch.Tensor] = []
         self._unit = 0.0
         self._schedules: dict[int, tuple[Schedule, list[PipelineStage]]] = {}
@@ -188,7 +189,7 @@ class Engine:
         factor = batch_tokens / (max(valid, 1.0) * scale)
         norm = math.sqrt(squared) * factor if squared >= 0 else math.nan
         finite = math.isfinite(norm)
-        skipped = not finite or self.refuses(norm)
+        skipped = not finite or self.spikes.is_spike(norm)
         if not skipped:
             self._update(grads, factor * self._clip_factor(norm), lr)
         self._clear()

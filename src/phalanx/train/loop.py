@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from phalanx.train.data.batches import Batches, BatchPlan
 from phalanx.train.data.dataset import TokenDataset
 from phalanx.train.engine import Engine, StepResult, Wish
 from phalanx.train.evaluate import Heldout
+from phalanx.train.guard.digest import digest_pieces
+from phalanx.train.guard.divergence import Guard
+from phalanx.train.guard.verdict import Divergence, settle
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.optim.schedule import learning_rate
 from phalanx.train.orders import Astray, Orders
@@ -70,7 +74,9 @@ class Loop:
         self._saved_s = time.monotonic()
         self._skipped = 0
         self._put = self._held = -1  # steps of which a copy was made in memory, and is safe there on every rank
-        engine.touch_gradients = lambda grads: self.hooks.gradients(self.step, grads)
+        self.guard = Guard(engine.state, every=self.job.fault.digest_every)
+        self._sound = 0  # newest step whose state nothing speaks against
+        engine.touch_gradients = self._before_update
         self.step = 0  # steps that are done
 
     def run(self, first: int) -> str:
@@ -78,14 +84,16 @@ class Loop:
         total = self.batch_plan.steps
         self.events.write("run_start", step=first, steps=total, world=dist.get_world_size(), epoch=self.orders.epoch)
         step, leaving = first, ""
+        self._sound = first
         while step < total and not leaving:
             self.step = step
             result, taken_s, lr = self._step(step)
             step += 1
-            if self.hooks.records_samples:
-                self.hooks.updated(step - 1, self.engine.pieces, self.engine.optimizer.state())
+            self._compare(step)
             self._hold(step)
             self._record(step - 1, result, taken_s, lr)
+            if self.hooks.records_samples:
+                self.hooks.updated(step - 1, self.engine.pieces, self.engine.optimizer.state())
             self._count_skipped(result, step)
             self._tell_saved()
             if self._is_due(step):
@@ -110,6 +118,34 @@ class Loop:
         """Give up what runs beside the steps; the formation is over."""
         self.saver.abandon()
         self.batches.close()
+
+    def _before_update(self, grads: Sequence[torch.Tensor]) -> None:
+        """As late as can be before the weights are used up: whether they are still what the last update left."""
+        self.hooks.gradients(self.step, grads)
+        found = self.guard.before(self.step)
+        if found is not None:
+            raise self._diverged(found)
+
+    def _compare(self, step: int) -> None:
+        """Compare copies of the state before anything keeps it; raises Astray on every rank alike."""
+        found = self.guard.check(step)
+        if found is not None:
+            raise self._diverged(found)
+        case = self.orders.case
+        if case is not None and step == case.step and case.boxes in self.guard.last:
+            wrong = settle(case.digests, self.guard.last[case.boxes])
+            if wrong is not None:
+                what = f"rank {wrong} was wrong at step {step:,}: done again, the others' values came out"
+                raise Astray("settled", step=step, sound=step, what=what, suspects=(wrong,))
+        if self.guard.is_due(step):
+            self._sound = step
+
+    def _diverged(self, found: Divergence) -> Astray:
+        text = found.problem().render().splitlines()[0]
+        certain = found.suspects if found.certain else ()
+        return Astray(
+            "diverged", step=found.step, sound=self._sound, what=text, suspects=certain, evidence=found.to_json()
+        )
 
     def _hold(self, step: int) -> None:
         """Copy the state to host memory: what a lost rank is restored from."""
@@ -172,10 +208,13 @@ class Loop:
         )
 
     def _proof(self, step: int) -> dict[str, object]:
-        """What an exact proof needs, and nobody else: in drills only."""
-        if not self.hooks.records_samples:
-            return {}
-        return {"samples": self.batches.indices(step).tolist()}
+        """What an exact proof needs: digests where they are made, and in drills the samples."""
+        proof: dict[str, object] = {}
+        if self.guard.is_due(step + 1):
+            proof["digest"] = digest_pieces(self.engine.weights())
+        if self.hooks.records_samples:
+            proof["samples"] = self.batches.indices(step).tolist()
+        return proof
 
     def _expert_imbalance(self) -> float | None:
         """Tokens of the busiest expert over the mean, in the worst layer of this stage; None without experts."""
@@ -191,7 +230,7 @@ class Loop:
                 "not-finite",
                 step=step,
                 sound=step - self._skipped,
-                what=f"the gradient was not finite in {self._skipped} steps in a row",
+                what=f"the gradient was not finite, or far too large, in {self._skipped} steps in a row",
             )
 
     def _is_due(self, step: int) -> bool:

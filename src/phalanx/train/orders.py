@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
+from phalanx.train.guard.verdict import Divergence
 from phalanx.train.hooks import Hooks
 from phalanx.train.supervise.board import Phase
 from phalanx.train.vault.keeper import Keeper
@@ -21,6 +23,7 @@ class Orders:
     reform: Callable[[], bool] = lambda: False  # the formation is to be left after this step
     leaves_at: frozenset[int] = frozenset()  # steps after which it is left in any case: replays
     keeper: Keeper | None = None  # copies in host memory
+    case: Divergence | None = None  # copies that differed before this epoch, and which of them was wrong is not known
     hooks: Hooks = field(default_factory=Hooks)
     fence: Callable[[], AbstractContextManager[None]] = nullcontext  # entered to commit a checkpoint
 
@@ -28,6 +31,15 @@ class Orders:
 class Astray(Exception):
     """The state is not to be trusted from some step on: every rank leaves, and the run goes on from before it."""
 
-    def __init__(self, fault: str, *, step: int, sound: int, what: str, suspects: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        fault: str,
+        *,
+        step: int,
+        sound: int,
+        what: str,
+        suspects: tuple[int, ...] = (),
+        evidence: dict[str, Any] | None = None,
+    ) -> None:
         super().__init__(what)
-        self.fault, self.step, self.sound, self.suspects = fault, step, sound, suspects
+        self.fault, self.step, self.sound, self.suspects, self.evidence = fault, step, sound, suspects, evidence

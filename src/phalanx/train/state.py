@@ -37,6 +37,7 @@ def meta_of(engine: Engine, *, step: int, tokens: int, data: str) -> dict[str, A
         "data": data,
         "optimizer_steps": engine.optimizer.steps,
         "loss_scale": engine.loss_scale.state() if engine.loss_scale is not None else None,
+        "spikes": engine.spikes.state(),
         "layout": asdict(engine.settings.layout),
     }
 
@@ -111,6 +112,8 @@ def _take(engine: Engine, optimizer: list[Any], meta: Any) -> None:
     engine.optimizer.load({piece.name: piece.tensor for piece in optimizer}, int(meta["optimizer_steps"]))
     if engine.loss_scale is not None and meta.get("loss_scale"):
         engine.loss_scale = LossScale.load(meta["loss_scale"])
+    if meta.get("spikes"):
+        engine.spikes.load(meta["spikes"])
     engine.publish()
 
 

@@ -27,6 +27,8 @@ from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run, open_run
 from phalanx.train.engine import Engine
+from phalanx.train.guard.spikes import Spikes
+from phalanx.train.guard.verdict import Divergence
 from phalanx.train.hooks import Hooks, hooks_of
 from phalanx.train.loop import Loop
 from phalanx.train.memory import MemoryMeter
@@ -79,7 +81,13 @@ class Rank:
             self._leave(epoch, step=NO_STEP, why="")
         except Astray as error:
             self._leave(
-                epoch, step=error.step, why=str(error), fault=error.fault, sound=error.sound, suspects=error.suspects
+                epoch,
+                step=error.step,
+                why=str(error),
+                fault=error.fault,
+                sound=error.sound,
+                suspects=error.suspects,
+                evidence=error.evidence,
             )
         except BaseException as error:
             # A peer is gone, and with it the connection; or the error is our own, and the agent will hear of it.
@@ -120,6 +128,7 @@ class Rank:
                 reform=lambda: self.link.board.reforming,
                 leaves_at=_leaves_at(self.run),
                 keeper=keeper,
+                case=Divergence.from_json(go["case"]) if go.get("case") else None,
                 hooks=hooks,
                 fence=lambda: fence(self.run, formation.epoch),
             )
@@ -232,6 +241,7 @@ def train(
         state_dtype=job.precision.optimizer_state,
     )
     engine.initialise()
+    engine.spikes = Spikes(job.train.spike_factor)
     orders.hooks.restoring(orders.epoch, dist.get_rank())
     restored, source = _restore(engine, folder, copies, at_most)
     if job.train.weights and not restored.step:

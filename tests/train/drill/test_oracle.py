@@ -217,3 +217,16 @@ def test_the_order_of_files_does_not_matter(survived: Story) -> None:
     shuffled = copy.deepcopy(story)
     shuffled.ranks.sort(key=lambda one: one["rank"])
     assert [one.lineage for one in history(shuffled).chain] == [one.lineage for one in history(story).chain]
+
+
+def test_an_epoch_that_never_came_to_be_undoes_nothing(survived: Story) -> None:
+    """A rank fell before all had answered: the epoch is announced, and nothing is restored in it."""
+    story = survived
+    announced = dict(find(story, "epoch", epoch=3))
+    for one in [*story.ranks, *story.supervisor]:
+        if one["epoch"] == 3 and one["event"] != "epoch":
+            one["epoch"] = 4
+    story.supervisor.append({**announced, "epoch": 4})
+    found = verdicts(story)
+    assert [verdict for verdict in found.values() if not verdict.ok] == []
+    assert len(history(story).chain) == 8

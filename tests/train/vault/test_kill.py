@@ -46,7 +46,7 @@ def newest(vault):
     assert values == {float(found[0].step)} and source.meta == {"step": found[0].step}, values
     return found[0], len(found)
 
-def live(vault, epoch, seconds):
+def live(vault, epoch, puts, seconds):
     found = next(iter(choices({"here": vault.held()})), None)
     reading, writing = os.pipe()
     child = os.fork()
@@ -56,11 +56,12 @@ def live(vault, epoch, seconds):
         finally:
             os._exit(1)
     os.close(writing)
-    time.sleep(seconds)
-    os.kill(child, signal.SIGKILL)
-    status = os.waitpid(child, 0)[1]
     with os.fdopen(reading, "rb") as told:
-        safe = [int.from_bytes(data, "little", signed=True) for data in iter(lambda: told.read(8), b"")]
+        safe = [told.read(8) for _ in range(puts)]
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+        safe = [int.from_bytes(data, "little", signed=True) for data in (*safe, *iter(lambda: told.read(8), b""))]
     left, sets = newest(vault)
     before = found.step if found else 0
     print(json.dumps({"signal": os.WTERMSIG(status), "before": before, "safe": max(safe, default=-1),
@@ -68,7 +69,7 @@ def live(vault, epoch, seconds):
 
 vault, rng = Vault(1), random.Random(int(sys.argv[1]))
 for epoch in range(1, int(sys.argv[2]) + 1):
-    live(vault, epoch, rng.uniform(0.001, 0.03))
+    live(vault, epoch, rng.choice((0, 1, 1, 2, 3, 5)), rng.uniform(0.0, 0.004))
 """
 
 
@@ -82,7 +83,7 @@ def test_killed_at_random_a_hundred_times():
     for life in lives:
         assert life["signal"] == 9
         assert life["left"] >= max(life["before"], life["safe"])  # nothing that was safe is lost
-    assert sum(life["left"] > life["before"] for life in lives) > 50  # they did live for a while
+    assert sum(life["left"] > life["before"] for life in lives) > 30  # they did live for a while
     # Some died before their first snapshot was complete: the one they began from was still whole.
     assert any(life["left"] == life["before"] for life in lives)
 

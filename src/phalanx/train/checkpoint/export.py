@@ -11,6 +11,7 @@ from phalanx.errors import mistake
 from phalanx.train.checkpoint.boxes import whole
 from phalanx.train.checkpoint.catalog import Catalog, Stored, read_catalog
 from phalanx.train.checkpoint.dtypes import KINDS
+from phalanx.train.checkpoint.private import is_private
 from phalanx.train.checkpoint.reading import Shard
 from phalanx.train.checkpoint.shard import raw
 from phalanx.train.checkpoint.url import Place
@@ -45,7 +46,7 @@ def _assemble(catalog: Catalog, stored: Stored) -> torch.Tensor:
     return tensor
 
 
-def state_digest(folder: Place, select: Callable[[str], bool] = lambda name: True) -> str:
+def state_digest(folder: Place, select: Callable[[str], bool] = lambda name: not is_private(name)) -> str:
     """sha256 of the selected tensors of a checkpoint, whole and in name order: equal for equal values, any layout."""
     return tensors_digest(whole_tensors(folder, select))
 

@@ -42,7 +42,10 @@ Fence = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """A finished save of one rank: where the commit is (on other ranks than 0: will be), bytes this rank wrote."""
+    """A finished save of one rank: where the commit is (on other ranks than 0: will be), bytes this rank wrote.
+
+    `seconds` lie between the call and the commit, or the safety of this rank's part; old checkpoints go after that.
+    """
 
     path: Place
     step: int
@@ -95,10 +98,11 @@ def save(
         if isinstance(error, OSError):
             raise _refused(draft, step, error) from error
         raise
+    path = storage.root / names.commit_name(step)
+    saved = Saved(path=path, step=step, bytes=size_bytes, seconds=time.monotonic() - began)
     if rank == 0:
         _settle(storage, draft, keep, timeout_s, point)
-    path = storage.root / names.commit_name(step)
-    return Saved(path=path, step=step, bytes=size_bytes, seconds=time.monotonic() - began)
+    return saved
 
 
 def _check(*, step: int, rank: int, world: int, keep: int, epoch: int) -> None:

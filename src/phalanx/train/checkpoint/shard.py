@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -16,10 +16,11 @@ from phalanx.train.checkpoint.dtypes import KINDS, dtype_name
 from phalanx.train.checkpoint.index import Entry, Index
 from phalanx.train.checkpoint.jsontext import JSON
 from phalanx.train.checkpoint.storage import Draft
-from phalanx.train.checkpoint.streams import CHUNK_BYTES
+from phalanx.train.checkpoint.streams import CHUNK_BYTES, Writing
 from phalanx.train.parallel.pieces import Piece
 
 RESERVED = "__metadata__"  # safetensors keeps this key for itself
+MOST_UNHASHED = 4  # tensors written and not yet hashed
 
 
 def owned(pieces: Sequence[Piece]) -> list[Piece]:
@@ -54,20 +55,36 @@ def write_shard(
     """Write the tensors of a rank and flush them; returns the index. `go_on` is called now and then, and may raise."""
     mine = owned(pieces)
     header = _header(mine)
-    digests: list[str] = []
     size_bytes = len(header) + sum(map(size_of, mine))
-    with draft.create(names.data_name(rank), size_bytes) as writer, ThreadPoolExecutor(max_workers=1) as hasher:
-        writer.write(memoryview(header))
-        for piece in mine:
-            data = raw(piece.tensor)
-            digest = hasher.submit(hashlib.sha256, data)
-            for begin in range(0, len(data), CHUNK_BYTES):
-                go_on()
-                writer.write(data[begin : begin + CHUNK_BYTES])  # both let other threads run: hashing costs no time
-            digests.append(digest.result().hexdigest())
-    entries = tuple(_entries(mine, digests, rank, len(header)))
-    header_sha256 = hashlib.sha256(header).hexdigest()
+    # The file is flushed while the last digests are still computed: the inner block ends first.
+    with ThreadPoolExecutor(max_workers=1) as hasher:
+        digests: list[Future[str]] = []
+        with draft.create(names.data_name(rank), size_bytes) as writer:
+            writer.write(memoryview(header))
+            for piece in mine:
+                data = raw(piece.tensor)
+                digests.append(hasher.submit(_sha256, data))
+                _write(writer, data, go_on)
+                _wait_until_few(digests)
+    entries = tuple(_entries(mine, [digest.result() for digest in digests], rank, len(header)))
+    header_sha256 = _sha256(memoryview(header))
     return Index(rank=rank, header_bytes=len(header), header_sha256=header_sha256, entries=entries, meta=meta)
+
+
+def _sha256(data: memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _write(writer: Writing, data: memoryview, go_on: Callable[[], None]) -> None:
+    for begin in range(0, len(data), CHUNK_BYTES):
+        go_on()
+        writer.write(data[begin : begin + CHUNK_BYTES])
+
+
+def _wait_until_few(digests: Sequence[Future[str]]) -> None:
+    """Hashing may lag behind, but not by the whole state: it may be a copy of what is on a GPU."""
+    if len(digests) > MOST_UNHASHED:
+        digests[-1 - MOST_UNHASHED].result()
 
 
 def raw(tensor: torch.Tensor) -> memoryview:

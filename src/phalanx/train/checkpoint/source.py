@@ -47,7 +47,7 @@ class Source(Protocol):
         """What the caller of the save wanted to remember."""
 
     def count(self, rank: int) -> int:
-        """How many boxes a rank wrote; the index of one without any is never asked for."""
+        """How many boxes a rank wrote; the index of one without any is asked for only for its meta."""
 
     def index(self, rank: int) -> Index:
         """What a rank wrote; raises Damaged."""

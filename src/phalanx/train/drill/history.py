@@ -97,6 +97,11 @@ class History:
     torn: int  # lines that were no events
 
     @property
+    def trained(self) -> list[Epoch]:
+        """Epochs that came to be: a member may fall before the others have answered, and nothing was restored then."""
+        return [epoch for epoch in self.epochs if epoch.restored or epoch.steps]
+
+    @property
     def executions(self) -> list[Execution]:
         """Everything that was done, undone or not, in order."""
         return [one for epoch in self.epochs for _, one in sorted(epoch.steps.items())]
@@ -204,7 +209,7 @@ def _chain(history: History) -> None:
     saved: dict[int, str] = {}  # checkpoint step -> lineage of what it holds
     commits = {(int(event.get("epoch", -1)), int(event["step"])) for event in history.checkpoints}
     chain = history.chain
-    for epoch in history.epochs:
+    for epoch in history.trained:
         epoch.kept = dict(saved)
         lineage = _lineage_at(chain, epoch, saved)
         epoch.undone = chain[epoch.restore_step :]

@@ -101,7 +101,7 @@ def restores(history: History) -> Verdict:
     wrong = []
     counts: Counter[str] = Counter()
     done, held = 0, 0  # steps that stand, and the newest that memory held, before an epoch
-    for before, epoch in zip([None, *history.epochs], history.epochs, strict=False):
+    for before, epoch in zip([None, *history.trained], history.trained, strict=False):
         if before is not None:
             done = max([before.restore_step, *(step + 1 for step in before.steps)])
             held = max([held, *(_held(one) for one in before.steps.values())])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,7 +15,6 @@ from typing import Any
 from phalanx.errors import PhalanxError
 from phalanx.job.dump import to_dict
 from phalanx.plan.plan import Plan
-from phalanx.plan.reliability import effective_time
 from phalanx.record.run import Run, create_run
 from phalanx.record.toml import to_toml
 from phalanx.train.drill import fired, oracle
@@ -37,7 +38,6 @@ class Scene:
     hosts: int
     spares: int
     environ: Mapping[str, str]
-    started_s: float
     allow_code: bool = False
     minutes: float = 0.0  # after which the run is asked to stop; 0: when its steps are done
     replay: bool = True
@@ -108,7 +108,7 @@ def _make(scene: Scene, root: Path, faults: Sequence[Fault], more: Mapping[str, 
         v=1,
         world=plan.layout.devices,
         layout=plan.layout.name,
-        started=round(scene.started_s, 3),
+        started=round(time.time(), 3),
         data_s=0.0,
         allow_code=scene.allow_code,
         drill=True,
@@ -183,6 +183,7 @@ def _ledger(run: Run) -> Verdict:
 
 def _ending(history: History, faults: Sequence[Fault], *, minutes: float) -> Verdict:
     kinds = {fault.kind for fault in faults}
+    wanted: tuple[str, ...]
     if "crash-loop" in kinds:
         wanted = ("failed",)
     elif "sigterm" in kinds:
@@ -194,24 +195,26 @@ def _ending(history: History, faults: Sequence[Fault], *, minutes: float) -> Ver
 
 def _numbers(plan: Plan, run: Run, history: History, found: Sequence[Outcome]) -> Numbers:
     times = [one.recovered_s for one in found if one.recovered_s is not None]
-    wall_s = _wall_s(history)
-    reliability = plan.reliability
-    failures = max(1, len({one.epoch for one in found if one.recovered_s is not None}))
+    effective, trained_s = _effective(run)
+    failures = len({one.epoch for one in found if one.recovered_s is not None})
     return Numbers(
-        wall_s=wall_s,
+        wall_s=_wall_s(history),
         steps=len(history.chain),
         faults=len(found),
         recovery_s=median(times) if times else None,
         recovery_worst_s=max(times, default=None),
         planned_recovery_s=plan.job.fault.detect_s + plan.job.fault.restart_s,
-        effective=_effective(run),
-        planned_effective=effective_time(
-            reliability.blocking_s,
-            reliability.interval_s,
-            wall_s / failures if wall_s else float("inf"),
-            lost_s=reliability.lost_s,
-        ),
+        effective=effective,
+        planned_effective=_planned(plan, mtbf_s=trained_s / failures if failures else inf),
     )
+
+
+def _planned(plan: Plan, *, mtbf_s: float) -> float:
+    """What the plan's own figures give at the drill's rate of failures; with copies in memory only a step is redone."""
+    memory_every, figures = plan.job.checkpoint.memory_every, plan.reliability
+    redone_s = (memory_every * plan.prediction.step_s if memory_every else figures.interval_s) / 2
+    lost_s = plan.job.fault.detect_s + plan.job.fault.restart_s + redone_s
+    return max(0.0, 1 - lost_s / mtbf_s) / (1 + figures.blocking_s / figures.interval_s)
 
 
 def _wall_s(history: History) -> float:
@@ -221,10 +224,13 @@ def _wall_s(history: History) -> float:
     return max([*moments, *ends], default=0.0) - min([*moments, *begins], default=0.0)
 
 
-def _effective(run: Run) -> float | None:
+def _effective(run: Run) -> tuple[float | None, float]:
+    """Share of the time between launch and end that trained, and that time; a plan knows nothing of start and end."""
     try:
         from phalanx.record.ledger import ledger
 
-        return float(ledger(run).effective)
-    except (PhalanxError, ImportError, AttributeError, KeyError, ValueError):
-        return None
+        found = ledger(run)
+    except (PhalanxError, KeyError, ValueError):
+        return None, 0.0
+    between_s = found.wall_s - found.accounts.init - found.accounts.stopping
+    return (found.accounts.productive / between_s if between_s > 0 else None), max(between_s, 0.0)

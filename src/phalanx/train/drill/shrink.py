@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ def _candidates(items: tuple[T, ...], parts: int) -> list[tuple[T, ...]]:
     cuts = [0]
     for number in range(parts):
         cuts.append(cuts[-1] + size + (number < more))
-    ranges = list(zip(cuts, cuts[1:], strict=False))
+    ranges = list(pairwise(cuts))
     alone = [items[low:high] for low, high in ranges]
     without = [items[:low] + items[high:] for low, high in ranges] if parts > 2 else []
     return [one for one in (*alone, *without) if one]

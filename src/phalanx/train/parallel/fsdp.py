@@ -71,9 +71,9 @@ def shard_params(
     tied = model.embed is not None and model.head is not None and model.head.weight is model.embed.tokens.weight
     if not tied:
         if model.embed is not None:
-            fully_shard(model.embed, mesh=_flat(mesh), **settings)
+            embed = fully_shard(model.embed, mesh=_flat(mesh), **settings)
             if _only_looks_up(model.embed):
-                model.embed.set_unshard_in_backward(False)
+                embed.set_unshard_in_backward(False)
         if model.head is not None:
             assert model.norm is not None
             fully_shard([model.norm, model.head], mesh=_flat(mesh), **(settings | KEPT))

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from phalanx.errors import PhalanxError, UserError
+from phalanx.plan.plan import Plan
 from phalanx.record.run import Run, open_run
 from phalanx.train.supervise.host import HostAgent
 from phalanx.train.supervise.last_words import RECORDED
@@ -33,8 +34,10 @@ def main(arguments: list[str]) -> int:
     try:
         agent = HostAgent(run, host=host, slots=int(slots), address=address, wishes=wishes)
         agent.begin()  # the coordinator starts while we import
+        plan = Plan.from_json(run.plan_json.read_text(encoding="utf-8"), where=str(run.plan_json))
+        agent.look(plan)
         work = _work(run, agent)
-        _check(run)
+        _check(plan)
         gc.freeze()  # what was imported is never freed: ranks then share its memory, and switch the collector on
         return agent.serve(work)
     except PhalanxError as error:
@@ -43,14 +46,12 @@ def main(arguments: list[str]) -> int:
         return error.exit_code
 
 
-def _check(run: Run) -> None:
+def _check(plan: Plan) -> None:
     """Refuse what the trainer cannot run once, not on every rank."""
-    from phalanx.plan.plan import Plan
     from phalanx.train.check import check_batches, refuse_layout
     from phalanx.train.data.batches import BatchPlan
     from phalanx.train.settings import Settings
 
-    plan = Plan.from_json(run.plan_json.read_text(encoding="utf-8"), where=str(run.plan_json))
     settings = Settings.of(plan.job, plan.layout, on_gpu=plan.cluster.accelerator.family != "cpu")
     refuse_layout(plan.job.model, settings)
     job = plan.job

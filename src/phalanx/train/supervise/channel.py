@@ -35,7 +35,6 @@ BURST = 64  # messages one receive() takes, so that a talkative peer does not st
 STALL_S = 10.0  # without one byte moving, after which a peer counts as gone
 HALF_OPEN = 64  # connections that have not yet proved anything
 HELLO_S = 5.0  # for which a connection may prove nothing
-ACCEPTS = 32  # connections taken per pump: fewer than HALF_OPEN, so that a flood cannot push out all the others at once
 BACKLOG = 1024
 LOOPBACK = "127.0.0.1"
 
@@ -253,6 +252,7 @@ class Listener:
     """Takes connections, and hands out those that prove to know the secret; strangers cost a socket for some seconds.
 
     `hello` is what this side says of itself, or a function of what an authentic client said; it may raise Refused.
+    Where more than `half_open` honest peers may come at once, say so: the oldest of those who wait is pushed out first.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class Listener:
         self._secret, self._hello = secret, hello
         self._half_open, self._hello_s, self._stall_s = half_open, hello_s, stall_s
         self._guests: dict[socket.socket, _Guest] = {}  # oldest first
-        self._sock = _listen(address or LOOPBACK, port)
+        self._sock = _listen(address or LOOPBACK, port, half_open)
         # One descriptor for the door and everybody in the hall: a loop that watches it wakes for both.
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._sock, selectors.EVENT_READ)
@@ -312,7 +312,8 @@ class Listener:
         self._guests.clear()
 
     def _accept(self) -> None:
-        for _ in range(ACCEPTS):
+        # Half of the places at a time: a crowd at the door cannot push out those who have just been greeted.
+        for _ in range(max(1, self._half_open // 2)):
             try:
                 sock, _ = self._sock.accept()
             except BlockingIOError:
@@ -407,8 +408,8 @@ def _flat(data: memoryview | bytes | bytearray) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")  # an empty array cannot be cast
 
 
-def _listen(address: str, port: int) -> socket.socket:
+def _listen(address: str, port: int, half_open: int) -> socket.socket:
     family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    sock = socket.create_server(place, family=family, backlog=BACKLOG)  # type: ignore[arg-type]
+    sock = socket.create_server(place, family=family, backlog=max(BACKLOG, half_open))  # type: ignore[arg-type]
     sock.setblocking(False)
     return sock

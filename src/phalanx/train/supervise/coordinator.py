@@ -28,6 +28,7 @@ from phalanx.train.supervise.process import die_with
 from phalanx.train.supervise.secret import read_secret
 
 TICK_S = 0.01
+PROGRESS_S = 1.0  # between notes of how far the run is
 
 
 def main(arguments: list[str]) -> int:
@@ -51,16 +52,17 @@ def _coordinate(run: Run, address: str) -> int:
     hall = Hall(listener)
     started = float(run.launch().get("launched") or 0.0)
     council = Council(run, plan, hall.send, events, memory=read_memory(run, since_s=started))
-    file = run.path / "coordinator.json"
+    file, written_s = run.path / "coordinator.json", 0.0
     try:
         while not council.is_over:
             for host, message in hall.take(TICK_S):
                 council.hear(host, message)
             council.tick()
-            if council.changed:
+            now_s = time.monotonic()
+            if council.changed or (council.progressed and now_s - written_s > PROGRESS_S):
                 where = {"address": list(listener.address), "started": started, **council.memory.to_json()}
                 replace_text(file, json.dumps(where) + "\n")
-                council.changed = False
+                council.changed, council.progressed, written_s = False, False, now_s
         hall.drain()
         return 0
     finally:

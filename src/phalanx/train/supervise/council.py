@@ -21,6 +21,7 @@ from phalanx.train.supervise.failure import Failure
 from phalanx.train.supervise.fence import begin_epoch
 from phalanx.train.supervise.formation import Formation, Seat
 from phalanx.train.supervise.membership import next_formation
+from phalanx.train.supervise.preflight import check_skew, clock_skew_s
 from phalanx.train.vault.choose import Choice, Lineage, choices
 from phalanx.train.vault.held import Held
 
@@ -33,7 +34,7 @@ ANSWER_S = 2.0  # for agents to say where their ranks are
 BACK_OFF_S, MOST_BACK_OFF_S = 0.5, 10.0
 STOPPED, FAILED = 130, 3
 MARGIN_S = 10.0  # collectives give up after train.timeout_s themselves, and say more about it than we can
-Message = dict[str, Any]
+Message = dict[str, Any]  # of a kind, with JSON values
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,6 +49,7 @@ class Memory:
     failures: int = 0  # in a row, without a step between
     at_most: int | None = None  # state of more steps than these is not to be trusted
     rolled_back: list[int] = field(default_factory=list)
+    case: Message | None = None  # copies that differed, and nobody could say which was wrong
     quarantined: set[Seat] = field(default_factory=set)
     seat_failures: dict[Seat, int] = field(default_factory=dict)
 
@@ -62,6 +64,7 @@ class Memory:
             "failures": self.failures,
             "at_most": self.at_most,
             "rolled_back": self.rolled_back,
+            "case": self.case,
             "quarantined": [[seat.host, seat.slot] for seat in sorted(self.quarantined)],
             "seat_failures": [[seat.host, seat.slot, count] for seat, count in sorted(self.seat_failures.items())],
         }
@@ -78,6 +81,7 @@ class Memory:
             failures=int(body["failures"]),
             at_most=body["at_most"],
             rolled_back=[int(step) for step in body["rolled_back"]],
+            case=body["case"],
             quarantined={Seat(str(host), int(slot)) for host, slot in body["quarantined"]},
             seat_failures={Seat(str(host), int(slot)): int(count) for host, slot, count in body["seat_failures"]},
         )
@@ -93,6 +97,7 @@ class Host:
     gone_s: float | None = None  # when it hung up
     alive: dict[int, int] = field(default_factory=dict)  # slot -> process
     progress: dict[int, tuple[int, int, float]] = field(default_factory=dict)  # slot -> step, phase, age in seconds
+    problems: tuple[str, ...] = ()  # what its preflight found; it takes no part
     ready: Message | None = None
     where: dict[int, tuple[bool, str]] | None = None  # slot -> waits for others, place
 
@@ -111,7 +116,7 @@ class Council:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.run, self.job, self.planned, self.events = run, plan.job, plan.layout, events
-        self.memory, self.changed, self.is_over = memory, True, False
+        self.memory, self.changed, self.progressed, self.is_over = memory, True, False, False
         self._send, self._clock = send, clock
         self._began_s = clock()
         launch = run.launch()
@@ -124,6 +129,7 @@ class Council:
         self._out_of_memory = False
         self._noticed_s: float | None = None
         self._left: dict[int, Message] = {}
+        self._words: dict[int, str] = {}  # the last collective of each rank that left for the present epoch
         self._left_s: float | None = None
         self._wishes = 0
         self._told_stop = self._told_reform = False
@@ -150,19 +156,18 @@ class Council:
 
     def _joined(self, name: str, hello: Message) -> None:
         old = self._hosts.get(name)
-        host = Host(name=name, address=str(hello.get("address", "")), heard_s=self._clock())
+        problems = [str(text) for text in hello.get("problems", ())]
+        skew_s = clock_skew_s(float(hello["time"]), 0.0, now_s=time.time())
+        problems += [problem.render() for problem in check_skew(skew_s, host=name)]
+        host = Host(name=name, address=str(hello.get("address", "")), heard_s=self._clock(), problems=tuple(problems))
         if old is not None:
             host.alive, host.ready = old.alive, old.ready
         self._hosts[name] = host
         if name not in self._order:
             self._order.append(name)
-        self.events.write(
-            "host", host=name, state="joined", epoch=self.memory.epoch, problems=list(hello.get("problems", ()))
-        )
-        for problem in hello.get("problems", ()):
+        self.events.write("host", host=name, state="joined", epoch=self.memory.epoch, problems=problems)
+        for problem in problems:
             self.events.write("quarantine", epoch=self.memory.epoch, host=name, reason=problem)
-        if hello.get("problems"):
-            host.alive = {}
         if self._wishes:
             self._send(name, {"kind": "stop"})
 
@@ -193,6 +198,8 @@ class Council:
 
     def _hear_left(self, host: Host, message: Message) -> None:
         rank = self._rank(host, int(message["slot"]))
+        if message.get("last_collective") and rank is not None:
+            self._words[rank] = str(message["last_collective"])
         if rank is not None and int(message["epoch"]) == self.memory.epoch:
             self._left[rank] = message
             self._left_s = self._left_s or self._clock()
@@ -208,7 +215,7 @@ class Council:
         steps = [host.progress[slot][0] for slot in self._members(host) if slot in host.progress]
         best = max(steps, default=NO_STEP)
         if not self._forming and best > self.memory.best_step:
-            self.memory.best_step, self.memory.failures = best, 0
+            self.memory.best_step, self.memory.failures, self.progressed = best, 0, True
             self.memory.seat_failures.clear()
             now = self._clock()
             self._step_s, self._stepped_s = max(0.9 * self._step_s, now - self._stepped_s), now
@@ -304,7 +311,7 @@ class Council:
         return [
             seat
             for name in self._order
-            if name in self._hosts and self._hosts[name].gone_s is None
+            if name in self._hosts and self._hosts[name].gone_s is None and not self._hosts[name].problems
             for slot in sorted(self._hosts[name].alive)
             if (seat := Seat(name, slot)) not in self.memory.quarantined
         ]
@@ -312,8 +319,11 @@ class Council:
     def _wait_for_hosts(self) -> None:
         patience_s = self.job.train.timeout_s
         late = self._clock() - self._began_s > patience_s
+        refused = [text for host in self._hosts.values() for text in host.problems]
         if len(self._alive()) >= self._layout_at(0).devices:
             self._form("start")
+        elif refused and len(self._hosts) == len(self._order) and not self._form("some hosts are", planned_only=False):
+            self._end("failed", FAILED, "\n".join(["a host failed its preflight", *(f"  {text}" for text in refused)]))
         elif late and (len(self._order) < 2 or not self._form("some hosts did not arrive", planned_only=False)):
             here = ", ".join(self._hosts) or "nobody"
             message = (
@@ -373,7 +383,6 @@ class Council:
             if self.memory.seat_failures[seat] >= self.job.fault.restarts and len(self._alive()) > formation.world:
                 self._quarantine(seat, f"failed {self.memory.seat_failures[seat]} times in a row")
         seat = formation.seats[cause.rank]
-        collectives = sorted({str(one["last_collective"]) for one in self._left.values() if one.get("last_collective")})
         self.events.write(
             "incident",
             epoch=formation.epoch,
@@ -383,7 +392,6 @@ class Council:
             step=max(cause.step, self.memory.best_step),
             cause={"kind": cause.kind, "message": cause.message, "signal": cause.signal},
             stack=cause.stack,
-            last_collective=collectives[0] if collectives else "",
             others=[rank for rank in self._failures if rank != cause.rank],
             in_a_row=self.memory.failures,
         )
@@ -415,6 +423,7 @@ class Council:
         cause = Failure(
             rank=suspects[0] if suspects else 0, step=step, at_s=time.time(), kind="Astray", message=str(message["why"])
         )
+        self.memory.case = None if suspects else message.get("evidence")
         if again and not suspects:
             self._give_up(cause, "it happened again at the same step after going back")
             return
@@ -542,6 +551,9 @@ class Council:
         saved = [step for step in self.run.saved_steps() if at_most is None or step <= at_most]
         step = choice.step if choice is not None else max(saved, default=0)
         where = "memory" if choice is not None else "disk" if step else "start"
+        if self._words:  # the survivors have left what fell, and could say where they were
+            self.events.write("evidence", epoch=formation.epoch - 1, last_collectives=self._words)
+            self._words = {}
         self.events.write("restore", epoch=formation.epoch, step=step, source=where)
         self._tell_all(
             {
@@ -552,6 +564,7 @@ class Council:
                 "peers": {seat.host: vaults[str(rank)] for rank, seat in reversed(list(enumerate(formation.seats)))},
                 "restore": choice.to_json() if choice is not None else None,
                 "at_most": at_most,
+                "case": self.memory.case,
             }
         )
         self.memory.best_step, self.memory.at_most = step, None

@@ -55,6 +55,8 @@ class Failure:
     @property
     def is_consequence(self) -> bool:
         """Whether it only says that another rank went away."""
+        if self.kind == "Left":
+            return True
         foreign = self.module.startswith(("torch", "builtins")) and self.kind not in (
             "MemoryError",
             "OutOfMemoryError",

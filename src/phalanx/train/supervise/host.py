@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from phalanx.errors import Problem, WorldError
+from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
 from phalanx.train.supervise import failure as failing
 from phalanx.train.supervise.board import Board
@@ -26,6 +27,7 @@ from phalanx.train.supervise.channel import Channel, Closed, Refused, connect
 from phalanx.train.supervise.coordinator import coordinator_address
 from phalanx.train.supervise.failure import Failure
 from phalanx.train.supervise.formation import Formation
+from phalanx.train.supervise.preflight import preflight
 from phalanx.train.supervise.process import Work, fork_rank
 from phalanx.train.supervise.secret import read_secret
 from phalanx.train.supervise.stacks import find_ranks
@@ -70,7 +72,7 @@ class HostAgent:
         launch, job = run.launch(), run.plan()["job"]
         self._order = [str(name) for name in launch.get("hosts", ())] or [host]
         self._dead_after_s = float(job["fault"]["dead_after_s"])
-        self._problems = [str(text) for text in launch.get("problems", ())]
+        self._problems: list[str] = []  # what the preflight found
         self.vault = Vault(slots, guests=max([slots, *map(int, launch.get("slots", ()))]))
         self.board = Board(slots)
         self._secret = read_secret(run.path / "secret")
@@ -93,6 +95,11 @@ class HostAgent:
         """See that there is a coordinator; called before torch is imported, so that it starts meanwhile."""
         if self._order[0] == self.host:
             self._spawn_coordinator()
+
+    def look(self, plan: Plan) -> None:
+        """The preflight: what speaks against ranks on this host goes to the coordinator with our hello."""
+        found = preflight(plan=plan, run=self.run.path, slots=self.slots, address=self.address, quick=False)
+        self._problems = [problem.render() for problem in found]
 
     def serve(self, work: Work) -> int:
         """Keep the slots until the coordinator says that the run is over; its exit code."""

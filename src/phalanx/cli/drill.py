@@ -1,0 +1,220 @@
+"""`phalanx drill`: break a real run on purpose, and prove from its record that nothing was lost."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phalanx.cli.options import add_json, add_set
+from phalanx.cli.output import note, plain, print_json, warn
+from phalanx.errors import mistake
+
+if TYPE_CHECKING:
+    from phalanx.plan.plan import Plan
+    from phalanx.train.drill.fault import Fault
+    from phalanx.train.drill.perform import Result, Scene
+
+USUAL = "kill:rank=1,step=5,point=collective"
+SHRINK_FACTOR = 2.0  # a failing chaos run is made smaller for this many times its own length
+LEAST_SHRINK_S = 120.0
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Options of `phalanx drill`."""
+    parser.add_argument("job", metavar="JOB", nargs="?", help="the job file, such as examples/drill.toml")
+    add_set(parser)
+    parser.add_argument(
+        "--fault",
+        dest="faults",
+        metavar="KIND:KEY=VALUE,…",
+        action="append",
+        default=[],
+        help=f"inject this, as {USUAL}; may be repeated; docs/drills.md lists the kinds",
+    )
+    parser.add_argument("--chaos", action="store_true", help="draw faults at random moments instead")
+    parser.add_argument("--rate", metavar="R", type=float, default=6.0, help="faults per minute of --chaos (6)")
+    parser.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="of --chaos; the same seed, the same faults (0)"
+    )
+    parser.add_argument("--minutes", metavar="M", type=float, default=0.0, help="stop the run after M minutes")
+    parser.add_argument("--agents", metavar="H", type=int, default=1, help="pretend that this machine is H hosts (1)")
+    parser.add_argument("--spares", metavar="S", type=int, default=0, help="idle places kept ready for lost ranks (0)")
+    parser.add_argument("--steps", metavar="N", type=int, default=0, help="train N steps instead of data.tokens")
+    parser.add_argument("--cluster", metavar="SPEC", help="run on this instead of the job's cluster, as local:4")
+    parser.add_argument("--runs", metavar="DIR", default="runs", help="where run folders are made (runs)")
+    parser.add_argument("--no-replay", action="store_true", help="do not repeat the run without faults to compare bits")
+    parser.add_argument("--no-shrink", action="store_true", help="do not look for the smallest schedule that fails")
+    parser.add_argument("--allow-code", action="store_true", help="let the job import a model of your own")
+    parser.add_argument("--out", metavar="FILE", help="write a copy of the record to this file")
+    parser.add_argument(
+        "--check", metavar="RECORD", help="verify signature and evidence of a record, and do nothing else"
+    )
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when every verdict holds, 1 when one does not."""
+    _check_call(args)
+    if args.check:
+        return _check(Path(args.check), as_json=args.json)
+    from phalanx.train.drill.fault import parse_all
+    from phalanx.train.supervise.prepare import need_torch
+
+    faults = parse_all(args.faults)  # before anything is planned: a typing error costs nothing
+    need_torch()
+    plan = _plan(args)
+    if args.chaos:
+        faults = _draw(args, plan)
+    elif not faults:
+        faults = parse_all([USUAL])
+    _check_hosts(args, faults)
+    scene = _scene(args, plan)
+    note(f"drill of {plan.job.name} on {plan.layout.devices} ranks, {plan.layout.name}: {len(faults)} faults")
+    from phalanx.train.drill.perform import perform
+
+    result = perform(scene, faults)
+    path = _record(args, faults, result)
+    _print(args, result, path)
+    if not result.ok and args.chaos and not args.no_shrink:
+        _shrink(args, scene, faults, result)
+    return 0 if result.ok else 1
+
+
+def _check_call(args: argparse.Namespace) -> None:
+    where = "phalanx drill"
+    if bool(args.job) == bool(args.check):
+        what = "JOB and --check exclude each other" if args.job else "no job file is named"
+        raise mistake(where, what, fix="phalanx drill examples/drill.toml, or phalanx drill --check RECORD")
+    if args.chaos and args.faults:
+        raise mistake(where, "--chaos and --fault exclude each other", fix="give one of them")
+    if args.chaos and not args.minutes:
+        raise mistake(where, "--chaos has no end", why="faults are drawn for so many minutes", fix="add --minutes 2")
+    for name, value, least, most in (
+        ("--rate", args.rate, 0.01, 600),
+        ("--minutes", args.minutes, 0, 100_000),
+        ("--agents", args.agents, 1, 64),
+        ("--spares", args.spares, 0, 64),
+        ("--steps", args.steps, 0, 10**9),
+        ("--seed", args.seed, 0, 2**63),
+    ):
+        if not least <= value <= most:
+            raise mistake(where, f"{name} {value:g} is not between {least:g} and {most:g}", fix=f"use {name} {least:g}")
+
+
+def _check_hosts(args: argparse.Namespace, faults: Sequence[Fault]) -> None:
+    needy = [fault.text for fault in faults if fault.of.host]
+    if needy and args.agents < 2:
+        raise mistake(
+            f"--fault {needy[0]}",
+            "hits a host, and there is only one",
+            why="with its only host a run is gone, and so is its proof",
+            fix="add --agents 2",
+        )
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    """As phalanx train plans it, with digests on: the proof rests on them."""
+    from phalanx.train.supervise import prepare
+
+    overrides = [*args.overrides, "fault.digest_every=1"]
+    resolved = prepare.load_job(args.job, overrides=overrides, cluster=args.cluster, steps=args.steps)
+    plan = prepare.make(resolved)
+    if args.minutes and not args.steps:
+        # So many steps that they last: the planned time of a step is the shortest it can be.
+        steps = max(plan.duration.steps, int(60 * args.minutes / plan.prediction.step_s_low) + 1)
+        resolved = prepare.load_job(args.job, overrides=overrides, cluster=args.cluster, steps=steps)
+        plan = prepare.make(resolved)
+    prepare.check_code(plan.job, allowed=args.allow_code)
+    prepare.check_here(plan)
+    plan = prepare.with_data(plan, resolved.path.parent)
+    warn(prepare.check_data(plan))
+    return plan
+
+
+def _draw(args: argparse.Namespace, plan: Plan) -> tuple[Fault, ...]:
+    from phalanx.train.drill.schedule import Stage, draw
+
+    stage = Stage(world=plan.layout.devices, hosts=args.agents, spares=args.spares)
+    return draw(rate_per_min=args.rate, minutes=args.minutes, seed=args.seed, stage=stage)
+
+
+def _scene(args: argparse.Namespace, plan: Plan) -> Scene:
+    from phalanx.cli.train import _environ
+    from phalanx.train.drill.perform import Scene
+
+    return Scene(
+        plan=plan,
+        runs=Path(args.runs),
+        hosts=args.agents,
+        spares=args.spares,
+        environ=_environ(os.environ, plan),
+        allow_code=args.allow_code,
+        minutes=args.minutes,
+        replay=not args.no_replay,
+        tell=note,
+    )
+
+
+def _record(args: argparse.Namespace, faults: Sequence[Fault], result: Result) -> Path:
+    from phalanx.files import write_text
+    from phalanx.train.drill.record import key, key_path, write_record
+
+    body = {
+        "run": result.run.name,
+        "job": str(args.job),
+        "seed": args.seed if args.chaos else None,
+        "agents": args.agents,
+        "spares": args.spares,
+        "faults": [fault.text for fault in faults],
+        "state": result.state,
+        "ok": result.ok,
+        "outcomes": plain(result.outcomes),
+        "verdicts": plain(result.verdicts),
+        "numbers": plain(result.numbers),
+    }
+    path = write_record(result.run, body, key(key_path(os.environ)))
+    if args.out:
+        write_text(Path(args.out), path.read_text(encoding="utf-8"))
+    return path
+
+
+def _print(args: argparse.Namespace, result: Result, path: Path) -> None:
+    from phalanx.train.drill.text import render
+
+    if args.json:
+        print_json({"ok": result.ok, "record": path, "result": result})
+        return
+    print(render(result))
+    print(f"record: {path}")
+    if result.message:
+        note(result.message)
+
+
+def _shrink(args: argparse.Namespace, scene: Scene, faults: Sequence[Fault], result: Result) -> None:
+    from phalanx.train.drill.perform import perform
+    from phalanx.train.drill.shrink import shrink
+
+    budget_s = max(LEAST_SHRINK_S, SHRINK_FACTOR * result.numbers.wall_s)
+    note(f"looking for the smallest schedule that fails, for up to {budget_s:.0f} s")
+    smallest = shrink(faults, lambda some: not perform(scene, some).ok, budget_s=budget_s)
+    words = " ".join(f"--fault {fault.text}" for fault in smallest)
+    note(f"{len(smallest)} of {len(faults)} faults are enough:")
+    note(f"  phalanx drill {args.job} --agents {args.agents} --spares {args.spares} --minutes {args.minutes:g} {words}")
+
+
+def _check(path: Path, *, as_json: bool) -> int:
+    from phalanx.train.drill.record import check_record, key, key_path
+
+    record, wrong = check_record(path, key(key_path(os.environ)))
+    failed = [str(verdict["name"]) for verdict in record["verdicts"] if not verdict["ok"]]
+    if as_json:
+        print_json({"ok": not wrong and not failed, "wrong": wrong, "failed": failed, "record": record})
+    else:
+        print(f"{path}: {len(record['faults'])} faults, {len(record['files'])} files")
+        for text in wrong or ["signature and evidence are as they were written"]:
+            print(f"  {text}")
+        print(f"  verdicts that failed: {', '.join(failed) or 'none'}")
+    return 1 if wrong or failed else 0

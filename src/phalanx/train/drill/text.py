@@ -1,0 +1,100 @@
+"""The report of a drill, as a person reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from phalanx.columns import table
+from phalanx.train.drill.perform import Numbers, Result
+from phalanx.train.drill.timing import Outcome
+from phalanx.units import format_seconds
+
+MOST_ROWS = 40  # of single faults; more are told by kind
+
+
+def render(result: Result) -> str:
+    """Faults, verdicts, and what the plan thought of it."""
+    numbers = result.numbers
+    length = f"{numbers.steps:,} steps, {format_seconds(numbers.wall_s)}"
+    head = f"{len(result.outcomes)} faults in {length}; the run is {result.state}"
+    parts = [head, _table(result.outcomes), _not_fired(result.not_fired), _verdicts(result), _beside(numbers)]
+    return "\n".join(part for part in parts if part)
+
+
+def _table(found: Sequence[Outcome]) -> str:
+    if not found:
+        return ""
+    if len(found) > MOST_ROWS:
+        return _by_kind(found)
+    rows = [
+        (
+            one.fault,
+            f"epoch {one.epoch}, step {one.step}",
+            _seconds(one.detected_s),
+            _seconds(one.recovered_s),
+            "" if one.steps_lost is None else str(one.steps_lost),
+            one.source,
+            "" if one.world is None else str(one.world),
+        )
+        for one in found
+    ]
+    return _columns(("fault", "hit", "detected", "recovered", "lost", "from", "ranks"), rows)
+
+
+def _by_kind(found: Sequence[Outcome]) -> str:
+    rows = []
+    for kind in dict.fromkeys(one.kind for one in found):
+        mine = [one for one in found if one.kind == kind]
+        times = [one.recovered_s for one in mine if one.recovered_s is not None]
+        lost = sum(one.steps_lost or 0 for one in mine)
+        rows.append(
+            (
+                kind,
+                f"{len(mine)}×",
+                _seconds(_median([one.detected_s for one in mine])),
+                _seconds(_median(times)),
+                _seconds(max(times, default=None)),
+                str(lost),
+            )
+        )
+    return _columns(("fault", "fired", "detected", "recovered", "at worst", "lost"), rows)
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"  {line}" for line in table([head, *rows], right=(2, 3, 4)))
+
+
+def _not_fired(texts: Sequence[str]) -> str:
+    if not texts:
+        return ""
+    some = ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
+    return f"  not fired, the run was over: {some}"
+
+
+def _verdicts(result: Result) -> str:
+    rows = [("ok" if verdict.ok else "WRONG", verdict.name, verdict.evidence) for verdict in result.verdicts]
+    return "\n".join(["verdicts", *(f"  {word:<6} {name:<29} {evidence}" for word, name, evidence in rows)])
+
+
+def _beside(numbers: Numbers) -> str:
+    """Prediction beside measurement."""
+    measured = f"{_seconds(numbers.recovery_s)}, at worst {_seconds(numbers.recovery_worst_s)}"
+    lines = []
+    if numbers.recovery_s is not None:
+        lines.append(f"recovery: {measured}; the plan counts with {format_seconds(numbers.planned_recovery_s)}")
+    if numbers.effective is not None:
+        lines.append(
+            f"effective training time: {numbers.effective:.1%}; "
+            f"the plan says {numbers.planned_effective:.1%} at this rate of failures"
+        )
+    return "\n".join(lines)
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else format_seconds(value)
