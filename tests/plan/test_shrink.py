@@ -109,7 +109,7 @@ LAYOUTS = st.builds(
 
 
 @given(planned=LAYOUTS, lost=st.integers(0, 60), sequences=st.integers(1, 200), reproducible=st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_what_is_left_can_be_run(planned: Layout, lost: int, sequences: int, reproducible: bool) -> None:
     count = Dealing.of(planned, reproducible=reproducible).micro_batches(sequences)
     planned = replace(planned, accumulation=count)

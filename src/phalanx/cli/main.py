@@ -21,6 +21,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "plan": ("phalanx.cli.plan", "find the best layout, its reasons and its bill"),
     "trace": ("phalanx.cli.trace", "the real step of ranks of a job of any size, without the ranks"),
     "train": ("phalanx.cli.train", "train a job, or go on with a run; saves on Ctrl-C"),
+    "agent": ("phalanx.cli.agent", "be one host of a run that was prepared on another"),
+    "drill": ("phalanx.cli.drill", "break a real run on purpose, and prove what came of it"),
     "verify": ("phalanx.cli.verify", "prove that a layout computes what one process computes"),
     "export": ("phalanx.cli.export", "write a run's weights as a Hugging Face folder"),
     "validate": ("phalanx.cli.validate", "predict a table of published runs and report the error"),

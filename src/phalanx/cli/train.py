@@ -16,6 +16,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
     from phalanx.record.run import Run
+    from phalanx.train.supervise.client import HostSpec
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +33,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="plan and check, start nothing")
     parser.add_argument("--hosts", metavar="N", type=int, default=1, help="pretend that this machine is N hosts (1)")
     parser.add_argument("--spares", metavar="N", type=int, default=0, help="idle places kept ready for lost ranks (0)")
+    parser.add_argument(
+        "--join",
+        metavar="N",
+        type=int,
+        default=0,
+        help="this is the first of N hosts; the others run phalanx agent RUN",
+    )
+    parser.add_argument("--address", metavar="IP", help="with --join: address of this host (fault.interface)")
     parser.add_argument("--allow-code", action="store_true", help="let the job import a model of your own")
     add_json(parser)
 
@@ -49,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if _is_one_rank(os.environ):
         return _join(args)
     started = time.time()
-    plan, old = _planned(args, here=True)
+    plan, old = _planned(args, here=not args.join)
     _header(plan)
     if args.dry_run:
         return _dry_run(plan, as_json=args.json)
@@ -65,6 +74,11 @@ def _check_call(args: argparse.Namespace) -> None:
         raise mistake("phalanx train", f"{' and '.join(named)} exclude each other", fix="give one of them")
     if args.steps is not None and args.steps < 1:
         raise mistake("phalanx train", f"--steps {args.steps} is below 1", fix="use 1 or more")
+    for name, least, value in (("hosts", 1, args.hosts), ("spares", 0, args.spares), ("join", 0, args.join)):
+        if not least <= value <= 10**5:
+            raise mistake(
+                "phalanx train", f"--{name} {value} is not a number from {least} on", fix=f"use {least} or more"
+            )
     args.steps = args.steps or 0
     if args.plan and (args.overrides or args.cluster or args.steps or args.resume):
         raise mistake(
@@ -166,13 +180,15 @@ def _launch(made: Run, plan: Plan, args: argparse.Namespace, *, started: float) 
     from phalanx.cli.live import Live
     from phalanx.train.supervise.client import launch, local_hosts
 
+    hosts = (
+        _first_of(made, args) if args.join else local_hosts(plan.layout.devices, hosts=args.hosts, spares=args.spares)
+    )
     with Live(made, steps=plan.duration.steps, world=plan.layout.devices, since_s=started) as live:
 
         def asked(count: int) -> None:
             live.note("stopping after this step; Ctrl-C again ends it at once" if count == 1 else "ending it at once")
 
         with made.held():
-            hosts = local_hosts(plan.layout.devices, hosts=args.hosts, spares=args.spares)
             outcome = launch(made, hosts=hosts, environ=_environ(os.environ, plan), tick=live.tick, asked=asked)
     if outcome.state != "failed":
         _add_baselines(made, plan)
@@ -180,6 +196,18 @@ def _launch(made: Run, plan: Plan, args: argparse.Namespace, *, started: float) 
     if outcome.message:
         note(outcome.message)
     return outcome.exit_code
+
+
+def _first_of(made: Run, args: argparse.Namespace) -> tuple[HostSpec, ...]:
+    """This host as the first of several; tells what to start on the others."""
+    import platform
+
+    from phalanx.train.supervise.client import HostSpec, address_of, share_of
+
+    made.set_launch(**{**made.launch(), "join": args.join})
+    note(f"  on the other {args.join - 1} hosts: phalanx agent {made.path.resolve()} --address THEIR_ADDRESS")
+    name = platform.node() or "localhost"
+    return (HostSpec(name=name, slots=share_of(made) + args.spares, address=args.address or address_of(made)),)
 
 
 def _add_baselines(made: Run, plan: Plan) -> None:
@@ -196,13 +224,12 @@ def _add_baselines(made: Run, plan: Plan) -> None:
 
 
 def _environ(environ: Mapping[str, str], plan: Plan) -> dict[str, str]:
-    """The ranks share the cores, nothing of one machine listens beyond it, and CUDA is not started before the fork."""
+    """The ranks share the cores, and CUDA is not started before the fork."""
     from phalanx.hardware.discover import discover
 
     threads = str(max(1, discover().usable_cores // plan.layout.devices))
     wanted = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
-    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
-    return {**wanted, **environ, **loopback, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    return {**wanted, **environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def _report(made: Run, *, as_json: bool) -> int:

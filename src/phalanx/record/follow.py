@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.record.events import Event, EventReader
+from phalanx.record.incidents import tell
 from phalanx.record.run import Run
 from phalanx.units import format_bytes, format_count, format_seconds
 
@@ -42,6 +43,7 @@ class Follower:
 
     def __init__(self, run: Run, *, steps: int, since_s: float) -> None:
         self._reader = EventReader(run.events(0))
+        self._supervisor = EventReader(run.supervisor)
         self._steps = steps
         self._since_s = since_s
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)  # tokens, seconds
@@ -50,7 +52,7 @@ class Follower:
 
     def read(self) -> list[str]:
         """Look at what is new; the remarks worth a line of their own."""
-        remarks = []
+        remarks = self._incidents()
         for event in self._reader.read():
             if float(event.get("t") or 0.0) < self._since_s:
                 continue  # an earlier start of the same run
@@ -59,6 +61,21 @@ class Follower:
             else:
                 remarks += _remark(event)
                 self._steps = int(event.get("steps") or self._steps) if event["event"] == "run_start" else self._steps
+        return remarks
+
+    def _incidents(self) -> list[str]:
+        """What fell, and who goes on."""
+        remarks = []
+        for event in self._supervisor.read():
+            if float(event.get("t") or 0.0) < self._since_s:
+                continue
+            if event["event"] == "incident":
+                remarks.append(f"step {int(event.get('step') or 0):,}: fell: {tell(event)}")
+            elif event["event"] == "epoch" and event.get("reason") != "start":
+                remarks.append(f"epoch {event.get('epoch')}: going on with {event.get('world')} ranks")
+            elif event["event"] == "quarantine":
+                slot = f" slot {event['slot']}" if isinstance(event.get("slot"), int) else ""
+                remarks.append(f"{event.get('host')}{slot} takes no part any more: {event.get('reason')}")
         return remarks
 
     def _step(self, event: Event) -> None:

@@ -21,6 +21,7 @@ def render(summary: Summary) -> str:
         ("", _measured(summary)),
         ("LEARNING", _learning(summary)),
         ("RANKS (means per step)", _ranks(summary)),
+        ("SURVIVED", _survived(summary)),
         ("WHAT IT WRITES", _samples(summary)),
         ("KEPT", _kept(summary)),
     ]
@@ -131,6 +132,27 @@ def _imbalance(s: Summary) -> list[str]:
     if s.expert_imbalance is not None:
         lines.append(f"experts: the busiest gets {s.expert_imbalance:.2f} times the mean")
     return lines
+
+
+def _survived(s: Summary) -> list[str]:
+    """Failures and what they cost, beside what the plan counted with."""
+    if not s.incidents:
+        return []
+    rows = [("step", "what fell", "went on with", "next step after")]
+    for one in s.incidents[-MOST_ROWS:]:
+        went = f"{one.world} ranks, from {one.source}" if one.world else "nobody"
+        rows.append((f"{one.step:,}", f"rank {one.rank}: {one.what}"[:60], went, _seconds(one.recovery_s)))
+    lines = table(rows, right=(0, 3))
+    if len(s.incidents) > MOST_ROWS:
+        lines.append(f"the last {MOST_ROWS} of {len(s.incidents):,}")
+    pairs = (("recovery", s.recovery_s, _seconds), ("effective time", s.effective_time, _share))
+    for name, pair, show in pairs:
+        lines.append(f"{name}: planned {show(pair.predicted)}, measured {show(pair.measured)}")
+    return lines
+
+
+def _share(value: float | None) -> str:
+    return f"{value:.1%}" if value is not None else UNKNOWN
 
 
 def _samples(s: Summary) -> list[str]:

@@ -68,6 +68,13 @@ class Run:
         found = [(COMMIT.fullmatch(path.parent.name), path) for path in self.checkpoints.glob("step-*/manifest.json")]
         return sorted(int(match.group(1)) for match, _ in found if match)
 
+    def saved_at(self, step: int) -> float:
+        """Unix time at which the checkpoint of a step was committed; 0 when that cannot be told."""
+        try:
+            return (self.checkpoints / f"step-{step:08d}" / "manifest.json").stat().st_mtime
+        except OSError:
+            return 0.0
+
     @property
     def stop_file(self) -> Path:
         """The kill switch: while it exists the run stops at its next step."""
@@ -119,6 +126,11 @@ class Run:
     def error(self, rank: int) -> Path:
         """Why one rank failed."""
         return self.path / "errors" / f"rank-{rank:05d}.json"
+
+    @property
+    def supervisor(self) -> Path:
+        """The events of the supervisor: hosts, epochs, incidents."""
+        return self.path / "supervisor.jsonl"
 
     def event_files(self) -> list[Path]:
         """The event files of all ranks, by rank."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.errors import PhalanxError
 from phalanx.record.events import Event, read_events
+from phalanx.record.incidents import Incident, incidents, supervisor_events
 from phalanx.record.run import Run
 
 WARM_UP_SHARE = 0.2  # first share of the steps that timings leave out, as `phalanx calibrate` does
@@ -93,12 +94,16 @@ class Summary:
     checkpoint_s: float | None  # mean
     checkpoint_bytes: float | None  # of the newest
     unreadable_lines: int
+    incidents: tuple[Incident, ...] = ()
+    recovery_s: Pair = field(default_factory=Pair)  # per incident, noticing it included: planned, and measured after it
+    effective_time: Pair = field(default_factory=Pair)  # share of the wall clock that was spent on steps that stayed
 
 
 def summarize(run: Run) -> Summary:
     """Read the folder; a run that is still going, or that never took a step, has a summary too."""
     plan, launch, status = run.plan(), _or_empty(run.launch), run.status()
     events, unreadable = read_events(run.events(0))
+    found = incidents(run)
     steps = _steps(events)
     timed = [seconds for step in _settled(steps) if (seconds := _number(step, "duration_s"))]
     ranks = tuple(_ranks(run, plan))
@@ -119,7 +124,7 @@ def summarize(run: Run) -> Summary:
         steps=len(steps),
         planned_steps=_integer(duration, "steps"),
         tokens=int(sum(_number(step, "tokens") or 0 for step in steps)),
-        starts=sum(event["event"] == "run_start" for event in events),
+        starts=_starts(run, events),
         wall_s=_span(events),
         first_step_s=_first_step(events, launch),
         step_s=Pair(predicted=_number(prediction, "step_s"), measured=statistics.median(timed) if timed else None),
@@ -148,7 +153,29 @@ def summarize(run: Run) -> Summary:
         checkpoint_s=_mean(_number(event, "seconds") for event in saved),
         checkpoint_bytes=_number(saved[-1], "bytes") if saved else None,
         unreadable_lines=unreadable,
+        incidents=tuple(found),
+        recovery_s=_recovery(plan, found),
+        effective_time=_effective(run, plan) if found else Pair(),
     )
+
+
+def _recovery(plan: Mapping[str, Any], found: Sequence[Incident]) -> Pair:
+    fault = _at(plan, "job", "fault")
+    planned = (_number(fault, "detect_s") or 0.0) + (_number(fault, "restart_s") or 0.0)
+    return Pair(predicted=planned or None, measured=_mean(one.recovery_s for one in found))
+
+
+def _effective(run: Run, plan: Mapping[str, Any]) -> Pair:
+    from phalanx.record.ledger import ledger
+
+    return Pair(predicted=_number(_at(plan, "reliability"), "effective_time"), measured=ledger(run).effective)
+
+
+def _starts(run: Run, events: Sequence[Event]) -> int:
+    """Launches: a new formation within one is none."""
+    formed = [event for event in supervisor_events(run) if event["event"] == "epoch"]
+    launches = len([event for event in formed if event.get("reason") == "start"])
+    return launches or len([event for event in events if event["event"] == "run_start"])
 
 
 def _or_empty(read: Any) -> dict[str, Any]:

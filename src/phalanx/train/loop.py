@@ -14,6 +14,7 @@ from phalanx.plan.shrink import Dealing
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run
 from phalanx.train.checkpoint.background import AsyncSaver
+from phalanx.train.checkpoint.interval import Interval
 from phalanx.train.data.batches import Batches, BatchPlan
 from phalanx.train.data.dataset import TokenDataset
 from phalanx.train.engine import Engine, StepResult, Wish
@@ -71,7 +72,9 @@ class Loop:
         )
         self.memory = memory
         self._saved_step = self._taken_step = -1
-        self._saved_s = time.monotonic()
+        self.interval = Interval.of(
+            plan.reliability, self.job.checkpoint, now_s=time.monotonic() - _since_last_commit(folder)
+        )
         self._skipped = 0
         self._put = self._held = -1  # steps of which a copy was made in memory, and is safe there on every rank
         self.guard = Guard(engine.state, every=self.job.fault.digest_every)
@@ -252,18 +255,18 @@ class Loop:
 
     def _wants_save(self) -> bool:
         """Rank 0's clock decides, every rank hears of it with the step's numbers."""
-        interval_s = self.plan.reliability.interval_s
-        return dist.get_rank() == 0 and time.monotonic() - self._saved_s >= interval_s
+        return dist.get_rank() == 0 and self.interval.due(time.monotonic())
 
     def _save(self, step: int) -> None:
         if step == self._saved_step:
             return
-        self._saved_s, self._saved_step = time.monotonic(), step
+        began_s, self._saved_step = time.monotonic(), step
         self.orders.progress(step, Phase.RESTING)
         blocked_s = self.saver.save(step=step, pieces=self.engine.state(), meta=self._meta(step))
         if not self.job.checkpoint.asynchronous:
             self.saver.wait()
         self._taken_step = step
+        self.interval.saved(now_s=began_s, blocked_s=time.monotonic() - began_s)
         self.events.write(
             "checkpoint", step=step, epoch=self.orders.epoch, blocked_s=blocked_s, seconds=None, bytes=None
         )
@@ -277,6 +280,7 @@ class Loop:
         if self._taken_step >= 0 and not self.saver.busy:
             saved, self._taken_step = self.saver.wait(), -1
             if saved is not None:
+                self.interval.persisted(saved.seconds)
                 self.events.write(
                     "checkpoint",
                     step=saved.step,
@@ -302,6 +306,15 @@ class Loop:
             for text in sample_texts(self.folder.checkpoints, self.job, self.dataset):
                 self.events.write("sample", step=step, text=text)
         self.events.write("run_end", step=step, state="stopped" if stopped else "done")
+
+
+def _since_last_commit(folder: Run) -> float:
+    """Seconds that nothing was saved in this launch: a new formation does not set the clock back."""
+    now_s = time.time()
+    launched_s = float(folder.launch().get("launched") or now_s)
+    steps = folder.saved_steps()
+    saved_s = folder.saved_at(max(steps)) if steps else 0.0
+    return max(0.0, now_s - max(launched_s, saved_s))
 
 
 def _attempt(device: torch.device) -> str:

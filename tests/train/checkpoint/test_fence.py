@@ -76,9 +76,16 @@ def test_a_save_that_waits_for_a_lost_rank_is_given_up(kit, tmp_path):
 
 
 def test_a_save_held_by_the_disk_goes_on_alone_and_commits_nothing(kit, tmp_path):
-    disk = threading.Event()
-    saver = AsyncSaver(tmp_path, attempt="a", rank=0, world=1, point=lambda name: name != "all" or disk.wait(60))
+    held, disk = threading.Event(), threading.Event()
+
+    def point(name):
+        if name == "all":
+            held.set()
+            disk.wait(60)
+
+    saver = AsyncSaver(tmp_path, attempt="a", rank=0, world=1, point=point)
     saver.save(step=1, pieces=[piece_of(kit)], meta={})
+    held.wait(60)
     thread, copies = saver._current, saver.copies
     saver.abandon()
     assert thread.is_alive()

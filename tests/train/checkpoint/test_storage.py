@@ -89,7 +89,7 @@ def test_an_object_commit_is_a_manifest_that_names_its_attempt(kit, store, url):
 
 def test_object_commits_are_kept_replaced_and_swept_as_on_a_disk(kit, store, url):
     for step in (1, 2, 3):
-        kit.save_all(url, pieces(kit, step), step=step, keep=2)
+        kit.save_all(url, pieces(kit, float(step)), step=step, keep=2)
     assert steps(url) == ["step-00000003", "step-00000002"]
     kit.save_all(url, pieces(kit, 9.0), step=3, attempt="b")
     assert loaded(kit, newest(url, verify=True).path) == [9.0]
@@ -105,7 +105,7 @@ def test_object_commits_are_kept_replaced_and_swept_as_on_a_disk(kit, store, url
 
 def test_a_damaged_object_is_passed_over_with_the_same_words(kit, store, url):
     for step in (1, 2):
-        path = kit.save_all(url, pieces(kit, step), step=step).path
+        path = kit.save_all(url, pieces(kit, float(step)), step=step).path
     key = f"{path.key}/a1/rank-00001.safetensors"
     data = bytearray(store.cat_file(key))
     data[-3] ^= 4
@@ -130,7 +130,7 @@ def test_a_forged_attempt_leads_nowhere(kit, store, url):
     path = kit.save_all(url, pieces(kit), step=1).path
     forged = Manifest(step=1, world=1, attempt="../step-00000002/a1", code="", meta={}, ranks=verify(path).ranks[:1])
     store.pipe_file(f"{path.key}/manifest.json", encode(forged))
-    with pytest.raises(Damaged, match="it is of attempt '../step-00000002/a1', epoch 0"):
+    with pytest.raises(Damaged, match=r"it is of attempt '\.\./step-00000002/a1', epoch 0"):
         verify(path)
 
 

@@ -252,20 +252,20 @@ def test_skew_beyond_what_the_way_explains(their_s: float, round_trip_s: float, 
 @pytest.mark.parametrize(("share", "fit"), [(0.11, True), (0.09, False)])
 def test_link(cpu_plan: Plan, gpu_plan: Plan, monkeypatch: pytest.MonkeyPatch, share: float, fit: bool) -> None:
     plan = replace(cpu_plan, cluster=replace(cpu_plan.cluster, link_bytes_per_s=3e9))
-    monkeypatch.setattr(checks, "_measure_once", lambda listener: share * 3e9)
+    monkeypatch.setattr(checks, "_measure_once", lambda address: share * 3e9)
     found = list(checks.check_link(plan, "", host="a"))
     assert (found == []) is fit
     if not fit:
         assert found[0].what == (
             "its network moves 270 MB/s on 127.0.0.1, less than 10% of the 3.00 GB/s the plan counts on"
         )
-    monkeypatch.setattr(checks, "_measure_once", lambda listener: share * 2e9)
+    monkeypatch.setattr(checks, "_measure_once", lambda address: share * 2e9)
     assert (list(checks.check_link(gpu_plan, "", host="a")) == []) is fit  # not a tenth of NVLink
 
 
 def test_the_best_of_some_tries_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     rates: Iterator[float] = iter([1.0, 5.0, *[3.0] * 8, 9.0, 2.0])
-    monkeypatch.setattr(checks, "_measure_once", lambda listener: next(rates))
+    monkeypatch.setattr(checks, "_measure_once", lambda address: next(rates))
     assert checks.measure_link("", enough=4.0) == 5.0
     assert checks.measure_link("", enough=100.0) == 9.0
 

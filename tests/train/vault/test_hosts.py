@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from phalanx.errors import Problem, WorldError
 from phalanx.train.checkpoint import Damaged, load
 from phalanx.train.supervise.channel import connect
 from phalanx.train.vault.buddy import buddy_of
@@ -186,6 +187,23 @@ def test_a_buddy_that_is_away_for_a_while_gets_every_step(kit, vaults, job, serv
     wait_for(lambda: all(keeper.safe_step == 3 for keeper in keepers), "they catch up")
     assert port != back.port
     assert not keepers[0].trouble
+
+
+def test_a_buddy_without_memory_says_so(kit, vaults, job, monkeypatch):
+    keepers = job()
+    guests = vaults["b"].generations("guest", 0)
+    for segment in guests:
+        monkeypatch.setattr(segment, "reserve", no_memory)
+    keepers[0].put(1, kit.cut(kit.state(1), 4)[0], {}, held=-1)
+    wait_for(lambda: keepers[0].trouble, "it hears of it")
+    assert keepers[0].trouble == "no memory there"
+    assert (keepers[0].complete_step, keepers[0].safe_step) == (1, -1)
+    monkeypatch.undo()
+    wait_for(lambda: keepers[0].safe_step == 1, "it tries again")
+
+
+def no_memory(size_bytes):
+    raise WorldError(Problem(where="", what="no memory there"))
 
 
 def test_closing_does_not_wait_for_a_buddy_that_hangs(kit, vaults):

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from phalanx.errors import UserError
+from phalanx.errors import UserError, WorldError
 from phalanx.train.checkpoint import load, save
 from phalanx.train.checkpoint.index import Entry
 from phalanx.train.vault.choose import choices
 from phalanx.train.vault.held import Held
-from phalanx.train.vault.vault import GENERATIONS
+from phalanx.train.vault.vault import GENERATIONS, Vault
 
 
 def load_all(kit, source, tensors, world):
@@ -139,6 +139,18 @@ def test_ranks_with_and_without_the_old_snapshot_leave_out_the_same_steps(kit, v
         keeper.close()
 
 
+def test_a_snapshot_that_could_not_be_used_stays_and_is_not_in_the_way(kit, vault):
+    """Step 9 was chosen and turned out damaged, so the epoch began from step 2 on the disk: 9 is never passed."""
+    kit.put_all(vault, kit.state(9), 2, step=9)
+    keepers = [kit.keeper(vault, rank, 2, epoch=2, restored=(1, 9)) for rank in range(2)]
+    for step in range(3, 8):
+        kit.put_all(vault, kit.state(step), 2, step=step, held=keepers[0].safe_step, keepers=keepers)
+    assert [keeper.skipped for keeper in keepers] == [0, 0]
+    assert {one.step for one in vault.held() if one.epoch == 2} == {6, 7}
+    for keeper in keepers:
+        keeper.close()
+
+
 def test_memory_reserved_is_the_memory_used(kit, vault):
     keeper, pieces = kit.keeper(vault, 0, 1), kit.cut(kit.state(), 1)[0]
     keeper.reserve(pieces)
@@ -167,5 +179,55 @@ def test_meta_that_is_no_json_is_an_error_of_the_next_put(kit, vault):
     keeper._sealer.wait()
     with pytest.raises(ValueError, match="JSON"):
         keeper.put(2, pieces, {}, held=-1)
+    assert vault.held() == []
+    keeper.close()
+
+
+def test_what_comes_through_pinned_memory_is_the_same(kit, vault, monkeypatch):
+    """The way of a GPU's tensors, taken by those of the host."""
+    for module in ("keeper", "snapshot"):
+        monkeypatch.setattr(f"phalanx.train.vault.{module}.is_staged", lambda piece: True)
+    keepers = [kit.keeper(vault, rank, 2) for rank in range(2)]
+    for step in (1, 2, 3):
+        for keeper, pieces in zip(keepers, kit.cut(kit.state(step), 2), strict=True):
+            keeper.put(step, pieces, {}, held=-1)
+    for keeper in keepers:
+        keeper.close()
+    for choice in choices({"here": vault.held()}):
+        load_all(kit, kit.source(vault, choice=choice), kit.state(choice.step), 3)
+    assert {one.step for one in vault.held()} == {1, 2, 3}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpus_tensors_are_put_and_restored(kit, vault):
+    tensors = kit.state(4)
+    keeper = kit.keeper(vault, 0, 1)
+    keeper.put(4, [kit.piece(name, tensor.cuda()) for name, tensor in tensors.items()], {}, held=-1)
+    keeper.close()
+    load_all(kit, kit.source(vault), tensors, 2)
+
+
+def test_without_memfd_a_nameless_file_will_do(kit, monkeypatch):
+    monkeypatch.delattr("os.memfd_create", raising=False)
+    vault = Vault(1)
+    kit.put_all(vault, kit.state(6), 1, step=6)
+    load_all(kit, kit.source(vault), kit.state(6), 2)
+    vault.close()
+
+
+def test_no_memory_is_a_message_and_not_a_signal(kit, vault, monkeypatch):
+    def full(descriptor, offset, size):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    keeper = kit.keeper(vault, 0, 1)
+    with pytest.raises(WorldError) as caught:
+        keeper.put(1, [kit.piece("w", torch.zeros(1000))], {}, held=-1)
+    assert str(caught.value).splitlines() == [
+        "checkpoint.memory_every: no 9,376 bytes of host memory for a snapshot: No space left on device",
+        "  a rank that falls is restored from it without losing a step",
+        "  memory_every = 0 for checkpoints on disk alone, or fewer ranks on this host",
+    ]
     assert vault.held() == []
     keeper.close()

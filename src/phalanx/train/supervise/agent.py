@@ -15,6 +15,7 @@ from phalanx.errors import PhalanxError, UserError
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run, open_run
 from phalanx.train.supervise.host import HostAgent
+from phalanx.train.supervise.interface import LIBRARIES, interface_of
 from phalanx.train.supervise.last_words import RECORDED
 from phalanx.train.supervise.link import Link
 from phalanx.train.supervise.process import Work, die_with
@@ -30,6 +31,8 @@ def main(arguments: list[str]) -> int:
     wishes = Wishes.listen()  # before the imports: Ctrl-C in the first seconds is a wish like any other
     gc.disable()  # importing 2,100 modules makes no garbage: 2.9 s instead of 3.7 s of processor time, mean of 3
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))  # torch reads it when the first group is made
+    if interface := interface_of(address):  # nothing of the ranks listens beyond it
+        os.environ.update(dict.fromkeys(LIBRARIES, interface))
     run = open_run(folder)
     try:
         agent = HostAgent(run, host=host, slots=int(slots), address=address, wishes=wishes)

@@ -15,6 +15,7 @@ from types import FrameType
 from phalanx.record.run import Run
 from phalanx.train.supervise.secret import make_secret
 
+LOOPBACK = "127.0.0.1"
 POLL_S = 0.1
 RESTART_S = 1.0  # before a dead agent is started again, so that its death is noticed first
 MOST_RESTARTS = 3  # of one host in one launch
@@ -39,7 +40,7 @@ class HostSpec:
 
     name: str
     slots: int
-    address: str = "127.0.0.1"
+    address: str = LOOPBACK
     prefix: tuple[str, ...] = ()  # command to start the agent under, as `ip netns exec`
 
 
@@ -49,6 +50,17 @@ def local_hosts(ranks: int, *, hosts: int = 1, spares: int = 0) -> tuple[HostSpe
     counts = [share + (number < more) for number in range(hosts)]
     counts[-1] += spares
     return tuple(HostSpec(name=f"host-{number}", slots=count) for number, count in enumerate(counts))
+
+
+def share_of(run: Run) -> int:
+    """Slots of one host of a run: the ranks dealt evenly to the hosts it waits for."""
+    launch = run.launch()
+    return -(-int(launch["world"]) // max(1, int(launch.get("join") or 1)))
+
+
+def address_of(run: Run) -> str:
+    """The address that agents of a run listen on: the job's fault.interface, or the loopback."""
+    return str(run.plan()["job"]["fault"]["interface"] or LOOPBACK)
 
 
 def launch(

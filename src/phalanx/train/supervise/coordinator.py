@@ -47,8 +47,11 @@ def main(arguments: list[str]) -> int:
 
 def _coordinate(run: Run, address: str) -> int:
     plan = Plan.from_json(run.plan_json.read_text(encoding="utf-8"), where=str(run.plan_json))
-    listener = Listener(address, 0, read_secret(run.path / "secret"), {"role": "coordinator"})
-    events = EventWriter(run.path / "supervisor.jsonl", rank=-1)
+    hosts = len(run.launch().get("hosts", ()))
+    listener = Listener(
+        address, 0, read_secret(run.path / "secret"), {"role": "coordinator"}, half_open=max(64, 2 * hosts)
+    )
+    events = EventWriter(run.supervisor, rank=-1)
     hall = Hall(listener)
     started = float(run.launch().get("launched") or 0.0)
     council = Council(run, plan, hall.send, events, memory=read_memory(run, since_s=started))
@@ -100,10 +103,10 @@ class Hall:
     def take(self, timeout_s: float) -> list[tuple[str, dict[str, Any]]]:
         """What was said within `timeout_s`; an agent that came or went is told as `joined` and `gone`."""
         heard: list[tuple[str, dict[str, Any]]] = []
-        for key, _ in self._selector.select(timeout_s):
-            if key.fileobj is self._listener:
-                heard += [self._admit(channel) for channel in self._listener.pump()]
-            else:
+        ready = self._selector.select(timeout_s)
+        heard += [self._admit(channel) for channel in self._listener.pump()]  # every turn: it drops who is late
+        for key, _ in ready:
+            if key.fileobj is not self._listener:
                 heard += self._listen(key.data, key.fileobj)  # type: ignore[arg-type]
         return heard
 

@@ -25,6 +25,7 @@ from phalanx.train.supervise.preflight import check_skew, clock_skew_s
 from phalanx.train.vault.choose import Choice, Lineage, choices
 from phalanx.train.vault.held import Held
 
+CONNECT_S = 2.0  # an agent reads its clock before a connection that may take so long
 RECONNECT_S = 1.0  # an agent that hung up may be back at once; one whose host is gone is not
 CAUSE_S = 0.5  # after ranks have left without a known cause, time for it to show
 REPLACE_S = 2.0  # for an agent to start another process in a slot
@@ -157,7 +158,7 @@ class Council:
     def _joined(self, name: str, hello: Message) -> None:
         old = self._hosts.get(name)
         problems = [str(text) for text in hello.get("problems", ())]
-        skew_s = clock_skew_s(float(hello["time"]), 0.0, now_s=time.time())
+        skew_s = clock_skew_s(float(hello["time"]), CONNECT_S, now_s=time.time())
         problems += [problem.render() for problem in check_skew(skew_s, host=name)]
         host = Host(name=name, address=str(hello.get("address", "")), heard_s=self._clock(), problems=tuple(problems))
         if old is not None:

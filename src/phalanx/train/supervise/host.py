@@ -332,12 +332,11 @@ class HostAgent:
             self._answer(slot, json.loads(line))
 
     def _answer(self, slot: Slot, message: Message) -> None:
-        if int(message.get("epoch", -1)) != slot.epoch:
-            return
-        if message["kind"] == "ready":
+        present = int(message["epoch"]) == slot.epoch
+        if message["kind"] == "ready" and present:
             slot.ready = int(message["port"]), int(message["vault"])
         elif message["kind"] == "left":
-            slot.left = True
+            slot.left = slot.left or present
             self._say(**message)
 
     def _reap(self) -> None:

@@ -26,10 +26,10 @@ from phalanx.units import MB, format_bytes, format_seconds
 
 LEAST_LINK_SHARE = 0.1  # of what the plan counts on: a busy machine halves it, a broken one loses far more
 LINK_BYTES = 16 * MB
-# The best of some tries counts: other work on the machine can only make the link look slower. With 20 busy threads on
-# two cores single tries moved 20 to 870 MB/s, where an idle machine moves 1,200.
+# The best of some tries counts: other work on the machine can only make the link look slower. With ten programs on
+# two cores, single tries moved 20 to 870 MB/s, where the same machine at rest moves 3,300.
 LINK_TRIES = 10
-LINK_PATIENCE_S = 1.0  # for one try, which at a tenth of the slowest link takes 0.1 s
+LINK_PATIENCE_S = 1.0  # for one try; at a tenth of 2 GB/s it takes 0.08 s
 LEAST_NVLINK_SHARE = 0.5  # links that trained at half their number or speed
 DISK_COPIES = 2  # the checkpoint being written, beside the one that is kept until it is whole
 MOST_SKEW_S = 5.0  # timestamps of the record are compared between hosts
@@ -257,32 +257,36 @@ def measure_link(address: str, *, enough: float) -> float:
     0 when nothing moves. Starts no thread: the agent forks.
     """
     best = 0.0
-    with suppress(OSError), closing(_listen(address)) as listener:
-        for _ in range(LINK_TRIES):
-            best = max(best, _measure_once(listener))
-            if best >= enough:
-                break
+    for _ in range(LINK_TRIES):
+        with suppress(OSError):
+            best = max(best, _measure_once(address))
+        if best >= enough:
+            break
     return best
 
 
-def _measure_once(listener: socket.socket) -> float:
-    listener.settimeout(LINK_PATIENCE_S)
-    with closing(socket.create_connection(listener.getsockname()[:2], timeout=LINK_PATIENCE_S)) as source:
-        target, _ = listener.accept()
-        with closing(target):
-            source.setblocking(False)
-            target.settimeout(LINK_PATIENCE_S)
-            data, buffer = memoryview(bytes(LINK_BYTES)), bytearray(1 << 20)
-            sent = received = 0
-            start_s = time.perf_counter()
-            while (
-                received < LINK_BYTES and time.perf_counter() < start_s + LINK_PATIENCE_S
-            ):  # one after the other: the agent has no thread for each end
-                with suppress(BlockingIOError):
-                    sent += source.send(data[sent : sent + len(buffer)]) if sent < LINK_BYTES else 0
-                if received < sent:
-                    received += target.recv_into(buffer)
-            return received / (time.perf_counter() - start_s)
+def _measure_once(address: str) -> float:
+    with closing(_listen(address)) as listener:  # a new one each time: a stranger at the door spoils one try
+        listener.settimeout(LINK_PATIENCE_S)
+        with closing(socket.create_connection(listener.getsockname()[:2], timeout=LINK_PATIENCE_S)) as source:
+            target, _ = listener.accept()
+            with closing(target):
+                return _move(source, target)
+
+
+def _move(source: socket.socket, target: socket.socket) -> float:
+    """Bytes per second between two sockets, a piece in, a piece out."""
+    source.setblocking(False)
+    target.settimeout(LINK_PATIENCE_S)
+    data, buffer = memoryview(bytes(LINK_BYTES)), bytearray(1 << 20)
+    sent = received = 0
+    start_s = time.perf_counter()
+    while received < LINK_BYTES and time.perf_counter() < start_s + LINK_PATIENCE_S:
+        with suppress(BlockingIOError):
+            sent += source.send(data[sent : sent + len(buffer)]) if sent < LINK_BYTES else 0
+        if received < sent:
+            received += target.recv_into(buffer)
+    return received / (time.perf_counter() - start_s)
 
 
 def _listen(address: str) -> socket.socket:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ from phalanx.train.parallel.pieces import Piece
 from phalanx.train.vault.generations import Needs, next_free, next_sequence
 from phalanx.train.vault.replica import BuddyAddress, Replica
 from phalanx.train.vault.segment import Segment
-from phalanx.train.vault.snapshot import Draft, Staging, seal, take
+from phalanx.train.vault.snapshot import Draft, Staging, is_staged, seal, take
 from phalanx.train.vault.vault import GENERATIONS, Vault
 from phalanx.train.vault.worker import Worker
 
@@ -42,7 +41,7 @@ class Keeper:
         self._segments = vault.generations("own", slot)
         self._sequence = next_sequence(self._segments)
         self._staging = Staging()
-        self._kept: deque[int] = deque() if restored is None else deque([restored[1]])  # steps that may be needed
+        self._kept = [] if restored is None else [restored[1]]  # steps that may be needed, the same on all ranks
         self._busy: dict[int, int] = {}  # generation by step, until it counts here and with the buddy
         self._complete = self._safe = -1
         self._sealer = Worker("vault-seal")
@@ -88,8 +87,7 @@ class Keeper:
         buddy that does not answer, say) nothing is put and `skipped` counts, on all ranks alike.
         """
         began_s = time.monotonic()
-        while self._kept and self._kept[0] < held:
-            self._kept.popleft()
+        self._kept = [kept for kept in self._kept if kept >= held]
         if len(self._kept) == GENERATIONS:
             self.skipped += 1
             return time.monotonic() - began_s
@@ -109,7 +107,7 @@ class Keeper:
     def _take(
         self, generation: int, pieces: Sequence[Piece], meta: Mapping[str, Any], rank_meta: Mapping[str, Any]
     ) -> Draft:
-        if any(piece.tensor.is_cuda for piece in pieces):
+        if any(map(is_staged, pieces)):
             self._sealer.wait()  # it still reads the pinned memory of the snapshot before
         segment = self._segments[generation]
         return take(segment, pieces, rank=self._rank, meta=meta, rank_meta=rank_meta, staging=self._staging)

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+from phalanx.errors import WorldError
 from phalanx.train.supervise.channel import Channel, Listener
 from phalanx.train.vault.contents import decode
 from phalanx.train.vault.generations import Needs, next_free, next_sequence
@@ -151,7 +152,11 @@ def _claim(segments: tuple[Segment, ...], needs: Needs) -> Iterator[Segment | No
 def _receive(channel: Channel, segment: Segment, header: Header, text: bytes, sequence: int) -> None:
     """Take the bytes of every tensor, checked on the way, and only then let the copy count."""
     segment.wipe()
-    view = segment.reserve(_bounded(header.end, MOST_BYTES))
+    try:
+        view = segment.reserve(_bounded(header.end, MOST_BYTES))
+    except WorldError as error:
+        channel.send({"op": "busy", "why": error.problems[0].what})
+        return
     channel.send({"op": "send"})
     for entry in decode(text, header.rank).entries:
         message = channel.wait(DATA_S)

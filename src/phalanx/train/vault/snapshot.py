@@ -30,7 +30,7 @@ class Staging:
         """Start the copy of a piece; it is there after `finish`."""
         held = self._buffers.get(piece.name)
         if held is None or held.shape != piece.tensor.shape or held.dtype != piece.tensor.dtype:
-            held = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=True)
+            held = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=piece.tensor.is_cuda)
             self._buffers[piece.name] = held
         held.copy_(piece.tensor.detach(), non_blocking=True)
         return held
@@ -42,6 +42,11 @@ class Staging:
             torch.cuda.synchronize(device)
 
 
+def is_staged(piece: Piece) -> bool:
+    """Whether a piece is not in host memory, so that its copy goes through pinned memory."""
+    return piece.tensor.device.type != "cpu"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draft:
     """A snapshot whose values are taken and which does not count yet."""
@@ -49,11 +54,6 @@ class Draft:
     segment: Segment
     contents: Contents
     staged: tuple[tuple[int, torch.Tensor], ...]  # entries whose bytes still wait in pinned memory
-
-    @property
-    def staging_in_use(self) -> bool:
-        """Whether pinned memory must stay as it is until the snapshot is sealed."""
-        return bool(self.staged)
 
 
 @torch.no_grad()
@@ -73,7 +73,7 @@ def take(
     view = segment.reserve(contents.end + ENTRY_BYTES * (len(mine) + 4))
     staged = []
     for place, (piece, entry) in enumerate(zip(mine, contents.entries, strict=True)):
-        if piece.tensor.is_cuda:
+        if is_staged(piece):
             staged.append((place, staging.take(piece)))
         else:
             tensor_at(view, entry).copy_(piece.tensor.detach())

@@ -85,8 +85,9 @@ class MemorySource:
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """What rank 0 wanted to remember; raises Damaged."""
-        return self._contents(0).meta
+        """What all ranks wanted to remember; raises Damaged."""
+        # Any rank will do; a thousand ranks that all asked the host of rank 0 would keep it busy.
+        return self._contents(next((rank for rank, one in self._snapshots.items() if one.is_near), 0)).meta
 
     def count(self, rank: int) -> int:
         """How many boxes a rank wrote."""
@@ -116,6 +117,11 @@ class Snapshot:
         self._index: Contents | None = None
         self._channels: dict[str, Channel] = {}
         self._lock = threading.RLock()
+
+    @property
+    def is_near(self) -> bool:
+        """Whether this host has a copy."""
+        return self._places[0].host == self._vaults.local_host
 
     def contents(self) -> Contents:
         """The index, from the first copy of which that is sound; raises Damaged."""

@@ -1,0 +1,196 @@
+"""Checkpoints in S3, against a server that speaks its protocol over HTTP in a process of its own."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from phalanx.errors import WorldError
+from phalanx.train.checkpoint import Damaged, load, newest, save, sweep, verify
+from phalanx.train.checkpoint import objects as objects_module
+from phalanx.train.checkpoint.prune import committed
+from phalanx.train.checkpoint.url import place_of
+
+pytest.importorskip("s3fs")
+pytest.importorskip("moto.server", reason="moto[server] is a real S3 server for tests")
+
+pytestmark = pytest.mark.slow
+
+ROWS, RANKS = 16, 4
+
+# Four processes save each step of a list, each its rows; rank 0 may die at a save point. One line when all are gone.
+DRIVER = """
+import json, os, signal, sys
+import torch, s3fs
+from phalanx.train.checkpoint import save
+from phalanx.train.parallel.pieces import Piece
+
+def rank_of(rank, root, world, rows, lives):
+    for step, value, attempt, stop in lives:
+        def point(name):
+            if rank == 0 and name == stop:
+                os.kill(os.getpid(), signal.SIGKILL)
+        part = rows // world
+        mine = torch.full((part, 8), float(value))
+        piece = Piece(name="w", tensor=mine, shape=(rows, 8), start=(rank * part, 0), replicas=1, owner=True, groups={})
+        save(root, step=step, attempt=attempt, pieces=[piece], meta={"value": value}, rank=rank, world=world, keep=2,
+             timeout_s=60, point=point)
+
+root, world, rows, lives = json.loads(sys.argv[1])
+children = []
+for rank in range(world):
+    child = os.fork()
+    if child == 0:
+        try:
+            rank_of(rank, root, world, rows, lives)
+        except BaseException:
+            import traceback; traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    children.append(child)
+print(json.dumps([os.waitpid(child, 0)[1] for child in children]))
+"""
+
+
+@pytest.fixture(scope="module")
+def server():
+    """The address of a server that starts empty, and an environment that leads to it."""
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        for line in process.stdout:
+            if found := re.search(r"Running on (http://127\.0\.0\.1:\d+)", line):
+                break
+        else:
+            pytest.fail("the server did not start")
+        keys = {"AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": "tests", "AWS_DEFAULT_REGION": "us-east-1"}
+        with patch.dict(os.environ, {**keys, "AWS_ENDPOINT_URL": found[1], "AWS_EC2_METADATA_DISABLED": "true"}):
+            yield found[1]
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def store(server):
+    import s3fs
+
+    return s3fs.S3FileSystem(use_listings_cache=False)
+
+
+@pytest.fixture
+def root(store, request):
+    """A bucket of this test's own, with a prefix in it."""
+    bucket = re.sub(r"[^a-z0-9-]", "-", request.node.name.lower())[:60].strip("-")
+    store.mkdir(bucket)
+    return f"s3://{bucket}/runs/first"
+
+
+def run(root, lives):
+    """How each of four processes ended that saved these steps."""
+    command = [sys.executable, "-c", DRIVER, json.dumps([root, RANKS, ROWS, lives])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return json.loads(done.stdout), done.stderr
+
+
+def values(kit, path, world=1):
+    """What ranks of another world load, put together."""
+    found = set()
+    for rank in range(world):
+        size = -(-ROWS // world)
+        rows = min(size, ROWS - rank * size)
+        target = kit.piece("w", torch.zeros(rows, 8), (ROWS, 8), (rank * size, 0))
+        load(path, [target], rank=rank, world=world)
+        found |= set(target.tensor.flatten().tolist())
+    return found
+
+
+def test_four_processes_save_and_three_load(kit, store, root):
+    ended, errors = run(root, [(1, 1, "a", ""), (2, 2, "b", ""), (3, 3, "c", "")])
+    assert ended == [0] * RANKS, errors
+    assert [place.name for place in committed(root)] == ["step-00000003", "step-00000002"]  # keep 2
+    found = newest(root, verify=True)
+    assert (found.step, found.world, found.meta, found.warnings) == (3, RANKS, {"value": 3}, ())
+    assert values(kit, found.path, world=3) == {3.0}
+    key = place_of(root).key
+    kept = [f"step-{step:08d}/{attempt}/rank-{rank:05d}{ending}" for step, attempt in ((2, "b"), (3, "c"))
+            for rank in range(RANKS) for ending in (".json", ".safetensors")]  # fmt: skip
+    kept += ["step-00000002/manifest.json", "step-00000003/manifest.json"]
+    assert sorted(store.find(key)) == sorted(f"{key}/{name}" for name in kept)  # no notes, nothing of step 1
+
+
+@pytest.mark.parametrize("stop", ["done", "set-aside", "commit"])
+def test_rank_0_dies_between_part_and_manifest(kit, root, stop):
+    ended, _ = run(root, [(1, 1, "a", ""), (2, 2, "b", stop)])
+    assert ended[0] == 9
+    found = newest(root, verify=True)
+    assert (found.step, found.warnings) == ((2 if stop == "commit" else 1), ())
+    assert values(kit, found.path) == {float(found.step)}
+    sweep(root)
+    assert [place.name for place in committed(root)][-1] == "step-00000001"
+    save(root, step=2, attempt="c", pieces=[kit.piece("w", torch.full((ROWS, 8), 7.0))], meta={}, rank=0, world=1)
+    assert values(kit, newest(root, verify=True).path) == {7.0}
+
+
+def test_damaged_and_missing_objects_fall_back(kit, store, root):
+    for step in (1, 2):
+        path = kit.save_all(root, [[kit.piece("w", torch.full((ROWS, 8), float(step)))]], step=step).path
+    key = f"{path.key}/a1/rank-00000.safetensors"
+    data = bytearray(store.cat_file(key))
+    data[-1] ^= 1
+    store.pipe_file(key, bytes(data))
+    assert newest(root, verify=True).step == 1
+    with pytest.raises(Damaged) as caught:
+        values(kit, path)
+    assert str(caught.value).startswith(f"{path}/a1/rank-00000.safetensors: holds another w than was written")
+    store.pipe_file(key, bytes(data[:-8]))
+    with pytest.raises(Damaged, match="bytes instead of"):
+        verify(path)
+    store.rm_file(key)
+    with pytest.raises(Damaged, match="is missing"):
+        verify(path)
+    with pytest.raises(Damaged, match="cannot be read: No such file or directory"):
+        values(kit, path)
+    assert values(kit, newest(root, verify=True).path) == {1.0}
+
+
+def test_large_tensors_go_up_in_parts_and_come_down_in_ranges(kit, store, root, monkeypatch):
+    monkeypatch.setattr(objects_module, "CHUNK_BYTES", 5 * 2**20)  # the smallest part S3 allows
+    large = torch.randn(3, 2**20)  # 12 MB
+    path = kit.save_all(root, [[kit.piece("w", large)]]).path
+    target = kit.piece("w", torch.zeros(1, 2**20), large.shape, (1, 0))
+    load(path, [target])
+    assert torch.equal(target.tensor, large[1:2])
+
+
+def test_an_upload_that_fails_leaves_no_parts_behind(store, root, monkeypatch):
+    monkeypatch.setattr(objects_module, "CHUNK_BYTES", 5 * 2**20)
+    place = place_of(root) / "half"
+    with pytest.raises(ZeroDivisionError), objects_module.ObjectWriter(store, place, 2**24) as writer:
+        writer.write(memoryview(bytes(11 * 2**20)))
+        1 / 0  # noqa: B018
+    assert not store.exists(place.key)
+    assert store.list_multipart_uploads(place.names[0]) == []
+
+
+def test_a_bucket_that_is_not_there_is_an_error_of_the_save(kit, server):
+    with pytest.raises(WorldError) as caught:
+        kit.save_all("s3://no-such-bucket/x", [[kit.piece("w", torch.ones(2))]])
+    assert str(caught.value).startswith("s3://no-such-bucket/x/step-00000100/a1: step 100 is not saved: ")
+
+
+def test_a_server_that_is_not_there_is_not_an_empty_store(server, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    import s3fs
+
+    with patch.object(s3fs.core, "retryable_exceptions", ()), patch.object(s3fs.S3FileSystem, "retries", 1):
+        s3fs.S3FileSystem.clear_instance_cache()
+        with pytest.raises(WorldError, match="its checkpoints cannot be listed"):
+            newest("s3://bucket/x")
+    s3fs.S3FileSystem.clear_instance_cache()
