@@ -49,13 +49,14 @@ def keeper_of(vault: Vault, rank: int, world: int, buddy: BuddyAddress | None = 
     return Keeper(vault, slot=0, rank=rank, world=world, epoch=1, secret=SECRET, buddy=buddy)
 
 
-def put_alone(keeper: Keeper, pieces: Sequence[Piece], step: int) -> tuple[float, float]:
-    """Seconds of blocking, and until the snapshot is safe."""
-    began_s = time.perf_counter()
+def put_alone(keeper: Keeper, pieces: Sequence[Piece], step: int) -> tuple[float, float, float]:
+    """Seconds of blocking, processor seconds of this thread in it, and seconds until the snapshot is safe."""
+    began_s, used_s = time.perf_counter(), time.thread_time()
     blocked_s = keeper.put(step, pieces, {}, held=keeper.safe_step)
+    used_s = time.thread_time() - used_s
     while keeper.safe_step < step:
         time.sleep(0.001)
-    return blocked_s, time.perf_counter() - began_s
+    return blocked_s, used_s, time.perf_counter() - began_s
 
 
 def measure_puts(pieces: Sequence[Piece], puts: int, *, reserve: bool, buddy: BuddyAddress | None) -> list[list[float]]:
@@ -81,6 +82,7 @@ def other_host() -> tuple[int, BuddyAddress]:
 
 def report_puts(size_gb: float, puts: int, device: str) -> None:
     child, buddy = other_host()
+    torch.set_num_threads(1)  # one core of a busy host: what a rank can count on
     try:
         pieces = state(size_gb, device)
         size = sum(one.tensor.numel() * 4 for one in pieces) / 1e9
@@ -89,10 +91,10 @@ def report_puts(size_gb: float, puts: int, device: str) -> None:
             ("memory reserved before", True, None),
             ("and a copy on another host (loopback)", True, buddy),
         ):
-            blocked, safe = measure_puts(pieces, puts, reserve=reserve, buddy=where)
+            blocked, used, safe = measure_puts(pieces, puts, reserve=reserve, buddy=where)
             print(
-                f"{size:.2f} GB on {device}, {name}: blocked first {blocked[0]:.3f} s, then {_spread(blocked[2:])}; "
-                f"safe after {_spread(safe[2:])}"
+                f"{size:.2f} GB on {device}, {name}: blocked first {blocked[0]:.3f} s, then {_spread(blocked[2:])}, of "
+                f"which {statistics.median(used[2:]):.3f} s on a core; safe after {_spread(safe[2:])}"
             )
             last_s = statistics.median(blocked[2:])
         print(f"floor: {FLOOR_S} s of blocking for 1 GB; measured {last_s / size:.3f} s")

@@ -28,6 +28,7 @@ from phalanx.train.settings import Settings
 from phalanx.train.tracing.kernels import fused_norms
 from phalanx.train.tracing.log import RankTrace
 from phalanx.train.tracing.recorder import Recorder
+from phalanx.train.tracing.shortcuts import Shortcuts, plainly
 
 
 def trace_rank(
@@ -39,11 +40,11 @@ def trace_rank(
     with (
         warnings.catch_warnings(),
         _fake_world(rank, settings.layout.devices),
-        FakeTensorMode(allow_non_fake_inputs=True),
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
     ):
         gc.freeze()  # the collector need not walk torch's million objects again and again
         warnings.simplefilter("ignore")  # torch's advice on the program, which a training run gives in its place
-        found = record_step(shape, traceable(settings), optim, state_dtype=state_dtype, dry=True)
+        found = record_step(shape, traceable(settings), optim, state_dtype=state_dtype, fakes=mode)
     gc.unfreeze()
     rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return replace(found, seconds=time.perf_counter() - began_s, rss_bytes=rss_bytes)
@@ -55,11 +56,14 @@ def traceable(settings: Settings) -> Settings:
     return replace(settings, compile=False, compute=compute)
 
 
-def record_step(shape: ModelShape, settings: Settings, optim: Optim, *, state_dtype: str, dry: bool) -> RankTrace:
+def record_step(
+    shape: ModelShape, settings: Settings, optim: Optim, *, state_dtype: str, fakes: FakeTensorMode | None
+) -> RankTrace:
     """Build this rank's engine, warm it up, and record one step of it. The process group must exist."""
-    layout = settings.layout
+    layout, dry = settings.layout, fakes is not None
     read = constants if dry else torch.Tensor.tolist
-    with fused_norms(), Recorder() as recorder:
+    run = plainly if fakes is None else Shortcuts(fakes).run
+    with fused_norms(), Recorder(run) as recorder:
         engine = Engine(shape, settings, optim, device=torch.device("cpu"), state_dtype=state_dtype, read=read)
         for part in engine.parts:
             balance_routing(part.model)

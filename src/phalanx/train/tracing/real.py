@@ -15,4 +15,4 @@ def record_ranks(step: Step) -> list[RankTrace]:
 def _record(_: int, step: Step) -> RankTrace:
     from phalanx.train.tracing.dry import record_step, traceable
 
-    return record_step(step.shape, traceable(step.settings), step.optim, state_dtype=step.state_dtype, dry=False)
+    return record_step(step.shape, traceable(step.settings), step.optim, state_dtype=step.state_dtype, fakes=None)

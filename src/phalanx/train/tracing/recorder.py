@@ -24,6 +24,7 @@ from phalanx.train.tracing.calls import group_of, kind_of, payload_of, peer_of, 
 from phalanx.train.tracing.flops import count_flops, what_of
 from phalanx.train.tracing.log import PHASES, Group, Operation, Peak, RankTrace
 from phalanx.train.tracing.meter import HOST, Meter
+from phalanx.train.tracing.shortcuts import Run, plainly
 
 # Axes whose messages are made for the exchange and thrown away; on the others what arrives is computed with.
 EXCHANGED = ("data", "shard", "replica", "expert data", "world")
@@ -32,8 +33,9 @@ EXCHANGED = ("data", "shard", "replica", "expert data", "world")
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Enter it before the engine is built; `begin` starts the log, `finish` gives it."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Run = plainly) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._run = run
         self.meter = Meter()
         self._log: list[Operation] = []
         self._flops: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
@@ -145,7 +147,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._deaf:
             return op(*args, **named)
         self.meter.phase = self._phase()
-        out = op(*args, **named)
+        out = self._run(op, args, named)
         kind = kind_of(op)
         if kind:
             self._called(kind, op, args, out)

@@ -1,0 +1,135 @@
+"""Fake tensors in a fraction of torch's time: an operator seen before, on the same shapes, gives the same shapes again.
+
+A traced step repeats itself: every micro-batch through every layer. torch works an operator's result out anew, or looks
+it up in a cache of its own whose keys cost more than most results (0.13 to 0.24 ms an operator, against 0.02 to 0.03
+here). What is not plainly safe to repeat goes to torch as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+from phalanx.train.tracing.calls import tensors_of
+
+# Results of these depend on values.
+UNREPEATABLE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+# Write into their first argument, whose shape stays, and return it.
+IN_PLACE = ("add_", "sub_", "mul_", "div_", "copy_", "zero_", "fill_")
+CPU = torch.device("cpu")
+SIMPLE = frozenset(
+    (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+)  # arguments that say all by their value
+
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Recipe = tuple[
+    torch.Size, tuple[int, ...], torch.dtype
+]  # of a tensor with a storage of its own: shape, strides, format
+
+
+class Shortcuts:
+    """Runs operators for a listener that sits on top of `mode`."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._ways: dict[Any, Run] = {}
+        self._recipes: dict[tuple[Any, ...], Recipe | None] = {}
+
+    def run(self, op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """What `op(*args, **named)` gives."""
+        way = self._ways.get(op)
+        if way is None:
+            way = self._ways[op] = self._way(op)
+        return way(op, args, named)
+
+    def _way(self, op: Any) -> Run:
+        if op is torch.ops.prim.device.default:
+            return _place
+        if op.namespace not in ("aten", "_c10d_functional") or any(tag in op.tags for tag in UNREPEATABLE):
+            return plainly
+        if op.is_view:
+            return self._view
+        if not op._schema.is_mutable:
+            return self._new
+        return _write if op._schema.name.removeprefix("aten::") in IN_PLACE else plainly
+
+    def _view(self, op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """The kernel for shapes alone is C++, and its result shares the storage as it must."""
+        if named or not _is_plain(args[0]):
+            return op(*args, **named)
+        with in_kernel_invocation_manager(self._mode):
+            found = op(*args)
+        if isinstance(found, torch.Tensor):
+            return FakeTensor(self._mode, found, CPU)
+        return [FakeTensor(self._mode, one, CPU) for one in found]
+
+    def _new(self, op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        parts: list[Any] = [op]
+        if not (_describe(args, parts) and _describe([*named, *named.values()], parts)):
+            return op(*args, **named)
+        key = tuple(parts)
+        if key not in self._recipes:
+            found = op(*args, **named)
+            self._recipes[key] = _recipe(found, args)
+            return found
+        recipe = self._recipes[key]
+        if recipe is None:
+            return op(*args, **named)
+        shape, strides, dtype = recipe
+        with in_kernel_invocation_manager(self._mode):
+            bare = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        return FakeTensor(self._mode, bare, CPU)
+
+
+def plainly(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """torch's own way."""
+    return op(*args, **named)
+
+
+def _place(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Half of all calls of a step: autograd asks every tensor where it is."""
+    return args[0].fake_device if type(args[0]) is FakeTensor else op(*args, **named)
+
+
+def _write(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Nobody holds the values that would change."""
+    return args[0] if _is_plain(args[0]) else op(*args, **named)
+
+
+def _is_plain(value: Any) -> bool:
+    """A fake tensor that torch keeps no value of."""
+    return type(value) is FakeTensor and value.constant is None
+
+
+def _describe(values: Iterable[Any], parts: list[Any]) -> bool:
+    """Append all that the shape of a result depends on; False where that is not plain."""
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.constant is not None or not value.dim():  # without dimensions, type promotion has rules of its own
+                return False
+            parts += (value.shape, value.stride(), value.dtype)
+        elif kind is list or kind is tuple:
+            parts.append(len(value))
+            if not _describe(value, parts):
+                return False
+        elif kind in SIMPLE:
+            parts += (kind, value)  # the kind, for 1 == 1.0 == True
+        else:
+            return False
+    return True
+
+
+def _recipe(found: Any, args: tuple[Any, ...]) -> Recipe | None:
+    """How to make the same again; None where it is not one new tensor on its own storage."""
+    if not _is_plain(found) or found.device != CPU or found.layout is not torch.strided or found.requires_grad:
+        return None
+    storage = found.untyped_storage()
+    again = torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device="meta").untyped_storage()
+    taken = {one.untyped_storage()._cdata for one in tensors_of(args)}
+    if found.storage_offset() or storage.nbytes() != again.nbytes() or storage._cdata in taken:
+        return None
+    return found.shape, found.stride(), found.dtype
