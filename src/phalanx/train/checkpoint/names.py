@@ -7,8 +7,8 @@ step-00000100/                  a commit
 .tmp-step-00000100-ATTEMPT/     the same while it is written, with rank-00000.done or rank-00000.failed per rank
 .old-step-00000100-ATTEMPT/     a commit on its way out
 
-In an object store the files of a rank lie in step-00000100/ATTEMPT/, with the notes beside them, and the manifest of
-step-00000100/ says which attempt counts.
+In an object store the files of a rank lie in step-00000100/ATTEMPT/, and the manifest of step-00000100/ says which
+attempt counts.
 """
 
 from __future__ import annotations
@@ -80,15 +80,6 @@ def data_name(rank: int) -> str:
 def index_name(rank: int) -> str:
     """The index of a rank."""
     return f"rank-{rank:05d}.json"
-
-
-def is_part(name: str) -> bool:
-    """Whether a name is that of tensors or an index, and not of a note.
-
-    >>> is_part(data_name(0)), is_part(index_name(0)), is_part(done_name(0))
-    (True, True, False)
-    """
-    return name.endswith((".safetensors", ".json"))
 
 
 def done_name(rank: int) -> str:

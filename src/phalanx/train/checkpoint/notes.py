@@ -37,7 +37,7 @@ def wait_for_ranks(draft: Draft, *, step: int, world: int, timeout_s: float, aba
     deadline, pause_s = time.monotonic() + timeout_s, FIRST_LOOK_S
     wanted = [names.done_name(rank) for rank in range(world)]
     while True:
-        here = draft.names()
+        here = draft.notes()
         _stop_at_failure(draft, here, step)
         missing = [rank for rank, name in enumerate(wanted) if name not in here]
         if not missing:

@@ -1,7 +1,8 @@
 """Checkpoints in an object store, through fsspec: parts under the attempt's name, the manifest last and in one PUT.
 
 prefix/step-00000100/manifest.json                       the commit: it names the attempt that counts
-prefix/step-00000100/ATTEMPT/rank-00000.safetensors      as on a disk, with the notes of the ranks beside
+prefix/step-00000100/ATTEMPT/rank-00000.safetensors      as on a disk
+prefix/step-00000100/ATTEMPT/notes/rank-00000.done       until the commit: apart, for they may outlive rank 0
 Credentials come from the environment or the store's own configuration files, and are never seen here.
 """
 
@@ -129,6 +130,7 @@ class ObjectDraft:
         self._store, self._attempt = store, attempt
         self._commit = root / names.commit_name(step)
         self.place = self._commit / attempt
+        self._notes = self.place / "notes"
 
     def begin(self) -> None:
         """A prefix need not be made."""
@@ -143,16 +145,17 @@ class ObjectDraft:
             self._store.pipe_file((self.place / name).key, data)
 
     def note(self, name: str, data: bytes) -> None:
-        """One PUT."""
-        self.put(name, data)
+        """One PUT, apart from the parts."""
+        with plain_errors():
+            self._store.pipe_file((self._notes / name).key, data)
 
-    def names(self) -> set[str]:
-        """Objects right under the prefix."""
-        return ObjectFolder(self._store, self.place).names()
+    def notes(self) -> set[str]:
+        """The notes, in one listing: 1,000 a request."""
+        return ObjectFolder(self._store, self._notes).names()
 
     def read_notes(self, names: Sequence[str], *, most_bytes: int) -> list[bytes]:
         """All at once: one after the other, 4,096 requests of 20 ms would take over a minute."""
-        keys = [(self.place / name).key for name in names]
+        keys = [(self._notes / name).key for name in names]
         with plain_errors():
             found = self._store.cat_ranges(keys, [0] * len(keys), [most_bytes] * len(keys), on_error="raise")
         return [bytes(data) for data in found]
@@ -168,8 +171,7 @@ class ObjectDraft:
     def tidy(self) -> None:
         """Notes, and the parts of attempts that no longer count."""
         with suppress(OSError):
-            notes = [name for name in self.names() if not names.is_part(name)]
-            self.withdraw(notes)
+            _remove(self._store, self._notes.key)
             for name, kind in _listed(self._store, self._commit).items():
                 if kind == "directory" and name != self._attempt:
                     _remove(self._store, (self._commit / name).key)
@@ -177,8 +179,9 @@ class ObjectDraft:
     def withdraw(self, names: Iterable[str]) -> None:
         """Delete objects of the attempt."""
         for name in names:
-            with suppress(OSError), plain_errors():
-                self._store.rm_file((self.place / name).key)
+            for place in (self.place, self._notes):
+                with suppress(OSError), plain_errors():
+                    self._store.rm_file((place / name).key)
 
     def discard(self) -> None:
         """Delete the attempt."""

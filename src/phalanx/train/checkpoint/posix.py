@@ -59,8 +59,8 @@ class PosixDraft:
         """Renamed into place, and not flushed."""
         publish(self.place / name, data)
 
-    def names(self) -> set[str]:
-        """Everything but hidden files."""
+    def notes(self) -> set[str]:
+        """They lie beside the parts."""
         return PosixFolder(self.place).names()
 
     def read_notes(self, names: Sequence[str], *, most_bytes: int) -> list[bytes]:

@@ -54,8 +54,8 @@ class Draft(Protocol):
     def note(self, name: str, data: bytes) -> None:
         """A small file for the ranks that live now, seen whole or not at all."""
 
-    def names(self) -> set[str]:
-        """The names of all files and notes."""
+    def notes(self) -> set[str]:
+        """The names of all notes; there may be others among them."""
 
     def read_notes(self, names: Sequence[str], *, most_bytes: int) -> list[bytes]:
         """Several notes at once, in the order asked for."""

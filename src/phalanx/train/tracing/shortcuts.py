@@ -19,6 +19,13 @@ from phalanx.train.tracing.calls import tensors_of
 UNREPEATABLE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 # Write into their first argument, whose shape stays, and return it.
 IN_PLACE = ("add_", "sub_", "mul_", "div_", "copy_", "zero_", "fill_")
+# Look at no tensor, or only pass it on: messages of a fake group, and names for a profiler.
+BESIDE = (
+    torch.ops.c10d.send.default,
+    torch.ops.c10d.recv_.default,
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+)
 CPU = torch.device("cpu")
 SIMPLE = frozenset(
     (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -48,9 +55,11 @@ class Shortcuts:
     def _way(self, op: Any) -> Run:
         if op is torch.ops.prim.device.default:
             return _place
+        if op in BESIDE:
+            return _beside
         if op.namespace not in ("aten", "_c10d_functional") or any(tag in op.tags for tag in UNREPEATABLE):
             return plainly
-        if op.is_view:
+        if op.is_view or op is torch.ops.aten._unsafe_view.default:  # a view that does not say so
             return self._view
         if not op._schema.is_mutable:
             return self._new
@@ -78,7 +87,11 @@ class Shortcuts:
         recipe = self._recipes[key]
         if recipe is None:
             return op(*args, **named)
-        shape, strides, dtype = recipe
+        made = [self._make(one) for one in recipe]
+        return made[0] if len(made) == 1 else tuple(made)
+
+    def _make(self, one: Shape) -> FakeTensor:
+        shape, strides, dtype = one
         with in_kernel_invocation_manager(self._mode):
             bare = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         return FakeTensor(self._mode, bare, CPU)
@@ -92,6 +105,11 @@ def plainly(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
 def _place(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Half of all calls of a step: autograd asks every tensor where it is."""
     return args[0].fake_device if type(args[0]) is FakeTensor else op(*args, **named)
+
+
+def _beside(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        return op(*args, **named)
 
 
 def _write(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -124,12 +142,21 @@ def _describe(values: Iterable[Any], parts: list[Any]) -> bool:
 
 
 def _recipe(found: Any, args: tuple[Any, ...]) -> Recipe | None:
-    """How to make the same again; None where it is not one new tensor on its own storage."""
-    if not _is_plain(found) or found.device != CPU or found.layout is not torch.strided or found.requires_grad:
-        return None
-    storage = found.untyped_storage()
-    again = torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device="meta").untyped_storage()
+    """How to make the same again; None where it is not new tensors, each on a storage of its own."""
+    several = type(found) is tuple and len(found) > 1
     taken = {one.untyped_storage()._cdata for one in tensors_of(args)}
-    if found.storage_offset() or storage.nbytes() != again.nbytes() or storage._cdata in taken:
-        return None
-    return found.shape, found.stride(), found.dtype
+    shapes = []
+    for one in found if several else (found,):
+        if not _is_plain(one) or not _is_whole(one) or one.untyped_storage()._cdata in taken:
+            return None
+        taken.add(one.untyped_storage()._cdata)
+        shapes.append((one.shape, one.stride(), one.dtype))
+    return tuple(shapes)
+
+
+def _is_whole(found: torch.Tensor) -> bool:
+    """Whether a tensor fills its storage, as one that is made with its strides would."""
+    if found.device != CPU or found.layout is not torch.strided or found.requires_grad or found.storage_offset():
+        return False
+    again = torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device="meta")
+    return found.untyped_storage().nbytes() == again.untyped_storage().nbytes()
