@@ -103,7 +103,8 @@ pue = 1.1
     assert (job.fault.spares, job.fault.failures_per_host_day) == (2, 0.01)
     assert (job.telemetry.listen, job.cost.pue, job.cluster.target) == ("[::1]:9090", 1.1, "c.toml")
     dumped = to_dict(job)
-    assert dumped["checkpoint"] == {"path": "checkpoints", "interval_s": 600.0, "keep": 3, "async": False}
+    kept = {"path": "checkpoints", "interval_s": 600.0, "keep": 3, "async": False, "memory_every": 1}
+    assert dumped["checkpoint"] == kept
 
 
 def test_fixed_mode_splits_nothing_by_itself(write: Write) -> None:

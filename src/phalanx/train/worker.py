@@ -264,6 +264,8 @@ def train(
             seconds=time.monotonic() - began_s,
             warnings=warnings,
         )
+        if orders.keeper is not None and source != "memory":  # fresh memory costs more to touch than to fill
+            orders.keeper.reserve(engine.state())
         orders.progress(restored.step, Phase.BUILDING)  # the first step may compile
         return loop.run(restored.step), loop.step
     finally:

@@ -2,6 +2,9 @@
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -74,7 +77,14 @@ def row(**changes):
         (lambda body: body.update(tensors=None), "is not a sound index"),
         (lambda body: body.update(rank=1), "it is not the index of rank 0"),
         (lambda body: body["header"].update(bytes=10**10), "lies at byte"),
-        (lambda body: body["header"].update(sha256=None), "has another header than was written"),
+        (lambda body: body["header"].update(sha256=None), "is not the header of its tensors"),
+        (lambda body: body["header"].update(bytes=-8), "it is not the index of rank 0"),
+        (lambda body: body["header"].update(bytes=2**80), "it is not the index of rank 0"),
+        (lambda body: body.update(meta=None), "it is not the index of rank 0"),
+        (row(shape=[10**400]), "is not a sound index"),
+        (row(shape=[2**63, 3]), "is not a list of whole numbers"),
+        (row(shape=[[4], 3]), "is not a list of whole numbers"),
+        (row(shape=[1] * 17, start=[0] * 17, local=[1] * 17), "is not inside the shape"),
     ],
 )
 def test_a_forged_index_is_refused(kit, folder, change, message):
@@ -109,7 +119,7 @@ def test_a_forged_manifest_is_refused(kit, folder, change, message):
     ("text", "message"),
     [
         (b"[" * 100_000, "it is nested too deeply"),
-        (b'{"format": 1, "format": 2}', "it does not say format"),
+        (b'{"format": 1, "format": 2}', "it says one thing twice"),
         (b'{"step": NaN}', "it holds NaN"),
         (b"\xff\xfe\x00", "is not a sound manifest"),
         (b"[]", "it does not say format"),
@@ -119,6 +129,120 @@ def test_a_forged_manifest_is_refused(kit, folder, change, message):
 def test_a_manifest_that_is_hard_to_read_is_refused(kit, folder, text, message):
     (folder / "manifest.json").write_bytes(text)
     assert message in refusal(kit, folder)
+
+
+def test_meta_that_is_nested_beyond_measure_is_refused(kit, folder):
+    deep = []
+    for _ in range(600):  # read by the parser, too deep for the writer
+        deep = [deep]
+    text = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(text.replace('"meta": {}', f'"meta": {{"a": {deep}}}'))
+    assert "is not a sound manifest" in refusal(kit, folder)
+
+
+def test_an_index_that_says_one_thing_twice_is_refused(kit, folder):
+    path = folder / "rank-00000.json"
+    data = path.read_bytes().replace(b'"name":"w"', b'"name":"x","name":"w"')
+    path.write_bytes(data)
+    sums = {"index_bytes": len(data), "index_sha256": hashlib.sha256(data).hexdigest()}
+    forge_manifest(folder, lambda manifest: manifest["ranks"][0].update(sums))
+    assert "is not a sound index: it says one thing twice" in refusal(kit, folder)
+
+
+@pytest.mark.parametrize("name", ["../../../escape", "/absolute", "a\x00b", "__metadata__", "#rank-00000/x"])
+def test_names_of_tensors_are_never_names_of_files(kit, folder, name):
+    before = sorted(folder.parent.parent.rglob("*"))
+    forge_index(folder, row(name=name))
+    assert "is not the header of its tensors" in refusal(kit, folder)
+    assert sorted(folder.parent.parent.rglob("*")) == before
+
+
+def forge_header(folder, header):
+    """Another header, with digests that fit."""
+    path = folder / "rank-00000.safetensors"
+    old = json.loads((folder / "rank-00000.json").read_text())["header"]["bytes"]
+    path.write_bytes(header + path.read_bytes()[old:])
+    grown = len(header) - old
+
+    def change(body):
+        body["header"] = {"bytes": len(header), "sha256": hashlib.sha256(header).hexdigest()}
+        for entry in body["tensors"]:
+            entry["offset"] += grown
+
+    forge_index(folder, change)
+    forge_manifest(folder, lambda body: body["ranks"][0].update(data_bytes=body["ranks"][0]["data_bytes"] + grown))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        (10**10).to_bytes(8, "little") + b"{}      ",  # a length of 10 GB
+        (2**64 - 1).to_bytes(8, "little") + b"{}      ",
+        (8).to_bytes(8, "little") + b"{}      ",  # no tensors at all
+        (24).to_bytes(8, "little") + b"[" * 24,
+        b"",
+    ],
+)
+def test_a_forged_safetensors_header_is_refused(kit, folder, header):
+    forge_header(folder, header)
+    assert "that is not the header of its tensors\n  other programs would read something else" in refusal(kit, folder)
+
+
+def test_a_folder_that_is_a_link_is_refused(kit, folder):
+    folder.rename(folder.parent.parent / folder.name)
+    folder.symlink_to(folder.parent.parent / folder.name)
+    assert "cannot be read: its folder is a link" in refusal(kit, folder)
+
+
+# Reads what others made, in a gigabyte beside torch itself: what wants to allocate by a number from a file dies here.
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import torch
+from phalanx.errors import PhalanxError
+from phalanx.train.checkpoint import load, newest, verify
+from phalanx.train.checkpoint.export import read_state
+from phalanx.train.parallel.pieces import Piece
+
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**30,) * 2)
+for folder in map(Path, sys.argv[1:]):
+    piece = Piece(name="w", tensor=torch.zeros(4, 3), shape=(4, 3), start=(0, 0), replicas=1, owner=True, groups={})
+    for read in (verify, read_state, lambda folder: load(folder, [piece])):
+        try:
+            read(folder)
+            print("read")
+        except PhalanxError as error:
+            print(type(error).__name__)
+"""
+
+GREEDY = {
+    "shape": lambda folder: forge_index(folder, row(shape=[2**31, 2**31])),
+    "box": lambda folder: forge_index(folder, row(shape=[2**40], start=[0], local=[2**40], bytes=2**42)),
+    "world": lambda folder: forge_manifest(folder, lambda body: body.update(world=2**40)),
+    "tensors": lambda folder: forge_manifest(folder, lambda body: body["ranks"][0].update(tensors=2**40)),
+    "sizes": lambda folder: forge_manifest(folder, lambda body: body["ranks"][0].update(index_bytes=2**40)),
+    "header": lambda folder: forge_header(folder, (10**10).to_bytes(8, "little") + b"{}      "),
+    "long manifest": lambda folder: os.truncate(folder / "manifest.json", 10**10),
+    "long index": lambda folder: os.truncate(folder / "rank-00000.json", 10**10),
+    "long data": lambda folder: os.truncate(folder / "rank-00000.safetensors", 10**10),
+    "nested": lambda folder: (folder / "manifest.json").write_bytes(b"[" * 10**6),
+}
+
+
+@pytest.mark.slow
+def test_numbers_of_a_stranger_allocate_nothing(kit, tmp_path):
+    folders = []
+    for name, forge in GREEDY.items():
+        folders.append(
+            kit.save_all(tmp_path / name, [[kit.piece("v", torch.ones(2)), kit.piece("w", torch.ones(4, 3))]]).path
+        )
+        forge(folders[-1])
+    command = [sys.executable, "-c", LIMITED, *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    told = done.stdout.split()
+    assert len(told) == 3 * len(GREEDY)
+    assert {"Damaged", "UserError"} >= set(told), list(zip(GREEDY, zip(*[iter(told)] * 3, strict=True), strict=True))
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00000.json", "rank-00000.safetensors"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -90,7 +90,9 @@ def source(vault, host="here", *, choice=None, peers=None):
 
 def fork(work, *arguments):
     """Run in a child process; its number."""
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads, none of which hold a lock
+        child = os.fork()
     if child:
         return child
     code = 1
@@ -120,7 +122,6 @@ def kit():
         source=source,
         fork=fork,
         reap=reap,
-        random=random,
     )
 
 

@@ -62,8 +62,8 @@ class Gap:
     times: int
 
 
-# Above this the boxes cut each other so irregularly that no layout of ours wrote them: 2**26 counts are 256 MiB.
-MOST_CELLS = 2**26
+# Above this the boxes cut each other so irregularly that no layout of ours wrote them: 2**22 counts are 16 MiB.
+MOST_CELLS = 2**22
 
 
 def first_gap(target: Box, parts: Sequence[Box]) -> Gap | None:

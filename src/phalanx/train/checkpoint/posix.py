@@ -24,6 +24,8 @@ class PosixFolder:
 
     def open(self, name: str) -> Reader:
         """A plain file of it."""
+        if self.place.is_symlink():
+            raise OSError(None, "its folder is a link")
         return Reader(self.place / name)
 
     def names(self) -> set[str]:

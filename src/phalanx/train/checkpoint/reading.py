@@ -11,6 +11,7 @@ from phalanx.train.checkpoint import names
 from phalanx.train.checkpoint.boxes import Box
 from phalanx.train.checkpoint.damage import Damaged, damaged
 from phalanx.train.checkpoint.dtypes import KINDS
+from phalanx.train.checkpoint.header import Row, header_of
 from phalanx.train.checkpoint.index import Entry, Index
 from phalanx.train.checkpoint.storage import Folder
 from phalanx.train.checkpoint.streams import CHUNK_BYTES, reason
@@ -33,12 +34,24 @@ class Shard:
         if self._file.size_bytes != end:
             what = f"has {self._file.size_bytes:,} bytes instead of {end:,}"
             raise damaged(self._path, what, why="it was cut, or is another rank's file")
-        if self._digest(0, self._index.header_bytes) != self._index.header_sha256:
-            raise damaged(self._path, "has another header than was written: its digest differs")
+        self._check_header()
         for entry in entries:
             if self._digest(entry.offset, entry.size_bytes) != entry.sha256:
                 what = f"holds another {entry.name} than was written: its digest differs"
                 raise damaged(self._path, what, why="training would go on with wrong numbers")
+
+    def _check_header(self) -> None:
+        """Other readers believe the header, so it must say what the index says, byte for byte."""
+        index = self._index
+        header = header_of(
+            Row(name=entry.name, dtype=entry.dtype, shape=entry.box.size, size_bytes=entry.size_bytes)
+            for entry in index.entries
+        )
+        if index.header_bytes != len(header) or hashlib.sha256(header).hexdigest() != index.header_sha256:
+            what = f"has a header of {index.header_bytes:,} bytes that is not the header of its tensors"
+            raise damaged(self._path, what, why="other programs would read something else")
+        if self._digest(0, index.header_bytes) != index.header_sha256:
+            raise damaged(self._path, "has another header than was written: its digest differs")
 
     def read(self, entry: Entry, part: Box) -> torch.Tensor:
         """The elements of `part`, which lies inside the entry's box."""

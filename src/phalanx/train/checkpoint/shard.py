@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -13,13 +12,13 @@ from phalanx.errors import mistake
 from phalanx.train.checkpoint import names
 from phalanx.train.checkpoint.boxes import Box
 from phalanx.train.checkpoint.dtypes import KINDS, dtype_name
+from phalanx.train.checkpoint.header import RESERVED, Row, header_of
 from phalanx.train.checkpoint.index import Entry, Index
 from phalanx.train.checkpoint.jsontext import JSON
 from phalanx.train.checkpoint.storage import Draft
 from phalanx.train.checkpoint.streams import CHUNK_BYTES, Writing
 from phalanx.train.parallel.pieces import Piece
 
-RESERVED = "__metadata__"  # safetensors keeps this key for itself
 MOST_UNHASHED = 4  # tensors written and not yet hashed
 
 
@@ -54,7 +53,7 @@ def write_shard(
 ) -> Index:
     """Write the tensors of a rank and flush them; returns the index. `go_on` is called now and then, and may raise."""
     mine = owned(pieces)
-    header = _header(mine)
+    header = header_of(map(_row, mine))
     size_bytes = len(header) + sum(map(size_of, mine))
     # The file is flushed while the last digests are still computed: the inner block ends first.
     with ThreadPoolExecutor(max_workers=1) as hasher:
@@ -98,16 +97,9 @@ def size_of(piece: Piece) -> int:
     return piece.tensor.numel() * piece.tensor.element_size()
 
 
-def _header(pieces: Sequence[Piece]) -> bytes:
-    table: dict[str, object] = {RESERVED: {"format": "pt"}}
-    end = 0
-    for piece in pieces:
-        begin, end = end, end + size_of(piece)
-        tag = KINDS[dtype_name(piece.tensor.dtype)].tag
-        table[piece.name] = {"dtype": tag, "shape": list(piece.tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(table, separators=(",", ":")).encode("ascii")
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+def _row(piece: Piece) -> Row:
+    shape = tuple(piece.tensor.shape)
+    return Row(name=piece.name, dtype=dtype_name(piece.tensor.dtype), shape=shape, size_bytes=size_of(piece))
 
 
 def _entries(pieces: Sequence[Piece], digests: Sequence[str], rank: int, offset: int) -> Iterator[Entry]:

@@ -18,11 +18,12 @@ from phalanx.record.run import Run
 from phalanx.train.supervise import failure as failing
 from phalanx.train.supervise.board import NO_STEP, Phase
 from phalanx.train.supervise.failure import Failure
-from phalanx.train.supervise.fence import begin_epoch
+from phalanx.train.supervise.fence import begin_epoch, current_epoch
 from phalanx.train.supervise.formation import Formation, Seat
 from phalanx.train.supervise.membership import next_formation
+from phalanx.train.supervise.memory import Memory, Message
 from phalanx.train.supervise.preflight import check_skew, clock_skew_s
-from phalanx.train.vault.choose import Choice, Lineage, choices
+from phalanx.train.vault.choose import Choice, choices
 from phalanx.train.vault.held import Held
 
 CONNECT_S = 2.0  # an agent reads its clock before a connection that may take so long
@@ -35,57 +36,6 @@ ANSWER_S = 2.0  # for agents to say where their ranks are
 BACK_OFF_S, MOST_BACK_OFF_S = 0.5, 10.0
 STOPPED, FAILED = 130, 3
 MARGIN_S = 10.0  # collectives give up after train.timeout_s themselves, and say more about it than we can
-Message = dict[str, Any]  # of a kind, with JSON values
-
-
-@dataclass(kw_only=True, slots=True)
-class Memory:
-    """What a coordinator must know of the one before it."""
-
-    epoch: int = 0
-    formation: Formation | None = None
-    running: bool = False
-    lineage: Lineage = field(default_factory=Lineage)
-    best_step: int = NO_STEP
-    failures: int = 0  # in a row, without a step between
-    at_most: int | None = None  # state of more steps than these is not to be trusted
-    rolled_back: list[int] = field(default_factory=list)
-    case: Message | None = None  # copies that differed, and nobody could say which was wrong
-    quarantined: set[Seat] = field(default_factory=set)
-    seat_failures: dict[Seat, int] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return {
-            "epoch": self.epoch,
-            "formation": self.formation.to_json() if self.formation is not None else None,
-            "running": self.running,
-            "lineage": self.lineage.to_json(),
-            "best_step": self.best_step,
-            "failures": self.failures,
-            "at_most": self.at_most,
-            "rolled_back": self.rolled_back,
-            "case": self.case,
-            "quarantined": [[seat.host, seat.slot] for seat in sorted(self.quarantined)],
-            "seat_failures": [[seat.host, seat.slot, count] for seat, count in sorted(self.seat_failures.items())],
-        }
-
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> Memory:
-        """The reverse; raises KeyError, TypeError or ValueError on anything else."""
-        return cls(
-            epoch=int(body["epoch"]),
-            formation=Formation.from_json(body["formation"]) if body["formation"] else None,
-            running=bool(body["running"]),
-            lineage=Lineage.from_json(body["lineage"]),
-            best_step=int(body["best_step"]),
-            failures=int(body["failures"]),
-            at_most=body["at_most"],
-            rolled_back=[int(step) for step in body["rolled_back"]],
-            case=body["case"],
-            quarantined={Seat(str(host), int(slot)) for host, slot in body["quarantined"]},
-            seat_failures={Seat(str(host), int(slot)): int(count) for host, slot, count in body["seat_failures"]},
-        )
 
 
 @dataclass(kw_only=True, slots=True)

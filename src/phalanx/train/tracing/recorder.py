@@ -29,6 +29,8 @@ from phalanx.train.tracing.shortcuts import Run, plainly
 # Axes whose messages are made for the exchange and thrown away; on the others what arrives is computed with.
 EXCHANGED = ("data", "shard", "replica", "expert data", "world")
 
+WHERE = torch.ops.prim.device.default
+
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Enter it before the engine is built; `begin` starts the log, `finish` gives it."""
@@ -146,6 +148,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         named = kwargs or {}
         if self._deaf:
             return op(*args, **named)
+        if op is WHERE:  # every second call of a step: there is nothing to hear in it
+            return self._run(op, args, named)
         self.meter.phase = self._phase()
         out = self._run(op, args, named)
         kind = kind_of(op)

@@ -32,9 +32,8 @@ SIMPLE = frozenset(
 )  # arguments that say all by their value
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-Recipe = tuple[
-    torch.Size, tuple[int, ...], torch.dtype
-]  # of a tensor with a storage of its own: shape, strides, format
+Shape = tuple[torch.Size, tuple[int, ...], torch.dtype]  # of a tensor with a storage of its own; strides in the middle
+Recipe = tuple[Shape, ...]
 
 
 class Shortcuts:
@@ -129,7 +128,7 @@ def _describe(values: Iterable[Any], parts: list[Any]) -> bool:
         if kind is FakeTensor:
             if value.constant is not None or not value.dim():  # without dimensions, type promotion has rules of its own
                 return False
-            parts += (value.shape, value.stride(), value.dtype)
+            parts += (value.shape, value.dtype)
         elif kind is list or kind is tuple:
             parts.append(len(value))
             if not _describe(value, parts):

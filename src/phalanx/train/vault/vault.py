@@ -37,7 +37,7 @@ class Vault:
         return tuple(self.segment(kind, slot, generation) for generation in range(GENERATIONS))
 
     def held(self) -> list[Held]:
-        """Every complete snapshot, from headers alone: microseconds each, however large they are."""
+        """Every complete snapshot, from headers alone: 10 µs each, however large they are."""
         return list(self._held())
 
     def _held(self) -> Iterator[Held]:
