@@ -31,6 +31,7 @@ class Accounts:
     init: float = 0.0  # from a launch to its first step
     evaluate: float = 0.0
     checkpoint: float = 0.0  # training stood still for one, or for a copy in memory
+    guard: float = 0.0  # copies of the state were compared
     detect: float = 0.0  # from the last sign of progress until a failure was noticed
     restore: float = 0.0  # from there, or from a planned change of members, to the next step
     lost_work: float = 0.0  # steps that were done and then undone
@@ -310,14 +311,16 @@ class _Book:
         """A step tells how long it took; what came before it in the same gap was waiting for it."""
         stays = (_integer(event, "step") or 0) < formation.floor
         self._steps, self._lost = self._steps + stays, self._lost + (not stays)
-        copied_s, taken_s = _number(event, "hold_s") or 0.0, _number(event, "duration_s")
+        copied_s, compared_s = _number(event, "hold_s") or 0.0, _number(event, "guard_s") or 0.0
+        taken_s = _number(event, "duration_s")
         gap_s = time_s - self._at_s
-        before_s = 0.0 if taken_s is None else gap_s - copied_s - taken_s
+        before_s = 0.0 if taken_s is None else gap_s - copied_s - taken_s - compared_s
         if self._phase == "training":
             self._overlap_s += max(-before_s, 0.0)
         self._until(self._at_s + max(before_s, 0.0), self._waiting)
-        self._until(max(self._at_s, time_s - copied_s), "productive" if stays else "lost_work")
-        self._until(time_s, "checkpoint")
+        self._until(min(self._at_s + copied_s, time_s), "checkpoint")
+        self._until(max(self._at_s, time_s - compared_s), "productive" if stays else "lost_work")
+        self._until(time_s, "guard")
         self._phase = "training"
 
     # ---- accounts

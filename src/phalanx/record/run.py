@@ -27,6 +27,7 @@ from typing import Any
 
 from phalanx.errors import Problem, UserError, WorldError, mistake, nearest
 from phalanx.files import replace_text
+from phalanx.record.events import read_events
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 COMMIT = re.compile(r"step-(\d{8,18})")
@@ -56,22 +57,31 @@ class Run:
         return self.path / "plan.json"
 
     @property
-    def checkpoints(self) -> Path:
-        """Where checkpoints are kept: the job's checkpoint.path, seen from the run."""
+    def checkpoints(self) -> Path | str:
+        """Where checkpoints are kept: the job's checkpoint.path, seen from the run; a text when it is a URL."""
         try:
-            return self.path / str(self.plan()["job"]["checkpoint"]["path"])
+            path = str(self.plan()["job"]["checkpoint"]["path"])
         except (UserError, KeyError, TypeError):
             return self.path / "checkpoints"
+        return path if "://" in path else self.path / path
 
     def saved_steps(self) -> list[int]:
-        """Steps with a committed checkpoint, oldest first; a commit is a folder whose manifest was written last."""
-        found = [(COMMIT.fullmatch(path.parent.name), path) for path in self.checkpoints.glob("step-*/manifest.json")]
+        """Steps with a committed checkpoint, oldest first; a commit is a folder whose manifest was written last.
+
+        Of an object store, those that rank 0 told of: some may have been deleted since.
+        """
+        root = self.checkpoints
+        if isinstance(root, str):
+            told = [event for event in read_events(self.events(0))[0] if event["event"] == "checkpoint"]
+            return sorted({int(event["step"]) for event in told if event.get("path")})
+        found = [(COMMIT.fullmatch(path.parent.name), path) for path in root.glob("step-*/manifest.json")]
         return sorted(int(match.group(1)) for match, _ in found if match)
 
     def saved_at(self, step: int) -> float:
         """Unix time at which the checkpoint of a step was committed; 0 when that cannot be told."""
+        root = self.checkpoints
         try:
-            return (self.checkpoints / f"step-{step:08d}" / "manifest.json").stat().st_mtime
+            return (root / f"step-{step:08d}" / "manifest.json").stat().st_mtime if isinstance(root, Path) else 0.0
         except OSError:
             return 0.0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from phalanx.errors import Problem, UserError
 from phalanx.job.model import ModelShape
@@ -217,27 +217,6 @@ def _reproducible(settings: Settings) -> Iterator[Problem]:
                 why="every rank must hold a whole subtree of the sum",
                 fix="choose batch.global_sequences, batch.micro and data ranks so that it is 1, 2, 4, 8, …",
             )
-
-
-def check_batches(settings: Settings, batch_sizes: Sequence[int]) -> list[Problem]:
-    """Every batch size of a ramp must be cut into whole micro-batches that the schedule can order, before day three."""
-    layout, problems = settings.layout, []
-    unit = layout.data * layout.micro_batch
-    for size in batch_sizes:
-        if size % unit:
-            problems.append(
-                Problem(
-                    where="batch.ramp",
-                    what=f"a batch of {size:,} sequences is not a multiple of {unit:,} "
-                    f"({layout.data} data ranks × micro-batches of {layout.micro_batch})",
-                    why="every data rank takes whole micro-batches",
-                    fix=f"use {_up(size, unit):,} sequences in that stage, or a smaller batch.micro",
-                )
-            )
-        elif layout.pipeline > 1:
-            chunks = max(layout.virtual_pipeline, 1)
-            problems += list(_rounds(layout.schedule, layout.pipeline, chunks, size // unit))
-    return problems
 
 
 def _precision(settings: Settings) -> Iterator[Problem]:

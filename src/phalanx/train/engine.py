@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
@@ -112,6 +112,7 @@ class Engine:
             None  # tokens of each expert in the last step, a row per layer held here
         )
         self._moes = [m for part in self.parts for m in part.model.modules() if isinstance(m, Moe)]
+        self._filling = [Filling(part.model) for part in self.parts] if self._moes else []
         v_shaped = is_v_shaped(settings.layout.schedule, settings.layout.virtual_pipeline)
         self._tied = None
         if shape.tied and self.dims.pipeline > 1:
@@ -151,6 +152,27 @@ class Engine:
         """Everything a checkpoint must hold: weights, buffers, optimizer state."""
         return [*self.weights(), *self.optimizer.state()]
 
+    def carried(self) -> dict[str, torch.Tensor]:
+        """What gradient compression carries over to the next step: this rank's own, in this layout."""
+        if self.exchange is not None:
+            return self.exchange.state()
+        parts = enumerate(self._sharded)
+        return {f"{number}/{name}": one for number, part in parts for name, one in part.state().items()}
+
+    def take_carried(self, state: Mapping[str, torch.Tensor], unit: float) -> None:
+        """Go on with what `carried` gave when gradients were in `unit`."""
+        self._unit = unit
+        if self.exchange is not None:
+            self.exchange.load(state)
+        for number, part in enumerate(self._sharded):
+            start = f"{number}/"
+            part.load({name.removeprefix(start): one for name, one in state.items() if name.startswith(start)})
+
+    @property
+    def unit(self) -> float:
+        """What the last gradients were multiplied by; 0 before the first."""
+        return self._unit
+
     def _master(self, held: Held) -> torch.Tensor | None:
         """A copy of the weight in the format and place the optimizer wants it; None where that is its own storage."""
         place = torch.device("cpu") if self.settings.layout.offload == "optimizer" else held.local.device
@@ -172,6 +194,8 @@ class Engine:
         """Learn from this data rank's part of the global batch; `wishes` is asked late, and heard by all ranks."""
         sent = self.bytes_sent
         worked_s, began_s = time.thread_time(), time.perf_counter()
+        for filling in self._filling:
+            filling.begin(targets_BS.to(self.device), micro=self.settings.layout.micro_batch)
         tokens_BS, targets_BS = self._mine(tokens_BS), self._mine(targets_BS)
         batch_sequences = tokens_BS.shape[0] * self.dims.data
         batch_tokens = batch_sequences * self.settings.sequence
@@ -407,6 +431,28 @@ class Engine:
         for held, piece in zip(self._trained, self.pieces, strict=True):
             held.tensor.grad = None
             piece.tensor.grad = None
+
+
+class Filling:
+    """Tells the mixtures of experts of a stage which sequences of each micro-batch count, and which only fill it up.
+
+    A stage sees its micro-batches in order, whatever the schedule.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._moes = [module for module in model.modules() if isinstance(module, Moe)]
+        self._real_NB: list[torch.Tensor] = []
+        model.register_forward_pre_hook(self._next)
+
+    def begin(self, targets_BS: torch.Tensor, *, micro: int) -> None:
+        """Before a step, with the targets of all its micro-batches."""
+        self._real_NB = list(reversed((targets_BS != IGNORED).any(dim=1).long().split(micro)))
+
+    def _next(self, model: torch.nn.Module, inputs: object) -> None:
+        if torch.is_grad_enabled() and self._real_NB:
+            real_B = self._real_NB.pop()
+            for moe in self._moes:
+                moe.real_B = real_B
 
 
 def summed_loss(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:

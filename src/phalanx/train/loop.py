@@ -27,7 +27,7 @@ from phalanx.train.optim.schedule import learning_rate
 from phalanx.train.orders import Astray, Orders
 from phalanx.train.parallel.expert import imbalance
 from phalanx.train.sample import sample_texts
-from phalanx.train.state import meta_of
+from phalanx.train.state import meta_of, pieces_of, rank_meta_of
 from phalanx.train.supervise.board import Phase
 
 
@@ -79,6 +79,8 @@ class Loop:
         self._put = self._held = -1  # steps of which a copy was made in memory, and is safe there on every rank
         self.guard = Guard(engine.state, every=self.job.fault.digest_every)
         self._sound = 0  # newest step whose state nothing speaks against
+        self._guard_s = 0.0
+        self._hold_s: float | None = None  # that the copy after the last step held the training up
         engine.touch_gradients = self._before_update
         self.step = 0  # steps that are done
 
@@ -93,8 +95,8 @@ class Loop:
             result, taken_s, lr = self._step(step)
             step += 1
             self._compare(step)
-            self._hold(step)
             self._record(step - 1, result, taken_s, lr)
+            self._hold(step)
             if self.hooks.records_samples:
                 self.hooks.updated(step - 1, self.engine.pieces, self.engine.optimizer.state())
             self._count_skipped(result, step)
@@ -131,7 +133,9 @@ class Loop:
 
     def _compare(self, step: int) -> None:
         """Compare copies of the state before anything keeps it; raises Astray on every rank alike."""
+        began_s = time.perf_counter()
         found = self.guard.check(step)
+        self._guard_s = time.perf_counter() - began_s
         if found is not None:
             raise self._diverged(found)
         case = self.orders.case
@@ -156,7 +160,11 @@ class Loop:
         if self.orders.keeper is None or not every or (step % every and step not in self.orders.leaves_at):
             return
         skipped = self.orders.keeper.skipped
-        self.orders.keeper.put(step, self.engine.state(), self._meta(step), held=self._held)
+        began_s = time.perf_counter()
+        self.orders.keeper.put(
+            step, pieces_of(self.engine), self._meta(step), held=self._held, rank_meta=rank_meta_of(self.engine)
+        )
+        self._hold_s = time.perf_counter() - began_s
         if self.orders.keeper.skipped == skipped:
             self._put = step
 
@@ -207,8 +215,13 @@ class Loop:
             bytes_sent=result.bytes_sent,
             expert_imbalance=self._expert_imbalance(),
             held=self._held if self._held >= 0 else None,
+            hold_s=self._hold_s,
+            guard_s=self._guard_s if self.guard.is_due(step + 1) else None,
             **self._proof(step),
         )
+        self._hold_s = None
+        if self.hooks.records_samples:  # a kill must not take the proof along
+            self.events.flush()
 
     def _proof(self, step: int) -> dict[str, object]:
         """What an exact proof needs: digests where they are made, and in drills the samples."""
@@ -262,7 +275,9 @@ class Loop:
             return
         began_s, self._saved_step = time.monotonic(), step
         self.orders.progress(step, Phase.RESTING)
-        blocked_s = self.saver.save(step=step, pieces=self.engine.state(), meta=self._meta(step))
+        blocked_s = self.saver.save(
+            step=step, pieces=pieces_of(self.engine), meta=self._meta(step), rank_meta=rank_meta_of(self.engine)
+        )
         if not self.job.checkpoint.asynchronous:
             self.saver.wait()
         self._taken_step = step

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from phalanx.job.schema import Job
 from phalanx.train.checkpoint.export import read_state
 from phalanx.train.checkpoint.find import newest
+from phalanx.train.checkpoint.url import Place
 from phalanx.train.data.dataset import TokenDataset
 from phalanx.train.data.tokenizer import load_tokenizer
 from phalanx.train.models.decoder import Decoder
@@ -18,7 +18,7 @@ MOST_PARAMETERS = 2 * 10**9  # 8 GB in fp32: a larger model is sampled elsewhere
 TEMPERATURE, TOP = 0.8, 40  # Fan et al. 2018: only the likeliest forty
 
 
-def sample_texts(checkpoints: Path, job: Job, dataset: TokenDataset) -> Iterator[str]:
+def sample_texts(checkpoints: Place | str, job: Job, dataset: TokenDataset) -> Iterator[str]:
     """Continue an empty document, `train.samples` times; nothing for a model too large for one process."""
     found = newest(checkpoints)
     if job.model.module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,16 @@ import torch.distributed as dist
 from phalanx.errors import PhalanxError, Problem, WorldError
 from phalanx.train.checkpoint.find import candidates
 from phalanx.train.checkpoint.load import prepare
-from phalanx.train.checkpoint.source import Source
+from phalanx.train.checkpoint.private import private_pieces, read_private
+from phalanx.train.checkpoint.random_state import random_state, restore_random
+from phalanx.train.checkpoint.source import FolderSource, Source
+from phalanx.train.checkpoint.url import Place
 from phalanx.train.engine import Engine
 from phalanx.train.models.hf_weights import read_hf
 from phalanx.train.optim.scaler import LossScale
 from phalanx.train.parallel.pieces import Piece
+
+ELSEWHERE = "another rank could not read it"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,59 +44,70 @@ def meta_of(engine: Engine, *, step: int, tokens: int, data: str) -> dict[str, A
         "optimizer_steps": engine.optimizer.steps,
         "loss_scale": engine.loss_scale.state() if engine.loss_scale is not None else None,
         "spikes": engine.spikes.state(),
+        "carried_unit": engine.unit,
         "layout": asdict(engine.settings.layout),
     }
 
 
+def pieces_of(engine: Engine) -> list[Piece]:
+    """Everything a checkpoint holds of this rank: the state of the model, and what is this rank's alone."""
+    return [*engine.state(), *private_pieces(dist.get_rank(), engine.carried())]
+
+
+def rank_meta_of(engine: Engine) -> dict[str, Any]:
+    """What a checkpoint keeps of each rank beside tensors."""
+    return random_state(engine.device)
+
+
 def restore_copies(engine: Engine, source: Source) -> Restored:
-    """Load the copies that memory holds; with warnings, and nothing loaded, when a rank could not. All call this."""
-    weights, optimizer = engine.weights(), engine.optimizer.state()
-    failure = ""
-    try:
-        ready = prepare(source, [*weights, *optimizer], rank=dist.get_rank(), world=dist.get_world_size())
-    except (PhalanxError, OSError) as error:
-        failure = str(error)
-    if not _all_agree(failure == "", engine.device):
-        return Restored(warnings=(failure or f"{source.where}: another rank could not read it",))
-    ready.fill()
-    _take(engine, optimizer, source.meta)
+    """Load the copies that memory holds; with warnings when a rank could not. All ranks must call this."""
+    failure = _load(engine, lambda: source, cast=False)
+    if failure:
+        return Restored(warnings=(failure,))
     return Restored(step=source.step, data=str(source.meta.get("data", "")))
 
 
-def restore_newest(engine: Engine, root: Path, *, at_most: int | None = None) -> Restored:
+def restore_newest(engine: Engine, root: Place | str, *, at_most: int | None = None) -> Restored:
     """Load the newest checkpoint that is whole for every rank; step 0 when there is none. All ranks must call this.
 
     `at_most` leaves out those of more steps: something went wrong after it.
     """
     warnings: list[str] = []
-    knows = False
-    found = list(candidates(root, warnings)) if root.is_dir() else []
-    found = [one for one in found if at_most is None or one.step <= at_most]
+    found = [one for one in candidates(root, warnings) if at_most is None or one.step <= at_most]
     for checkpoint in found:
-        weights, optimizer = engine.weights(), engine.optimizer.state()
-        failure = ""
-        try:
-            ready = prepare(
-                checkpoint.path,
-                [*weights, *optimizer],
-                cast=True,
-                rank=dist.get_rank(),
-                world=dist.get_world_size(),
-            )
-        except PhalanxError as error:
-            failure = str(error)
-        if _all_agree(failure == "", engine.device):
-            ready.fill()
-            _take(engine, optimizer, checkpoint.meta)
+        failure = _load(engine, lambda place=checkpoint.path: FolderSource(place), cast=True)  # type: ignore[misc]
+        if not failure:
             data = str(checkpoint.meta.get("data", ""))
             return Restored(step=checkpoint.step, data=data, warnings=tuple(warnings))
-        warnings.append(failure or f"{checkpoint.path.name}: another rank could not read it")
-        knows = knows or bool(failure)
+        warnings.append(failure)
     if warnings:
-        if found and not knows:
+        if found and all(text.endswith(ELSEWHERE) for text in warnings):
             time.sleep(1.0)  # the rank that knows the reason is to be heard first
         raise _none_left(root, warnings)
     return Restored()
+
+
+def _load(engine: Engine, find: Callable[[], Source], *, cast: bool) -> str:
+    """Fill the engine from a source; empty when every rank has done so, else why it was not to be.
+
+    Nothing has changed where the source was found wanting; where reading failed later, everything may have.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    weights, optimizer = engine.weights(), engine.optimizer.state()
+    failure = ""
+    try:
+        source = find()
+        ready = prepare(source, [*weights, *optimizer], cast=cast, rank=rank, world=world)
+    except (PhalanxError, OSError) as error:
+        failure = str(error) or type(error).__name__
+    if not _all_agree(not failure, engine.device):
+        return failure or ELSEWHERE
+    try:
+        ready.fill()
+        _take(engine, optimizer, source)
+    except (PhalanxError, OSError) as error:
+        failure = str(error) or type(error).__name__
+    return "" if _all_agree(not failure, engine.device) else failure or ELSEWHERE
 
 
 @torch.no_grad()
@@ -108,12 +125,16 @@ def take_weights(engine: Engine, folder: Path) -> None:
     engine.publish()
 
 
-def _take(engine: Engine, optimizer: list[Any], meta: Any) -> None:
+def _take(engine: Engine, optimizer: list[Piece], source: Source) -> None:
+    meta, rank, world = source.meta, dist.get_rank(), dist.get_world_size()
     engine.optimizer.load({piece.name: piece.tensor for piece in optimizer}, int(meta["optimizer_steps"]))
     if engine.loss_scale is not None and meta.get("loss_scale"):
         engine.loss_scale = LossScale.load(meta["loss_scale"])
     if meta.get("spikes"):
         engine.spikes.load(meta["spikes"])
+    if world == source.world and meta.get("layout") == asdict(engine.settings.layout):
+        engine.take_carried(read_private(source, rank), unit=float(meta.get("carried_unit") or 0.0))
+    restore_random(source, rank=rank, world=world, device=engine.device)
     engine.publish()
 
 
@@ -125,8 +146,8 @@ def _all_agree(mine: bool, device: torch.device) -> bool:
     return int(vote.item()) == 0
 
 
-def _none_left(root: Path, warnings: list[str]) -> WorldError:
-    told = [text for text in warnings if not text.endswith("another rank could not read it")]
+def _none_left(root: Place | str, warnings: list[str]) -> WorldError:
+    told = [text for text in warnings if not text.endswith(ELSEWHERE)]
     first = (told or warnings)[0].splitlines()[0]
     return WorldError(
         Problem(

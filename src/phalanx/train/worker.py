@@ -26,6 +26,7 @@ from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run, open_run
+from phalanx.train.checkpoint import sweep
 from phalanx.train.engine import Engine
 from phalanx.train.guard.spikes import Spikes
 from phalanx.train.guard.verdict import Divergence
@@ -35,7 +36,7 @@ from phalanx.train.memory import MemoryMeter
 from phalanx.train.models.protocol import build_model, differs_from_shape
 from phalanx.train.orders import Astray, Orders
 from phalanx.train.settings import Settings
-from phalanx.train.state import Restored, restore_copies, restore_newest, take_weights
+from phalanx.train.state import Restored, pieces_of, restore_copies, restore_newest, take_weights
 from phalanx.train.supervise import last_words
 from phalanx.train.supervise.board import NO_STEP, Phase
 from phalanx.train.supervise.fence import fence
@@ -113,7 +114,8 @@ class Rank:
             port = door.getsockname()[1] if door is not None else 0
             self.link.send("ready", epoch=formation.epoch, port=port, vault=self._vault_port(formation.epoch))
             go = self.link.go(formation.epoch)
-            device = _device(self.plan, len(formation.of_host(self.host)))
+            # By slots, not by ranks: the number of threads changes bits, and ranks come and go.
+            device = _device(self.plan, self.vault.slots)
             store = _store(go["store"], door, timeout_s=self.plan.job.train.timeout_s)
             _join(self.plan, device, rank=rank, world=formation.world, store=PrefixStore(f"{formation.epoch}", store))
             events = EventWriter(self.run.events(rank), rank=rank)
@@ -243,6 +245,8 @@ def train(
     engine.initialise()
     engine.spikes = Spikes(job.train.spike_factor)
     orders.hooks.restoring(orders.epoch, dist.get_rank())
+    if dist.get_rank() == 0:
+        sweep(folder.checkpoints)  # what dead processes left half done
     restored, source = _restore(engine, folder, copies, at_most)
     if job.train.weights and not restored.step:
         take_weights(engine, Path(job.train.weights))
@@ -265,7 +269,7 @@ def train(
             warnings=warnings,
         )
         if orders.keeper is not None and source != "memory":  # fresh memory costs more to touch than to fill
-            orders.keeper.reserve(engine.state())
+            orders.keeper.reserve(pieces_of(engine))
         orders.progress(restored.step, Phase.BUILDING)  # the first step may compile
         return loop.run(restored.step), loop.step
     finally:

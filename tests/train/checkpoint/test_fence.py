@@ -58,6 +58,15 @@ def test_the_manifest_says_which_epoch_wrote_it(kit, tmp_path):
     assert newest(tmp_path).epoch == 5
 
 
+def test_drafts_of_fenced_epochs_are_swept_at_the_next_commit(kit, tmp_path):
+    for attempt in ("old.1", "new.3"):
+        save(tmp_path, step=7, attempt=attempt, pieces=[piece_of(kit)], meta={}, rank=1, world=2)
+    kit.save_all(tmp_path, [[piece_of(kit)]], step=5, attempt="new.2")
+    assert names(tmp_path) == [".tmp-step-00000007-new.3", ".tmp-step-00000007-old.1", "step-00000005"]  # no epochs
+    kit.save_all(tmp_path, [[piece_of(kit)]], step=6, attempt="new.2", epoch=2)
+    assert names(tmp_path) == [".tmp-step-00000007-new.3", "step-00000005", "step-00000006"]  # a rank is ahead of us
+
+
 def test_a_save_that_waits_for_a_lost_rank_is_given_up(kit, tmp_path):
     saver = AsyncSaver(tmp_path, attempt="a", rank=0, world=2)
     saver.save(step=1, pieces=[piece_of(kit)], meta={})

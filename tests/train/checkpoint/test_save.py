@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import shutil
 import subprocess
 import threading
@@ -175,8 +176,29 @@ def test_a_really_full_disk(kit, tmp_path):
             kit.save_all(room, [pieces(kit, 200_000)], step=2)
         assert names(room) == ["step-00000001"]
         assert newest(room, verify=True).step == 1
+        kit.save_all(room, [pieces(kit, 90_000)], step=3)
+        assert newest(room, verify=True).step == 3
     finally:
         subprocess.run(["umount", room], check=True)
+
+
+def test_a_limit_on_the_size_of_files(kit, tmp_path):
+    """As a full disk, without root: the operating system refuses in the middle of the tensors."""
+    kit.save_all(tmp_path, [pieces(kit)], step=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        message = outcome(lambda: kit.save_all(tmp_path, [pieces(kit, 50_000)], step=2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert message == (
+        f"{tmp_path / '.tmp-step-00000002-a1'}: step 2 is not saved: File too large\n"
+        "  the checkpoint before it is intact\n  free space on this disk, or name another folder"
+    )
+    assert names(tmp_path) == ["step-00000001"]
+    assert newest(tmp_path, verify=True).step == 1
+    kit.save_all(tmp_path, [pieces(kit, 50_000)], step=2)
+    assert newest(tmp_path, verify=True).step == 2
 
 
 def test_a_rank_whose_folder_was_taken_away_says_why(kit, tmp_path):

@@ -69,3 +69,30 @@ def test_same_bits_in_a_tree_that_is_filled_up(trial):
     layouts = [{"data": data, "micro_batch": 1, "sequences": 6} for data in (1, 2)]
     one, two = (run_dealt(trial(kind="fp32", steps=3, reproducible=True, **layout)) for layout in layouts)
     assert one.digest == two.digest
+
+
+BIAS = MOE | {"balance": "bias", "router_bias": True, "balance_rate": 0.05, "router_score": "sigmoid"}
+AUX = MOE | {"balance": "aux", "balance_rate": 0.1}
+BALANCED = {
+    "bias, micro-batches of 2": (BIAS, THREE | {"micro_batch": 2}),
+    "bias pp2": (BIAS, THREE | {"pipeline": 2}),
+    "bias V": (
+        BIAS | {"layers": 4}, THREE | {"pipeline": 2, "virtual_pipeline": 2, "schedule": "zero-bubble", "sequences": 10}
+    ),
+    "bias recompute": (BIAS, FSDP | {"recompute": "full"}),
+    "bias ep2": (BIAS, {"data": 2, "expert": 2, "micro_batch": 2, "sequences": 5}),
+    "bias cp2": (BIAS, THREE | {"context": 2}),
+    "aux": (AUX, THREE),
+    "aux pp2": (AUX, THREE | {"pipeline": 2}),
+    "aux recompute": (AUX, FSDP | {"recompute": "full", "micro_batch": 2}),
+    "aux pp2 recompute": (AUX, THREE | {"pipeline": 2, "recompute": "full"}),
+    "aux cp2": (AUX, THREE | {"context": 2}),
+    "aux tp2 sp": (AUX, THREE | {"tensor": 2, "sequence_parallel": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BALANCED)
+def test_experts_are_balanced_by_what_is_learned_from(name, trial, llama):
+    """Sequences that fill up visit experts too, and must not count."""
+    shape, layout = BALANCED[name]
+    prove(trial(replace(llama, **shape), steps=4, **layout))

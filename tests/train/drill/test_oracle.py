@@ -205,11 +205,14 @@ def test_a_rollback_of_wrong_numbers_may_go_behind_memory(survived: Story) -> No
 
 
 def test_the_end(survived: Story) -> None:
-    story = survived
-    assert ended(history(story), expected=lambda state: state == "done", wanted="done").ok
-    story.supervisor.pop()
-    found = ended(history(story), expected=lambda state: state == "done", wanted="done")
-    assert (found.ok, found.evidence) == (False, "the run is no end after 8 steps: it should be done")
+    assert ended(history(survived), state="done", wanted=("done",)).ok
+    found = ended(history(survived), state="stuck", wanted=("done",))
+    assert (found.ok, found.evidence) == (
+        False,
+        "the run is stuck after 8 steps: it should be done; its record says done",
+    )
+    survived.supervisor.pop()
+    assert ended(history(survived), state="done", wanted=("done",)).evidence.endswith("its record says no end")
 
 
 def test_the_order_of_files_does_not_matter(survived: Story) -> None:
@@ -226,7 +229,7 @@ def test_an_epoch_that_never_came_to_be_undoes_nothing(survived: Story) -> None:
     for one in [*story.ranks, *story.supervisor]:
         if one["epoch"] == 3 and one["event"] != "epoch":
             one["epoch"] = 4
-    story.supervisor.append({**announced, "epoch": 4})
+    story.supervisor.insert(story.supervisor.index(find(story, "restore", epoch=4)), {**announced, "epoch": 4})
     found = verdicts(story)
     assert [verdict for verdict in found.values() if not verdict.ok] == []
     assert len(history(story).chain) == 8

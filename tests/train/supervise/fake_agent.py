@@ -1,4 +1,7 @@
-"""An agent whose ranks train nothing, well or badly: `python fake_agent.py BEHAVIOUR RUN PARENT`. No torch."""
+"""An agent whose ranks train nothing, well or badly: `python fake_agent.py BEHAVIOUR RUN HOST SLOTS ADDRESS PARENT`.
+
+No torch. The agent, the coordinator and the processes are real; only what a rank does between `go` and `left` is not.
+"""
 
 from __future__ import annotations
 
@@ -7,66 +10,114 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import mistake
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run, open_run
-from phalanx.train.supervise.process import die_with
-from phalanx.train.supervise.watch import Wishes, supervise
+from phalanx.train.supervise import host as hosting
+from phalanx.train.supervise.board import NO_STEP, Phase
+from phalanx.train.supervise.formation import Formation, Seat
+from phalanx.train.supervise.host import HostAgent
+from phalanx.train.supervise.link import Interrupted, Link
+from phalanx.train.supervise.process import die_with, take_rank
+from phalanx.train.supervise.wishes import Wishes
 
-WORLD = 4
 STEPS = 10  # of behaviour "train"
-Heartbeat = Callable[[int], None]
-Stop = Callable[[], bool]
+BAD_RANK, BAD_STEP, SAVED_STEP = 2, 5, 3
+
+# Where a rank waits for the others: the stack must show a file that is known for it.
+WAIT = """
+def wait_for(others, is_over):
+    while not is_over() and not others():
+        sleep(0.005)
+"""
+_scope: dict[str, Callable[..., None]] = {"sleep": time.sleep}
+exec(compile(WAIT, "distributed_c10d.py", "exec"), _scope)
+wait_for = _scope["wait_for"]
 
 
-def loop(run: Run, rank: int, stop: Stop, heartbeat: Heartbeat, misbehave: Callable[[], None]) -> None:
-    """Steps without end; rank 2 misbehaves in step 5."""
-    events = EventWriter(run.events(rank), rank=rank)
-    print(f"pid {os.getpid()}")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A rank's part in a formation."""
+
+    run: Run
+    link: Link
+    formation: Formation
+    rank: int
+    host: str
+
+    @property
+    def epoch(self) -> int:
+        return self.formation.epoch
+
+    @property
+    def stopping(self) -> bool:
+        return self.link.board.stopping
+
+    def at(self, step: int, phase: Phase = Phase.TRAINING) -> None:
+        """Got to a step."""
+        self.link.progress(step, phase)
+
+    def meet(self, step: int) -> None:
+        """Wait for the others of this host, as a collective would."""
+        beats = self.link.board
+        slots = self.formation.of_host(self.host)
+        wait_for(
+            lambda: all((beat := beats.last(slot)).step >= step or beat.epoch != self.epoch for slot in slots),
+            lambda: self.link.is_over(self.epoch),
+        )
+        if self.link.is_over(self.epoch):
+            raise Interrupted
+
+
+def loop(part: Part, misbehave: Callable[[], None]) -> str:
+    """Steps without end; rank 2 misbehaves in step 5 of the first epoch."""
+    events = EventWriter(part.run.events(part.rank), rank=part.rank)
     for step in range(10_000):
-        heartbeat(step)
-        events.write("step", step=step, loss=1.0, duration_s=0.02, memory_bytes=10**9)
-        if step == 3 and rank == 0:
-            checkpoint(run, 3)
-        if step == 5 and rank == 2:
+        part.at(step)
+        events.write("step", step=step, epoch=part.epoch, loss=1.0, duration_s=0.02, memory_bytes=10**9)
+        if step == SAVED_STEP and part.rank == 0:
+            checkpoint(part.run, step)
+        if (step, part.rank, part.epoch) == (BAD_STEP, BAD_RANK, 1):
+            events.flush()
             misbehave()
-        if stop():
+        if part.stopping:
             events.write("stop", reason="asked", step=step)
-            return
-        time.sleep(0.06)
+            return "stopped"
+        part.meet(step)
+        time.sleep(0.03)
+    return "done"
 
 
 def checkpoint(run: Run, step: int) -> None:
     folder = run.checkpoints / f"step-{step:08d}"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "manifest.json").touch()
 
 
-def train(run: Run, rank: int, stop: Stop, heartbeat: Heartbeat) -> None:
-    """What a trainer records: ten steps from the newest checkpoint on, an evaluation, two samples, a checkpoint."""
+def train(part: Part) -> str:
+    """What a trainer records: ten steps from the newest checkpoint on, an evaluation, a sample, a checkpoint."""
+    run, rank = part.run, part.rank
     events = EventWriter(run.events(rank), rank=rank)
     first = max(run.saved_steps(), default=0)
-    events.write("run_start", steps=STEPS, world=WORLD)
+    events.write("run_start", steps=STEPS, world=part.formation.world, epoch=part.epoch)
     for step in range(first, STEPS):
-        heartbeat(step)
+        part.at(step)
         events.write(
-            "step", step=step, loss=5.0 - step / 10, tokens=2048, duration_s=0.2 + rank / 100, grad_norm=1.0, lr=1e-3,
-            memory_bytes=10**9 + rank, compute_s=0.1 + 0.02 * (rank == 2), wait_s=0.1, bytes_sent=1000, skipped=False,
+            "step", step=step, epoch=part.epoch, loss=5.0 - step / 10, tokens=2048, duration_s=0.2 + rank / 100,
+            grad_norm=1.0, lr=1e-3, memory_bytes=10**9 + rank, compute_s=0.1 + 0.02 * (rank == 2), wait_s=0.1,
+            bytes_sent=1000, skipped=False,
         )  # fmt: skip
-        time.sleep(0.01)
-        if stop():
-            if rank == 0:
-                checkpoint(run, step + 1)
-            events.write("stop", reason="asked", step=step)
-            return
+        part.meet(step)
     if rank == 0:
         events.write("evaluate", step=STEPS, loss=4.0, bits_per_byte=2.0)
         checkpoint(run, STEPS)
         events.write("checkpoint", step=STEPS, path="checkpoints", seconds=0.5, bytes=3_000_000)
         events.write("sample", step=STEPS, text="Once upon\x1b[31m a time")
     events.write("run_end", steps=STEPS)
+    return "done"
 
 
 def raise_value() -> None:
@@ -81,11 +132,6 @@ def raise_memory() -> None:
     raise MemoryError
 
 
-def raise_late() -> None:
-    time.sleep(0.3)
-    raise KeyError("the true cause")
-
-
 def sleep() -> None:
     time.sleep(1000)
 
@@ -95,48 +141,98 @@ def stubborn() -> None:
     time.sleep(1000)
 
 
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 BEHAVIOURS: dict[str, Callable[[], None]] = {
     "good": lambda: None,
     "raise": raise_value,
     "user": raise_user,
-    "sigkill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "sigkill": be_killed,
     "memory": raise_memory,
     "hang": sleep,
     "sigstop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "consequence": raise_late,
     "stubborn": stubborn,
-    "deaf": stubborn,  # the same, and nobody is impatient
+    "late": lambda: None,
+    "importing": lambda: None,
+    "forming": lambda: None,
+    "recovering": be_killed,
 }
 
 
-def behave(behaviour: str, run: Run, rank: int, stop: Stop, heartbeat: Heartbeat) -> None:
+def behave(behaviour: str, part: Part) -> tuple[str, str]:
+    """How the rank left the formation: a state, or why."""
     if behaviour == "finish":
-        heartbeat(0)
-    elif behaviour == "train":
-        train(run, rank, stop, heartbeat)
-    elif behaviour == "consequence" and rank == 1:
-        heartbeat(4)
-        time.sleep(0.2)
-        raise RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
-    elif behaviour == "timeout":
-        heartbeat(4)
-        time.sleep(0.5 if rank != 2 else 1000)
-        if rank == 0:
-            raise RuntimeError("[unbound_buffer.cc:81] Timed out waiting 1000ms for recv operation to complete")
-        raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:53958")
-    else:
-        loop(run, rank, stop, heartbeat, BEHAVIOURS[behaviour])
+        part.at(0)
+        return "done", ""
+    if behaviour == "train":
+        return train(part), ""
+    if behaviour == "consequence" and part.rank == 1:
+        part.at(4)
+        time.sleep(0.1)
+        return "", "RuntimeError: [pair.cc:534] Connection closed by peer [127.0.0.1]:4711"
+    if behaviour == "consequence" and part.rank == BAD_RANK:
+        part.at(4)
+        time.sleep(0.3)
+        raise KeyError("the true cause")
+    if behaviour == "timeout":
+        part.at(4, Phase.RESTING)
+        time.sleep(3.0 if part.rank != BAD_RANK else 1000)
+        return "", "RuntimeError: Timed out waiting 3000ms for recv operation to complete"
+    if behaviour == "crash":
+        raise ValueError("boom, always")
+    return loop(part, BEHAVIOURS.get(behaviour, lambda: None)), ""
 
 
-def main(behaviour: str, folder: str, parent: str) -> int:
+def before_ready(behaviour: str, part: Part) -> None:
+    """Some get no further until they are asked to stop."""
+    if behaviour == "forming" or (behaviour == "recovering" and part.epoch > 1):
+        (part.run.path / f"waits-{part.epoch}-{part.rank}").touch()
+        wait_for(lambda: part.stopping, lambda: part.link.is_over(part.epoch))
+
+
+def serve(behaviour: str, run: Run, host: str, link: Link) -> None:
+    """The trainer's way through formations, without training."""
+    while (form := link.next_form()) is not None:
+        formation = Formation.from_json(form)
+        rank = formation.rank(Seat(host, link.slot))
+        if rank is None:
+            continue
+        local = len(formation.of_host(host))
+        take_rank(run, rank, world=formation.world, slot=link.slot, local_world=local)
+        print(f"pid {os.getpid()}")
+        state = why = ""
+        try:
+            link.enter(formation.epoch)
+            link.progress(NO_STEP, Phase.BUILDING)
+            part = Part(run=run, link=link, formation=formation, rank=rank, host=host)
+            before_ready(behaviour, part)
+            link.send("ready", epoch=formation.epoch, port=1, vault=0)
+            link.go(formation.epoch)
+            state, why = behave(behaviour, part)
+        except Interrupted:
+            pass
+        step = link.step
+        link.leave()
+        link.send("left", epoch=formation.epoch, step=step, why=why, state=state)
+
+
+def main(behaviour: str, folder: str, host: str, slots: str, address: str, parent: str) -> int:
     die_with(int(parent))
     run = open_run(Path(folder))
-
-    def work(*, rank: int, stop: Stop, heartbeat: Heartbeat) -> None:
-        behave(behaviour, run, rank, stop, heartbeat)
-
-    timeout_s = 1.0 if behaviour in ("hang", "sigstop", "stubborn") else 60.0
-    return supervise(work, run=run, world=WORLD, timeout_s=timeout_s, wishes=Wishes.listen(), grace_s=0.5)
+    if behaviour == "late":  # before anybody listens
+        (run.path / "waits").touch()
+        time.sleep(1000)
+    wishes = Wishes.listen()
+    hosting.GRACE_S, hosting.DEAF_S = 0.5, 4.0
+    agent = HostAgent(run, host=host, slots=int(slots), address=address, wishes=wishes)
+    agent.begin()
+    if behaviour == "importing":  # as long as importing torch takes
+        (run.path / "waits").touch()
+        while not wishes.count:
+            time.sleep(0.01)
+    return agent.serve(lambda link: serve(behaviour, run, host, link))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The launcher with ranks that raise, are killed, hang, or are asked to stop: one message, and nobody stays behind."""
+"""Real agents, coordinators and processes around ranks that train nothing: one message, and nobody stays behind."""
 
 from __future__ import annotations
 
@@ -8,39 +8,84 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from phalanx.plan.plan import Plan
+from phalanx.record.events import read_events
 from phalanx.record.run import Run, create_run
+from phalanx.train.supervise.prepare import load_job, make
 
 HERE = Path(__file__).parent
+JOB = HERE.parents[2] / "examples" / "drill.toml"
+RANKS = 4
 HOST = r"\(host \S+\)"
+WITHIN_S = 60.0
+
+MakeRun = Callable[..., Run]
+Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    plan = '{"memory": {"total_bytes": 2.5e9}}'
-    return create_run(tmp_path, "fake", job_toml="", job={}, plan_json=plan)
+def make_run(tmp_path: Path) -> MakeRun:
+    def build(recovery: str = "stop", **fault: object) -> Run:
+        wanted = {"recovery": f'"{recovery}"', "dead_after_s": 2, **fault}
+        overrides = [f"fault.{name}={value}" for name, value in wanted.items()]
+        plan: Plan = make(load_job(str(JOB), overrides=overrides, cluster=None, steps=0))
+        run = create_run(tmp_path, "fake", job_toml="", job={}, plan_json=plan.to_json())
+        run.set_launch(v=1)
+        return run
+
+    return build
 
 
-def start(run: Run, behaviour: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(HERE / "fake_cli.py"), behaviour, str(run.path)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+@pytest.fixture
+def run(make_run: MakeRun) -> Run:
+    """One that ends with the first failure."""
+    return make_run()
 
 
-def finish(run: Run, behaviour: str, *, within_s: float = 40.0) -> tuple[int, str]:
-    process = start(run, behaviour)
-    output, _ = process.communicate(timeout=within_s)
-    assert orphans(run) == []
-    return process.returncode, output
+@pytest.fixture
+def start() -> Iterator[Start]:
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(run: Run, behaviour: str, *more: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(HERE / "fake_cli.py"), behaviour, str(run.path), str(RANKS), *more]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.fixture
+def finish(start: Start) -> Callable[..., tuple[int, str]]:
+    def end(run: Run, behaviour: str) -> tuple[int, str]:
+        process = start(run, behaviour)
+        output, _ = process.communicate(timeout=WITHIN_S)
+        assert orphans(run) == []
+        return process.returncode, output
+
+    return end
+
+
+Finish = Callable[[Run, str], tuple[int, str]]
 
 
 def pids(run: Run) -> list[int]:
     """The process ids that the ranks printed into their logs."""
     texts = [path.read_text() for path in sorted((run.path / "logs").glob("rank-*.log"))]
-    return [int(found.group(1)) for text in texts if (found := re.search(r"pid (\d+)\n", text))]
+    return [int(pid) for text in texts for pid in re.findall(r"pid (\d+)\n", text)]
+
+
+def living(run: Run) -> list[int]:
+    return [pid for pid in pids(run) if exists(pid)]
 
 
 def exists(pid: int) -> bool:
@@ -52,24 +97,62 @@ def exists(pid: int) -> bool:
 
 
 def orphans(run: Run) -> list[int]:
-    return [pid for pid in pids(run) if exists(pid)]
+    """Processes of the run that live: ranks, agents and coordinators have its folder in their command line."""
+    found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [pid for pid in found if str(run.path) in " ".join(command(pid)) and exists(pid)]
 
 
-def wait(condition: Callable[[], bool], seconds: float) -> bool:
+def command(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def agent_of(process: subprocess.Popen[str]) -> int:
+    (found,) = children(process.pid)
+    return found
+
+
+def coordinator_of(agent: int) -> int | None:
+    return next((pid for pid in children(agent) if "phalanx.train.supervise.coordinator" in command(pid)), None)
+
+
+def wait(condition: Callable[[], object], seconds: float = 30.0) -> bool:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if condition():
             return True
         time.sleep(0.02)
-    return condition()
+    return bool(condition())
 
 
-def test_a_run_that_ends_well(run: Run) -> None:
+def steps(run: Run, *, epoch: int = 1) -> int:
+    """Steps that rank 0 did in an epoch."""
+    events = read_events(run.events(0))[0]
+    return sum(event["event"] == "step" and event["epoch"] == epoch for event in events)
+
+
+def supervisor(run: Run, kind: str) -> list[dict[str, object]]:
+    return [event for event in read_events(run.supervisor)[0] if event["event"] == kind]
+
+
+# ---- the first failure ends the run ----------------------------------------------------------------------------------
+
+
+def test_a_run_that_ends_well(run: Run, finish: Finish) -> None:
     assert finish(run, "finish") == (0, "done 0\n\n")
     assert run.status()["state"] == "done"
 
 
-def test_a_rank_that_raises_is_the_headline(run: Run) -> None:
+def test_a_rank_that_raises_is_the_headline(run: Run, finish: Finish) -> None:
     code, output = finish(run, "raise")
     assert code == 3
     head, *tail = output.splitlines()[1:]
@@ -83,7 +166,8 @@ def test_a_rank_that_raises_is_the_headline(run: Run) -> None:
     assert run.status()["rank"] == 2
 
 
-def test_a_users_mistake_keeps_its_words_and_its_exit_code(run: Run) -> None:
+def test_a_users_mistake_keeps_its_words_and_its_exit_code(make_run: MakeRun, finish: Finish) -> None:
+    run = make_run("auto")
     code, output = finish(run, "user")
     assert code == 2
     assert output.splitlines()[1:4] == [
@@ -94,22 +178,22 @@ def test_a_users_mistake_keeps_its_words_and_its_exit_code(run: Run) -> None:
     assert "  said by rank 2, step 5\n  other ranks: 3 stopped by us\n  last good checkpoint: step 3; go on" in output
 
 
-def test_a_killed_rank_is_explained_with_memory(run: Run) -> None:
+def test_a_killed_rank_is_explained_with_memory(run: Run, finish: Finish) -> None:
     code, output = finish(run, "sigkill")
     assert code == 3
     assert re.search(rf"step 5: rank 2 of 4 {HOST}: was killed \(SIGKILL\) from outside", output)
-    assert "it had used 1.00 GB; the plan expected 2.50 GB per rank; the host has " in output
+    assert re.search(r"it had used 1.00 GB; the plan expected [\d.]+ .B per rank; the host has ", output)
     assert "if memory was short: use a smaller batch.micro" in output
 
 
-def test_out_of_memory_says_what_to_change(run: Run) -> None:
+def test_out_of_memory_says_what_to_change(run: Run, finish: Finish) -> None:
     code, output = finish(run, "memory")
     assert code == 3
     assert ": ran out of memory\n" in output
     assert 'use a smaller batch.micro, parallel.recompute = "full"' in output
 
 
-def test_the_cause_wins_over_a_consequence_that_came_first(run: Run) -> None:
+def test_the_cause_wins_over_a_consequence_that_came_first(run: Run, finish: Finish) -> None:
     code, output = finish(run, "consequence")
     assert code == 3
     assert re.search(rf"rank 2 of 4 {HOST}: KeyError: 'the true cause'", output)
@@ -119,32 +203,34 @@ def test_the_cause_wins_over_a_consequence_that_came_first(run: Run) -> None:
 @pytest.mark.parametrize(
     ("behaviour", "place"), [("hang", r"in sleep \(fake_agent.py:\d+\)"), ("sigstop", r"in a stopped process")]
 )
-def test_a_silent_rank_is_named_and_everything_ends(run: Run, behaviour: str, place: str) -> None:
+def test_a_silent_rank_is_named_and_everything_ends(run: Run, finish: Finish, behaviour: str, place: str) -> None:
     code, output = finish(run, behaviour)
     assert code == 3
     assert re.search(rf"step 5: rank 2 of 4 {HOST}: stopped answering \d\.\d+ s ago {place}", output)
 
 
-def test_peers_that_time_out_point_at_the_one_who_is_silent(run: Run) -> None:
+def test_peers_that_time_out_point_at_the_one_who_is_silent(run: Run, finish: Finish) -> None:
     code, output = finish(run, "timeout")
     assert code == 3
     assert re.search(rf"step 4: rank 2 of 4 {HOST}: stopped answering .* ago in behave \(fake_agent.py:\d+\)", output)
     assert "other ranks: 3 lost their peer" in output
 
 
-def test_a_rank_that_ignores_sigterm_is_killed_all_the_same(run: Run) -> None:
+def test_a_rank_that_ignores_sigterm_is_killed_all_the_same(run: Run, finish: Finish) -> None:
     code, output = finish(run, "stubborn")
     assert code == 3
     assert "rank 2 of 4" in output
 
 
+# ---- stopping --------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_saves_and_says_how_to_go_on(run: Run, number: signal.Signals) -> None:
+def test_ctrl_c_saves_and_says_how_to_go_on(run: Run, start: Start, number: signal.Signals) -> None:
     process = start(run, "good")
-    assert wait(lambda: len(pids(run)) == 4 and run.events(0).exists(), 30)
-    time.sleep(0.3)
+    assert wait(lambda: steps(run) > 5)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=WITHIN_S)
     assert process.returncode == 130
     assert output == (
         f"asked 1\nstopped 130\nstopped as asked: saved step 3; go on with: phalanx train --resume {run.path}\n"
@@ -152,44 +238,177 @@ def test_ctrl_c_saves_and_says_how_to_go_on(run: Run, number: signal.Signals) ->
     assert orphans(run) == []
 
 
-def test_ctrl_c_before_any_rank_runs(run: Run) -> None:
-    process = start(run, "good")
-    assert wait(lambda: run.status().get("state") == "launching", 30)
+@pytest.mark.parametrize("phase", ["late", "importing"])
+def test_ctrl_c_before_any_rank_runs(run: Run, start: Start, phase: str) -> None:
+    process = start(run, phase)
+    assert wait((run.path / "waits").exists)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=WITHIN_S)
     assert (process.returncode, output) == (130, "asked 1\nstopped 130\nstopped before the first rank was started\n")
     assert orphans(run) == []
 
 
-def test_a_second_ctrl_c_ends_it_at_once(run: Run) -> None:
-    process = start(run, "deaf")
-    assert wait(lambda: len(pids(run)) == 4, 30)
-    time.sleep(0.3)
+def test_ctrl_c_while_the_ranks_form(run: Run, start: Start) -> None:
+    process = start(run, "forming")
+    assert wait(lambda: len(list(run.path.glob("waits-1-*"))) == RANKS)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=WITHIN_S)
     assert process.returncode == 130
-    assert "asked 1\nasked 2\nstopped 130\nkilled at once, as asked; the last checkpoint is step 3\n" in output
+    assert "stopped as asked: nothing was saved; go on with" in output
+
+
+def test_ctrl_c_during_recovery(make_run: MakeRun, start: Start) -> None:
+    run = make_run("auto")
+    process = start(run, "recovering")
+    assert wait(lambda: len(list(run.path.glob("waits-2-*"))) == RANKS)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == 130
+    assert "stopped as asked: saved step 3; go on with" in output
+    assert steps(run, epoch=2) == 1, "formed again, to save what memory holds"
+
+
+def test_ctrl_c_while_there_is_no_coordinator(run: Run, start: Start) -> None:
+    process = start(run, "good")
+    assert wait(lambda: steps(run) > 5)
+    coordinator = coordinator_of(agent_of(process))
+    assert coordinator is not None
+    os.kill(coordinator, signal.SIGKILL)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == 130
+    assert "stopped as asked: saved step 3; go on with" in output
+
+
+def test_a_second_ctrl_c_ends_it_at_once(make_run: MakeRun, start: Start) -> None:
+    run = make_run(dead_after_s=60)
+    process = start(run, "stubborn")
+    assert wait(lambda: steps(run) > 5)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "asked 1\n"
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == 130
+    assert output == "asked 2\nstopped 130\nkilled at once, as asked; the last checkpoint is step 3\n"
     assert orphans(run) == []
 
 
-def test_the_stop_file_is_a_kill_switch(run: Run) -> None:
+def test_the_stop_file_is_a_kill_switch(run: Run, start: Start) -> None:
     process = start(run, "good")
-    assert wait(lambda: len(pids(run)) == 4, 30)
+    assert wait(lambda: steps(run) > 5)
     run.stop_file.touch()
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=WITHIN_S)
     assert (process.returncode, output.splitlines()[0]) == (130, "stopped 130")
 
 
-@pytest.mark.parametrize("victim", ["caller", "agent"])
-def test_nobody_outlives_a_killed_parent(run: Run, victim: str) -> None:
+# ---- parents ---------------------------------------------------------------------------------------------------------
+
+
+def test_nobody_outlives_a_killed_caller(run: Run, start: Start) -> None:
     process = start(run, "good")
-    assert wait(lambda: len(pids(run)) == 4, 30)
-    agent = run.status()["pid"]
-    os.kill(process.pid if victim == "caller" else agent, signal.SIGKILL)
-    assert wait(lambda: not orphans(run) and not exists(agent), 2.0)
-    output, _ = process.communicate(timeout=30)
-    if victim == "agent":
-        assert process.returncode == 3
-        assert f"the supervisor of {run.path} was killed by SIGKILL\n" in output
+    assert wait(lambda: steps(run) > 5)
+    process.kill()
+    assert wait(lambda: not orphans(run), 5.0)
+
+
+def test_an_agent_that_is_killed_takes_its_ranks_along_and_comes_back(make_run: MakeRun, start: Start) -> None:
+    run = make_run("auto")
+    process = start(run, "good")
+    assert wait(lambda: steps(run) > 5)
+    before = living(run)
+    os.kill(agent_of(process), signal.SIGKILL)
+    assert wait(lambda: not any(exists(pid) for pid in before), 5.0)
+    assert wait(lambda: steps(run, epoch=2) > 2)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=WITHIN_S)
+    assert (process.returncode, orphans(run)) == (130, []), output
+
+
+def test_an_agent_that_is_killed_again_and_again_is_the_end(make_run: MakeRun, start: Start) -> None:
+    run = make_run("auto")
+    process = start(run, "good")
+    for epoch in (1, 2, 3, 4):
+        assert wait(lambda epoch=epoch: steps(run, epoch=epoch) > 2), supervisor(run, "end")  # type: ignore[misc]
+        os.kill(agent_of(process), signal.SIGKILL)
+    output, _ = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == 3
+    assert f"the supervisor of {run.path} was killed by SIGKILL\n" in output
+    assert orphans(run) == []
+
+
+# ---- the coordinator -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_coordinator_that_is_lost_is_replaced_and_nobody_notices(
+    make_run: MakeRun, start: Start, number: signal.Signals
+) -> None:
+    run = make_run("auto")
+    process = start(run, "good")
+    assert wait(lambda: steps(run) > 5)
+    agent = agent_of(process)
+    first = coordinator_of(agent)
+    assert first is not None
+    os.kill(first, number)
+    assert wait(lambda: coordinator_of(agent) not in (None, first))
+    assert wait(lambda: len(supervisor(run, "host")) == 2)
+    before = steps(run)
+    assert wait(lambda: steps(run) > before + 3)
+    assert [event["epoch"] for event in supervisor(run, "epoch")] == [1]
+    victim = int(supervisor(run, "epoch")[0]["members"][1]["pid"])  # type: ignore[index, call-overload]
+    os.kill(victim, signal.SIGKILL)
+    assert wait(lambda: steps(run, epoch=2) > 2), "it decides like the first"
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=WITHIN_S)
+    assert (process.returncode, orphans(run)) == (130, [])
+
+
+def test_agents_that_did_not_hear_of_the_end_find_it_written_down(run: Run, start: Start) -> None:
+    process = start(run, "good")
+    assert wait(lambda: steps(run) > 5)
+    run.set_status("failed", exit_code=3, message="the last word")
+    coordinator = coordinator_of(agent_of(process))
+    assert coordinator is not None
+    os.kill(coordinator, signal.SIGKILL)
+    output, _ = process.communicate(timeout=WITHIN_S)
+    assert (process.returncode, output) == (3, "failed 3\nthe last word\n")
+    assert orphans(run) == []
+
+
+# ---- going on --------------------------------------------------------------------------------------------------------
+
+
+def test_a_hung_rank_is_replaced_and_the_others_keep_their_processes(make_run: MakeRun, start: Start) -> None:
+    run = make_run("auto")
+    process = start(run, "sigstop")
+    assert wait(lambda: steps(run, epoch=2) > 2)
+    first, second = ([one["pid"] for one in event["members"]] for event in supervisor(run, "epoch"))  # type: ignore[attr-defined]
+    assert [rank for rank in range(RANKS) if first[rank] != second[rank]] == [2]
+    assert not exists(first[2])
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=WITHIN_S)
+    assert (process.returncode, orphans(run)) == (130, [])
+
+
+def test_a_crash_loop_comes_to_an_end(make_run: MakeRun, finish: Finish) -> None:
+    run = make_run("auto", restarts=2)
+    code, output = finish(run, "crash")
+    assert code == 3
+    assert "ValueError: boom, always" in output
+    assert "given up: 3 failures in a row, without a step between (fault.restarts = 2)" in output
+    assert len(supervisor(run, "epoch")) == 3
+
+
+def test_a_host_of_two_is_lost_and_comes_back(make_run: MakeRun, start: Start) -> None:
+    run = make_run("auto")
+    process = start(run, "good", "2")
+    assert wait(lambda: steps(run) > 5)
+    worlds = lambda: [event["world"] for event in supervisor(run, "epoch")]  # noqa: E731
+    victim = next(pid for pid in children(process.pid) if "host-1" in command(pid))
+    os.kill(victim, signal.SIGKILL)
+    assert wait(lambda: len(worlds()) > 1)
+    assert wait(lambda: worlds()[-1] == RANKS), worlds()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=WITHIN_S)
+    assert (process.returncode, orphans(run)) == (130, [])

@@ -28,8 +28,14 @@ OPERATORS = {
     "several results": lambda x, y: torch.topk(x, 2),
     "in place": lambda x, y: x.mul_(y),
     "made from nothing": lambda x, y: torch.zeros(3, 5, dtype=torch.int32),
+    "made of others, in inference": lambda x, y: inferred(x),
     "expanded": lambda x, y: x[:, :1].expand(2, 7, 4) + 1,
 }
+
+
+@torch.inference_mode()
+def inferred(x):
+    return torch.ops.aten.to.dtype_layout(x, dtype=torch.float64, device=torch.device("cpu"))
 
 
 class Through(TorchDispatchMode):
@@ -76,6 +82,8 @@ def test_other_shapes_and_numbers_are_other_results():
     with FakeTensorMode() as mode, Through(mode):
         assert [torch.empty(n, 4).sum(0).shape for n in (2, 3)] == [(4,), (4,)]
         assert [torch.empty(n, 4).sum(1).shape for n in (2, 3)] == [(2,), (3,)]
+        square = torch.empty(4, 4)
+        assert [(one * 2.0).stride() for one in (square, square.t())] == [(4, 1), (1, 4)]
         ones = torch.empty(4, dtype=torch.int64)
         assert [(ones * factor).dtype for factor in (2, 2.0, True)] == [torch.int64, torch.float32, torch.int64]
 

@@ -48,7 +48,7 @@ def prepare(
     the checkpoint before it.
     """
     wanted = [piece for piece in pieces if piece.tensor.numel()]
-    route = find_route(where, wanted, cast=cast, near=rank / world)
+    route = find_route(where, wanted, cast=cast, rank=rank, world=world)
     _check(route)
     return Ready(route=route)
 

@@ -40,6 +40,26 @@ def draft_name(step: int, attempt: str) -> str:
     return f"{DRAFT}{commit_name(step)}-{attempt}"
 
 
+def family(attempt: str) -> str:
+    """What all saves of one start of the job have in common: AsyncSaver numbers them.
+
+    >>> family("64a1.12"), family("64a1")
+    ('64a1', '64a1')
+    """
+    head, dot, number = attempt.rpartition(".")
+    return head if dot and number.isdecimal() else attempt
+
+
+def draft_attempt(name: str) -> str | None:
+    """The attempt of a draft, or None.
+
+    >>> draft_attempt(".tmp-step-00000100-64a1.12")
+    '64a1.12'
+    """
+    step, _, attempt = name.removeprefix(DRAFT).rpartition("-")
+    return attempt if name.startswith(DRAFT) and step_of(step) is not None else None
+
+
 def going_name(step: int, attempt: str) -> str:
     """The name a commit gets before it is deleted, so that half of it is never taken for a whole."""
     return f"{GOING}{commit_name(step)}-{attempt}"

@@ -226,11 +226,12 @@ class ObjectStorage:
             self._store.rm_file(f"{key}/{names.MANIFEST}")
             _remove(self._store, key)
 
-    def sweep(self, older_than_s: float) -> None:
+    def sweep(self, older_than_s: float, *, spare: str = "") -> None:
         """Steps without a manifest that nobody has written to for so long."""
         with suppress(OSError):
             for place in self._steps():
-                if not self._is_committed(place) and self._age_s(place) >= older_than_s:
+                alive = spare in map(names.family, _listed(self._store, place))
+                if not alive and not self._is_committed(place) and self._age_s(place) >= older_than_s:
                     _remove(self._store, place.key)
 
     def _age_s(self, place: Url) -> float:

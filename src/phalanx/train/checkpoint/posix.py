@@ -143,12 +143,13 @@ class PosixStorage:
             (self.root / commit.name).rename(going)
             shutil.rmtree(going, ignore_errors=True)
 
-    def sweep(self, older_than_s: float) -> None:
+    def sweep(self, older_than_s: float, *, spare: str = "") -> None:
         """Drafts and half-deleted commits. A draft that still changes belongs to somebody."""
         with suppress(OSError):
             for path in list(self.root.iterdir()):
                 with suppress(OSError):
-                    self._sweep(path, older_than_s)
+                    if names.family(names.draft_attempt(path.name) or "") != spare or not spare:
+                        self._sweep(path, older_than_s)
 
     def _sweep(self, path: Path, older_than_s: float) -> None:
         step = names.going_step(path.name)

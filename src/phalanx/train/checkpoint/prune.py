@@ -24,12 +24,13 @@ def sweep(root: Place | str) -> None:
     storage_of(root).sweep(0.0)
 
 
-def prune(storage: Storage, *, keep: int, stale_s: float) -> list[Place]:
+def prune(storage: Storage, *, keep: int, stale_s: float, spare: str = "") -> list[Place]:
     """Delete commits older than the newest `keep` sound ones, and drafts that nobody has touched for `stale_s`.
 
     Broken folders newer than the oldest kept one stay: they do not count, and somebody may want to look at them.
+    Drafts of the family of attempts `spare` stay whatever their age.
     """
-    storage.sweep(stale_s)
+    storage.sweep(stale_s, spare=spare)
     try:
         commits = storage.commits()
         kept = [place for place in commits if _sound(storage.folder(place))][: max(keep, 1)]

@@ -1,12 +1,13 @@
 """The route of a load: which part of which file fills which piece.
 
-Indexes are read from the rank that most likely holds our pieces outwards, and no further than needed: a rank that
+Indexes are read from the rank that most likely holds our pieces on (search.py), and no further than needed: a rank that
 starts again in its old layout reads its own and its owners', in another layout a few more, at worst all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from phalanx.errors import Problem, UserError, nearest
@@ -14,6 +15,7 @@ from phalanx.train.checkpoint.boxes import Box, overlap
 from phalanx.train.checkpoint.catalog import check_agreement, check_cover
 from phalanx.train.checkpoint.dtypes import dtype_name
 from phalanx.train.checkpoint.index import Entry, Index
+from phalanx.train.checkpoint.search import search
 from phalanx.train.checkpoint.shard import box_of
 from phalanx.train.checkpoint.source import Source, source_of
 from phalanx.train.checkpoint.url import Place
@@ -57,43 +59,42 @@ class Route:
     num_indexes_read: int
 
 
-def find_route(where: Place | Source, pieces: Sequence[Piece], *, cast: bool, near: float) -> Route:
-    """How to fill `pieces`; `near` from 0 to 1 is where among the writing ranks to look first.
+def find_route(where: Place | Source, pieces: Sequence[Piece], *, cast: bool, rank: int, world: int) -> Route:
+    """How to fill `pieces` of a rank of a world, which need not be that of the checkpoint.
 
     Raises UserError when the checkpoint is of another model, Damaged when an index is, or a part is nowhere.
     """
     source = source_of(where)
     needs = [_Need(piece=piece, box=box_of(piece), missing=piece.tensor.numel()) for piece in pieces]
+    indexes = _read_indexes(source, needs, rank, world)
+    _refuse_other_model(source.where, needs, indexes, cast)
+    return Route(source=source, moves=_moves(needs), num_indexes_read=len(indexes))
+
+
+def _read_indexes(source: Source, needs: Sequence[_Need], rank: int, world: int) -> dict[int, Index]:
     by_name: dict[str, list[_Need]] = {}
     for need in needs:
         by_name.setdefault(need.piece.name, []).append(need)
+    writers = [writer for writer in range(source.world) if source.count(writer)]
     indexes: dict[int, Index] = {}
-    for rank in outwards(int(near * source.world), source.world):
-        if all(need.missing <= 0 for need in needs):
-            break
-        if source.count(rank):
-            indexes[rank] = source.index(rank)
-            _offer(source.where, indexes[rank], by_name)
-    _refuse_other_model(source.where, needs, indexes, cast)
-    return Route(source=source, moves=_moves(needs), num_indexes_read=len(indexes))
+    missing = sum(need.missing for need in needs)
+    if not writers or not missing:
+        return indexes
+    order = search(rank, world, writers=writers, copies=len(writers) < source.world)
+    writer = next(order)
+    with suppress(StopIteration):
+        while any(need.missing > 0 for need in needs):
+            indexes[writer] = source.index(writer)
+            _offer(source.where, indexes[writer], by_name)
+            before, missing = missing, sum(need.missing for need in needs)
+            writer = order.send(before - missing)
+    return indexes
 
 
 def _offer(where: str, index: Index, by_name: dict[str, list[_Need]]) -> None:
     for entry in index.entries:
         for need in by_name.get(entry.name, ()):
             need.offer(where, entry)
-
-
-def outwards(middle: int, count: int) -> Iterator[int]:
-    """Every place below `count`, those near `middle` first.
-
-    >>> list(outwards(3, 5))
-    [3, 4, 2, 1, 0]
-    """
-    middle = min(max(middle, 0), count - 1)
-    yield middle
-    for distance in range(1, count):
-        yield from (place for place in (middle + distance, middle - distance) if 0 <= place < count)
 
 
 def _moves(needs: Sequence[_Need]) -> dict[int, list[Move]]:

@@ -101,7 +101,11 @@ def save(
     path = storage.root / names.commit_name(step)
     saved = Saved(path=path, step=step, bytes=size_bytes, seconds=time.monotonic() - began)
     if rank == 0:
-        _settle(storage, draft, keep, timeout_s, point)
+        point("commit")
+        draft.tidy()
+        # Where memberships have numbers, whoever is not of our start is fenced, and its drafts are nobody's.
+        prune(storage, keep=keep, stale_s=0.0 if epoch else timeout_s, spare=names.family(attempt))
+        point("prune")
     return saved
 
 
@@ -165,13 +169,6 @@ def _commit(draft: Draft, manifest: Manifest, fence: Fence, abandoned: Event, po
         point("set-aside")  # the last moment at which the checkpoint before still counts
         _go_on(abandoned)
         draft.commit(text)
-
-
-def _settle(storage: Storage, draft: Draft, keep: int, timeout_s: float, point: Callable[[str], None]) -> None:
-    point("commit")
-    draft.tidy()
-    prune(storage, keep=keep, stale_s=timeout_s)
-    point("prune")
 
 
 def _clean_up(draft: Draft, rank: int, error: BaseException) -> None:

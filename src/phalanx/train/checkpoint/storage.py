@@ -98,8 +98,11 @@ class Storage(Protocol):
     def delete(self, commit: Place) -> None:
         """Take a commit away so that half of it is never taken for a whole; never fails."""
 
-    def sweep(self, older_than_s: float) -> None:
-        """Take away what dead processes left, if nobody has touched it for so long; never fails."""
+    def sweep(self, older_than_s: float, *, spare: str = "") -> None:
+        """Take away what dead processes left, if nobody has touched it for so long; never fails.
+
+        Attempts of the family `spare` are alive.
+        """
 
 
 def storage_of(root: Place | str | Storage) -> Storage:

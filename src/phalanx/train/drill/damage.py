@@ -17,11 +17,11 @@ def damage(run: Run, *, how: str, seed: int) -> str:
 
 
 def _damage(run: Run, *, how: str, seed: int) -> str:
-    steps = run.saved_steps()
-    if not steps:
+    steps, root = run.saved_steps(), run.checkpoints
+    if not steps or isinstance(root, str):  # an object store is not ours to damage
         return ""
     draw = random.Random(seed)
-    folder = next(run.checkpoints.glob(f"step-*{steps[-1]:08d}"))  # not checkpoint.names: it imports torch
+    folder = next(root.glob(f"step-*{steps[-1]:08d}"))  # not checkpoint.names: it imports torch
     files = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
     if not files:
         return ""

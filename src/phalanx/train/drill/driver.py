@@ -18,6 +18,12 @@ from phalanx.train.drill.network import Net
 from phalanx.units import MINUTE_S
 
 TAKEN_PORTS = 500  # of the loopback, when ports are to be taken
+ENDED = ("done", "stopped", "failed")
+LEAVE_S = 20.0  # after its end, for the processes of a run to be gone
+
+
+class Stuck(Exception):
+    """The run neither goes on nor ends; whoever launched it leaves, and takes its processes along."""
 
 
 class Driver:
@@ -32,6 +38,7 @@ class Driver:
         net: Net | None = None,
         minutes: float = 0.0,
         until_step: int | None = None,
+        patience_s: float = 300.0,
     ) -> None:
         self._run, self._hosts, self._net = run, list(hosts), net
         self._outside = [fault for fault in faults if not fault.of.inside]
@@ -43,6 +50,8 @@ class Driver:
         self._later: list[tuple[float, Callable[[], None]]] = []
         self.epoch, self.step = 0, -1
         self._first_s: float | None = None
+        self._patience_s, self._moved_s = patience_s, time.monotonic()
+        self._ended_s: float | None = None
 
     def tick(self) -> None:
         """Look at what is new, undo what has lasted long enough, and fire what is due."""
@@ -51,7 +60,7 @@ class Driver:
         for event in self._ranks.read():
             if event["event"] == "step":
                 self._begin()
-                self.step = int(event["step"])
+                self.step, self._moved_s = int(event["step"]), time.monotonic()
         now = time.monotonic()
         for entry in [entry for entry in self._later if entry[0] <= now]:
             self._later.remove(entry)
@@ -61,6 +70,7 @@ class Driver:
             if self._fire(fault):
                 self._outside.remove(fault)
         self._stop_in_time()
+        self._give_up()
 
     def close(self) -> None:
         """Undo what still lasts."""
@@ -71,6 +81,7 @@ class Driver:
     # ---- following -------------------------------------------------------------------------------------------------
 
     def _note(self, event: Event) -> None:
+        self._moved_s = time.monotonic()
         if event["event"] != "epoch":
             return
         self.epoch = int(event["epoch"])
@@ -98,6 +109,16 @@ class Driver:
         if over:
             self._run.stop_file.touch()
             self._minutes, self._until_step = 0.0, None
+
+    def _give_up(self) -> None:
+        """A drill has an end, whatever it found."""
+        now = time.monotonic()
+        if now - self._moved_s > self._patience_s:
+            raise Stuck(f"no step and no event for {self._patience_s:g} s, after step {self.step}")
+        if self._run.status().get("state") in ENDED:
+            self._ended_s = self._ended_s or now
+            if now - self._ended_s > LEAVE_S:
+                raise Stuck(f"its processes are still there {LEAVE_S:g} s after its end")
 
     def _wake(self) -> None:
         """Ranks that stopped themselves get their SIGCONT, if nobody has ended them."""

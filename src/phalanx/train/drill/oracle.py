@@ -190,15 +190,14 @@ def ledger_closes(run: Run) -> Verdict:
     return Verdict(name="the ledger closes", ok=bool(found.closes), evidence=str(found))
 
 
-def ended(history: History, *, expected: Callable[[str], bool], wanted: str) -> Verdict:
-    """The run came to the end it should come to."""
-    state = str(history.end.get("state")) if history.end is not None else "no end"
+def ended(history: History, *, state: str, wanted: Sequence[str]) -> Verdict:
+    """The run came to the end it should come to, and its record and its launcher agree on that."""
+    told = str(history.end.get("state")) if history.end is not None else "no end"
     text = f"the run is {state} after {len(history.chain):,} steps"
-    return Verdict(
-        name="the run ended well",
-        ok=expected(state),
-        evidence=_because(text, [] if expected(state) else [f"it should be {wanted}"]),
-    )
+    wrong = [] if state in wanted else [f"it should be {' or '.join(wanted)}"]
+    if told != state:
+        wrong.append(f"its record says {told}")
+    return Verdict(name="the run ended well", ok=not wrong, evidence=_because(text, wrong))
 
 
 def _difference(same: Sequence[Execution]) -> str:

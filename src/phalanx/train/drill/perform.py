@@ -18,7 +18,7 @@ from phalanx.plan.plan import Plan
 from phalanx.record.run import Run, create_run
 from phalanx.record.toml import to_toml
 from phalanx.train.drill import fired, oracle
-from phalanx.train.drill.driver import Driver
+from phalanx.train.drill.driver import Driver, Stuck
 from phalanx.train.drill.fault import Fault, parse
 from phalanx.train.drill.history import History, formations, read_history
 from phalanx.train.drill.network import DEVICE, Net
@@ -26,6 +26,7 @@ from phalanx.train.drill.oracle import Expected, Verdict
 from phalanx.train.drill.timing import Outcome, outcomes
 from phalanx.train.supervise.client import HostSpec, launch, local_hosts
 
+BACK_OFF_S = 60.0  # pauses between attempts, and a start of the agents
 LINKS = ("partition", "slow-link", "lossy-link")  # need hosts with a network of their own
 
 
@@ -85,7 +86,7 @@ def perform(scene: Scene, faults: Sequence[Fault]) -> Result:
     replayed = _replay(scene, run, history) if scene.replay and history.chain else None
     verdicts = oracle.judge(history, expected=expected_samples(scene.plan), replay=replayed)
     verdicts.append(_ledger(run))
-    verdicts.append(_ending(history, faults, minutes=scene.minutes))
+    verdicts.append(_ending(ended[0], history, faults, minutes=scene.minutes))
     shots = fired.read_fired(run)
     found = outcomes(history, faults, shots)
     seen = {one.id for one in shots}
@@ -124,13 +125,23 @@ def _run(scene: Scene, run: Run, faults: Sequence[Fault], *, until_step: int | N
         net = stack.enter_context(Net(scene.hosts)) if any(fault.kind in LINKS for fault in faults) else None
         hosts = _hosts(scene, net)
         minutes = scene.minutes if until_step is None else 0.0
+        fault = scene.plan.job.fault
         driver = Driver(
-            run, faults, hosts=[host.name for host in hosts], net=net, minutes=minutes, until_step=until_step
+            run,
+            faults,
+            hosts=[host.name for host in hosts],
+            net=net,
+            minutes=minutes,
+            until_step=until_step,
+            patience_s=scene.plan.job.train.timeout_s + fault.dead_after_s + BACK_OFF_S,
         )
         stack.callback(driver.close)
         stack.enter_context(run.held())
         environ = {**scene.environ, **(dict.fromkeys(INTERFACES, DEVICE) if net is not None else {})}
-        ended = launch(run, hosts=hosts, environ=environ, tick=driver.tick, asked=lambda count: None)
+        try:
+            ended = launch(run, hosts=hosts, environ=environ, tick=driver.tick, asked=lambda count: None)
+        except Stuck as error:
+            return "stuck", str(error)
     return ended.state, ended.message
 
 
@@ -181,7 +192,7 @@ def _ledger(run: Run) -> Verdict:
         return Verdict(name="the ledger closes", ok=False, evidence=f"{type(error).__name__}: {error}")
 
 
-def _ending(history: History, faults: Sequence[Fault], *, minutes: float) -> Verdict:
+def _ending(state: str, history: History, faults: Sequence[Fault], *, minutes: float) -> Verdict:
     kinds = {fault.kind for fault in faults}
     wanted: tuple[str, ...]
     if "crash-loop" in kinds:
@@ -190,7 +201,7 @@ def _ending(history: History, faults: Sequence[Fault], *, minutes: float) -> Ver
         wanted = ("stopped",)
     else:
         wanted = ("done", "stopped") if minutes else ("done",)
-    return oracle.ended(history, expected=wanted.__contains__, wanted=" or ".join(wanted))
+    return oracle.ended(history, state=state, wanted=wanted)
 
 
 def _numbers(plan: Plan, run: Run, history: History, found: Sequence[Outcome]) -> Numbers:

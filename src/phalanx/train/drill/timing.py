@@ -48,7 +48,7 @@ def _outcome(history: History, fired: Fired, texts: Mapping[int, str]) -> Outcom
         epoch=epoch,
         step=fired.step,
         note=fired.note,
-        detected_s=float(incident["t"]) - fired.t_s if incident is not None else None,
+        detected_s=float(incident.get("noticed") or incident["t"]) - fired.t_s if incident is not None else None,
         recovered_s=first.ended_s - fired.t_s if first is not None else None,
         steps_lost=len(lost(later)) if later is not None else None,
         source=later.source if later is not None else "",

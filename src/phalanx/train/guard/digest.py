@@ -1,4 +1,4 @@
-"""A digest of what a rank holds, made where the tensors are: a GPU folds at memory speed and sends kilobytes.
+"""A digest of what a rank holds, made where the tensors are: a GPU sends 8 bytes to the host for every 16 KiB.
 
 Rows of 4,096 words of 32 bits are folded to one number each, Σ w·x modulo 2^64 with fixed odd w of 64 bits (multilinear
 hashing): whole numbers, so every device gives the same. blake2b over those, names and places makes the digest. A change

@@ -100,9 +100,10 @@ class Moe(nn.Module):
     """Router, experts and shared expert in the place of an MLP.
 
     `dispatch` brings tokens to experts and back; expert parallelism replaces it. `counts_E` are the tokens of each
-    expert since the last `update_bias`. `aux_scale` is what one sequence's auxiliary loss weighs in the total (the
-    engine sets 1 / sequences of the global batch, times its loss scale); `sum_over_sequence` adds up tensors of the
-    ranks that share a sequence.
+    expert since the last `update_bias`. `real_B`, where it is set, is 0 for sequences that only fill a micro-batch up:
+    they neither count nor weigh. `aux_scale` is what one sequence's auxiliary loss weighs in the total (the engine sets
+    1 / sequences of the global batch, times its loss scale); `sum_over_sequence` adds up tensors of the ranks that
+    share a sequence.
     """
 
     counts_E: Tensor
@@ -119,6 +120,7 @@ class Moe(nn.Module):
         self.balance = shape.balance
         self.balance_rate = shape.balance_rate
         self.aux_scale = 0.0
+        self.real_B: Tensor | None = None
         self.dispatch: Dispatch = run_locally
         self.sum_over_sequence: Callable[[Tensor], Tensor] = _alone
 
@@ -126,23 +128,24 @@ class Moe(nn.Module):
         """What the chosen experts and the shared one make of every token."""
         x_TD = x_BSD.flatten(0, 1)
         scores_TE, choice_TK, weight_TK = self.router(x_TD)
-        self._count(choice_TK)
+        self._count(choice_TK.view(len(x_BSD), -1))
         y_BSD = self.dispatch(self.experts, x_TD, choice_TK, weight_TK).view_as(x_BSD)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(x_BSD)
         if self.balance == "aux" and self.aux_scale:
-            loss = self._aux_loss(scores_TE.view(*x_BSD.shape[:2], -1), choice_TK.view(*x_BSD.shape[:2], -1))
-            y_BSD = _WithLoss.apply(y_BSD, loss, self.aux_scale)  # type: ignore[no-untyped-call]
+            loss_B = self._aux_loss(scores_TE.view(*x_BSD.shape[:2], -1), choice_TK.view(*x_BSD.shape[:2], -1))
+            y_BSD = _WithLoss.apply(y_BSD, loss_B, self.aux_scale, self.real_B)  # type: ignore[no-untyped-call]
         return y_BSD
 
-    def _count(self, choice_TK: Tensor) -> None:
+    def _count(self, choice_BM: Tensor) -> None:
         """Once per token that is learned from: not in evaluation, nor when a block is computed again in backward."""
         again = torch._C._current_graph_task_id() != -1  # as torch.utils.checkpoint asks it
         if torch.is_grad_enabled() and not again:
-            self.counts_E += count_visits(choice_TK, len(self.counts_E))
+            times_BM = None if self.real_B is None else self.real_B[:, None].expand_as(choice_BM)
+            self.counts_E += count_visits(choice_BM, len(self.counts_E), times_BM)
 
     def _aux_loss(self, scores_BSE: Tensor, choice_BSK: Tensor) -> Tensor:
-        """DeepSeek-V3's sequence-wise balance loss, arXiv:2412.19437 eq. 17-20, summed over the sequences.
+        """DeepSeek-V3's sequence-wise balance loss, arXiv:2412.19437 eq. 17-20, of each sequence.
 
         Per sequence, so that it is the same however the batch is split. A rank that holds a part of a sequence gets
         its part of the sum.
@@ -153,7 +156,7 @@ class Moe(nn.Module):
         visits_BE = self.sum_over_sequence(visits_BE.scatter_add_(1, choice_BSK.flatten(1), ones))
         tokens_B1 = visits_BE.sum(dim=-1, keepdim=True) / chosen
         share_BE = (scores_BSE / scores_BSE.sum(dim=-1, keepdim=True)).sum(dim=1) / tokens_B1
-        return self.balance_rate * (visits_BE * (experts / chosen) / tokens_B1 * share_BE).sum()
+        return self.balance_rate * (visits_BE * (experts / chosen) / tokens_B1 * share_BE).sum(dim=-1)
 
     @torch.no_grad()
     def update_bias(self, counts_E: Tensor) -> None:
@@ -185,11 +188,12 @@ def run_evenly(experts: Experts, x_TD: Tensor, choice_TK: Tensor, weight_TK: Ten
     return weigh(experts(x_MD, counts_E), weight_TK)
 
 
-def count_visits(choice: Tensor, experts: int) -> Tensor:
-    """How often each expert was chosen; unlike bincount, of a size known without values."""
+def count_visits(choice: Tensor, experts: int, times: Tensor | None = None) -> Tensor:
+    """How often each expert was chosen, a choice counting `times` times; unlike bincount, of a size known without
+    values."""
     flat = choice.flatten()
     zeros = torch.zeros(experts, dtype=torch.int64, device=choice.device)
-    return zeros.scatter_add_(0, flat, torch.ones_like(flat))
+    return zeros.scatter_add_(0, flat, torch.ones_like(flat) if times is None else times.flatten())
 
 
 def repeat_tokens(x_TD: Tensor, times: int) -> Tensor:
@@ -222,16 +226,19 @@ class _Permute(torch.autograd.Function):
 
 
 class _WithLoss(torch.autograd.Function):
-    """The activations unchanged; in backward the side loss receives `scale` as its gradient."""
+    """The activations unchanged; in backward each sequence's side loss receives `scale` as its gradient, if it counts.
+
+    What is remembered is of the first forward: when a block is computed again, `real_B` is another micro-batch's.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
-        ctx.scale, ctx.dtype, ctx.device = scale, loss.dtype, loss.device
-        return x.view_as(x)
+    def forward(ctx: Any, x_BSD: Tensor, loss_B: Tensor, scale: float, real_B: Tensor | None) -> Tensor:
+        ctx.grad_B = torch.full_like(loss_B, scale) if real_B is None else real_B.to(loss_B.dtype) * scale
+        return x_BSD.view_as(x_BSD)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, torch.full((), ctx.scale, dtype=ctx.dtype, device=ctx.device), None
+    def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        return grad_BSD, ctx.grad_B, None, None
 
 
 def _alone(tensor: Tensor) -> Tensor:

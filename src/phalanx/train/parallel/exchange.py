@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -62,6 +62,18 @@ class GradientExchange:
     def bytes_sent(self) -> int | None:
         """Bytes compressed exchange has put on the wire so far; None without compression."""
         return sum(codec.bytes_sent for codec in self._codecs) if self._codecs else None
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What compression carries over to the next step."""
+        return {
+            f"{number}/{name}": one for number, codec in enumerate(self._codecs) for name, one in codec.state().items()
+        }
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from what `state` gave."""
+        for number, codec in enumerate(self._codecs):
+            start = f"{number}/"
+            codec.load({name.removeprefix(start): one for name, one in state.items() if name.startswith(start)})
 
     def rescale(self, factor: float) -> None:
         """Gradients come in a unit `factor` times the last one's: so must the errors carried over."""

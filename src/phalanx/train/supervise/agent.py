@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from phalanx.errors import PhalanxError, UserError
+from phalanx.errors import PhalanxError
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run, open_run
 from phalanx.train.supervise.host import HostAgent
@@ -51,16 +51,11 @@ def main(arguments: list[str]) -> int:
 
 def _check(plan: Plan) -> None:
     """Refuse what the trainer cannot run once, not on every rank."""
-    from phalanx.train.check import check_batches, refuse_layout
-    from phalanx.train.data.batches import BatchPlan
+    from phalanx.train.check import refuse_layout
     from phalanx.train.settings import Settings
 
     settings = Settings.of(plan.job, plan.layout, on_gpu=plan.cluster.accelerator.family != "cpu")
     refuse_layout(plan.job.model, settings)
-    job = plan.job
-    sizes = BatchPlan.of(job.batch, sequence=job.data.sequence, tokens=plan.duration.tokens).batch_sizes
-    if problems := check_batches(settings, sizes):
-        raise UserError(problems)
 
 
 def _work(run: Run, agent: HostAgent) -> Work:

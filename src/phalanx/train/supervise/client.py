@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from phalanx.record.run import Run
+from phalanx.train.supervise.failure import last_checkpoint
 from phalanx.train.supervise.secret import make_secret
 
 LOOPBACK = "127.0.0.1"
@@ -107,6 +108,7 @@ class Fleet:
         self._run, self._hosts, self._environ, self._agent = run, list(hosts), dict(environ), list(agent)
         self._restarts = {host.name: 0 for host in hosts}
         self._due_s: dict[str, float] = {}
+        self._wished = False  # to stop: whoever is gone now stays away
         self._agents = {host.name: self._start(host) for host in hosts}
         self.code = 0
 
@@ -119,7 +121,8 @@ class Fleet:
             if process is not None and process.poll() is not None:
                 self._agents.pop(host.name)
                 self.code = self.code or process.returncode
-                if not over and process.returncode < 0 and self._restarts[host.name] < MOST_RESTARTS:
+                comes = process.returncode < 0 and self._restarts[host.name] < MOST_RESTARTS
+                if comes and not over and not self._wished:
                     self._due_s[host.name] = now + RESTART_S
             due_s = self._due_s.get(host.name)
             if due_s is not None and (now >= due_s or over):
@@ -131,6 +134,7 @@ class Fleet:
 
     def terminate(self) -> None:
         """Pass a wish on."""
+        self._wished = True
         self._due_s.clear()
         for process in self._agents.values():
             process.terminate()
@@ -180,13 +184,18 @@ def _outcome(run: Run, code: int, *, wishes: int) -> Outcome:
             exit_code=int(status.get("exit_code", code)),
             message=str(status.get("message", "")),
         )
-    if wishes and code == -signal.SIGTERM:  # the wish came before the agent could listen
-        message = "stopped before the first rank was started"
-        run.set_status("stopped", exit_code=INTERRUPTED, message=message)
-        return Outcome(state="stopped", exit_code=INTERRUPTED, message=message)
-    message = _died(run, code)
-    run.set_status("failed", exit_code=3, message=message)
-    return Outcome(state="failed", exit_code=3, message=message)
+    state, code, message = "failed", 3, _died(run, code)
+    if wishes:  # it came before an agent could listen, or ended the one that would have told
+        state, code, message = "stopped", INTERRUPTED, _stopped(run)
+    run.set_status(state, exit_code=code, message=message)
+    return Outcome(state=state, exit_code=code, message=message)
+
+
+def _stopped(run: Run) -> str:
+    saved = last_checkpoint(run)
+    if saved is None and not run.event_files():
+        return "stopped before the first rank was started"
+    return f"ended at once, as asked; the last checkpoint is step {saved:,}" if saved is not None else "ended at once"
 
 
 def _died(run: Run, code: int) -> str:

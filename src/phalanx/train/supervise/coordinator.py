@@ -22,8 +22,10 @@ from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run, open_run
 from phalanx.train.supervise.channel import Channel, Closed, Listener, Refused
-from phalanx.train.supervise.council import Council, Memory
+from phalanx.train.supervise.client import ENDED
+from phalanx.train.supervise.council import Council
 from phalanx.train.supervise.fence import current_epoch
+from phalanx.train.supervise.memory import Memory
 from phalanx.train.supervise.process import die_with
 from phalanx.train.supervise.secret import read_secret
 
@@ -42,6 +44,8 @@ def main(arguments: list[str]) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return 0
+        if run.status().get("state") in ENDED:  # whoever had the lock before us came to the end
+            return 0
         return _coordinate(run, address)
 
 
@@ -54,18 +58,22 @@ def _coordinate(run: Run, address: str) -> int:
     events = EventWriter(run.supervisor, rank=-1)
     hall = Hall(listener)
     started = float(run.launch().get("launched") or 0.0)
-    council = Council(run, plan, hall.send, events, memory=read_memory(run, since_s=started))
-    file, written_s = run.path / "coordinator.json", 0.0
+
+    def save(memory: Memory) -> None:
+        where = {"address": list(listener.address), "started": started, **memory.to_json()}
+        replace_text(run.path / "coordinator.json", json.dumps(where) + "\n")
+
+    council = Council(run, plan, hall.send, events, memory=read_memory(run, since_s=started), save=save)
+    save(council.memory)  # where we are
+    written_s = time.monotonic()
     try:
         while not council.is_over:
             for host, message in hall.take(TICK_S):
                 council.hear(host, message)
             council.tick()
-            now_s = time.monotonic()
-            if council.changed or (council.progressed and now_s - written_s > PROGRESS_S):
-                where = {"address": list(listener.address), "started": started, **council.memory.to_json()}
-                replace_text(file, json.dumps(where) + "\n")
-                council.changed, council.progressed, written_s = False, False, now_s
+            if council.progressed and time.monotonic() - written_s > PROGRESS_S:
+                save(council.memory)
+                council.progressed, written_s = False, time.monotonic()
         hall.drain()
         return 0
     finally:

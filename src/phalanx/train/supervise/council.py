@@ -28,11 +28,14 @@ from phalanx.train.vault.held import Held
 
 CONNECT_S = 2.0  # an agent reads its clock before a connection that may take so long
 RECONNECT_S = 1.0  # an agent that hung up may be back at once; one whose host is gone is not
+TAKE_OVER_S = 5.0  # for agents to find a new coordinator, as long as nothing seems to be wrong
 CAUSE_S = 0.5  # after ranks have left without a known cause, time for it to show
 REPLACE_S = 2.0  # for an agent to start another process in a slot
 GROW_S = 1.0  # seats that came back are to stay this long before the ranks are disturbed
 LOOK_S = 0.5  # between looks for the stop file
-ANSWER_S = 2.0  # for agents to say where their ranks are
+BEAT_S = 0.5  # between signs of life to the agents
+PAUSE_S = 1.0  # between two of our own turns, after which it was us who did not listen
+ANSWER_S = 2.0  # for agents to say where their ranks are, and to end one
 BACK_OFF_S, MOST_BACK_OFF_S = 0.5, 10.0
 STOPPED, FAILED = 130, 3
 MARGIN_S = 10.0  # collectives give up after train.timeout_s themselves, and say more about it than we can
@@ -45,6 +48,7 @@ class Host:
     name: str
     address: str
     heard_s: float
+    told: bool = False  # what its slots hold
     gone_s: float | None = None  # when it hung up
     alive: dict[int, int] = field(default_factory=dict)  # slot -> process
     progress: dict[int, tuple[int, int, float]] = field(default_factory=dict)  # slot -> step, phase, age in seconds
@@ -54,7 +58,11 @@ class Host:
 
 
 class Council:
-    """Hears agents and decides. `hear` only takes note; `tick`, called often, acts."""
+    """Hears agents and decides. `hear` only takes note; `tick`, called often, acts.
+
+    `save` writes the memory down. It is called before agents are told of an epoch, so that whoever takes over knows
+    of everything that may be going on.
+    """
 
     def __init__(
         self,
@@ -64,30 +72,36 @@ class Council:
         events: EventWriter,
         *,
         memory: Memory,
+        save: Callable[[Memory], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.run, self.job, self.planned, self.events = run, plan.job, plan.layout, events
-        self.memory, self.changed, self.progressed, self.is_over = memory, True, False, False
-        self._send, self._clock = send, clock
-        self._began_s = clock()
+        self.memory, self.progressed, self.is_over = memory, False, False
+        self._send, self._save, self._clock = send, save, clock
         launch = run.launch()
         self._hosts: dict[str, Host] = {}
         self._order = [str(name) for name in launch.get("hosts", ())]
+        self._slots = sum(int(count) for count in launch.get("slots", ()))
         self._formations: list[Message] = list(launch.get("formations", ()))
-        self._forming = False
-        self._takes_over_until_s = clock() + RECONNECT_S if memory.running else 0.0
+        self._takes_over = memory.running
+        self._began_s = self._ticked_s = clock()
         self._failures: dict[int, Failure] = {}
-        self._out_of_memory = False
+        self._told_incident = self._out_of_memory = False
         self._noticed_s: float | None = None
+        self._before: Formation | None = None
         self._left: dict[int, Message] = {}
-        self._words: dict[int, str] = {}  # the last collective of each rank that left for the present epoch
         self._left_s: float | None = None
+        self._words: dict[int, str] = {}  # the last collective of each rank that left for the present epoch
         self._wishes = 0
-        self._told_stop = self._told_reform = False
+        self._wished_s: float | None = None
+        self._told_reform = False
         self._grow_s: float | None = None
-        self._looked_s = -1e9
+        self._looked_s = self._beat_s = -1e9
         self._asked_s: float | None = None
+        self._killed_s = -1e9
         self._step_s, self._stepped_s = 0.0, clock()
+        if memory.forming:
+            begin_epoch(run, memory.epoch)  # whoever wrote this down may not have come so far
 
     # ---- hearing ---------------------------------------------------------------------------------------------------
 
@@ -99,6 +113,8 @@ class Council:
             return
         known = self._hosts.get(host)
         if known is None:
+            if kind != "gone":  # it was given up, and lives: it is to introduce itself again
+                self._send(host, {"kind": "again"})
             return
         known.heard_s = self._clock()
         handler = getattr(self, f"_hear_{kind}", None)
@@ -111,26 +127,34 @@ class Council:
         skew_s = clock_skew_s(float(hello["time"]), CONNECT_S, now_s=time.time())
         problems += [problem.render() for problem in check_skew(skew_s, host=name)]
         host = Host(name=name, address=str(hello.get("address", "")), heard_s=self._clock(), problems=tuple(problems))
-        if old is not None:
-            host.alive, host.ready = old.alive, old.ready
         self._hosts[name] = host
         if name not in self._order:
             self._order.append(name)
         self.events.write("host", host=name, state="joined", epoch=self.memory.epoch, problems=problems)
-        for problem in problems:
+        for problem in problems if old is None else ():
             self.events.write("quarantine", epoch=self.memory.epoch, host=name, reason=problem)
         if self._wishes:
             self._send(name, {"kind": "stop"})
 
     def _hear_status(self, host: Host, message: Message) -> None:
-        host.alive = {int(slot): int(pid) for slot, pid in message["slots"].items()}
+        """What an agent holds that has just connected, perhaps not for the first time."""
+        host.told, host.alive = True, {int(slot): int(pid) for slot, pid in message["slots"].items()}
         formation = self.memory.formation
         if formation is None or not self.memory.running:
             return
-        in_epoch = {int(slot) for slot in message["members"]} if message["epoch"] == formation.epoch else set()
-        for slot, rank in formation.of_host(host.name).items():
-            if slot not in in_epoch:
-                self._fail(rank, Failure(rank=rank, step=NO_STEP, at_s=time.time(), kind="Left", message="left"))
+        ranks, epoch = formation.of_host(host.name), int(message["epoch"])
+        gone = [rank for slot, rank in ranks.items() if host.alive.get(slot) != self.memory.pids[rank]]
+        if epoch < formation.epoch and not self.memory.forming:
+            gone = list(ranks.values())
+        for rank in gone:
+            text = f"its process on host {host.name} ended while nobody looked"
+            self._fail(rank, Failure(rank=rank, step=self.memory.step, at_s=time.time(), kind="Left", message=text))
+        if gone or not ranks:
+            return
+        if epoch < formation.epoch and self.memory.forming:  # it was never told, or the word was lost
+            self._send(host.name, {"kind": "form", **formation.to_json()})
+        elif int(message["went"]) < formation.epoch and self.memory.go is not None:
+            self._send(host.name, self.memory.go)
 
     def _hear_gone(self, host: Host, message: Message) -> None:
         host.gone_s = self._clock()
@@ -139,19 +163,24 @@ class Council:
         host.alive[int(message["slot"])] = int(message["pid"])
 
     def _hear_lost(self, host: Host, message: Message) -> None:
-        slot = int(message["slot"])
-        if host.alive.get(slot) == int(message["pid"]):
+        slot, pid = int(message["slot"]), int(message["pid"])
+        if host.alive.get(slot) == pid:
             del host.alive[slot]
         rank = self._rank(host, slot)
-        if rank is not None and int(message["epoch"]) in (0, self.memory.epoch):
+        if rank is not None and self.memory.running and self.memory.pids[rank] == pid:
             self._out_of_memory = self._out_of_memory or bool(message.get("out_of_memory"))
             self._fail(rank, Failure(**{**message["failure"], "rank": rank}))
 
     def _hear_left(self, host: Host, message: Message) -> None:
-        rank = self._rank(host, int(message["slot"]))
-        if message.get("last_collective") and rank is not None:
+        epoch, seat = int(message["epoch"]), Seat(host.name, int(message["slot"]))
+        formations = (one for one in (self.memory.formation, self._before) if one is not None and one.epoch == epoch)
+        formation = next(formations, None)
+        rank = formation.rank(seat) if formation is not None else None
+        if rank is None:
+            return
+        if message.get("last_collective"):
             self._words[rank] = str(message["last_collective"])
-        if rank is not None and int(message["epoch"]) == self.memory.epoch:
+        if epoch == self.memory.epoch:
             self._left[rank] = message
             self._left_s = self._left_s or self._clock()
 
@@ -160,25 +189,35 @@ class Council:
             host.ready = message
 
     def _hear_beat(self, host: Host, message: Message) -> None:
+        if int(message["epoch"]) != self.memory.epoch or self.memory.forming:
+            return
         host.progress = {
             int(slot): (int(step), int(phase), float(age)) for slot, (step, phase, age) in message["progress"].items()
         }
-        steps = [host.progress[slot][0] for slot in self._members(host) if slot in host.progress]
-        best = max(steps, default=NO_STEP)
-        if not self._forming and best > self.memory.best_step:
-            self.memory.best_step, self.memory.failures, self.progressed = best, 0, True
-            self.memory.seat_failures.clear()
+        step = max((host.progress[slot][0] for slot in self._members(host) if slot in host.progress), default=NO_STEP)
+        if step > self.memory.step:
             now = self._clock()
+            self.memory.step, self.progressed = step, True
             self._step_s, self._stepped_s = max(0.9 * self._step_s, now - self._stepped_s), now
+        if step > self.memory.best_step:
+            self.memory.best_step, self.memory.failures = step, 0
+            self.memory.seat_failures.clear()
 
     def _hear_where(self, host: Host, message: Message) -> None:
         host.where = {int(slot): (bool(waits), str(place)) for slot, (waits, place) in message["ranks"].items()}
 
     def _hear_stop(self, host: Host, message: Message) -> None:
-        self._wishes = max(self._wishes, int(message["count"]))
+        self._wish(int(message["count"]))
+
+    def _wish(self, count: int) -> None:
+        if count > self._wishes:
+            self._wishes, self._wished_s = count, self._wished_s or self._clock()
+            self._tell_all({"kind": "stop"})
 
     def _fail(self, rank: int, failure: Failure) -> None:
-        self._failures[rank] = failure
+        known = self._failures.get(rank)
+        if known is None or known.is_consequence:  # what a process says of its end counts more than that it is gone
+            self._failures[rank] = failure
         self._noticed_s = self._noticed_s or self._clock()
 
     def _rank(self, host: Host, slot: int) -> int | None:
@@ -191,39 +230,53 @@ class Council:
 
     def tick(self) -> None:
         """Act on what is known."""
+        self._mind_the_clock()
         self._look_for_stop()
         if self.is_over:
             return
         self._miss_hosts()
-        if self._clock() < self._takes_over_until_s and not self._all_here():
-            return
-        if self.memory.formation is None:
+        formation = self.memory.formation
+        if formation is None:
             self._wait_for_hosts()
+        elif self._takes_over:
+            return
         elif self._failures:
             self._recover()
-        elif self._forming:
-            self._gather()
-        elif len(self._left) == self.memory.formation.world:
+        elif self._left_s is not None and len(self._left) == formation.world:
             self._all_left()
         elif self._left_s is not None and self._clock() - self._left_s > CAUSE_S:
             self._nobody_fell()
+        elif self.memory.forming:
+            self._gather()
         else:
             self._grow()
             self._look_for_stuck()
+
+    def _mind_the_clock(self) -> None:
+        """If it was us who did not run for a while, the others are not to blame; and they are to know that we do."""
+        now = self._clock()
+        paused_s, self._ticked_s = now - self._ticked_s, now
+        if paused_s > PAUSE_S:
+            for host in self._hosts.values():
+                host.heard_s += paused_s
+        if now - self._beat_s >= BEAT_S:
+            self._beat_s = now
+            self._tell_all({"kind": "beat"})
 
     def _look_for_stop(self) -> None:
         now = self._clock()
         if now - self._looked_s >= LOOK_S:
             self._looked_s = now
             if self.run.stop_file.exists():
-                self._wishes = max(self._wishes, 1)
+                self._wish(1)
+        if self._wished_s is None:
+            return
         if self._wishes >= 2:
-            self._killed()
-        elif self._wishes and not self._told_stop:
-            self._told_stop = True
-            self._tell_all({"kind": "stop"})
-            if self.memory.formation is None:
-                self._end("stopped", STOPPED, "stopped before the first rank was started")
+            self._kill_all("killed at once, as asked")
+        elif self.memory.formation is None:
+            self._end("stopped", STOPPED, "stopped before the first rank was started")
+        elif now - self._wished_s > self.job.fault.grace_s:
+            self._kill_all(f"killed: not done within fault.grace_s = {self.job.fault.grace_s:g} s after it was asked")
 
     def _miss_hosts(self) -> None:
         """Hosts that hung up and did not come back, or say nothing any more."""
@@ -233,36 +286,32 @@ class Council:
             if (host.gone_s is not None and now - host.gone_s > RECONNECT_S) or silent:
                 del self._hosts[name]
                 self._lose_host(name, "says nothing any more" if silent else "is gone: its agent hung up")
-        if self.memory.running and now >= self._takes_over_until_s and self.memory.formation is not None:
-            for name in self.memory.formation.hosts:
-                if name not in self._hosts and not self._known_lost(name):
-                    self._lose_host(name, "did not come back")
+        if self._takes_over and self.memory.formation is not None:
+            missing = [name for name in self.memory.formation.hosts if not self._is_here(name)]
+            patience_s = RECONNECT_S if self._failures or self._left else TAKE_OVER_S
+            if missing and now - self._began_s < patience_s:
+                return
+            self._takes_over = False
+            for name in missing:
+                self._lose_host(name, "did not come back")
 
-    def _known_lost(self, name: str) -> bool:
-        assert self.memory.formation is not None
-        return all(rank in self._failures for rank in self.memory.formation.of_host(name).values())
+    def _is_here(self, name: str) -> bool:
+        host = self._hosts.get(name)
+        return host is not None and host.told and host.gone_s is None
 
     def _lose_host(self, name: str, what: str) -> None:
         self.events.write("host", host=name, state="lost", epoch=self.memory.epoch, reason=what)
         formation = self.memory.formation
-        if formation is None:
-            return
-        for rank in formation.of_host(name).values():
-            failure = Failure(
-                rank=rank, step=self.memory.best_step, at_s=time.time(), kind="HostLost", message=f"host {name} {what}"
-            )
-            self._fail(rank, failure)
-
-    def _all_here(self) -> bool:
-        formation = self.memory.formation
-        return formation is not None and all(name in self._hosts for name in formation.hosts)
+        for rank in formation.of_host(name).values() if formation is not None else ():
+            text = f"host {name} {what}"
+            self._fail(rank, Failure(rank=rank, step=self.memory.step, at_s=time.time(), kind="HostLost", message=text))
 
     def _alive(self) -> list[Seat]:
         """Seats with a living process, host by host."""
         return [
             seat
             for name in self._order
-            if name in self._hosts and self._hosts[name].gone_s is None and not self._hosts[name].problems
+            if self._is_here(name) and not self._hosts[name].problems
             for slot in sorted(self._hosts[name].alive)
             if (seat := Seat(name, slot)) not in self.memory.quarantined
         ]
@@ -273,15 +322,18 @@ class Council:
         refused = [text for host in self._hosts.values() for text in host.problems]
         if len(self._alive()) >= self._layout_at(0).devices:
             self._form("start")
-        elif refused and len(self._hosts) == len(self._order) and not self._form("some hosts are", planned_only=False):
+        elif refused and self._all_arrived() and not self._form("some hosts failed their preflight", first=False):
             self._end("failed", FAILED, "\n".join(["a host failed its preflight", *(f"  {text}" for text in refused)]))
-        elif late and (len(self._order) < 2 or not self._form("some hosts did not arrive", planned_only=False)):
+        elif late and (len(self._order) < 2 or not self._form("some hosts did not arrive", first=False)):
             here = ", ".join(self._hosts) or "nobody"
             message = (
                 f"{self.run.path}: {len(self._alive())} of {self.planned.devices} ranks arrived within "
                 f"{patience_s:g} s\n  here: {here}\n  look at the logs of the agents that are missing"
             )
             self._end("failed", FAILED, message)
+
+    def _all_arrived(self) -> bool:
+        return sum(len(host.alive) for host in self._hosts.values()) >= self._slots
 
     def _layout_at(self, step: int) -> Layout:
         """What is wanted: the plan, or what a replay prescribes from this step on."""
@@ -292,41 +344,62 @@ class Council:
 
     def _recover(self) -> None:
         """A rank or a host fell: form again as soon as the seats for it are there, or give up."""
-        assert self.memory.formation is not None
-        assert self._noticed_s is not None
-        cause = failing.first(list(self._failures.values()))
-        if cause.is_user or self.job.fault.recovery == "stop":
-            self._give_up(cause)
-            return
-        if self.memory.failures > self.job.fault.restarts:
-            self._give_up(cause, f"{self.memory.failures} failures in a row without a step between")
-            return
-        waited_s = self._clock() - self._noticed_s
-        pause_s = BACK_OFF_S * 2 ** (self.memory.failures - 2) if self.memory.failures > 1 else 0.0
-        if waited_s < min(pause_s, MOST_BACK_OFF_S) or self._replacement_comes(waited_s):
-            return
-        self._incident(cause)
-        if not self._form(_because(cause)):
-            self._give_up(cause, "there are not enough places left for any layout of this job")
-
-    def _replacement_comes(self, waited_s: float) -> bool:
-        """Whether an agent is about to start another process where one fell."""
         formation = self.memory.formation
         assert formation is not None
+        assert self._noticed_s is not None
+        cause = failing.first(list(self._failures.values()))
+        waited_s = self._clock() - self._noticed_s
+        ends = cause.is_user or self.job.fault.recovery == "stop"
+        if ends or self.memory.failures >= self.job.fault.restarts + int(self._told_incident):
+            if waited_s > CAUSE_S or len(self._failures.keys() | self._left.keys()) == formation.world:
+                self._give_up(cause, "" if ends else self._too_often())
+            return
+        pause_s = BACK_OFF_S * 2 ** (self.memory.failures - 2) if self.memory.failures > 1 else 0.0
+        if waited_s < min(pause_s, MOST_BACK_OFF_S) or self._somebody_comes(formation, waited_s):
+            return
+        self._incident(cause)
+        if self._form(_because(cause)) or self._may_return(formation, waited_s):
+            return
+        self._give_up(cause, "there are not enough places left for any layout of this job")
+
+    def _too_often(self) -> str:
+        count = self.memory.failures + int(not self._told_incident)
+        return f"{count} failures in a row, without a step between (fault.restarts = {self.job.fault.restarts})"
+
+    def _somebody_comes(self, formation: Formation, waited_s: float) -> bool:
+        """Whether it will soon be clear who is there: a host that hung up, one that joins, a process being started."""
+        if any(host.gone_s is not None or not host.told for host in self._hosts.values()):
+            return True
         if self.job.fault.recovery == "shrink" or waited_s > REPLACE_S:
             return False
         alive = set(self._alive())
         missing = [formation.seats[rank] for rank in self._failures]
-        coming = [seat for seat in missing if seat not in alive and self._comes_back(seat)]
+        coming = [seat for seat in missing if seat not in alive and self._is_usable(seat)]
         return bool(coming) and len(alive) < formation.world
 
-    def _comes_back(self, seat: Seat) -> bool:
+    def _is_usable(self, seat: Seat) -> bool:
         host = self._hosts.get(seat.host)
-        return host is not None and host.gone_s is None and seat not in self.memory.quarantined
+        return host is not None and not host.problems and seat not in self.memory.quarantined
+
+    def _may_return(self, formation: Formation, waited_s: float) -> bool:
+        """Whether to wait for lost places: nothing can go on without them, and nobody is disturbed by waiting."""
+        if self._wishes:
+            self._kill_all("stopped as asked, while not enough ranks were there to go on")
+            return True
+        if self.job.fault.recovery == "shrink" or waited_s > self.job.train.timeout_s:
+            return False
+        alive = set(self._alive())
+        return any(
+            seat not in alive and (seat.host not in self._hosts or self._is_usable(seat)) for seat in formation.seats
+        )
 
     def _incident(self, cause: Failure) -> None:
+        """Record it, once."""
         formation = self.memory.formation
         assert formation is not None
+        if self._told_incident:
+            return
+        self._told_incident = True
         self.memory.failures += 1
         for rank in self._failures:
             seat = formation.seats[rank]
@@ -340,11 +413,12 @@ class Council:
             rank=cause.rank,
             host=seat.host,
             slot=seat.slot,
-            step=max(cause.step, self.memory.best_step),
+            step=max(cause.step, self.memory.step),
             cause={"kind": cause.kind, "message": cause.message, "signal": cause.signal},
             stack=cause.stack,
             others=[rank for rank in self._failures if rank != cause.rank],
             in_a_row=self.memory.failures,
+            waited_s=round(self._clock() - self._noticed_s, 3) if self._noticed_s is not None else 0.0,
         )
 
     def _quarantine(self, seat: Seat, reason: str) -> None:
@@ -353,57 +427,94 @@ class Council:
 
     def _nobody_fell(self) -> None:
         """Ranks lost each other, or their numbers, and every process lives."""
-        assert self.memory.formation is not None
+        formation = self.memory.formation
+        assert formation is not None
         astray = [message for message in self._left.values() if message.get("fault")]
         if astray:
             self._astray(astray[0])
             return
-        rank, message = min(self._left.items(), key=lambda one: one[0])
-        if message.get("state") and all(one.get("state") for one in self._left.values()):
+        rank, message = min(self._left.items(), key=lambda one: (bool(one[1].get("state")), one[0]))
+        if message.get("state"):
             self._left_s = None  # some are done, the others are still at it
-            return
-        text = str(message.get("why") or "left its formation")
-        self._fail(rank, Failure(rank=rank, step=int(message["step"]), at_s=time.time(), kind="Left", message=text))
+        elif not self._seeks_culprit(formation):
+            text = str(message.get("why") or "left its formation")
+            self._fail(rank, Failure(rank=rank, step=int(message["step"]), at_s=time.time(), kind="Left", message=text))
+
+    def _seeks_culprit(self, formation: Formation) -> bool:
+        """Ranks gave up waiting: whether one that is still in, and has not moved for long, is being dealt with."""
+        now = self._clock()
+        if now - self._killed_s < ANSWER_S:
+            return True
+        stuck = {
+            (host.name, slot)
+            for host, slot in self._seated(formation)
+            if self._rank(host, slot) not in self._left and self._age_s(host, slot) > self.job.fault.dead_after_s
+        }
+        if not stuck:
+            return False
+        if self._asked_s is None:
+            self._ask_where()
+            return True
+        if not self._has_answers(formation):
+            return True
+        self._asked_s = None
+        culprit = self._culprit(formation, stuck)
+        if culprit is not None:
+            self._kill(*culprit)
+        return culprit is not None
 
     def _astray(self, message: Message) -> None:
         """All ranks agree that the state is not to be trusted: go on from before it, without those to blame."""
         assert self.memory.formation is not None
-        sound, step = int(message["sound"]), int(message["step"])
+        sound, step, why = int(message["sound"]), int(message["step"]), str(message["why"])
         again = step in self.memory.rolled_back
         suspects = [int(rank) for rank in message.get("suspects", ())]
-        cause = Failure(
-            rank=suspects[0] if suspects else 0, step=step, at_s=time.time(), kind="Astray", message=str(message["why"])
-        )
+        cause = Failure(rank=suspects[0] if suspects else 0, step=step, at_s=time.time(), kind="Astray", message=why)
         self.memory.case = None if suspects else message.get("evidence")
+        self._failures, self._noticed_s = {cause.rank: cause}, self._noticed_s or self._clock()
+        if self.job.fault.recovery == "stop":
+            self._give_up(cause)
+            return
         if again and not suspects:
             self._give_up(cause, "it happened again at the same step after going back")
             return
+        if self.memory.failures >= self.job.fault.restarts:
+            self._give_up(cause, self._too_often())
+            return
         self.memory.rolled_back.append(step)
         self.memory.at_most = sound
-        self._failures = {cause.rank: cause}
         self._incident(cause)
         if len(suspects) == 1:
-            self._quarantine(self.memory.formation.seats[suspects[0]], str(message["why"]))
-        if not self._form(str(message["why"])):
+            self._quarantine(self.memory.formation.seats[suspects[0]], why)
+        if not self._form(f"roll back to step {sound}: {why}"):
             self._give_up(cause, "there are not enough places left for any layout of this job")
 
     def _look_for_stuck(self) -> None:
         """Processes live and nothing moves: ask where everybody is, and end the one that does not wait for others."""
-        now, formation = self._clock(), self.memory.formation
+        formation = self.memory.formation
         assert formation is not None
+        if self._clock() - self._killed_s < ANSWER_S:
+            return
         if self._asked_s is None:
             if self._is_stuck(formation):
-                self._asked_s = now
-                for host in self._hosts.values():
-                    host.where = None
-                self._tell_all({"kind": "where"})
+                self._ask_where()
             return
-        asked = [self._hosts[name] for name in formation.hosts if name in self._hosts]
-        if any(host.where is None for host in asked) and now - self._asked_s < ANSWER_S:
+        if not self._has_answers(formation):
             return
         self._asked_s = None
         if self._is_stuck(formation):
-            self._blame(formation, asked)
+            self._blame(formation)
+
+    def _ask_where(self) -> None:
+        self._asked_s = self._clock()
+        for host in self._hosts.values():
+            host.where = None
+        self._tell_all({"kind": "where"})
+
+    def _has_answers(self, formation: Formation) -> bool:
+        assert self._asked_s is not None
+        asked = [self._hosts[name] for name in formation.hosts if name in self._hosts]
+        return all(host.where is not None for host in asked) or self._clock() - self._asked_s > ANSWER_S
 
     def _is_stuck(self, formation: Formation) -> bool:
         ages = [host.progress[slot] for host, slot in self._seated(formation) if slot in host.progress]
@@ -421,47 +532,66 @@ class Council:
             if seat.host in self._hosts:
                 yield self._hosts[seat.host], seat.slot
 
-    def _blame(self, formation: Formation, asked: list[Host]) -> None:
-        found = [
-            (waits, host.progress[slot][0], host.name, slot, place)
-            for host in asked
-            for slot, (waits, place) in (host.where or {}).items()
-            if slot in self._members(host) and slot in host.progress
-        ]
-        if not found or all(waits for waits, *_ in found):
-            rank = min((formation.rank(Seat(name, slot)) or 0 for _, _, name, slot, _ in found), default=0)
-            text = "every rank waits for another, and none moves"
-            self._fail(rank, Failure(rank=rank, step=NO_STEP, at_s=time.time(), kind="Deadlock", message=text))
+    def _age_s(self, host: Host, slot: int) -> float:
+        return host.progress[slot][2] if slot in host.progress else 0.0
+
+    def _blame(self, formation: Formation) -> None:
+        culprit = self._culprit(formation, {(host.name, slot) for host, slot in self._seated(formation)})
+        if culprit is not None:
+            self._kill(*culprit)
             return
-        _, _, name, slot, place = min(found)
-        self._send(name, {"kind": "kill", "slot": slot, "place": place})
+        text = "every rank waits for another, and none moves"
+        self._fail(0, Failure(rank=0, step=self.memory.step, at_s=time.time(), kind="Deadlock", message=text))
+
+    def _culprit(self, formation: Formation, among: set[tuple[str, int]]) -> tuple[Host, int, str] | None:
+        """The one of some seats that waits for nobody and came least far; its host, slot and place."""
+        found = [
+            (host.progress[slot][0], formation.seats.index(Seat(host.name, slot)), host, slot, host.where[slot][1])
+            for host, slot in self._seated(formation)
+            if (host.name, slot) in among and slot in host.progress and host.where and slot in host.where
+            if not host.where[slot][0]
+        ]
+        _, _, host, slot, place = min(found, key=lambda one: one[:2], default=(0, 0, None, 0, ""))
+        return (host, slot, place) if host is not None else None
+
+    def _kill(self, host: Host, slot: int, place: str) -> None:
+        self._killed_s = self._clock()
+        silent_s = round(self._age_s(host, slot), 3)
+        self._send(
+            host.name,
+            {"kind": "kill", "epoch": self.memory.epoch, "slot": slot, "place": place, "silent_s": silent_s},
+        )
 
     # ---- forming ---------------------------------------------------------------------------------------------------
 
-    def _form(self, reason: str, *, planned_only: bool = True) -> bool:
-        """Begin the next epoch; False when there is no formation for the seats that live."""
-        policy = self.job.fault.recovery if self.memory.formation is not None or not planned_only else "replace"
-        wanted = self._layout_at(self.memory.best_step)
+    def _form(self, reason: str, *, first: bool = True) -> bool:
+        """Begin the next epoch; False when there is no formation for the seats that live.
+
+        The very first is as planned, unless `first` says that enough was waited for that.
+        """
+        before = self.memory.formation
+        policy = self.job.fault.recovery if before is not None or not first else "replace"
         formation = next_formation(
-            epoch=self.memory.epoch + 1,
-            planned=wanted,
+            epoch=max(self.memory.epoch, current_epoch(self.run)) + 1,
+            planned=self._layout_at(self.memory.step),
             sequences=self.job.batch.global_sequences,
             reproducible=self.job.numerics.reproducible,
             policy="auto" if policy == "stop" else policy,
-            before=self.memory.formation,
+            before=before,
             alive=self._alive(),
-            fallen=[self.memory.formation.seats[rank] for rank in self._failures] if self.memory.formation else (),
+            fallen=[before.seats[rank] for rank in self._failures] if before is not None else (),
         )
         if formation is None:
             return False
-        self.memory.epoch, self.memory.formation, self.memory.running = formation.epoch, formation, True
-        self._forming, self.changed = True, True
-        self._failures, self._left = {}, {}
-        self._noticed_s = self._left_s = self._grow_s = self._asked_s = None
-        self._told_reform = False
-        begin_epoch(self.run, formation.epoch)
+        memory, self._before = self.memory, before
+        memory.epoch, memory.formation, memory.running = formation.epoch, formation, True
+        memory.forming, memory.go = True, None
+        memory.pids = [self._hosts[seat.host].alive[seat.slot] for seat in formation.seats]
+        self._forget_failures()
         for host in self._hosts.values():
             host.ready, host.progress = None, {}
+        self._save(memory)
+        begin_epoch(self.run, formation.epoch)
         self.events.write(
             "epoch",
             epoch=formation.epoch,
@@ -469,67 +599,64 @@ class Council:
             world=formation.world,
             layout=asdict(formation.layout),
             members=[
-                {"rank": rank, "host": seat.host, "slot": seat.slot, "pid": self._hosts[seat.host].alive[seat.slot]}
+                {"rank": rank, "host": seat.host, "slot": seat.slot, "pid": memory.pids[rank]}
                 for rank, seat in enumerate(formation.seats)
             ],
         )
         self._tell_all({"kind": "form", **formation.to_json()})
         return True
 
+    def _forget_failures(self) -> None:
+        self._failures, self._left = {}, {}
+        self._noticed_s = self._left_s = self._grow_s = self._asked_s = None
+        self._told_incident = self._told_reform = self._out_of_memory = False
+
     def _gather(self) -> None:
         """Go as soon as every member has answered."""
         formation = self.memory.formation
         assert formation is not None
-        if self._left_s is not None and self._clock() - self._left_s > CAUSE_S:
-            self._nobody_fell()
-            return
         hosts = [self._hosts.get(name) for name in formation.hosts]
-        if any(host is None or host.ready is None for host in hosts):
-            return
         ready = {host.name: host.ready for host in hosts if host is not None and host.ready is not None}
-        self._go(formation, ready)
+        if all(seat.host in ready and str(seat.slot) in ready[seat.host]["ports"] for seat in formation.seats):
+            self._go(formation, ready)
 
     def _go(self, formation: Formation, ready: Mapping[str, Message]) -> None:
-        choice = self._choice()
-        source = (choice.epoch, choice.step) if choice is not None else None
-        self.memory.lineage = self.memory.lineage.begin(formation.epoch, source=source)
+        choice = self._choice(ready)
         vaults = {
             str(rank): [self._hosts[seat.host].address, int(ready[seat.host]["ports"][str(seat.slot)][1])]
             for rank, seat in enumerate(formation.seats)
         }
-        first = formation.seats[0]
-        at_most = self.memory.at_most
+        first, at_most = formation.seats[0], self.memory.at_most
         saved = [step for step in self.run.saved_steps() if at_most is None or step <= at_most]
         step = choice.step if choice is not None else max(saved, default=0)
-        where = "memory" if choice is not None else "disk" if step else "start"
+        go = {
+            "kind": "go",
+            "epoch": formation.epoch,
+            "store": [self._hosts[first.host].address, int(ready[first.host]["ports"][str(first.slot)][0])],
+            "vaults": vaults,
+            "peers": {seat.host: vaults[str(rank)] for rank, seat in reversed(list(enumerate(formation.seats)))},
+            "restore": choice.to_json() if choice is not None else None,
+            "at_most": at_most,
+            "case": self.memory.case,
+        }
+        source = (choice.epoch, choice.step) if choice is not None else None
+        self.memory.lineage = self.memory.lineage.begin(formation.epoch, source=source)
+        self.memory.forming, self.memory.go, self.memory.at_most = False, go, None
+        self.memory.step, self.memory.best_step = step, max(step, self.memory.best_step)
+        self._step_s, self._stepped_s = 0.0, self._clock()
+        self._save(self.memory)
         if self._words:  # the survivors have left what fell, and could say where they were
             self.events.write("evidence", epoch=formation.epoch - 1, last_collectives=self._words)
             self._words = {}
+        where = "memory" if choice is not None else "disk" if step else "start"
         self.events.write("restore", epoch=formation.epoch, step=step, source=where)
-        self._tell_all(
-            {
-                "kind": "go",
-                "epoch": formation.epoch,
-                "store": [self._hosts[first.host].address, int(ready[first.host]["ports"][str(first.slot)][0])],
-                "vaults": vaults,
-                "peers": {seat.host: vaults[str(rank)] for rank, seat in reversed(list(enumerate(formation.seats)))},
-                "restore": choice.to_json() if choice is not None else None,
-                "at_most": at_most,
-                "case": self.memory.case,
-            }
-        )
-        self.memory.best_step, self.memory.at_most = step, None
-        self._forming, self.changed = False, True
-        self._step_s, self._stepped_s = 0.0, self._clock()
+        self._tell_all(go)
         if self.run.status().get("state") != "running":
             self.run.set_status("running", world=formation.world, started=round(time.time(), 3))
 
-    def _choice(self) -> Choice | None:
-        held = {
-            name: [Held.from_json(one) for one in host.ready.get("held", ())]
-            for name, host in self._hosts.items()
-            if host.ready is not None
-        }
+    def _choice(self, ready: Mapping[str, Message]) -> Choice | None:
+        """The newest step that the members' hosts hold in full; what others hold cannot be reached."""
+        held = {name: [Held.from_json(one) for one in message.get("held", ())] for name, message in ready.items()}
         found = choices(held, lineage=self.memory.lineage, at_most=self.memory.at_most)
         return found[0] if found else None
 
@@ -537,7 +664,7 @@ class Council:
         """A job that shrank takes its planned layout up again, at the end of a step, when the seats are there."""
         formation = self.memory.formation
         assert formation is not None
-        wanted = self._layout_at(self.memory.best_step)
+        wanted = self._layout_at(self.memory.step)
         if self._told_reform or self.job.fault.recovery != "auto" or formation.world >= wanted.devices or self._wishes:
             return
         better = next_formation(
@@ -553,7 +680,7 @@ class Council:
             self._grow_s = None
             return
         self._grow_s = self._grow_s or self._clock()
-        if self._clock() - self._grow_s > GROW_S and self.memory.best_step > NO_STEP:
+        if self._clock() - self._grow_s > GROW_S:
             self._told_reform = True
             self._tell_all({"kind": "reform"})
 
@@ -561,11 +688,11 @@ class Council:
 
     def _all_left(self) -> None:
         """Every rank came out of its loop."""
-        states = {str(one.get("state", "")) for one in self._left.values()}
+        states = {str(one.get("state") or "") for one in self._left.values()}
         if states == {"reform"}:
-            self.memory.best_step = max(int(one["step"]) for one in self._left.values())
+            self.memory.step = max(int(one["step"]) for one in self._left.values())
             if not self._form("as planned"):
-                self._end("failed", FAILED, f"{self.run.path}: no formation is left for step {self.memory.best_step}")
+                self._end("failed", FAILED, f"{self.run.path}: no formation is left for step {self.memory.step}")
         elif states == {"done"}:
             self._end("done", 0, "", step=failing.last_checkpoint(self.run))
         elif states == {"stopped"}:
@@ -573,18 +700,35 @@ class Council:
             kept = f"saved step {saved:,}" if saved is not None else "nothing was saved"
             message = f"stopped as asked: {kept}; go on with: phalanx train --resume {self.run.path}"
             self._end("stopped", STOPPED, message, step=saved)
-        else:
+        elif "" in states:
             self._nobody_fell()
+        else:
+            text = f"ranks left in different states: {', '.join(sorted(states))}"
+            self._fail(0, Failure(rank=0, step=self.memory.step, at_s=time.time(), kind="Left", message=text))
 
-    def _killed(self) -> None:
+    def _kill_all(self, why: str) -> None:
         saved = failing.last_checkpoint(self.run)
         kept = f"the last checkpoint is step {saved:,}" if saved is not None else "no checkpoint was written"
-        self._end("stopped", STOPPED, f"killed at once, as asked; {kept}", step=saved)
+        self._end("stopped", STOPPED, f"{why}; {kept}", step=saved)
 
     def _give_up(self, cause: Failure, why: str = "") -> None:
+        formation = self.memory.formation
+        assert formation is not None
+        self._incident(cause)
+        left = [
+            Failure(rank=rank, step=int(one["step"]), at_s=time.time(), kind="Left", message=str(one.get("why")))
+            for rank, one in self._left.items()
+            if rank not in self._failures and not one.get("state") and not one.get("fault")
+        ]
         others = [one for one in self._failures.values() if one is not cause]
-        world = self.memory.formation.world if self.memory.formation is not None else self.planned.devices
-        message = failing.tell(self.run, cause, others=others, world=world, out_of_memory=self._out_of_memory)
+        message = failing.tell(
+            self.run,
+            cause,
+            others=[*others, *left],
+            world=formation.world,
+            out_of_memory=self._out_of_memory,
+            host=formation.seats[cause.rank].host if len(self._order) > 1 else "",
+        )
         if why:
             message = f"{message}\n  given up: {why}"
         code = cause.exit_code if cause.is_user else FAILED
@@ -593,9 +737,9 @@ class Council:
     def _end(self, state: str, code: int, message: str, **fields: Any) -> None:
         self.run.set_status(state, exit_code=code, message=message, **fields)
         self.events.write("end", epoch=self.memory.epoch, state=state, message=message)
+        self.is_over, self.memory.running = True, False
+        self._save(self.memory)
         self._tell_all({"kind": "end", "code": code})
-        self.is_over = self.changed = True
-        self.memory.running = False
 
     def _tell_all(self, message: Message) -> None:
         for name in self._hosts:
@@ -603,6 +747,5 @@ class Council:
 
 
 def _because(cause: Failure) -> str:
-    return (
-        f"rank {cause.rank} fell: {cause.kind} {cause.message.splitlines()[0][:200] if cause.message else ''}".strip()
-    )
+    said = next(iter(cause.message.splitlines()), "")[:200]
+    return f"rank {cause.rank} fell: {cause.kind} {said}".strip()

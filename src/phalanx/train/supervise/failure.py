@@ -101,8 +101,13 @@ def first(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda one: (one.is_consequence, not one.is_user, one.at_s, one.rank))
 
 
-def tell(run: Run, cause: Failure, *, others: Sequence[Failure], world: int, out_of_memory: bool) -> str:
-    """The one message: the first failing rank, its step and cause, what it means, what to do."""
+def tell(
+    run: Run, cause: Failure, *, others: Sequence[Failure], world: int, out_of_memory: bool, host: str = ""
+) -> str:
+    """The one message: the first failing rank, its step and cause, what it means, what to do.
+
+    `host` is where it was, left out on this machine.
+    """
     rest, saved = _rest(cause, others, world), last_checkpoint(run)
     kept = "no checkpoint was written yet"
     if "can be read" in cause.message and saved is not None:
@@ -115,7 +120,7 @@ def tell(run: Run, cause: Failure, *, others: Sequence[Failure], world: int, out
         lines = [f"said by rank {cause.rank}, {when}", rest, kept if saved is not None else ""]
     else:
         what, why, fix = _explain(run, cause, out_of_memory=out_of_memory)
-        head = f"{when}: rank {cause.rank} of {world} (host {platform.node() or 'localhost'}): {what}"
+        head = f"{when}: rank {cause.rank} of {world} (host {host or platform.node() or 'localhost'}): {what}"
         lines = [why, fix, rest, kept, f"log: {run.log(cause.rank)}"]
     return "\n".join([head, *(f"  {line}" for line in lines if line)])
 

@@ -24,6 +24,7 @@ from phalanx.record.run import Run
 from phalanx.train.supervise import failure as failing
 from phalanx.train.supervise.board import Board
 from phalanx.train.supervise.channel import Channel, Closed, Refused, connect
+from phalanx.train.supervise.client import ENDED
 from phalanx.train.supervise.coordinator import coordinator_address
 from phalanx.train.supervise.failure import Failure
 from phalanx.train.supervise.formation import Formation
@@ -39,6 +40,8 @@ BEAT_S = 0.25
 RETRY_S = 0.05  # between attempts to reach the coordinator
 TURN_S = 0.5  # after which the next agent tries to start a coordinator; the first does so at once
 LOST_S = 60.0  # without a coordinator, and without becoming one, after which an agent gives up
+DEAF_S = 10.0  # a coordinator that says nothing for so long is replaced; starting one may take seconds
+GOODBYE_S = 2.0  # for the coordinator to write down how it ended
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 REFORK_S, MOST_REFORK_S = 0.0, 5.0  # pause before a slot gets another process, doubled while they die young
 YOUNG_S = 2.0
@@ -61,7 +64,7 @@ class Slot:
     pause_s: float = REFORK_S
     fork_at_s: float = 0.0
     killed: Failure | None = None  # why we ended it
-    left: bool = False
+    left: Message | None = None  # how it left the present formation
 
 
 class HostAgent:
@@ -80,13 +83,13 @@ class HostAgent:
         self._selector = selectors.DefaultSelector()
         self._channel: Channel | None = None
         self._coordinator: subprocess.Popen[bytes] | None = None
-        self._lost_s = self._tried_s = time.monotonic()
+        self._lost_s = self._tried_s = self._heard_s = time.monotonic()
         self._spawned_s = -1e9
         self._beat_s = 0.0
         self._told_wishes = 0
-        self._form: Message | None = None
-        self._epoch = 0
+        self._epoch = self._went = 0  # of the newest formation, and of the newest that was told to go
         self._told_ready = 0
+        self._unsaid: list[Message] = []  # ends of processes that no coordinator has heard of
         self._over: int | None = None
         self._oom_kills = failing.oom_kills()
         self._work: Work | None = None
@@ -113,9 +116,11 @@ class HostAgent:
             self._end_ranks(0.0 if self.wishes.count >= 2 else GRACE_S)
             if self._channel is not None:
                 self._channel.close()
+            self._end_coordinator()
 
     def _tick(self) -> None:
         self._reach_coordinator()
+        self._tell_wishes()  # before there is a process to form with
         for key, _ in self._selector.select(TICK_S):
             if key.data is None:
                 self._hear()
@@ -126,23 +131,27 @@ class HostAgent:
         self._watch()
         self._tell_ready()
         self._tell_beat()
-        self._tell_wishes()
 
     # ---- the coordinator -------------------------------------------------------------------------------------------
 
     def _reach_coordinator(self) -> None:
-        if self._channel is not None:
-            return
         now = time.monotonic()
-        if now - self._tried_s < RETRY_S:
+        if self._channel is not None and now - self._heard_s > max(DEAF_S, self._dead_after_s):
+            self._hang_up()
+            self._kill_coordinator()
+        if self._channel is not None or now - self._tried_s < RETRY_S:
             return
         self._tried_s = now
+        status = self.run.status()
+        if status.get("state") in ENDED:  # the word of it did not reach us
+            self._over = int(status.get("exit_code", 3))
+            return
         where = coordinator_address(self.run)
         if where is not None and self._connect(where):
             return
         alone_s = now - self._lost_s
         turn = self._order.index(self.host) if self.host in self._order else len(self._order)
-        if alone_s > TURN_S * turn and now - self._spawned_s > 2.0:
+        if alone_s > TURN_S * turn and now - self._spawned_s > TURN_S:
             self._spawn_coordinator()
         if alone_s > LOST_S:
             message = f"host {self.host}: no coordinator can be reached or started for {LOST_S:g} s"
@@ -162,20 +171,22 @@ class HostAgent:
         except (OSError, TimeoutError, Refused):
             return False
         self._selector.register(self._channel, selectors.EVENT_READ, None)
-        self._say(
-            "status",
-            slots={slot.number: slot.pid for slot in self._slots if slot.pid},
-            epoch=self._epoch,
-            members=[slot.number for slot in self._slots if slot.pid and slot.rank >= 0 and not slot.left],
-        )
+        self._heard_s = time.monotonic()
         self._told_wishes = self._told_ready = 0
+        slots = {slot.number: slot.pid for slot in self._slots if slot.pid}
+        self._say("status", slots=slots, epoch=self._epoch, went=self._went)
+        unsaid, self._unsaid = self._unsaid, []
+        for message in [*unsaid, *(slot.left for slot in self._slots if slot.left is not None)]:
+            self._say(**message)
         return True
 
     def _spawn_coordinator(self) -> None:
-        """Start one; it ends by itself when another has the lock."""
+        """Start one, unless ours still runs; it ends by itself when another has the lock."""
+        if self._coordinator is not None and self._coordinator.poll() is None:
+            if time.monotonic() - max(self._spawned_s, self._lost_s) > max(DEAF_S, self._dead_after_s):
+                self._kill_coordinator()
+            return
         self._spawned_s = time.monotonic()
-        if self._coordinator is not None:
-            self._coordinator.poll()
         command = [sys.executable, "-P", "-m", "phalanx.train.supervise.coordinator"]
         with open(self.run.path / "logs" / "coordinator.log", "ab") as log:
             self._coordinator = subprocess.Popen(
@@ -185,13 +196,27 @@ class HostAgent:
                 stderr=log,
             )
 
+    def _kill_coordinator(self) -> None:
+        """Ours hangs: as long as it has the lock there is no other."""
+        if self._coordinator is not None and self._coordinator.poll() is None:
+            self._coordinator.kill()
+            self._coordinator.wait()
+
+    def _end_coordinator(self) -> None:
+        """Ours dies with us: let it write down how the run ended."""
+        if self._coordinator is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._coordinator.wait(GOODBYE_S)
+
     def _hear(self) -> None:
-        assert self._channel is not None
+        if self._channel is None:  # it broke while we said something
+            return
         try:
             messages = self._channel.receive()
         except (Closed, Refused, OSError):
             self._hang_up()
             return
+        self._heard_s = time.monotonic()
         for message in messages:
             self._obey(message)
 
@@ -206,7 +231,8 @@ class HostAgent:
         kind = message.get("kind")
         if kind == "form":
             self._take_form(message)
-        elif kind == "go":
+        elif kind == "go" and int(message["epoch"]) == self._epoch > self._went:
+            self._went = self._epoch
             self._pass_on(message)
         elif kind == "stop":
             self.board.ask_to_stop()
@@ -214,20 +240,23 @@ class HostAgent:
             self.board.ask_to_reform(True)
         elif kind == "where":
             self._tell_where()
-        elif kind == "kill":
-            slot = self._slots[int(message["slot"])]
-            self._kill(slot, f"stopped answering in {message.get('place') or 'an unknown place'}")
+        elif kind == "kill" and int(message["epoch"]) == self._epoch:
+            self._kill_stuck(self._slots[int(message["slot"])], message)
+        elif kind == "again" and self._channel is not None:
+            self._hang_up()
         elif kind == "end":
             self._over = int(message["code"])
 
     def _take_form(self, message: Message) -> None:
         formation = Formation.from_json(message)
+        if formation.epoch <= self._epoch:  # told twice
+            return
         ranks = formation.of_host(self.host)
-        self._epoch, self._form = formation.epoch, message
+        self._epoch = formation.epoch
         self.board.ask_to_reform(False)
         now = time.monotonic()
         for slot in self._slots:
-            slot.epoch, slot.ready, slot.left, slot.asked_s = formation.epoch, None, False, now
+            slot.epoch, slot.ready, slot.left, slot.asked_s = formation.epoch, None, None, now
             slot.rank = ranks.get(slot.number, -1)
         self._pass_on(message)
 
@@ -241,12 +270,15 @@ class HostAgent:
                 slot.line.sendall(json.dumps(message).encode() + b"\n")
 
     def _say(self, kind: str, **fields: Any) -> None:
-        if self._channel is None:
-            return
-        try:
-            self._channel.send({"kind": kind, **fields})
-        except (Closed, OSError, TimeoutError):
-            self._hang_up()
+        message = {"kind": kind, **fields}
+        if self._channel is not None:
+            try:
+                self._channel.send(message)
+                return
+            except (Closed, OSError, TimeoutError):
+                self._hang_up()
+        if kind == "lost":
+            self._unsaid.append(message)
 
     def _tell_ready(self) -> None:
         """Once for all members of this host, when the last of them has left what it did before."""
@@ -271,7 +303,7 @@ class HostAgent:
             beat = self.board.last(slot.number)
             if slot.pid and slot.rank >= 0 and beat.epoch == slot.epoch:
                 progress[slot.number] = [beat.step, int(beat.phase), round(now - beat.progress_s, 3)]
-        self._say("beat", progress=progress)
+        self._say("beat", epoch=self._epoch, progress=progress)
 
     def _tell_wishes(self) -> None:
         if self.wishes.count <= self._told_wishes:
@@ -303,7 +335,7 @@ class HostAgent:
             self._work, run=self.run, slot=slot.number, board=self.board, forget=self._forget
         )
         slot.pending, slot.forked_s, slot.killed = b"", time.monotonic(), None
-        slot.rank, slot.ready, slot.left = -1, None, False
+        slot.rank, slot.ready, slot.left = -1, None, None
         self._selector.register(slot.line, selectors.EVENT_READ, slot)
         self._say("up", slot=slot.number, pid=slot.pid)
 
@@ -336,7 +368,7 @@ class HostAgent:
         if message["kind"] == "ready" and present:
             slot.ready = int(message["port"]), int(message["vault"])
         elif message["kind"] == "left":
-            slot.left = slot.left or present
+            slot.left = message if present else slot.left
             self._say(**message)
 
     def _reap(self) -> None:
@@ -388,6 +420,12 @@ class HostAgent:
             elif slot.rank >= 0 and slot.ready is None and now - slot.asked_s > self._dead_after_s:
                 self._kill(slot, f"did not leave its formation within {self._dead_after_s:g} s")
 
+    def _kill_stuck(self, slot: Slot, message: Message) -> None:
+        """The coordinator found that everybody waits for this one."""
+        if slot.pid and slot.rank >= 0 and slot.killed is None:
+            where = str(message.get("place") or "")
+            self._kill(slot, failing.silence(slot.rank, 0, silent_s=float(message["silent_s"]), where=where).message)
+
     def _kill(self, slot: Slot, what: str) -> None:
         beat = self.board.last(slot.number)
         stack = ""
@@ -408,6 +446,7 @@ class HostAgent:
                 if slot.pid and number:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(slot.pid, number)
+                        os.kill(slot.pid, signal.SIGCONT)  # a stopped process dies only when it goes on
             until = time.monotonic() + wait_s
             while any(slot.pid for slot in self._slots) and time.monotonic() < until:
                 for slot in self._slots:

@@ -32,6 +32,7 @@ class Link:
         self._epoch = 0  # of the formation this rank is in
         self._newest = 0  # epoch of the newest form that has arrived
         self._kept: set[int] = set()
+        self._ended = False
         self.step = NO_STEP  # the last one this rank told of
         threading.Thread(target=self._listen, name="link", daemon=True).start()
 
@@ -63,7 +64,7 @@ class Link:
         """Wait for the word to go for `epoch`; raises Interrupted when a newer formation comes instead."""
         while True:
             message = self._goes.get()
-            if self._newest > epoch:
+            if self._newest > epoch or self._ended:
                 raise Interrupted
             if message is not None and int(message["epoch"]) == epoch:
                 return message
@@ -88,12 +89,12 @@ class Link:
         pending = b""
         while True:
             self.board.alive(self.slot)
+            self._cut_old()
             if not select.select([self._line], [], [], BEAT_S)[0]:
                 continue
             data = self._line.recv(1 << 16)
             if not data:
-                self._forms.put(None)
-                self._goes.put(None)
+                self._end()
                 return
             *lines, pending = (pending + data).split(b"\n")
             for line in lines:
@@ -101,13 +102,22 @@ class Link:
 
     def _take(self, message: Message) -> None:
         if message["kind"] == "form":
-            with self._lock:
-                self._newest = max(self._newest, int(message["epoch"]))
-                if 0 < self._epoch < self._newest:
-                    cut(sockets() - self._kept)
+            self._newest = max(self._newest, int(message["epoch"]))
+            self._cut_old()
             self._goes.put(None)  # whoever waits to go, goes no longer
             self._forms.put(message)
         elif message["kind"] == "go":
             self._goes.put(message)
         elif message["kind"] == "end":
-            self._forms.put(None)
+            self._end()
+
+    def _cut_old(self) -> None:
+        """Out of a formation that is over; again and again, because the training may be opening more sockets."""
+        with self._lock:
+            if 0 < self._epoch < self._newest:
+                cut(sockets() - self._kept)
+
+    def _end(self) -> None:
+        self._ended = True
+        self._forms.put(None)
+        self._goes.put(None)

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from phalanx.train.tracing.calls import tensors_of
 
 # Results of these depend on values.
-UNREPEATABLE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+UNREPEATABLE = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 # Write into their first argument, whose shape stays, and return it.
 IN_PLACE = ("add_", "sub_", "mul_", "div_", "copy_", "zero_", "fill_")
 # Look at no tensor, or only pass it on: messages of a fake group, and names for a profiler.
@@ -56,7 +56,7 @@ class Shortcuts:
             return _place
         if op in BESIDE:
             return _beside
-        if op.namespace not in ("aten", "_c10d_functional") or any(tag in op.tags for tag in UNREPEATABLE):
+        if op.namespace not in ("aten", "_c10d_functional") or _is_composed(op) or UNREPEATABLE.intersection(op.tags):
             return plainly
         if op.is_view or op is torch.ops.aten._unsafe_view.default:  # a view that does not say so
             return self._view
@@ -116,6 +116,11 @@ def _write(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     return args[0] if _is_plain(args[0]) else op(*args, **named)
 
 
+def _is_composed(op: Any) -> bool:
+    """Whether an operator is made of others, which may include a copy; those are heard one by one."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+
+
 def _is_plain(value: Any) -> bool:
     """A fake tensor that torch keeps no value of."""
     return type(value) is FakeTensor and value.constant is None
@@ -128,7 +133,7 @@ def _describe(values: Iterable[Any], parts: list[Any]) -> bool:
         if kind is FakeTensor:
             if value.constant is not None or not value.dim():  # without dimensions, type promotion has rules of its own
                 return False
-            parts += (value.shape, value.dtype)
+            parts += (value.shape, value.stride(), value.dtype)
         elif kind is list or kind is tuple:
             parts.append(len(value))
             if not _describe(value, parts):
