@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from phalanx.train.checkpoint import load, newest
 from phalanx.train.checkpoint.background import AsyncSaver
 from phalanx.train.checkpoint.boxes import Box
 from phalanx.train.checkpoint.index import Entry, Index, encode
+from phalanx.train.checkpoint.jsontext import from_text
 from phalanx.train.checkpoint.route import find_route
 from phalanx.train.checkpoint.shard import owned
 from phalanx.train.parallel.pieces import Piece
@@ -36,6 +38,7 @@ from phalanx.units import DAY_S
 RANKS, READERS = 2, 3
 LAYERS, KINDS = 16, ("weight", "weight#exp_avg", "weight#exp_avg_sq")
 WIDTH = 1024
+SIMULATED_ROWS = 4096 * 24
 CHUNK_BYTES = 2**25
 
 
@@ -154,56 +157,125 @@ def together(work: Callable[..., Any], world: int, *args: Any) -> list[Any]:
     return found
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """How ranks are numbered: stages, then copies, then shards, then tensor ranks."""
+
+    stages: int = 1
+    copies: int = 1
+    shards: int = 1
+    tensor: int = 1
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.stages * self.copies * self.shards * self.tensor
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """What a rank of it holds: matrices cut twice by rows, norms by shards alone; without memory."""
+        rest, tensor = divmod(rank, self.tensor)
+        rest, shard = divmod(rest, self.shards)
+        stage, copy = divmod(rest, self.copies)
+        part, (start, count) = SIMULATED_ROWS // self.tensor, cut(shard, self.shards, SIMULATED_ROWS // self.tensor)
+        norm_start, norm_count = cut(shard, self.shards, SIMULATED_ROWS)
+        found = []
+        for layer in range(stage * LAYERS // self.stages, (stage + 1) * LAYERS // self.stages):
+            for kind in KINDS:
+                for name, whole, local, at, owner in (
+                    ("mlp", (SIMULATED_ROWS, WIDTH), (count, WIDTH), (tensor * part + start, 0), copy == 0),
+                    ("norm", (SIMULATED_ROWS,), (norm_count,), (norm_start,), copy == tensor == 0),
+                ):
+                    values = torch.empty(local, device="meta")
+                    found.append(
+                        Piece(
+                            name=f"layers.{layer}.{name}.{kind}",
+                            tensor=values,
+                            shape=whole,
+                            start=at,
+                            replicas=1,
+                            owner=owner,
+                            groups={},
+                        )
+                    )
+        return found
+
+
 class Simulated:
-    """What `world` ranks of sharded data parallelism would have written, without a byte of it."""
+    """What the ranks of a split would have written, without a byte of it."""
 
     where, step = "simulated", 0
 
-    def __init__(self, world: int, rows: int) -> None:
-        self.world, self.meta, self._rows = world, dict[str, Any](), rows
+    def __init__(self, split: Split) -> None:
+        self.world, self.meta, self._split = split.world, dict[str, Any](), split
+        self._writers = {rank for rank in range(split.world) if owned(split.pieces(rank))}
 
     def count(self, rank: int) -> int:
-        """The same for every rank that has rows."""
-        return LAYERS * len(KINDS) if cut(rank, self.world, self._rows)[1] else 0
+        """Whether a rank wrote anything."""
+        return int(rank in self._writers)
 
     def index(self, rank: int) -> Index:
-        """The boxes of one rank."""
-        start, count = cut(rank, self.world, self._rows)
-        size_bytes = count * WIDTH * 4
-        entries = tuple(
-            Entry(
-                name=f"layers.{layer}.{kind}",
-                dtype="float32",
-                shape=(self._rows, WIDTH),
-                box=Box((start, 0), (count, WIDTH)),
-                rank=rank,
-                offset=place * size_bytes,
-                size_bytes=size_bytes,
-                sha256="0" * 64,
+        """As it is read: from its text."""
+        entries, offset = [], 0
+        for piece in owned(self._split.pieces(rank)):
+            size_bytes = piece.tensor.numel() * 4
+            entries.append(
+                Entry(
+                    name=piece.name,
+                    dtype="float32",
+                    shape=piece.shape,
+                    box=Box(piece.start, tuple(piece.tensor.shape)),
+                    rank=rank,
+                    offset=offset,
+                    size_bytes=size_bytes,
+                    sha256="0" * 64,
+                )
             )
-            for place, (layer, kind) in enumerate((layer, kind) for layer in range(LAYERS) for kind in KINDS)
-        )
-        return Index(rank=rank, header_bytes=0, header_sha256="", entries=entries, meta={})
+            offset += size_bytes
+        index = Index(rank=rank, header_bytes=0, header_sha256="", entries=tuple(entries), meta={})
+        from_text(encode(index))
+        return index
 
     def open(self, rank: int) -> Any:
         """Never asked for: only the plan is made."""
         raise NotImplementedError
 
 
-def planning(world: int) -> tuple[float, float, int]:
-    """Seconds to plan one rank's save, its restore on three quarters of the ranks, and the indexes that one reads."""
-    rows = 4096 * 3
-    source = Simulated(world, rows)
-    rank = world // 2 + 1
-    began = time.perf_counter()
-    owned(pieces(rank, world, rows))
-    encode(source.index(rank))
-    save_s = time.perf_counter() - began
-    fewer = world * 3 // 4
-    mine = pieces(fewer // 2 + 1, fewer, rows)
-    began = time.perf_counter()
-    route = find_route(source, mine, cast=False, near=(fewer // 2 + 1) / fewer)
-    return save_s, time.perf_counter() - began, route.num_indexes_read
+def planning(old: Split, new: Split) -> tuple[float, float, int]:
+    """Seconds to plan a rank's save, seconds to plan its restore in `new`, and the indexes that takes: worst of some."""
+    source, save_s, load_s, indexes = Simulated(old), 0.0, 0.0, 0
+    for place in (0.0, 0.37, 0.62, 0.999):
+        began = time.perf_counter()
+        source.index(int(place * old.world))
+        save_s = max(save_s, time.perf_counter() - began)
+        rank = int(place * new.world)
+        mine = new.pieces(rank)
+        began = time.perf_counter()
+        route = find_route(source, mine, cast=False, rank=rank, world=new.world)
+        load_s, indexes = max(load_s, time.perf_counter() - began), max(indexes, route.num_indexes_read)
+    return save_s, load_s, indexes
+
+
+def plan_all() -> None:
+    """Print what planning takes in worlds of growing size."""
+    for world in (256, 1024, 4096):
+        for name, old, new in (
+            ("sharded, a quarter fewer ranks", Split(shards=world), Split(shards=world * 3 // 4)),
+            (
+                "4 stages, copies of 64, one copy fewer",
+                Split(stages=4, copies=world // 256, shards=8, tensor=8),
+                Split(stages=4, copies=max(1, world // 256 - 1), shards=8, tensor=8),
+            ),
+            (
+                "2 stages, 2 copies, 8 tensor ranks to 4",
+                Split(stages=2, copies=2, shards=world // 32, tensor=8),
+                Split(stages=2, copies=2, shards=world // 32, tensor=4),
+            ),
+        ):
+            save_s, load_s, indexes = planning(old, new)
+            print(
+                f"  planning, one of {world:5,} ranks: save {save_s:.3f} s, restore {load_s:.3f} s "
+                f"({indexes} indexes), at most 1; {name}"
+            )
 
 
 def main() -> None:
@@ -235,12 +307,7 @@ def main() -> None:
     print(f"  bare disk           {rates['raw']:8.2f} GB/s")
     print(f"  save                {rates['write']:8.2f} GB/s   {share:.0%} of the bare disk, at least 80 %")
     print(f"  restore on {READERS} ranks  {restore_s:8.2f} s   at most 10")
-    for world in (256, 1024, 4096):
-        save_s, load_s, indexes = planning(world)
-        print(
-            f"  planning, one of {world:,} ranks: save {save_s:.3f} s, restore {load_s:.3f} s "
-            f"({indexes} indexes), at most 1"
-        )
+    plan_all()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from phalanx.job.schema import Optim
@@ -96,3 +97,20 @@ def test_other_optimizers_go_on_bit_for_bit(name, trial, tmp_path, llama):
     first, second = resumed(trial, llama, FSDP, FSDP, tmp_path, kind="fp32", optim=optim)
     assert first.losses + second.losses == whole.losses
     assert second.digest == whole.digest
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"data": 2, "compression": "int8"},
+        {"data": 2, "compression": "powersgd"},
+        {"data": 2, "shard": 2, "zero": 3, "compression": "int8"},
+    ],
+)
+def test_what_compression_carries_over_goes_on_bit_for_bit(layout, trial, once, llama, tmp_path):
+    """Without the carried errors the fourth step is another one."""
+    _, second = resumed(trial, llama, layout, layout, tmp_path, kind="fp32")
+    whole = once(trial(llama, steps=6, kind="fp32", **layout))
+    assert second.losses == whole.losses[3:]
+    for mine, theirs in zip(second.params, whole.params[3:], strict=True):
+        assert all(np.array_equal(mine[name], theirs[name]) for name in theirs)

@@ -6,8 +6,7 @@ starts again in its old layout reads its own and its owners', in another layout 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.errors import Problem, UserError, nearest
@@ -81,14 +80,20 @@ def _read_indexes(source: Source, needs: Sequence[_Need], rank: int, world: int)
     if not writers or not missing:
         return indexes
     order = search(rank, world, writers=writers, copies=len(writers) < source.world)
-    writer = next(order)
-    with suppress(StopIteration):
-        while any(need.missing > 0 for need in needs):
-            indexes[writer] = source.index(writer)
-            _offer(source.where, indexes[writer], by_name)
-            before, missing = missing, sum(need.missing for need in needs)
-            writer = order.send(before - missing)
+    writer: int | None = next(order)
+    while writer is not None and any(need.missing > 0 for need in needs):
+        indexes[writer] = source.index(writer)
+        _offer(source.where, indexes[writer], by_name)
+        before, missing = missing, sum(need.missing for need in needs)
+        writer = _next(order, before - missing)
     return indexes
+
+
+def _next(order: Generator[int, int, None], found: int) -> int | None:
+    try:
+        return order.send(found)
+    except StopIteration:
+        return None
 
 
 def _offer(where: str, index: Index, by_name: dict[str, list[_Need]]) -> None:

@@ -25,7 +25,7 @@ from phalanx.train.engine import IGNORED, Engine
 from phalanx.train.optim.base import Optimizer
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.settings import Settings
-from phalanx.train.state import meta_of, restore_newest
+from phalanx.train.state import meta_of, pieces_of, rank_meta_of, restore_newest
 from phalanx.train.verify.ranks import LIMIT_S, run_ranks
 
 Array = NDArray[Any]
@@ -217,7 +217,16 @@ def _break_once(engine: Engine) -> None:
 def keep(engine: Engine, root: Path, *, step: int, rank: int) -> None:
     """Write a checkpoint as the loop does."""
     meta = meta_of(engine, step=step, tokens=0, data="random")
-    save(root, step=step, attempt="trial", pieces=engine.state(), meta=meta, rank=rank, world=engine.dims.world)
+    save(
+        root,
+        step=step,
+        attempt="trial",
+        pieces=pieces_of(engine),
+        meta=meta,
+        rank=rank,
+        world=engine.dims.world,
+        rank_meta=rank_meta_of(engine),
+    )
 
 
 # ---- from the boxes of all ranks to whole tensors --------------------------------------------------------------------
