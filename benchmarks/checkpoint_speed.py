@@ -241,7 +241,7 @@ class Simulated:
 
 
 def planning(old: Split, new: Split) -> tuple[float, float, int]:
-    """Seconds to plan a rank's save, seconds to plan its restore in `new`, and the indexes that takes: worst of some."""
+    """Seconds to plan a rank's save, seconds to plan its restore in `new`, and indexes read for that; worst of some."""
     source, save_s, load_s, indexes = Simulated(old), 0.0, 0.0, 0
     for place in (0.0, 0.37, 0.62, 0.999):
         began = time.perf_counter()
@@ -273,8 +273,8 @@ def plan_all() -> None:
         ):
             save_s, load_s, indexes = planning(old, new)
             print(
-                f"  planning, one of {world:5,} ranks: save {save_s:.3f} s, restore {load_s:.3f} s "
-                f"({indexes} indexes), at most 1; {name}"
+                f"  planning, one of {world:5,} ranks: save {save_s:.3f} s, at most 1; "
+                f"restore {load_s:.3f} s, {indexes} indexes ({name})"
             )
 
 

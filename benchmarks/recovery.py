@@ -5,8 +5,10 @@
 The model is that of examples/drill.toml, fully sharded (torchft: replicated, for it shards only inside a replica group
 and loses the group as a whole). A rank is killed while it trains; counted is the time until the last rank of the next
 membership has ended its first step. torchrun runs with its work-around for gloo (without it a restart reads the dead
-processes' addresses: pytorch#135712), polls ten times a second, and reloads a checkpoint. Steps lost: those that every
-rank had ended and that are done again.
+processes' addresses: pytorch#135712), polls ten times a second, and reloads a checkpoint.
+
+Steps done again: those that every rank had ended and that are repeated. Steps lost: of these, the ones that Phalanx had
+called safe in its record (`held`); the others promise nothing between checkpoints.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import importlib.util
 import json
 import os
+import random
 import signal
 import socket
 import statistics
@@ -44,7 +47,8 @@ class Trial:
 
     recovery_s: float
     world: int  # ranks of the next membership
-    steps_lost: int
+    again: int  # steps that all had ended and that are repeated
+    lost: int | None = None  # steps that were called safe and are repeated; None where nobody calls them that
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,12 +90,20 @@ def last_common_step(steps: Sequence[Sequence[Event]], before_s: float) -> int:
     return min(max((one["step"] for one in rank if one["t"] <= before_s), default=-1) for rank in steps)
 
 
-def measured(before: int, firsts: Sequence[Event], lost_s: float, world: int) -> Trial:
-    """A trial from the first steps of every rank after the loss."""
-    again = min(first["step"] for first in firsts)
+def measured(before: int, firsts: Sequence[Event], lost_s: float, *, held: int | None = None) -> Trial:
+    """A trial from the first steps of every rank after the loss; `before` and `held` are the newest of before it."""
+    next_step = min(first["step"] for first in firsts)
     return Trial(
-        recovery_s=max(first["t"] for first in firsts) - lost_s, world=world, steps_lost=max(before + 1 - again, 0)
+        recovery_s=max(first["t"] for first in firsts) - lost_s,
+        world=len(firsts),
+        again=max(before + 1 - next_step, 0),
+        lost=None if held is None else max(held + 1 - next_step, 0),
     )
+
+
+def moment() -> None:
+    """Up to a step's time, so that a rank is lost anywhere in one."""
+    time.sleep(random.uniform(0.0, 0.3))
 
 
 @contextmanager
@@ -117,27 +129,30 @@ def started(command: Sequence[str], log: Path, **environ: str) -> Iterator[subpr
 
 
 def phalanx(*settings: str, spares: int = 0, number: signal.Signals = signal.SIGKILL) -> Callable[..., list[Trial]]:
-    """`phalanx train` of the drill's job; several ranks are lost in one run, each after the job is whole again."""
+    """`phalanx train` of the drill's job, a run for every trial."""
 
     def run(folder: Path, trials: int) -> list[Trial]:
         words = [word for one in (*settings, f"fault.dead_after_s={DEAD_AFTER_S}") for word in ("--set", one)]
-        command = [sys.executable, "-m", "phalanx", "train", str(JOB), "--runs", str(folder), "--steps", "100000"]
-        with started([*command, "--spares", str(spares), *words], folder / "log") as process:
-            return [lose_a_rank(folder, process, number) for _ in range(trials)]
+        command = [sys.executable, "-m", "phalanx", "train", str(JOB), "--steps", "100000", "--spares", str(spares)]
+        found = []
+        for trial in range(trials):
+            runs = folder / str(trial)
+            with started([*command, *words, "--runs", str(runs)], folder / "log") as process:
+                found.append(lose_a_rank(runs, process, number))
+        return found
 
     return run
 
 
 def lose_a_rank(folder: Path, process: subprocess.Popen[bytes], number: signal.Signals) -> Trial:
     whole = wait_for(lambda: steady(folder), process, "a whole membership")
+    moment()
     lost_s = time.time()
     os.kill(whole["members"][VICTIM]["pid"], number)
-    following = wait_for(lambda: followed(folder, whole["epoch"]), process, "the next step")
-    before = last_common_step(
-        [[one for one in steps(folder, rank) if one["epoch"] == whole["epoch"]] for rank in range(whole["world"])],
-        before_s=min(first["t"] for first in following["firsts"]),
-    )
-    return measured(before, following["firsts"], lost_s, following["world"])
+    firsts = wait_for(lambda: followed(folder, whole["epoch"]), process, "the next step")
+    ended = [[one for one in steps(folder, rank) if one["epoch"] == whole["epoch"]] for rank in range(RANKS)]
+    held = max((one["held"] for rank in ended for one in rank if one["held"] is not None), default=-1)
+    return measured(last_common_step(ended, before_s=min(first["t"] for first in firsts)), firsts, lost_s, held=held)
 
 
 def memberships(folder: Path) -> list[Event]:
@@ -160,15 +175,15 @@ def steady(folder: Path) -> Event | None:
     return known[-1] if trained >= STEADY else None
 
 
-def followed(folder: Path, epoch: int) -> Event | None:
-    """The first membership after `epoch` in which every rank has ended a step, with those steps."""
+def followed(folder: Path, epoch: int) -> list[Event]:
+    """The first steps of the first membership after `epoch` in which every rank has ended one."""
     for one in memberships(folder):
         if one["epoch"] <= epoch:
             continue
         mine = [[step for step in steps(folder, rank) if step["epoch"] == one["epoch"]] for rank in range(one["world"])]
         if all(mine):
-            return {**one, "firsts": [rank[0] for rank in mine]}
-    return None
+            return [rank[0] for rank in mine]
+    return []
 
 
 # ---- torchrun and torchft --------------------------------------------------------------------------------------------
@@ -192,35 +207,32 @@ def lose_a_worker(folder: Path, process: subprocess.Popen[bytes], attempt: int) 
 
     # Past a checkpoint, and not just: on average half an interval is lost.
     wait_for(lambda: len(of(VICTIM, attempt)) >= STEADY + 7, process, "steps")
+    moment()
     lost_s = time.time()
     os.kill(of(VICTIM, attempt)[-1]["pid"], signal.SIGKILL)
     again = [wait_for(lambda n=n: of(n, attempt + 1), process, "the next step")[0] for n in range(RANKS)]
     before = last_common_step([of(number, attempt) for number in range(RANKS)], before_s=again[0]["t"])
-    return measured(before, again, lost_s, RANKS)
+    return measured(before, again, lost_s)
 
 
 def torchft(folder: Path, trials: int) -> list[Trial]:
     """A lighthouse and four replicas; a lost one is started again for the next trial."""
     if importlib.util.find_spec("torchft") is None:
         raise RuntimeError("torchft is not installed: pip install torchft-nightly")
-    from torchft.coordination import LighthouseServer
-
-    house = LighthouseServer(
-        bind="[::]:0", min_replicas=1, join_timeout_ms=1000, quorum_tick_ms=50, heartbeat_timeout_ms=1000
-    )
-    environ = {"TORCHFT_LIGHTHOUSE": house.address().replace("[::]", "localhost"), "OMP_NUM_THREADS": "1"}
-    running = {number: replica(folder, number, environ) for number in range(RANKS)}
-    try:
+    with started([sys.executable, WORKERS, "lighthouse", str(folder)], folder / "log") as house:
+        address = wait_for(lambda: lines(folder / "address.json"), house, "address of the lighthouse")[0]["address"]
+        environ = {"TORCHFT_LIGHTHOUSE": address, "OMP_NUM_THREADS": "1"}
+        running = {number: replica(folder, number, environ) for number in range(RANKS)}
         found = []
-        for _ in range(trials):
-            found.append(lose_a_replica(folder, running))
-            running[VICTIM] = replica(folder, VICTIM, environ)
-        return found
-    finally:
-        for process in running.values():
-            process.kill()
-            process.wait()
-        house.shutdown()
+        try:
+            for _ in range(trials):
+                found.append(lose_a_replica(folder, running))
+                running[VICTIM] = replica(folder, VICTIM, environ)
+            return found
+        finally:
+            for process in running.values():
+                process.kill()
+                process.wait()
 
 
 def replica(folder: Path, number: int, environ: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -230,20 +242,21 @@ def replica(folder: Path, number: int, environ: dict[str, str]) -> subprocess.Po
 
 
 def lose_a_replica(folder: Path, running: dict[int, subprocess.Popen[bytes]]) -> Trial:
-    def of(number: int, world: int) -> list[Event]:
-        mine = [one for one in lines(folder / f"steps-{number}.jsonl") if one["t"] > since_s]
-        return [one for one in mine if one["world"] == world]
+    def of(number: int, world: int, since_s: float) -> list[Event]:
+        mine = lines(folder / f"steps-{number}.jsonl")
+        return [one for one in mine if one["world"] == world and one["t"] > since_s]
 
-    since_s = time.time()
+    began_s = time.time()
     others = [number for number in running if number != VICTIM]
     for number, process in running.items():
-        wait_for(lambda n=number: len(of(n, RANKS)) >= STEADY, process, f"steps of all {RANKS} replicas")
+        wait_for(lambda n=number: len(of(n, RANKS, began_s)) >= STEADY, process, f"steps of all {RANKS} replicas")
+    moment()
     lost_s = time.time()
     running[VICTIM].kill()
     running[VICTIM].wait()
-    again = [wait_for(lambda n=n: of(n, RANKS - 1), running[n], "the next step")[0] for n in others]
-    before = last_common_step([of(number, RANKS) for number in others], before_s=again[0]["t"])
-    return measured(before, again, lost_s, RANKS - 1)
+    again = [wait_for(lambda n=n: of(n, RANKS - 1, lost_s), running[n], "the next step")[0] for n in others]
+    before = last_common_step([of(number, RANKS, began_s) for number in others], before_s=again[0]["t"])
+    return measured(before, again, lost_s)
 
 
 def free_port() -> int:
@@ -267,8 +280,8 @@ TIMES_TORCHRUN = 3.0  # how much faster than torchrun a killed rank has to be ma
 
 def report(found: dict[str, list[Trial]]) -> None:
     """A line per contestant, then the ratios to torchrun."""
-    print("| contestant | trials | median | worst | floor | ranks after | steps lost, at most |")
-    print("|---|---|---|---|---|---|---|")
+    print("| contestant | trials | median | worst | floor | ranks after | steps done again | steps lost |")
+    print("|---|---|---|---|---|---|---|---|")
     for contestant in CONTESTANTS:
         trials = found.get(contestant.name)
         if trials:
@@ -287,11 +300,10 @@ def row(contestant: Contestant, trials: Sequence[Trial]) -> str:
     times = [one.recovery_s for one in trials]
     floor = "" if contestant.floor_s is None else f"{contestant.floor_s:g} s: {met(max(times) <= contestant.floor_s)}"
     worlds = ", ".join(str(world) for world in sorted({one.world for one in trials}))
-    lost = max(one.steps_lost for one in trials)
-    return (
-        f"| {contestant.name} | {len(trials)} | {statistics.median(times):.2f} s | {max(times):.2f} s | {floor} | "
-        f"{worlds} | {lost} |"
-    )
+    again = ", ".join(str(one.again) for one in trials)
+    lost = ", ".join("–" if one.lost is None else str(one.lost) for one in trials)
+    seconds = f"{statistics.median(times):.2f} s | {max(times):.2f} s"
+    return f"| {contestant.name} | {len(trials)} | {seconds} | {floor} | {worlds} | {again} | {lost} |"
 
 
 def met(is_met: bool) -> str:

@@ -1,4 +1,4 @@
-"""The same small model under other people's recovery, for recovery.py: a worker of torchrun, and one of torchft.
+"""The same small model under other people's recovery, for recovery.py: workers of torchrun and of torchft.
 
     torchrun ... benchmarks/recovery_workers.py torchrun FOLDER
     python benchmarks/recovery_workers.py torchft FOLDER N
@@ -139,9 +139,23 @@ def under_torchft(folder: Path, number: int) -> None:
                 write(step=before, world=manager.num_participants(), epoch=manager.num_participants())
 
 
+def lighthouse(folder: Path) -> None:
+    """torchft's meeting point, with the patience of its documentation's examples cut to a second."""
+    from torchft.coordination import LighthouseServer
+
+    house = LighthouseServer(
+        bind="[::]:0", min_replicas=1, join_timeout_ms=1000, quorum_tick_ms=50, heartbeat_timeout_ms=1000
+    )
+    address = house.address().replace("[::]", "localhost")
+    (folder / "address.json").write_text(json.dumps({"address": address}) + "\n", encoding="utf-8")
+    time.sleep(3600)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1] == "torchrun":
         under_torchrun(Path(sys.argv[2]))
+    elif sys.argv[1] == "lighthouse":
+        lighthouse(Path(sys.argv[2]))
     else:
         under_torchft(Path(sys.argv[2]), int(sys.argv[3]))

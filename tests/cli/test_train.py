@@ -31,6 +31,8 @@ tokens = 20480
 global_tokens = 2048
 [precision]
 compute = "fp32"
+[fault]
+recovery = "stop"
 [cluster]
 spec = "local-cpu:4"
 """

@@ -40,7 +40,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--seed", metavar="N", type=int, default=0, help="of --chaos; the same seed, the same faults (0)"
     )
     parser.add_argument("--minutes", metavar="M", type=float, default=0.0, help="stop the run after M minutes")
-    parser.add_argument("--agents", metavar="H", type=int, default=1, help="pretend that this machine is H hosts (1)")
+    parser.add_argument(
+        "--agents", "--hosts", metavar="H", type=int, default=1, help="pretend that this machine is H hosts (1)"
+    )
     parser.add_argument("--spares", metavar="S", type=int, default=0, help="idle places kept ready for lost ranks (0)")
     parser.add_argument("--steps", metavar="N", type=int, default=0, help="train N steps instead of data.tokens")
     parser.add_argument("--cluster", metavar="SPEC", help="run on this instead of the job's cluster, as local:4")

@@ -122,6 +122,8 @@ def _remark(event: Event) -> list[str]:
 
 def _checkpoint(event: Event, step: int) -> list[str]:
     """A checkpoint has two events where it is written in the background: taken, and safe on the disk."""
+    if event.get("error"):
+        return [f"step {step:,}: checkpoint NOT saved: {event['error']}"]
     seconds, size, blocked_s = (_number(event, name) for name in ("seconds", "bytes", "blocked_s"))
     if seconds is None and blocked_s is not None:
         return [f"step {step:,}: checkpoint taken, training waited {format_seconds(blocked_s)}"]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.errors import WorldError
 from phalanx.plan.plan import Plan
 from phalanx.plan.shrink import Dealing
 from phalanx.record.events import EventWriter
@@ -29,6 +30,8 @@ from phalanx.train.parallel.expert import imbalance
 from phalanx.train.sample import sample_texts
 from phalanx.train.state import meta_of, pieces_of, rank_meta_of
 from phalanx.train.supervise.board import Phase
+
+MOST_UNSAVED = 3  # checkpoints in a row that may fail before the rank gives up: a full disk does not empty itself
 
 
 class Loop:
@@ -75,7 +78,7 @@ class Loop:
         self.interval = Interval.of(
             plan.reliability, self.job.checkpoint, now_s=time.monotonic() - _since_last_commit(folder)
         )
-        self._skipped = 0
+        self._skipped = self._unsaved = 0
         self._put = self._held = -1  # steps of which a copy was made in memory, and is safe there on every rank
         self.guard = Guard(engine.state, every=self.job.fault.digest_every)
         self._sound = 0  # newest step whose state nothing speaks against
@@ -173,7 +176,7 @@ class Loop:
         keeper = self.orders.keeper
         if keeper is None or self._put != step:
             self._save(step)
-            self.saver.wait()
+            self._tell_saved(wait=True)
         else:
             until_s = time.monotonic() + self.job.fault.dead_after_s
             while keeper.safe_step < step and time.monotonic() < until_s:  # else whoever forms next takes an older one
@@ -275,44 +278,62 @@ class Loop:
             return
         began_s, self._saved_step = time.monotonic(), step
         self.orders.progress(step, Phase.RESTING)
-        blocked_s = self.saver.save(
-            step=step, pieces=pieces_of(self.engine), meta=self._meta(step), rank_meta=rank_meta_of(self.engine)
-        )
-        if not self.job.checkpoint.asynchronous:
-            self.saver.wait()
-        self._taken_step = step
-        self.interval.saved(now_s=began_s, blocked_s=time.monotonic() - began_s)
+        self._tell_saved()
+        meta, rank_meta = self._meta(step), rank_meta_of(self.engine)
+        try:
+            self.saver.save(step=step, pieces=pieces_of(self.engine), meta=meta, rank_meta=rank_meta)
+        except WorldError as error:  # of the save before; this one has begun
+            self._tell_unsaved(self._taken_step, error)
+        blocked_s, self._taken_step = time.monotonic() - began_s, step
+        self.interval.saved(now_s=began_s, blocked_s=blocked_s)
         self.events.write(
             "checkpoint", step=step, epoch=self.orders.epoch, blocked_s=blocked_s, seconds=None, bytes=None
         )
+        if not self.job.checkpoint.asynchronous:
+            self._tell_saved(wait=True)
 
     def _meta(self, step: int) -> dict[str, Any]:
         tokens = self.batch_plan.tokens_before(step)
         return meta_of(self.engine, step=step, tokens=tokens, data=self.dataset.digest)
 
-    def _tell_saved(self) -> None:
-        """Record a checkpoint once it is on the disk."""
-        if self._taken_step >= 0 and not self.saver.busy:
-            saved, self._taken_step = self.saver.wait(), -1
-            if saved is not None:
-                self.interval.persisted(saved.seconds)
-                self.events.write(
-                    "checkpoint",
-                    step=saved.step,
-                    epoch=self.orders.epoch,
-                    path=saved.path.name,
-                    seconds=saved.seconds,
-                    bytes=saved.bytes,
-                )
+    def _tell_saved(self, *, wait: bool = False) -> None:
+        """Record a checkpoint once it is on the disk, or that it will never be."""
+        if self._taken_step < 0 or (self.saver.busy and not wait):
+            return
+        taken, self._taken_step = self._taken_step, -1
+        try:
+            saved = self.saver.wait()
+        except WorldError as error:
+            self._tell_unsaved(taken, error)
+            return
+        if saved is not None:
+            self._unsaved = 0
+            self.interval.persisted(saved.seconds)
+            self.events.write(
+                "checkpoint",
+                step=saved.step,
+                epoch=self.orders.epoch,
+                path=saved.path.name,
+                seconds=saved.seconds,
+                bytes=saved.bytes,
+            )
+
+    def _tell_unsaved(self, step: int, error: WorldError) -> None:
+        """A save that failed is told, and tried again when the next is due; the one before it is intact."""
+        self._unsaved += 1
+        self._saved_step = -1
+        self.events.write("checkpoint", step=step, epoch=self.orders.epoch, error=str(error).splitlines()[0])
+        if self._unsaved >= MOST_UNSAVED:
+            raise error
 
     def _finish(self, step: int, *, stopped: bool) -> None:
         self.batches.close()
         if not stopped:
             self._evaluate(step)
         self.orders.progress(step, Phase.RESTING)
+        self._unsaved = MOST_UNSAVED - 1  # without this one the end of the run would be lost
         self._save(step)
-        self.saver.wait()
-        self._tell_saved()
+        self._tell_saved(wait=True)
         self.orders.progress(step, Phase.RESTING)
         dist.barrier()
         if stopped:

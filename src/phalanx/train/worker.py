@@ -101,8 +101,7 @@ class Rank:
     def _leave(self, epoch: int, **fields: Any) -> None:
         collective = last_words.last_collective()
         self.link.leave()
-        with suppress(Exception):  # its members are gone; what matters is that nothing of it is left here
-            dist.distributed_c10d._abort_process_group()
+        _abandon_group()
         gc.collect()  # engines hold each other in circles
         self.link.send("left", epoch=epoch, last_collective=collective, **fields)
 
@@ -335,6 +334,21 @@ def _store(where: list[Any], door: socket.socket | None, *, timeout_s: float) ->
         # The descriptor becomes the store's own.
         master_listen_fd=os.dup(door.fileno()) if door is not None else None,
     )
+
+
+def _abandon_group() -> None:
+    """Leave nothing of a process group whose members are gone, also where it was only half made.
+
+    torch names the keys of a group by a count; a rank that counts on from a group that failed looks for keys that
+    nobody else writes.
+    """
+    for leave in (dist.distributed_c10d._abort_process_group, dist.destroy_process_group):
+        with suppress(Exception):
+            leave()
+    world = dist.distributed_c10d._world
+    for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
+        getattr(world, name, {}).clear()
+    world.group_count = 0
 
 
 def _join(plan: Plan, device: torch.device, *, rank: int, world: int, store: Store | None) -> None:

@@ -83,6 +83,25 @@ def test_ranks_that_own_nothing_are_not_asked(kit, tmp_path):
     assert (ready.route.num_indexes_read, list(ready.route.moves)) == (1, [0])
 
 
+@pytest.mark.parametrize("copies", [4, 3])
+def test_a_rank_of_another_copy_finds_the_writer_of_its_shard(kit, tmp_path, copies):
+    """2 stages, copies, 8 shards: only the first copy writes. Restored with as many copies, and with one fewer."""
+
+    def pieces(rank, copies):
+        stage, shard = rank // (copies * 8), rank % 8
+        name, owner = f"layers.{stage}.w", rank // 8 % copies == 0
+        return [kit.piece(name, torch.full((1, 2), float(rank)), (8, 2), (shard, 0), owner)]
+
+    folder = kit.save_all(tmp_path, [pieces(rank, 4) for rank in range(64)]).path
+    world = 2 * copies * 8
+    for rank in range(world):
+        mine = pieces(rank, copies)
+        ready = prepare(folder, mine, rank=rank, world=world)
+        assert ready.route.num_indexes_read <= 3, rank
+        ready.fill()
+        assert mine[0].tensor[0, 0] == rank // (copies * 8) * 32 + rank % 8
+
+
 def test_files_are_plain_safetensors_with_owned_pieces_only(kit, tmp_path):
     ranks = [
         [kit.piece("a", torch.ones(3)), kit.piece("b", torch.zeros(0, 4), (2, 4), (2, 0))],

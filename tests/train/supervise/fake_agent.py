@@ -86,6 +86,8 @@ def loop(part: Part, misbehave: Callable[[], None]) -> str:
         if part.stopping:
             events.write("stop", reason="asked", step=step)
             return "stopped"
+        if part.link.board.reforming:
+            return "reform"
         part.meet(step)
         time.sleep(0.03)
     return "done"

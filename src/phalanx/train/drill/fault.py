@@ -237,7 +237,8 @@ def _example(kind: str, key: str) -> str:
         return f"use one of {', '.join(KINDS[kind].hows)}"
     if key == "point":
         return f"use one of {', '.join(POINTS)}"
-    return {"rank": "write rank=2, or rank=1+3 for two at once"}.get(key, f"write {key}=2")
+    examples = {"rank": "write rank=2, or rank=1+3 for two at once", "share": "write share=0.05"}
+    return examples.get(key, f"write {key}=2")
 
 
 def _check(text: str, kind: str, values: Mapping[str, Any]) -> None:

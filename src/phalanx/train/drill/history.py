@@ -48,6 +48,11 @@ class Execution:
         return len(self.ranks) == self.world
 
     @property
+    def held(self) -> int:
+        """The newest number of steps whose state memory held on every rank when this one ended."""
+        return max((int(event["held"]) for event in self.ranks.values() if event.get("held") is not None), default=0)
+
+    @property
     def digests(self) -> dict[int, str]:
         """Digest of the parameters by rank, of the ranks that told it."""
         return {rank: str(event["digest"]) for rank, event in self.ranks.items() if event.get("digest")}

@@ -104,7 +104,7 @@ def restores(history: History) -> Verdict:
     for before, epoch in zip([None, *history.trained], history.trained, strict=False):
         if before is not None:
             done = max([before.restore_step, *(step + 1 for step in before.steps)])
-            held = max([held, *(_held(one) for one in before.steps.values())])
+            held = max([held, *(one.held for one in before.steps.values())])
         step, source = epoch.restore_step, epoch.source
         if epoch.restored:
             counts[source] += 1
@@ -212,10 +212,6 @@ def _difference(same: Sequence[Execution]) -> str:
             return f"step {same[0].step}, rank {rank}: {told}"
     losses = {one.loss for one in same if one.loss is not None}
     return f"step {same[0].step}: losses {_few(sorted(losses))}" if len(losses) > 1 else ""
-
-
-def _held(one: Execution) -> int:
-    return max((int(event["held"]) for event in one.ranks.values() if event.get("held") is not None), default=0)
 
 
 def _rolled_back(history: History, number: int) -> bool:

@@ -138,10 +138,13 @@ def _run(scene: Scene, run: Run, faults: Sequence[Fault], *, until_step: int | N
         stack.callback(driver.close)
         stack.enter_context(run.held())
         environ = {**scene.environ, **(dict.fromkeys(INTERFACES, DEVICE) if net is not None else {})}
+        asked: list[int] = []
         try:
-            ended = launch(run, hosts=hosts, environ=environ, tick=driver.tick, asked=lambda count: None)
+            ended = launch(run, hosts=hosts, environ=environ, tick=driver.tick, asked=asked.append)
         except Stuck as error:
             return "stuck", str(error)
+        if len(asked) > sum(fault.kind == "sigterm" for fault in faults):
+            raise KeyboardInterrupt  # a person wants the drill to end, not only this run
     return ended.state, ended.message
 
 

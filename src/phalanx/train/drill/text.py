@@ -30,16 +30,23 @@ def _table(found: Sequence[Outcome]) -> str:
     rows = [
         (
             one.fault,
-            f"epoch {one.epoch}, step {one.step}",
+            _place(one),
             _seconds(one.detected_s),
             _seconds(one.recovered_s),
             "" if one.steps_lost is None else str(one.steps_lost),
+            "" if one.steps_redone is None else str(one.steps_redone),
             one.source,
             "" if one.world is None else str(one.world),
         )
         for one in found
     ]
-    return _columns(("fault", "hit", "detected", "recovered", "lost", "from", "ranks"), rows)
+    return _columns(("fault", "hit", "detected", "recovered", "lost", "redone", "from", "ranks"), rows)
+
+
+def _place(one: Outcome) -> str:
+    whom = f"rank {one.rank}, " if one.rank >= 0 else ""
+    step = f", step {one.step}" if one.step >= 0 else ""
+    return f"{whom}epoch {one.epoch}{step}"
 
 
 def _by_kind(found: Sequence[Outcome]) -> str:
@@ -56,9 +63,10 @@ def _by_kind(found: Sequence[Outcome]) -> str:
                 _seconds(_median(times)),
                 _seconds(max(times, default=None)),
                 str(lost),
+                str(sum(one.steps_redone or 0 for one in mine)),
             )
         )
-    return _columns(("fault", "fired", "detected", "recovered", "at worst", "lost"), rows)
+    return _columns(("fault", "fired", "detected", "recovered", "at worst", "lost", "redone"), rows)
 
 
 def _median(values: Sequence[float | None]) -> float | None:
@@ -67,7 +75,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def _columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"  {line}" for line in table([head, *rows], right=(2, 3, 4)))
+    return "\n".join(f"  {line}" for line in table([head, *rows], right=(2, 3, 4, 5)))
 
 
 def _not_fired(texts: Sequence[str]) -> str:

@@ -24,7 +24,8 @@ class Outcome:
     note: str
     detected_s: float | None  # until an incident was written
     recovered_s: float | None  # until all ranks of a later epoch had committed a step
-    steps_lost: int | None  # committed, and taken back by the restore that followed
+    steps_lost: int | None  # held in memory on all ranks, and yet behind what was restored
+    steps_redone: int | None  # finished by all ranks, not yet held, and done again
     source: str  # of that restore: memory, disk or start
     world: int | None  # ranks afterwards
 
@@ -50,15 +51,20 @@ def _outcome(history: History, fired: Fired, texts: Mapping[int, str]) -> Outcom
         note=fired.note,
         detected_s=float(incident.get("noticed") or incident["t"]) - fired.t_s if incident is not None else None,
         recovered_s=first.ended_s - fired.t_s if first is not None else None,
-        steps_lost=len(lost(later)) if later is not None else None,
+        steps_lost=_lost(later) if later is not None else None,
+        steps_redone=_redone(later) if later is not None else None,
         source=later.source if later is not None else "",
         world=later.world if later is not None else None,
     )
 
 
-def lost(epoch: Epoch) -> list[Execution]:
-    """Steps that all ranks had told of and that a restore took back. One that was cut short is no loss of a commit."""
-    return [one for one in epoch.undone if one.complete]
+def _lost(epoch: Epoch) -> int:
+    return max(0, max((one.held for one in epoch.undone), default=0) - epoch.restore_step)
+
+
+def _redone(epoch: Epoch) -> int:
+    """Steps that every rank had told of. One that was cut short was never done."""
+    return sum(one.complete for one in epoch.undone)
 
 
 def _incident(history: History, fired: Fired, epoch: int) -> Event | None:

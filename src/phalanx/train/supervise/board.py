@@ -7,16 +7,15 @@ Two clocks per slot: `alive_s` is touched by a thread of the rank several times 
 from __future__ import annotations
 
 import mmap
-import struct
 import time
 from dataclasses import dataclass
 from enum import IntEnum
 
-_STOP, _REFORM = 0, 1  # offsets of the flags
-_FIRST = 16  # offset of slot 0
-_ALIVE = struct.Struct("=d")
-_PROGRESS = struct.Struct("=qqqd")  # epoch, step, phase, seconds of the monotonic clock (one clock for a host)
-_LINE = _ALIVE.size + _PROGRESS.size
+_STOP, _REFORM = 0, 1  # bytes of the flags
+_WORD = 8  # bytes; every value is one word, written at once: a reader never sees half of it
+_FIRST = 2  # word of slot 0
+_ALIVE, _EPOCH, _STEP, _PHASE, _PROGRESS = range(5)  # words of a slot; clocks are monotonic, one for all of a host
+_LINE = 5
 NO_STEP = -1
 
 
@@ -45,7 +44,8 @@ class Board:
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
-        self._memory = mmap.mmap(-1, _FIRST + _LINE * slots)
+        self._memory = mmap.mmap(-1, _WORD * (_FIRST + _LINE * slots))
+        self._clocks, self._counts = memoryview(self._memory).cast("d"), memoryview(self._memory).cast("q")
         for slot in range(slots):
             self.reset(slot)
 
@@ -56,18 +56,20 @@ class Board:
 
     def alive(self, slot: int) -> None:
         """The process of a slot runs."""
-        _ALIVE.pack_into(self._memory, _FIRST + _LINE * slot, time.monotonic())
+        self._clocks[_FIRST + _LINE * slot + _ALIVE] = time.monotonic()
 
     def progress(self, slot: int, *, epoch: int, step: int, phase: Phase) -> None:
         """The training of a slot got somewhere."""
-        _PROGRESS.pack_into(
-            self._memory, _FIRST + _LINE * slot + _ALIVE.size, epoch, step, int(phase), time.monotonic()
-        )
+        first = _FIRST + _LINE * slot
+        for word, value in ((_EPOCH, epoch), (_STEP, step), (_PHASE, int(phase))):
+            self._counts[first + word] = value
+        self._clocks[first + _PROGRESS] = time.monotonic()
 
     def last(self, slot: int) -> Beat:
         """The last signs of life of a slot."""
-        (alive_s,) = _ALIVE.unpack_from(self._memory, _FIRST + _LINE * slot)
-        epoch, step, phase, at_s = _PROGRESS.unpack_from(self._memory, _FIRST + _LINE * slot + _ALIVE.size)
+        first = _FIRST + _LINE * slot
+        epoch, step, phase = (self._counts[first + word] for word in (_EPOCH, _STEP, _PHASE))
+        alive_s, at_s = self._clocks[first + _ALIVE], self._clocks[first + _PROGRESS]
         return Beat(epoch=epoch, step=step, phase=Phase(phase), progress_s=at_s, alive_s=alive_s)
 
     def ask_to_stop(self) -> None:

@@ -81,9 +81,9 @@ def launch(
         try:
             passed = 0
             while fleet.tend():
-                for _ in range(len(wishes) - passed):
-                    fleet.terminate()
+                while passed < len(wishes):
                     passed += 1
+                    fleet.terminate(passed)
                 tick()
                 time.sleep(POLL_S)  # a signal does not cut it short: a wish waits this long at most
             tick()
@@ -132,12 +132,12 @@ class Fleet:
                     self._agents[host.name] = self._start(host)
         return bool(self._agents or self._due_s)
 
-    def terminate(self) -> None:
-        """Pass a wish on."""
+    def terminate(self, count: int) -> None:
+        """Pass the n-th wish on; the second as another signal, because two that are pending count as one."""
         self._wished = True
         self._due_s.clear()
         for process in self._agents.values():
-            process.terminate()
+            process.send_signal(signal.SIGTERM if count == 1 else signal.SIGINT)
 
     def kill(self) -> None:
         """End what is left."""

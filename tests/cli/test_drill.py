@@ -1,0 +1,216 @@
+"""`phalanx drill`: what is refused before anything starts, and real drills from the command to the signed record."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.cli.main import main
+from phalanx.train.data.build import Origin, Recipe, build
+from phalanx.train.data.documents import Reading
+from phalanx.train.data.progress import Progress
+
+JOB = """\
+name = "drilled"
+[model]
+layers = 2
+hidden = 32
+heads = 4
+kv_heads = 2
+ffn = 64
+vocab = 320
+[data]
+path = "data"
+sequence = 32
+tokens = 20480
+[batch]
+global_tokens = 512
+micro = 2
+[precision]
+compute = "fp32"
+[parallel]
+tensor = 1
+context = 1
+pipeline = 1
+shard = 4
+zero = 3
+[train]
+timeout_s = 60
+samples = 0
+[checkpoint]
+interval_s = 1
+[fault]
+dead_after_s = 3
+[cluster]
+spec = "local-cpu:4"
+"""
+Drill = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drill")
+    (folder / "text.txt").write_text("\n\n".join(f"{n} and {n * 7} are not {n * 3} but {n % 11}" for n in range(900)))
+    recipe = Recipe(
+        origins=(Origin(path=folder / "text.txt"),), vocab=300, heldout=0.1, reading=Reading(split_on="blank")
+    )
+    build(recipe, folder / "data", lambda size: Progress(sys.stderr, size))
+    (folder / "job.toml").write_text(JOB)
+    return folder
+
+
+@pytest.fixture
+def drill(folder: Path, tmp_path: Path) -> Drill:
+    """The command in a process of its own; its exit code and what it printed."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    environ["XDG_CONFIG_HOME"] = str(tmp_path / "config")
+
+    def run(*words: str, limit_s: float = 280.0) -> tuple[int, dict[str, Any]]:
+        command = [sys.executable, "-m", "phalanx", "drill", *words, "--json"]
+        done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=limit_s)
+        assert done.stdout, done.stderr
+        return done.returncode, json.loads(done.stdout)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            [],
+            "phalanx drill: no job file is named\n"
+            "  phalanx drill examples/drill.toml, or phalanx drill --check RECORD\n",
+        ),
+        (
+            ["job.toml", "--check", "x"],
+            "phalanx drill: JOB and --check exclude each other\n"
+            "  phalanx drill examples/drill.toml, or phalanx drill --check RECORD\n",
+        ),
+        (
+            ["job.toml", "--chaos", "--fault", "kill"],
+            "phalanx drill: --chaos and --fault exclude each other\n  give one of them\n",
+        ),
+        (
+            ["job.toml", "--chaos"],
+            "phalanx drill: --chaos has no end\n  faults are drawn for so many minutes\n  add --minutes 2\n",
+        ),
+        (
+            ["job.toml", "--agents", "0"],
+            "phalanx drill: --agents 0 is not between 1 and 64\n  use --agents 1\n",
+        ),
+        (
+            ["job.toml", "--fault", "kil"],
+            "--fault kil: 'kil' is no fault that can be injected\n  did you mean kill?\n",
+        ),
+        (
+            ["job.toml", "--fault", "host"],
+            "--fault host: hits a host, and there is only one\n"
+            "  with its only host a run is gone, and so is its proof\n"
+            "  add --agents 2\n",
+        ),
+    ],
+)
+def test_wrong_calls(
+    words: list[str], said: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main(["drill", *words]) == 2
+    assert capsys.readouterr().err == said
+    assert not (folder / "runs").exists()
+
+
+def failed(result: dict[str, Any]) -> list[str]:
+    return [f"{one['name']}: {one['evidence']}" for one in result["verdicts"] if not one["ok"]]
+
+
+@pytest.mark.slow
+def test_kills_hangs_and_poison_leave_no_trace_in_the_bits(drill: Drill, folder: Path, tmp_path: Path) -> None:
+    """At init, in a step, in a collective, in a save, two at once, during recovery; a hang; NaN; then the replay."""
+    faults = (
+        "kill:rank=3,point=init",
+        "kill:rank=1+2,step=4",
+        "kill:rank=0,point=restore",
+        "nan:rank=2,step=9",
+        "hang:rank=1,step=12",
+        "kill:rank=0,point=save-manifest,step=16",
+        "raise:rank=2,step=24",
+        "kill:rank=3,point=collective,step=30",
+    )
+    words = [word for text in faults for word in ("--fault", text)]
+    copy = tmp_path / "copy.json"
+    code, told = drill("job.toml", *words, "--spares", "1", "--runs", str(tmp_path / "runs"), "--out", str(copy))
+    result = told["result"]
+    assert (code, failed(result)) == (0, [])
+    assert {one["kind"] for one in result["outcomes"]} == {"kill", "nan", "hang", "raise"}
+    assert len(result["outcomes"]) == 9
+    recovered = [one for one in result["outcomes"] if one["kind"] != "nan"]
+    assert all(one["recovered_s"] > 0 and one["steps_lost"] == 0 for one in recovered)
+    assert result["numbers"]["steps"] == 40
+
+    record = Path(told["record"])
+    assert json.loads(copy.read_text()) == json.loads(record.read_text())
+    assert drill("--check", str(record))[0] == 0
+    with (record.parent / "events-00000.jsonl").open("a") as file:
+        file.write('{"event":"step"}\n')
+    code, told = drill("--check", str(record))
+    assert (code, told["wrong"]) == (1, ["events-00000.jsonl has changed"])
+
+
+@pytest.mark.slow
+def test_a_job_that_shrinks_computes_what_its_replay_computes(drill: Drill, tmp_path: Path) -> None:
+    code, told = drill(
+        "job.toml", "--set", "fault.recovery=shrink", "--runs", str(tmp_path / "runs"), "--steps", "16",
+        "--fault", "kill:rank=0,step=4", "--fault", "kill:rank=1,step=9,point=collective",
+    )  # fmt: skip
+    result = told["result"]
+    assert (code, failed(result)) == (0, [])
+    assert [one["world"] for one in result["outcomes"]] == [3, 2]
+
+
+@pytest.mark.slow
+def test_a_lost_host_with_the_coordinator_on_it(drill: Drill, tmp_path: Path) -> None:
+    code, told = drill(
+        "job.toml", "--agents", "2", "--fault", "host:host=0,step=5", "--steps", "16", "--runs", str(tmp_path / "runs")
+    )
+    result = told["result"]
+    assert (code, failed(result)) == (0, [])
+    [outcome] = result["outcomes"]
+    assert (outcome["source"], outcome["steps_lost"]) == ("memory", 0)
+
+
+@pytest.mark.slow
+def test_a_crash_loop_ends_with_a_reason(drill: Drill, tmp_path: Path) -> None:
+    code, told = drill("job.toml", "--no-replay", "--fault", "crash-loop", "--runs", str(tmp_path / "runs"))
+    assert (code, failed(told["result"])) == (0, [])
+    assert told["result"]["state"] == "failed"
+    assert "given up: " in told["result"]["message"]
+    assert len(told["result"]["outcomes"]) == 4  # fault.restarts = 3 without a step between, and one more
+
+
+@pytest.mark.slow
+def test_chaos_for_two_minutes(drill: Drill, tmp_path: Path) -> None:
+    code, told = drill(
+        "job.toml", "--chaos", "--rate", "12", "--minutes", "2", "--seed", "1", "--spares", "1", "--no-shrink",
+        "--runs", str(tmp_path / "runs"), limit_s=600,
+    )  # fmt: skip
+    assert (code, failed(told["result"])) == (0, [])
+    assert len(told["result"]["outcomes"]) > 10
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_two_hundred_faults_in_half_an_hour(drill: Drill, tmp_path: Path) -> None:
+    code, told = drill(
+        "job.toml", "--chaos", "--rate", "7", "--minutes", "30", "--seed", "1", "--agents", "2", "--spares", "1",
+        "--no-shrink", "--runs", str(tmp_path / "runs"), limit_s=6000,
+    )  # fmt: skip
+    assert (code, failed(told["result"])) == (0, [])
+    assert len(told["result"]["outcomes"]) >= 180
