@@ -91,13 +91,13 @@ def last_common_step(steps: Sequence[Sequence[Event]], before_s: float) -> int:
 
 
 def measured(before: int, firsts: Sequence[Event], lost_s: float, *, held: int | None = None) -> Trial:
-    """A trial from the first steps of every rank after the loss; `before` and `held` are the newest of before it."""
+    """A trial from the first steps of every rank after the loss; `before` was ended by all, `held` steps were safe."""
     next_step = min(first["step"] for first in firsts)
     return Trial(
         recovery_s=max(first["t"] for first in firsts) - lost_s,
         world=len(firsts),
         again=max(before + 1 - next_step, 0),
-        lost=None if held is None else max(held + 1 - next_step, 0),
+        lost=None if held is None else max(held - next_step, 0),
     )
 
 
@@ -151,7 +151,7 @@ def lose_a_rank(folder: Path, process: subprocess.Popen[bytes], number: signal.S
     os.kill(whole["members"][VICTIM]["pid"], number)
     firsts = wait_for(lambda: followed(folder, whole["epoch"]), process, "the next step")
     ended = [[one for one in steps(folder, rank) if one["epoch"] == whole["epoch"]] for rank in range(RANKS)]
-    held = max((one["held"] for rank in ended for one in rank if one["held"] is not None), default=-1)
+    held = max((one["held"] for rank in ended for one in rank if one["held"] is not None), default=0)
     return measured(last_common_step(ended, before_s=min(first["t"] for first in firsts)), firsts, lost_s, held=held)
 
 

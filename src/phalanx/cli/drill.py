@@ -144,15 +144,15 @@ def _draw(args: argparse.Namespace, plan: Plan) -> tuple[Fault, ...]:
 
 
 def _scene(args: argparse.Namespace, plan: Plan) -> Scene:
-    from phalanx.cli.train import _environ
     from phalanx.train.drill.perform import Scene
+    from phalanx.train.supervise.client import rank_environ
 
     return Scene(
         plan=plan,
         runs=Path(args.runs),
         hosts=args.agents,
         spares=args.spares,
-        environ=_environ(os.environ, plan),
+        environ=rank_environ(os.environ, plan),
         allow_code=args.allow_code,
         minutes=args.minutes,
         replay=not args.no_replay,

@@ -178,7 +178,7 @@ def _ready(plan: Plan, args: argparse.Namespace, old: Run | None, *, started: fl
 
 def _launch(made: Run, plan: Plan, args: argparse.Namespace, *, started: float) -> int:
     from phalanx.cli.live import Live
-    from phalanx.train.supervise.client import launch, local_hosts
+    from phalanx.train.supervise.client import launch, local_hosts, rank_environ
 
     hosts = (
         _first_of(made, args) if args.join else local_hosts(plan.layout.devices, hosts=args.hosts, spares=args.spares)
@@ -189,7 +189,7 @@ def _launch(made: Run, plan: Plan, args: argparse.Namespace, *, started: float) 
             live.note("stopping after this step; Ctrl-C again ends it at once" if count == 1 else "ending it at once")
 
         with made.held():
-            outcome = launch(made, hosts=hosts, environ=_environ(os.environ, plan), tick=live.tick, asked=asked)
+            outcome = launch(made, hosts=hosts, environ=rank_environ(os.environ, plan), tick=live.tick, asked=asked)
     if outcome.state != "failed":
         _add_baselines(made, plan)
         _report(made, as_json=args.json)
@@ -221,15 +221,6 @@ def _add_baselines(made: Run, plan: Plan) -> None:
             made.set_launch(**{**made.launch(), "baselines": baselines(plan.job)})
         except (PhalanxError, ValueError, IndexError) as error:  # a report without them is better than none
             note(f"no baselines: {str(error).splitlines()[0]}; phalanx data verify checks the dataset")
-
-
-def _environ(environ: Mapping[str, str], plan: Plan) -> dict[str, str]:
-    """The ranks share the cores, and CUDA is not started before the fork."""
-    from phalanx.hardware.discover import discover
-
-    threads = str(max(1, discover().usable_cores // plan.layout.devices))
-    wanted = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
-    return {**wanted, **environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def _report(made: Run, *, as_json: bool) -> int:

@@ -177,7 +177,7 @@ class Numerics:
 class Checkpoint:
     """What survives a failure."""
 
-    path: str = field(default="checkpoints", metadata=text("folder, relative to the run"))
+    path: str = field(default="checkpoints", metadata=text("folder, relative to the run, or s3://bucket/prefix"))
     interval_s: float | Auto = field(
         default=AUTO,
         metadata=number(

@@ -58,32 +58,43 @@ class Run:
 
     @property
     def checkpoints(self) -> Path | str:
-        """Where checkpoints are kept: the job's checkpoint.path, seen from the run; a text when it is a URL."""
+        """Where checkpoints are kept: the job's checkpoint.path, seen from the run; a text is an object store's URL.
+
+        There each run has a prefix of its own, or the next run of the same job would go on where this one ended.
+        """
         try:
             path = str(self.plan()["job"]["checkpoint"]["path"])
         except (UserError, KeyError, TypeError):
-            return self.path / "checkpoints"
-        return path if "://" in path else self.path / path
+            path = "checkpoints"
+        return f"{path.rstrip('/')}/{self.name}" if "://" in path else self.path / path
 
     def saved_steps(self) -> list[int]:
         """Steps with a committed checkpoint, oldest first; a commit is a folder whose manifest was written last.
 
-        Of an object store, those that rank 0 told of: some may have been deleted since.
+        Of an object store: those that rank 0 reported, since it takes the trainer's libraries to ask the store itself.
         """
         root = self.checkpoints
         if isinstance(root, str):
-            told = [event for event in read_events(self.events(0))[0] if event["event"] == "checkpoint"]
-            return sorted({int(event["step"]) for event in told if event.get("path")})
+            return sorted(self._reported())
         found = [(COMMIT.fullmatch(path.parent.name), path) for path in root.glob("step-*/manifest.json")]
         return sorted(int(match.group(1)) for match, _ in found if match)
 
     def saved_at(self, step: int) -> float:
         """Unix time at which the checkpoint of a step was committed; 0 when that cannot be told."""
         root = self.checkpoints
+        if isinstance(root, str):
+            return self._reported().get(step, 0.0)
         try:
-            return (root / f"step-{step:08d}" / "manifest.json").stat().st_mtime if isinstance(root, Path) else 0.0
+            return (root / f"step-{step:08d}" / "manifest.json").stat().st_mtime
         except OSError:
             return 0.0
+
+    def _reported(self) -> dict[int, float]:
+        """Commits in the events of rank 0, with their times; the newest as many as are kept."""
+        events, _ = read_events(self.events(0))
+        found = {event["step"]: event["t"] for event in events if event["event"] == "checkpoint" and event.get("path")}
+        keep = int(self.plan()["job"]["checkpoint"]["keep"])
+        return {step: found[step] for step in sorted(found)[-keep:]}
 
     @property
     def stop_file(self) -> Path:

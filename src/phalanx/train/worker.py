@@ -100,6 +100,7 @@ class Rank:
 
     def _leave(self, epoch: int, **fields: Any) -> None:
         collective = last_words.last_collective()
+        self.link.may_beat = lambda: True
         self.link.leave()
         _abandon_group()
         gc.collect()  # engines hold each other in circles
@@ -107,6 +108,7 @@ class Rank:
 
     def _train(self, formation: Formation, rank: int) -> tuple[str, int]:
         hooks = hooks_of(self.run, rank, self.link.slot)
+        self.link.may_beat = hooks.heartbeat_allowed
         hooks.joining(formation.epoch, rank)
         with ExitStack() as stack:
             door = stack.enter_context(_door(self.address)) if rank == 0 else None

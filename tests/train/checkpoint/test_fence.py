@@ -68,8 +68,12 @@ def test_drafts_of_fenced_epochs_are_swept_at_the_next_commit(kit, tmp_path):
 
 
 def test_a_save_that_waits_for_a_lost_rank_is_given_up(kit, tmp_path):
-    saver = AsyncSaver(tmp_path, attempt="a", rank=0, world=2)
+    waits = threading.Event()
+    saver = AsyncSaver(
+        tmp_path, attempt="a", rank=0, world=2, point=lambda name: waits.set() if name == "done" else None
+    )
     saver.save(step=1, pieces=[piece_of(kit)], meta={})
+    waits.wait(60)
     thread = saver._current
     saver.abandon()
     assert not thread.is_alive()

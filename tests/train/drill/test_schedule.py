@@ -47,6 +47,11 @@ def test_one_host_is_never_lost() -> None:
     assert kinds["kill"] > kinds["hang"] > 0
 
 
+def test_a_host_is_lost_as_often_as_it_comes_back() -> None:
+    faults = draw(rate_per_min=100, minutes=10, seed=0, stage=Stage(world=4, hosts=2))
+    assert Counter(fault.host for fault in faults if fault.kind == "host") == {0: 3, 1: 3}
+
+
 def test_too_much_is_refused() -> None:
     with pytest.raises(UserError) as caught:
         draw(rate_per_min=1e6, minutes=1, seed=0, stage=Stage(world=4))

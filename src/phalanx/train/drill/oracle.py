@@ -54,7 +54,7 @@ def one_digest(history: History) -> Verdict:
     text = (
         f"{known:,} of {len(history.chain):,} committed steps have a digest, {twice:,} steps were done more than once"
     )
-    return Verdict(name="one digest per step", ok=ok, evidence=_because(text, wrong))
+    return Verdict(name="one digest per step", ok=ok, evidence=because(text, wrong))
 
 
 def same_as_replay(history: History, replay: History) -> Verdict:
@@ -74,7 +74,7 @@ def same_as_replay(history: History, replay: History) -> Verdict:
         wrong.append("there is no digest to compare")
     last = f", loss {history.chain[-1].loss} at the end" if history.chain else ""
     text = f"{len(history.chain):,} steps, {compared:,} digests compared{last}"
-    return Verdict(name="equal to a fault-free replay", ok=not wrong, evidence=_because(text, wrong))
+    return Verdict(name="equal to a fault-free replay", ok=not wrong, evidence=because(text, wrong))
 
 
 def monotone(history: History) -> Verdict:
@@ -93,7 +93,7 @@ def monotone(history: History) -> Verdict:
             if steps != list(range(epoch.restore_step, epoch.restore_step + len(steps))):
                 wrong.append(f"epoch {epoch.number}, rank {rank}: steps {_few(steps)} after {epoch.restore_step}")
     text = f"{len(history.epochs):,} epochs, {len(history.executions):,} steps done, {len(history.undone):,} undone"
-    return Verdict(name="steps in order", ok=not wrong, evidence=_because(text, wrong))
+    return Verdict(name="steps in order", ok=not wrong, evidence=because(text, wrong))
 
 
 def restores(history: History) -> Verdict:
@@ -118,7 +118,7 @@ def restores(history: History) -> Verdict:
                 wrong.append(f"epoch {epoch.number} restored step {step} from memory, which held {held}")
         held = min(held, step)
     text = ", ".join(f"{count} from {source}" for source, count in sorted(counts.items())) or "no restore"
-    return Verdict(name="every restore was committed", ok=not wrong, evidence=_because(text, wrong))
+    return Verdict(name="every restore was committed", ok=not wrong, evidence=because(text, wrong))
 
 
 def samples(history: History, expected: Expected | None = None) -> Verdict:
@@ -142,7 +142,7 @@ def samples(history: History, expected: Expected | None = None) -> Verdict:
     text = f"{total:,} samples in {len(history.chain):,} steps"
     if unknown:
         text += f"; of {unknown:,} steps a killed rank left no list (the replay stands in for it)"
-    return Verdict(name="every sample in one step", ok=not wrong, evidence=_because(text, wrong))
+    return Verdict(name="every sample in one step", ok=not wrong, evidence=because(text, wrong))
 
 
 def _other_samples(counts: Counter[int], holders: int, expected: Sequence[int] | None, partial: bool) -> str:
@@ -179,7 +179,7 @@ def fenced(history: History) -> Verdict:
             what = "committed a checkpoint" if commit else f"wrote {event['event']}"
             wrong.append(f"rank {rank} of epoch {number} {what} {float(event['t']) - end_s:.2f} s after its end")
     text = f"{len(history.epochs):,} epochs, {len(history.checkpoints):,} commits, {late:,} words from the past"
-    return Verdict(name="old epochs are fenced", ok=not wrong, evidence=_because(text, wrong))
+    return Verdict(name="old epochs are fenced", ok=not wrong, evidence=because(text, wrong))
 
 
 def ledger_closes(run: Run) -> Verdict:
@@ -197,7 +197,7 @@ def ended(history: History, *, state: str, wanted: Sequence[str]) -> Verdict:
     wrong = [] if state in wanted else [f"it should be {' or '.join(wanted)}"]
     if told != state:
         wrong.append(f"its record says {told}")
-    return Verdict(name="the run ended well", ok=not wrong, evidence=_because(text, wrong))
+    return Verdict(name="the run ended well", ok=not wrong, evidence=because(text, wrong))
 
 
 def _difference(same: Sequence[Execution]) -> str:
@@ -249,7 +249,8 @@ def _ends(history: History, number: int) -> dict[str, float]:
     return found
 
 
-def _because(text: str, wrong: Sequence[str]) -> str:
+def because(text: str, wrong: Sequence[str]) -> str:
+    """Evidence: the numbers, and the first few things that are wrong."""
     if not wrong:
         return text
     more = f"; and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""

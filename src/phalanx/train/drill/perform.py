@@ -23,10 +23,11 @@ from phalanx.train.drill.fault import Fault, parse
 from phalanx.train.drill.history import History, formations, read_history
 from phalanx.train.drill.network import DEVICE, Net
 from phalanx.train.drill.oracle import Expected, Verdict
-from phalanx.train.drill.timing import Outcome, outcomes
+from phalanx.train.drill.timing import Outcome, noticed, outcomes
 from phalanx.train.supervise.client import HostSpec, launch, local_hosts
 
 BACK_OFF_S = 60.0  # pauses between attempts, and a start of the agents
+NOTICE_S = 5.0  # beyond dead_after_s, for the incident of a fault to be written
 LINKS = ("partition", "slow-link", "lossy-link")  # need hosts with a network of their own
 
 
@@ -85,10 +86,12 @@ def perform(scene: Scene, faults: Sequence[Fault]) -> Result:
     history = read_history(run)
     replayed = _replay(scene, run, history) if scene.replay and history.chain else None
     verdicts = oracle.judge(history, expected=expected_samples(scene.plan), replay=replayed)
-    verdicts.append(_ledger(run))
-    verdicts.append(_ending(ended[0], history, faults, minutes=scene.minutes))
     shots = fired.read_fired(run)
     found = outcomes(history, faults, shots)
+    patience_s = scene.plan.job.fault.dead_after_s + NOTICE_S
+    verdicts.append(noticed(history, found, patience_s=patience_s))
+    verdicts.append(_ledger(run))
+    verdicts.append(_ending(ended[0], history, faults, minutes=scene.minutes))
     seen = {one.id for one in shots}
     return Result(
         run=run,

@@ -12,6 +12,7 @@ from phalanx.train.drill.fault import SAVE_POINTS, Fault, parse
 from phalanx.units import MINUTE_S
 
 MOST_FAULTS = 100_000
+LOSSES = 3  # of one host in a run: a launcher brings a host back so often (supervise.client), and no more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +51,13 @@ def draw(*, rate_per_min: float, minutes: float, seed: int, stage: Stage) -> tup
     if rate_per_min * minutes > MOST_FAULTS:
         raise mistake("--chaos", f"{rate_per_min:g} per minute for {minutes:g} minutes is too much", fix="ask for less")
     source = random.Random(seed)
-    return tuple(
-        replace(_pick(source, stage), id=number, at_s=round(at_s, 3))
-        for number, at_s in enumerate(times(source, rate_per_min=rate_per_min, until_s=minutes * MINUTE_S))
-    )
+    found: list[Fault] = []
+    for number, at_s in enumerate(times(source, rate_per_min=rate_per_min, until_s=minutes * MINUTE_S)):
+        fault = _pick(source, stage)
+        while fault.kind == "host" and sum(one.kind == "host" and one.host == fault.host for one in found) >= LOSSES:
+            fault = _pick(source, stage)
+        found.append(replace(fault, id=number, at_s=round(at_s, 3)))
+    return tuple(found)
 
 
 def times(source: random.Random, *, rate_per_min: float, until_s: float) -> list[float]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from phalanx.record.events import Event
 from phalanx.train.drill.fault import KINDS, Fault
 from phalanx.train.drill.fired import Fired
 from phalanx.train.drill.history import Epoch, Execution, History
+from phalanx.train.drill.oracle import Verdict, because
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +24,8 @@ class Outcome:
     epoch: int
     step: int
     note: str
-    detected_s: float | None  # until an incident was written
+    detected_s: float | None  # until an incident was noticed
+    blamed: int | None  # the rank that the incident names
     recovered_s: float | None  # until all ranks of a later epoch had committed a step
     steps_lost: int | None  # held in memory on all ranks, and yet behind what was restored
     steps_redone: int | None  # finished by all ranks, not yet held, and done again
@@ -34,6 +37,22 @@ def outcomes(history: History, faults: Sequence[Fault], fired: Sequence[Fired]) 
     """Every firing in the order of time."""
     texts = {fault.id: fault.text for fault in faults}
     return [_outcome(history, one, texts) for one in fired]
+
+
+def noticed(history: History, found: Sequence[Outcome], *, patience_s: float) -> Verdict:
+    """Whatever somebody must recover from was noticed while there was time for it, and a wrong number's rank named.
+
+    A fault that passes by itself (`for_s`) may pass before it is noticed.
+    """
+    end_s = float(history.end["t"]) if history.end is not None else inf
+    must = [
+        one for one in found if KINDS[one.kind].ends and "for_s=" not in one.fault and one.fired_s + patience_s < end_s
+    ]
+    wrong = [f"{one.fault} was not noticed" for one in must if one.detected_s is None]
+    flips = [one for one in must if one.kind == "flip" and one.blamed is not None]
+    wrong += [f"{one.fault} was blamed on rank {one.blamed}" for one in flips if one.blamed != one.rank]
+    text = f"{len(must) - len(wrong):,} of {len(must):,} faults"
+    return Verdict(name="every fault was noticed", ok=not wrong, evidence=because(text, wrong))
 
 
 def _outcome(history: History, fired: Fired, texts: Mapping[int, str]) -> Outcome:
@@ -49,7 +68,8 @@ def _outcome(history: History, fired: Fired, texts: Mapping[int, str]) -> Outcom
         epoch=epoch,
         step=fired.step,
         note=fired.note,
-        detected_s=float(incident.get("noticed") or incident["t"]) - fired.t_s if incident is not None else None,
+        detected_s=_noticed_s(incident) - fired.t_s if incident is not None else None,
+        blamed=int(incident["rank"]) if incident is not None else None,
         recovered_s=first.ended_s - fired.t_s if first is not None else None,
         steps_lost=_lost(later) if later is not None else None,
         steps_redone=_redone(later) if later is not None else None,
@@ -71,6 +91,11 @@ def _incident(history: History, fired: Fired, epoch: int) -> Event | None:
     after = [one for one in history.incidents if float(one["t"]) >= fired.t_s and int(one.get("epoch", -1)) >= epoch]
     named = [one for one in after if fired.rank in (one.get("rank"), *(one.get("others") or ()))]
     return next(iter(named or after), None)
+
+
+def _noticed_s(incident: Event) -> float:
+    """An incident is written when something can be done about it; until then it waits for a place, or a while."""
+    return float(incident["t"]) - float(incident.get("waited_s") or 0.0)
 
 
 def _next_epoch(history: History, fired: Fired, epoch: int) -> Epoch | None:

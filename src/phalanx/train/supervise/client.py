@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
+from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
 from phalanx.train.supervise.failure import last_checkpoint
 from phalanx.train.supervise.secret import make_secret
@@ -62,6 +63,15 @@ def share_of(run: Run) -> int:
 def address_of(run: Run) -> str:
     """The address that agents of a run listen on: the job's fault.interface, or the loopback."""
     return str(run.plan()["job"]["fault"]["interface"] or LOOPBACK)
+
+
+def rank_environ(environ: Mapping[str, str], plan: Plan) -> dict[str, str]:
+    """What agents are started with: the ranks share the cores, and CUDA is not started before the fork."""
+    from phalanx.hardware.discover import discover
+
+    threads = str(max(1, discover().usable_cores // plan.layout.devices))
+    wanted = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
+    return {**wanted, **environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def launch(

@@ -7,6 +7,7 @@ import queue
 import select
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -34,6 +35,7 @@ class Link:
         self._kept: set[int] = set()
         self._ended = False
         self.step = NO_STEP  # the last one this rank told of
+        self.may_beat: Callable[[], bool] = lambda: True  # drills silence a rank that lives
         threading.Thread(target=self._listen, name="link", daemon=True).start()
 
     # ---- the training's side ---------------------------------------------------------------------------------------
@@ -88,7 +90,8 @@ class Link:
     def _listen(self) -> None:
         pending = b""
         while True:
-            self.board.alive(self.slot)
+            if self.may_beat():
+                self.board.alive(self.slot)
             self._cut_old()
             if not select.select([self._line], [], [], BEAT_S)[0]:
                 continue
