@@ -207,7 +207,9 @@ def test_chaos_for_two_minutes(drill: Drill, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_two_hundred_faults_in_half_an_hour(drill: Drill, tmp_path: Path) -> None:
+def test_two_hundred_faults_in_half_an_hour(drill: Drill, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if "nightly" not in str(request.config.getoption("markexpr")):
+        pytest.skip("takes an hour: pytest -m nightly")
     code, told = drill(
         "job.toml", "--chaos", "--rate", "7", "--minutes", "30", "--seed", "1", "--agents", "2", "--spares", "1",
         "--no-shrink", "--runs", str(tmp_path / "runs"), limit_s=6000,

@@ -51,12 +51,12 @@ def test_host_memory_is_used_again(kit, tmp_path):
     saver, pieces = saver_of(tmp_path), [kit.piece("w", torch.ones(4)), kit.piece("x", torch.ones(2))]
     saver.reserve(pieces)
     assert list(tmp_path.iterdir()) == []
-    before = {name: copy.data_ptr() for name, copy in saver.copies._tensors.items()}
+    before = {name: copy.data_ptr() for name, copy in saver._copies._tensors.items()}
     saver.save(step=2, pieces=[kit.piece("w", torch.zeros(4)), kit.piece("x", torch.ones(3))], meta={})
     saver.wait()
-    after = {name: copy.data_ptr() for name, copy in saver.copies._tensors.items()}
+    after = {name: copy.data_ptr() for name, copy in saver._copies._tensors.items()}
     assert after["w"] == before["w"]
-    assert saver.copies._tensors["x"].shape == (3,)
+    assert saver._copies._tensors["x"].shape == (3,)
     target = torch.ones(4)
     load(newest(tmp_path).path, [kit.piece("w", target)])
     assert not target.any()

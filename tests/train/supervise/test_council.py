@@ -580,6 +580,17 @@ def test_a_host_that_is_gone_and_comes_back(stage: Stage) -> None:
     assert (stage.epoch, stage.world) == (3, 4)
 
 
+def test_the_first_cause_of_a_rank_stays_its_cause(stage: Stage) -> None:
+    stage.host("a", 2)
+    second = stage.host("b", 2)
+    stage.start(step=7)
+    second.lose(1, up=False)
+    second.hang_up()
+    stage.pass_time(1.5)
+    incident = stage.events("incident")[0]
+    assert (incident["rank"], incident["cause"]["signal"]) == (3, 9)
+
+
 def test_a_connection_that_only_broke_changes_nothing(stage: Stage) -> None:
     stage.host("a", 2)
     second = stage.host("b", 2)

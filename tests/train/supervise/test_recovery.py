@@ -178,9 +178,10 @@ def test_killed_ranks_and_a_killed_coordinator_cost_no_step(begin: Begin, whole:
     assert trial.digests() == whole.digests(), "bit for bit"
     assert trial.losses() == whole.losses()
     assert trial.worlds == [RANKS] * epoch, "without a coordinator ranks train on"
-    first, second = trial.supervisor("incident")
+    first, *more = trial.supervisor("incident")
     assert (first["rank"], first["cause"]["signal"]) == (2, 9)
-    assert sorted([second["rank"], *second["others"]]) == [1, 3]
+    fallen = {rank for incident in more for rank in (incident["rank"], *incident["others"])}
+    assert fallen == {1, 3}, "as one incident, or as two when the first was noticed before the second fell"
     trial.lost_no_held_step()
 
 

@@ -23,7 +23,8 @@ class AsyncSaver:
 
     All ranks call `save` for the same steps in the same order. It returns when the copy is taken; an error of the
     thread is raised by the next `save`, after that one was started so that the ranks stay together, or by `wait`. Only
-    rank 0 knows whether a step was committed: on other ranks a finished save means that their part is on the disk.
+    rank 0 knows whether a step was committed: on other ranks a finished save means that their part is on the disk. The
+    host memory is `copies`, which may serve one saver after another, but not two at a time.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class AsyncSaver:
         self._current: _Job | None = None
         self._step = -1
         self._saved: Saved | None = None
-        self.copies = copies or Copies()  # for the saver of the next epoch
+        self._copies = Copies() if copies is None else copies
 
     @property
     def busy(self) -> bool:
@@ -59,7 +60,7 @@ class AsyncSaver:
     def reserve(self, pieces: Sequence[Piece]) -> None:
         """Take the host memory now, so that the first save blocks no longer than the others."""
         self.wait()
-        self.copies.take(pieces)
+        self._copies.take(pieces)
 
     def save(
         self,
@@ -76,7 +77,7 @@ class AsyncSaver:
         began = time.monotonic()
         error = self._join()
         if step != self._step:
-            copies = self.copies.take(pieces)
+            copies = self._copies.take(pieces)
             self._start(partial(self._save, step=step, pieces=copies, meta=dict(meta), rank_meta=dict(rank_meta or {})))
             self._step = step
         if error is not None:
@@ -116,7 +117,7 @@ class AsyncSaver:
         job.abandoned.set()
         job.join(ABANDON_S)
         if job.is_alive():
-            self.copies = Copies()
+            self._copies.forget()
         self._saved = job.saved or self._saved
 
 

@@ -29,6 +29,10 @@ class Copies:
             torch.cuda.synchronize(device)
         return [replace(piece, tensor=self._tensors[piece.name]) for piece in mine]
 
+    def forget(self) -> None:
+        """Leave the present copies to whoever still reads from them; the next are fresh."""
+        self._tensors = {}
+
 
 def _fitting(old: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     """The buffer of the save before where it fits: touching fresh memory costs more than the copy into it."""

@@ -39,15 +39,19 @@ class Driver:
         minutes: float = 0.0,
         until_step: int | None = None,
         patience_s: float = 300.0,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._run, self._hosts, self._net = run, list(hosts), net
         self._outside = [fault for fault in faults if not fault.of.inside]
+        self._texts = {fault.id: fault.text for fault in faults}
         self._wakes = {fault.id: fault.for_s for fault in faults if fault.kind == "hang" and fault.for_s}
+        self._seen: set[str] = set()
+        self._tell = tell
         self._minutes, self._until_step = minutes, until_step
         self._supervisor = EventReader(run.path / "supervisor.jsonl")
         self._ranks = EventReader(run.events(0))
         self._agents: dict[str, int] = {}  # host -> process
-        self._later: list[tuple[float, Callable[[], None]]] = []
+        self._later: list[tuple[float, Callable[[], object]]] = []
         self.epoch, self.step = 0, -1
         self._first_s: float | None = None
         self._patience_s, self._moved_s = patience_s, time.monotonic()
@@ -65,7 +69,7 @@ class Driver:
         for entry in [entry for entry in self._later if entry[0] <= now]:
             self._later.remove(entry)
             entry[1]()
-        self._wake()
+        self._follow_faults()
         for fault in [fault for fault in self._outside if self._is_due(fault)]:
             if self._fire(fault):
                 self._outside.remove(fault)
@@ -120,14 +124,15 @@ class Driver:
             if now - self._ended_s > LEAVE_S:
                 raise Stuck(f"its processes are still there {LEAVE_S:g} s after its end")
 
-    def _wake(self) -> None:
-        """Ranks that stopped themselves get their SIGCONT, if nobody has ended them."""
-        if not self._wakes:
-            return
-        for one in fired.read_fired(self._run):
-            if one.id in self._wakes and time.time() >= one.t_s + self._wakes[one.id]:
-                del self._wakes[one.id]
-                processes.tell([one.pid], signal.SIGCONT)
+    def _follow_faults(self) -> None:
+        """Say what was fired; a rank that stopped itself gets its SIGCONT in time, if nobody has ended it."""
+        for one in fired.new_fired(self._run, self._seen):
+            whom = f"rank {one.rank}" if one.rank >= 0 else one.host
+            self._tell(f"  epoch {one.epoch}, step {one.step}: {self._texts.get(one.id, one.kind)} {whom}".rstrip())
+            for_s = self._wakes.get(one.id)
+            if for_s is not None:
+                due_s = time.monotonic() + one.t_s + for_s - time.time()
+                self._later.append((due_s, lambda pid=one.pid: processes.tell([pid], signal.SIGCONT)))  # type: ignore[misc]
 
     # ---- firing ----------------------------------------------------------------------------------------------------
 
@@ -195,7 +200,7 @@ class Driver:
 
     def _afterwards(self, fault: Fault, undo: Callable[[], object]) -> None:
         if fault.for_s:
-            self._later.append((time.monotonic() + fault.for_s, lambda: (undo(), None)[1]))
+            self._later.append((time.monotonic() + fault.for_s, undo))
 
 
 def _close(taken: Sequence[socket.socket]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ def claim(run: Run, fault: Fault, *, whom: int = -1, **where: Any) -> bool:
     """
     fired = Fired(id=fault.id, kind=fault.kind, t_s=time.time(), monotonic_s=time.monotonic(), **where)
     for count in range(fault.times):
-        path = folder(run) / fired_name(fault.id, whom=whom, count=count)
+        path = folder(run) / f"fired-{fault.id:05d}-{whom + 1}-{count}.json"
         try:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         except FileExistsError:
@@ -90,19 +90,20 @@ def claim(run: Run, fault: Fault, *, whom: int = -1, **where: Any) -> bool:
     return False
 
 
-def fired_name(id: int, *, whom: int, count: int) -> str:
-    """The file of one firing."""
-    return f"fired-{id:05d}-{whom + 1}-{count}.json"
+def read_fired(run: Run) -> list[Fired]:
+    """Every firing, oldest first."""
+    return new_fired(run, set())
 
 
-def read_fired(run: Run, *, known: Collection[str] = ()) -> list[Fired]:
-    """Every firing but those of `known` files, oldest first; a file that a kill left empty is left out."""
+def new_fired(run: Run, seen: set[str]) -> list[Fired]:
+    """Firings whose files are not in `seen`, oldest first, and put there; a file that a kill left empty is left out."""
     found = []
     for path in folder(run).glob("fired-*.json"):
-        if path.name in known:
+        if path.name in seen:
             continue
         try:
             found.append(Fired(**json.loads(path.read_text(encoding="utf-8"))))
         except (ValueError, TypeError, OSError):
             continue
+        seen.add(path.name)
     return sorted(found, key=lambda fired: fired.t_s)

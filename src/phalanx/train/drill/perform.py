@@ -21,7 +21,7 @@ from phalanx.train.drill import fired, oracle
 from phalanx.train.drill.driver import Driver, Stuck
 from phalanx.train.drill.fault import Fault, parse
 from phalanx.train.drill.history import History, formations, read_history
-from phalanx.train.drill.network import DEVICE, Net
+from phalanx.train.drill.network import Net
 from phalanx.train.drill.oracle import Expected, Verdict
 from phalanx.train.drill.timing import Outcome, noticed, outcomes
 from phalanx.train.supervise.client import HostSpec, launch, local_hosts
@@ -137,21 +137,18 @@ def _run(scene: Scene, run: Run, faults: Sequence[Fault], *, until_step: int | N
             minutes=minutes,
             until_step=until_step,
             patience_s=scene.plan.job.train.timeout_s + fault.dead_after_s + BACK_OFF_S,
+            tell=scene.tell,
         )
         stack.callback(driver.close)
         stack.enter_context(run.held())
-        environ = {**scene.environ, **(dict.fromkeys(INTERFACES, DEVICE) if net is not None else {})}
         asked: list[int] = []
         try:
-            ended = launch(run, hosts=hosts, environ=environ, tick=driver.tick, asked=asked.append)
+            ended = launch(run, hosts=hosts, environ=scene.environ, tick=driver.tick, asked=asked.append)
         except Stuck as error:
             return "stuck", str(error)
         if len(asked) > sum(fault.kind == "sigterm" for fault in faults):
             raise KeyboardInterrupt  # a person wants the drill to end, not only this run
     return ended.state, ended.message
-
-
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 def _hosts(scene: Scene, net: Net | None) -> tuple[HostSpec, ...]:
