@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from phalanx.cli.drill import _shrink
 from phalanx.cli.main import main
 from phalanx.train.data.build import Origin, Recipe, build
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import Progress
+from phalanx.train.drill import perform
+from phalanx.train.drill.fault import parse_all
 
 JOB = """\
 name = "drilled"
@@ -125,6 +130,29 @@ def test_wrong_calls(
     assert main(["drill", *words]) == 2
     assert capsys.readouterr().err == said
     assert not (folder / "runs").exists()
+
+
+def test_a_failing_schedule_is_made_small_and_printed_as_a_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 40 faults two are guilty together; each attempt lasts as long as its own faults, not the whole drill."""
+    faults = [dataclasses.replace(fault, at_s=float(fault.id)) for fault in parse_all(["kill"] * 38 + ["hang", "nan"])]
+    lengths: list[float] = []
+
+    def fake(scene: Any, some: Any) -> Any:
+        lengths.append(scene.minutes)
+        return SimpleNamespace(ok=not {"hang", "nan"} <= {fault.kind for fault in some})
+
+    monkeypatch.setattr(perform, "perform", fake)
+    scene = perform.Scene(plan=None, runs=Path(), hosts=1, spares=0, environ={}, minutes=30.0)  # type: ignore[arg-type]
+    args = SimpleNamespace(job="job.toml", agents=1, spares=2)
+    _shrink(args, scene, faults, SimpleNamespace(numbers=SimpleNamespace(wall_s=60.0)))  # type: ignore[arg-type]
+    assert capsys.readouterr().err.splitlines() == [
+        "looking for the smallest schedule that fails, for up to 120 s",
+        "2 of 40 faults are enough:",
+        "  phalanx drill job.toml --agents 1 --spares 2 --minutes 0.9 --fault hang:at_s=38 --fault nan:at_s=39",
+    ]
+    assert max(lengths) < 1.0
 
 
 def failed(result: dict[str, Any]) -> list[str]:

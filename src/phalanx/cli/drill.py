@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.cli.options import add_json, add_set
 from phalanx.cli.output import note, plain, print_json, warn
 from phalanx.errors import mistake
+from phalanx.units import MINUTE_S
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 USUAL = "kill:rank=1,step=5,point=collective"
 SHRINK_FACTOR = 2.0  # a failing chaos run is made smaller for this many times its own length
 LEAST_SHRINK_S = 120.0
+AFTER_S = 15.0  # a run goes on so long after its last fault when a schedule is made smaller
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -201,10 +204,23 @@ def _shrink(args: argparse.Namespace, scene: Scene, faults: Sequence[Fault], res
 
     budget_s = max(LEAST_SHRINK_S, SHRINK_FACTOR * result.numbers.wall_s)
     note(f"looking for the smallest schedule that fails, for up to {budget_s:.0f} s")
-    smallest = shrink(faults, lambda some: not perform(scene, some).ok, budget_s=budget_s)
+
+    def fails(some: Sequence[Fault]) -> bool:
+        quiet = replace(scene, minutes=_length_min(some), tell=lambda text: None)
+        return not perform(quiet, some).ok
+
+    smallest = shrink(faults, fails, budget_s=budget_s)
     words = " ".join(f"--fault {fault.text}" for fault in smallest)
     note(f"{len(smallest)} of {len(faults)} faults are enough:")
-    note(f"  phalanx drill {args.job} --agents {args.agents} --spares {args.spares} --minutes {args.minutes:g} {words}")
+    note(
+        f"  phalanx drill {args.job} --agents {args.agents} --spares {args.spares} "
+        f"--minutes {_length_min(smallest):g} {words}"
+    )
+
+
+def _length_min(faults: Sequence[Fault]) -> float:
+    """Minutes until the last of the faults is over."""
+    return round((max((fault.at_s or 0.0 for fault in faults), default=0.0) + AFTER_S) / MINUTE_S, 2)
 
 
 def _check(path: Path, *, as_json: bool) -> int:

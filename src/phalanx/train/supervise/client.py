@@ -20,7 +20,8 @@ from phalanx.train.supervise.secret import make_secret
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.1
 RESTART_S = 1.0  # before a dead agent is started again, so that its death is noticed first
-MOST_RESTARTS = 3  # of one host in one launch
+MOST_RESTARTS = 3  # of one host in a row, none of them for long
+STABLE_S = 20.0  # after which a host that fails again has failed anew
 ENDED = ("done", "stopped", "failed")
 INTERRUPTED = 130  # 128 + SIGINT
 # -P: a file of the current folder called torch.py is not torch.
@@ -116,7 +117,8 @@ class Fleet:
 
     def __init__(self, run: Run, hosts: Sequence[HostSpec], environ: Mapping[str, str], agent: Sequence[str]) -> None:
         self._run, self._hosts, self._environ, self._agent = run, list(hosts), dict(environ), list(agent)
-        self._restarts = {host.name: 0 for host in hosts}
+        self._restarts = {host.name: 0 for host in hosts}  # in a row: one that lasted forgives those before it
+        self._started_s: dict[str, float] = {}
         self._due_s: dict[str, float] = {}
         self._wished = False  # to stop: whoever is gone now stays away
         self._agents = {host.name: self._start(host) for host in hosts}
@@ -131,6 +133,8 @@ class Fleet:
             if process is not None and process.poll() is not None:
                 self._agents.pop(host.name)
                 self.code = self.code or process.returncode
+                if now - self._started_s[host.name] > STABLE_S:
+                    self._restarts[host.name] = 0
                 comes = process.returncode < 0 and self._restarts[host.name] < MOST_RESTARTS
                 if comes and not over and not self._wished:
                     self._due_s[host.name] = now + RESTART_S
@@ -158,6 +162,7 @@ class Fleet:
 
     def _start(self, host: HostSpec) -> subprocess.Popen[bytes]:
         """The agent in a session of its own: Ctrl-C in the terminal reaches only us, and we pass it on."""
+        self._started_s[host.name] = time.monotonic()
         words = [str(self._run.path), host.name, str(host.slots), host.address, str(0 if host.prefix else os.getpid())]
         command = [*host.prefix, sys.executable, *self._agent, *words]
         with open(self._run.path / "logs" / "agent.log", "ab") as log:
