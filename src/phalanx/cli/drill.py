@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 USUAL = "kill:rank=1,step=5,point=collective"
 SHRINK_FACTOR = 2.0  # a failing chaos run is made smaller for this many times its own length
 LEAST_SHRINK_S = 120.0
+CHAOS_RESTARTS = 10
 AFTER_S = 15.0  # a run goes on so long after its last fault when a schedule is made smaller
 
 
@@ -124,7 +125,9 @@ def _plan(args: argparse.Namespace) -> Plan:
     """As phalanx train plans it, with digests on: the proof rests on them."""
     from phalanx.train.supervise import prepare
 
-    overrides = [*args.overrides, "fault.digest_every=1"]
+    # By chance four faults may follow each other without a step between; a drill of its own tests the crash loop.
+    patience = [f"fault.restarts={CHAOS_RESTARTS}"] if args.chaos else []
+    overrides = ["fault.digest_every=1", *patience, *args.overrides]
     resolved = prepare.load_job(args.job, overrides=overrides, cluster=args.cluster, steps=args.steps)
     plan = prepare.make(resolved)
     if args.minutes and not args.steps:

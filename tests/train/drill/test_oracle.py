@@ -143,6 +143,13 @@ def test_other_bits_than_the_replay(survived: Story, replayed: Story) -> None:
     assert "ffffffffffff (epoch 3)" in found.evidence
 
 
+def test_a_replay_may_be_longer_only_of_a_run_that_was_cut_short(survived: Story, replayed: Story) -> None:
+    replayed.step(8)
+    assert not verdicts(survived, replayed)["equal to a fault-free replay"].ok
+    find(survived, "end")["state"] = "stopped"
+    assert verdicts(survived, replayed)["equal to a fault-free replay"].ok
+
+
 def test_a_replay_with_other_members_proves_nothing(survived: Story, story: Story) -> None:
     replay = story
     replay.epoch(4, step=0, source="start")

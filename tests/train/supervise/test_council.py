@@ -135,6 +135,7 @@ class Agent:
     step: int = -1
     age_s: float = 0.0
     phase: Phase = Phase.TRAINING
+    wishes: int = 0
     held: list[Held] = field(default_factory=list)
     heard: list[Message] = field(default_factory=list)
     connected: bool = False
@@ -154,7 +155,7 @@ class Agent:
     def join(self, **hello: Any) -> None:
         self.connected = True
         self.say("joined", hello={"host": self.name, "address": "10.0.0.1", "time": time.time(), **hello})
-        self.say("status", slots=self.pids, epoch=self.epoch, went=self.went)
+        self.say("status", slots=self.pids, epoch=self.epoch, went=self.went, wishes=self.wishes)
 
     def hang_up(self) -> None:
         self.connected = False
@@ -1017,6 +1018,14 @@ def test_a_wish_before_there_is_a_formation(stage: Stage) -> None:
     stage.council.tick()
     assert (stage.status, stage.message) == (("stopped", 130), "stopped before the first rank was started")
     assert agent.kinds() == ["stop", "end"]
+
+
+def test_a_wish_that_comes_with_the_slots_is_heard_before_they_are_used(stage: Stage) -> None:
+    agent = Agent(stage=stage, name="a", slots=4, wishes=1)
+    stage.agents["a"] = agent
+    agent.join()
+    stage.council.tick()
+    assert (stage.status, stage.epoch) == (("stopped", 130), 0)
 
 
 @pytest.mark.parametrize("phase", ["forming", "running", "recovering"])

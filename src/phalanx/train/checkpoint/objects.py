@@ -66,8 +66,8 @@ class ObjectReader:
             wanted = min(len(buffer), CHUNK_BYTES)
             with plain_errors():
                 data = self._store.cat_file(self._key, start=offset, end=offset + wanted)
-            if not data:
-                raise OSError(None, f"it ends at byte {offset:,}")
+            if not 0 < len(data) <= wanted:
+                raise OSError(None, f"{len(data):,} bytes came for {wanted:,} from byte {offset:,} on")
             buffer[: len(data)] = data
             buffer, offset = buffer[len(data) :], offset + len(data)
 

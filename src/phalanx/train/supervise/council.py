@@ -139,6 +139,7 @@ class Council:
     def _hear_status(self, host: Host, message: Message) -> None:
         """What an agent holds that has just connected, perhaps not for the first time."""
         host.told, host.alive = True, {int(slot): int(pid) for slot, pid in message["slots"].items()}
+        self._wish(int(message["wishes"]))  # before anything is formed of these slots
         formation = self.memory.formation
         if formation is None or not self.memory.running:
             return
@@ -169,6 +170,7 @@ class Council:
         rank = self._rank(host, slot)
         if rank is not None and self.memory.running and self.memory.pids[rank] == pid:
             self._out_of_memory = self._out_of_memory or bool(message.get("out_of_memory"))
+            self._came_to(int(message["failure"]["step"]))
             self._fail(rank, Failure(**{**message["failure"], "rank": rank}))
 
     def _hear_left(self, host: Host, message: Message) -> None:
@@ -181,6 +183,7 @@ class Council:
         if message.get("last_collective"):
             self._words[rank] = str(message["last_collective"])
         if epoch == self.memory.epoch:
+            self._came_to(int(message["step"]))
             self._left[rank] = message
             self._left_s = self._left_s or self._clock()
 
@@ -197,8 +200,15 @@ class Council:
         step = max((host.progress[slot][0] for slot in self._members(host) if slot in host.progress), default=NO_STEP)
         if step > self.memory.step:
             now = self._clock()
-            self.memory.step, self.progressed = step, True
             self._step_s, self._stepped_s = max(0.9 * self._step_s, now - self._stepped_s), now
+        self._came_to(step)
+
+    def _came_to(self, step: int) -> None:
+        """The run has done so many steps, as a beat says or the last word of a rank: a beat may come too late."""
+        if self.memory.forming:
+            return
+        if step > self.memory.step:
+            self.memory.step, self.progressed = step, True
         if step > self.memory.best_step:
             self.memory.best_step, self.memory.failures = step, 0
             self.memory.seat_failures.clear()

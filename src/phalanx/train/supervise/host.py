@@ -42,6 +42,7 @@ TURN_S = 0.5  # after which the next agent tries to start a coordinator; the fir
 LOST_S = 60.0  # without a coordinator, and without becoming one, after which an agent gives up
 DEAF_S = 10.0  # a coordinator that says nothing for so long is replaced; starting one may take seconds
 GOODBYE_S = 2.0  # for the coordinator to write down how it ended
+STOPPED = 130  # the exit code of who was asked to end: 128 + SIGINT
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 REFORK_S, MOST_REFORK_S = 0.0, 5.0  # pause before a slot gets another process, doubled while they die young
 YOUNG_S = 2.0
@@ -172,9 +173,9 @@ class HostAgent:
             return False
         self._selector.register(self._channel, selectors.EVENT_READ, None)
         self._heard_s = time.monotonic()
-        self._told_wishes = self._told_ready = 0
+        self._told_ready, self._told_wishes = 0, self.wishes.count
         slots = {slot.number: slot.pid for slot in self._slots if slot.pid}
-        self._say("status", slots=slots, epoch=self._epoch, went=self._went)
+        self._say("status", slots=slots, epoch=self._epoch, went=self._went, wishes=self.wishes.count)
         unsaid, self._unsaid = self._unsaid, []
         for message in [*unsaid, *(slot.left for slot in self._slots if slot.left is not None)]:
             self._say(**message)
@@ -306,14 +307,15 @@ class HostAgent:
         self._say("beat", epoch=self._epoch, progress=progress)
 
     def _tell_wishes(self) -> None:
-        if self.wishes.count <= self._told_wishes:
+        count = self.wishes.count
+        if not count:
             return
         self.board.ask_to_stop()
-        if self.wishes.count >= 2:
-            self._over = 130
-        if self._channel is not None:
-            self._told_wishes = self.wishes.count
-            self._say("stop", count=self.wishes.count)
+        if count > self._told_wishes and self._channel is not None:
+            self._told_wishes = count
+            self._say("stop", count=count)
+        if count >= 2:
+            self._over = STOPPED
 
     def _tell_where(self) -> None:
         ranks = {slot.rank: slot for slot in self._slots if slot.pid and slot.rank >= 0}

@@ -1,0 +1,59 @@
+"""The parts of a drill that need no run: what the plan would say, how a run should end, what a replay must repeat."""
+
+from __future__ import annotations
+
+from math import inf
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from phalanx.train.drill import perform
+from phalanx.train.drill.fault import parse_all
+from phalanx.train.drill.history import build_history
+
+Story = Any
+
+
+def plan(*, memory_every: int) -> Any:
+    return SimpleNamespace(
+        job=SimpleNamespace(
+            checkpoint=SimpleNamespace(memory_every=memory_every), fault=SimpleNamespace(detect_s=1.0, restart_s=2.0)
+        ),
+        prediction=SimpleNamespace(step_s=0.4),
+        reliability=SimpleNamespace(interval_s=50.0, blocking_s=0.5),
+    )
+
+
+def test_what_the_plan_says_at_the_drills_rate_of_failures() -> None:
+    # Each failure costs 1 s + 2 s + half of what is redone: a step with copies in memory, an interval without.
+    assert perform._planned(plan(memory_every=1), mtbf_s=32.0) == pytest.approx((1 - 3.2 / 32) / 1.01)
+    assert perform._planned(plan(memory_every=0), mtbf_s=280.0) == pytest.approx((1 - 28 / 280) / 1.01)
+    assert perform._planned(plan(memory_every=1), mtbf_s=inf) == pytest.approx(1 / 1.01)
+    assert perform._planned(plan(memory_every=1), mtbf_s=2.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("texts", "minutes", "state", "ok"),
+    [
+        (["kill"], 0.0, "done", True),
+        (["kill"], 0.0, "stopped", False),
+        (["kill"], 2.0, "stopped", True),
+        (["kill", "sigterm"], 0.0, "stopped", True),
+        (["sigterm"], 0.0, "done", False),
+        (["crash-loop"], 0.0, "failed", True),
+        (["crash-loop"], 0.0, "done", False),
+        (["kill"], 2.0, "stuck", False),
+    ],
+)
+def test_how_a_run_should_end(story: Story, texts: list[str], minutes: float, state: str, ok: bool) -> None:
+    story.epoch(2, step=0, source="start")
+    story.end(state)
+    history = build_history(story.supervisor, story.ranks)
+    assert perform._ending(state, history, parse_all(texts), minutes=minutes).ok is ok
+
+
+def test_a_replay_repeats_poisoned_steps_and_leaves_spikes_to_the_ranks() -> None:
+    """A step skipped for NaN has no norm; one that all ranks found too large has, and they will find it again."""
+    assert perform._not_finite([{"grad_norm": 1.0}, {"grad_norm": None}])
+    assert not perform._not_finite([{"grad_norm": 900.0}])
