@@ -27,6 +27,7 @@ from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run, open_run
 from phalanx.train.checkpoint import sweep
+from phalanx.train.checkpoint.prune import drop_after
 from phalanx.train.engine import Engine
 from phalanx.train.guard.spikes import Spikes
 from phalanx.train.guard.verdict import Divergence
@@ -248,6 +249,8 @@ def train(
     orders.hooks.restoring(orders.epoch, dist.get_rank())
     if dist.get_rank() == 0:
         sweep(folder.checkpoints)  # what dead processes left half done
+        if at_most is not None:
+            drop_after(folder.checkpoints, at_most)
     restored, source = _restore(engine, folder, copies, at_most)
     if job.train.weights and not restored.step:
         take_weights(engine, Path(job.train.weights))

@@ -1073,12 +1073,21 @@ def test_grace_has_an_end(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(grace_s=10.0)
     agent = stage.host("a", 4)
     stage.start(step=7)
-    agent.say("stop", count=1)
+    agent.say("stop", count=1, hurry=True)
     stage.pass_time(9.0)
     assert not stage.council.is_over
     stage.pass_time(2.0)
     assert stage.status == ("stopped", 130)
     assert stage.message.startswith("killed: not done within fault.grace_s = 10 s after it was asked; ")
+
+
+def test_a_person_who_asked_waits_as_long_as_it_takes(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(grace_s=10.0)
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.say("stop", count=1, hurry=False)
+    stage.pass_time(11.0)
+    assert not stage.council.is_over
 
 
 def test_a_wish_while_there_is_nobody_to_go_on_with(stage: Stage) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from phalanx.errors import Problem, WorldError
 from phalanx.train.checkpoint.damage import Damaged
 from phalanx.train.checkpoint.manifest import read_manifest
+from phalanx.train.checkpoint.names import step_of
 from phalanx.train.checkpoint.storage import Folder, Storage, storage_of
 from phalanx.train.checkpoint.streams import reason
 from phalanx.train.checkpoint.url import Place
@@ -22,6 +23,15 @@ def committed(root: Place | str) -> list[Place]:
 def sweep(root: Place | str) -> None:
     """Take away what dead processes left half written. For a moment when no process saves, as between two epochs."""
     storage_of(root).sweep(0.0)
+
+
+def drop_after(root: Place | str, step: int) -> list[Place]:
+    """Delete commits of more steps than `step`: what was saved after it is not to be trusted."""
+    storage = storage_of(root)
+    gone = [place for place in storage.commits() if (step_of(place.name) or 0) > step]
+    for place in gone:
+        storage.delete(place)
+    return gone
 
 
 def prune(storage: Storage, *, keep: int, stale_s: float, spare: str = "") -> list[Place]:

@@ -94,7 +94,7 @@ def launch(
             while fleet.tend():
                 while passed < len(wishes):
                     passed += 1
-                    fleet.terminate(passed)
+                    fleet.terminate(wishes[0], passed)
                 tick()
                 time.sleep(POLL_S)  # a signal does not cut it short: a wish waits this long at most
             tick()
@@ -146,12 +146,13 @@ class Fleet:
                     self._agents[host.name] = self._start(host)
         return bool(self._agents or self._due_s)
 
-    def terminate(self, count: int) -> None:
+    def terminate(self, first: int, count: int) -> None:
         """Pass the n-th wish on; the second as another signal, because two that are pending count as one."""
+        numbers = (signal.SIGINT, signal.SIGTERM) if first == signal.SIGINT else (signal.SIGTERM, signal.SIGINT)
         self._wished = True
         self._due_s.clear()
         for process in self._agents.values():
-            process.send_signal(signal.SIGTERM if count == 1 else signal.SIGINT)
+            process.send_signal(numbers[min(count, 2) - 1])
 
     def kill(self) -> None:
         """End what is left."""

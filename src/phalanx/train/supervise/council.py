@@ -94,6 +94,7 @@ class Council:
         self._words: dict[int, str] = {}  # the last collective of each rank that left for the present epoch
         self._wishes = 0
         self._wished_s: float | None = None
+        self._hurry_s: float | None = None  # when a cluster manager asked, which does not wait
         self._told_reform = False
         self._grow_s: float | None = None
         self._looked_s = self._beat_s = -1e9
@@ -218,6 +219,8 @@ class Council:
 
     def _hear_stop(self, host: Host, message: Message) -> None:
         self._wish(int(message["count"]))
+        if message.get("hurry"):
+            self._hurry_s = self._hurry_s or self._clock()
 
     def _wish(self, count: int) -> None:
         if count > self._wishes:
@@ -285,7 +288,7 @@ class Council:
             self._kill_all("killed at once, as asked")
         elif self.memory.formation is None:
             self._end("stopped", STOPPED, "stopped before the first rank was started")
-        elif now - self._wished_s > self.job.fault.grace_s:
+        elif self._hurry_s is not None and now - self._hurry_s > self.job.fault.grace_s:
             self._kill_all(f"killed: not done within fault.grace_s = {self.job.fault.grace_s:g} s after it was asked")
 
     def _miss_hosts(self) -> None:

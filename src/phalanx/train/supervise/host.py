@@ -313,7 +313,7 @@ class HostAgent:
         self.board.ask_to_stop()
         if count > self._told_wishes and self._channel is not None:
             self._told_wishes = count
-            self._say("stop", count=count)
+            self._say("stop", count=count, hurry=self.wishes.first == signal.SIGTERM)
         if count >= 2:
             self._over = STOPPED
 

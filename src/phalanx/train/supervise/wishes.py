@@ -12,6 +12,7 @@ class Wishes:
     """How often somebody asked us to stop."""
 
     count: int = 0
+    first: int = 0  # the signal: SIGTERM is a cluster manager that will not wait for long, SIGINT a person who does
 
     @classmethod
     def listen(cls) -> Wishes:
@@ -22,4 +23,5 @@ class Wishes:
         return wishes
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        self.first = self.first or number
         self.count += 1
