@@ -72,6 +72,7 @@ class Loop:
             point=self.hooks.save_point,
             fence=orders.fence,
             epoch=orders.epoch,
+            copies=orders.copies,
         )
         self.memory = memory
         self._saved_step = self._taken_step = -1

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.train.checkpoint.copies import Copies
 from phalanx.train.guard.verdict import Divergence
 from phalanx.train.hooks import Hooks
 from phalanx.train.supervise.board import Phase
@@ -24,6 +25,7 @@ class Orders:
     leaves_at: frozenset[int] = frozenset()  # steps after which it is left in any case: replays
     keeper: Keeper | None = None  # copies in host memory
     case: Divergence | None = None  # copies that differed before this epoch, and which of them was wrong is not known
+    copies: Copies = field(default_factory=Copies)  # host memory that saves copy into, from epoch to epoch
     hooks: Hooks = field(default_factory=Hooks)
     fence: Callable[[], AbstractContextManager[None]] = nullcontext  # entered to commit a checkpoint
 

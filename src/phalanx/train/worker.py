@@ -27,6 +27,7 @@ from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run, open_run
 from phalanx.train.checkpoint import sweep
+from phalanx.train.checkpoint.copies import Copies
 from phalanx.train.checkpoint.prune import drop_after
 from phalanx.train.engine import Engine
 from phalanx.train.guard.spikes import Spikes
@@ -62,6 +63,7 @@ class Rank:
         text = self.run.plan_json.read_text(encoding="utf-8")
         self.plan = Plan.from_json(text, where=str(self.run.plan_json))
         self._server: VaultServer | None = None
+        self._host_copies = Copies()
 
     def serve(self) -> None:
         """Take part in formations until the run is over; whatever is this rank's own fault is raised."""
@@ -133,6 +135,7 @@ class Rank:
                 leaves_at=_leaves_at(self.run),
                 keeper=keeper,
                 case=Divergence.from_json(go["case"]) if go.get("case") else None,
+                copies=self._host_copies,
                 hooks=hooks,
                 fence=lambda: fence(self.run, formation.epoch),
             )
@@ -274,6 +277,7 @@ def train(
         )
         if orders.keeper is not None and source != "memory":  # fresh memory costs more to touch than to fill
             orders.keeper.reserve(pieces_of(engine))
+            loop.saver.reserve(pieces_of(engine))
         orders.progress(restored.step, Phase.BUILDING)  # the first step may compile
         return loop.run(restored.step), loop.step
     finally:

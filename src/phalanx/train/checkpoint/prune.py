@@ -28,7 +28,7 @@ def sweep(root: Place | str) -> None:
 def drop_after(root: Place | str, step: int) -> list[Place]:
     """Delete commits of more steps than `step`: what was saved after it is not to be trusted."""
     storage = storage_of(root)
-    gone = [place for place in storage.commits() if (step_of(place.name) or 0) > step]
+    gone = [place for place in committed(root) if (step_of(place.name) or 0) > step]
     for place in gone:
         storage.delete(place)
     return gone
