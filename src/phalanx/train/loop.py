@@ -77,7 +77,7 @@ class Loop:
         self.memory = memory
         self._saved_step = self._taken_step = -1
         self.interval = Interval.of(
-            plan.reliability, self.job.checkpoint, now_s=time.monotonic() - _since_last_commit(folder)
+            plan.reliability, self.job.checkpoint, now_s=time.monotonic() - _since_last_commit(folder, orders.went_s)
         )
         self._skipped = self._unsaved = 0
         self._put = self._held = -1  # steps of which a copy was made in memory, and is safe there on every rank
@@ -345,13 +345,12 @@ class Loop:
         self.events.write("run_end", step=step, state="stopped" if stopped else "done")
 
 
-def _since_last_commit(folder: Run) -> float:
+def _since_last_commit(folder: Run, went_s: float | None) -> float:
     """Seconds that nothing was saved in this launch: a new formation does not set the clock back."""
     now_s = time.time()
-    launched_s = float(folder.launch().get("launched") or now_s)
     steps = folder.saved_steps()
     saved_s = folder.saved_at(max(steps)) if steps else 0.0
-    return max(0.0, now_s - max(launched_s, saved_s))
+    return max(0.0, now_s - max(now_s if went_s is None else went_s, saved_s))
 
 
 def _attempt(device: torch.device) -> str:

@@ -21,6 +21,7 @@ class Orders:
     stop: Callable[[], bool]  # the run is to end after this step
     progress: Callable[[int, Phase], None]  # called after every step, and before and after everything that takes long
     epoch: int = 0
+    went_s: float | None = None  # Unix time at which this launch began to train; None is now
     reform: Callable[[], bool] = lambda: False  # the formation is to be left after this step
     leaves_at: frozenset[int] = frozenset()  # steps after which it is left in any case: replays
     keeper: Keeper | None = None  # copies in host memory

@@ -131,6 +131,7 @@ class Rank:
                 stop=lambda: self.link.board.stopping,
                 progress=self.link.progress,
                 epoch=formation.epoch,
+                went_s=float(go["went_s"]),
                 reform=lambda: self.link.board.reforming,
                 leaves_at=_leaves_at(self.run),
                 keeper=keeper,

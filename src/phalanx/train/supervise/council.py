@@ -642,6 +642,7 @@ class Council:
         first, at_most = formation.seats[0], self.memory.at_most
         saved = [step for step in self.run.saved_steps() if at_most is None or step <= at_most]
         step = choice.step if choice is not None else max(saved, default=0)
+        self.memory.went_s = self.memory.went_s or time.time()
         go = {
             "kind": "go",
             "epoch": formation.epoch,
@@ -651,6 +652,7 @@ class Council:
             "restore": choice.to_json() if choice is not None else None,
             "at_most": at_most,
             "case": self.memory.case,
+            "went_s": self.memory.went_s,
         }
         source = (choice.epoch, choice.step) if choice is not None else None
         self.memory.lineage = self.memory.lineage.begin(formation.epoch, source=source)

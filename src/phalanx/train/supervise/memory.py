@@ -29,6 +29,7 @@ class Memory:
     failures: int = 0  # in a row, without a step further than ever between them
     at_most: int | None = None  # state of more steps than these is not to be trusted
     rolled_back: list[int] = field(default_factory=list)
+    went_s: float = 0.0  # Unix time at which the first formation of this launch began to train
     case: Message | None = None  # copies that differed, and nobody could say which was wrong
     quarantined: set[Seat] = field(default_factory=set)
     seat_failures: dict[Seat, int] = field(default_factory=dict)
@@ -48,6 +49,7 @@ class Memory:
             "failures": self.failures,
             "at_most": self.at_most,
             "rolled_back": self.rolled_back,
+            "went_s": self.went_s,
             "case": self.case,
             "quarantined": [[seat.host, seat.slot] for seat in sorted(self.quarantined)],
             "seat_failures": [[seat.host, seat.slot, count] for seat, count in sorted(self.seat_failures.items())],
@@ -69,6 +71,7 @@ class Memory:
             failures=int(body["failures"]),
             at_most=body["at_most"],
             rolled_back=[int(step) for step in body["rolled_back"]],
+            went_s=float(body["went_s"]),
             case=body["case"],
             quarantined={Seat(str(host), int(slot)) for host, slot in body["quarantined"]},
             seat_failures={Seat(str(host), int(slot)): int(count) for host, slot, count in body["seat_failures"]},
