@@ -11,7 +11,12 @@ import pytest
 from phalanx.job import schema
 
 PAGE = (Path(__file__).parents[2] / "docs" / "job-file.md").read_text(encoding="utf-8")
-SECTIONS = {"train": schema.Train, "checkpoint": schema.Checkpoint, "fault": schema.Fault, "telemetry": schema.Telemetry}
+SECTIONS = {
+    "train": schema.Train,
+    "checkpoint": schema.Checkpoint,
+    "fault": schema.Fault,
+    "telemetry": schema.Telemetry,
+}
 
 
 @pytest.mark.parametrize("section", SECTIONS)

@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
         return _join(args)
     started = time.time()
     plan, old = _planned(args, here=not args.join)
+    _check_hosts(plan, args)
     _header(plan)
     if args.dry_run:
         return _dry_run(plan, as_json=args.json)
@@ -79,6 +80,8 @@ def _check_call(args: argparse.Namespace) -> None:
             raise mistake(
                 "phalanx train", f"--{name} {value} is not a number from {least} on", fix=f"use {least} or more"
             )
+    if args.join and (args.join < 2 or args.hosts > 1):
+        raise mistake("phalanx train", f"--join {args.join} with --hosts {args.hosts}", fix="--join 2 or more, alone")
     args.steps = args.steps or 0
     if args.plan and (args.overrides or args.cluster or args.steps or args.resume):
         raise mistake(
@@ -196,6 +199,18 @@ def _launch(made: Run, plan: Plan, args: argparse.Namespace, *, started: float) 
     if outcome.message:
         note(outcome.message)
     return outcome.exit_code
+
+
+def _check_hosts(plan: Plan, args: argparse.Namespace) -> None:
+    """Every host has a rank, and others can reach the first."""
+    count = max(args.hosts, args.join)
+    if count > plan.layout.devices:
+        raise mistake(
+            "phalanx train",
+            f"{count} hosts for {plan.layout.devices} ranks",
+            why="a host without a rank does nothing",
+            fix=f"use at most {plan.layout.devices}; --spares adds idle places",
+        )
 
 
 def _first_of(made: Run, args: argparse.Namespace) -> tuple[HostSpec, ...]:

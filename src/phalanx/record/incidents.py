@@ -22,7 +22,7 @@ class Incident:
     world: int | None  # ranks that went on
     source: str  # where their state came from: memory, disk, or the start
     restored_step: int | None
-    recovery_s: float | None  # from notice to the end of the next step; None when none followed
+    recovery_s: float | None  # from the last step's end to the next one's, noticing included; None when none followed
 
 
 def supervisor_events(run: Run) -> list[Event]:
@@ -36,8 +36,8 @@ def incidents(run: Run) -> list[Incident]:
     noticed = [event for event in events if event["event"] == "incident"]
     if not noticed:
         return []
-    first_ends = _first_step_ends(run)
-    return [_incident(event, events, first_ends) for event in noticed]
+    ends = _step_ends(run)
+    return [_incident(event, events, ends) for event in noticed]
 
 
 def tell(event: Event) -> str:
@@ -46,11 +46,12 @@ def tell(event: Event) -> str:
     return f"rank {event.get('rank')} on {event.get('host')}: {_what(cause or {})}"
 
 
-def _incident(event: Event, events: Sequence[Event], first_ends: dict[int, float]) -> Incident:
+def _incident(event: Event, events: Sequence[Event], ends: Sequence[tuple[float, int]]) -> Incident:
     later = [one for one in events if int(one.get("epoch") or 0) > int(event.get("epoch") or 0)]
     epoch = next((one for one in later if one["event"] == "epoch"), None)
     restore = next((one for one in later if one["event"] == "restore"), None)
-    ended = min((t for number, t in first_ends.items() if number > int(event.get("epoch") or 0)), default=None)
+    before = max((t for t, _ in ends if t <= float(event["t"])), default=float(event["t"]))
+    ended = min((t for t, epoch_done in ends if epoch_done > int(event.get("epoch") or 0)), default=None)
     return Incident(
         t=float(event["t"]),
         rank=int(event.get("rank") or 0),
@@ -60,7 +61,7 @@ def _incident(event: Event, events: Sequence[Event], first_ends: dict[int, float
         world=int(epoch["world"]) if epoch is not None else None,
         source=str(restore["source"]) if restore is not None else "",
         restored_step=int(restore["step"]) if restore is not None else None,
-        recovery_s=max(0.0, ended - float(event["t"])) if ended is not None else None,
+        recovery_s=max(0.0, ended - before) if ended is not None else None,
     )
 
 
@@ -72,10 +73,7 @@ def _what(cause: dict[str, Any]) -> str:
     return lines[0] if kind in ("Silence", "HostLost", "Astray", "Deadlock") else f"{kind}: {lines[0]}"
 
 
-def _first_step_ends(run: Run) -> dict[int, float]:
-    """When the first step of each epoch ended, as its rank 0 wrote it."""
-    ends: dict[int, float] = {}
-    for event in read_events(run.events(0))[0]:
-        if event["event"] == "step" and isinstance(event.get("epoch"), int):
-            ends.setdefault(event["epoch"], float(event["t"]))
-    return ends
+def _step_ends(run: Run) -> list[tuple[float, int]]:
+    """When each step ended and in which epoch, as whoever was rank 0 wrote it."""
+    events = read_events(run.events(0))[0]
+    return [(float(one["t"]), int(one["epoch"])) for one in events if one["event"] == "step" and one.get("epoch")]

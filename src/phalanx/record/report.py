@@ -138,11 +138,12 @@ def _survived(s: Summary) -> list[str]:
     """Failures and what they cost, beside what the plan counted with."""
     if not s.incidents:
         return []
-    rows = [("step", "what fell", "went on with", "next step after")]
+    rows = [("step", "what fell", "went on with", "back to", "next step after")]
     for one in s.incidents[-MOST_ROWS:]:
         went = f"{one.world} ranks, from {one.source}" if one.world else "nobody"
-        rows.append((f"{one.step:,}", f"rank {one.rank}: {one.what}"[:60], went, _seconds(one.recovery_s)))
-    lines = table(rows, right=(0, 3))
+        back = f"{one.restored_step:,}" if one.restored_step is not None else UNKNOWN
+        rows.append((f"{one.step:,}", f"rank {one.rank}: {one.what}"[:60], went, back, _seconds(one.recovery_s)))
+    lines = table(rows, right=(0, 3, 4))
     if len(s.incidents) > MOST_ROWS:
         lines.append(f"the last {MOST_ROWS} of {len(s.incidents):,}")
     pairs = (("recovery", s.recovery_s, _seconds), ("effective time", s.effective_time, _share))

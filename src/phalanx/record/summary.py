@@ -95,7 +95,7 @@ class Summary:
     checkpoint_bytes: float | None  # of the newest
     unreadable_lines: int
     incidents: tuple[Incident, ...] = ()
-    recovery_s: Pair = field(default_factory=Pair)  # per incident, noticing it included: planned, and measured after it
+    recovery_s: Pair = field(default_factory=Pair)  # per incident, noticing it included
     effective_time: Pair = field(default_factory=Pair)  # share of the wall clock that was spent on steps that stayed
 
 

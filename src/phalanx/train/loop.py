@@ -31,8 +31,6 @@ from phalanx.train.sample import sample_texts
 from phalanx.train.state import meta_of, pieces_of, rank_meta_of
 from phalanx.train.supervise.board import Phase
 
-MOST_UNSAVED = 3  # checkpoints in a row that may fail before the rank gives up: a full disk does not empty itself
-
 
 class Loop:
     """Everything a run needs between its first and its last step."""
@@ -79,7 +77,7 @@ class Loop:
         self.interval = Interval.of(
             plan.reliability, self.job.checkpoint, now_s=time.monotonic() - _since_last_commit(folder, orders.went_s)
         )
-        self._skipped = self._unsaved = 0
+        self._skipped, self._is_last = 0, False
         self._put = self._held = -1  # steps of which a copy was made in memory, and is safe there on every rank
         self.guard = Guard(engine.state, every=self.job.fault.digest_every)
         self._sound = 0  # newest step whose state nothing speaks against
@@ -98,11 +96,11 @@ class Loop:
             self.step = step
             result, taken_s, lr = self._step(step)
             step += 1
+            if self.hooks.records_samples:
+                self.hooks.updated(step - 1, self.engine.pieces, self.engine.optimizer.state())
             self._compare(step)
             self._record(step - 1, result, taken_s, lr)
             self._hold(step)
-            if self.hooks.records_samples:
-                self.hooks.updated(step - 1, self.engine.pieces, self.engine.optimizer.state())
             self._count_skipped(result, step)
             self._tell_saved()
             if self._is_due(step):
@@ -308,7 +306,6 @@ class Loop:
             self._tell_unsaved(taken, error)
             return
         if saved is not None:
-            self._unsaved = 0
             self.interval.persisted(saved.seconds)
             self.events.write(
                 "checkpoint",
@@ -321,10 +318,9 @@ class Loop:
 
     def _tell_unsaved(self, step: int, error: WorldError) -> None:
         """A save that failed is told, and tried again when the next is due; the one before it is intact."""
-        self._unsaved += 1
         self._saved_step = -1
         self.events.write("checkpoint", step=step, epoch=self.orders.epoch, error=str(error).splitlines()[0])
-        if self._unsaved >= MOST_UNSAVED:
+        if self._is_last:  # nothing would be left of what came since
             raise error
 
     def _finish(self, step: int, *, stopped: bool) -> None:
@@ -332,7 +328,7 @@ class Loop:
         if not stopped:
             self._evaluate(step)
         self.orders.progress(step, Phase.RESTING)
-        self._unsaved = MOST_UNSAVED - 1  # without this one the end of the run would be lost
+        self._is_last = True
         self._save(step)
         self._tell_saved(wait=True)
         self.orders.progress(step, Phase.RESTING)

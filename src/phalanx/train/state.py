@@ -23,6 +23,7 @@ from phalanx.train.models.hf_weights import read_hf
 from phalanx.train.optim.scaler import LossScale
 from phalanx.train.parallel.pieces import Piece
 
+UNREADABLE = (PhalanxError, OSError, KeyError, TypeError, ValueError)  # the last three: another program's manifest
 ELSEWHERE = "another rank could not read it"
 
 
@@ -98,15 +99,15 @@ def _load(engine: Engine, find: Callable[[], Source], *, cast: bool) -> str:
     try:
         source = find()
         ready = prepare(source, [*weights, *optimizer], cast=cast, rank=rank, world=world)
-    except (PhalanxError, OSError) as error:
+    except UNREADABLE as error:
         failure = str(error) or type(error).__name__
     if not _all_agree(not failure, engine.device):
         return failure or ELSEWHERE
     try:
         ready.fill()
         _take(engine, optimizer, source)
-    except (PhalanxError, OSError) as error:
-        failure = str(error) or type(error).__name__
+    except UNREADABLE as error:
+        failure = f"{type(error).__name__}: {error}"
     return "" if _all_agree(not failure, engine.device) else failure or ELSEWHERE
 
 

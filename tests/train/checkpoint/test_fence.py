@@ -49,7 +49,7 @@ def test_the_fence_is_around_the_commit_and_only_rank_0_enters_it(kit, tmp_path)
 
     kit.save_all(tmp_path, [[piece_of(kit)], []], fence=fence, point=told.append)
     rank = ["begin", "data", "index", "done"]
-    assert told == [*rank, *rank, "all", "manifest", "in", "set-aside", "out", "commit", "prune"]
+    assert told == [*rank, *rank, "all", "manifest", "in", "set-aside", "out", "commit", "in", "out", "prune"]
 
 
 def test_the_manifest_says_which_epoch_wrote_it(kit, tmp_path):

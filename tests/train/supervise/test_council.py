@@ -192,7 +192,7 @@ class Agent:
         before = dict(self.pids)
         self.fill()
         for slot in set(self.pids) - set(before):
-            self.say("up", slot=slot, pid=self.pids[slot])
+            self.say("up", slots={slot: self.pids[slot]})
 
     def left(self, slot: int, *, epoch: int | None = None, **fields: Any) -> None:
         said = {"step": self.step, "why": "", "last_collective": f"all_gather of slot {slot}", **fields}

@@ -102,9 +102,10 @@ def save(
     saved = Saved(path=path, step=step, bytes=size_bytes, seconds=time.monotonic() - began)
     if rank == 0:
         point("commit")
-        draft.tidy()
-        # Where memberships have numbers, whoever is not of our start is fenced, and its drafts are nobody's.
-        prune(storage, keep=keep, stale_s=0.0 if epoch else timeout_s, spare=names.family(attempt))
+        with suppress(WorldError), fence():  # whoever is fenced by now tidies up nothing: others save here
+            draft.tidy()
+            # Where memberships have numbers, whoever is not of our start is fenced, and its drafts are nobody's.
+            prune(storage, keep=keep, stale_s=0.0 if epoch else timeout_s, spare=names.family(attempt))
         point("prune")
     return saved
 

@@ -45,7 +45,8 @@ def main(arguments: list[str]) -> int:
         return agent.serve(work)
     except PhalanxError as error:
         print(error, file=sys.stderr)
-        run.set_status("failed", message=str(error), exit_code=error.exit_code)
+        if run.status().get("state") == "launching":  # later, others may train on without this host
+            run.set_status("failed", message=str(error), exit_code=error.exit_code)
         return error.exit_code
 
 

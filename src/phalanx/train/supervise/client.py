@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -12,8 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
+from phalanx.errors import mistake
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
+from phalanx.train.supervise import failure
 from phalanx.train.supervise.failure import last_checkpoint
 from phalanx.train.supervise.secret import make_secret
 
@@ -104,12 +107,28 @@ def launch(
 
 
 def _prepare(run: Run, hosts: Sequence[HostSpec]) -> None:
+    _refuse_second(run)
+    failure.clear(run)
     (run.path / "secret").unlink(missing_ok=True)  # a new one for every launch
     make_secret(run.path / "secret")
     (run.path / "coordinator.json").unlink(missing_ok=True)
     names, slots = [host.name for host in hosts], [host.slots for host in hosts]
     run.set_launch(**{**run.launch(), "hosts": names, "slots": slots, "launched": time.time()})
     run.set_status("launching")
+
+
+def _refuse_second(run: Run) -> None:
+    """The launcher of an earlier launch may be gone while agents of other hosts train on."""
+    with open(run.path / "coordinator.lock", "a", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise mistake(
+                str(run.path),
+                "hosts of an earlier launch still train in it",
+                why="a second launch would take the run from under them",
+                fix="make a file called stop in the folder, and wait until they have saved",
+            ) from None
 
 
 class Fleet:

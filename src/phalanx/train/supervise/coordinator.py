@@ -30,6 +30,7 @@ from phalanx.train.supervise.process import die_with
 from phalanx.train.supervise.secret import read_secret
 
 TICK_S = 0.01
+SPEAKS_S = 2.0  # an agent beats four times a second
 PROGRESS_S = 1.0  # between notes of how far the run is
 
 
@@ -52,9 +53,7 @@ def main(arguments: list[str]) -> int:
 def _coordinate(run: Run, address: str) -> int:
     plan = Plan.from_json(run.plan_json.read_text(encoding="utf-8"), where=str(run.plan_json))
     hosts = len(run.launch().get("hosts", ()))
-    listener = Listener(
-        address, 0, read_secret(run.path / "secret"), {"role": "coordinator"}, half_open=max(64, 2 * hosts)
-    )
+    listener = Listener(address, 0, read_secret(run.path / "secret"), _greet, half_open=max(64, 2 * hosts))
     events = EventWriter(run.supervisor, rank=-1)
     hall = Hall(listener)
     started = float(run.launch().get("launched") or 0.0)
@@ -79,6 +78,13 @@ def _coordinate(run: Run, address: str) -> int:
     finally:
         events.close()
         listener.close()
+
+
+def _greet(hello: dict[str, Any]) -> dict[str, Any]:
+    """Only agents belong here: a copy on its way to a vault may knock at a port that was its buddy's."""
+    if hello.get("role") != "agent" or not isinstance(hello.get("time"), int | float):
+        raise Refused(f"a {hello.get('role')!r} has no business with the coordinator")
+    return {"role": "coordinator"}
 
 
 def read_memory(run: Run, *, since_s: float) -> Memory:
@@ -107,30 +113,47 @@ class Hall:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._channels: dict[str, Channel] = {}
+        self._heard_s: dict[str, float] = {}
 
     def take(self, timeout_s: float) -> list[tuple[str, dict[str, Any]]]:
         """What was said within `timeout_s`; an agent that came or went is told as `joined` and `gone`."""
         heard: list[tuple[str, dict[str, Any]]] = []
         ready = self._selector.select(timeout_s)
-        heard += [self._admit(channel) for channel in self._listener.pump()]  # every turn: it drops who is late
+        heard += [
+            one for channel in self._listener.pump() for one in self._admit(channel)
+        ]  # every turn: it drops who is late
         for key, _ in ready:
             if key.fileobj is not self._listener:
                 heard += self._listen(key.data, key.fileobj)  # type: ignore[arg-type]
         return heard
 
-    def _admit(self, channel: Channel) -> tuple[str, dict[str, Any]]:
+    def _admit(self, channel: Channel) -> list[tuple[str, dict[str, Any]]]:
         host = str(channel.peer.get("host", ""))[:200]
+        if self._is_taken(host, channel):
+            with suppress(Closed, OSError, TimeoutError):
+                channel.send({"kind": "taken"})
+            channel.close()
+            return []
         if host in self._channels:
             self._drop(host)
         self._channels[host] = channel
+        self._heard_s[host] = time.monotonic()
         self._selector.register(channel, selectors.EVENT_READ, host)
-        return host, {"kind": "joined", "hello": channel.peer}
+        return [(host, {"kind": "joined", "hello": channel.peer})]
+
+    def _is_taken(self, host: str, channel: Channel) -> bool:
+        """Whether another agent of that name is there and speaks: two would drive each other out for ever."""
+        old = self._channels.get(host)
+        other = old is not None and old.peer.get("id") != channel.peer.get("id")
+        return other and time.monotonic() - self._heard_s[host] < SPEAKS_S
 
     def _listen(self, host: str, channel: Channel) -> list[tuple[str, dict[str, Any]]]:
         if self._channels.get(host) is not channel:
             return []
         try:
-            return [(host, message) for message in channel.receive()]
+            messages = channel.receive()
+            self._heard_s[host] = time.monotonic()
+            return [(host, message) for message in messages]
         except (Closed, Refused, OSError):
             self._drop(host)
             return [(host, {"kind": "gone"})]

@@ -162,7 +162,7 @@ class Council:
         host.gone_s = self._clock()
 
     def _hear_up(self, host: Host, message: Message) -> None:
-        host.alive[int(message["slot"])] = int(message["pid"])
+        host.alive |= {int(slot): int(pid) for slot, pid in message["slots"].items()}
 
     def _hear_lost(self, host: Host, message: Message) -> None:
         slot, pid = int(message["slot"]), int(message["pid"])
@@ -210,6 +210,7 @@ class Council:
             return
         if step > self.memory.step:
             self.memory.step, self.progressed = step, True
+            self.memory.at_most = None  # what could not be trusted was left behind
         if step > self.memory.best_step:
             self.memory.best_step, self.memory.failures = step, 0
             self.memory.seat_failures.clear()
@@ -346,7 +347,7 @@ class Council:
             self._end("failed", FAILED, message)
 
     def _all_arrived(self) -> bool:
-        return sum(len(host.alive) for host in self._hosts.values()) >= self._slots
+        return sum(len(host.alive) for host in self._hosts.values()) >= max(self._slots, self.planned.devices)
 
     def _layout_at(self, step: int) -> Layout:
         """What is wanted: the plan, or what a replay prescribes from this step on."""
@@ -577,6 +578,15 @@ class Council:
 
     # ---- forming ---------------------------------------------------------------------------------------------------
 
+    def _fallen(self, before: Formation) -> list[Seat]:
+        """Seats whose process ended: one that only left, or only spoke for all, is as good as before."""
+        seats = [(before.seats[rank], self.memory.pids[rank]) for rank in self._failures]
+        return [seat for seat, pid in seats if self._pid(seat) != pid]
+
+    def _pid(self, seat: Seat) -> int | None:
+        host = self._hosts.get(seat.host)
+        return host.alive.get(seat.slot) if host is not None else None
+
     def _form(self, reason: str, *, first: bool = True) -> bool:
         """Begin the next epoch; False when there is no formation for the seats that live.
 
@@ -592,7 +602,7 @@ class Council:
             policy="auto" if policy == "stop" else policy,
             before=before,
             alive=self._alive(),
-            fallen=[before.seats[rank] for rank in self._failures] if before is not None else (),
+            fallen=self._fallen(before) if before is not None else (),
         )
         if formation is None:
             return False
@@ -641,6 +651,8 @@ class Council:
         }
         first, at_most = formation.seats[0], self.memory.at_most
         saved = [step for step in self.run.saved_steps() if at_most is None or step <= at_most]
+        if choice is not None and max(saved, default=0) > choice.step:
+            choice = None  # copies that could not be renewed for long are older than the disk
         step = choice.step if choice is not None else max(saved, default=0)
         self.memory.went_s = self.memory.went_s or time.time()
         go = {
@@ -656,7 +668,7 @@ class Council:
         }
         source = (choice.epoch, choice.step) if choice is not None else None
         self.memory.lineage = self.memory.lineage.begin(formation.epoch, source=source)
-        self.memory.forming, self.memory.go, self.memory.at_most = False, go, None
+        self.memory.forming, self.memory.go = False, go
         self.memory.step, self.memory.best_step = step, max(step, self.memory.best_step)
         self._step_s, self._stepped_s = 0.0, self._clock()
         self._save(self.memory)

@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Collection
 from contextlib import suppress
 
 
-def sockets() -> set[int]:
-    """Descriptors of this process that are sockets."""
-    found = set()
+def sockets() -> dict[str, int]:
+    """The sockets of this process, each by a name that no other has while this one lives, with its descriptor."""
+    found = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the descriptor of the listing itself is gone by now
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                found.add(int(name))
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:"):
+                found[target] = int(name)
     return found
 
 
-def cut(descriptors: set[int]) -> int:
-    """Shut those of the descriptors that are connected network sockets; returns how many."""
+def cut(kept: Collection[str]) -> int:
+    """Shut every connected network socket but those kept; returns how many."""
     count = 0
-    for descriptor in descriptors:
+    for name, descriptor in sockets().items():
+        if name in kept:
+            continue
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
             if one.family in (socket.AF_INET, socket.AF_INET6):
                 one.getpeername()

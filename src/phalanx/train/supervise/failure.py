@@ -9,6 +9,7 @@ import platform
 import re
 import signal
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -75,6 +76,7 @@ def failure_of(rank: int, error: BaseException, *, step: int) -> Failure:
         module=type(error).__module__,
         message=str(error)[:MOST_MESSAGE],
         exit_code=error.exit_code if isinstance(error, PhalanxError) else 3,
+        stack="".join(traceback.format_exception(error))[-MOST_MESSAGE:],
     )
 
 

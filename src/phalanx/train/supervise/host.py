@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -43,6 +44,9 @@ LOST_S = 60.0  # without a coordinator, and without becoming one, after which an
 DEAF_S = 10.0  # a coordinator that says nothing for so long is replaced; starting one may take seconds
 GOODBYE_S = 2.0  # for the coordinator to write down how it ended
 STOPPED = 130  # the exit code of who was asked to end: 128 + SIGINT
+MOST_GUESTS = 64  # ranks of another host that may keep a copy here; an empty place costs three descriptors
+WRONG_CALL = 2
+HAND_S = 0.5  # for a rank to take an order
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 REFORK_S, MOST_REFORK_S = 0.0, 5.0  # pause before a slot gets another process, doubled while they die young
 YOUNG_S = 2.0
@@ -76,8 +80,9 @@ class HostAgent:
         launch, job = run.launch(), run.plan()["job"]
         self._order = [str(name) for name in launch.get("hosts", ())] or [host]
         self._dead_after_s = float(job["fault"]["dead_after_s"])
+        self._id = secrets.token_hex(8)  # tells this agent from another of the same name
         self._problems: list[str] = []  # what the preflight found
-        self.vault = Vault(slots, guests=max([slots, *map(int, launch.get("slots", ()))]))
+        self.vault = Vault(slots, guests=max(slots, min(int(launch["world"]), MOST_GUESTS)))
         self.board = Board(slots)
         self._secret = read_secret(run.path / "secret")
         self._slots = [Slot(number=number) for number in range(slots)]
@@ -108,7 +113,6 @@ class HostAgent:
     def serve(self, work: Work) -> int:
         """Keep the slots until the coordinator says that the run is over; its exit code."""
         self._work = work
-        failing.clear(self.run)
         try:
             while self._over is None:
                 self._tick()
@@ -162,10 +166,11 @@ class HostAgent:
         hello = {
             "role": "agent",
             "host": self.host,
+            "id": self._id,
             "address": self.address,
             "epoch": self._epoch,
             "time": time.time(),
-            "problems": self._problems,
+            "problems": [text[:500] for text in self._problems[:4]],  # a hello is short
         }
         try:
             self._channel = connect(where, self._secret, hello, timeout_s=2.0, bind="")
@@ -235,6 +240,9 @@ class HostAgent:
         elif kind == "go" and int(message["epoch"]) == self._epoch > self._went:
             self._went = self._epoch
             self._pass_on(message)
+        elif kind == "taken":
+            print(f"another agent is host {self.host} of this run: give --host NAME", file=sys.stderr, flush=True)
+            self._over = WRONG_CALL
         elif kind == "stop":
             self.board.ask_to_stop()
         elif kind == "reform":
@@ -267,7 +275,7 @@ class HostAgent:
 
     def _hand(self, slot: Slot, message: Message) -> None:
         if slot.line is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # a stopped process does not read; it will be ended for its silence
                 slot.line.sendall(json.dumps(message).encode() + b"\n")
 
     def _say(self, kind: str, **fields: Any) -> None:
@@ -327,19 +335,21 @@ class HostAgent:
     def _fill(self) -> None:
         """Every slot has a process; one that died young waits a little longer for the next."""
         now = time.monotonic()
-        for slot in self._slots:
-            if slot.pid == 0 and now >= slot.fork_at_s:
-                self._fork(slot)
+        empty = [slot for slot in self._slots if slot.pid == 0 and now >= slot.fork_at_s]
+        for slot in empty:
+            self._fork(slot)
+        if empty:  # in one message: nobody forms with half of them
+            self._say("up", slots={slot.number: slot.pid for slot in empty})
 
     def _fork(self, slot: Slot) -> None:
         assert self._work is not None
         slot.pid, slot.line = fork_rank(
             self._work, run=self.run, slot=slot.number, board=self.board, forget=self._forget
         )
+        slot.line.settimeout(HAND_S)
         slot.pending, slot.forked_s, slot.killed = b"", time.monotonic(), None
         slot.rank, slot.ready, slot.left = -1, None, None
         self._selector.register(slot.line, selectors.EVENT_READ, slot)
-        self._say("up", slot=slot.number, pid=slot.pid)
 
     def _forget(self) -> None:
         """In the child: what is the agent's alone."""

@@ -19,7 +19,10 @@ def interface_of(address: str) -> str | None:
     """
     if ":" in address:
         return _interface_of_6(socket.inet_pton(socket.AF_INET6, address).hex())
-    wanted = socket.inet_aton(socket.gethostbyname(address))
+    try:
+        wanted = socket.inet_aton(socket.gethostbyname(address))
+    except OSError:  # no such name; whoever binds the address says so
+        return None
     if wanted[0] == 127:
         return "lo"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:

@@ -32,7 +32,7 @@ class Link:
         self._lock = threading.Lock()
         self._epoch = 0  # of the formation this rank is in
         self._newest = 0  # epoch of the newest form that has arrived
-        self._kept: set[int] = set()
+        self._kept: frozenset[str] = frozenset()
         self._ended = False
         self.step = NO_STEP  # the last one this rank told of
         self.may_beat: Callable[[], bool] = lambda: True  # drills silence a rank that lives
@@ -50,7 +50,7 @@ class Link:
 
     def enter(self, epoch: int) -> None:
         """Sockets opened from now on belong to this epoch, and are cut when it ends; raises when it has already."""
-        self._kept = sockets()
+        self._kept = frozenset(sockets())
         with self._lock:
             self._epoch = epoch
             if self._newest > epoch:
@@ -60,7 +60,7 @@ class Link:
         """Cut what the epoch opened; peers that still wait for this rank wake up."""
         with self._lock:
             self._epoch = 0
-            cut(sockets() - self._kept)
+            cut(self._kept)
 
     def go(self, epoch: int) -> Message:
         """Wait for the word to go for `epoch`; raises Interrupted when a newer formation comes instead."""
@@ -118,7 +118,7 @@ class Link:
         """Out of a formation that is over; again and again, because the training may be opening more sockets."""
         with self._lock:
             if 0 < self._epoch < self._newest:
-                cut(sockets() - self._kept)
+                cut(self._kept)
 
     def _end(self) -> None:
         self._ended = True
