@@ -21,7 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Join and stay until the run is over."""
     from phalanx.record.run import open_run
-    from phalanx.train.supervise.client import AGENT, address_of, share_of
+    from phalanx.train.supervise.client import AGENT, ENDED, address_of, share_of
     from phalanx.train.supervise.prepare import need_torch
 
     need_torch()
@@ -33,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
             why="agents prove with it that they belong to the run",
             fix="phalanx train JOB --join N on the first host, then this on the others",
         )
+    if made.status().get("state") in ENDED:
+        raise mistake(args.run, f"is over: {made.status()['state']}", fix=f"phalanx train --resume {made.path}")
     slots = args.slots if args.slots is not None else share_of(made)
     if slots < 1:
         raise mistake("phalanx agent", f"--slots {slots} is below 1", fix="use 1 or more")

@@ -73,6 +73,10 @@ class Follower:
                 remarks.append(f"step {int(event.get('step') or 0):,}: fell: {tell(event)}")
             elif event["event"] == "epoch" and event.get("reason") != "start":
                 remarks.append(f"epoch {event.get('epoch')}: going on with {event.get('world')} ranks")
+            elif event["event"] == "coordinator":
+                remarks.append("the coordinator fell, and another took over; no rank noticed")
+            elif event["event"] == "host" and event.get("state") == "joined" and int(event.get("epoch") or 0):
+                remarks.append(f"{event.get('host')} is there")
             elif event["event"] == "quarantine":
                 slot = f" slot {event['slot']}" if isinstance(event.get("slot"), int) else ""
                 remarks.append(f"{event.get('host')}{slot} takes no part any more: {event.get('reason')}")

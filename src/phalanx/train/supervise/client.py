@@ -51,10 +51,15 @@ class HostSpec:
 
 
 def local_hosts(ranks: int, *, hosts: int = 1, spares: int = 0) -> tuple[HostSpec, ...]:
-    """This machine as so many hosts; spares go to the last of them."""
+    """This machine as so many hosts; spares are dealt out from the last on, so that one host takes few along.
+
+    >>> [host.slots for host in local_hosts(4, hosts=2, spares=3)]
+    [3, 4]
+    """
     share, more = divmod(ranks, hosts)
     counts = [share + (number < more) for number in range(hosts)]
-    counts[-1] += spares
+    for number in range(spares):
+        counts[-1 - number % hosts] += 1
     return tuple(HostSpec(name=f"host-{number}", slots=count) for number, count in enumerate(counts))
 
 

@@ -334,6 +334,8 @@ class HostAgent:
 
     def _fill(self) -> None:
         """Every slot has a process; one that died young waits a little longer for the next."""
+        if self.wishes.count and not self._epoch:
+            return  # asked to stop before anything began: with a process here the coordinator might still begin
         now = time.monotonic()
         empty = [slot for slot in self._slots if slot.pid == 0 and now >= slot.fork_at_s]
         for slot in empty:
