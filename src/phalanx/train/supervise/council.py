@@ -84,6 +84,8 @@ class Council:
         self._slots = sum(int(count) for count in launch.get("slots", ()))
         self._formations: list[Message] = list(launch.get("formations", ()))
         self._takes_over = memory.running
+        if memory.running:
+            events.write("coordinator", epoch=memory.epoch, state="took over")
         self._began_s = self._ticked_s = clock()
         self._failures: dict[int, Failure] = {}
         self._told_incident = self._out_of_memory = False

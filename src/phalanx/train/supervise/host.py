@@ -82,7 +82,7 @@ class HostAgent:
         self._dead_after_s = float(job["fault"]["dead_after_s"])
         self._id = secrets.token_hex(8)  # tells this agent from another of the same name
         self._problems: list[str] = []  # what the preflight found
-        self.vault = Vault(slots, guests=max(slots, min(int(launch["world"]), MOST_GUESTS)))
+        self.vault = Vault(slots, guests=max(slots, min(int(launch.get("world", slots)), MOST_GUESTS)))
         self.board = Board(slots)
         self._secret = read_secret(run.path / "secret")
         self._slots = [Slot(number=number) for number in range(slots)]
