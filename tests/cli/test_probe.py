@@ -75,6 +75,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
         cwd=tmp_path,
         env={**os.environ, "TMPDIR": str(scratch)},
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
     assert process.stderr is not None
     for line in process.stderr:
