@@ -879,6 +879,20 @@ def test_those_that_gave_up_waiting_point_at_the_one_that_did_not(stage: Stage) 
     assert (stage.epoch, stage.events("incident")[0]["rank"]) == (2, 2)
 
 
+def test_those_that_gave_up_waiting_for_one_that_waits_too_form_again(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.age_s = TIMEOUT_S
+    agent.phase = Phase.RESTING
+    for slot in (0, 1, 3):
+        agent.left(slot, why="RuntimeError: Timed out waiting 60000ms")
+    stage.pass_time(1.0)
+    agent.say("where", ranks={slot: [True, "all_reduce"] for slot in range(4)})
+    stage.pass_time(1.0)
+    assert "kill" not in agent.kinds()
+    assert (stage.epoch, stage.events("incident")[0]["cause"]["kind"]) == (2, "Left")
+
+
 # ---- another coordinator ---------------------------------------------------------------------------------------------
 
 

@@ -7,8 +7,8 @@ waiting (for hosts), forming (asked its members, not all have answered), running
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from phalanx.plan.layout import Layout
@@ -20,6 +20,7 @@ from phalanx.train.supervise.board import NO_STEP, Phase
 from phalanx.train.supervise.failure import Failure
 from phalanx.train.supervise.fence import begin_epoch, current_epoch
 from phalanx.train.supervise.formation import Formation, Seat
+from phalanx.train.supervise.hosts import Host, culprit, is_still, seated
 from phalanx.train.supervise.membership import next_formation
 from phalanx.train.supervise.memory import Memory, Message
 from phalanx.train.supervise.preflight import check_skew, clock_skew_s
@@ -39,22 +40,6 @@ ANSWER_S = 2.0  # for agents to say where their ranks are, and to end one
 BACK_OFF_S, MOST_BACK_OFF_S = 0.5, 10.0
 STOPPED, FAILED = 130, 3
 MARGIN_S = 10.0  # collectives give up after train.timeout_s themselves, and say more about it than we can
-
-
-@dataclass(kw_only=True, slots=True)
-class Host:
-    """An agent, as the council sees it."""
-
-    name: str
-    address: str
-    heard_s: float
-    told: bool = False  # what its slots hold
-    gone_s: float | None = None  # when it hung up
-    alive: dict[int, int] = field(default_factory=dict)  # slot -> process
-    progress: dict[int, tuple[int, int, float]] = field(default_factory=dict)  # slot -> step, phase, age in seconds
-    problems: tuple[str, ...] = ()  # what its preflight found; it takes no part
-    ready: Message | None = None
-    where: dict[int, tuple[bool, str]] | None = None  # slot -> waits for others, place
 
 
 class Council:
@@ -463,7 +448,7 @@ class Council:
             return True
         stuck = {
             (host.name, slot)
-            for host, slot in self._seated(formation)
+            for host, slot in seated(self._hosts, formation)
             if self._rank(host, slot) not in self._left and self._age_s(host, slot) > self.job.fault.dead_after_s
         }
         if not stuck:
@@ -474,10 +459,10 @@ class Council:
         if not self._has_answers(formation):
             return True
         self._asked_s = None
-        culprit = self._culprit(formation, stuck)
-        if culprit is not None:
-            self._kill(*culprit)
-        return culprit is not None
+        found = culprit(self._hosts, formation, stuck)
+        if found is not None:
+            self._kill(*found)
+        return found is not None
 
     def _astray(self, message: Message) -> None:
         """All ranks agree that the state is not to be trusted: go on from before it, without those to blame."""
@@ -533,42 +518,23 @@ class Council:
         return all(host.where is not None for host in asked) or self._clock() - self._asked_s > ANSWER_S
 
     def _is_stuck(self, formation: Formation) -> bool:
-        ages = [host.progress[slot] for host, slot in self._seated(formation) if slot in host.progress]
-        if len(ages) < formation.world:
-            return False
-        return all(age > self._patience_s(phase) for _, phase, age in ages)
+        return is_still(self._hosts, formation, self._patience_s)
 
     def _patience_s(self, phase: int) -> float:
         if phase == Phase.TRAINING:
             return self.job.fault.dead_after_s + 3 * self._step_s
         return self.job.train.timeout_s + MARGIN_S
 
-    def _seated(self, formation: Formation) -> Iterator[tuple[Host, int]]:
-        for seat in formation.seats:
-            if seat.host in self._hosts:
-                yield self._hosts[seat.host], seat.slot
-
     def _age_s(self, host: Host, slot: int) -> float:
         return host.progress[slot][2] if slot in host.progress else 0.0
 
     def _blame(self, formation: Formation) -> None:
-        culprit = self._culprit(formation, {(host.name, slot) for host, slot in self._seated(formation)})
-        if culprit is not None:
-            self._kill(*culprit)
+        found = culprit(self._hosts, formation, {(host.name, slot) for host, slot in seated(self._hosts, formation)})
+        if found is not None:
+            self._kill(*found)
             return
         text = "every rank waits for another, and none moves"
         self._fail(0, Failure(rank=0, step=self.memory.step, at_s=time.time(), kind="Deadlock", message=text))
-
-    def _culprit(self, formation: Formation, among: set[tuple[str, int]]) -> tuple[Host, int, str] | None:
-        """The one of some seats that waits for nobody and came least far; its host, slot and place."""
-        found = [
-            (host.progress[slot][0], formation.seats.index(Seat(host.name, slot)), host, slot, host.where[slot][1])
-            for host, slot in self._seated(formation)
-            if (host.name, slot) in among and slot in host.progress and host.where and slot in host.where
-            if not host.where[slot][0]
-        ]
-        _, _, host, slot, place = min(found, key=lambda one: one[:2], default=(0, 0, None, 0, ""))
-        return (host, slot, place) if host is not None else None
 
     def _kill(self, host: Host, slot: int, place: str) -> None:
         self._killed_s = self._clock()
