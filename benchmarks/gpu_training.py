@@ -1,6 +1,6 @@
 """Training speed on one GPU: Phalanx's engine beside eager `transformers`, same shape, batch and optimizer.
 
-    python benchmarks/gpu_training.py [--vocab 32000] [--steps 8] [--variants ours,eager,fp8]
+    python benchmarks/gpu_training.py [--vocab 32000] [--steps 8] [--variants ours,eager,fp8] [--micro-tokens 65536]
 
 The shape is a 1.1B Llama: 16 layers, 2048 wide, MLP 8192, 32 heads, 8 key/value heads. MFU counts 6 × the
 parameters without the input embedding, plus causal attention (half the scores), over 989 TFLOP/s (H200, dense bf16).
@@ -27,7 +27,7 @@ from phalanx.train.settings import Settings
 
 PEAK_FLOPS = 989e12
 BATCH_TOKENS = 65536
-MICRO_TOKENS = 32768
+MICRO_TOKENS = 32768  # eager takes 101 GB with it, and does not fit with twice as many
 
 
 def shape_of(vocab: int) -> ModelShape:
@@ -55,8 +55,8 @@ def timed(step: Callable[[], object], steps: int) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def ours(shape: ModelShape, sequence: int, *, steps: int, compute: str, compiled: bool) -> float:
-    micro, batch = MICRO_TOKENS // sequence, BATCH_TOKENS // sequence
+def ours(shape: ModelShape, sequence: int, *, steps: int, compute: str, compiled: bool, micro_tokens: int) -> float:
+    micro, batch = micro_tokens // sequence, BATCH_TOKENS // sequence
     layout = Layout(
         data=1, shard=1, tensor=1, context=1, pipeline=1, virtual_pipeline=1, expert=1, zero=0, sequence_parallel=False,
         micro_batch=micro, accumulation=batch // micro, recompute="none", precision=compute, schedule="1f1b",
@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--variants", default="eager,ours")
+    parser.add_argument("--micro-tokens", type=int, default=MICRO_TOKENS, help="of Phalanx; eager keeps 32,768")
     args = parser.parse_args()
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with tempfile.TemporaryDirectory() as folder:
@@ -117,16 +118,18 @@ def main() -> None:
             for sequence in args.sequence:
                 base = None
                 for variant in args.variants.split(","):
-                    base = measure(variant, shape_of(vocab), sequence, args.steps, base)
+                    base = measure(variant, shape_of(vocab), sequence, args.steps, base, args.micro_tokens)
         dist.destroy_process_group()
 
 
-def measure(variant: str, shape: ModelShape, sequence: int, steps: int, base: float | None) -> float | None:
+def measure(
+    variant: str, shape: ModelShape, sequence: int, steps: int, base: float | None, micro_tokens: int
+) -> float | None:
     kinds: dict[str, Callable[[], float]] = {
         "eager": lambda: eager(shape, sequence, steps=steps),
-        "ours": lambda: ours(shape, sequence, steps=steps, compute="bf16", compiled=True),
-        "plain": lambda: ours(shape, sequence, steps=steps, compute="bf16", compiled=False),
-        "fp8": lambda: ours(shape, sequence, steps=steps, compute="fp8", compiled=True),
+        "ours": lambda: ours(shape, sequence, steps=steps, compute="bf16", compiled=True, micro_tokens=micro_tokens),
+        "plain": lambda: ours(shape, sequence, steps=steps, compute="bf16", compiled=False, micro_tokens=micro_tokens),
+        "fp8": lambda: ours(shape, sequence, steps=steps, compute="fp8", compiled=True, micro_tokens=micro_tokens),
     }
     gc.collect()
     torch.cuda.empty_cache()

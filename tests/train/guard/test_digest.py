@@ -94,3 +94,12 @@ def test_the_formula() -> None:
     assert int(fold(tensor)) % 2**64 == wanted
     assert all(w % 2 for w in weights)
     assert len(np.unique(digests._weights(torch.device("cpu")).numpy())) == 4096
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("count", SIZES[1:])
+def test_a_gpu_gives_the_same_digest(count: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        tensor = numbers(count, dtype)
+        assert digest_pieces([piece(tensor.cuda())]) == digest_pieces([piece(tensor)])
