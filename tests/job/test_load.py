@@ -103,7 +103,7 @@ pue = 1.1
     assert (job.fault.spares, job.fault.failures_per_host_day) == (2, 0.01)
     assert (job.telemetry.listen, job.cost.pue, job.cluster.target) == ("[::1]:9090", 1.1, "c.toml")
     dumped = to_dict(job)
-    kept = {"path": "checkpoints", "interval_s": 600.0, "keep": 3, "async": False, "memory_every": 1}
+    kept = {"path": "checkpoints", "interval_s": 600.0, "keep": 3, "async": False, "memory_every": "auto"}
     assert dumped["checkpoint"] == kept
 
 

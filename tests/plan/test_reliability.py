@@ -7,7 +7,7 @@ from phalanx.job.schema import Checkpoint, Fault
 from phalanx.plan.reliability import daly, effective_time, overhead, reliability, spares
 
 
-def predict(spec="8xH100:2048", state_bytes=5.7e12, checkpoint=None, **fault):
+def predict(spec="8xH100:2048", state_bytes=5.7e12, checkpoint=None, step_s=5.0, **fault):
     cluster = resolve(spec)
     return reliability(
         cluster,
@@ -15,6 +15,7 @@ def predict(spec="8xH100:2048", state_bytes=5.7e12, checkpoint=None, **fault):
         fault=Fault(**fault),
         state_bytes=state_bytes,
         devices=cluster.devices,
+        step_s=step_s,
     )
 
 
@@ -91,3 +92,12 @@ def test_hopeless_is_zero_not_negative():
 def test_checkpoints_cost_time_also_without_failures():
     assert effective_time(1.0, 1.0, math.inf, lost_s=100.0) == 0.5
     assert effective_time(1.0, math.inf, math.inf, lost_s=100.0) == 1.0
+
+
+def test_copies_in_memory_cost_at_most_a_hundredth():
+    """25 GB/s over the bus: a rank with 6 GB is held up for 0.24 s, which is 1 % of 60 steps of 0.4 s."""
+    big = {"spec": "8xH100:1", "state_bytes": 48e9, "step_s": 0.4}
+    assert predict(**big).memory_every == 60
+    assert predict(spec="8xH100:1", state_bytes=48e9, step_s=30.0).memory_every == 1
+    assert predict(**big, checkpoint=Checkpoint(memory_every=7)).memory_every == 7
+    assert predict(**big, checkpoint=Checkpoint(memory_every=0)).memory_every == 0

@@ -186,9 +186,14 @@ class Checkpoint:
     )
     keep: int = field(default=3, metadata=count("newest checkpoints kept", most=10**6))
     asynchronous: bool = field(default=True, metadata=flag("write while training goes on", key="async"))
-    memory_every: int = field(
-        default=1,
-        metadata=count("steps between copies in host memory, from which a lost rank is restored; 0 is never", least=0),
+    memory_every: int | Auto = field(
+        default=AUTO,
+        metadata=count(
+            "steps between copies in host memory, from which a lost rank is restored; 0 is never, "
+            '"auto" as often as costs at most 1 %',
+            least=0,
+            auto=True,
+        ),
     )
 
 
@@ -238,7 +243,15 @@ class Fault:
 class Telemetry:
     """What a run tells while it goes."""
 
-    interval_s: float = field(default=10.0, metadata=number("seconds between samples", above=True, most=MOST_SECONDS))
+    interval_s: float = field(
+        default=10.0, metadata=number("seconds between samples of each rank's device", above=True, most=MOST_SECONDS)
+    )
+    peers_every_s: float = field(
+        default=30.0, metadata=number("seconds between reports of peer latency; 0 is never", most=MOST_SECONDS)
+    )
+    timeline_every: int = field(
+        default=200, metadata=count("steps between two whose timeline is recorded; 0 is never", least=0)
+    )
     prometheus: bool = field(default=False, metadata=flag("serve /metrics"))
     listen: str = field(
         default="127.0.0.1:0",

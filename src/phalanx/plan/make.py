@@ -89,7 +89,12 @@ def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: Calibrat
     prediction, memory = predict(ask, layout)
     state = checkpoint_bytes(ask, layout)
     trouble = reliability(
-        cluster, checkpoint=job.checkpoint, fault=job.fault, state_bytes=state, devices=layout.devices
+        cluster,
+        checkpoint=job.checkpoint,
+        fault=job.fault,
+        state_bytes=state,
+        devices=layout.devices,
+        step_s=prediction.step_s,
     )
     if trouble.effective_time <= 0:
         raise _never(ask, trouble)

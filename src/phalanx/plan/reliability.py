@@ -23,6 +23,9 @@ ASYNC_FLOOR_S = 0.5
 DISK_BYTES_PER_S = 1e9
 # A failed host comes back after a day: our own choice, no published anchor.
 REPAIR_S = DAY_S
+# Host memory is copied at 6 to 7 GB/s by one core (benchmarks/2026-11-15-vault.md).
+HOST_COPY_BYTES_PER_S = 6e9
+MEMORY_SHARE = 0.01  # of the time, that copies of the state in host memory may cost: our own choice
 SPARE_CONFIDENCE = 0.99  # ByteRobust (arXiv 2509.16293) keeps the 99th percentile of simultaneous failures
 
 
@@ -40,13 +43,14 @@ class Reliability:
     optimal_interval_s: float
     interval_s: float
     interval_costs: tuple[tuple[float, float], ...]
+    memory_every: int = 1  # steps between copies in host memory; 0 is never
     lost_s: float  # per failure, beside work redone: detection, restart, and the save that was not yet on disk
     effective_time: float  # share of wall-clock time that trains
     spares: int
 
 
 def reliability(
-    cluster: Cluster, *, checkpoint: Checkpoint, fault: Fault, state_bytes: float, devices: int
+    cluster: Cluster, *, checkpoint: Checkpoint, fault: Fault, state_bytes: float, devices: int, step_s: float
 ) -> Reliability:
     """Everything about failures for `devices` devices holding `state_bytes` of checkpointed state in all."""
     hosts = max(1, math.ceil(devices / cluster.host_devices))
@@ -72,10 +76,22 @@ def reliability(
         optimal_interval_s=best_s,
         interval_s=interval_s,
         interval_costs=costs,
+        memory_every=(
+            _memory_every(cluster, state_bytes / devices, step_s)
+            if checkpoint.memory_every == "auto"
+            else checkpoint.memory_every
+        ),
         lost_s=lost_s,
         effective_time=effective_time(blocking_s, interval_s, mtbf_s, lost_s=lost_s),
         spares=spares(hosts, -math.expm1(-rate * REPAIR_S / DAY_S)) if fault.spares == "auto" else int(fault.spares),
     )
+
+
+def _memory_every(cluster: Cluster, rank_bytes: float, step_s: float) -> int:
+    """The least number of steps between copies in host memory that keeps them within their share of the time."""
+    on_cpu = cluster.accelerator.family == "cpu"
+    copy_s = rank_bytes / (HOST_COPY_BYTES_PER_S if on_cpu else HOST_LINK_BYTES_PER_S)
+    return max(1, math.ceil(copy_s / (MEMORY_SHARE * step_s)))
 
 
 def daly(blocking_s: float, mtbf_s: float) -> float:

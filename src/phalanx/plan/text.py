@@ -216,10 +216,16 @@ def _failures(plan: Plan) -> list[str]:
         f"({r.failures_per_host_day:.2g} per host and day): one every {format_seconds(r.mtbf_s)}",
         f"checkpoint every {format_seconds(r.interval_s)}{chosen}: {format_bytes(r.checkpoint_bytes)}, training waits "
         f"{format_seconds(r.blocking_s)}, safe after {format_seconds(r.persist_s)}",
+        *([_in_memory(r.memory_every, plan.prediction.step_s)] if r.memory_every else []),
         f"time lost at multiples of the optimum: {costs}",
         f"effective training time {r.effective_time:.1%}; {_plural(r.spares, 'spare host')} (99% of days)",
     ]
     return [part for line in lines for part in _wrap(line)]
+
+
+def _in_memory(every: int, step_s: float) -> str:
+    steps = "every step" if every == 1 else f"every {every:,} steps ({format_seconds(every * step_s)})"
+    return f"a copy in host memory {steps}, from which a lost rank is restored"
 
 
 def _bill(plan: Plan) -> list[str]:

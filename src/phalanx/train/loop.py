@@ -158,7 +158,7 @@ class Loop:
 
     def _hold(self, step: int) -> None:
         """Copy the state to host memory: what a lost rank is restored from."""
-        every = self.job.checkpoint.memory_every
+        every = self.plan.reliability.memory_every
         if self.orders.keeper is None or not every or (step % every and step not in self.orders.leaves_at):
             return
         skipped = self.orders.keeper.skipped

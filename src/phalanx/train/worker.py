@@ -152,7 +152,7 @@ class Rank:
             )
 
     def _vault_port(self, epoch: int) -> int:
-        if not self.plan.job.checkpoint.memory_every:
+        if not self.plan.reliability.memory_every:
             return 0
         if self._server is None:
             self._server = VaultServer(self.vault, secret=self._secret, address=self.address, host=self.host)
@@ -160,7 +160,7 @@ class Rank:
         return self._server.port
 
     def _keeper(self, formation: Formation, rank: int, go: Mapping[str, Any]) -> Keeper | None:
-        if not self.plan.job.checkpoint.memory_every:
+        if not self.plan.reliability.memory_every:
             return None
         hosts = {number: seat.host for number, seat in enumerate(formation.seats)}
         buddy = buddy_of(rank, hosts)

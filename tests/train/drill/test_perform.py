@@ -17,11 +17,9 @@ Story = Any
 
 def plan(*, memory_every: int) -> Any:
     return SimpleNamespace(
-        job=SimpleNamespace(
-            checkpoint=SimpleNamespace(memory_every=memory_every), fault=SimpleNamespace(detect_s=1.0, restart_s=2.0)
-        ),
+        job=SimpleNamespace(fault=SimpleNamespace(detect_s=1.0, restart_s=2.0)),
         prediction=SimpleNamespace(step_s=0.4),
-        reliability=SimpleNamespace(interval_s=50.0, blocking_s=0.5),
+        reliability=SimpleNamespace(interval_s=50.0, blocking_s=0.5, memory_every=memory_every),
     )
 
 

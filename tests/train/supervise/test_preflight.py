@@ -66,9 +66,12 @@ def gpu(index: int, *, memory_bytes: int = 80 * 10**9, nvlinks: int = 18, rate: 
 
 
 def with_state(plan: Plan, *, checkpoint_bytes: float, hosts: int = 1, memory_every: int = 1) -> Plan:
-    reliability = replace(plan.reliability, checkpoint_bytes=checkpoint_bytes, hosts=hosts)
-    checkpoint = replace(plan.job.checkpoint, memory_every=memory_every)
-    return replace(plan, reliability=reliability, job=replace(plan.job, checkpoint=checkpoint))
+    return replace(
+        plan,
+        reliability=replace(
+            plan.reliability, checkpoint_bytes=checkpoint_bytes, hosts=hosts, memory_every=memory_every
+        ),
+    )
 
 
 def test_this_machine_is_fit(cpu_plan: Plan, tmp_path: Path) -> None:

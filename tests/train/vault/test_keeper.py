@@ -183,16 +183,12 @@ def test_meta_that_is_no_json_is_an_error_of_the_next_put(kit, vault):
     keeper.close()
 
 
-def test_what_comes_through_pinned_memory_is_the_same(kit, vault, monkeypatch):
-    """The way of a GPU's tensors, taken by those of the host."""
-    for module in ("keeper", "snapshot"):
-        monkeypatch.setattr(f"phalanx.train.vault.{module}.is_staged", lambda piece: True)
-    keepers = [kit.keeper(vault, rank, 2) for rank in range(2)]
+def test_several_threads_sum_up_the_same(kit, vault, monkeypatch):
+    monkeypatch.setattr("torch.get_num_threads", lambda: 8)
+    keeper = kit.keeper(vault, 0, 1)
     for step in (1, 2, 3):
-        for keeper, pieces in zip(keepers, kit.cut(kit.state(step), 2), strict=True):
-            keeper.put(step, pieces, {}, held=-1)
-    for keeper in keepers:
-        keeper.close()
+        keeper.put(step, kit.cut(kit.state(step), 1)[0], {}, held=-1)
+    keeper.close()
     for choice in choices({"here": vault.held()}):
         load_all(kit, kit.source(vault, choice=choice), kit.state(choice.step), 3)
     assert {one.step for one in vault.held()} == {1, 2, 3}

@@ -229,8 +229,8 @@ def _numbers(plan: Plan, run: Run, history: History, found: Sequence[Outcome]) -
 
 def _planned(plan: Plan, *, mtbf_s: float) -> float:
     """What the plan's own figures give at the drill's rate of failures; with copies in memory only a step is redone."""
-    memory_every, figures = plan.job.checkpoint.memory_every, plan.reliability
-    redone_s = (memory_every * plan.prediction.step_s if memory_every else figures.interval_s) / 2
+    figures = plan.reliability
+    redone_s = (figures.memory_every * plan.prediction.step_s if figures.memory_every else figures.interval_s) / 2
     lost_s = plan.job.fault.detect_s + plan.job.fault.restart_s + redone_s
     return max(0.0, 1 - lost_s / mtbf_s) / (1 + figures.blocking_s / figures.interval_s)
 

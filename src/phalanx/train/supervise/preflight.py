@@ -123,7 +123,7 @@ def check_memory(plan: Plan, slots: int, free_bytes: float, *, host: str) -> Ite
 
 def copies_per_rank(plan: Plan) -> int:
     """How many times the memory tier holds a rank's state on its host: its own, and as a guest that of another host."""
-    if not plan.job.checkpoint.memory_every:
+    if not plan.reliability.memory_every:
         return 0
     return GENERATIONS * (2 if plan.reliability.hosts > 1 else 1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -36,13 +37,16 @@ class Contents:
         last = self.entries[-1] if self.entries else None
         return DATA_AT if last is None else last.offset + last.size_bytes
 
-    def summed(self, view: memoryview) -> Contents:
+    def summed(self, view: memoryview, *, threads: int = 1) -> Contents:
         """The same with the checksums of what lies in `view`."""
-        entries = tuple(
-            replace(entry, sha256=checksum(view[entry.offset : entry.offset + entry.size_bytes]))
-            for entry in self.entries
-        )
-        return replace(self, entries=entries)
+
+        def total(entry: Entry) -> Entry:
+            return replace(entry, sha256=checksum(view[entry.offset : entry.offset + entry.size_bytes]))
+
+        if threads == 1:
+            return replace(self, entries=tuple(map(total, self.entries)))
+        with ThreadPoolExecutor(threads) as pool:  # zlib lets other threads run
+            return replace(self, entries=tuple(pool.map(total, self.entries)))
 
 
 def checksum(data: memoryview) -> str:

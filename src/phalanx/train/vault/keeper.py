@@ -11,7 +11,7 @@ from phalanx.train.parallel.pieces import Piece
 from phalanx.train.vault.generations import Needs, next_free, next_sequence
 from phalanx.train.vault.replica import BuddyAddress, Replica
 from phalanx.train.vault.segment import Segment
-from phalanx.train.vault.snapshot import Draft, Staging, is_staged, seal, take
+from phalanx.train.vault.snapshot import Draft, seal, take
 from phalanx.train.vault.vault import GENERATIONS, Vault
 from phalanx.train.vault.worker import Worker
 
@@ -40,7 +40,6 @@ class Keeper:
         self._rank, self._world, self._epoch, self._restored = rank, world, epoch, restored
         self._segments = vault.generations("own", slot)
         self._sequence = next_sequence(self._segments)
-        self._staging = Staging()
         self._kept = [] if restored is None else [restored[1]]  # steps that may be needed, the same on all ranks
         self._busy: dict[int, int] = {}  # generation by step, until it counts here and with the buddy
         self._complete = self._safe = -1
@@ -107,10 +106,7 @@ class Keeper:
     def _take(
         self, generation: int, pieces: Sequence[Piece], meta: Mapping[str, Any], rank_meta: Mapping[str, Any]
     ) -> Draft:
-        if any(map(is_staged, pieces)):
-            self._sealer.wait()  # it still reads the pinned memory of the snapshot before
-        segment = self._segments[generation]
-        return take(segment, pieces, rank=self._rank, meta=meta, rank_meta=rank_meta, staging=self._staging)
+        return take(self._segments[generation], pieces, rank=self._rank, meta=meta, rank_meta=rank_meta)
 
     def _seal(self, draft: Draft, step: int, sequence: int, held: int) -> None:
         seal(draft, sequence=sequence, rank=self._rank, world=self._world, epoch=self._epoch, step=step)

@@ -31,6 +31,7 @@ class Segment:
         self._descriptor = _anonymous(name)
         self._claim = threading.Lock()
         self._map: mmap.mmap | None = None
+        self.pinned: memoryview | None = None  # what a GPU may write to directly; held, so that it stays mapped
 
     def header(self) -> Header | None:
         """What a complete snapshot says of itself; None where there is none."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from phalanx.train.checkpoint.jsontext import JSON
-from phalanx.train.checkpoint.shard import owned, raw
+from phalanx.train.checkpoint.shard import owned
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.vault import contents as contents_text
 from phalanx.train.vault.contents import Contents, checksum, lay_out, tensor_at
@@ -18,33 +19,21 @@ from phalanx.train.vault.segment import Segment
 
 # Room for an index: names, shapes and numbers of a box take 150 to 250 bytes; the segment grows if it is not enough.
 ENTRY_BYTES = 256
+MOST_SUMMERS = 4  # threads that sum a snapshot up; a rank on a CPU has one, and shares it with the training
 
 
-class Staging:
-    """Pinned host memory for what comes from a GPU: the copy over the bus is then as fast as the bus."""
+def let_gpu_write(segment: Segment, view: memoryview) -> None:
+    """Pin a segment's memory, so that a GPU's copy into it is as fast as the bus; kept as long as the process lives.
 
-    def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
-
-    def take(self, piece: Piece) -> torch.Tensor:
-        """Start the copy of a piece; it is there after `finish`."""
-        held = self._buffers.get(piece.name)
-        if held is None or held.shape != piece.tensor.shape or held.dtype != piece.tensor.dtype:
-            held = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=piece.tensor.is_cuda)
-            self._buffers[piece.name] = held
-        held.copy_(piece.tensor.detach(), non_blocking=True)
-        return held
-
-    @staticmethod
-    def finish(pieces: Sequence[Piece]) -> None:
-        """Wait for the copies."""
-        for device in {piece.tensor.device for piece in pieces if piece.tensor.is_cuda}:
-            torch.cuda.synchronize(device)
-
-
-def is_staged(piece: Piece) -> bool:
-    """Whether a piece is not in host memory, so that its copy goes through pinned memory."""
-    return piece.tensor.device.type != "cpu"
+    Memory that cannot be pinned is written to all the same, only slower.
+    """
+    if segment.pinned is not None and len(segment.pinned) >= len(view):
+        return
+    segment.pinned = view
+    address = np.frombuffer(view, np.uint8).ctypes.data
+    if torch.cuda.cudart().cudaHostRegister(address, len(view), 0):
+        with suppress(RuntimeError):  # the failure would be told again, by the next kernel that is launched
+            torch.zeros(1, device="cuda")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +42,6 @@ class Draft:
 
     segment: Segment
     contents: Contents
-    staged: tuple[tuple[int, torch.Tensor], ...]  # entries whose bytes still wait in pinned memory
 
 
 @torch.no_grad()
@@ -64,31 +52,26 @@ def take(
     rank: int,
     meta: Mapping[str, JSON],
     rank_meta: Mapping[str, JSON],
-    staging: Staging,
 ) -> Draft:
     """Copy what this rank owns of `pieces`; what the segment held before is gone from the first byte on."""
     mine = owned(pieces)
     contents = lay_out(mine, rank, meta, rank_meta)
     segment.wipe()
     view = segment.reserve(contents.end + ENTRY_BYTES * (len(mine) + 4))
-    staged = []
-    for place, (piece, entry) in enumerate(zip(mine, contents.entries, strict=True)):
-        if is_staged(piece):
-            staged.append((place, staging.take(piece)))
-        else:
-            tensor_at(view, entry).copy_(piece.tensor.detach())
-    staging.finish(mine)
-    return Draft(segment=segment, contents=contents, staged=tuple(staged))
+    devices = {piece.tensor.device for piece in mine if piece.tensor.is_cuda}
+    if devices:
+        let_gpu_write(segment, view)
+    for piece, entry in zip(mine, contents.entries, strict=True):
+        tensor_at(view, entry).copy_(piece.tensor.detach(), non_blocking=piece.tensor.is_cuda)
+    for device in devices:
+        torch.cuda.synchronize(device)
+    return Draft(segment=segment, contents=contents)
 
 
 def seal(draft: Draft, *, sequence: int, rank: int, world: int, epoch: int, step: int) -> Header:
     """Sum everything up, write the index and then the header; from then on the snapshot counts."""
     segment, view = draft.segment, draft.segment.view()
-    for place, tensor in draft.staged:
-        entry = draft.contents.entries[place]
-        # numpy lets other threads run meanwhile; torch would start a second team of threads for this one.
-        np.copyto(np.frombuffer(view, np.uint8, entry.size_bytes, entry.offset), np.frombuffer(raw(tensor), np.uint8))
-    contents = draft.contents.summed(view)
+    contents = draft.contents.summed(view, threads=min(MOST_SUMMERS, torch.get_num_threads()))
     text = contents_text.encode(contents)
     view = segment.reserve(contents.end + len(text))
     view[contents.end : contents.end + len(text)] = text
