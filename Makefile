@@ -3,6 +3,7 @@
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.phalanx-ready
+TOOLS := $(VENV)/.phalanx-packages
 export PYTHON
 JOB   ?= examples/first-run.toml
 
@@ -11,7 +12,7 @@ JOB   ?= examples/first-run.toml
 run: $(STAMP)  ## build a corpus, plan, train a small Llama on four CPU ranks, report
 	$(BIN)/phalanx train $(JOB)
 
-test: $(STAMP)  ## run every test and every doctest
+test: $(STAMP) $(TOOLS)  ## run every test and every doctest
 	$(BIN)/python -m pytest -q
 
 check: $(STAMP)  ## formatter, linter, strict types, layers
@@ -27,6 +28,10 @@ $(STAMP): pyproject.toml .ci/venv
 	@bash .ci/venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,parquet,dev]'
 	@touch $@
+
+# A browser and a Prometheus server for the tests; where they cannot be had, those tests skip.
+$(TOOLS): .ci/packages | $(STAMP)
+	@bash .ci/packages $(VENV)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

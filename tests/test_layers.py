@@ -12,13 +12,13 @@ SOURCE = Path(__file__).parents[1] / "src" / "phalanx"
 
 LAYERS = (
     {"errors", "units"},
-    {"files", "columns"},
+    {"files", "columns", "listen"},
     {"job", "hardware", "record"},
     {"arch", "network"},
     {"plan"},
     {"sim"},
     {"spec", "launch", "scale", "train"},
-    {"web"},
+    {"web", "metrics"},
     {"cli"},
     {"__main__"},
 )
@@ -32,6 +32,11 @@ HOMES = {
     "starlette": "web",
     "uvicorn": "web",
     "pynvml": "hardware",
+    "prometheus_client": "metrics",
+    "opentelemetry": "metrics",
+    "tensorboard": "metrics",
+    "mlflow": "metrics",
+    "wandb": "metrics",
 }
 FORBIDDEN = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 

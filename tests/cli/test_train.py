@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,6 +21,9 @@ from phalanx.train.data.build import Origin, Recipe, build
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import Progress
 from phalanx.train.supervise import client
+
+if TYPE_CHECKING:
+    from phalanx.metrics.prometheus import MetricsServer
 
 FAKE = Path(__file__).parents[1] / "train" / "supervise" / "fake_agent.py"
 JOB = """\
@@ -116,6 +123,23 @@ def test_the_run_folder_is_all_that_is_needed_later(train: Train, here: Path) ->
     found = json.loads(out)
     assert (found["steps"], found["state"], found["evaluation"]["bits_per_byte"]) == (10, "done", 2.0)
     assert main(["calibrate", str(run), "--out", str(here / "c.json")]) == 0
+
+
+def test_metrics_are_served_while_it_trains(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    prometheus = pytest.importorskip("prometheus_client") and import_module("phalanx.metrics.prometheus")
+    seen, stop = [], prometheus.MetricsServer.stop
+
+    def scraped(server: MetricsServer) -> None:
+        with urllib.request.urlopen(server.url, timeout=20) as answer:
+            seen.append((server.url, answer.read().decode()))
+        stop(server)
+
+    monkeypatch.setattr(prometheus.MetricsServer, "stop", scraped)
+    code, _, err = train("job.toml", "--set", "telemetry.prometheus=true")
+    assert code == 0, err
+    ((url, text),) = seen
+    assert f"  metrics: {url}" in err.splitlines()
+    assert re.search(r'train_step\{run="small-.*"\} 10\.0', text)
 
 
 def test_json_alone_on_stdout(train: Train) -> None:

@@ -6,6 +6,8 @@ import errno
 import json
 import math
 import os
+import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.record import events as module
-from phalanx.record.events import EventReader, EventWriter, read_events
+from phalanx.record.events import EventReader, EventWriter, parts, read_events
 
 
 class Clock:
@@ -136,3 +138,112 @@ def test_a_disk_that_stays_full_does_not_fill_the_memory(tmp_path: Path, monkeyp
     assert skipped == 0
     assert len(events) + writer.lost == 100
     assert events[-1]["step"] == 99
+
+
+# ---- rotation --------------------------------------------------------------------------------------------------------
+
+
+def test_a_large_file_is_closed_and_the_next_begins_under_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "events-00000.jsonl"
+    writer = EventWriter(path, rank=0, rotate_bytes=2000)
+    for step in range(100):
+        writer.write("sample", step=step, text="x" * 50)
+    writer.close()
+    names = [found.name for found in parts(path)]
+    assert names[:2] == ["events-00000-0001.jsonl", "events-00000-0002.jsonl"]
+    assert names[-1] == "events-00000.jsonl"
+    assert all(1900 < found.stat().st_size < 2300 for found in parts(path)[:-1])
+    assert ([event["step"] for event in read_events(path)[0]], read_events(path)[1]) == (list(range(100)), 0)
+    assert all(found.with_suffix(".index").is_file() for found in parts(path)[:-1])
+
+
+def test_a_reader_follows_over_rotation_and_resume(tmp_path: Path) -> None:
+    path = tmp_path / "e.jsonl"
+    reader, seen = EventReader(path), list[int]()
+    for start in (0, 40):  # the second writer is a resumed run
+        writer = EventWriter(path, rank=0, rotate_bytes=700)
+        for step in range(start, start + 40):
+            writer.write("sample", step=step, text="x" * 20)
+            if step % 3 == 0:
+                seen += [event["step"] for event in reader.read()]
+        writer.close()
+    seen += [event["step"] for event in reader.finish()]
+    assert (seen, reader.skipped, len(parts(path)) > 5) == (list(range(80)), 0, True)
+
+
+def test_a_file_that_is_closed_while_it_is_opened_is_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "e.jsonl"
+    path.write_text('{"event":"a"}\n')
+    reader = EventReader(path)
+    assert len(reader.read()) == 1
+    with path.open("a") as file:
+        file.write('{"event":"b"}\n')
+    real = module._opened
+
+    def rotate_first(name: Path) -> object:
+        monkeypatch.setattr(module, "_opened", real)
+        path.rename(tmp_path / "e-0001.jsonl")
+        path.write_text('{"event":"c, and long enough to be mistaken for the rest of the old file"}\n')
+        return real(name)
+
+    monkeypatch.setattr(module, "_opened", rotate_first)
+    assert [event["event"][0] for event in reader.read()] == ["b", "c"]
+
+
+def test_an_outlived_writer_does_not_rotate_what_is_no_longer_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "e.jsonl"
+    old, new = (EventWriter(path, rank=0, rotate_bytes=300) for _ in range(2))
+    for step in range(10):
+        new.write("sample", step=step, text="x" * 100)
+    before = [found.name for found in parts(path)]
+    old.write("sample", step=-1, text="y" * 400)
+    assert [found.name for found in parts(path)] == before
+    steps = [event["step"] for event in read_events(path)[0]]
+    assert [step for step in steps if step >= 0] == list(range(10))
+
+
+def test_parts_that_were_tidied_away_are_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / "e-0007.jsonl").write_text('{"event":"a"}\n')
+    (tmp_path / "e.jsonl").write_text('{"event":"b"}\n')
+    assert [event["event"] for event in read_events(tmp_path / "e.jsonl")[0]] == ["a", "b"]
+
+
+def test_a_line_without_end_costs_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "e.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"event":"a"}\n')
+        file.truncate(64 * 2**20)
+        file.seek(64 * 2**20)
+        file.write(b'\n{"event":"b"}\n')
+    tracemalloc.start()
+    events, skipped = read_events(path)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert ([event["event"] for event in events], skipped) == (["a", "b"], 1)
+    assert most < 8 * 2**20
+
+
+def test_threads_share_a_writer(tmp_path: Path) -> None:
+    writer = EventWriter(tmp_path / "e.jsonl", rank=0, rotate_bytes=20_000)
+    threads = [
+        threading.Thread(target=lambda kind=kind: [writer.write(kind, step=step) for step in range(300)])
+        for kind in ("step", "monitor")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    writer.close()
+    events, skipped = read_events(tmp_path / "e.jsonl")
+    assert (len(events), skipped) == (600, 0)
+
+
+def test_an_event_no_reader_would_take_is_not_written(tmp_path: Path) -> None:
+    writer = EventWriter(tmp_path / "e.jsonl", rank=0)
+    writer.write("sample", text="x" * 2**20)
+    writer.write("sample", text="\ud800 half a pair")
+    writer.close()
+    assert writer.lost == 1
+    assert [event["text"] for event in read_events(tmp_path / "e.jsonl")[0]] == ["? half a pair"]

@@ -11,6 +11,7 @@ from phalanx.job.schema import Optim
 from phalanx.plan.layout import Layout
 from phalanx.train.engine import Wish
 from phalanx.train.settings import Settings
+from phalanx.train.telemetry.noise import NUMBERS
 from phalanx.train.tracing.compare import find_hang
 from phalanx.train.tracing.dry import trace_rank
 from phalanx.train.tracing.real import record_ranks
@@ -73,8 +74,8 @@ def test_a_broken_rank_is_reported_as_the_hang_it_would_be():
     assert hang is not None
     assert hang.render() == (
         "rank 1 waits for rank 0 in receive of 16.4 kB from rank 0 on axis pipeline (backward), operation 4\n"
-        f"  rank 0 waits in all-reduce of {8 * (3 + len(Wish))} B float64 on axis world (2 ranks from 0, optimizer), "
-        "operation 4"
+        f"  rank 0 waits in all-reduce of {8 * (3 + len(Wish) + NUMBERS)} B float64 on axis world "
+        "(2 ranks from 0, optimizer), operation 4"
     )
 
 

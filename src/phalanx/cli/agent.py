@@ -9,6 +9,10 @@ import sys
 
 from phalanx.errors import mistake
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx.record.run import Run
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx agent`."""
@@ -21,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Join and stay until the run is over."""
     from phalanx.record.run import open_run
-    from phalanx.train.supervise.client import AGENT, ENDED, address_of, share_of
+    from phalanx.train.supervise.client import AGENT, ENDED, share_of
     from phalanx.train.supervise.prepare import need_torch
 
     need_torch()
@@ -33,12 +37,35 @@ def run(args: argparse.Namespace) -> int:
             why="agents prove with it that they belong to the run",
             fix="phalanx train JOB --join N on the first host, then this on the others",
         )
-    if made.status().get("state") in ENDED:
-        raise mistake(args.run, f"is over: {made.status()['state']}", fix=f"phalanx train --resume {made.path}")
+    state = made.status().get("state")
+    if state == "done":
+        raise mistake(
+            args.run, "is over: every step is done", fix=f"phalanx train --report {made.path} shows what came of it"
+        )
+    if state in ENDED:
+        raise mistake(
+            args.run, f"is over: {state}", fix=f"phalanx train --resume {made.path} --join N goes on, on the first host"
+        )
     slots = args.slots if args.slots is not None else share_of(made)
     if slots < 1:
         raise mistake("phalanx agent", f"--slots {slots} is below 1", fix="use 1 or more")
     host = args.host or platform.node() or "localhost"
-    words = [str(made.path), host, str(slots), args.address or address_of(made), "0"]
+    words = [str(made.path), host, str(slots), args.address or _address(made), "0"]
     print(f"host {host} joins {made.path} with {slots} slots", file=sys.stderr, flush=True)
     os.execv(sys.executable, [sys.executable, *AGENT, *words])
+
+
+def _address(made: Run) -> str:
+    """Where the others reach this host when nobody says so: the job's interface, or the loopback of one machine."""
+    from phalanx.train.supervise.client import LOOPBACK, is_loopback
+
+    given = str(made.plan()["job"]["fault"]["interface"])
+    first = [str(address) for address in made.launch().get("addresses", ())][:1]
+    if not given and first and not is_loopback(first[0]):
+        raise mistake(
+            "phalanx agent",
+            "no --address is given",
+            why=f"the first host is at {first[0]}, and would look for this one at {LOOPBACK}",
+            fix="--address with an address of this host that the others reach; ip address lists them",
+        )
+    return given or LOOPBACK

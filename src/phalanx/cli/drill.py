@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from phalanx.train.drill.perform import Result, Scene
 
 USUAL = "kill:rank=1,step=5,point=collective"
+RATE_PER_MIN = 6.0  # of chaos
 SHRINK_FACTOR = 2.0  # a failing chaos run is made smaller for this many times its own length
 LEAST_SHRINK_S = 120.0
 CHAOS_RESTARTS = 10
@@ -39,10 +40,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"inject this, as {USUAL}; may be repeated; docs/drills.md lists the kinds",
     )
     parser.add_argument("--chaos", action="store_true", help="draw faults at random moments instead")
-    parser.add_argument("--rate", metavar="R", type=float, default=6.0, help="faults per minute of --chaos (6)")
-    parser.add_argument(
-        "--seed", metavar="N", type=int, default=0, help="of --chaos; the same seed, the same faults (0)"
-    )
+    parser.add_argument("--rate", metavar="R", type=float, help="faults per minute of --chaos (6)")
+    parser.add_argument("--seed", metavar="N", type=int, help="of --chaos; the same seed, the same faults (0)")
     parser.add_argument("--minutes", metavar="M", type=float, default=0.0, help="stop the run after M minutes")
     parser.add_argument(
         "--agents", "--hosts", metavar="H", type=int, default=1, help="pretend that this machine is H hosts (1)"
@@ -94,10 +93,13 @@ def _check_call(args: argparse.Namespace) -> None:
     if bool(args.job) == bool(args.check):
         what = "JOB and --check exclude each other" if args.job else "no job file is named"
         raise mistake(where, what, fix="phalanx drill examples/drill.toml, or phalanx drill --check RECORD")
+    _refuse_idle(args)
     if args.chaos and args.faults:
         raise mistake(where, "--chaos and --fault exclude each other", fix="give one of them")
     if args.chaos and not args.minutes:
         raise mistake(where, "--chaos has no end", why="faults are drawn for so many minutes", fix="add --minutes 2")
+    args.rate = RATE_PER_MIN if args.rate is None else args.rate
+    args.seed = args.seed or 0
     for name, value, least, most in (
         ("--rate", args.rate, 0.01, 600),
         ("--minutes", args.minutes, 0, 100_000),
@@ -108,6 +110,32 @@ def _check_call(args: argparse.Namespace) -> None:
     ):
         if not least <= value <= most:
             raise mistake(where, f"{name} {value:g} is not between {least:g} and {most:g}", fix=f"use {name} {least:g}")
+
+
+def _refuse_idle(args: argparse.Namespace) -> None:
+    """What would be ignored is refused: somebody meant something by it."""
+    of_chaos = {"--rate": args.rate is not None, "--seed": args.seed is not None, "--no-shrink": args.no_shrink}
+    of_run = {
+        "--fault": args.faults,
+        "--chaos": args.chaos,
+        "--minutes": args.minutes,
+        "--steps": args.steps,
+        "--out": args.out,
+        "--set": args.overrides,
+    }
+    idle = [name for name, given in {**of_chaos, **of_run}.items() if given] if args.check else []
+    if idle:
+        raise mistake(
+            "phalanx drill", f"{' and '.join(idle)} with --check", why="--check runs nothing", fix="leave it out"
+        )
+    idle = [name for name, given in of_chaos.items() if given and not args.chaos]
+    if idle:
+        raise mistake(
+            "phalanx drill",
+            f"{' and '.join(idle)} without --chaos",
+            why="they say how faults are drawn, and --fault names them one by one",
+            fix="add --chaos --minutes 2, or leave it out",
+        )
 
 
 def _check_hosts(args: argparse.Namespace, faults: Sequence[Fault]) -> None:
@@ -137,6 +165,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         plan = prepare.make(resolved)
     prepare.check_code(plan.job, allowed=args.allow_code)
     prepare.check_here(plan)
+    prepare.check_checkpoints(plan.job.checkpoint.path, Path(args.runs))
     plan = prepare.with_data(plan, resolved.path.parent)
     warn(prepare.check_data(plan))
     return plan

@@ -21,12 +21,17 @@ VERBS: dict[str, tuple[str, str]] = {
     "plan": ("phalanx.cli.plan", "find the best layout, its reasons and its bill"),
     "trace": ("phalanx.cli.trace", "the real step of ranks of a job of any size, without the ranks"),
     "train": ("phalanx.cli.train", "train a job, or go on with a run; saves on Ctrl-C"),
+    "watch": ("phalanx.cli.watch", "follow a run in the terminal, also over ssh"),
+    "report": ("phalanx.cli.report", "a run as one HTML file and a page of Markdown"),
+    "diff": ("phalanx.cli.diff", "what differs between two runs, plans or jobs"),
     "agent": ("phalanx.cli.agent", "be one host of a run that was prepared on another"),
+    "web": ("phalanx.cli.web", "a page over a folder of runs: live, read-only, on this machine"),
     "drill": ("phalanx.cli.drill", "break a real run on purpose, and prove what came of it"),
     "verify": ("phalanx.cli.verify", "prove that a layout computes what one process computes"),
     "export": ("phalanx.cli.export", "write a run's weights as a Hugging Face folder"),
     "validate": ("phalanx.cli.validate", "predict a table of published runs and report the error"),
     "data": ("phalanx.cli.data", "build token shards from text, show and verify them"),
+    "metrics": ("phalanx.cli.metrics", "a run's numbers for Prometheus, OTLP, TensorBoard, MLflow, W&B"),
     "calibrate": ("phalanx.cli.calibrate", "refit a few constants from steps measured on your system"),
 }
 

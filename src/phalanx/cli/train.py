@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         from phalanx.record.run import open_run
 
         return _report(open_run(args.report), as_json=args.json)
-    from phalanx.train.supervise.prepare import need_torch
+    from phalanx.train.supervise.prepare import check_checkpoints, need_torch
 
     need_torch()
     if _is_one_rank(os.environ):
@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.time()
     plan, old = _planned(args, here=not args.join)
     _check_hosts(plan, args)
+    check_checkpoints(plan.job.checkpoint.path, old.path if old is not None else Path(args.runs))
     _header(plan)
     if args.dry_run:
         return _dry_run(plan, as_json=args.json)
@@ -181,12 +182,14 @@ def _ready(plan: Plan, args: argparse.Namespace, old: Run | None, *, started: fl
 
 def _launch(made: Run, plan: Plan, args: argparse.Namespace, *, started: float) -> int:
     from phalanx.cli.live import Live
+    from phalanx.cli.metrics import serving
     from phalanx.train.supervise.client import launch, local_hosts, rank_environ
 
     hosts = (
         _first_of(made, args) if args.join else local_hosts(plan.layout.devices, hosts=args.hosts, spares=args.spares)
     )
-    with Live(made, steps=plan.duration.steps, world=plan.layout.devices, since_s=started) as live:
+    watching = Live(made, steps=plan.duration.steps, world=plan.layout.devices, since_s=started)
+    with serving(made, plan.job.telemetry), watching as live:
 
         def asked(count: int) -> None:
             live.note("stopping after this step; Ctrl-C again ends it at once" if count == 1 else "ending it at once")
@@ -203,6 +206,20 @@ def _launch(made: Run, plan: Plan, args: argparse.Namespace, *, started: float) 
 
 def _check_hosts(plan: Plan, args: argparse.Namespace) -> None:
     """Every host has a rank, and others can reach the first."""
+    if args.address and not args.join:
+        raise mistake(
+            "phalanx train",
+            f"--address {args.address} without --join has no effect",
+            fix="add --join N, or leave it out",
+        )
+    if args.join and not (args.address or plan.job.fault.interface):
+        raise mistake(
+            "phalanx train",
+            f"--join {args.join} without --address",
+            why="this host would listen at 127.0.0.1, where no other host reaches it",
+            fix="--address with an address of this host that the others reach; --address 127.0.0.1 to try it on one "
+            "machine",
+        )
     count = max(args.hosts, args.join)
     if count > plan.layout.devices:
         raise mistake(
@@ -272,7 +289,10 @@ def _join(args: argparse.Namespace) -> int:
         plan, old = _planned(args, here=False)
         check_world(plan, os.environ)
         _header(plan)
-        return plan, _ready(plan, args, old, started=started)
+        made = _ready(plan, args, old, started=started)
+        if plan.job.telemetry.prometheus:
+            note(f"  telemetry.prometheus: under another launcher, run phalanx metrics {made.path} --listen ADDRESS")
+        return plan, made
 
     def watch(plan: Plan, made: Run) -> Callable[[], None]:
         return Live(made, steps=plan.duration.steps, world=plan.layout.devices, since_s=started, terminal=False).tick

@@ -30,9 +30,9 @@ def discover(*, root: Path = Path("/"), environ: Mapping[str, str] | None = None
         cpu_model=_cpu_model(cpuinfo),
         sockets=sockets,
         cores=cores,
-        usable_cores=_usable_cores(root, cores),
+        usable_cores=usable_cores(root, cores),
         numa_nodes=max(1, len(_matching(root / "sys/devices/system/node", r"node\d+"))),
-        memory_bytes=_memory_bytes(root),
+        memory_bytes=memory_bytes(root),
         nics=_nics(root),
         gpus=gpus.gpus,
         gpu_paths=gpus.paths,
@@ -76,14 +76,15 @@ def _count_cores(cpuinfo: str) -> tuple[int, int]:
     return max(1, len({socket for socket, _ in cores})), len(cores) or logical
 
 
-def _usable_cores(root: Path, cores: int) -> int:
+def usable_cores(root: Path, cores: int) -> int:
+    """Cores this process may use: affinity and container limits counted in."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     quota = _cpu_quota(root)
     limit = math.floor(quota) if quota else allowed
     return max(1, min(cores, allowed, limit)) if root == Path("/") else max(1, min(cores, limit or cores))
 
 
-def _cgroup_folders(root: Path, controller: str) -> list[Path]:
+def cgroup_folders(root: Path, controller: str) -> list[Path]:
     """Where this process's limits may stand, in cgroup v2 and v1, from its own group up to the root."""
     folders: list[Path] = []
     for line in _text(root / "proc/self/cgroup").splitlines():
@@ -99,7 +100,7 @@ def _cgroup_folders(root: Path, controller: str) -> list[Path]:
 def _cpu_quota(root: Path) -> float:
     """CPUs a container may use at once; 0 when it is not limited."""
     quotas = []
-    for folder in _cgroup_folders(root, "cpu"):
+    for folder in cgroup_folders(root, "cpu"):
         words = _text(folder / "cpu.max").split()
         if len(words) == 2 and words[0].isdigit() and int(words[1]) > 0:
             quotas.append(int(words[0]) / int(words[1]))
@@ -109,11 +110,12 @@ def _cpu_quota(root: Path) -> float:
     return min(quotas, default=0.0)
 
 
-def _memory_bytes(root: Path) -> int:
+def memory_bytes(root: Path) -> int:
+    """Memory of the machine, or the lowest limit of the containers this process is in."""
     match = re.search(r"^MemTotal:\s*(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
     total = int(match.group(1)) * 1024 if match else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = [total]
-    for folder in _cgroup_folders(root, "memory"):
+    for folder in cgroup_folders(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             limit = _integer(folder / name)
             if 0 < limit < _NO_LIMIT:

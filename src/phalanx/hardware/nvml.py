@@ -186,3 +186,85 @@ def _paths(nvml: Any, handles: dict[int, Any], gpus: tuple[Gpu, ...]) -> tuple[G
 
 def _text(value: Any) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+class GpuMeter:
+    """Counters of one GPU while a job runs. Every question may be answered by None: not supported, or not now."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
+
+    @classmethod
+    def open(cls, uuid: str, *, library: Any = None) -> GpuMeter:
+        """The GPU with this UUID; without NVML, or without such a GPU, a meter that answers None to everything."""
+        nvml = library if library is not None else _load()
+        if nvml is None or _try(_initialised, nvml, default=None) is None:
+            return cls(None, None)
+        handle = _try(nvml.nvmlDeviceGetHandleByUUID, uuid, default=None)
+        return cls(None if handle is None else nvml, handle)
+
+    def energy_j(self) -> float | None:
+        """Joules since the driver was loaded."""
+        taken_mj = self._ask("nvmlDeviceGetTotalEnergyConsumption")
+        return None if taken_mj is None else float(taken_mj) / 1e3
+
+    def temperature_c(self) -> float | None:
+        """Of the chip."""
+        value = self._ask("nvmlDeviceGetTemperature", 0)  # NVML_TEMPERATURE_GPU
+        return None if value is None else float(value)
+
+    def memory_bytes(self) -> tuple[int, int] | None:
+        """Used by everybody on this GPU, and what it has."""
+        found = self._ask("nvmlDeviceGetMemoryInfo")
+        return None if found is None else (int(found.used), int(found.total))
+
+    def has_gpm(self) -> bool:
+        """Whether the GPU measures its own activity: Hopper and newer."""
+        support = self._ask("nvmlGpmQueryDeviceSupport")
+        return bool(support is not None and support.isSupportedDevice)
+
+    def gpm_sample(self) -> Any:
+        """The counters now; two of them make a measurement. To be freed."""
+        if self._nvml is None:
+            return None
+        sample = _try(lambda: self._nvml.nvmlGpmSampleAlloc(), default=None)
+        if sample is not None and _try(_sampled, self._nvml, self._handle, sample, default=None) is None:
+            self.gpm_free(sample)
+            return None
+        return sample
+
+    def sm_percent(self, before: Any, after: Any) -> float | None:
+        """Share of multiprocessors with a warp between two samples, in per cent."""
+        value = _try(_gpm_metric, self._nvml, before, after, default=None)
+        return value if value is not None and value == value else None  # NaN when nothing was counted
+
+    def gpm_free(self, sample: Any) -> None:
+        """Give a sample back."""
+        _try(lambda: self._nvml.nvmlGpmSampleFree(sample), default=None)
+
+    def _ask(self, question: str, *args: Any) -> Any:
+        if self._nvml is None:
+            return None
+        return _try(lambda: getattr(self._nvml, question)(self._handle, *args), default=None)
+
+
+def _initialised(nvml: Any) -> bool:
+    nvml.nvmlInit()
+    return True
+
+
+def _sampled(nvml: Any, handle: Any, sample: Any) -> bool:
+    nvml.nvmlGpmSampleGet(handle, sample)
+    return True
+
+
+def _gpm_metric(nvml: Any, before: Any, after: Any) -> float:
+    asked = nvml.c_nvmlGpmMetricsGet_t()
+    asked.version = nvml.NVML_GPM_METRICS_GET_VERSION
+    asked.numMetrics = 1
+    asked.sample1, asked.sample2 = before, after
+    asked.metrics[0].metricId = nvml.NVML_GPM_METRIC_SM_UTIL
+    nvml.nvmlGpmMetricsGet(asked)
+    if asked.metrics[0].nvmlReturn:
+        raise RuntimeError(f"NVML code {asked.metrics[0].nvmlReturn}")
+    return float(asked.metrics[0].value)

@@ -58,7 +58,9 @@ restart_s = 300
 spares = "auto"
 
 [telemetry]
-interval_s = 10
+interval_s = 10  # between samples of utilization, memory and energy
+# timeline_every = 200  # steps between two that are recorded collective by collective
+# peers_every_s = 30  # between reports of the latency to the next rank on every axis
 
 [cluster]
 {cluster_key} = {cluster}  # {cluster_note}

@@ -1,6 +1,7 @@
 """Events of a rank: one JSON object per line, appended; a reader may follow the file while it grows.
 
-docs/events.md lists the events and their units.
+docs/events.md lists the events and their units. A file that has grown large is closed and renamed
+(`events-00000-0001.jsonl`), and the next one begins under the old name; readers are given that name and read them all.
 """
 
 from __future__ import annotations
@@ -8,63 +9,133 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    from phalanx.record.index import IndexWriter
 
 VERSION = 1
 # Steps quicker than this share one write (a write takes about 5 µs); every other event is written at once.
 FLUSH_S = 0.05
 MOST_PENDING_BYTES = 4 * 2**20  # kept while the disk refuses them; older events go first
 MOST_LINE_BYTES = 2**20  # a longer line is no event of ours
-READ_BYTES = 2**22
+READ_BYTES = 2**20
+ROTATE_BYTES = 256 * 2**20  # half a million steps of a rank
 
 Event = dict[str, Any]
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 class EventWriter:
-    """Appends the events of one rank; whole lines only, and a full disk never stops the training."""
+    """Appends the events of one rank; whole lines only, and a full disk never stops the training.
 
-    def __init__(self, path: Path, *, rank: int, clock: Callable[[], float] = time.time) -> None:
+    Threads may share one. A rank's events are indexed as they are written (record/index.py).
+    """
+
+    def __init__(
+        self, path: Path, *, rank: int, clock: Callable[[], float] = time.time, rotate_bytes: int = ROTATE_BYTES
+    ) -> None:
+        self._path = path
         self._rank = rank
         self._clock = clock
+        self._rotate_bytes = self._rotate_at = rotate_bytes
+        self._lock = threading.RLock()
         self._pending: list[bytes] = []
         self._flushed = -math.inf
-        self.lost = 0  # events dropped because the disk refused them for too long
-        # O_APPEND: a write of whole lines lands whole, also when a run is resumed by another process.
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        if _torn(self._file):
-            self._pending.append(b"\n")  # ends the line that a killed process left half written
+        self._file = -1
+        self._index: IndexWriter | None = None
+        self.lost = 0  # events dropped because the disk refused them for too long, or too long themselves
+        self._open()
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event; NaN and infinity become null."""
-        now = self._clock()
-        line = {"v": VERSION, "event": event, "t": round(now, 6), "rank": self._rank, **fields}
-        text = json.dumps(_finite(line), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        self._pending.append(text.encode("utf-8") + b"\n")
-        if event != "step" or now - self._flushed >= FLUSH_S:
-            self.flush()
+        with self._lock:
+            now = self._clock()
+            line = {"v": VERSION, "event": event, "t": round(now, 6), "rank": self._rank, **fields}
+            data = _encoded(line)
+            if len(data) > MOST_LINE_BYTES:
+                self.lost += 1  # no reader would take it
+                return
+            self._pending.append(data)
+            if self._index is not None:
+                self._index.add(line, len(data))
+            if event != "step" or now - self._flushed >= FLUSH_S:
+                self.flush()
 
     def flush(self) -> None:
         """Hand everything to the operating system now."""
-        self._flushed = self._clock()
-        data = b"".join(self._pending)
-        done = 0
-        try:
-            while done < len(data):
-                done += os.write(self._file, data[done:])
-        except OSError:  # disk full or gone: keep the rest, the next flush tries again
-            pass
-        self._pending = [data[done:]] if done < len(data) else []
-        self._bound()
+        with self._lock:
+            self._flushed = self._clock()
+            data = b"".join(self._pending)
+            done = 0
+            try:
+                while done < len(data):
+                    done += os.write(self._file, data[done:])
+            except OSError:  # disk full or gone: keep the rest, the next flush tries again
+                pass
+            self._pending = [data[done:]] if done < len(data) else []
+            self._bound()
+            self._note(done)
 
     def close(self) -> None:
         """Flush and close; calling it twice is fine."""
-        if self._file >= 0:
-            self.flush()
-            os.close(self._file)
-            self._file = -1
+        with self._lock:
+            if self._file >= 0:
+                self.flush()
+                if self._index is not None:
+                    self._index.close()
+                os.close(self._file)
+                self._file = -1
+
+    def _open(self) -> None:
+        # O_APPEND: a write of whole lines lands whole, also when a run is resumed by another process.
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        if _torn(self._file):
+            self._pending.append(b"\n")  # ends the line that a killed process left half written
+        if self._rank >= 0:  # the supervisor's few events need no index
+            from phalanx.record.index import IndexWriter
+
+            self._index = IndexWriter(self._path)
+
+    def _note(self, written: int) -> None:
+        """Tell the index where the lines are, and begin another file when this one is large."""
+        if not written:
+            return
+        # The kernel left the position of an O_APPEND file at the end of what was just written.
+        end = os.lseek(self._file, 0, os.SEEK_CUR)
+        if self._index is not None:
+            if self._pending:
+                self._index.spoil()
+            else:
+                self._index.flushed(end)
+        if end >= self._rotate_at and not self._pending:
+            self._rotate(end)
+
+    def _rotate(self, end: int) -> None:
+        self._rotate_at = end + self._rotate_bytes  # where the next try is, should this one fail
+        if self._index is not None:
+            self._index.close()
+        try:
+            if os.path.samestat(os.fstat(self._file), os.stat(self._path)):  # else another process has done it
+                aside = part_path(self._path, 1 + max(part_numbers(self._path), default=0))
+                os.rename(self._path, aside)  # the events first: an index without its events is ignored
+                if self._index is not None:
+                    os.rename(self._path.with_suffix(".index"), aside.with_suffix(".index"))
+        except OSError:
+            pass
+        before = self._file
+        try:
+            self._open()
+        except OSError:  # no new file: go on in the old one, without an index
+            self._index = None
+            return
+        os.close(before)
+        self._rotate_at = self._rotate_bytes
 
     def _bound(self) -> None:
         held = b"".join(self._pending)
@@ -74,6 +145,19 @@ class EventWriter:
             cut = rest.find(b"\n", len(rest) // 2) + 1
             self.lost += rest[:cut].count(b"\n")
             self._pending = [first + b"\n" + rest[cut:]]
+            if self._index is not None:
+                self._index.spoil()
+
+
+def _encoded(line: Event) -> bytes:
+    try:
+        text = _JSON.encode(line)
+    except (
+        ValueError,
+        TypeError,
+    ):  # looking for numbers that are not finite costs more than the rest: only where needed
+        text = _JSON.encode(_finite(line))
+    return text.encode("utf-8", errors="replace") + b"\n"
 
 
 def _torn(file: int) -> bool:
@@ -91,50 +175,132 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def part_path(path: Path, number: int) -> Path:
+    """Where a closed part of a file of events is."""
+    return path.with_name(f"{path.stem}-{number:04d}{path.suffix}")
+
+
+def part_numbers(path: Path) -> list[int]:
+    """Numbers of the closed parts of a file of events, oldest first."""
+    pattern = re.compile(re.escape(path.stem) + r"-(\d{4,9})" + re.escape(path.suffix))
+    try:
+        names = os.listdir(path.parent)
+    except OSError:
+        return []
+    return sorted(int(match.group(1)) for name in names if (match := pattern.fullmatch(name)))
+
+
+def parts(path: Path) -> list[Path]:
+    """All files that hold the events of one rank, oldest first; the last is the one that grows."""
+    return [*(part_path(path, number) for number in part_numbers(path)), path]
+
+
+class LineSplitter:
+    """Cuts what comes in pieces into lines; one that is too long to be an event is counted, not kept."""
+
+    def __init__(self) -> None:
+        self._partial = b""
+        self._overlong = False
+        self.skipped = 0
+        self.held = 0  # bytes taken in since the end of the last whole line
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines that are complete now, without their ends."""
+        *lines, rest = data.split(b"\n")
+        if not lines:
+            self._keep(rest)
+            return []
+        first = self._partial + lines[0]
+        self.held, self._partial = 0, b""
+        if self._overlong or len(first) > MOST_LINE_BYTES:
+            self.skipped += 1
+            first = b""
+        self._overlong = False
+        self._keep(rest)
+        return [first, *lines[1:]]
+
+    def finish(self) -> None:
+        """Nobody is going to complete the last line: count it."""
+        if self._overlong or self._partial.strip():
+            self.skipped += 1
+        self._partial, self._overlong, self.held = b"", False, 0
+
+    def _keep(self, rest: bytes) -> None:
+        self.held += len(rest)
+        if not self._overlong:
+            self._partial += rest
+            if len(self._partial) > MOST_LINE_BYTES:
+                self._partial, self._overlong = b"", True
+
+
 class EventReader:
     """Reads a growing file from where it last stopped; lines that are no events are counted in `skipped`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._part = 0  # number of the newest closed part that is read to its end
         self._offset = 0
-        self._partial = b""
-        self.skipped = 0
+        self._lines = LineSplitter()
+        self._bad = 0
+
+    @property
+    def skipped(self) -> int:
+        """Lines so far that were no events."""
+        return self._bad + self._lines.skipped
 
     def read(self) -> list[Event]:
         """The events that are new and complete; a file that does not exist yet has none."""
-        events: list[Event] = []
-        for line in self._new_lines():
-            event = _parse(line)
-            if event is None:
-                self.skipped += 1
-            else:
-                events.append(event)
-        return events
+        return list(self.stream())
 
     def finish(self) -> list[Event]:
         """`read`, and count an unfinished last line: nobody is going to complete it."""
         events = self.read()
-        if self._partial.strip():
-            self.skipped += 1
-            self._partial = b""
+        self._lines.finish()
         return events
 
-    def _new_lines(self) -> list[bytes]:
-        try:
-            with self._path.open("rb") as stream:
-                stream.seek(self._offset)
-                data = stream.read(READ_BYTES)
-                chunks = [data]
-                while data:
-                    data = stream.read(READ_BYTES)
-                    chunks.append(data)
-                self._offset = stream.tell()
-        except OSError:
-            return []
-        *lines, self._partial = (self._partial + b"".join(chunks)).split(b"\n")
-        if len(self._partial) > MOST_LINE_BYTES:
-            self._partial = self._partial[:1]  # still no event when its end arrives, without holding it all
-        return [line for line in lines if line.strip()]
+    def stream(self, *, only: bytes = b"") -> Iterator[Event]:
+        """`read`, one by one, in the memory of one event; `only` those whose line holds these bytes."""
+        for line in self._new_lines():
+            if not line.strip() or only not in line:
+                continue
+            event = parse(line)
+            if event is None:
+                self._bad += 1
+            else:
+                yield event
+
+    def _new_lines(self) -> Iterator[bytes]:
+        if not self._part and not self._offset:
+            self._part = min(part_numbers(self._path), default=1) - 1
+        while True:
+            after = part_path(self._path, self._part + 1)
+            # Opened before the look at the next part: was the file not yet closed then, this is the right one.
+            file = _opened(self._path)
+            closed = after.exists()
+            if closed:
+                if file is not None:
+                    file.close()
+                file = _opened(after)
+            if file is not None:
+                with file:
+                    yield from self._rest(file)
+            if not closed:
+                return
+            self._lines.finish()
+            self._part, self._offset = self._part + 1, 0
+
+    def _rest(self, file: BinaryIO) -> Iterator[bytes]:
+        file.seek(self._offset)
+        while data := file.read(READ_BYTES):
+            self._offset += len(data)
+            yield from self._lines.feed(data)
+
+
+def _opened(path: Path) -> BinaryIO | None:
+    try:
+        return path.open("rb", buffering=0) if path.is_file() else None
+    except OSError:
+        return None
 
 
 def read_events(path: Path) -> tuple[list[Event], int]:
@@ -143,7 +309,8 @@ def read_events(path: Path) -> tuple[list[Event], int]:
     return reader.finish(), reader.skipped
 
 
-def _parse(line: bytes) -> Event | None:
+def parse(line: bytes) -> Event | None:
+    """One line; None when it is no event."""
     if len(line) > MOST_LINE_BYTES:
         return None
     try:

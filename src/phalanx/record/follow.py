@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 from phalanx.record.events import Event, EventReader
 from phalanx.record.incidents import tell
 from phalanx.record.run import Run
+from phalanx.record.values import integer, number, printable, text
 from phalanx.units import format_bytes, format_count, format_seconds
 
 RECENT = 20  # steps behind the rate and the time that is left
@@ -54,81 +54,83 @@ class Follower:
         """Look at what is new; the remarks worth a line of their own."""
         remarks = self._incidents()
         for event in self._reader.read():
-            if float(event.get("t") or 0.0) < self._since_s:
+            if (number(event, "t") or 0.0) < self._since_s:
                 continue  # an earlier start of the same run
             if event["event"] == "step":
                 self._step(event)
             else:
-                remarks += _remark(event)
-                self._steps = int(event.get("steps") or self._steps) if event["event"] == "run_start" else self._steps
+                remarks += remark_of_rank(event)
+                self._steps = integer(event, "steps") or self._steps if event["event"] == "run_start" else self._steps
         return remarks
 
     def _incidents(self) -> list[str]:
         """What fell, and who goes on."""
         remarks = []
         for event in self._supervisor.read():
-            if float(event.get("t") or 0.0) < self._since_s:
-                continue
-            if event["event"] == "incident":
-                remarks.append(f"step {int(event.get('step') or 0):,}: fell: {tell(event)}")
-            elif event["event"] == "epoch" and event.get("reason") != "start":
-                remarks.append(f"epoch {event.get('epoch')}: going on with {event.get('world')} ranks")
-            elif event["event"] == "coordinator":
-                remarks.append("the coordinator fell, and another took over; no rank noticed")
-            elif event["event"] == "host" and event.get("state") == "joined" and int(event.get("epoch") or 0):
-                remarks.append(f"{event.get('host')} is there")
-            elif event["event"] == "quarantine":
-                slot = f" slot {event['slot']}" if isinstance(event.get("slot"), int) else ""
-                remarks.append(f"{event.get('host')}{slot} takes no part any more: {event.get('reason')}")
+            if (number(event, "t") or 0.0) >= self._since_s:
+                remarks += remark_of_supervisor(event)
         return remarks
 
     def _step(self, event: Event) -> None:
-        seconds, tokens = _number(event, "duration_s"), _number(event, "tokens")
+        seconds, tokens = number(event, "duration_s"), number(event, "tokens")
         if seconds:
             self._recent.append((tokens or 0.0, seconds))
         spent = sum(seconds for _, seconds in self._recent)
-        done = int(event.get("step") or 0) + 1
+        done = (integer(event, "step") or 0) + 1
         rate = sum(tokens for tokens, _ in self._recent) / spent if spent else None
         left = max(0, self._steps - done) * spent / len(self._recent) if self._recent and self._steps else None
         self.progress = Progress(
             step=done,
             steps=self._steps,
-            loss=_number(event, "loss"),
+            loss=number(event, "loss"),
             tokens_per_s=rate,
             left_s=left,
-            memory_bytes=_number(event, "memory_bytes"),
-            lr=_number(event, "lr"),
+            memory_bytes=number(event, "memory_bytes"),
+            lr=number(event, "lr"),
         )
 
 
-def _number(event: Event, name: str) -> float | None:
-    value: Any = event.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+def remark_of_supervisor(event: Event) -> list[str]:
+    """What fell, who goes on, who came and went."""
+    kind, host = event["event"], text(event, "host")
+    if kind == "incident":
+        return [f"step {integer(event, 'step') or 0:,}: fell: {tell(event)}"]
+    if kind == "epoch" and event.get("reason") != "start":
+        return [f"epoch {integer(event, 'epoch')}: going on with {integer(event, 'world')} ranks"]
+    if kind == "coordinator":
+        return ["the coordinator fell, and another took over; no rank noticed"]
+    if kind == "host" and event.get("state") == "joined" and integer(event, "epoch"):
+        return [f"{host} is there"]
+    if kind == "quarantine":
+        slot = f" slot {event['slot']}" if isinstance(event.get("slot"), int) else ""
+        return [f"{host}{slot} takes no part any more: {text(event, 'reason')}"]
+    return []
 
 
-def _remark(event: Event) -> list[str]:
+def remark_of_rank(event: Event) -> list[str]:
     """What a person wants to see pass by, apart from steps."""
-    step = int(event.get("step") or 0)
+    step = integer(event, "step") or 0
     if event["event"] == "evaluate":
-        parts = [f"loss {event['loss']:.4f}"] if _number(event, "loss") is not None else []
-        parts += [f"{event['bits_per_byte']:.3f} bits per byte"] if _number(event, "bits_per_byte") is not None else []
+        parts = [f"loss {event['loss']:.4f}"] if number(event, "loss") is not None else []
+        parts += [f"{event['bits_per_byte']:.3f} bits per byte"] if number(event, "bits_per_byte") is not None else []
         return [f"step {step:,}: held-out {', '.join(parts)}"]
     if event["event"] == "checkpoint":
         return _checkpoint(event, step)
     if event["event"] == "ready":
-        seconds = _number(event, "seconds")
+        seconds = number(event, "seconds")
         at = f", going on at step {step:,}" if step else ""
-        noted = [str(text) for text in event.get("warnings") or () if isinstance(text, str)]
+        given = event.get("warnings")
+        noted = [printable(one) for one in given if isinstance(one, str)] if isinstance(given, list) else []
         waited = f" after {format_seconds(seconds)}" if seconds else ""
-        return [*(f"warning: {text}" for text in noted), f"ranks ready{waited}{at}"]
+        return [*(f"warning: {one}" for one in noted), f"ranks ready{waited}{at}"]
     return []
 
 
 def _checkpoint(event: Event, step: int) -> list[str]:
     """A checkpoint has two events where it is written in the background: taken, and safe on the disk."""
     if event.get("error"):
-        return [f"step {step:,}: checkpoint NOT saved: {event['error']}"]
-    seconds, size, blocked_s = (_number(event, name) for name in ("seconds", "bytes", "blocked_s"))
+        return [f"step {step:,}: checkpoint NOT saved: {printable(event['error'])}"]
+    seconds, size, blocked_s = (number(event, name) for name in ("seconds", "bytes", "blocked_s"))
     if seconds is None and blocked_s is not None:
         return [f"step {step:,}: checkpoint taken, training waited {format_seconds(blocked_s)}"]
     cost = [format_bytes(size)] if size else []

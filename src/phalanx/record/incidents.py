@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.record.book import Recovery
 from phalanx.record.events import Event, read_events
+from phalanx.record.ledger import Walk, walk
 from phalanx.record.run import Run
+from phalanx.record.values import at, integer, number, printable, text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,50 +33,46 @@ def supervisor_events(run: Run) -> list[Event]:
     return read_events(run.supervisor)[0]
 
 
-def incidents(run: Run) -> list[Incident]:
-    """Every incident of a run, in order."""
-    events = supervisor_events(run)
-    noticed = [event for event in events if event["event"] == "incident"]
+def incidents(run: Run, walked: Walk | None = None, events: Sequence[Event] | None = None) -> list[Incident]:
+    """Every incident of a run, in order; `walked` and `events` spare reading them again."""
+    told = supervisor_events(run) if events is None else events
+    noticed = [event for event in told if event["event"] == "incident" and number(event, "t") is not None]
     if not noticed:
         return []
-    ends = _step_ends(run)
-    return [_incident(event, events, ends) for event in noticed]
+    known = (walked or walk(run)).recoveries
+    spans: list[Recovery | None] = [*known, *[None] * len(noticed)]
+    return [_incident(event, told, span) for event, span in zip(noticed, spans, strict=False)]
 
 
 def tell(event: Event) -> str:
     """One line for a person: what fell."""
-    cause = event.get("cause") if isinstance(event.get("cause"), dict) else {}
-    return f"rank {event.get('rank')} on {event.get('host')}: {_what(cause or {})}"
+    host = printable(event.get("host"), most=100)
+    return f"rank {integer(event, 'rank')} on {host}: {_what(at(event, 'cause'))}"
 
 
-def _incident(event: Event, events: Sequence[Event], ends: Sequence[tuple[float, int]]) -> Incident:
-    later = [one for one in events if int(one.get("epoch") or 0) > int(event.get("epoch") or 0)]
-    epoch = next((one for one in later if one["event"] == "epoch"), None)
-    restore = next((one for one in later if one["event"] == "restore"), None)
-    before = max((t for t, _ in ends if t <= float(event["t"])), default=float(event["t"]))
-    ended = min((t for t, epoch_done in ends if epoch_done > int(event.get("epoch") or 0)), default=None)
+def _incident(event: Event, events: Sequence[Event], span: Recovery | None) -> Incident:
+    fell_in = integer(event, "epoch") or 0
+    later = [one for one in events if (integer(one, "epoch") or 0) > fell_in]
+    epoch = next((one for one in later if one["event"] == "epoch"), {})
+    restore = next((one for one in later if one["event"] == "restore"), {})
+    took_s = span.after_s - span.before_s if span is not None and span.after_s is not None else None
     return Incident(
-        t=float(event["t"]),
-        rank=int(event.get("rank") or 0),
-        host=str(event.get("host", "")),
-        what=_what(event.get("cause") or {}),
-        step=int(event.get("step") or 0),
-        world=int(epoch["world"]) if epoch is not None else None,
-        source=str(restore["source"]) if restore is not None else "",
-        restored_step=int(restore["step"]) if restore is not None else None,
-        recovery_s=max(0.0, ended - before) if ended is not None else None,
+        t=number(event, "t") or 0.0,
+        rank=integer(event, "rank") or 0,
+        host=text(event, "host"),
+        what=_what(at(event, "cause")),
+        step=integer(event, "step") or 0,
+        world=integer(epoch, "world"),
+        source=text(restore, "source"),
+        restored_step=integer(restore, "step"),
+        recovery_s=max(0.0, took_s) if took_s is not None else None,
     )
 
 
-def _what(cause: dict[str, Any]) -> str:
+def _what(cause: Mapping[str, Any]) -> str:
     if cause.get("signal"):
-        return f"killed by signal {cause['signal']}"
+        return f"killed by signal {printable(cause['signal'], most=20)}"
     lines = str(cause.get("message") or "").splitlines() or [""]
-    kind = str(cause.get("kind") or "failed")
-    return lines[0] if kind in ("Silence", "HostLost", "Astray", "Deadlock") else f"{kind}: {lines[0]}"
-
-
-def _step_ends(run: Run) -> list[tuple[float, int]]:
-    """When each step ended and in which epoch, as whoever was rank 0 wrote it."""
-    events = read_events(run.events(0))[0]
-    return [(float(one["t"]), int(one["epoch"])) for one in events if one["event"] == "step" and one.get("epoch")]
+    kind = printable(cause.get("kind") or "failed", most=60)
+    first = printable(lines[0])
+    return first if kind in ("Silence", "HostLost", "Astray", "Deadlock") else f"{kind}: {first}"

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 from phalanx.columns import table
+from phalanx.record.cost import Cost
+from phalanx.record.ledger import Ledger
 from phalanx.record.summary import Evaluation, Pair, RankTime, Summary
-from phalanx.units import format_bytes, format_count, format_seconds
+from phalanx.record.values import printable
+from phalanx.units import format_bytes, format_count, format_money, format_seconds
 
 WIDTH = 100
 MOST_ROWS = 16  # ranks shown; more are cut to the slowest
+MOST_SAMPLE = 4000  # characters of a text that the model wrote
 UNKNOWN = "-"
 
 
@@ -22,6 +27,8 @@ def render(summary: Summary) -> str:
         ("LEARNING", _learning(summary)),
         ("RANKS (means per step)", _ranks(summary)),
         ("SURVIVED", _survived(summary)),
+        ("WHERE THE TIME WENT", _time(summary)),
+        ("COST", _cost(summary)),
         ("WHAT IT WRITES", _samples(summary)),
         ("KEPT", _kept(summary)),
     ]
@@ -37,7 +44,7 @@ def _headline(s: Summary) -> list[str]:
     spent = f" in {format_seconds(s.wall_s)}" if s.wall_s else ""
     starts = f", {s.starts} starts" if s.starts > 1 else ""
     head = f"{s.run}: {s.state}, {s.steps:,}{of} steps, {format_count(s.tokens)} tokens{spent}{starts}"
-    why = [f"  {line}" for line in s.message.splitlines()] if s.state in ("failed", "gone") else []
+    why = [f"  {printable(line)}" for line in s.message.splitlines()[:20]] if s.state in ("failed", "gone") else []
     ranks = f"{s.world} rank{'s' if s.world != 1 else ''}"
     return [head, *why, f"{s.model} ({format_count(s.parameters)} parameters) on {s.cluster}, {ranks}: {s.layout}"]
 
@@ -68,6 +75,8 @@ def _learning(s: Summary) -> list[str]:
         lines += _evaluation(s.evaluation)
     if s.skipped_steps:
         lines.append(f"{s.skipped_steps} steps were skipped: their gradient was not finite")
+    if s.noise_scale is not None:
+        lines.append(f"gradient noise {format_count(s.noise_scale)} samples: a batch far above it wastes tokens")
     return lines
 
 
@@ -152,6 +161,88 @@ def _survived(s: Summary) -> list[str]:
     return lines
 
 
+def _time(s: Summary) -> list[str]:
+    """Every second in one account, largest first."""
+    if s.ledger is None or not s.ledger.wall_s:
+        return []
+    spent = spent_on(s.ledger)
+    rows = [(name, format_seconds(took_s), f"{share:.1%}", bar(share, 24)) for name, took_s, share in spent]
+    lines = table(rows, right=(1, 2))
+    lines.append(f"{s.ledger.effective:.1%} effective: steps that stayed, of {format_seconds(s.ledger.wall_s)}")
+    if s.ledger.gap:
+        lines.append(f"does not close: {s.ledger.gap}")
+    lines += [s.ledger.jumped] if s.ledger.jumped else []
+    return lines
+
+
+def spent_on(ledger: Ledger) -> list[tuple[str, float, float]]:
+    """Accounts that took 0.05 % of the time or more: name, seconds, share; largest first."""
+    spent = [(name.replace("_", " "), took_s) for name, took_s in asdict(ledger.accounts).items()]
+    shares = [(name, took_s, took_s / ledger.wall_s) for name, took_s in spent if ledger.wall_s]
+    return sorted((one for one in shares if one[2] >= 0.0005), key=lambda one: -one[1])
+
+
+def bar(share: float, width: int) -> str:
+    """A bar of eighths of a character.
+
+    >>> bar(0.5, 4), bar(0.3, 4)
+    ('██', '█▎')
+    """
+    eighths = round(min(1.0, max(0.0, share)) * width * 8)
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def _cost(s: Summary) -> list[str]:
+    """Money, energy, carbon: so far, at the end, as planned; only what is known of at least one."""
+    rows = cost_rows(s.cost) if s.cost is not None else []
+    if not rows or s.cost is None:
+        return []
+    columns = ("", "so far", "at the end", "planned")
+    return [*table([columns, *rows], right=(1, 2, 3)), f"energy: {s.cost.sources.get('energy_j', '')}"]
+
+
+def cost_rows(cost: Cost) -> list[tuple[str, str, str, str]]:
+    """Name, so far, projected, predicted, as texts."""
+    kinds: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+        ("money", "usd", format_money),
+        ("energy", "energy_j", format_energy),
+        ("carbon", "kgco2e", format_carbon),
+    )
+    rows = []
+    for name, key, show in kinds:
+        values = [getattr(one, key) for one in (cost.so_far, cost.projected, cost.predicted)]
+        if any(value is not None for value in values):
+            cells = [show(value) if value is not None else UNKNOWN for value in values]
+            rows.append((name, cells[0], cells[1], cells[2]))
+    return rows
+
+
+def format_energy(joules: float) -> str:
+    """Kilowatt hours as people pay for them, joules for what is less.
+
+    >>> format_energy(7.2e6), format_energy(5400.0), format_energy(3.6e10)
+    ('2.00 kWh', '5.40 kJ', '10.0 MWh')
+    """
+    if abs(joules) >= 3.6e9:
+        return f"{format_count(joules / 3.6e9)} MWh"
+    if abs(joules) >= 3.6e5:
+        return f"{format_count(joules / 3.6e6)} kWh"
+    return f"{joules / 1e3:.2f} kJ" if abs(joules) >= 1e3 else f"{joules:.0f} J"
+
+
+def format_carbon(kilograms: float) -> str:
+    """Grams, kilograms or tonnes of CO2 equivalent.
+
+    >>> format_carbon(0.0123), format_carbon(17.7), format_carbon(4200)
+    ('12.3 g CO2e', '17.7 kg CO2e', '4.20 t CO2e')
+    """
+    for unit, scale in (("t", 1000.0), ("kg", 1.0)):
+        if abs(kilograms) >= scale:
+            return f"{format_count(kilograms / scale)} {unit} CO2e"
+    grams = kilograms * 1000.0
+    return f"{format_count(grams)} g CO2e" if abs(grams) >= 1.0 else f"{grams:.2g} g CO2e"
+
+
 def _share(value: float | None) -> str:
     return f"{value:.1%}" if value is not None else UNKNOWN
 
@@ -159,14 +250,9 @@ def _share(value: float | None) -> str:
 def _samples(s: Summary) -> list[str]:
     lines: list[str] = []
     for text in s.samples:
-        wrapped = textwrap.wrap(_printable(text), WIDTH - 6) or [""]
+        wrapped = textwrap.wrap(printable(text, most=MOST_SAMPLE), WIDTH - 6) or [""]
         lines += [f"│ {line}" for line in wrapped] + [""]
     return lines[:-1]
-
-
-def _printable(text: str) -> str:
-    """Model output is a stranger's text: no control characters reach the terminal."""
-    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def _kept(s: Summary) -> list[str]:
@@ -181,6 +267,7 @@ def _kept(s: Summary) -> list[str]:
         lines.append(f"go on with: phalanx train --resume {s.run}")
     if s.unreadable_lines:
         lines.append(f"{s.unreadable_lines} lines of events could not be read")
+    lines += [f"damaged: {printable(one.where)}: {printable(one.what)} ({one.count:,})" for one in s.damage[:MOST_ROWS]]
     return lines
 
 

@@ -5,7 +5,8 @@ runs/first-run-20261115-054500/
 ├── plan.json                layout and prediction
 ├── launch.json              what the launcher adds: data, ranks, baselines
 ├── status.json              state of the run as the supervisor sees it
-├── events-00000.jsonl …     what each rank did (docs/events.md)
+├── events-00000.jsonl …     what each rank did (docs/events.md); closed parts are events-00000-0001.jsonl …
+├── events-00000.index …     where to find it quickly (docs/record.md)
 ├── logs/rank-00000.log …    what each rank printed
 ├── errors/rank-00000.json … why a rank failed
 ├── checkpoints/
@@ -30,6 +31,7 @@ from phalanx.files import replace_text
 from phalanx.record.events import read_events
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+EVENTS = re.compile(r"events-(\d{5}|[1-9]\d{5,6})(?:-(\d{4,9}))?\.jsonl")
 COMMIT = re.compile(r"step-(\d{8,18})")
 MOST_JSON_BYTES = 64 * 2**20  # plans of the largest jobs are below 1 MB
 MOST_TRIES = 1000  # runs of one name started within one second
@@ -154,8 +156,21 @@ class Run:
         return self.path / "supervisor.jsonl"
 
     def event_files(self) -> list[Path]:
-        """The event files of all ranks, by rank."""
-        return sorted(self.path.glob("events-*.jsonl"))
+        """The event files of all ranks, by rank; closed parts go with the one that grows (`events.parts`)."""
+        return [self.events(rank) for rank in self.event_parts()]
+
+    def event_parts(self) -> dict[int, list[int]]:
+        """Every rank of which there are events, in order, with the numbers of the closed parts of its file."""
+        try:
+            names = os.listdir(self.path)
+        except OSError:
+            return {}
+        found: dict[int, list[int]] = {}
+        for match in filter(None, map(EVENTS.fullmatch, names)):
+            closed = found.setdefault(int(match.group(1)), [])
+            if match.group(2):
+                closed.append(int(match.group(2)))
+        return {rank: sorted(found[rank]) for rank in sorted(found)}
 
     def plan(self) -> dict[str, Any]:
         """plan.json as JSON values."""
@@ -241,6 +256,45 @@ def open_run(path: str | Path) -> Run:
         fix = f"name a run in it, such as {folder / inside[-1]}" if inside else "name a folder that phalanx train made"
         raise mistake(str(folder), "is not a run: it has no plan.json", fix=fix)
     return Run(path=folder)
+
+
+def list_runs(root: Path) -> list[Run]:
+    """The runs of a folder, newest first; links and names that `phalanx train` would not make are left out."""
+    found = []
+    try:
+        with os.scandir(root) as entries:
+            for entry in entries:
+                if _is_run(entry):
+                    found.append((_began(Path(entry.path)), entry.name))
+    except OSError:
+        return []
+    return [Run(path=root / name) for _, name in sorted(found, reverse=True)]
+
+
+def run_in(root: Path, name: str) -> Run:
+    """The run of that name in a folder; raises UserError for any name that is none, or leads elsewhere."""
+    path = root / name if NAME.fullmatch(name) else None
+    if path is None or path.is_symlink() or not (path / "plan.json").is_file():
+        close = nearest(name[:100], [run.name for run in list_runs(root)])
+        fix = f"did you mean {close}?" if close else "name a folder that phalanx train made"
+        raise mistake(str(root), f"has no run called {name[:60]!r}", fix=fix)
+    return Run(path=path)
+
+
+def _is_run(entry: os.DirEntry[str]) -> bool:
+    try:
+        is_folder = entry.is_dir(follow_symlinks=False)
+    except OSError:
+        return False
+    return is_folder and bool(NAME.fullmatch(entry.name)) and (Path(entry.path) / "plan.json").is_file()
+
+
+def _began(folder: Path) -> float:
+    """When a run was made, as far as its files tell: the plan is written first, and hardly ever again."""
+    try:
+        return (folder / "plan.json").stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _names(folder: Path) -> list[str]:

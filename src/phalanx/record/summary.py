@@ -8,13 +8,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.errors import PhalanxError
-from phalanx.record.events import Event, read_events
-from phalanx.record.incidents import Incident, incidents, supervisor_events
+from phalanx.record.cost import Cost, cost
+from phalanx.record.events import Event
+from phalanx.record.history import Curve, Damage, RunHistory
+from phalanx.record.incidents import Incident, incidents
+from phalanx.record.ledger import Ledger, Walk, walk
+from phalanx.record.places import place
 from phalanx.record.run import Run
+from phalanx.record.skips import skipped_steps
+from phalanx.record.stragglers import STRAGGLES, Straggler, stragglers
+from phalanx.record.values import at, integer, number, text
+
+__all__ = ["Evaluation", "Pair", "RankTime", "Summary", "place", "summarize"]
 
 WARM_UP_SHARE = 0.2  # first share of the steps that timings leave out, as `phalanx calibrate` does
-STRAGGLES = 1.1  # a rank that computes this much longer than the median of its stage is worth naming
-MOST_RANKS = 4096  # event files read for the table of ranks
+MOST_RANKS = 4096  # ranks in the table
+COLUMNS = 64
+FEW = 10_000  # steps of all ranks together that are looked at one by one
+POINTS = 4000  # buckets behind medians and sums; up to as many steps they are exact
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,84 +108,144 @@ class Summary:
     incidents: tuple[Incident, ...] = ()
     recovery_s: Pair = field(default_factory=Pair)  # per incident, noticing it included
     effective_time: Pair = field(default_factory=Pair)  # share of the wall clock that was spent on steps that stayed
+    noise_scale: float | None = None  # gradient noise, in samples, as last estimated
+    utilization: float | None = None  # mean of the newest of all ranks
+    stragglers: tuple[Straggler, ...] = ()  # in the last 100 steps
+    ledger: Ledger | None = None
+    cost: Cost | None = None
+    damage: tuple[Damage, ...] = ()
 
 
-def summarize(run: Run) -> Summary:
-    """Read the folder; a run that is still going, or that never took a step, has a summary too."""
-    plan, launch, status = run.plan(), _or_empty(run.launch), run.status()
-    events, unreadable = read_events(run.events(0))
-    found = incidents(run)
-    steps = _steps(events)
-    timed = [seconds for step in _settled(steps) if (seconds := _number(step, "duration_s"))]
-    ranks = tuple(_ranks(run, plan))
-    rate = _rate(_settled(steps))
+def summarize(run: Run, history: RunHistory | None = None, walked: Walk | None = None) -> Summary:
+    """Read the folder; a run that is still going, or that never took a step, has a summary too.
+
+    `history` and `walked` spare reading again what the caller has read.
+    """
+    history = history if history is not None else RunHistory.open(run)
+    walked = walked if walked is not None else walk(run, history)
+    plan, launch, status = _or_empty(run.plan), _or_empty(run.launch), run.status()
+    told, events = history.supervisor(), history.events()
+    found = incidents(run, walked, told)
+    steps = _Steps(history)
+    ranks = tuple(_ranks(history, plan, steps.settled))
     saved = [event for event in events if event["event"] == "checkpoint"]
-    prediction, duration = _at(plan, "prediction"), _at(plan, "duration")
-    spent = [seconds for step in steps if (seconds := _number(step, "duration_s"))]
-    complete = len(steps) and len(steps) == _integer(duration, "steps")
+    prediction, duration = at(plan, "prediction"), at(plan, "duration")
+    complete = steps.count and steps.count == integer(duration, "steps")
+    damage = tuple(history.damage())
     return Summary(
         run=str(run.path),
-        state=str(status.get("state", "unknown")),
+        state=text(status, "state") or "unknown",
         message=str(status.get("message", "")),
-        model=str(_at(plan, "job", "model").get("name", "")),
-        parameters=_integer(prediction, "parameters") or 0,
-        cluster=str(_at(plan, "cluster").get("name", "")),
-        layout=str(launch.get("layout", "")),
-        world=_integer(launch, "world") or 0,
-        steps=len(steps),
-        planned_steps=_integer(duration, "steps"),
-        tokens=int(sum(_number(step, "tokens") or 0 for step in steps)),
-        starts=_starts(run, events),
-        wall_s=_span(events),
-        first_step_s=_first_step(events, launch),
-        step_s=Pair(predicted=_number(prediction, "step_s"), measured=statistics.median(timed) if timed else None),
-        step_s_low=_number(prediction, "step_s_low"),
-        step_s_high=_number(prediction, "step_s_high"),
-        step_s_p90=_quantile(timed, 0.9),
-        tokens_per_s=Pair(predicted=_number(prediction, "tokens_per_s"), measured=rate),
-        mfu=_mfu(prediction, rate),
+        model=text(at(plan, "job", "model"), "name"),
+        parameters=integer(prediction, "parameters") or 0,
+        cluster=text(at(plan, "cluster"), "name"),
+        layout=text(launch, "layout"),
+        world=integer(launch, "world") or 0,
+        steps=steps.count,
+        planned_steps=integer(duration, "steps"),
+        tokens=int(steps.tokens),
+        starts=_starts(told, events),
+        wall_s=_span([*events, *steps.ends]),
+        first_step_s=_first_step(history, launch),
+        step_s=Pair(predicted=number(prediction, "step_s"), measured=steps.quantile(0.5)),
+        step_s_low=number(prediction, "step_s_low"),
+        step_s_high=number(prediction, "step_s_high"),
+        step_s_p90=steps.quantile(0.9),
+        tokens_per_s=Pair(predicted=number(prediction, "tokens_per_s"), measured=steps.tokens_per_s),
+        mfu=_mfu(prediction, steps.tokens_per_s),
         memory_bytes=Pair(
-            predicted=_number(_at(plan, "memory"), "total_bytes"),
+            predicted=number(at(plan, "memory"), "total_bytes"),
             measured=max((one.memory_bytes for one in ranks if one.memory_bytes), default=None),
         ),
         training_s=Pair(
-            predicted=_number(duration, "training_s") if complete else None, measured=sum(spent) if spent else None
+            predicted=number(duration, "training_s") if complete else None, measured=steps.training_s or None
         ),
-        first_loss=next((loss for step in steps if (loss := _number(step, "loss")) is not None), None),
-        last_loss=next((loss for step in reversed(steps) if (loss := _number(step, "loss")) is not None), None),
-        skipped_steps=sum(bool(step.get("skipped")) for step in steps),
+        first_loss=steps.first_loss,
+        last_loss=steps.last_loss,
+        skipped_steps=skipped_steps(run, last=history.last_step),
         evaluation=_evaluation(events, launch),
         samples=_samples(events),
         ranks=ranks,
         straggler=_straggler(ranks),
-        stage_compute_s=_stages(ranks, _at(plan, "layout")),
-        expert_imbalance=_mean(_number(step, "expert_imbalance") for step in _settled(steps)),
-        checkpoints=tuple(run.saved_steps()),
-        checkpoint_s=_mean(_number(event, "seconds") for event in saved),
-        checkpoint_bytes=_number(saved[-1], "bytes") if saved else None,
-        unreadable_lines=unreadable,
+        stage_compute_s=_stages(ranks, at(plan, "layout")),
+        expert_imbalance=_mean(history.curve("expert_imbalance", first=steps.settled, points=POINTS).mean),
+        checkpoints=tuple(_saved(run)),
+        checkpoint_s=_mean(number(event, "seconds") for event in saved),
+        checkpoint_bytes=next((size for event in reversed(saved) if (size := number(event, "bytes"))), None),
+        unreadable_lines=sum(one.count for one in damage if "line" in one.what),
         incidents=tuple(found),
         recovery_s=_recovery(plan, found),
-        effective_time=_effective(run, plan) if found else Pair(),
+        effective_time=Pair(
+            predicted=number(at(plan, "reliability"), "effective_time"),
+            measured=walked.ledger.effective if steps.count else None,
+        ),
+        noise_scale=steps.noise_scale,
+        utilization=_utilization(history),
+        stragglers=tuple(stragglers(history)),
+        ledger=walked.ledger,
+        cost=cost(run, history, walked.ledger),
+        damage=damage,
     )
 
 
+class _Steps:
+    """Sums and medians over the steps of rank 0 that count."""
+
+    def __init__(self, history: RunHistory) -> None:
+        first, last = history.first_step, history.last_step
+        self.count = 0 if first is None or last is None else last - first + 1
+        self.settled = (first or 0) + int(self.count * WARM_UP_SHARE)
+        took = history.curve("duration_s", points=POINTS)
+        tokens = history.curve("tokens", points=POINTS)
+        self.training_s, self.tokens = _sum(took, last), _sum(tokens, last)
+        self._settled = history.curve("duration_s", first=self.settled, points=POINTS)
+        spent_s = _sum(self._settled, last)
+        learnt = _sum(history.curve("tokens", first=self.settled, points=POINTS), last)
+        self.tokens_per_s = learnt / spent_s if spent_s and learnt else None
+        near = min(10, max(0, self.count - 1))
+        begun = [] if first is None else list(history.steps(0, first, first + near))
+        ended = [] if last is None else list(history.steps(0, last - near, last))
+        self.ends = begun[:1] + ended[-1:]
+        self.first_loss = next((loss for one in begun if (loss := number(one, "loss")) is not None), None)
+        self.last_loss = next((loss for one in reversed(ended) if (loss := number(one, "loss")) is not None), None)
+        self.noise_scale = next((b for one in reversed(ended) if (b := number(one, "noise_scale")) is not None), None)
+
+    def quantile(self, share: float) -> float | None:
+        """Of the duration of the settled steps."""
+        known = sorted(value for value in self._settled.mean if value)
+        if share == 0.5:
+            return statistics.median(known) if known else None
+        return known[min(len(known) - 1, int(share * len(known)))] if known else None
+
+
+def _sum(curve: Curve, last: int | None) -> float:
+    """Over all steps of a curve: a bucket's mean times the steps from its first to the next one's."""
+    ends = [*curve.step[1:], (last or 0) + 1]
+    sized = zip(curve.mean, curve.step, ends, strict=False)
+    return sum(mean * max(0, end - begin) for mean, begin, end in sized if mean is not None)
+
+
+def _saved(run: Run) -> list[int]:
+    try:
+        return run.saved_steps()
+    except (PhalanxError, OSError, KeyError, TypeError, ValueError):  # a plan that does not say where they are
+        return []
+
+
+def _utilization(history: RunHistory) -> float | None:
+    newest = (history.latest("monitor", rank) for rank in history.ranks[:MOST_RANKS])
+    return _mean(number(event, "utilization") for event in newest if event is not None)
+
+
 def _recovery(plan: Mapping[str, Any], found: Sequence[Incident]) -> Pair:
-    fault = _at(plan, "job", "fault")
-    planned = (_number(fault, "detect_s") or 0.0) + (_number(fault, "restart_s") or 0.0)
+    fault = at(plan, "job", "fault")
+    planned = (number(fault, "detect_s") or 0.0) + (number(fault, "restart_s") or 0.0)
     return Pair(predicted=planned or None, measured=_mean(one.recovery_s for one in found))
 
 
-def _effective(run: Run, plan: Mapping[str, Any]) -> Pair:
-    from phalanx.record.ledger import ledger
-
-    return Pair(predicted=_number(_at(plan, "reliability"), "effective_time"), measured=ledger(run).effective)
-
-
-def _starts(run: Run, events: Sequence[Event]) -> int:
+def _starts(told: Sequence[Event], events: Sequence[Event]) -> int:
     """Launches: a new formation within one is none."""
-    formed = [event for event in supervisor_events(run) if event["event"] == "epoch"]
-    launches = len([event for event in formed if event.get("reason") == "start"])
+    launches = len([one for one in told if one["event"] == "epoch" and one.get("reason") == "start"])
     return launches or len([event for event in events if event["event"] == "run_start"])
 
 
@@ -185,49 +256,9 @@ def _or_empty(read: Any) -> dict[str, Any]:
         return {}
 
 
-def _at(data: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
-    """A nested table; empty when it is not there."""
-    here: Any = data
-    for name in path:
-        here = here.get(name) if isinstance(here, Mapping) else None
-    return here if isinstance(here, Mapping) else {}
-
-
-def _number(data: Mapping[str, Any], name: str) -> float | None:
-    value = data.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _integer(data: Mapping[str, Any], name: str) -> int | None:
-    value = _number(data, name)
-    return None if value is None else int(value)
-
-
-def _steps(events: Sequence[Event]) -> list[Event]:
-    """The steps that count, in order: a restart that goes back undoes the later ones of the start before."""
-    kept: list[Event] = []
-    for event in events:
-        if event["event"] == "step" and isinstance(event.get("step"), int):
-            while kept and kept[-1]["step"] >= event["step"]:
-                kept.pop()
-            kept.append(event)
-    return kept
-
-
-def _settled(steps: Sequence[Event]) -> Sequence[Event]:
-    """The steps without warm-up: allocators, caches and compilation settle in the first ones."""
-    return steps[int(len(steps) * WARM_UP_SHARE) :]
-
-
-def _rate(steps: Sequence[Event]) -> float | None:
-    known = [(_number(step, "tokens"), _number(step, "duration_s")) for step in steps]
-    pairs = [(tokens, seconds) for tokens, seconds in known if tokens and seconds]
-    return sum(tokens for tokens, _ in pairs) / sum(seconds for _, seconds in pairs) if pairs else None
-
-
 def _mfu(prediction: Mapping[str, Any], rate: float | None) -> Pair:
     """Measured against the same peak and by the same count of FLOPs as the prediction."""
-    mfu, predicted = _number(prediction, "mfu"), _number(prediction, "tokens_per_s")
+    mfu, predicted = number(prediction, "mfu"), number(prediction, "tokens_per_s")
     measured = mfu * rate / predicted if mfu and rate and predicted else None
     return Pair(predicted=mfu or None, measured=measured)
 
@@ -237,34 +268,34 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def _quantile(values: Sequence[float], share: float) -> float | None:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
-
-
 def _span(events: Sequence[Event]) -> float | None:
-    times = [time for event in events if (time := _number(event, "t")) is not None]
+    times = [time for event in events if (time := number(event, "t")) is not None]
     return max(times) - min(times) if times else None
 
 
-def _first_step(events: Sequence[Event], launch: Mapping[str, Any]) -> float | None:
-    started = _number(launch, "started")
-    ends = [time for event in events if event["event"] == "step" and (time := _number(event, "t")) is not None]
-    data_s = _number(launch, "data_s") or 0.0
-    return min((end - started - data_s for end in ends if end >= started), default=None) if started else None
+def _first_step(history: RunHistory, launch: Mapping[str, Any]) -> float | None:
+    """From the last launch to the end of the first step after it."""
+    started, data_s = number(launch, "started"), number(launch, "data_s") or 0.0
+    begun = [event for event in history.events("run_start") if started and (number(event, "t") or 0.0) >= started]
+    named = integer(begun[0], "step") if begun else None
+    first = history.first_step if named is None else named
+    if started is None or first is None:
+        return None
+    ends = [end for one in history.steps(0, first, first + 10) if (end := number(one, "t")) is not None]
+    return min((end - started - data_s for end in ends if end >= started), default=None)
 
 
 def _evaluation(events: Sequence[Event], launch: Mapping[str, Any]) -> Evaluation | None:
     last = next((event for event in reversed(events) if event["event"] == "evaluate"), None)
     if last is None:
         return None
-    known = {**_at(launch, "baselines"), **last}
+    known = {**at(launch, "baselines"), **last}
     return Evaluation(
-        step=_integer(last, "step") or 0,
-        loss=_number(last, "loss"),
-        bits_per_byte=_number(last, "bits_per_byte"),
-        unigram_bits_per_byte=_number(known, "unigram_bits_per_byte"),
-        bigram_bits_per_byte=_number(known, "bigram_bits_per_byte"),
+        step=integer(last, "step") or 0,
+        loss=number(last, "loss"),
+        bits_per_byte=number(last, "bits_per_byte"),
+        unigram_bits_per_byte=number(known, "unigram_bits_per_byte"),
+        bigram_bits_per_byte=number(known, "bigram_bits_per_byte"),
     )
 
 
@@ -275,41 +306,43 @@ def _samples(events: Sequence[Event]) -> tuple[str, ...]:
     return tuple(event["text"] for event in found if event.get("step") == newest)
 
 
-def _ranks(run: Run, plan: Mapping[str, Any]) -> Iterable[RankTime]:
-    files = run.event_files()[:MOST_RANKS]
-    for path in files:
-        events, _ = read_events(path)
-        steps = _settled(_steps(events))
-        rank = next((event["rank"] for event in events if isinstance(event.get("rank"), int)), 0)
-        memory = [size for event in events if (size := _number(event, "memory_bytes"))]
+def _ranks(history: RunHistory, plan: Mapping[str, Any], settled: int) -> Iterable[RankTime]:
+    means = {name: _means(history, name, settled) for name in ("compute_s", "wait_s", "bytes_sent")}
+    memory = _most(history)
+    for rank in history.ranks[:MOST_RANKS]:
         yield RankTime(
             rank=rank,
-            place=place(rank, _at(plan, "layout")) if len(files) > 1 else "",
-            compute_s=_mean(_number(step, "compute_s") for step in steps),
-            wait_s=_mean(_number(step, "wait_s") for step in steps),
-            memory_bytes=max(memory, default=None),
-            bytes_sent=_mean(_number(step, "bytes_sent") for step in steps),
+            place=place(rank, at(plan, "layout")) if len(history.ranks) > 1 else "",
+            compute_s=means["compute_s"].get(rank),
+            wait_s=means["wait_s"].get(rank),
+            memory_bytes=memory.get(rank),
+            bytes_sent=means["bytes_sent"].get(rank),
         )
 
 
-def place(rank: int, layout: Mapping[str, Any]) -> str:
-    """Where a rank stands on the axes that are split; tensor peers are neighbours.
+def _most(history: RunHistory) -> dict[int, float]:
+    """The most memory of each rank; of many ranks and steps, the most of its means over a 64th of the run."""
+    found: dict[int, float] = {}
+    for name in ("memory_bytes", "memory_used_bytes"):
+        mesh = history.mesh(name, columns=COLUMNS)
+        for rank, values in zip(mesh.ranks, mesh.values, strict=True):
+            found[rank] = max(found.get(rank, 0.0), max((value for value in values if value), default=0.0))
+    if len(history.ranks) * (history.last_step or 0) <= FEW:
+        for rank in history.ranks:
+            found[rank] = max(
+                found[rank], *(v for v in history.curve("memory_bytes", rank=rank, points=1).high if v), 0.0
+            )
+    return {rank: most for rank, most in found.items() if most}
 
-    >>> place(5, {"pipeline": 2, "data": 2, "context": 1, "tensor": 2})
-    'pipeline 1, data 0, tensor 1'
-    """
-    words = []
-    for axis in ("tensor", "context", "data", "pipeline"):
-        size = _integer(layout, axis) or 1
-        if size > 1:
-            words.append(f"{axis} {rank % size}")
-        rank //= size
-    return ", ".join(reversed(words))
+
+def _means(history: RunHistory, name: str, first: int) -> dict[int, float | None]:
+    mesh = history.mesh(name, columns=1, first=first)
+    return {rank: next(iter(values), None) for rank, values in zip(mesh.ranks, mesh.values, strict=True)}
 
 
 def _stages(ranks: Sequence[RankTime], layout: Mapping[str, Any]) -> tuple[float, ...]:
     """Mean compute time of each pipeline stage; empty where there is one stage, or a rank did not say."""
-    stages = _integer(layout, "pipeline") or 1
+    stages = integer(layout, "pipeline") or 1
     known = [one.compute_s for one in sorted(ranks, key=lambda one: one.rank) if one.compute_s is not None]
     per_stage, rest = divmod(len(known), stages)
     if stages < 2 or not per_stage or rest or len(known) != len(ranks):

@@ -10,7 +10,6 @@ B sequences of this data rank, S tokens of a sequence on this context rank.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -44,6 +43,9 @@ from phalanx.train.parallel.replicate import local_gradient
 from phalanx.train.parallel.tied import TiedTable
 from phalanx.train.parts import Held, Part, build_parts, fill, holdings, num_stages
 from phalanx.train.settings import Settings
+from phalanx.train.telemetry.clock import Phase, clock_of, time_gathers, time_stage
+from phalanx.train.telemetry.listen import fsdp_groups, listen
+from phalanx.train.telemetry.noise import Noise, NoiseScale, estimate
 
 IGNORED = -100  # target of a token that is not scored, as in torch
 
@@ -72,6 +74,9 @@ class StepResult:
     compute_s: float  # this rank's own work
     wait_s: float  # this rank's waiting for others at the end of the step
     bytes_sent: int | None = None  # by compressed gradient exchange on this rank
+    noise: Noise | None = None  # of the gradient, from this step alone
+    noise_samples: float | None = None  # the noise scale in sequences, from the last hundred steps or so
+    phases: tuple[Phase, ...] = ()  # what this rank worked on, and when
 
 
 class Engine:
@@ -118,6 +123,11 @@ class Engine:
         if shape.tied and self.dims.pipeline > 1:
             self._tied = TiedTable(self.held, self.meshes, v_shaped=v_shaped)
         self._sharded = self._compress_sharded()
+        self.listener = listen(self._trained, self.meshes, self.exchange, [part.model for part in self.parts])
+        self.noise = NoiseScale()
+        self.clock = clock_of(device)
+        if device.type == "cuda":
+            time_gathers(fsdp_groups(part.model for part in self.parts), self.clock)
         self.touch_gradients: Callable[[Sequence[torch.Tensor]], None] = lambda grads: None  # for drills
         self.spikes = Spikes(0.0)  # which finite norms are skipped all the same
         self._host_grads: list[torch.Tensor] = []
@@ -193,9 +203,10 @@ class Engine:
     ) -> StepResult:
         """Learn from this data rank's part of the global batch; `wishes` is asked late, and heard by all ranks."""
         sent = self.bytes_sent
-        worked_s, began_s = time.thread_time(), time.perf_counter()
+        self.clock.begin()
         for filling in self._filling:
             filling.begin(targets_BS.to(self.device), micro=self.settings.layout.micro_batch)
+        whole_BS = targets_BS
         tokens_BS, targets_BS = self._mine(tokens_BS), self._mine(targets_BS)
         batch_sequences = tokens_BS.shape[0] * self.dims.data
         batch_tokens = batch_sequences * self.settings.sequence
@@ -203,33 +214,41 @@ class Engine:
         for moe in self._moes:
             moe.aux_scale = scale / batch_sequences
         loss_sum = self._forward_backward(tokens_BS, targets_BS, unit=scale / batch_tokens)
-        grads = self._gradients()
-        self.touch_gradients(grads)
-        ended_s = time.perf_counter()
-        squared, loss, valid, *wanted = self._agree(
-            squared_norm(self.pieces, grads), loss_sum, targets_BS, wishes=wishes()
-        )
-        worked_s, waited_s = time.thread_time() - worked_s, time.perf_counter() - ended_s
+        with self.clock.phase("other"):
+            grads = self._gradients()
+            self.touch_gradients(grads)
+            norm_squared = squared_norm(self.pieces, grads)
+            heard = self._heard(whole_BS, grads, norm_squared)
+        numbers = self._agree(norm_squared, loss_sum, targets_BS, wishes=wishes(), heard=heard)
+        self.clock.settle()
+        squared, loss, valid, *rest = self._read(numbers)
+        wanted, heard_by_all = rest[: len(Wish)], rest[len(Wish) :]
         factor = batch_tokens / (max(valid, 1.0) * scale)
         norm = math.sqrt(squared) * factor if squared >= 0 else math.nan
         finite = math.isfinite(norm)
         skipped = not finite or self.spikes.is_spike(norm)
-        if not skipped:
-            self._update(grads, factor * self._clip_factor(norm), lr)
-        self._clear()
-        self._balance(learn=not skipped)
+        with self.clock.phase("optimizer"):
+            if not skipped:
+                self._update(grads, factor * self._clip_factor(norm), lr)
+            self._clear()
+            self._balance(learn=not skipped)
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(finite=finite)
+        noise = None if skipped else self._noise(heard_by_all, valid=valid, factor=factor)
+        self.noise.take(noise, norm)
+        timed = self.clock.end()
         return StepResult(
             loss=loss / max(valid, 1.0),
             tokens=int(valid),
             grad_norm=norm,
             skipped=skipped,
             wishes=tuple(count > 0 for count in wanted),
-            compute_s=worked_s if self.device.type == "cpu" else ended_s - began_s,
-            # On a CPU what is not computing is waiting: for another rank, or for a core.
-            wait_s=time.perf_counter() - began_s - worked_s if self.device.type == "cpu" else waited_s,
+            compute_s=timed.compute_s,
+            wait_s=timed.wait_s,
             bytes_sent=None if sent is None or self.bytes_sent is None else self.bytes_sent - sent,
+            noise=noise,
+            noise_samples=self.noise.samples,
+            phases=timed.phases,
         )
 
     @torch.no_grad()
@@ -242,7 +261,7 @@ class Engine:
         for part in self.parts:
             part.model.train()
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        _, loss, valid, *_ = self._agree(zero, loss_sum, targets_BS, wishes=NO_WISHES)
+        _, loss, valid, *_ = self._read(self._agree(zero, loss_sum, targets_BS, wishes=NO_WISHES))
         return loss, int(valid)
 
     def _mine(self, whole_BL: torch.Tensor) -> torch.Tensor:
@@ -273,10 +292,12 @@ class Engine:
         for index, (x, y) in enumerate(zip(tokens_BS.chunk(count), targets_BS.chunk(count), strict=True)):
             if isinstance(model, FSDPModule):
                 accumulate(model, zero=self.dims.zero, last=index == count - 1)
-            loss = self._loss(model(x), y)
-            (loss * unit).backward()
-            if self.exchange is not None:
-                self.exchange.micro_batch_done()
+            with self.clock.phase("forward"):
+                loss = self._loss(model(x), y)
+            with self.clock.phase("backward"):
+                (loss * unit).backward()
+                if self.exchange is not None:
+                    self.exchange.micro_batch_done()
             total += plain(loss.detach()).double()
         return total
 
@@ -335,6 +356,8 @@ class Engine:
                 shapes=self._boundary,
                 device=self.device,
             )
+            for stage in self._schedules[count][1]:
+                time_stage(stage, self.clock)
         return self._schedules[count]
 
     def _boundary(self, stage: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -359,18 +382,51 @@ class Engine:
             self._tied.sum(self._trained, found)
         return found
 
+    def _heard(
+        self, targets_BS: torch.Tensor, grads: Sequence[torch.Tensor], squared: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """What this rank adds to the estimate of the gradient's noise; `targets_BS` are of whole sequences."""
+        ear = self.listener
+        if ear is None or not ear.norms.on:
+            return []
+        local, chunks, sequences = ear.norms.numbers(
+            targets_BS.to(self.device), micro=self.settings.layout.micro_batch, ignored=IGNORED, speaks=self._scores
+        )
+        if not ear.hears_all:
+            kept = [(piece, grad) for piece, grad, own in zip(self.pieces, grads, ear.heard, strict=True) if own]
+            squared = squared_norm([piece for piece, _ in kept], [grad for _, grad in kept])
+        return [local, squared.to(self.device), chunks, sequences]
+
+    def _noise(self, heard: Sequence[float], *, valid: float, factor: float) -> Noise | None:
+        """The noise of the step's gradient in the unit of its norm, from what `_heard` gave on all ranks together."""
+        if not heard:
+            return None
+        local, total, chunks, sequences = heard
+        unit = factor * factor
+        return estimate(local=local * unit * valid, total=total * unit, chunks=chunks, samples=sequences)
+
+    @property
+    def _scores(self) -> bool:
+        """Whether this rank speaks for the losses and tokens of its sequences."""
+        return any(part.model.head is not None for part in self.parts) and self.meshes.index("tensor") == 0
+
     def _agree(
-        self, squared: torch.Tensor, loss_sum: torch.Tensor, targets_BS: torch.Tensor, *, wishes: Sequence[bool]
-    ) -> list[float]:
+        self,
+        squared: torch.Tensor,
+        loss_sum: torch.Tensor,
+        targets_BS: torch.Tensor,
+        *,
+        wishes: Sequence[bool],
+        heard: Sequence[torch.Tensor] = (),
+    ) -> torch.Tensor:
         """Sum the step's few numbers over the whole job: the only collective that every rank joins."""
-        scores = any(part.model.head is not None for part in self.parts) and self.meshes.index("tensor") == 0
-        valid = (targets_BS != IGNORED).sum().double() if scores else torch.zeros_like(loss_sum)
-        loss = loss_sum if scores else torch.zeros_like(loss_sum)
+        valid = (targets_BS != IGNORED).sum().double() if self._scores else torch.zeros_like(loss_sum)
+        loss = loss_sum if self._scores else torch.zeros_like(loss_sum)
         flags = [torch.full_like(loss_sum, float(wish)) for wish in wishes]
-        numbers = torch.stack([squared.to(self.device), loss, valid, *flags])
+        numbers = torch.stack([squared.to(self.device), loss, valid, *flags, *heard])
         if self.dims.world > 1:
             dist.all_reduce(numbers)
-        return self._read(numbers)
+        return numbers
 
     def _clip_factor(self, norm: float) -> float:
         return min(1.0, self._clip / (norm + 1e-6)) if self._clip else 1.0  # 1e-6 as torch.nn.utils.clip_grad_norm_

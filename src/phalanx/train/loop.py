@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +31,22 @@ from phalanx.train.parallel.expert import imbalance
 from phalanx.train.sample import sample_texts
 from phalanx.train.state import meta_of, pieces_of, rank_meta_of
 from phalanx.train.supervise.board import Phase
+from phalanx.train.telemetry.compiling import compiled_s
+from phalanx.train.telemetry.timeline import Sample, TimelineSampler
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Taken:
+    """A step that was taken, and where its time went."""
+
+    result: StepResult
+    lr: float
+    duration_s: float  # from asking for the batch to the end of the update
+    data_s: float  # of it waiting for the batch
+    before_s: float  # of it until the engine began
+    own_s: float  # of it this rank's own doing: computing, and what surrounds it
+    compile_s: float | None  # compiling, in the middle of it; None when nothing was
+    samples: Sequence[Sample]  # one when the step was looked into
 
 
 class Loop:
@@ -82,6 +99,13 @@ class Loop:
         self.guard = Guard(engine.state, every=self.job.fault.digest_every)
         self._sound = 0  # newest step whose state nothing speaks against
         self._guard_s = 0.0
+        self.timeline = TimelineSampler(
+            engine.meshes,
+            engine.device,
+            every=self.job.telemetry.timeline_every,
+            compiled=engine.settings.compile,
+            tell=lambda text: events.write("remark", step=self.step, text=text),
+        )
         self._hold_s: float | None = None  # that the copy after the last step held the training up
         engine.touch_gradients = self._before_update
         self.step = 0  # steps that are done
@@ -94,12 +118,13 @@ class Loop:
         self._sound = first
         while step < total and not leaving:
             self.step = step
-            result, taken_s, lr = self._step(step)
+            taken = self._step(step)
+            result = taken.result
             step += 1
             if self.hooks.records_samples:
                 self.hooks.updated(step - 1, self.engine.pieces, self.engine.optimizer.state())
             self._compare(step)
-            self._record(step - 1, result, taken_s, lr)
+            self._record(step - 1, taken)
             self._hold(step)
             self._count_skipped(result, step)
             self._tell_saved()
@@ -187,52 +212,80 @@ class Loop:
         unheld = keeper is None or self._put < 0 or keeper.safe_step < self._put
         return self.orders.stop(), self._wants_save(), self.orders.reform(), unheld
 
-    def _step(self, step: int) -> tuple[StepResult, float, float]:
-        self.hooks.step_begins(step)
-        began_s = time.perf_counter()
+    def _step(self, step: int) -> Taken:
+        began_s, compiled = time.perf_counter(), compiled_s()
+        self.hooks.step_begins(step)  # within the step: what a drill slows down is slow
+        asked_s = time.perf_counter()
         tokens, targets = (torch.from_numpy(rows) for rows in self.batches.get(step))
+        data_s = time.perf_counter() - asked_s
         seen, total = self.batch_plan.tokens_before(step + 1), self.plan.duration.tokens
         lr = learning_rate(self.job.optim, tokens_seen=seen, total_tokens=total)
         before = self._put
-        result = self.engine.step(tokens, targets, lr=lr, wishes=self._wishes)
+        with self.timeline.step(step) as samples:
+            entered_s = time.perf_counter()
+            result = self.engine.step(tokens, targets, lr=lr, wishes=self._wishes)
+            ended_s = time.perf_counter()
         if not result.wishes[Wish.UNHELD]:
             self._held = before
-        return result, time.perf_counter() - began_s, lr
+        return Taken(
+            result=result,
+            lr=lr,
+            duration_s=ended_s - began_s,
+            data_s=data_s,
+            before_s=entered_s - began_s,
+            own_s=result.compute_s + entered_s - began_s - data_s,
+            compile_s=compiled_s() - compiled or None,
+            samples=samples,
+        )
 
-    def _record(self, step: int, result: StepResult, taken_s: float, lr: float) -> None:
+    def _record(self, step: int, taken: Taken) -> None:
+        result, noise = taken.result, taken.result.noise
+        sample = taken.samples[0] if taken.samples else None
+        proof, guard_s = self._proof(step)
         self.events.write(
             "step",
             step=step,
             epoch=self.orders.epoch,
             loss=result.loss,
             tokens=result.tokens,
-            duration_s=taken_s,
+            duration_s=taken.duration_s,
             grad_norm=result.grad_norm,
-            lr=lr,
-            tokens_per_s=result.tokens / taken_s,
+            lr=taken.lr,
+            tokens_per_s=result.tokens / taken.duration_s,
             memory_bytes=self.memory.peak_bytes(),
-            compute_s=result.compute_s,
+            compute_s=taken.own_s,
             wait_s=result.wait_s,
+            data_s=taken.data_s,
+            compile_s=taken.compile_s,
+            noise_scale=result.noise_samples,
+            noise_trace=noise.trace if noise is not None else None,
+            grad_squared=noise.squared if noise is not None else None,
             skipped=result.skipped,
             bytes_sent=result.bytes_sent,
+            collective_s=sample.collective_s if sample is not None else None,
+            collective_bytes=sample.collective_bytes if sample is not None else None,
             expert_imbalance=self._expert_imbalance(),
             held=self._held if self._held >= 0 else None,
             hold_s=self._hold_s,
-            guard_s=self._guard_s if self.guard.is_due(step + 1) else None,
-            **self._proof(step),
+            guard_s=guard_s,
+            **proof,
         )
+        if sample is not None:
+            inside = sample.fields(result.phases, data_s=taken.data_s, before_s=taken.before_s)
+            self.events.write("timeline", step=step, epoch=self.orders.epoch, seconds=taken.duration_s, **inside)
         self._hold_s = None
         if self.hooks.records_samples:  # a kill must not take the proof along
             self.events.flush()
 
-    def _proof(self, step: int) -> dict[str, object]:
-        """What an exact proof needs: digests where they are made, and in drills the samples."""
+    def _proof(self, step: int) -> tuple[dict[str, object], float | None]:
+        """What an exact proof needs (digests where they are made, in drills the samples), and what it all took."""
         proof: dict[str, object] = {}
-        if self.guard.is_due(step + 1):
+        began_s, is_due = time.perf_counter(), self.guard.is_due(step + 1)
+        if is_due:
             proof["digest"] = digest_pieces(self.engine.weights())
         if self.hooks.records_samples:
             proof["samples"] = self.batches.indices(step).tolist()
-        return proof
+        return proof, self._guard_s + time.perf_counter() - began_s if is_due else None
 
     def _expert_imbalance(self) -> float | None:
         """Tokens of the busiest expert over the mean, in the worst layer of this stage; None without experts."""

@@ -45,6 +45,7 @@ def meta_of(engine: Engine, *, step: int, tokens: int, data: str) -> dict[str, A
         "optimizer_steps": engine.optimizer.steps,
         "loss_scale": engine.loss_scale.state() if engine.loss_scale is not None else None,
         "spikes": engine.spikes.state(),
+        "noise": engine.noise.state(),
         "carried_unit": engine.unit,
         "layout": asdict(engine.settings.layout),
     }
@@ -133,6 +134,8 @@ def _take(engine: Engine, optimizer: list[Piece], source: Source) -> None:
         engine.loss_scale = LossScale.load(meta["loss_scale"])
     if meta.get("spikes"):
         engine.spikes.load(meta["spikes"])
+    if meta.get("noise"):
+        engine.noise.load(meta["noise"])
     if world == source.world and meta.get("layout") == asdict(engine.settings.layout):
         engine.take_carried(read_private(source, rank), unit=float(meta.get("carried_unit") or 0.0))
     restore_random(source, rank=rank, world=world, device=engine.device)

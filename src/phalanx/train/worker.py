@@ -11,9 +11,10 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ from phalanx.train.supervise.fence import fence
 from phalanx.train.supervise.formation import Formation, Seat
 from phalanx.train.supervise.link import Interrupted, Link
 from phalanx.train.supervise.process import take_rank
+from phalanx.train.telemetry.sensors import sensors_of
+from phalanx.train.telemetry.watch import KeptSensors, Meeting, meet, watched
 from phalanx.train.vault.buddy import buddy_of
 from phalanx.train.vault.choose import Choice
 from phalanx.train.vault.keeper import Keeper
@@ -64,6 +67,7 @@ class Rank:
         self.plan = Plan.from_json(text, where=str(self.run.plan_json))
         self._server: VaultServer | None = None
         self._host_copies = Copies()
+        self._sensors = KeptSensors()
 
     def serve(self) -> None:
         """Take part in formations until the run is over; whatever is this rank's own fault is raised."""
@@ -120,11 +124,13 @@ class Rank:
             go = self.link.go(formation.epoch)
             # By slots, not by ranks: the number of threads changes bits, and ranks come and go.
             device = _device(self.plan, self.vault.slots)
-            store = _store(go["store"], door, timeout_s=self.plan.job.train.timeout_s)
-            _join(self.plan, device, rank=rank, world=formation.world, store=PrefixStore(f"{formation.epoch}", store))
+            place = _store(go["store"], door, timeout_s=self.plan.job.train.timeout_s)
+            store = PrefixStore(f"{formation.epoch}", place)
+            _join(self.plan, device, rank=rank, world=formation.world, store=store)
             events = EventWriter(self.run.events(rank), rank=rank)
             stack.callback(events.close)
-            keeper = self._keeper(formation, rank, go)
+            stack.enter_context(self._watched(formation, rank, events, device, store))
+            keeper = self._keeper(formation, rank, go, events)
             if keeper is not None:
                 stack.callback(keeper.close)
             orders = Orders(
@@ -151,6 +157,21 @@ class Rank:
                 at_most=go.get("at_most"),
             )
 
+    def _watched(
+        self, formation: Formation, rank: int, events: EventWriter, device: torch.device, store: Store
+    ) -> AbstractContextManager[None]:
+        power_w = self.plan.cluster.accelerator.tdp_w
+        return watched(
+            events,
+            lambda: self._sensors.of(device, power_w),
+            Meeting(store=store, secret=self._secret, address=self.address),
+            telemetry=self.plan.job.telemetry,
+            layout=formation.layout,
+            rank=rank,
+            epoch=formation.epoch,
+            ranks_on_host=len(formation.of_host(self.host)),
+        )
+
     def _vault_port(self, epoch: int) -> int:
         if not self.plan.reliability.memory_every:
             return 0
@@ -159,7 +180,7 @@ class Rank:
         self._server.admit(epoch)
         return self._server.port
 
-    def _keeper(self, formation: Formation, rank: int, go: Mapping[str, Any]) -> Keeper | None:
+    def _keeper(self, formation: Formation, rank: int, go: Mapping[str, Any], events: EventWriter) -> Keeper | None:
         if not self.plan.reliability.memory_every:
             return None
         hosts = {number: seat.host for number, seat in enumerate(formation.seats)}
@@ -179,6 +200,7 @@ class Rank:
             buddy=where,
             restored=(int(restore["epoch"]), int(restore["step"])) if restore else None,
             address=self.address,
+            tell=partial(events.write, "memory", epoch=formation.epoch),
         )
 
     def _copies(self, go: Mapping[str, Any]) -> MemorySource:
@@ -205,12 +227,24 @@ def run_rank(
     """Train as one rank of those that torchrun, srun or Kubernetes started; whatever goes wrong is raised."""
     folder = open_run(str(run))
     plan = Plan.from_json(folder.plan_json.read_text(encoding="utf-8"), where=str(folder.plan_json))
-    device = _device(plan, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    device = _device(plan, local_world)
     _join(plan, device, rank=rank, world=world, store=store)
     events = EventWriter(folder.events(rank), rank=rank)
     orders = Orders(stop=stop, progress=lambda step, phase: heartbeat(step), hooks=Hooks())
+    watch = watched(
+        events,
+        lambda: sensors_of(device, power_w=plan.cluster.accelerator.tdp_w),
+        meet(store, os.environ) if store is not None else None,
+        telemetry=plan.job.telemetry,
+        layout=plan.layout,
+        rank=rank,
+        epoch=orders.epoch,
+        ranks_on_host=local_world,
+    )
     try:
-        train(folder, plan, device, events, orders)
+        with watch:
+            train(folder, plan, device, events, orders)
     except Astray as error:
         raise WorldError(
             Problem(

@@ -75,15 +75,38 @@ def test_what_needs_no_recovery_has_none(survived: Story) -> None:
 def test_every_fault_is_noticed_or_the_verdict_falls(survived: Story) -> None:
     at = time_of(survived, "step", epoch=1, step=3)
     history, outcome = told(survived, shot(at))
-    assert noticed(history, [outcome], patience_s=0).ok
+    assert noticed(history, [outcome], asked=1, patience_s=0).ok
     history, outcome = told(survived, shot(at + 0.1, epoch=3), "kill:rank=2,step=3")
-    verdict = noticed(history, [outcome], patience_s=0)
+    verdict = noticed(history, [outcome], asked=1, patience_s=0)
     assert (verdict.ok, verdict.evidence) == (False, "0 of 1 faults: kill:rank=2,step=3 was not noticed")
-    assert noticed(history, [outcome], patience_s=100).ok  # the run was over before anybody could
+    assert noticed(history, [outcome], asked=1, patience_s=100).ok  # the run was over before anybody could
 
 
 def test_a_flip_must_be_blamed_on_its_rank(survived: Story) -> None:
     at = time_of(survived, "step", epoch=1, step=3)
     history, outcome = told(survived, shot(at, kind="flip", rank=0), "flip:rank=0")
-    verdict = noticed(history, [outcome], patience_s=0)
+    verdict = noticed(history, [outcome], asked=1, patience_s=0)
     assert (verdict.ok, verdict.evidence) == (False, "0 of 1 faults: flip:rank=0 was blamed on rank 2")
+
+
+def test_a_drill_in_which_nothing_fired_proves_nothing(survived: Story) -> None:
+    history = build_history(survived.supervisor, survived.ranks)
+    verdict = noticed(history, [], asked=3, patience_s=0)
+    assert (verdict.ok, verdict.evidence) == (False, "none of 3 faults fired: nothing was tried")
+    assert noticed(history, [], asked=0, patience_s=0).ok
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "patience_s", "why"),
+    [
+        ("nan", "nan:rank=2", 0.0, "1 harmless"),
+        ("mute", "mute:rank=2,for_s=1", 0.0, "1 passing by themselves"),
+        ("kill", "kill:rank=2", 1000.0, "1 just before the end"),
+    ],
+)
+def test_nothing_to_notice_is_said_and_not_counted(
+    survived: Story, kind: str, text: str, patience_s: float, why: str
+) -> None:
+    history, outcome = told(survived, shot(time_of(survived, "step", epoch=1, step=3), kind=kind), text)
+    verdict = noticed(history, [outcome], asked=1, patience_s=patience_s)
+    assert (verdict.ok, verdict.evidence) == (True, f"no fault fired that needs noticing: {why}")

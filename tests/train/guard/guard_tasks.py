@@ -29,7 +29,6 @@ class Seen:
     """What one rank saw: the steps done when a guard spoke, and what it said."""
 
     divergence: Divergence | None
-    verified_step: int
     last: dict[str, str]
     digests: list[str]
 
@@ -47,7 +46,7 @@ def train(rank: int, trial: Trial, every: int, flip: Flip | None) -> Seen:
         found = guard.check(done)
         if found is not None:
             break
-    return Seen(divergence=found, verified_step=guard.verified_step, last=guard.last, digests=digests)
+    return Seen(divergence=found, last=guard.last, digests=digests)
 
 
 def at_rest(rank: int, trial: Trial, every: int, flip: Flip) -> Seen:
@@ -59,7 +58,7 @@ def at_rest(rank: int, trial: Trial, every: int, flip: Flip) -> Seen:
         assert guard.check(done) is None
     if rank == flip.rank:
         _flip(engine, flip)
-    return Seen(divergence=guard.before(flip.step), verified_step=guard.verified_step, last=guard.last, digests=[])
+    return Seen(divergence=guard.before(flip.step), last=guard.last, digests=[])
 
 
 def build(trial: Trial, every: int) -> tuple[Engine, Guard]:

@@ -35,14 +35,12 @@ def test_a_copy_that_differs_from_three_is_named(name, trial):
     assert (first.step, first.kind, first.suspects, first.certain) == (4, "copies", (2,), True)
     assert set(first.digests) == {0, 1, 2, 3}
     assert name in first.tensors
-    assert {one.verified_step for one in seen} == {2}
 
 
 def test_nothing_is_found_where_nothing_is_wrong(trial):
     for layout in (REPLICATED, HSDP, SMALL | {"pipeline": 2, "data": 2}):
         seen = run(trial(**layout))
         assert [one.divergence for one in seen] == [None] * 4
-        assert {one.verified_step for one in seen} == {6}
 
 
 def test_two_holders_are_settled_by_doing_it_again(trial):
@@ -81,7 +79,6 @@ def test_a_shard_that_changes_between_updates_names_its_rank(name, trial):
     assert [one.divergence is None for one in seen] == [True, True, False, True]
     found = seen[2].divergence
     assert (found.kind, found.suspects, found.certain, found.step) == ("rest", (2,), True, 3)
-    assert seen[2].verified_step == 3
 
 
 def test_digests_of_a_step_are_those_of_its_weights(trial):

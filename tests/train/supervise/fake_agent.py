@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import mistake
+from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run, open_run
 from phalanx.train.supervise import host as hosting
@@ -26,6 +27,7 @@ from phalanx.train.supervise.wishes import Wishes
 
 STEPS = 10  # of behaviour "train"
 BAD_RANK, BAD_STEP, SAVED_STEP = 2, 5, 3
+SPOILT = "spoilt"  # a file in the run folder
 
 # Where a rank waits for the others: the stack must show a file that is known for it.
 WAIT = """
@@ -126,6 +128,10 @@ def raise_value() -> None:
     raise ValueError("boom")
 
 
+def leak() -> None:
+    raise ValueError(f"401 for {os.environ['PHALANX_TEST_TOKEN']}")
+
+
 def raise_user() -> None:
     raise mistake("data/shard-0003", "ends early: 10 bytes of 20", why="it was cut", fix="build it again")
 
@@ -150,6 +156,7 @@ def be_killed() -> None:
 BEHAVIOURS: dict[str, Callable[[], None]] = {
     "good": lambda: None,
     "raise": raise_value,
+    "leak": leak,
     "user": raise_user,
     "sigkill": be_killed,
     "memory": raise_memory,
@@ -184,6 +191,8 @@ def behave(behaviour: str, part: Part) -> tuple[str, str]:
         return "", "RuntimeError: Timed out waiting 3000ms for recv operation to complete"
     if behaviour == "crash":
         raise ValueError("boom, always")
+    if behaviour == "spoilt":
+        return loop(part, lambda: (part.run.path / SPOILT).touch() or be_killed()), ""
     return loop(part, BEHAVIOURS.get(behaviour, lambda: None)), ""
 
 
@@ -220,6 +229,13 @@ def serve(behaviour: str, run: Run, host: str, link: Link) -> None:
         link.send("left", epoch=formation.epoch, step=step, why=why, state=state)
 
 
+def problems(run: Run, host: str, new_ranks: int, new_places: int) -> list[str]:
+    """The preflight before a formation, of a host whose disk may have gone bad."""
+    with (run.path / "looks").open("a") as looks:
+        looks.write(f"{host} {new_ranks} {new_places}\n")
+    return [f"{host}: its disk cannot be written"] if host == "host-1" and (run.path / SPOILT).exists() else []
+
+
 def main(behaviour: str, folder: str, host: str, slots: str, address: str, parent: str) -> int:
     die_with(int(parent))
     run = open_run(Path(folder))
@@ -229,6 +245,8 @@ def main(behaviour: str, folder: str, host: str, slots: str, address: str, paren
     wishes = Wishes.listen()
     hosting.GRACE_S, hosting.DEAF_S = 0.5, 4.0
     agent = HostAgent(run, host=host, slots=int(slots), address=address, wishes=wishes)
+    agent.plan = Plan.from_json(run.plan_json.read_text(encoding="utf-8"), where="plan")
+    agent.recheck = lambda ranks, places: problems(run, host, ranks, places)
     agent.begin()
     if behaviour == "importing":  # as long as importing torch takes
         (run.path / "waits").touch()

@@ -312,6 +312,109 @@ def test_a_clock_that_is_wrong_is_a_problem(stage: Stage) -> None:
     assert "its clock is " in stage.events("quarantine")[0]["reason"]
 
 
+# ---- a host turns bad ------------------------------------------------------------------------------------------------
+
+
+def test_a_host_that_turned_bad_is_left_out_of_the_next_formation(stage: Stage) -> None:
+    """It is found when the epoch after a failure is formed; no rank of it fell, so that is no incident of its own."""
+    good, bad = stage.host("a", 2), stage.host("b", 2)
+    stage.start(step=7)
+    good.lose(1)
+    stage.council.tick()
+    good.ready()
+    bad.say("unfit", epoch=stage.epoch, problems=["b: its disk cannot be written"])
+    stage.council.tick()
+    assert (stage.epoch, good.last("form")["seats"]) == (3, [["a", 0], ["a", 1]])
+    assert stage.events("epoch")[-1]["reason"] == "without host b: failed the preflight"
+    (told,) = stage.events("quarantine")
+    assert (told["host"], told["reason"], told["epoch"]) == ("b", "b: its disk cannot be written", 2)
+    assert len(stage.events("incident")) == 1
+    stage.ready()
+    stage.advance(9)
+    stage.pass_time(10.0)
+    assert (stage.world, stage.epoch) == (2, 3), "its living processes are no reason to grow"
+
+
+def test_a_host_found_bad_for_an_older_epoch_is_not_judged(stage: Stage) -> None:
+    stage.host("a", 2)
+    late = stage.host("b", 2)
+    stage.start(step=7)
+    late.say("unfit", epoch=stage.epoch - 1, problems=["b: was slow once"])
+    assert (stage.events("quarantine"), stage.council.room.hosts["b"].problems) == ([], ())
+
+
+def test_when_the_last_host_turns_bad_the_run_says_why_and_how_to_go_on(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    folder = stage.run.path / "checkpoints" / "step-00000006"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").touch()
+    agent.lose(1)
+    stage.council.tick()
+    agent.say("unfit", epoch=stage.epoch, problems=["a: GPU 3 is gone\n  look at dmesg"])
+    stage.council.tick()
+    assert stage.status == ("failed", 3)
+    assert stage.message.splitlines() == [
+        "a host failed its preflight",
+        "  a: GPU 3 is gone",
+        "    look at dmesg",
+        f"  last good checkpoint: step 6; go on with: phalanx train --resume {stage.run.path}",
+    ]
+
+
+def test_with_replace_a_lost_place_is_waited_for_but_a_bad_one_is_not(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(recovery="replace")
+    stage.host("a", 2)
+    bad = stage.host("b", 2)
+    stage.start(step=3)
+    stage.agents["a"].lose(0)
+    stage.council.tick()
+    bad.say("unfit", epoch=stage.epoch, problems=["b: its disk is full"])
+    stage.council.tick()
+    assert stage.status == ("failed", 3)
+    assert "b: its disk is full" in stage.message
+
+
+def test_a_failure_that_meets_a_bad_host_names_it(stage: Stage) -> None:
+    stage.host("a", 2)
+    bad = stage.host("b", 4)
+    stage.start(step=3)
+    stage.agents["a"].lose(0, up=False)
+    stage.agents["a"].lose(1, up=False)
+    bad.say("unfit", epoch=stage.epoch, problems=["b: its disk is full"])
+    stage.pass_time(TIMEOUT_S + 5, by_s=1.0)
+    assert stage.status == ("failed", 3)
+    assert "not enough places left for any layout of this job; a host failed its preflight:\n" in stage.message
+    assert "    b: its disk is full" in stage.message
+
+
+def test_a_clock_that_went_wrong_during_the_run_is_found_when_it_forms(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was read after the host was asked, so how long the way took does not matter."""
+    stage.host("a", 2)
+    wrong = stage.host("b", 2)
+    stage.council.tick()
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 30.0)  # the answer took long
+    wrong.say("ready", epoch=stage.epoch, ports={}, held=[], time=real() + 1.0)
+    assert stage.events("quarantine") == []
+    wrong.say("ready", epoch=stage.epoch, ports={}, held=[], time=real() - 10.0)
+    assert "b: its clock is " in stage.events("quarantine")[0]["reason"]
+
+
+def test_a_new_coordinator_hears_of_the_bad_host_from_its_hello(stage: Stage) -> None:
+    good, bad = stage.host("a", 2), stage.host("b", 2)
+    stage.start(step=7)
+    good.lose(1)
+    stage.council.tick()
+    stage.restart()
+    good.join()
+    bad.join(problems=["b: its disk cannot be written"])
+    stage.pass_time(1.0)
+    assert (stage.world, good.last("form")["seats"]) == (2, [["a", 0], ["a", 1]])
+
+
 # ---- a rank falls ----------------------------------------------------------------------------------------------------
 
 
@@ -772,6 +875,24 @@ def test_when_nobody_knows_who_was_wrong_the_evidence_goes_along(stage: Stage) -
     stage.pass_time(0.25)
     stage.ready()
     assert agent.last("go")["case"] == {"step": 9}, "it outlives the coordinator"
+
+
+def test_what_was_saved_of_a_state_that_went_astray_is_not_called_good(make_stage: Callable[..., Stage]) -> None:
+    """It is set aside: a resumed run would take it for the newest."""
+    stage = make_stage(recovery="stop")
+    agent = stage.host("a", 4)
+    stage.start(step=9)
+    for step in (4, 8):
+        folder = stage.run.path / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").touch()
+    astray(agent, sound=6)
+    stage.council.tick()
+    assert "last good checkpoint: step 4;" in stage.message
+    assert "not to be trusted: step 8, now called untrusted-step-…" in stage.message
+    assert stage.run.saved_steps() == [4]
+    assert (stage.run.path / "checkpoints" / "untrusted-step-00000008" / "manifest.json").exists()
+    assert current_epoch(stage.run) == stage.epoch + 1, "nobody who still lives commits another"
 
 
 def test_under_stop_going_astray_ends_the_run(make_stage: Callable[..., Stage]) -> None:

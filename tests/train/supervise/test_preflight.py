@@ -266,6 +266,51 @@ def test_link(cpu_plan: Plan, gpu_plan: Plan, monkeypatch: pytest.MonkeyPatch, s
     assert (list(checks.check_link(gpu_plan, "", host="a")) == []) is fit  # not a tenth of NVLink
 
 
+def test_between_hosts(cpu_plan: Plan, gpu_plan: Plan) -> None:
+    """CPU ranks are held against the plan's network as far as TCP can carry it, GPUs never against RDMA."""
+    several = replace(cpu_plan, cluster=replace(cpu_plan.cluster, domains=2, domain_devices=2, nic_bytes_per_s=0.5e9))
+    assert checks.expected_between(several) == 1e9
+    fast = replace(several, cluster=replace(several.cluster, nic_bytes_per_s=50e9))
+    assert checks.expected_between(fast) == 2e9
+    assert checks.expected_between(cpu_plan) == checks.expected_between(gpu_plan) == 125e6
+    assert list(checks.check_between(several, 0.1e9, host="b")) == []
+    (problem,) = checks.check_between(several, 0.09e9, host="b")
+    assert problem.render() == (
+        "b: 90.0 MB/s pass between it and the coordinator, less than 10% of the 1.00 GB/s that are counted on\n"
+        "  every other rank would wait for this host\n"
+        "  look at its cable, its MTU and its switch; --address chooses another network"
+    )
+
+
+def test_a_recheck_asks_only_for_what_is_new(cpu_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = with_state(replace(cpu_plan, memory=replace(cpu_plan.memory, total_bytes=2e9)), checkpoint_bytes=4.0)
+    monkeypatch.setattr(checks, "available_bytes", lambda machine: 3e9)
+    monkeypatch.setattr(checks, "measure_link", lambda address, *, enough: pytest.fail("no data is moved"))
+    found = [
+        checks.recheck(plan=plan, run=tmp_path, slots=4, new_ranks=new, new_places=new, address="") for new in (0, 1, 2)
+    ]
+    assert [len(problems) for problems in found] == [0, 0, 1]
+    assert "4.00 GB for 2 ranks" in found[2][0].what
+    assert checks.recheck(plan=plan, run=tmp_path / "gone", slots=4, new_ranks=0, new_places=0, address="")
+
+
+def test_a_checkpoint_that_is_there_needs_no_room(
+    cpu_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.statvfs(tmp_path)
+    fields = [*real[:10], real.f_fsid]
+    fields[0:2], fields[4] = [4096, 4096], 10**6  # 4.096 GB are free
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(fields))
+    plan = with_state(cpu_plan, checkpoint_bytes=3e9)
+    assert len(list(checks.check_disk(plan, tmp_path, host="a"))) == 1
+    folder = tmp_path / plan.job.checkpoint.path / "step-00000010"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").touch()
+    assert list(checks.check_disk(plan, tmp_path, host="a")) == []
+    (problem,) = checks.check_disk(with_state(cpu_plan, checkpoint_bytes=5e9), tmp_path, host="a")
+    assert "; another checkpoint of this host needs 5.00 GB" in problem.what
+
+
 def test_the_best_of_some_tries_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     rates: Iterator[float] = iter([1.0, 5.0, *[3.0] * 8, 9.0, 2.0])
     monkeypatch.setattr(checks, "_measure_once", lambda address: next(rates))

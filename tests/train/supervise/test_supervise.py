@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -412,3 +413,26 @@ def test_a_host_of_two_is_lost_and_comes_back(make_run: MakeRun, start: Start) -
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=WITHIN_S)
     assert (process.returncode, orphans(run)) == (130, [])
+
+
+def test_a_host_whose_disk_went_bad_is_left_out_after_the_next_failure(make_run: MakeRun, start: Start) -> None:
+    """Its agent looks before it says that it is ready, in a process of its own, and asks only for what is new."""
+    run = make_run("auto")
+    process = start(run, "spoilt", "2")
+    assert wait(lambda: len(epochs(run)) > 2)
+    run.stop_file.touch()
+    process.communicate(timeout=WITHIN_S)
+    assert orphans(run) == []
+    told = {one["event"]: one for one in read_events(run.supervisor)[0]}
+    assert (told["quarantine"]["host"], told["quarantine"]["reason"]) == (
+        "host-1",
+        "host-1: its disk cannot be written",
+    )
+    assert {member["host"] for member in epochs(run)[-1]["members"]} == {"host-0"}
+    looks = (run.path / "looks").read_text().splitlines()
+    assert sorted(looks[:2]) == ["host-0 2 2", "host-1 2 2"], "at the start everything is new"
+    assert sorted(looks[2:4]) == ["host-0 0 0", "host-1 1 0"], "then the process that replaces the fallen one"
+
+
+def epochs(run: Run) -> list[dict[str, Any]]:
+    return [one for one in read_events(run.supervisor)[0] if one["event"] == "epoch"]

@@ -165,12 +165,18 @@ def test_memory_reserved_is_the_memory_used(kit, vault):
     assert [segment.size_bytes for segment in vault.generations("own", 0)] == sizes
 
 
-def test_forgotten_is_what_older_epochs_left(kit, vault):
-    kit.put_all(vault, kit.state(1), 2, step=1, epoch=1)
-    kit.put_all(vault, kit.state(2), 2, step=2, epoch=2)
-    vault.forget(2)
-    assert {one.epoch for one in vault.held()} == {2}
-    assert GENERATIONS == 3
+def test_copies_that_are_left_out_are_told_once_and_when_they_are_well_again(kit, vault):
+    told = []
+    keeper, pieces = kit.keeper(vault, 0, 1, tell=lambda **fields: told.append(fields)), kit.cut(kit.state(), 1)[0]
+    for step in range(1, GENERATIONS + 3):  # nobody agrees that any of them is safe
+        keeper.put(step, pieces, {}, held=-1)
+        keeper._sealer.wait()
+    keeper.put(9, pieces, {}, held=keeper.safe_step)
+    keeper.close()
+    assert told == [
+        {"step": 4, "trouble": "", "is_skipped": True, "skipped": 1},
+        {"step": 9, "trouble": "", "is_skipped": False, "skipped": 2},
+    ]
 
 
 def test_meta_that_is_no_json_is_an_error_of_the_next_put(kit, vault):

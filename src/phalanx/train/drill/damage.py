@@ -1,4 +1,4 @@
-"""Damage to the newest checkpoint of a run, as disks and people do it."""
+"""Damage to a checkpoint of a run, as disks and people do it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 from phalanx.record.run import Run
 
 
-def damage(run: Run, *, how: str, seed: int) -> str:
-    """Spoil one file of the newest commit; says what was done, empty when there is no commit."""
+def damage(run: Run, step: int, *, how: str, seed: int) -> str:
+    """Spoil one file of the commit of a step; says what was done, empty when there is no such commit."""
     try:
-        return _damage(run, how=how, seed=seed)
+        return _damage(run, step, how=how, seed=seed)
     except (OSError, StopIteration):  # it was pruned under our hands
         return ""
 
 
-def _damage(run: Run, *, how: str, seed: int) -> str:
-    steps, root = run.saved_steps(), run.checkpoints
-    if not steps or isinstance(root, str):  # an object store is not ours to damage
+def _damage(run: Run, step: int, *, how: str, seed: int) -> str:
+    root = run.checkpoints
+    if isinstance(root, str):  # an object store is not ours to damage
         return ""
     draw = random.Random(seed)
-    folder = next(root.glob(f"step-*{steps[-1]:08d}"))  # not checkpoint.names: it imports torch
+    folder = next(root.glob(f"step-*{step:08d}"))  # not checkpoint.names: it imports torch
     files = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
     if not files:
         return ""

@@ -148,7 +148,7 @@ class Driver:
             case "sigterm":
                 return self._signal(fault, [os.getpid()], signal.SIGTERM)  # whoever launched the run listens for it
             case "damage":
-                return bool(self._run.saved_steps()) and self._damage(fault)
+                return self._damage(fault)
             case "port":
                 return self._take_ports(fault)
         return self._hit_link(fault, host)
@@ -172,8 +172,11 @@ class Driver:
         return self._signal(fault, everybody, signal.SIGSTOP, host)
 
     def _damage(self, fault: Fault) -> bool:
-        if self._claim(fault, note=fault.how):
-            damage(self._run, how=fault.how, seed=fault.seed)
+        step = max(self._run.saved_steps(), default=None)
+        if step is None:
+            return False
+        if self._claim(fault, note=f"step-{step:08d}: {fault.how}"):
+            damage(self._run, step, how=fault.how, seed=fault.seed)
         return True
 
     def _take_ports(self, fault: Fault) -> bool:

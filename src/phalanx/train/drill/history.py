@@ -251,8 +251,3 @@ def formations(history: History) -> list[dict[str, Any]]:
             before = epoch.formation
             found.append({"from_step": one.step, "layout": epoch.layout})
     return found
-
-
-def skipped_steps(history: History) -> list[int]:
-    """Steps of the chain in which nobody updated anything: a replay must skip them too."""
-    return [one.step for one in history.chain if one.skipped]

@@ -23,6 +23,7 @@ from phalanx.train.drill.fault import Fault, parse
 from phalanx.train.drill.history import History, formations, read_history
 from phalanx.train.drill.network import Net
 from phalanx.train.drill.oracle import Expected, Verdict
+from phalanx.train.drill.refused import refused
 from phalanx.train.drill.timing import Outcome, noticed, outcomes
 from phalanx.train.supervise.client import HostSpec, launch, local_hosts
 
@@ -89,7 +90,8 @@ def perform(scene: Scene, faults: Sequence[Fault]) -> Result:
     shots = fired.read_fired(run)
     found = outcomes(history, faults, shots)
     patience_s = scene.plan.job.fault.dead_after_s + NOTICE_S
-    verdicts.append(noticed(history, found, patience_s=patience_s))
+    verdicts.append(noticed(history, found, asked=len(faults), patience_s=patience_s))
+    verdicts += refused(history, found)
     verdicts.append(_ledger(run))
     verdicts.append(_ending(ended[0], history, faults, minutes=scene.minutes))
     seen = {one.id for one in shots}

@@ -57,6 +57,8 @@ def write_record(run: Run, body: Mapping[str, Any], secret: bytes) -> Path:
 
 def check_record(path: Path, secret: bytes) -> tuple[dict[str, Any], list[str]]:
     """The record and everything that is wrong with it; raises UserError when it is none at all."""
+    if not path.is_file():
+        raise mistake(str(path), "there is no such file", fix=f"name the {NAME} of a run that phalanx drill made")
     record = read_json(path)
     if record.get("v") != VERSION or not isinstance(record.get("files"), dict):
         raise mistake(str(path), "is no record of a drill", fix=f"name a {NAME} in a run that phalanx drill made")

@@ -39,10 +39,11 @@ def outcomes(history: History, faults: Sequence[Fault], fired: Sequence[Fired]) 
     return [_outcome(history, one, texts) for one in fired]
 
 
-def noticed(history: History, found: Sequence[Outcome], *, patience_s: float) -> Verdict:
+def noticed(history: History, found: Sequence[Outcome], *, asked: int, patience_s: float) -> Verdict:
     """Whatever somebody must recover from was noticed while there was time for it, and a wrong number's rank named.
 
-    A fault that passes by itself (`for_s`) may pass before it is noticed.
+    A fault that passes by itself (`for_s`) may pass before it is noticed. Of the faults that were `asked` for some must
+    have fired: a drill without any proves nothing.
     """
     end_s = float(history.end["t"]) if history.end is not None else inf
     must = [
@@ -52,7 +53,19 @@ def noticed(history: History, found: Sequence[Outcome], *, patience_s: float) ->
     flips = [one for one in must if one.kind == "flip" and one.blamed is not None]
     wrong += [f"{one.fault} was blamed on rank {one.blamed}" for one in flips if one.blamed != one.rank]
     text = f"{len(must) - len(wrong):,} of {len(must):,} faults"
+    if asked and not found:
+        wrong, text = ["nothing was tried"], f"none of {asked:,} faults fired"
+    elif not must:
+        text = f"no fault fired that needs noticing: {_why_none(found, end_s - patience_s)}"
     return Verdict(name="every fault was noticed", ok=not wrong, evidence=because(text, wrong))
+
+
+def _why_none(found: Sequence[Outcome], late_s: float) -> str:
+    ending = [one for one in found if KINDS[one.kind].ends]
+    late = sum("for_s=" not in one.fault and one.fired_s >= late_s for one in ending)
+    passes = len(ending) - late
+    counts = ((len(found) - len(ending), "harmless"), (passes, "passing by themselves"), (late, "just before the end"))
+    return ", ".join(f"{count} {text}" for count, text in counts if count) or "none was asked for"
 
 
 def _outcome(history: History, fired: Fired, texts: Mapping[int, str]) -> Outcome:

@@ -56,14 +56,13 @@ def box_sets(pieces: Sequence[Piece]) -> list[BoxSet]:
 class Guard:
     """One rank's part in the comparison. Made anew for every formation: what it remembers is of its own storage.
 
-    `before` every step and `check` after its update; `verified_step` is the newest step that was found sound.
+    `before` every step and `check` after its update.
     """
 
     def __init__(self, pieces: Callable[[], Sequence[Piece]], *, every: int) -> None:
         self._pieces, self._every = pieces, every
         self._rest: dict[bytes, bytes] = {}  # digests after the last update, by set; empty when it was not looked at
         self._most_sets = -1  # of any rank; not yet agreed on
-        self.verified_step = -1
         self.last: dict[str, str] = {}  # what the most holders of each set said at the last check, for `settle`
 
     def is_due(self, step: int) -> bool:
@@ -101,7 +100,6 @@ class Guard:
         if found is not None:
             self._rest = {}
             return replace(found, tensors=_name_tensors(found, sets, claims))
-        self.verified_step = step
         self.last = {claim.boxes: claim.digest for claim in claims}
         return None
 

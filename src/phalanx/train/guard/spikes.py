@@ -17,12 +17,11 @@ FIRST = 16  # norms before the first verdict: they fall fast at the start of a r
 
 
 class Spikes:
-    """Remembers the gradient norms of the steps that were taken; `in_a_row` counts spikes since the last of them."""
+    """Remembers the gradient norms of the steps that were taken."""
 
     def __init__(self, factor: float, *, window: int = WINDOW) -> None:
         self._factor = factor
         self._norms: deque[float] = deque(maxlen=window)
-        self.in_a_row = 0
 
     def is_spike(self, grad_norm: float) -> bool:
         """Whether the step with this norm is to be skipped; call it once for every step.
@@ -33,18 +32,15 @@ class Spikes:
         if not self._factor or not math.isfinite(grad_norm):
             return False
         if len(self._norms) >= FIRST and grad_norm > self._factor * median(self._norms) > 0:
-            self.in_a_row += 1
             return True
         self._norms.append(grad_norm)
-        self.in_a_row = 0
         return False
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: a run that goes on must judge as the one that was not interrupted."""
-        return {"norms": list(self._norms), "in_a_row": self.in_a_row}
+        return {"norms": list(self._norms)}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take up what `state` gave."""
         self._norms.clear()
         self._norms.extend(float(norm) for norm in state["norms"])
-        self.in_a_row = int(state["in_a_row"])

@@ -9,7 +9,7 @@ import torch
 
 from phalanx.train.parallel.compress import Codec, build_codec
 from phalanx.train.parallel.dims import Meshes
-from phalanx.train.parallel.replicate import Replicas
+from phalanx.train.parallel.replicate import Ear, Replicas
 from phalanx.train.parallel.reproducible import TreeReplicas
 
 if TYPE_CHECKING:
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 class Exchange(Protocol):
     """Sums the gradients of some parameters over the ranks that hold them."""
+
+    def listen(self, ear: Ear, *, each: bool) -> None:
+        """Let `ear` hear gradients before they are summed; with `each`, those of every micro-batch."""
 
     def begin(self, micro_batches: int) -> None:
         """Before the first backward of a step."""
@@ -79,6 +82,11 @@ class GradientExchange:
         """Gradients come in a unit `factor` times the last one's: so must the errors carried over."""
         for codec in self._codecs:
             codec.rescale(factor)
+
+    def listen(self, ear: Ear, *, each: bool) -> None:
+        """Let `ear` hear gradients before they are summed; with `each`, those of every micro-batch."""
+        for one in self._all:
+            one.listen(ear, each=each)
 
     def begin(self, micro_batches: int) -> None:
         """Before the first backward of a step."""

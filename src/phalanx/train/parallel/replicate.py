@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,19 @@ from torch.distributed.tensor import DTensor
 from phalanx.train.parallel.compress import Codec
 
 BUCKET_BYTES = 25 * 2**20  # DDP's default: large enough for bandwidth, small enough to start early
+
+
+class Ear(Protocol):
+    """Hears what this rank's own gradients are before those of other ranks are added. It changes nothing."""
+
+    def counts(self, param: torch.Tensor) -> bool:
+        """Whether it wants to hear of a parameter."""
+
+    def hear(self, key: object, grads: Sequence[torch.Tensor]) -> None:
+        """The gradients behind `key`, of one more part of the batch."""
+
+    def miss(self) -> None:
+        """Some gradients came unheard."""
 
 
 class Bucket:
@@ -33,25 +46,36 @@ class Bucket:
         self.waiting = 0
         self.filled = [False] * len(self.views)
 
-    def add(self, place: int) -> None:
-        """Take the gradient of one parameter; the first of a step overwrites what the last step left."""
+    def add(self, place: int) -> torch.Tensor | None:
+        """Take the gradient of one parameter, and return it; the first of a step overwrites what the last step left."""
         param, view = self.params[place], self.views[place]
         grad = local_gradient(param)
         if grad is None:
-            return
+            return None
         if self.filled[place]:
             view.add_(grad)
         else:
             view.copy_(grad)
             self.filled[place] = True
         param.grad = None
+        return grad
 
-    def close(self) -> None:
-        """Zero-bubble schedules write gradients without calling hooks, and an idle expert has none: settle both."""
+    def heard(self, ear: Ear) -> list[torch.Tensor]:
+        """What an ear wants to hear of it: all at once where it can be."""
+        views = [view for view, param in zip(self.views, self.params, strict=True) if ear.counts(param)]
+        return [self.flat] if len(views) == len(self.views) else views
+
+    def close(self) -> bool:
+        """Zero-bubble schedules write gradients without calling hooks, and an idle expert has none: settle both.
+
+        Returns whether there were gradients that no hook told of.
+        """
+        untold = any(param.grad is not None for param in self.params)
         for place, view in enumerate(self.views):
             self.add(place)
             if not self.filled[place]:
                 view.zero_()
+        return untold
 
 
 class Replicas:
@@ -71,6 +95,8 @@ class Replicas:
         self.buckets = _fill(params, reduce, bucket_bytes)
         self._home = {id(p): (b, i) for b, bucket in enumerate(self.buckets) for i, p in enumerate(bucket.params)}
         self._launched = 0
+        self._ear: Ear | None = None
+        self._hears_each = False
         self._pending: list[dist.Work | Future[None] | None] = []
         # One thread, so compressed buckets keep their order; it overlaps with backward because gloo blocks outside it.
         self._thread = ThreadPoolExecutor(1, "gradients") if codec is not None else None
@@ -79,6 +105,10 @@ class Replicas:
                 codec.prepare(key, [view.shape for view in bucket.views])
         for param in params:
             param.register_post_accumulate_grad_hook(self._arrived)
+
+    def listen(self, ear: Ear, *, each: bool) -> None:
+        """Let `ear` hear every bucket before it is summed, or with `each` every gradient of every micro-batch."""
+        self._ear, self._hears_each = ear, each
 
     def begin(self, micro_batches: int) -> None:
         """Before the first backward of a step."""
@@ -92,8 +122,9 @@ class Replicas:
 
     def finish(self) -> None:
         """After the last backward: everything is summed when this returns."""
-        for bucket in self.buckets[self._launched :]:
-            bucket.close()
+        untold = [bucket.close() for bucket in self.buckets[self._launched :]]
+        if self._ear is not None and self._hears_each and any(untold):
+            self._ear.miss()
         self._launch(everything=True)
         for work in self._pending:
             if isinstance(work, Future):
@@ -110,7 +141,9 @@ class Replicas:
     def _arrived(self, param: torch.Tensor) -> None:
         index, place = self._home[id(param)]
         bucket = self.buckets[index]
-        bucket.add(place)
+        grad = bucket.add(place)
+        if grad is not None and self._ear is not None and self._hears_each and self._ear.counts(param):
+            self._ear.hear(id(param), [grad])
         bucket.waiting -= 1
         if bucket.waiting == 0:
             self._launch(everything=False)
@@ -121,6 +154,8 @@ class Replicas:
             bucket = self.buckets[self._launched]
             if bucket.waiting > 0 and not everything:
                 return
+            if self._ear is not None and not self._hears_each:
+                self._ear.hear(id(bucket), bucket.heard(self._ear))
             if self._group is not None:
                 self._pending.append(self._sum(bucket.flat, self._group, self._launched))
             self._launched += 1

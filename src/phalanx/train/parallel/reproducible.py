@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from phalanx.errors import mistake
-from phalanx.train.parallel.replicate import local, local_gradient
+from phalanx.train.parallel.replicate import Ear, local, local_gradient
 
 
 class TreeReplicas:
@@ -27,6 +27,11 @@ class TreeReplicas:
         parts = self._flat.split(sizes)
         self._views = {id(p): part.view(local(p).shape) for p, part in zip(params, parts, strict=True)}
         self._levels: list[tuple[int, torch.Tensor]] = []
+        self._ear: Ear | None = None
+
+    def listen(self, ear: Ear, *, each: bool) -> None:
+        """Let `ear` hear every micro-batch, whatever the number of ranks: what it makes of them is the same too."""
+        self._ear = ear
 
     def begin(self, micro_batches: int) -> None:
         """Before the first backward of a step."""
@@ -42,10 +47,14 @@ class TreeReplicas:
     def micro_batch_done(self) -> None:
         """Add the micro-batch to the tree as a binary counter carries."""
         leaf = torch.empty_like(self._flat)
-        for view, param in zip(leaf.split([v.numel() for v in self._views.values()]), self._params, strict=True):
+        parts = leaf.split([view.numel() for view in self._views.values()])
+        for part, param in zip(parts, self._params, strict=True):
             grad = local_gradient(param)
-            view.zero_() if grad is None else view.copy_(grad.flatten())
+            part.zero_() if grad is None else part.copy_(grad.flatten())
             param.grad = None
+        if self._ear is not None:
+            ear = self._ear
+            ear.hear(id(self), [part for part, param in zip(parts, self._params, strict=True) if ear.counts(param)])
         level = 0
         while self._levels and self._levels[-1][0] == level:
             leaf = self._levels.pop()[1].add_(leaf)

@@ -74,6 +74,15 @@ def address_of(run: Run) -> str:
     return str(run.plan()["job"]["fault"]["interface"] or LOOPBACK)
 
 
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches an address.
+
+    >>> [is_loopback(one) for one in ("127.0.0.2", "::1", "localhost", "10.0.0.1")]
+    [True, True, True, False]
+    """
+    return address.startswith("127.") or address in ("::1", "localhost")
+
+
 def rank_environ(environ: Mapping[str, str], plan: Plan) -> dict[str, str]:
     """What agents are started with: the ranks share the cores, and CUDA is not started before the fork."""
     from phalanx.hardware.discover import discover
@@ -118,7 +127,8 @@ def _prepare(run: Run, hosts: Sequence[HostSpec]) -> None:
     make_secret(run.path / "secret")
     (run.path / "coordinator.json").unlink(missing_ok=True)
     names, slots = [host.name for host in hosts], [host.slots for host in hosts]
-    run.set_launch(**{**run.launch(), "hosts": names, "slots": slots, "launched": time.time()})
+    addresses = [host.address for host in hosts]
+    run.set_launch(**{**run.launch(), "hosts": names, "slots": slots, "addresses": addresses, "launched": time.time()})
     run.set_status("launching")
 
 

@@ -21,6 +21,7 @@ from phalanx.files import replace_text
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run, open_run
+from phalanx.train.supervise.bandwidth import ROLE, Gauge
 from phalanx.train.supervise.channel import Channel, Closed, Listener, Refused
 from phalanx.train.supervise.client import ENDED
 from phalanx.train.supervise.council import Council
@@ -70,9 +71,9 @@ def _coordinate(run: Run, address: str) -> int:
             for host, message in hall.take(TICK_S):
                 council.hear(host, message)
             council.tick()
-            if council.progressed and time.monotonic() - written_s > PROGRESS_S:
+            if council.room.progressed and time.monotonic() - written_s > PROGRESS_S:
                 save(council.memory)
-                council.progressed, written_s = False, time.monotonic()
+                council.room.progressed, written_s = False, time.monotonic()
         hall.drain()
         return 0
     finally:
@@ -82,6 +83,8 @@ def _coordinate(run: Run, address: str) -> int:
 
 def _greet(hello: dict[str, Any]) -> dict[str, Any]:
     """Only agents belong here: a copy on its way to a vault may knock at a port that was its buddy's."""
+    if hello.get("role") == ROLE:
+        return {"role": "coordinator"}
     if hello.get("role") != "agent" or not isinstance(hello.get("time"), int | float):
         raise Refused(f"a {hello.get('role')!r} has no business with the coordinator")
     return {"role": "coordinator"}
@@ -112,6 +115,7 @@ class Hall:
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
+        self._gauge = Gauge(self._selector)
         self._channels: dict[str, Channel] = {}
         self._heard_s: dict[str, float] = {}
 
@@ -123,11 +127,16 @@ class Hall:
             one for channel in self._listener.pump() for one in self._admit(channel)
         ]  # every turn: it drops who is late
         for key, _ in ready:
-            if key.fileobj is not self._listener:
+            if key.data is self._gauge:
+                self._gauge.listen()
+            elif key.fileobj is not self._listener:
                 heard += self._listen(key.data, key.fileobj)  # type: ignore[arg-type]
         return heard
 
     def _admit(self, channel: Channel) -> list[tuple[str, dict[str, Any]]]:
+        if channel.peer.get("role") == ROLE:
+            self._gauge.admit(channel)
+            return []
         host = str(channel.peer.get("host", ""))[:200]
         if self._is_taken(host, channel):
             with suppress(Closed, OSError, TimeoutError):

@@ -17,6 +17,7 @@ from pathlib import Path
 from phalanx.errors import PhalanxError
 from phalanx.files import replace_text
 from phalanx.record.events import read_events
+from phalanx.record.redact import redact
 from phalanx.record.run import Run
 from phalanx.units import format_bytes, format_seconds
 
@@ -74,9 +75,9 @@ def failure_of(rank: int, error: BaseException, *, step: int) -> Failure:
         at_s=time.time(),
         kind=type(error).__name__,
         module=type(error).__module__,
-        message=str(error)[:MOST_MESSAGE],
+        message=redact(str(error), os.environ)[:MOST_MESSAGE],
         exit_code=error.exit_code if isinstance(error, PhalanxError) else 3,
-        stack="".join(traceback.format_exception(error))[-MOST_MESSAGE:],
+        stack=redact("".join(traceback.format_exception(error)), os.environ)[-MOST_MESSAGE:],
     )
 
 
@@ -104,14 +105,21 @@ def first(failures: Sequence[Failure]) -> Failure:
 
 
 def tell(
-    run: Run, cause: Failure, *, others: Sequence[Failure], world: int, out_of_memory: bool, host: str = ""
+    run: Run,
+    cause: Failure,
+    *,
+    others: Sequence[Failure],
+    world: int,
+    out_of_memory: bool,
+    host: str = "",
+    at_most: int | None = None,
 ) -> str:
     """The one message: the first failing rank, its step and cause, what it means, what to do.
 
-    `host` is where it was, left out on this machine.
+    `host` is where it was, left out on this machine. Checkpoints of more steps than `at_most` are not to be trusted.
     """
-    rest, saved = _rest(cause, others, world), last_checkpoint(run)
-    kept = "no checkpoint was written yet"
+    rest, saved = _rest(cause, others, world), last_checkpoint(run, at_most=at_most)
+    kept = "no checkpoint was written yet" if at_most is None else f"no checkpoint is of step {at_most:,} or before"
     if "can be read" in cause.message and saved is not None:
         kept = ""  # the checkpoints are what failed
     elif saved is not None:
@@ -181,9 +189,9 @@ def _rest(cause: Failure, others: Sequence[Failure], world: int) -> str:
     return f"other ranks: {', '.join(words)}" if words else ""
 
 
-def last_checkpoint(run: Run) -> int | None:
-    """Step of the newest committed checkpoint."""
-    return max(run.saved_steps(), default=None)
+def last_checkpoint(run: Run, *, at_most: int | None = None) -> int | None:
+    """Step of the newest committed checkpoint, of those that can be trusted."""
+    return max((step for step in run.saved_steps() if at_most is None or step <= at_most), default=None)
 
 
 def host_memory() -> tuple[float, float]:

@@ -16,20 +16,30 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from phalanx.errors import Problem, WorldError
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
 from phalanx.train.supervise import failure as failing
+from phalanx.train.supervise.bandwidth import measure
 from phalanx.train.supervise.board import Board
 from phalanx.train.supervise.channel import Channel, Closed, Refused, connect
 from phalanx.train.supervise.client import ENDED
 from phalanx.train.supervise.coordinator import coordinator_address
 from phalanx.train.supervise.failure import Failure
 from phalanx.train.supervise.formation import Formation
-from phalanx.train.supervise.preflight import preflight
+from phalanx.train.supervise.look import Look
+from phalanx.train.supervise.preflight import (
+    LEAST_LINK_SHARE,
+    check_between,
+    expected_between,
+    preflight,
+    recheck,
+)
 from phalanx.train.supervise.process import Work, fork_rank
 from phalanx.train.supervise.secret import read_secret
 from phalanx.train.supervise.stacks import find_ranks
@@ -51,6 +61,7 @@ GRACE_S = 5.0  # between SIGTERM and SIGKILL
 REFORK_S, MOST_REFORK_S = 0.0, 5.0  # pause before a slot gets another process, doubled while they die young
 YOUNG_S = 2.0
 Message = dict[str, Any]
+Recheck = Callable[[int, int], Sequence[str]]  # of new processes, and of slots that had no rank yet, to problems
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,6 +81,8 @@ class Slot:
     fork_at_s: float = 0.0
     killed: Failure | None = None  # why we ended it
     left: Message | None = None  # how it left the present formation
+    seated: bool = False  # this process was a member before
+    used: bool = False  # some process here was: the copies of its state have their memory
 
 
 class HostAgent:
@@ -82,6 +95,11 @@ class HostAgent:
         self._dead_after_s = float(job["fault"]["dead_after_s"])
         self._id = secrets.token_hex(8)  # tells this agent from another of the same name
         self._problems: list[str] = []  # what the preflight found
+        self.plan: Plan | None = None  # once we have looked
+        self._joined = False  # some coordinator, once
+        self._link: float | None = None  # bytes per second to the coordinator's host, once measured
+        self.recheck: Recheck | None = None  # before every formation that this host is a member of
+        self._look: Look | None = None  # while it is at that
         self.vault = Vault(slots, guests=max(slots, min(int(launch.get("world", slots)), MOST_GUESTS)))
         self.board = Board(slots)
         self._secret = read_secret(run.path / "secret")
@@ -109,6 +127,19 @@ class HostAgent:
         """The preflight: what speaks against ranks on this host goes to the coordinator with our hello."""
         found = preflight(plan=plan, run=self.run.path, slots=self.slots, address=self.address, quick=False)
         self._problems = [problem.render() for problem in found]
+        self.recheck = partial(self._recheck, plan)
+        self.plan = plan
+
+    def _recheck(self, plan: Plan, new_ranks: int, new_places: int) -> list[str]:
+        found = recheck(
+            plan=plan,
+            run=self.run.path,
+            slots=self.slots,
+            new_ranks=new_ranks,
+            new_places=new_places,
+            address=self.address,
+        )
+        return [problem.render() for problem in found]
 
     def serve(self, work: Work) -> int:
         """Keep the slots until the coordinator says that the run is over; its exit code."""
@@ -118,6 +149,7 @@ class HostAgent:
                 self._tick()
             return self._over
         finally:
+            self._end_look()
             self._end_ranks(0.0 if self.wishes.count >= 2 else GRACE_S)
             if self._channel is not None:
                 self._channel.close()
@@ -162,7 +194,26 @@ class HostAgent:
             message = f"host {self.host}: no coordinator can be reached or started for {LOST_S:g} s"
             raise WorldError(Problem(where=str(self.run.path), what=message, fix="phalanx train --resume goes on"))
 
+    def _measure_link(self, where: tuple[str, int]) -> None:
+        """To another host, once, before we join it: up to then nothing waits for us, and this takes up to seconds."""
+        plan = self.plan
+        if plan is None or where[0] == self.address:
+            return
+        enough = LEAST_LINK_SHARE * expected_between(plan)
+        self._link = measure(
+            where,
+            self._secret,
+            host=self.host,
+            bind=self.address,
+            enough=enough,
+            is_off=lambda: self.wishes.count > 0,
+        )
+        if self._link is not None:
+            self._problems += [problem.render() for problem in check_between(plan, self._link, host=self.host)]
+
     def _connect(self, where: tuple[str, int]) -> bool:
+        if not self._joined and self._link is None:
+            self._measure_link(where)
         hello = {
             "role": "agent",
             "host": self.host,
@@ -171,11 +222,13 @@ class HostAgent:
             "epoch": self._epoch,
             "time": time.time(),
             "problems": [text[:500] for text in self._problems[:4]],  # a hello is short
+            "link_bytes_per_s": self._link,
         }
         try:
             self._channel = connect(where, self._secret, hello, timeout_s=2.0, bind="")
         except (OSError, TimeoutError, Refused):
             return False
+        self._joined = True
         self._selector.register(self._channel, selectors.EVENT_READ, None)
         self._heard_s = time.monotonic()
         self._told_ready, self._told_wishes = 0, self.wishes.count
@@ -268,6 +321,28 @@ class HostAgent:
             slot.epoch, slot.ready, slot.left, slot.asked_s = formation.epoch, None, None, now
             slot.rank = ranks.get(slot.number, -1)
         self._pass_on(message)
+        self._begin_look([slot for slot in self._slots if slot.rank >= 0])
+
+    def _begin_look(self, members: Sequence[Slot]) -> None:
+        """Look at this host while its ranks leave what they did before; we are not ready before that is done."""
+        self._end_look()
+        new_ranks, new_places = sum(not slot.seated for slot in members), sum(not slot.used for slot in members)
+        for slot in members:
+            slot.seated = slot.used = True
+        if members and self.recheck is not None:
+            self._look = Look(partial(self.recheck, new_ranks, new_places), forget=self._forget)
+
+    def _end_look(self) -> None:
+        if self._look is not None:
+            self._look.close()
+            self._look = None
+
+    def _is_looked_at(self) -> bool:
+        """Whether nothing is being checked any more; what was found is kept, and goes along with every hello."""
+        found = self._look.found() if self._look is not None else None
+        if found is not None:
+            self._look, self._problems = None, [*self._problems, *found]
+        return self._look is None
 
     def _pass_on(self, message: Message) -> None:
         for slot in self._slots:
@@ -290,9 +365,15 @@ class HostAgent:
             self._unsaid.append(message)
 
     def _tell_ready(self) -> None:
-        """Once for all members of this host, when the last of them has left what it did before."""
+        """Once for all members of this host, when it was looked at and the last of them has left what it did before."""
         members = [slot for slot in self._slots if slot.rank >= 0]
-        if self._told_ready == self._epoch or any(slot.ready is None for slot in members) or not self._epoch:
+        if self._told_ready == self._epoch or not self._epoch or not self._is_looked_at():
+            return
+        if self._problems and members:
+            self._told_ready = self._epoch
+            self._say("unfit", epoch=self._epoch, problems=self._problems)
+            return
+        if any(slot.ready is None for slot in members):
             return
         self._told_ready = self._epoch
         self._say(
@@ -300,6 +381,7 @@ class HostAgent:
             epoch=self._epoch,
             ports={str(slot.number): slot.ready for slot in members},
             held=[one.to_json() for one in self.vault.held()],
+            time=time.time(),
         )
 
     def _tell_beat(self) -> None:
@@ -350,13 +432,15 @@ class HostAgent:
         )
         slot.line.settimeout(HAND_S)
         slot.pending, slot.forked_s, slot.killed = b"", time.monotonic(), None
-        slot.rank, slot.ready, slot.left = -1, None, None
+        slot.rank, slot.ready, slot.left, slot.seated = -1, None, None, False
         self._selector.register(slot.line, selectors.EVENT_READ, slot)
 
     def _forget(self) -> None:
         """In the child: what is the agent's alone."""
         if self._channel is not None:
             self._channel.forget()
+        if self._look is not None:
+            self._look.forget()
         for slot in self._slots:
             if slot.line is not None:
                 slot.line.close()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.errors import Problem, WorldError, mistake
 from phalanx.plan.plan import Plan
+from phalanx.record.redact import redact
 from phalanx.record.run import Run
 from phalanx.train.supervise.failure import write_error
 
@@ -69,9 +70,9 @@ def _train(run: Run, store: TCPStore, *, rank: int, world: int, tick: Callable[[
     except BaseException as error:
         write_error(run, rank, error, step=at_step[0])
         with run.log(rank).open("a", encoding="utf-8") as log:
-            traceback.print_exc(file=log)
+            log.write(redact(traceback.format_exc(), os.environ))
         if rank == 0:
-            run.set_status("failed", exit_code=3, message=f"rank 0: {error}", step=at_step[0])
+            run.set_status("failed", exit_code=3, message=f"rank 0: {redact(str(error), os.environ)}", step=at_step[0])
         raise
 
 

@@ -30,6 +30,7 @@ LINK_BYTES = 16 * MB
 # two cores, single tries moved 20 to 870 MB/s, where the same machine at rest moves 3,300.
 LINK_TRIES = 10
 LINK_PATIENCE_S = 1.0  # for one try; at a tenth of 2 GB/s it takes 0.08 s
+GIGABIT_BYTES_PER_S = 125 * MB  # the slowest network that hosts are joined by
 LEAST_NVLINK_SHARE = 0.5  # links that trained at half their number or speed
 DISK_COPIES = 2  # the checkpoint being written, beside the one that is kept until it is whole
 MOST_SKEW_S = 5.0  # timestamps of the record are compared between hosts
@@ -51,6 +52,25 @@ def preflight(*, plan: Plan, run: Path, slots: int, address: str, quick: bool) -
     if not quick and not problems:
         problems += check_link(plan, address, host=machine.hostname)
     return problems
+
+
+def recheck(*, plan: Plan, run: Path, slots: int, new_ranks: int, new_places: int, address: str) -> list[Problem]:
+    """The quick checks, before ranks that already were here form again.
+
+    Memory is asked for `new_ranks` processes, which hold nothing yet, and for the copies of `new_places` slots; what
+    living ranks and their copies take is no longer free, and is not counted twice.
+    """
+    machine = discover()
+    host = machine.hostname
+    if not run.is_dir():
+        return [_missing(run, host)]
+    return [
+        *check_devices(plan, machine, slots),
+        *check_room(plan, ranks=new_ranks, places=new_places, free_bytes=available_bytes(machine), host=host),
+        *check_disk(plan, run, host=host),
+        *check_port(address, host=host),
+        *check_clock(run, time.time(), host=host),
+    ]
 
 
 def _missing(run: Path, host: str) -> Problem:
@@ -107,11 +127,16 @@ def _check_gpu(plan: Plan, gpu: Gpu, *, alone: bool, where: str) -> Iterator[Pro
 def check_memory(plan: Plan, slots: int, free_bytes: float, *, host: str) -> Iterator[Problem]:
     """Host memory for the ranks where they compute on the CPU, and for the copies of their state everywhere."""
     active = min(slots, plan.layout.devices)  # spares hold nothing until they replace somebody
+    yield from check_room(plan, ranks=active, places=active, free_bytes=free_bytes, host=host)
+
+
+def check_room(plan: Plan, *, ranks: int, places: int, free_bytes: float, host: str) -> Iterator[Problem]:
+    """Host memory for so many ranks that hold nothing yet, and for the copies of so many slots that had no rank."""
     on_cpu = plan.cluster.accelerator.family == "cpu"
-    ranks_bytes = active * plan.memory.total_bytes if on_cpu else 0.0
-    copies_bytes = active * copies_per_rank(plan) * plan.reliability.checkpoint_bytes / plan.layout.devices
+    ranks_bytes = ranks * plan.memory.total_bytes if on_cpu else 0.0
+    copies_bytes = places * copies_per_rank(plan) * plan.reliability.checkpoint_bytes / plan.layout.devices
     if ranks_bytes + copies_bytes > free_bytes:
-        need = f"{format_bytes(ranks_bytes)} for {active} ranks and " if on_cpu else ""
+        need = f"{format_bytes(ranks_bytes)} for {ranks} rank{'s' if ranks != 1 else ''} and " if on_cpu else ""
         yield Problem(
             where=host,
             what=f"{format_bytes(free_bytes)} of memory are free; the plan needs {need}{format_bytes(copies_bytes)} "
@@ -150,7 +175,9 @@ def check_disk(plan: Plan, run: Path, *, host: str) -> Iterator[Problem]:
     if "://" in path:  # object storage has no free space to ask for
         return
     folder = next(folder for folder in (run / path, *(run / path).parents) if folder.exists())
-    needed = DISK_COPIES * plan.reliability.checkpoint_bytes / plan.reliability.hosts
+    # One that is there already is the one that is kept: only the next must find room.
+    copies = DISK_COPIES - any(True for _ in (run / path).glob("step-*/manifest.json"))
+    needed = copies * plan.reliability.checkpoint_bytes / plan.reliability.hosts
     try:
         state = os.statvfs(folder)
     except OSError as error:
@@ -167,7 +194,8 @@ def check_disk(plan: Plan, run: Path, *, host: str) -> Iterator[Problem]:
     elif free < needed:
         yield Problem(
             where=host,
-            what=f"{format_bytes(free)} are free in {folder}; {DISK_COPIES} checkpoints of this host need "
+            what=f"{format_bytes(free)} are free in {folder}; "
+            f"{'another checkpoint of this host needs' if copies == 1 else f'{copies} checkpoints of this host need'} "
             f"{format_bytes(needed)}",
             why="a save would end with a full disk",
             fix="delete old runs, lower checkpoint.keep, or set checkpoint.path to a larger disk",
@@ -240,6 +268,32 @@ def check_link(plan: Plan, address: str, *, host: str) -> Iterator[Problem]:
             why="every other rank would wait for this host",
             fix="end other programs on it, or measure it again with phalanx probe",
         )
+
+
+def check_between(plan: Plan, rate: float, *, host: str) -> Iterator[Problem]:
+    """What passes between this host and the coordinator's is at least a tenth of what can be counted on."""
+    expected = expected_between(plan)
+    if rate < LEAST_LINK_SHARE * expected:
+        yield Problem(
+            where=host,
+            what=f"{format_bytes(rate)}/s pass between it and the coordinator, less than {LEAST_LINK_SHARE:.0%} of the "
+            f"{format_bytes(expected)}/s that are counted on",
+            why="every other rank would wait for this host",
+            fix="look at its cable, its MTU and its switch; --address chooses another network",
+        )
+
+
+def expected_between(plan: Plan) -> float:
+    """Bytes per second that one TCP connection between two hosts should move.
+
+    CPU ranks talk over TCP: there it is the plan's network, up to what one connection carries at all. The plan's figure
+    for GPUs is of RDMA, which this connection does not use: what passes here is control and copies of state, often over
+    a plain network beside it. They, and a plan that knows one machine only, are held against Gigabit Ethernet.
+    """
+    cluster = plan.cluster
+    if cluster.accelerator.family != "cpu" or cluster.domains < 2:
+        return GIGABIT_BYTES_PER_S
+    return min(cluster.nic_bytes_per_s * cluster.domain_devices, LOOPBACK_BYTES_PER_S)
 
 
 def expected_link(plan: Plan) -> float:

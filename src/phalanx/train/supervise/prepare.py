@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,6 +115,30 @@ def check_data(plan: Plan) -> tuple[Problem, ...]:
     job = plan.job
     dataset = TokenDataset.open([Path(path) for path in job.data.paths], "train")
     return check_dataset(dataset, model_vocab=job.model.vocab, sequence=job.data.sequence)
+
+
+def check_checkpoints(path: str, base: Path) -> None:
+    """Checkpoints can be written where the job wants them; `base` is the run, or the folder it will be made in.
+
+    A folder outside of the run is made, but not the one around it: a disk that is not mounted would go unnoticed.
+    """
+    where, folder = f"checkpoint.path = {path!r}", base / path
+    if "://" in path:
+        return
+    if Path(path).is_absolute() and not folder.parent.is_dir():
+        raise mistake(
+            where, f"there is no folder {folder.parent}", why="is its disk mounted?", fix="mount it, or make the folder"
+        )
+    there = next((one for one in (folder, *folder.absolute().parents) if one.exists()), Path("/"))
+    if not there.is_dir():
+        raise mistake(where, f"{there} is a file", why="checkpoints are folders", fix="name a folder")
+    if os.statvfs(there).f_flag & os.ST_RDONLY or not os.access(there, os.W_OK | os.X_OK):
+        raise mistake(
+            where,
+            f"{there} cannot be written",
+            why="the run could not save",
+            fix="mount it for writing, or name another folder",
+        )
 
 
 def check_code(job: Job, *, allowed: bool) -> None:

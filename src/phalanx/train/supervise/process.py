@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 
 from phalanx.errors import PhalanxError
+from phalanx.record.redact import redact
 from phalanx.record.run import Run
 from phalanx.train.supervise.board import Board
 from phalanx.train.supervise.failure import write_error
@@ -94,7 +95,7 @@ def _run(work: Work, run: Run, link: Link) -> int:
         work(link)
     except BaseException as error:
         write_error(run, int(os.environ.get("RANK", link.slot)), error, step=link.step)
-        traceback.print_exc()
+        print(redact(traceback.format_exc(), os.environ), file=sys.stderr, end="")
         return error.exit_code if isinstance(error, PhalanxError) else FAILED
     finally:
         sys.stdout.flush()

@@ -13,7 +13,6 @@ from pathlib import Path
 from phalanx.record.run import Run
 from phalanx.train.supervise.process import STACK_SIGNAL
 
-MOST_STACK = 4000  # characters that are worth keeping
 ANSWER_S = 0.5  # a rank that runs writes its stack within milliseconds; the machine may be busy
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 _WAITS = ("distributed_c10d.py", "_functional_collectives", "distributed/pipelining", "fsdp/_fully_shard")
@@ -25,7 +24,6 @@ class Whereabouts:
 
     place: str
     waits: bool  # for other ranks, so that it is hardly the one to blame
-    stack: str = ""
 
 
 def find_ranks(run: Run, alive: Mapping[int, int]) -> dict[int, Whereabouts]:
@@ -39,7 +37,7 @@ def find_ranks(run: Run, alive: Mapping[int, int]) -> dict[int, Whereabouts]:
     for rank, pid in alive.items():
         stack = _tail(run.stack(rank), sizes[rank])
         waits = any(word in stack for word in _WAITS)
-        found[rank] = Whereabouts(place=_place(stack, pid), waits=waits, stack=stack[-MOST_STACK:])
+        found[rank] = Whereabouts(place=_place(stack, pid), waits=waits)
     return found
 
 

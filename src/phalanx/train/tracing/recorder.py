@@ -220,7 +220,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             names = self._axes.get(group.group_name, ())
             # Beside the mesh there are the whole job, and the pairs of first and last stage of a tied table.
             whole = "world" if len(ranks) == dist.get_world_size() else "ends"
-            self._groups[key] = Group(axis=_axis(names, kind) or whole, ranks=ranks)
+            self._groups[key] = Group(axis=axis_of(names, kind) or whole, ranks=ranks)
         return self._groups[key]
 
 
@@ -247,7 +247,7 @@ def axis_names(meshes: Meshes) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _axis(names: Sequence[str], kind: str) -> str:
+def axis_of(names: Sequence[str], kind: str) -> str:
     """Where axes share a communicator, messages and exchanges are not of those that only add up and gather."""
     if kind in ("send", "receive", "all-to-all"):
         names = [name for name in names if name not in EXCHANGED] or names

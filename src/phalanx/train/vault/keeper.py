@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,23 +36,20 @@ class Keeper:
         buddy: BuddyAddress | None,
         restored: tuple[int, int] | None = None,
         address: str = "",
+        tell: Callable[..., object] = lambda **fields: None,
     ) -> None:
         self._rank, self._world, self._epoch, self._restored = rank, world, epoch, restored
         self._segments = vault.generations("own", slot)
         self._sequence = next_sequence(self._segments)
         self._kept = [] if restored is None else [restored[1]]  # steps that may be needed, the same on all ranks
         self._busy: dict[int, int] = {}  # generation by step, until it counts here and with the buddy
-        self._complete = self._safe = -1
+        self._safe = -1
         self._sealer = Worker("vault-seal")
         hello = {"role": "vault", "rank": rank, "epoch": epoch}
         self._replica = Replica(buddy, secret=secret, hello=hello, bind=address) if buddy is not None else None
         self._sender = Worker("vault-send")
         self.skipped = 0
-
-    @property
-    def complete_step(self) -> int:
-        """The newest step whose snapshot is complete on this host; -1 while there is none."""
-        return self._complete
+        self._tell, self._told = tell, ("", False)
 
     @property
     def safe_step(self) -> int:
@@ -87,8 +84,10 @@ class Keeper:
         """
         began_s = time.monotonic()
         self._kept = [kept for kept in self._kept if kept >= held]
-        if len(self._kept) == GENERATIONS:
-            self.skipped += 1
+        is_full = len(self._kept) == GENERATIONS
+        self.skipped += is_full
+        self._tell_changes(step, is_skipped=is_full)
+        if is_full:
             return time.monotonic() - began_s
         generation = self._free(held, busy=tuple(self._busy.values()))
         assert generation is not None, f"{len(self._kept)} snapshots are needed and {GENERATIONS} fit"
@@ -98,6 +97,13 @@ class Keeper:
         self._sequence += 1
         self._sealer.do(partial(self._seal, draft, step, self._sequence, held))
         return time.monotonic() - began_s
+
+    def _tell_changes(self, step: int, *, is_skipped: bool) -> None:
+        """When copies begin to fail or to be left out, and when they are well again; not at every step between."""
+        now = (self.trouble, is_skipped)
+        if now != self._told:
+            self._told = now
+            self._tell(step=step, trouble=self.trouble, is_skipped=is_skipped, skipped=self.skipped)
 
     def _free(self, held: int, *, busy: Collection[int]) -> int | None:
         needs = Needs(epoch=self._epoch, restored=self._restored, held=held)
@@ -110,7 +116,6 @@ class Keeper:
 
     def _seal(self, draft: Draft, step: int, sequence: int, held: int) -> None:
         seal(draft, sequence=sequence, rank=self._rank, world=self._world, epoch=self._epoch, step=step)
-        self._complete = step
         if self._replica is None:
             self._done(step)
         else:

@@ -56,13 +56,6 @@ class Vault:
                     size_bytes=header.data_bytes,
                 )
 
-    def forget(self, epoch: int) -> None:
-        """Wipe what epochs before this one left, as when the run goes on from disk; while no rank is writing."""
-        for segment in self._segments.values():
-            header = segment.header()
-            if header is not None and header.epoch < epoch:
-                segment.wipe()
-
     def close(self) -> None:
         """Give all memory back, once no process has it mapped."""
         for segment in self._segments.values():

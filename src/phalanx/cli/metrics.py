@@ -1,0 +1,189 @@
+"""`phalanx metrics`: a run's numbers for Prometheus, OTLP, TensorBoard, MLflow or W&B."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from phalanx.cli.options import add_json
+from phalanx.cli.output import note, print_json
+from phalanx.errors import WorldError, mistake
+
+if TYPE_CHECKING:
+    from phalanx.job.schema import Telemetry
+    from phalanx.metrics.steps import Sink
+    from phalanx.metrics.watch import Watcher
+    from phalanx.record.run import Run
+
+TARGETS = ("listen", "otlp", "tensorboard", "mlflow", "wandb")
+INTERVAL_S = 15.0
+TOKEN_FILE = "metrics-token"  # in a run folder
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Options of `phalanx metrics`."""
+    parser.add_argument("run", metavar="RUN", nargs="?", help="a run folder")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="serve /metrics for Prometheus, as 127.0.0.1:9400")
+    parser.add_argument("--token", metavar="FILE", help="ask for the token in this file; auto makes and prints one")
+    parser.add_argument("--otlp", metavar="URL", help="push to an OpenTelemetry collector, as http://127.0.0.1:4318")
+    parser.add_argument("--tensorboard", metavar="DIR", help="write TensorBoard event files")
+    parser.add_argument("--mlflow", metavar="DIR", help="write an MLflow file store")
+    parser.add_argument("--wandb", metavar="DIR", help="write a W&B offline run; wandb sync uploads it")
+    parser.add_argument("--follow", action="store_true", help="go on until the run ends")
+    parser.add_argument("--every", metavar="N", type=int, default=1, help="export every Nth step (1)")
+    parser.add_argument("--interval", metavar="S", type=float, default=INTERVAL_S, help="seconds between looks (15)")
+    parser.add_argument("--ranks", metavar="N", type=int, default=64, help="series per rank up to N ranks (64)")
+    parser.add_argument("--grafana", action="store_true", help="print the Grafana dashboard for these series")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print, serve, push or write the numbers."""
+    from phalanx.record.run import open_run
+
+    if args.grafana:
+        from phalanx.metrics.grafana import dashboard
+
+        print(dashboard(), end="")
+        return 0
+    target = _target(args)
+    found = open_run(args.run)
+    if target in ("", "listen", "otlp"):
+        from phalanx.metrics.watch import Watcher
+
+        watcher = Watcher(found, most_ranks=args.ranks)
+        act = {"": _print, "listen": _serve, "otlp": _push}[target]
+        return act(watcher, args)
+    return _write(found, target, args)
+
+
+def _target(args: argparse.Namespace) -> str:
+    if args.run is None:
+        raise mistake("phalanx metrics", "no run is named", fix="phalanx metrics runs/NAME; --grafana needs none")
+    named = [name for name in TARGETS if getattr(args, name) is not None]
+    if len(named) > 1:
+        flags = " and ".join(f"--{name}" for name in named)
+        raise mistake("phalanx metrics", f"{flags} exclude each other", fix="give one of them; start it twice for two")
+    if args.every < 1 or args.ranks < 0 or not 0.1 <= args.interval <= 86400:
+        what = f"--every {args.every} --ranks {args.ranks} --interval {args.interval:g} cannot be"
+        raise mistake("phalanx metrics", what, fix="use --every 1, --ranks 0 and --interval 0.1 or more")
+    if args.token is not None and args.listen is None:
+        raise mistake("phalanx metrics", "--token guards --listen, which is not there", fix="add --listen, or drop it")
+    return named[0] if named else ""
+
+
+def _print(watcher: Watcher, args: argparse.Namespace) -> int:
+    """What a scrape would see now."""
+    if args.json:
+        rows = [
+            {"name": one.metric.name, "unit": one.metric.unit, "value": one.value}
+            | {"labels": dict(zip(one.metric.labels, one.labels, strict=True))}
+            for one in watcher.points()
+        ]
+        print_json({"run": watcher.run.name, "metrics": rows})
+    else:
+        from phalanx.metrics.prometheus import exposition
+
+        print(exposition(watcher), end="")
+    return 0
+
+
+def _serve(watcher: Watcher, args: argparse.Namespace) -> int:
+    from phalanx.listen import parse_address, read_token
+    from phalanx.metrics.prometheus import MetricsServer
+
+    token = None if args.token is None else read_token(args.token)
+    with MetricsServer(watcher, parse_address(args.listen), token=token) as server:
+        shown = {"url": server.url} | ({"token": token} if token and args.token == "auto" else {})
+        if args.json:
+            print_json(shown)
+        else:
+            print("\n".join(shown.values()), flush=True)
+        note("Ctrl-C ends it")
+        while not (args.follow and _over(watcher.run)):
+            time.sleep(1.0)
+    return 0
+
+
+@contextmanager
+def serving(found: Run, telemetry: Telemetry) -> Iterator[None]:
+    """With `telemetry.prometheus`, serve /metrics of a run as long as the context is open; `phalanx train` uses it.
+
+    Where others reach the address, a token is asked for: it is kept in the run folder, readable by its owner alone.
+    """
+    if not telemetry.prometheus:
+        yield
+        return
+    from phalanx.listen import is_loopback, kept_token, parse_address
+    from phalanx.metrics.prometheus import MetricsServer
+    from phalanx.metrics.watch import Watcher
+
+    where = "telemetry.listen"
+    address = parse_address(telemetry.listen, where=where)
+    path = None if is_loopback(address, where=where) else found.path / TOKEN_FILE
+    token = None if path is None else kept_token(path)
+    with MetricsServer(Watcher(found), address, token=token, where=where) as server:
+        note(f"  metrics: {server.url}" + (f" (bearer token in {path})" if path else ""))
+        yield
+
+
+def _push(watcher: Watcher, args: argparse.Namespace) -> int:
+    from phalanx.metrics.to_otlp import Pusher
+
+    with Pusher(watcher, args.otlp) as pusher:
+
+        def push() -> None:
+            try:
+                pusher.push()
+            except WorldError as error:  # a collector that is restarted must not end hours of following
+                if not args.follow:
+                    raise
+                note(str(error))
+
+        count = _repeat(push, watcher.run, args)
+    return _said(args, pushes=count)
+
+
+def _write(found: Run, target: str, args: argparse.Namespace) -> int:
+    from phalanx.metrics.steps import Exporter
+
+    with _sink(found, target, getattr(args, target)) as sink:
+        exporter = Exporter(found, sink, every=args.every)
+        _repeat(exporter.export, found, args)
+    return _said(args, steps=exporter.written, where=str(sink.where))
+
+
+def _sink(found: Run, target: str, folder: str) -> Sink:
+    from importlib import import_module
+
+    opened: Sink = import_module(f"phalanx.metrics.to_{target}").open_sink(found, folder)
+    return opened
+
+
+def _repeat(act: Callable[[], object], found: Run, args: argparse.Namespace) -> int:
+    """Once; with --follow, until the run is over and everything was seen."""
+    count = 0
+    while True:
+        over = not args.follow or _over(found)  # asked before the last look, so that nothing falls between
+        act()
+        count += 1
+        if over:
+            return count
+        time.sleep(args.interval)
+
+
+def _over(found: Run) -> bool:
+    """Ended, or gone without a word."""
+    state = found.status().get("state")
+    return state in ("done", "stopped", "failed") or (state == "running" and not found.is_held)
+
+
+def _said(args: argparse.Namespace, **values: object) -> int:
+    if args.json:
+        print_json(values)
+    else:
+        print(", ".join(f"{name}: {value}" for name, value in values.items()))
+    return 0

@@ -1,0 +1,185 @@
+"""The screen of `phalanx watch`: a view as lines of text that fit the terminal."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from phalanx.record.report import bar, cost_rows, spent_on
+from phalanx.record.summary import Pair, RankTime
+from phalanx.record.values import printable
+from phalanx.record.view import View
+from phalanx.units import format_bytes, format_count, format_seconds
+
+TICKS = "▁▂▃▄▅▆▇█"
+MOST_RANKS = 8
+LABEL = 11  # characters of the first column
+NARROW = 60  # columns below which bars and sparklines give way
+
+
+def frame(view: View, remarks: Sequence[str], *, name: str, width: int, height: int) -> list[Text]:
+    """At most `height` lines of at most `width` columns, the most important first."""
+    blocks = [_head(view, name), _curves(view, width), _ranks(view, width), _time(view, width), _rest(view)]
+    blocks.append([_quiet(f"  {printable(line)}") for line in remarks])
+    lines: list[Text] = []
+    for block in blocks:
+        lines += [*([Text("")] if lines and block else []), *block]
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+        line.truncate(width, overflow="ellipsis")
+    return lines[: max(1, height)]
+
+
+def _head(view: View, name: str) -> list[Text]:
+    s, p = view.summary, view.progress
+    colour = {"done": "green", "failed": "red", "gone": "red", "stopped": "yellow"}.get(view.state, "cyan")
+    first = Text.assemble((printable(name, most=100), "bold"), "  ", (printable(view.state, most=20), colour))
+    if p is not None:
+        first.append(f"  step {p.step:,}" + (f" of {p.steps:,} ({p.step / p.steps:.1%})" if p.steps else ""))
+        if p.left_s and not view.over:
+            first.append(f"  {format_seconds(p.left_s)} left", "bold")
+    ranks = f"{s.world:,} rank{'s' if s.world != 1 else ''}"
+    what = f"{s.model} ({format_count(s.parameters)}) on {s.cluster}, {ranks}: {s.layout}"
+    why = [Text(printable(s.message), "red")] if s.message and view.state in ("failed", "gone") else []
+    return [first, _quiet(printable(what)), *why]
+
+
+def _curves(view: View, width: int) -> list[Text]:
+    s, p = view.summary, view.progress
+    room = max(0, min(60, width - 52)) if width >= NARROW else 0
+    if p is None:
+        return [Text("no step was finished yet" if not view.over else "no step was finished")]
+    rows = [
+        ("loss", f"{p.loss:.4f}" if p.loss is not None else "-", view.loss, ""),
+        ("tokens/s", _or(p.tokens_per_s, format_count), view.tokens_per_s, _beside(s.tokens_per_s, format_count)),
+    ]
+    lines = [_row(name, value, spark(values, room), beside) for name, value, values, beside in rows]
+    if s.mfu.measured is not None:
+        lines.append(_row("MFU", f"{s.mfu.measured:.1%}", "", _beside(s.mfu, _percent)))
+    if s.memory_bytes.measured is not None:
+        lines.append(_row("memory", format_bytes(s.memory_bytes.measured), "", _beside(s.memory_bytes, format_bytes)))
+    if s.noise_scale is not None:
+        lines.append(_row("noise", f"{format_count(s.noise_scale)} samples", "", ""))
+    if s.effective_time.measured is not None:
+        recent = f", {view.effective.last_hour[-1]:.1%} in {view.effective.window}" if view.effective.t else ""
+        share = f"{s.effective_time.measured:.1%}{recent}"
+        lines.append(_row("effective", share, "", _beside(s.effective_time, _percent)))
+    return lines
+
+
+def _row(name: str, value: str, drawn: str, beside: str) -> Text:
+    line = Text.assemble((f"{name:<{LABEL}}", "dim"), (f"{value:<9} ", "bold"))
+    line.append(f"{drawn}  " if drawn else "", "cyan")
+    return line.append(beside, "dim")
+
+
+def spark(values: Sequence[float | None], room: int) -> str:
+    """A line of small bars, the newest at the right.
+
+    >>> spark([1.0, 2.0, None, 3.0], 4)
+    '▁▄ █'
+    """
+    if not values or room <= 0:
+        return ""
+    groups = [values[number * len(values) // room : (number + 1) * len(values) // room] for number in range(room)]
+    means = [_mean(group) for group in groups if group]
+    known = [value for value in means if value is not None]
+    if not known:
+        return ""
+    low, span = min(known), max(known) - min(known)
+    return "".join(" " if one is None else TICKS[int(7 * (one - low) / span) if span else 0] for one in means)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _ranks(view: View, width: int) -> list[Text]:
+    known = [one for one in view.summary.ranks if one.compute_s is not None]
+    if len(known) < 2:
+        return []
+    score = view.scores.score
+    shown = sorted(known, key=lambda one: (-score.get(one.rank, 0.0), one.rank))[:MOST_RANKS]
+    slow = {one.rank for one in view.scores.named}
+    most = max((one.compute_s or 0.0) + (one.wait_s or 0.0) for one in known) or 1.0
+    cut = f"the {len(shown)} slowest of {len(known):,} ranks" if len(known) > len(shown) else "ranks"
+    lines = [_quiet(f"{cut}: computing █, waiting ░, own time over that of peers")]
+    return lines + [_rank(one, score.get(one.rank), most, width, slow=one.rank in slow) for one in shown]
+
+
+def _rank(one: RankTime, score: float | None, most: float, width: int, *, slow: bool) -> Text:
+    room = 24 if width >= NARROW else 8
+    compute, wait = one.compute_s or 0.0, one.wait_s or 0.0
+    cells = round(compute / most * room)
+    drawn = "█" * cells + "░" * min(room - cells, round(wait / most * room))
+    line = Text(f"{one.rank:>6}  ").append(f"{drawn:<{room}}", "red" if slow else "blue")
+    line.append(f"  {format_seconds(compute):>8} {format_seconds(wait):>8}")
+    line.append(f"  {score:.2f}" if score is not None else "", "bold red" if slow else "")
+    return line.append(f"  {one.place}" + ("  straggler" if slow else ""), "red" if slow else "dim")
+
+
+def _time(view: View, width: int) -> list[Text]:
+    book = view.summary.ledger
+    if book is None or not book.wall_s:
+        return []
+    spent = spent_on(book)
+    told = "  ".join(f"{name} {share:.1%}" for name, _, share in spent[:8])
+    line = Text.assemble((f"{'time':<{LABEL}}", "dim"), told)
+    lines = [line]
+    if width >= NARROW and book.effective:
+        drawn = bar(book.effective, min(60, width - LABEL - 2))
+        lines.insert(0, Text.assemble((f"{'':<{LABEL}}", ""), (drawn, "green")))
+    if book.gap:
+        lines.append(Text(f"{'':<{LABEL}}the ledger does not close: {book.gap}", "yellow"))
+    return lines
+
+
+def _rest(view: View) -> list[Text]:
+    s = view.summary
+    lines = []
+    if view.saved_step is not None:
+        age = f", {format_seconds(view.saved_age_s)} ago" if view.saved_age_s is not None else ""
+        size = f", {format_bytes(s.checkpoint_bytes)}" if s.checkpoint_bytes else ""
+        lines.append(_told("checkpoint", f"step {view.saved_step:,}{age}{size}"))
+    for name, so_far, ahead, planned in cost_rows(s.cost) if s.cost is not None else ():
+        lines.append(_told(name, f"{so_far} so far, {ahead} at the end, planned {planned}"))
+    for one in view.scores.named[:3]:
+        lines.append(Text.assemble((f"{'straggler':<{LABEL}}", "dim"), (one.text, "red")))
+    if s.incidents:
+        last = s.incidents[-1]
+        took = f", next step after {format_seconds(last.recovery_s)}" if last.recovery_s is not None else ""
+        text = f"{len(s.incidents):,}; step {last.step:,}: rank {last.rank} on {last.host}: {last.what}{took}"
+        lines.append(_told("incidents", text))
+    for damage in s.damage[:3]:
+        lines.append(
+            Text(
+                f"{'damaged':<{LABEL}}{printable(damage.where)}: {printable(damage.what)} ({damage.count:,})", "yellow"
+            )
+        )
+    return lines
+
+
+def _told(name: str, text: str) -> Text:
+    return Text.assemble((f"{name:<{LABEL}}", "dim"), text)
+
+
+def _quiet(text: str) -> Text:
+    return Text(text, "dim")
+
+
+def _or(value: float | None, show: object) -> str:
+    return show(value) if value is not None and callable(show) else "-"
+
+
+def _beside(pair: Pair, show: object) -> str:
+    if pair.predicted is None or not callable(show):
+        return ""
+    error = f" ({pair.error:+.1%})" if pair.error is not None else ""
+    return f"planned {show(pair.predicted)}{error}"
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}"

@@ -1,0 +1,202 @@
+"""/metrics: a run's numbers for a Prometheus server, from a process or thread of our own; the ranks pay nothing.
+
+It listens on this machine alone unless a token guards it, answers GET and HEAD of one path, and believes no Host header
+but loopback names (a page in a browser could otherwise reach it under a name that resolves to 127.0.0.1).
+"""
+
+from __future__ import annotations
+
+import hmac
+import threading
+from collections.abc import Iterable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from phalanx.listen import Address, bound_address, is_own_name, open_socket
+from phalanx.metrics.names import METRICS
+from phalanx.metrics.need import need
+from phalanx.metrics.point import Point
+from phalanx.metrics.watch import Watcher
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+PATH = "/metrics"
+MOST_REQUESTS = 16  # at once; a Prometheus server sends one
+REQUEST_S = 10.0  # a client that sends or reads slower than this is hung up on
+NEED = "Prometheus metrics"
+
+
+class RunCollector:
+    """prometheus_client's custom collector: asked at every scrape, one at a time."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._lock = threading.Lock()
+
+    def describe(self) -> Iterable[Any]:
+        """Nothing: asked at registration, where a value would cost a read of the whole run."""
+        return ()
+
+    def collect(self) -> Iterator[Any]:
+        """Every metric that has a value."""
+        with self._lock:
+            points = self._watcher.points()
+        yield from families(points, run=self._watcher.run.name)
+
+
+def families(points: Iterable[Point], *, run: str) -> Iterator[Any]:
+    """Points as prometheus_client's metric families, in the order of the table."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    by_name: dict[str, list[Point]] = {}
+    for one in points:
+        by_name.setdefault(one.metric.name, []).append(one)
+    for metric in METRICS:
+        if metric.name in by_name:
+            make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            family = make(metric.prometheus, metric.help, labels=("run", *metric.labels))
+            for one in by_name[metric.name]:
+                family.add_metric((run, *one.labels), one.value)
+            yield family
+
+
+def registry(watcher: Watcher) -> CollectorRegistry:
+    """A registry of our own: nothing of this process, nothing of other libraries."""
+    need("prometheus_client", extra="metrics", what=NEED)
+    from prometheus_client import CollectorRegistry
+
+    made = CollectorRegistry(auto_describe=False)
+    made.register(RunCollector(watcher))
+    return made
+
+
+def exposition(watcher: Watcher) -> str:
+    """The text a Prometheus server would get now."""
+    made = registry(watcher)
+    from prometheus_client import generate_latest
+
+    return str(generate_latest(made), "utf-8")
+
+
+class MetricsServer:
+    """Serves /metrics from a daemon thread between `start` and `stop`; never keeps a process alive."""
+
+    def __init__(self, watcher: Watcher, listen: Address, *, token: str | None = None, where: str = "--listen") -> None:
+        made = registry(watcher)
+        listener = open_socket(listen, guarded=token is not None, where=where)
+        self.address = bound_address(listener)
+        self._server = _Server(self.address, made, token)
+        self._server.socket.close()
+        self._server.socket = listener
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+
+    @property
+    def url(self) -> str:
+        """What to put into a browser or a scrape configuration."""
+        return f"http://{self.address}{PATH}"
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop answering; at once."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+        self._server.server_close()
+
+    def __enter__(self) -> MetricsServer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False  # a client that hangs must not hold up the end of a run
+
+    def __init__(self, address: Address, made: CollectorRegistry, token: str | None) -> None:
+        super().__init__((address.host, 0), _Handler, bind_and_activate=False)
+        self.registry = made
+        self.token = None if token is None else token.encode()
+        self._places = threading.BoundedSemaphore(MOST_REQUESTS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """In a thread of its own, if one of the places is free."""
+        if not self._places.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """As the base class does, and give the place back."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no news: nothing of it belongs on a person's terminal."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = REQUEST_S
+
+    def do_GET(self) -> None:
+        """/metrics, or why not."""
+        refused = self._refusal()
+        if refused is not None:
+            self._answer(*refused)
+            return
+        try:
+            from prometheus_client.exposition import choose_encoder
+
+            encode, kind = choose_encoder(self.headers.get("Accept", ""))
+            body = encode(self.server.registry)
+        except Exception as error:  # a damaged run must not end the thread, nor print into the training's terminal
+            first = (str(error).splitlines() or [""])[0]
+            self._answer(500, f"the run cannot be read: {type(error).__name__}: {first}")
+            return
+        self._answer(200, body, kind)
+
+    do_HEAD = do_GET
+
+    def _refusal(self) -> tuple[int, str] | None:
+        token = self.server.token
+        # A token is stronger than a name, and a server that others reach may have many names.
+        if token is None and not is_own_name(self.headers.get("Host", "")):
+            return 421, "this server does not go by that name; use the address it printed"
+        if token is not None and not self._has_token(token):
+            return 401, "the token is missing or wrong; send it as Authorization: Bearer TOKEN"
+        if urlsplit(self.path).path != PATH:
+            return 404, f"there is only {PATH}"
+        return None
+
+    def _has_token(self, token: bytes) -> bool:
+        kind, _, shown = self.headers.get("Authorization", "").partition(" ")
+        return kind.lower() == "bearer" and hmac.compare_digest(shown.strip().encode(), token)
+
+    def _answer(self, status: int, body: str | bytes, kind: str = "text/plain; charset=utf-8") -> None:
+        data = body if isinstance(body, bytes) else body.encode() + b"\n"
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Cache-Control", "no-store")
+        if status == 401:
+            self.send_header("WWW-Authenticate", "Bearer")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def version_string(self) -> str:
+        """No versions for strangers."""
+        return "phalanx"
+
+    def log_message(self, *_: object) -> None:
+        """Silent: a scrape every 15 s is no news."""

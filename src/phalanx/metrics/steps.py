@@ -1,0 +1,165 @@
+"""The steps of a run, one row each, for tools that draw curves: TensorBoard, MLflow, W&B.
+
+An export may be repeated: a small file beside it says how far it came, and only what is new is written. Where a run
+went back and did steps again, the sink is told first; what it can do about the undone ones is its own affair.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from phalanx.errors import PhalanxError, Problem, WorldError
+from phalanx.files import write_text
+from phalanx.metrics import names
+from phalanx.metrics.watch import mfu, plan_of
+from phalanx.record.history import RunHistory
+from phalanx.record.run import Run, read_json
+from phalanx.record.values import integer, number, text
+
+CHUNK = 1000  # steps read and written at a time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """What is known after a step: `step` counts steps done, `values` goes by OpenTelemetry name."""
+
+    step: int
+    t: float  # Unix seconds
+    values: Mapping[str, float]
+
+
+class Sink(Protocol):
+    """Where rows go."""
+
+    where: Path
+
+    def go_back(self, step: int) -> None:
+        """Rows of more than `step` steps done that were written before are undone."""
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Take at least one row; the first call opens whatever has to be opened."""
+
+    def __enter__(self) -> Sink: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cursor:
+    """How far an export came: the last step event and evaluation; `identity` is the sink's name for the run."""
+
+    step: int = -1
+    t: float = 0.0
+    evaluated_t: float = 0.0
+    identity: str = ""
+
+    @classmethod
+    def read(cls, path: Path) -> Cursor:
+        """From its file; a missing or damaged one means from the beginning."""
+        try:
+            data = read_json(path)
+        except PhalanxError:
+            return cls()
+        step, t, evaluated_t = integer(data, "step"), number(data, "t"), number(data, "evaluated_t")
+        return cls(
+            step=-1 if step is None else step,
+            t=t or 0.0,
+            evaluated_t=evaluated_t or 0.0,
+            identity=text(data, "identity"),
+        )
+
+    def keep(self, path: Path) -> None:
+        """Into its file."""
+        data = {"step": self.step, "t": self.t, "evaluated_t": self.evaluated_t, "identity": self.identity}
+        write_text(path, json.dumps(data) + "\n", fix="name a writable folder")
+
+
+def cursor_path(folder: Path, run: Run) -> Path:
+    """The file that says how far the export of a run into a folder came."""
+    return folder / f".phalanx-{run.name}.json"
+
+
+class Exporter:
+    """Writes what is new at every call of `export`."""
+
+    def __init__(self, run: Run, sink: Sink, *, every: int = 1) -> None:
+        self._history = RunHistory.open(run)
+        self._plan = plan_of(run)
+        self._sink = sink
+        self._every = every
+        self._path = cursor_path(sink.where, run)
+        self._cursor = Cursor.read(self._path)
+        self.written = 0  # rows
+
+    def export(self) -> None:
+        """Bring the sink up to date."""
+        self._history.refresh()
+        last, first = self._history.last_step, self._history.first_step
+        if last is None or first is None:
+            return
+        begin = self._begin(first, last)
+        if begin <= self._cursor.step:
+            self._sink.go_back(begin)
+        while begin <= last:
+            end = min(last, begin + CHUNK - 1)
+            self._chunk(begin, end, is_last=end == last)
+            begin = end + 1
+
+    def _chunk(self, begin: int, end: int, *, is_last: bool) -> None:
+        events = list(self._history.steps(0, begin, end))
+        rows = [row for event in events if (row := self._row(event)) and row.step % self._every == 0]
+        evaluated = list(self._evaluated()) if is_last else []
+        if rows or evaluated:
+            self._sink.write(rows + evaluated)
+        self.written += len(rows)
+        newest = events[-1] if events else {}
+        self._cursor = Cursor(
+            step=end,
+            t=number(newest, "t") or self._cursor.t,
+            evaluated_t=max([self._cursor.evaluated_t, *(row.t for row in evaluated)]),
+            identity=Cursor.read(self._path).identity,
+        )
+        self._cursor.keep(self._path)
+
+    def _begin(self, first: int, last: int) -> int:
+        """The first step that was not exported: its event is younger than the last that was."""
+        if self._cursor.step < first:
+            return first
+        low, high = first, min(last, self._cursor.step) + 1
+        while low < high:
+            middle = (low + high) // 2
+            event = next(iter(self._history.steps(0, middle, min(last, middle + CHUNK))), {})
+            low, high = (middle + 1, high) if (number(event, "t") or 0.0) <= self._cursor.t else (low, middle)
+        return low
+
+    def _row(self, event: Mapping[str, Any]) -> Row | None:
+        step, t = integer(event, "step"), number(event, "t")
+        if step is None or t is None:
+            return None
+        known = {metric.name: number(event, metric.field) for metric in names.STEP}
+        known[names.MFU.name] = mfu(event, self._plan)
+        return Row(step=step + 1, t=t, values={name: value for name, value in known.items() if value is not None})
+
+    def _evaluated(self) -> Iterator[Row]:
+        for event in self._history.events("evaluate"):
+            step, t, loss = integer(event, "step"), number(event, "t"), number(event, "loss")
+            if step is not None and loss is not None and t is not None and t > self._cursor.evaluated_t:
+                yield Row(step=step, t=t, values={names.EVALUATION.name: loss})
+
+
+def made_folder(folder: str) -> Path:
+    """The folder, made if need be; raises WorldError when it cannot be."""
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"cannot be made: {error.strerror or error}"
+        raise WorldError(Problem(where=folder, what=what, fix="name a writable folder")) from error
+    return path

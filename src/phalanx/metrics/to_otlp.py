@@ -1,0 +1,83 @@
+"""OTLP over HTTP, with OpenTelemetry's own SDK: every push carries every series of the table with its labels."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+from urllib.parse import urlsplit
+
+from phalanx.errors import Problem, WorldError, mistake
+from phalanx.metrics.names import METRICS, Metric
+from phalanx.metrics.need import need
+from phalanx.metrics.point import Point
+from phalanx.metrics.watch import Watcher
+
+PATH = "/v1/metrics"
+TIMEOUT_S = 10.0
+
+
+class Pusher:
+    """Pushes the newest numbers at every call of `push`."""
+
+    def __init__(self, watcher: Watcher, url: str) -> None:
+        need("opentelemetry.exporter.otlp.proto.http.metric_exporter", extra="otlp", what="--otlp")
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+        from opentelemetry.sdk.metrics import MeterProvider
+        from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+        from opentelemetry.sdk.resources import Resource
+
+        # Its exporter logs every attempt with a traceback's worth of detail; what came of it is ours to tell.
+        logger = logging.getLogger("opentelemetry.exporter")
+        logger.propagate = False
+        logger.addHandler(logging.NullHandler())
+        self._watcher = watcher
+        self._url = _endpoint(url)
+        self._points: dict[str, list[Point]] = {}
+        self._exporter = OTLPMetricExporter(endpoint=self._url, timeout=TIMEOUT_S)
+        self._reader = InMemoryMetricReader()  # asked by us: the SDK's own thread would push when it likes
+        # No detectors: they read the environment and the command line.
+        resource = Resource({"service.name": "phalanx", "phalanx.run": watcher.run.name})
+        self._provider = MeterProvider(metric_readers=[self._reader], resource=resource, shutdown_on_exit=False)
+        meter = self._provider.get_meter("phalanx")
+        for metric in METRICS:
+            make = meter.create_observable_counter if metric.kind == "counter" else meter.create_observable_gauge
+            make(metric.name, callbacks=[self._callback(metric)], unit=metric.unit, description=metric.help)
+
+    def _callback(self, metric: Metric) -> Any:
+        from opentelemetry.metrics import Observation
+
+        def observed(_: object) -> Iterable[Any]:
+            run = {"run": self._watcher.run.name}
+            for one in self._points.get(metric.name, ()):
+                yield Observation(one.value, run | dict(zip(metric.labels, one.labels, strict=True)))
+
+        return observed
+
+    def push(self) -> None:
+        """Send everything; raises WorldError when nobody takes it."""
+        from opentelemetry.sdk.metrics.export import MetricExportResult
+
+        self._points = {}
+        for one in self._watcher.points():
+            self._points.setdefault(one.metric.name, []).append(one)
+        data = self._reader.get_metrics_data()
+        if data is not None and self._exporter.export(data) is not MetricExportResult.SUCCESS:
+            where = f"--otlp {urlsplit(self._url).hostname}"  # not the whole: an address may hold a password
+            what = f"the collector did not take the metrics within {TIMEOUT_S:g} s"
+            raise WorldError(Problem(where=where, what=what, fix="start it, or correct the address"))
+
+    def __enter__(self) -> Pusher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._provider.shutdown()
+        self._exporter.shutdown()
+
+
+def _endpoint(url: str) -> str:
+    """The address of the metrics; a collector's base URL is enough."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise mistake("--otlp", f"{url[:80]!r} is not a URL", fix="write it as http://127.0.0.1:4318")
+    return url if parts.path.endswith(PATH) else url.rstrip("/") + PATH

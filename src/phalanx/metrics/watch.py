@@ -1,0 +1,137 @@
+"""A run's numbers at this moment, from its folder: read what is new, give every series of the table its value."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from phalanx.errors import PhalanxError
+from phalanx.metrics import names
+from phalanx.metrics.point import MOST_RANKS, Point, RankValue, by_rank, point
+from phalanx.metrics.rare import rare_points
+from phalanx.metrics.story import story_points
+from phalanx.record.events import Event
+from phalanx.record.history import RunHistory
+from phalanx.record.places import Places, places
+from phalanx.record.run import Run
+from phalanx.record.values import at, integer, number, text
+
+STORY_S = 15.0  # the ledger and what hangs on it read more than the newest events: at most this often …
+STORY_SHARE = 0.05  # … and at most this share of the time
+TOKEN_POINTS = 2000  # buckets over which the tokens are added up
+
+
+class Watcher:
+    """Ask `points` as often as you like; not from two threads at once."""
+
+    def __init__(self, run: Run, *, most_ranks: int = MOST_RANKS, clock: Callable[[], float] = time.monotonic) -> None:
+        self.run = run
+        self._history = RunHistory.open(run)
+        self._most_ranks = most_ranks
+        self._clock = clock
+        self._story: list[Point] = []
+        self._story_due = 0.0
+        self._tokens, self._counted = 0.0, -1  # tokens of the steps up to that one
+
+    def points(self) -> list[Point]:
+        """Every series that has a value now."""
+        self._history.refresh()
+        plan = plan_of(self.run)
+        there = places(plan, self._history.supervisor())
+        ranks = self._here()
+        found = [*self._run(plan, ranks), *self._newest(plan), *self._ranks(plan, there, ranks)]
+        found += rare_points(self._history, ranks, most_ranks=self._most_ranks)
+        return found + self._slow(there)
+
+    def _here(self) -> tuple[int, ...]:
+        """Ranks of the newest formation: one that was left behind would show its last numbers for ever."""
+        told = self._history.supervisor()
+        world = next((integer(one, "world") for one in reversed(told) if one["event"] == "epoch"), None)
+        return tuple(rank for rank in self._history.ranks if world is None or rank < world)
+
+    def _run(self, plan: Mapping[str, Any], ranks: Sequence[int]) -> Iterator[Point]:
+        told, last = self._history.supervisor(), self._history.last_step
+        state = text(self.run.status(), "state") or "unknown"
+        yield from point(names.INFO, 1.0, **_described(plan), state=state)
+        yield from point(names.DONE, 0 if last is None else last + 1)
+        yield from point(names.PLANNED, integer(at(plan, "duration"), "steps"))
+        yield from point(names.TOKENS, self._learnt(last))
+        yield from point(names.RANKS, len(ranks))
+        yield from point(names.INCIDENTS, sum(one["event"] == "incident" for one in told))
+        yield from point(names.DAMAGE, sum(one.count for one in self._history.damage()))
+        for metric in names.PREDICTED:
+            table, _, key = metric.field.partition(".")
+            yield from point(metric, number(at(plan, table), key))
+
+    def _learnt(self, last: int | None) -> float:
+        """Tokens of the steps that stayed. While a run makes up for undone steps the count stands still: a counter
+        that fell would look like a fresh start to Prometheus, which then counts everything once more."""
+        if last is not None and last != self._counted:
+            self._counted = last
+            curve = self._history.curve("tokens", points=TOKEN_POINTS)
+            ends = (*curve.step[1:], last + 1)
+            sums = (mean * (end - first) for first, end, mean in zip(curve.step, ends, curve.mean, strict=True) if mean)
+            self._tokens = max(self._tokens, round(sum(sums)))
+        return self._tokens
+
+    def _newest(self, plan: Mapping[str, Any]) -> Iterator[Point]:
+        event = self._history.latest("step") or {}
+        yield from point(names.UPDATED, number(event, "t"))
+        for metric in names.STEP:
+            yield from point(metric, number(event, metric.field))
+        yield from point(names.MFU, mfu(event, plan))
+
+    def _ranks(self, plan: Mapping[str, Any], there: Places, ranks: Sequence[int]) -> Iterator[Point]:
+        steps = {rank: self._history.latest("step", rank) or {} for rank in ranks}
+        looks = {rank: self._history.latest("monitor", rank) or {} for rank in ranks}
+        is_cpu = at(plan, "cluster", "accelerator").get("family") == "cpu"
+        for metric in names.RANK_STEP:
+            yield from self._of(metric, steps, there)
+        for metric in (*(names.CPU if is_cpu else names.GPU), *names.ANY_DEVICE, names.ENERGY):
+            yield from self._of(metric, looks, there)
+
+    def _of(self, metric: names.Metric, events: Mapping[int, Event], there: Places) -> Iterator[Point]:
+        """One field of every rank's newest event; `energy_j` has its source in `energy_source`, and so on."""
+        stem = metric.field.removesuffix("_j")
+        values = [
+            RankValue(rank=rank, value=value, source=text(event, f"{stem}_source"))
+            for rank, event in events.items()
+            if (value := number(event, metric.field)) is not None
+        ]
+        return by_rank(metric, values, hosts=there.hosts, most_ranks=self._most_ranks)
+
+    def _slow(self, there: Places) -> list[Point]:
+        now = self._clock()
+        if now >= self._story_due:
+            self._story = list(story_points(self._history, self.run, hosts=there.hosts, most_ranks=self._most_ranks))
+            took_s = self._clock() - now
+            self._story_due = now + max(STORY_S, took_s / STORY_SHARE)
+        return self._story
+
+
+def mfu(event: Mapping[str, Any], plan: Mapping[str, Any]) -> float | None:
+    """Measured against the same peak and by the same count of FLOPs as the plan's."""
+    prediction = at(plan, "prediction")
+    planned, rate = number(prediction, "mfu"), number(prediction, "tokens_per_s")
+    measured = number(event, "tokens_per_s")
+    return planned * measured / rate if planned and rate and measured is not None else None
+
+
+def plan_of(run: Run) -> Mapping[str, Any]:
+    """plan.json; empty when it is missing or damaged."""
+    try:
+        return run.plan()
+    except PhalanxError:
+        return {}
+
+
+def _described(plan: Mapping[str, Any]) -> dict[str, str]:
+    layout = at(plan, "layout")
+    axes = ("data", "tensor", "context", "pipeline", "expert")
+    shape = " ".join(f"{axis}={size}" for axis in axes if (size := integer(layout, axis)))
+    return {
+        "model": text(at(plan, "job", "model"), "name"),
+        "cluster": text(at(plan, "cluster"), "name"),
+        "layout": shape,
+    }

@@ -1,0 +1,220 @@
+"""The inside of a step, as the plan predicts it and as a rank measured it: spans of one shape, to be drawn together.
+
+Both come from files that anybody may have written: what is no span is left out, never an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+KINDS = ("data", "forward", "backward", "collective", "optimizer", "other")
+MOST_SPANS = 2_000
+MOST_MICRO_BATCHES = 128  # that are drawn one by one; of more, neighbours share a span
+MOST_TEXT = 80
+
+# The parts of plan.json's breakdown that every forward and backward has a share of, and the axis of those that are
+# traffic. A backward does twice the arithmetic of its forward (two matrix products for one), and recomputes.
+FORWARD_SHARE = 1 / 3
+WORK = ("matmul_s", "attention_s", "elementwise_s", "head_s", "launch_s")
+AGAIN = "recompute_s"
+TRAFFIC = {
+    "tensor_s": ("tensor traffic", "tensor"),
+    "context_s": ("context traffic", "context"),
+    "expert_s": ("expert traffic", "expert"),
+    "shard_s": ("ZeRO-3 traffic", "data"),
+    "pipeline_send_s": ("pipeline sends", "pipeline"),
+}
+# What comes once, after the last backward.
+CLOSING = (
+    ("gradient_s", "collective", "gradient traffic", "data"),
+    ("optimizer_s", "optimizer", "optimizer", None),
+    ("overhead_s", "other", "host overhead", None),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """A stretch of a step, in seconds from its begin."""
+
+    kind: str  # of KINDS
+    name: str
+    start_s: float
+    duration_s: float
+    bytes: int | None = None
+    group: str | None = None  # the axis of a collective
+
+    def to_json(self) -> dict[str, Any]:
+        """For the web."""
+        return {
+            "kind": self.kind,
+            "name": self.name,
+            "start_s": self.start_s,
+            "duration_s": self.duration_s,
+            "bytes": self.bytes,
+            "group": self.group,
+        }
+
+
+def measured(event: Mapping[str, Any]) -> list[Span]:
+    """The spans of a `timeline` event, by their start; whatever is none is left out."""
+    rows = event.get("spans")
+    found = [_row(row) for row in rows[:MOST_SPANS]] if isinstance(rows, list) else []
+    return sorted((span for span in found if span is not None), key=lambda span: span.start_s)
+
+
+def _row(row: object) -> Span | None:
+    if not isinstance(row, list) or len(row) < 4 or not isinstance(row[0], str) or not isinstance(row[1], str):
+        return None
+    start_s, duration_s = _number(row[2]), _number(row[3])
+    if start_s is None or duration_s is None or duration_s < 0:
+        return None
+    nbytes = _number(row[4]) if len(row) > 4 else None
+    group = row[5] if len(row) > 5 else None
+    return Span(
+        kind=row[0] if row[0] in KINDS else "other",
+        name=row[1][:MOST_TEXT],
+        start_s=start_s,
+        duration_s=duration_s,
+        bytes=int(nbytes) if nbytes is not None and nbytes >= 0 else None,
+        group=group[:MOST_TEXT] if isinstance(group, str) else None,
+    )
+
+
+def predicted(plan: Mapping[str, Any], rank: int = 0) -> list[Span]:
+    """The step of a rank as plan.json sees it; the spans follow each other and end at `prediction.step_s`.
+
+    The plan knows the busiest stage and adds up over the step: micro-batches are drawn as equals, and what of a message
+    is hidden behind arithmetic is not drawn. A pipeline's bubble lies where 1F1B has it on the rank's stage, whatever
+    the schedule.
+    """
+    prediction = _mapping(plan.get("prediction"))
+    step_s = _number(prediction.get("step_s"))
+    if step_s is None or step_s <= 0:
+        return []
+    parts = {str(name): _number(value) or 0.0 for name, value in _mapping(prediction.get("breakdown_s")).items()}
+    parts = {name: value for name, value in parts.items() if value > 0}
+    made = [*_rounds(plan, parts, rank), *_closing(parts)]
+    known_s = sum(span.duration_s for span in made)
+    if known_s < step_s * (1 - 1e-9):
+        made.append(Span(kind="other", name="not broken down", start_s=0.0, duration_s=step_s - known_s))
+    scale = min(1.0, step_s / known_s) if known_s > 0 else 1.0
+    return _in_a_row(made, scale, _traffic_bytes(plan))
+
+
+def _rounds(plan: Mapping[str, Any], parts: Mapping[str, float], rank: int) -> Iterator[Span]:
+    """Forwards and backwards in the order of 1F1B, with the bubble in between."""
+    layout = _mapping(plan.get("layout"))
+    stages = _count(layout.get("pipeline"))
+    count = _count(layout.get("accumulation"))
+    drawn = min(count, MOST_MICRO_BATCHES)
+    order = _order(drawn, stages, _stage(layout, stages, rank))
+    work_s = sum(parts.get(name, 0.0) for name in WORK)
+    forward_s = work_s * FORWARD_SHARE / drawn
+    backward_s = (work_s * (1 - FORWARD_SHARE) + parts.get(AGAIN, 0.0)) / drawn
+    idle = sum(weight for kind, weight in order if kind == "idle")
+    for kind, weight in order:
+        if kind == "idle":
+            name, length_s = "pipeline bubble", parts.get("bubble_s", 0.0) * weight / idle if idle else 0.0
+            yield Span(kind="other", name=name, start_s=0.0, duration_s=length_s)
+            continue
+        name = f"{kind} {_numbers(int(weight), drawn, count)}" if count > 1 else kind
+        yield Span(kind=kind, name=name, start_s=0.0, duration_s=forward_s if kind == "forward" else backward_s)
+        for part, (what, axis) in TRAFFIC.items():
+            yield Span(
+                kind="collective", name=what, start_s=0.0, duration_s=parts.get(part, 0.0) / drawn / 2, group=axis
+            )
+
+
+def _order(count: int, stages: int, stage: int) -> list[tuple[str, float]]:
+    """(forward or backward, number of the micro-batch) and (idle, its length in forwards) of 1F1B on a stage.
+
+    >>> _order(2, 2, 0)
+    [('forward', 0), ('forward', 1), ('idle', 2.0), ('backward', 0), ('idle', 1.0), ('backward', 1)]
+    >>> _order(2, 1, 0)
+    [('forward', 0), ('backward', 0), ('forward', 1), ('backward', 1)]
+    """
+    behind = stages - 1 - stage
+    ahead = min(count, behind + 1)  # forwards before the first backward
+    # A backward is two forwards long. First the pipeline fills, at the turn its end comes back, at last it drains.
+    order: list[tuple[str, float]] = [("idle", 1.0 * stage)] if stage else []
+    order += [("forward", number) for number in range(ahead)]
+    order += [("idle", 2.0 * behind)] if behind else []
+    for number in range(count):
+        order.append(("backward", number))
+        if ahead + number < count:
+            order.append(("forward", ahead + number))
+        elif behind and number < count - 1:
+            order.append(("idle", behind / max(1, ahead - 1)))
+    return [*order, ("idle", 2.0 * stage)] if stage else order
+
+
+def _closing(parts: Mapping[str, float]) -> Iterator[Span]:
+    for part, kind, name, group in CLOSING:
+        yield Span(kind=kind, name=name, start_s=0.0, duration_s=parts.get(part, 0.0), group=group)
+
+
+def _in_a_row(spans: Sequence[Span], scale: float, nbytes: Mapping[str, float]) -> list[Span]:
+    """One after the other, without those that take no time; each axis's bytes shared out by time."""
+    shown_s: dict[str, float] = {}
+    for span in spans:
+        if span.group:
+            shown_s[span.group] = shown_s.get(span.group, 0.0) + span.duration_s
+    found, now_s = [], 0.0
+    for span in spans:
+        length_s = span.duration_s * scale
+        if length_s <= 0:
+            continue
+        group = span.group or ""
+        share = span.duration_s / shown_s[group] if shown_s.get(group) else 0.0
+        moved = int(nbytes[group] * share) if group in nbytes else None
+        found.append(replace(span, start_s=now_s, duration_s=length_s, bytes=moved))
+        now_s += length_s
+    return found
+
+
+def _traffic_bytes(plan: Mapping[str, Any]) -> dict[str, float]:
+    """Bytes a step moves on each axis."""
+    found: dict[str, float] = {}
+    rows = plan.get("mapping")
+    for row in rows if isinstance(rows, list) else ():
+        axis, nbytes = _mapping(row).get("axis"), _number(_mapping(row).get("bytes_per_step"))
+        if isinstance(axis, str) and nbytes is not None and nbytes >= 0:
+            found[axis] = found.get(axis, 0.0) + nbytes
+    return found
+
+
+def _stage(layout: Mapping[str, Any], stages: int, rank: int) -> int:
+    """Ranks of a stage are neighbours, the first stage first."""
+    each = _count(layout.get("data")) * _count(layout.get("context")) * _count(layout.get("tensor"))
+    return min(max(rank, 0) // each, stages - 1)
+
+
+def _numbers(place: int, drawn: int, count: int) -> str:
+    """Which micro-batches a drawn one stands for, counted from 1.
+
+    >>> _numbers(1, 4, 4), _numbers(1, 128, 512)
+    ('2', '5-8')
+    """
+    first, last = place * count // drawn, (place + 1) * count // drawn - 1
+    return f"{first + 1}" if first >= last else f"{first + 1}-{last + 1}"
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 2**30 else 1
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,63 @@
+"""Values out of files that anybody may have written: numbers are finite, tables are tables, texts are printable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+MOST_TEXT = 500  # characters of a stranger's text that a person is shown
+
+
+def number(data: Mapping[str, Any], name: str) -> float | None:
+    """A finite number, or None.
+
+    >>> number({"a": 1}, "a"), number({"a": float("nan")}, "a"), number({"a": True}, "a"), number({}, "a")
+    (1.0, None, None, None)
+    """
+    value = data.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        known = float(value)
+    except OverflowError:  # an integer of 400 digits is JSON too
+        return None
+    return known if math.isfinite(known) else None
+
+
+def integer(data: Mapping[str, Any], name: str) -> int | None:
+    """A whole number of at most 63 bits, or None."""
+    value = data.get(name)
+    known = isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+    return value if known else None
+
+
+def seconds(data: Mapping[str, Any], name: str, *, most: float = 30 * 86400.0) -> float | None:
+    """A duration that can be one: not negative, and below 30 days."""
+    value = number(data, name)
+    return value if value is not None and 0.0 <= value <= most else None
+
+
+def at(data: Any, *path: str) -> Mapping[str, Any]:
+    """A nested table; empty when it is not there."""
+    here = data
+    for name in path:
+        here = here.get(name) if isinstance(here, Mapping) else None
+    return here if isinstance(here, Mapping) else {}
+
+
+def text(data: Mapping[str, Any], name: str) -> str:
+    """A text on one line without control characters; empty when there is none."""
+    value = data.get(name)
+    return printable(value) if isinstance(value, str) else ""
+
+
+def printable(value: object, *, most: int = MOST_TEXT) -> str:
+    r"""A stranger's text as a terminal may show it: no escapes, no line breaks, no overlong lines.
+
+    >>> printable("a\x1b[2Jb\nc")
+    'a [2Jb c'
+    """
+    shown = str(value)
+    cut = shown if len(shown) <= most else shown[: most - 1] + "…"
+    return "".join(char if char.isprintable() else " " for char in cut)

@@ -1,0 +1,176 @@
+"""The next epoch: who is asked to take part, when all of them go, and from which state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from phalanx.train.supervise.ending import end_unfit, kill_all
+from phalanx.train.supervise.fence import begin_epoch, current_epoch
+from phalanx.train.supervise.formation import Formation, Seat
+from phalanx.train.supervise.membership import next_formation
+from phalanx.train.supervise.memory import Message
+from phalanx.train.supervise.room import Room
+from phalanx.train.vault.choose import Choice, choices
+from phalanx.train.vault.held import Held
+
+GROW_S = 1.0  # seats that came back are to stay this long before the ranks are disturbed
+
+
+def form(room: Room, reason: str, *, first: bool = True) -> bool:
+    """Begin the next epoch; False when there is no formation for the seats that live.
+
+    The very first is as planned, unless `first` says that enough was waited for that.
+    """
+    before = room.memory.formation
+    policy = room.job.fault.recovery if before is not None or not first else "replace"
+    formation = next_formation(
+        epoch=max(room.memory.epoch, current_epoch(room.run)) + 1,
+        planned=room.layout_at(room.memory.step),
+        sequences=room.job.batch.global_sequences,
+        reproducible=room.job.numerics.reproducible,
+        policy="auto" if policy == "stop" else policy,
+        before=before,
+        alive=room.alive(),
+        fallen=_fallen(room, before) if before is not None else (),
+    )
+    if formation is None:
+        return False
+    memory, room.before = room.memory, before
+    memory.epoch, memory.formation, memory.running = formation.epoch, formation, True
+    memory.forming, memory.go = True, None
+    memory.pids = [room.hosts[seat.host].alive[seat.slot] for seat in formation.seats]
+    room.forget_failures()
+    for host in room.hosts.values():
+        host.ready, host.progress = None, {}
+    room.save(memory)
+    room.formed_s, room.unfit_s = time.time(), None
+    begin_epoch(room.run, formation.epoch)
+    room.events.write(
+        "epoch",
+        epoch=formation.epoch,
+        reason=reason,
+        world=formation.world,
+        layout=asdict(formation.layout),
+        members=[
+            {"rank": rank, "host": seat.host, "slot": seat.slot, "pid": memory.pids[rank]}
+            for rank, seat in enumerate(formation.seats)
+        ],
+    )
+    room.tell_all({"kind": "form", **formation.to_json()})
+    return True
+
+
+def _fallen(room: Room, before: Formation) -> list[Seat]:
+    """Seats whose process ended: one that only left, or only spoke for all, is as good as before."""
+    seats = [(before.seats[rank], room.memory.pids[rank]) for rank in room.failures]
+    return [seat for seat, pid in seats if room.pid(seat) != pid]
+
+
+def gather(room: Room) -> None:
+    """Go as soon as every member has answered."""
+    formation = room.memory.formation
+    assert formation is not None
+    hosts = [room.hosts.get(name) for name in formation.hosts]
+    if unfit := [host.name for host in hosts if host is not None and host.problems]:
+        _form_without(room, unfit)
+        return
+    ready = {host.name: host.ready for host in hosts if host is not None and host.ready is not None}
+    if all(seat.host in ready and str(seat.slot) in ready[seat.host]["ports"] for seat in formation.seats):
+        _go(room, formation, ready)
+
+
+def _form_without(room: Room, unfit: Sequence[str]) -> None:
+    """Members turned out to be on bad hosts before anybody was told to go: no rank fell, so it is no incident."""
+    formation = room.memory.formation
+    assert formation is not None
+    room.unfit_s = room.unfit_s or room.clock()
+    noun = "host" if len(unfit) == 1 else "hosts"
+    if form(room, f"without {noun} {', '.join(unfit)}: failed the preflight"):
+        return
+    if not may_return(room, formation, room.clock() - room.unfit_s):
+        end_unfit(room)
+
+
+def may_return(room: Room, formation: Formation, waited_s: float) -> bool:
+    """Whether to wait for lost places: nothing can go on without them, and nobody is disturbed by waiting."""
+    if room.wishes:
+        kill_all(room, "stopped as asked, while not enough ranks were there to go on")
+        return True
+    if room.job.fault.recovery == "shrink" or waited_s > room.job.train.timeout_s:
+        return False
+    alive = set(room.alive())
+    return any(seat not in alive and (seat.host not in room.hosts or room.is_usable(seat)) for seat in formation.seats)
+
+
+def _go(room: Room, formation: Formation, ready: Mapping[str, Message]) -> None:
+    """Tell the members where everybody is and which state to take up."""
+    choice = _choice(room, ready)
+    vaults = {
+        str(rank): [room.hosts[seat.host].address, int(ready[seat.host]["ports"][str(seat.slot)][1])]
+        for rank, seat in enumerate(formation.seats)
+    }
+    first, at_most = formation.seats[0], room.memory.at_most
+    saved = [step for step in room.run.saved_steps() if at_most is None or step <= at_most]
+    if choice is not None and max(saved, default=0) > choice.step:
+        choice = None  # copies that could not be renewed for long are older than the disk
+    step = choice.step if choice is not None else max(saved, default=0)
+    room.memory.went_s = room.memory.went_s or time.time()
+    go = {
+        "kind": "go",
+        "epoch": formation.epoch,
+        "store": [room.hosts[first.host].address, int(ready[first.host]["ports"][str(first.slot)][0])],
+        "vaults": vaults,
+        "peers": {seat.host: vaults[str(rank)] for rank, seat in reversed(list(enumerate(formation.seats)))},
+        "restore": choice.to_json() if choice is not None else None,
+        "at_most": at_most,
+        "case": room.memory.case,
+        "went_s": room.memory.went_s,
+    }
+    source = (choice.epoch, choice.step) if choice is not None else None
+    room.memory.lineage = room.memory.lineage.begin(formation.epoch, source=source)
+    room.memory.forming, room.memory.go = False, go
+    room.memory.step, room.memory.best_step = step, max(step, room.memory.best_step)
+    room.step_s, room.stepped_s = 0.0, room.clock()
+    room.save(room.memory)
+    if room.words:  # the survivors have left what fell, and could say where they were
+        room.events.write("evidence", epoch=formation.epoch - 1, last_collectives=room.words)
+        room.words = {}
+    where = "memory" if choice is not None else "disk" if step else "start"
+    room.events.write("restore", epoch=formation.epoch, step=step, source=where)
+    room.tell_all(go)
+    if room.run.status().get("state") != "running":
+        room.run.set_status("running", world=formation.world, started=round(time.time(), 3))
+
+
+def _choice(room: Room, ready: Mapping[str, Message]) -> Choice | None:
+    """The newest step that the members' hosts hold in full; what others hold cannot be reached."""
+    held = {name: [Held.from_json(one) for one in message.get("held", ())] for name, message in ready.items()}
+    found = choices(held, lineage=room.memory.lineage, at_most=room.memory.at_most)
+    return found[0] if found else None
+
+
+def grow(room: Room) -> None:
+    """A job that shrank takes its planned layout up again, at the end of a step, when the seats are there."""
+    formation = room.memory.formation
+    assert formation is not None
+    wanted = room.layout_at(room.memory.step)
+    if room.told_reform or room.job.fault.recovery != "auto" or formation.world >= wanted.devices or room.wishes:
+        return
+    better = next_formation(
+        epoch=room.memory.epoch + 1,
+        planned=wanted,
+        sequences=room.job.batch.global_sequences,
+        reproducible=room.job.numerics.reproducible,
+        policy="auto",
+        before=formation,
+        alive=room.alive(),
+    )
+    if better is None or better.world <= formation.world:
+        room.grow_s = None
+        return
+    room.grow_s = room.grow_s or room.clock()
+    if room.clock() - room.grow_s > GROW_S:
+        room.told_reform = True
+        room.tell_all({"kind": "reform"})

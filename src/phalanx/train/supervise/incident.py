@@ -1,0 +1,51 @@
+"""What is written down when a rank fell, and when a place or a host is not to be used any more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx.train.supervise.failure import Failure
+from phalanx.train.supervise.formation import Seat
+from phalanx.train.supervise.hosts import Host
+from phalanx.train.supervise.room import Room
+
+
+def write_incident(room: Room, cause: Failure) -> None:
+    """Record it, once."""
+    formation = room.memory.formation
+    assert formation is not None
+    if room.told_incident:
+        return
+    room.told_incident = True
+    room.memory.failures += 1
+    for rank in room.failures:
+        seat = formation.seats[rank]
+        room.memory.seat_failures[seat] = room.memory.seat_failures.get(seat, 0) + 1
+        if room.memory.seat_failures[seat] >= room.job.fault.restarts and len(room.alive()) > formation.world:
+            quarantine(room, seat, f"failed {room.memory.seat_failures[seat]} times in a row")
+    seat = formation.seats[cause.rank]
+    room.events.write(
+        "incident",
+        epoch=formation.epoch,
+        rank=cause.rank,
+        host=seat.host,
+        slot=seat.slot,
+        step=max(cause.step, room.memory.step),
+        cause={"kind": cause.kind, "message": cause.message, "signal": cause.signal},
+        stack=cause.stack,
+        others=[rank for rank in room.failures if rank != cause.rank],
+        in_a_row=room.memory.failures,
+        waited_s=round(room.clock() - room.noticed_s, 3) if room.noticed_s is not None else 0.0,
+    )
+
+
+def quarantine(room: Room, seat: Seat, reason: str) -> None:
+    room.memory.quarantined.add(seat)
+    room.events.write("quarantine", epoch=room.memory.epoch, host=seat.host, slot=seat.slot, reason=reason)
+
+
+def shut_out(room: Room, host: Host, problems: Sequence[str]) -> None:
+    """A bad host takes no part until its agent is started again."""
+    host.problems = (*host.problems, *(text for text in problems if text not in host.problems))
+    for text in problems:
+        room.events.write("quarantine", epoch=room.memory.epoch, host=host.name, reason=text)

@@ -1,0 +1,222 @@
+"""How long a rank computes in a step and how long it waits, and when its forwards and backwards were.
+
+On a CPU the thread's own time is the work and all else is waiting. A GPU works while the host has long gone on, so
+marks are laid into its stream (CUDA events) and read after the step's one read of numbers, when all of them have
+passed: nothing waits for a mark. Approximate on GPUs: the optimizer's time is that of the step before, whose marks are
+read a step later; a gathered weight's copy into place counts as waiting; a device that idles because the host is slow
+counts as working, since no other rank is to blame.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.pipelining import PipelineStage
+
+WORK = ("forward", "backward", "other", "optimizer")  # phases in which a rank works; between them it waits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """A stretch of a step, from the step's begin."""
+
+    kind: str
+    start_s: float
+    duration_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """What a clock says of a step."""
+
+    compute_s: float
+    wait_s: float
+    phases: tuple[Phase, ...]
+
+
+class StepClock(Protocol):
+    """Begin, phases, settle, end: in this order in every step."""
+
+    def begin(self) -> None:
+        """The step begins."""
+
+    def phase(self, kind: str) -> AbstractContextManager[None]:
+        """Around a piece of work."""
+
+    def stall(self) -> AbstractContextManager[None]:
+        """Around a wait for others inside a phase."""
+
+    def settle(self) -> None:
+        """Before the numbers of the step are read."""
+
+    def end(self) -> StepTime:
+        """After everything."""
+
+
+class HostClock:
+    """For CPUs. What is not computing is waiting: for another rank, or for a core."""
+
+    def __init__(
+        self, now: Callable[[], float] = time.perf_counter, worked: Callable[[], float] = time.thread_time
+    ) -> None:
+        self._now, self._worked = now, worked
+        self._began_s = self._began_worked_s = 0.0
+        self._phases: list[Phase] = []
+
+    def begin(self) -> None:
+        """The step begins."""
+        self._phases = []
+        self._began_s, self._began_worked_s = self._now(), self._worked()
+
+    @contextmanager
+    def phase(self, kind: str) -> Iterator[None]:
+        """Around a piece of work."""
+        start_s = self._now()
+        try:
+            yield
+        finally:
+            self._phases.append(Phase(kind=kind, start_s=start_s - self._began_s, duration_s=self._now() - start_s))
+
+    def stall(self) -> AbstractContextManager[None]:
+        """A thread that waits does not spend its time: nothing to mark."""
+        return nullcontext()
+
+    def settle(self) -> None:
+        """Nothing runs behind the host's back."""
+
+    def end(self) -> StepTime:
+        """After everything."""
+        compute_s = self._worked() - self._began_worked_s
+        wait_s = max(0.0, self._now() - self._began_s - compute_s)
+        return StepTime(compute_s=compute_s, wait_s=wait_s, phases=tuple(self._phases))
+
+
+class Mark(Protocol):
+    """A CUDA event, or a stand-in."""
+
+    def record(self) -> None:
+        """Lay it into the stream."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds to another mark; both must have passed."""
+
+
+def cuda_mark() -> Mark:
+    """An event that keeps its time."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
+
+
+class DeviceClock:
+    """For GPUs: marks in the stream of the step."""
+
+    def __init__(self, mark: Callable[[], Mark] = cuda_mark) -> None:
+        self._mark = mark
+        self._begin = self._settled = self._laid()
+        self._phases: list[tuple[str, Mark, Mark]] = []
+        self._stalls: list[tuple[Mark, Mark]] = []
+        self._late: list[tuple[str, Mark, Mark]] = []  # of this step's end, not passed when it is over
+        self._before: list[tuple[str, Mark, Mark]] = []  # the same of the last step
+        self._closing, self._depth = False, 0
+
+    def _laid(self) -> Mark:
+        mark = self._mark()
+        mark.record()
+        return mark
+
+    def begin(self) -> None:
+        """The step begins."""
+        self._phases, self._stalls, self._closing, self._depth = [], [], False, 0
+        self._begin = self._laid()
+
+    @contextmanager
+    def phase(self, kind: str) -> Iterator[None]:
+        """Around a piece of work; after `settle` its marks are read with the next step's."""
+        into = self._late if self._closing else self._phases
+        start = self._laid()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            into.append((kind, start, self._laid()))
+
+    @contextmanager
+    def stall(self) -> Iterator[None]:
+        """Around a wait for others inside a phase; between phases all is waiting anyway."""
+        if not self._depth:
+            yield
+            return
+        start = self._laid()
+        try:
+            yield
+        finally:
+            self._stalls.append((start, self._laid()))
+
+    def settle(self) -> None:
+        """Before the numbers of the step are read: everything before this mark has passed when they are there."""
+        self._settled = self._laid()
+        self._before, self._late, self._closing = self._late, [], True
+
+    def end(self) -> StepTime:
+        """After the read."""
+        phases = [self._phase(*one) for one in self._phases]
+        stalls_s = sum(_seconds(start, end) for start, end in self._stalls)
+        late_s = sum(_seconds(start, end) for _, start, end in self._before)
+        total_s = _seconds(self._begin, self._settled)
+        worked_s = max(0.0, sum(phase.duration_s for phase in phases) - stalls_s)
+        phases += self._updates(total_s)
+        return StepTime(compute_s=worked_s + late_s, wait_s=max(0.0, total_s - worked_s), phases=tuple(phases))
+
+    def _phase(self, kind: str, start: Mark, end: Mark) -> Phase:
+        return Phase(kind=kind, start_s=_seconds(self._begin, start), duration_s=_seconds(start, end))
+
+    def _updates(self, from_s: float) -> Iterator[Phase]:
+        """The last step's update, where this step's will be."""
+        for kind, start, end in self._before:
+            length_s = _seconds(start, end)
+            yield Phase(kind=kind, start_s=from_s, duration_s=length_s)
+            from_s += length_s
+
+
+def _seconds(start: Mark, end: Mark) -> float:
+    return start.elapsed_time(end) / 1e3
+
+
+def clock_of(device: torch.device) -> StepClock:
+    """The clock of a device."""
+    return DeviceClock() if device.type == "cuda" else HostClock()
+
+
+def time_stage(stage: PipelineStage, clock: StepClock) -> None:
+    """Mark the forwards and backwards that a pipeline's schedule calls."""
+    for name, kind in (
+        ("forward_one_chunk", "forward"),
+        ("backward_one_chunk", "backward"),
+        ("backward_weight_one_chunk", "backward"),
+    ):
+        setattr(stage, name, _timed(getattr(stage, name), clock, kind))
+
+
+def _timed(work: Callable[..., Any], clock: StepClock, kind: str) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with clock.phase(kind):
+            return work(*args, **kwargs)
+
+    return run
+
+
+def time_gathers(groups: list[Any], clock: StepClock) -> None:
+    """Mark where FSDP2 waits for gathered weights."""
+    for group in groups:
+        wait = group.wait_for_unshard
+
+        def waited(wait: Callable[[], None] = wait) -> None:
+            with clock.stall():
+                wait()
+
+        group.wait_for_unshard = waited

@@ -1,0 +1,128 @@
+"""Where a rank's own gradients can be heard before they are added to those of others, for the noise scale.
+
+Unsharded weights: in the buckets, once a step; with one data rank, micro-batch by micro-batch as gradients arrive.
+Sharded ones: in FSDP2's reduce-scatter, which ZeRO 1 calls once a step and ZeRO 2 and 3 once a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+from phalanx.train.models.decoder import TIED
+from phalanx.train.parallel.dims import Meshes
+from phalanx.train.parallel.exchange import GradientExchange
+from phalanx.train.telemetry.noise import LocalNorms
+
+if TYPE_CHECKING:
+    from phalanx.train.parts import Held
+
+
+class Listener:
+    """The local norms of a rank, and which parameters they are of."""
+
+    def __init__(self, norms: LocalNorms, heard: Sequence[bool]) -> None:
+        self.norms = norms
+        self.heard = heard  # of each trained parameter: whether its gradient is of this rank's own samples
+        self.hears_all = all(heard)
+
+
+def listen(
+    trained: Sequence[Held], meshes: Meshes, exchange: GradientExchange | None, models: Iterable[torch.nn.Module]
+) -> Listener | None:
+    """Hear the gradients of a rank; None where no chunk of the batch has a gradient of its own anywhere.
+
+    Context ranks hold parts of the same sequences: what they differ in is not the noise of a sequence. Left out are
+    experts that other ranks send their tokens to, and the two copies of a tied table at the ends of a pipeline: their
+    gradients are mixed before anybody could measure them. The noise scale is then that of all other weights.
+    """
+    if meshes.dims.context > 1:
+        return None
+    heard = [_is_own(held, meshes) for held in trained]
+    tensor = {id(mesh.get_group("tensor")) for mesh in (meshes.dense, meshes.work)}
+    first = meshes.index("tensor") == 0
+    counted = [
+        held.tensor
+        for held, own in zip(trained, heard, strict=True)
+        if own and (first or tensor & {id(cut.group) for cut in held.box.cuts})
+    ]
+    norms = LocalNorms(frozenset(id(param) for param in counted))
+    if exchange is not None:
+        exchange.listen(norms, each=meshes.dims.data == 1)
+    for group, module in _sharded(models):
+        inner = getattr(group, "_reduce_scatter_comm", None) or DefaultReduceScatter()
+        module.set_custom_reduce_scatter(HeardReduceScatter(inner, module, norms))  # type: ignore[arg-type]
+    return Listener(norms, heard)
+
+
+def _is_own(held: Held, meshes: Meshes) -> bool:
+    if held.name == TIED[0] and held.replicas > meshes.dims.stage // held.box.parts:
+        return False
+    experts = meshes.experts
+    return experts is None or all(cut.group is not experts.get_group("expert") for cut in held.box.cuts)
+
+
+class HeardReduceScatter:
+    """FSDP2's reduce-scatter of one module, with a look at what goes in."""
+
+    def __init__(self, inner: Any, module: FSDPModule, norms: LocalNorms) -> None:
+        self._inner, self._module, self._norms = inner, module, norms
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """As the one inside."""
+        found: torch.Tensor = self._inner.allocate(size, dtype=dtype, device=device)
+        return found
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """The sum itself is not touched."""
+        self._norms.hear(self, self._counted(input_tensor, group.size()))
+        return self._inner(
+            output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op
+        )
+
+    def _counted(self, flat: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+        """The buffer is a row per rank, in each a part of every parameter, padded with zeros."""
+        params = [param for group in _groups_of(self._module) for param in group.fsdp_params]
+        counts = [self._norms.counts(param.sharded_param) for param in params]
+        if all(counts):
+            return [flat]
+        columns = flat.view(ranks, -1).split([param.padded_sharded_param_size.numel() for param in params], dim=1)
+        return [column for column, own in zip(columns, counts, strict=True) if own]
+
+
+def fsdp_groups(models: Iterable[torch.nn.Module]) -> list[Any]:
+    """FSDP2's own records of what it gathers and reduces together."""
+    return [group for group, _ in _sharded(models)]
+
+
+def _sharded(models: Iterable[torch.nn.Module]) -> Iterator[tuple[Any, FSDPModule]]:
+    """Each such record once, with a module it is of: several modules may share one."""
+    seen: set[int] = set()
+    for model in models:
+        for module in model.modules():
+            if not isinstance(module, FSDPModule):
+                continue
+            for group in _groups_of(module):
+                if id(group) not in seen:
+                    seen.add(id(group))
+                    yield group, module
+
+
+def _groups_of(module: FSDPModule) -> list[Any]:
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []  # torch 2.11
+    return list(groups)

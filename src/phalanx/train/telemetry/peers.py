@@ -1,0 +1,305 @@
+"""Peer latency: every rank pings its next neighbour on each axis of the mesh, beside the training.
+
+A ping is a datagram of 64 bytes, signed with the run's secret; whoever gets an authentic one of its own epoch sends it
+back with the time it held it. Both arrivals are stamped by the kernel, so neither the scheduler nor Python's lock,
+which on a busy rank take milliseconds, are in the measured time:
+
+    round trip = (answer arrived - ping sent) - (answer sent - ping arrived)      one clock in each bracket
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import secrets
+import select
+import socket
+import struct
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from phalanx.record.events import EventWriter
+from phalanx.train.parallel.dims import ParallelDims
+
+MAGIC = b"PHXp"
+# magic, kind, epoch, from, to, nonce, nanoseconds the other side held it; then the HMAC, cut to 16 bytes.
+BODY = struct.Struct("!4sBQII16sQ3x")
+MAC_BYTES = 16
+PING, PONG = 0, 1
+PACKET_BYTES = BODY.size + MAC_BYTES
+_SO_TIMESTAMPNS = 35  # asm-generic/socket.h; Python has no name for it
+_TIMESPEC = struct.Struct("@qq")
+PINGS = 30  # of each peer between two events
+LEAST_PAUSE_S = 0.1
+LOST_S = 10.0  # without an answer
+BURST = 64  # datagrams taken at a time
+PENANCE_S = 0.05  # after a burst with strangers' datagrams: at most 1,280 of them are looked at in a second
+LEAVE_S = 0.5  # that the end of a formation waits for the thread, which a store that hangs may hold
+FIND_S = 60.0  # for a neighbour to say where it listens
+AXES = ("tensor", "context", "data", "pipeline")
+
+
+class Directory(Protocol):
+    """Where ranks tell each other their addresses: torch's store of the formation."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all are there; never waits."""
+
+    def get(self, key: str, /) -> bytes:
+        """Read what is there."""
+
+
+def neighbours(rank: int, dims: ParallelDims) -> dict[str, int]:
+    """The next rank on every axis of more than one, around the ring.
+
+    >>> neighbours(3, ParallelDims(pipeline=2, data=2))
+    {'data': 2, 'pipeline': 1}
+    """
+    found, stride = {}, 1
+    for axis in AXES:  # fastest-varying first
+        size: int = getattr(dims, axis)
+        place = rank // stride % size
+        if size > 1:
+            found[axis] = rank + ((place + 1) % size - place) * stride
+        stride *= size
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packet:
+    """What a ping or its answer says."""
+
+    kind: int
+    epoch: int
+    source: int
+    target: int
+    nonce: bytes
+    held_ns: int = 0
+
+    def encode(self, key: bytes) -> bytes:
+        """Signed bytes."""
+        body = BODY.pack(MAGIC, self.kind, self.epoch, self.source, self.target, self.nonce, self.held_ns)
+        return body + _mac(key, body)
+
+    @classmethod
+    def decode(cls, data: bytes, key: bytes) -> Packet | None:
+        """The packet in authentic bytes, else None."""
+        if len(data) != PACKET_BYTES or data[:4] != MAGIC:
+            return None
+        body, mac = data[: BODY.size], data[BODY.size :]
+        if not hmac.compare_digest(mac, _mac(key, body)):
+            return None
+        _, kind, epoch, source, target, nonce, held_ns = BODY.unpack(body)
+        return cls(kind=kind, epoch=epoch, source=source, target=target, nonce=nonce, held_ns=held_ns)
+
+
+def _mac(key: bytes, body: bytes) -> bytes:
+    return hmac.digest(key, body, "sha256")[:MAC_BYTES]
+
+
+@dataclass(kw_only=True, slots=True)
+class Pair:
+    """This rank and one neighbour, since the last event."""
+
+    peer: int
+    axis: str
+    where: tuple[Any, ...] | None = None
+    sent_ns: dict[bytes, int] = field(default_factory=dict)  # by nonce: pings that wait for their answer
+    round_trips_s: list[float] = field(default_factory=list)
+    lost: int = 0
+
+    def answered(self, nonce: bytes, arrived_ns: int, held_ns: int) -> None:
+        """Count an answer to one of our own pings, once."""
+        sent_ns = self.sent_ns.pop(nonce, None)
+        if sent_ns is None:
+            return
+        taken_s = (arrived_ns - sent_ns - held_ns) / 1e9
+        if 0 <= taken_s < LOST_S:  # else a clock was set in between
+            self.round_trips_s.append(taken_s)
+
+    def give_up(self, before_ns: int) -> None:
+        """Count the pings of before then as lost."""
+        for nonce in [nonce for nonce, sent_ns in self.sent_ns.items() if sent_ns < before_ns]:
+            del self.sent_ns[nonce]
+            self.lost += 1
+
+    def report(self) -> dict[str, Any]:
+        """As JSON, and begin anew; pings that are still under way belong to the next report."""
+        times, lost = sorted(self.round_trips_s), self.lost
+        self.round_trips_s, self.lost = [], 0
+        p50_s, p99_s = quantile(times, 0.5), quantile(times, 0.99)
+        count = len(times) + lost
+        return {"peer": self.peer, "axis": self.axis, "count": count, "p50_s": p50_s, "p99_s": p99_s, "lost": lost}
+
+
+def quantile(ordered: list[float], share: float) -> float | None:
+    """The smallest value that at least `share` of them do not exceed.
+
+    >>> quantile([1.0, 2.0, 3.0, 4.0], 0.5), quantile([], 0.5)
+    (2.0, None)
+    """
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
+
+
+class Peers:
+    """A socket and a thread of one rank in one formation: answers pings, sends its own, and writes `peers` events."""
+
+    def __init__(
+        self,
+        events: EventWriter,
+        directory: Directory,
+        *,
+        rank: int,
+        dims: ParallelDims,
+        epoch: int,
+        secret: bytes,
+        address: str,
+        every_s: float,
+    ) -> None:
+        self._events, self._directory, self._rank, self._epoch = events, directory, rank, epoch
+        self._every_s, self._pause_s = every_s, max(LEAST_PAUSE_S, every_s / PINGS)
+        self._key = hmac.digest(secret, b"peers", "sha256")  # a key of its own: a ping proves nothing elsewhere
+        self._pairs = {peer: Pair(peer=peer, axis=axis) for axis, peer in neighbours(rank, dims).items()}
+        self._sock = _open(address)
+        self._ours, self._wake = socket.socketpair()
+        self._until_s = time.monotonic() + FIND_S
+        self._closing, self._abandoned = threading.Event(), False
+        self.strangers = 0  # datagrams that were not authentic
+        self._thread = threading.Thread(target=self._run, name="peers", daemon=True)
+
+    def start(self) -> None:
+        """Tell the others where we listen, and begin."""
+        host, port = self._sock.getsockname()[:2]
+        self._directory.set(f"peers/{self._rank}", f"{port} {host}")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Tell what was measured last, and end the thread and the socket; calling it twice is fine."""
+        self._closing.set()
+        with suppress(OSError):
+            self._wake.send(b"x")
+        if self._thread.is_alive():
+            self._thread.join(LEAVE_S)
+        self._abandoned = True
+        for one in (self._sock, self._ours, self._wake):
+            one.close()
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # the store or the socket is gone: mostly the formation is over
+            if not self._closing.is_set():
+                print(f"peers: latency is not measured any more ({error}); training goes on", file=sys.stderr)
+
+    def _serve(self) -> None:
+        poll = select.poll()
+        for one in (self._sock, self._ours):
+            poll.register(one, select.POLLIN)
+        began_s = time.monotonic()
+        next_ping_s, next_event_s = began_s + self._pause_s, began_s + self._every_s
+        while not self._closing.is_set():
+            poll.poll(max(0.0, min(next_ping_s, next_event_s) - time.monotonic()) * 1000)
+            self._take()
+            now_s = time.monotonic()
+            if now_s >= next_ping_s:
+                self._ping()
+                next_ping_s = now_s + self._pause_s
+            if now_s >= next_event_s and not self._closing.is_set():
+                self._tell()
+                next_event_s = now_s + self._every_s
+        if any(pair.round_trips_s for pair in self._pairs.values()):
+            self._tell()
+
+    def _tell(self) -> None:
+        pairs = [pair.report() for pair in self._pairs.values()]
+        if not self._abandoned:
+            self._events.write("peers", epoch=self._epoch, pairs=pairs)
+
+    def _ping(self) -> None:
+        self._find()
+        late_ns = time.time_ns() - int(LOST_S * 1e9)
+        for pair in self._pairs.values():
+            pair.give_up(late_ns)
+            if pair.where is None:
+                continue
+            nonce = secrets.token_bytes(16)
+            packet = self._packet(PING, pair.peer, nonce).encode(self._key)
+            pair.sent_ns[nonce] = time.time_ns()
+            with suppress(OSError):  # no route, a full buffer: an answer that never comes
+                self._sock.sendto(packet, pair.where)
+
+    def _find(self) -> None:
+        """Look up neighbours that have said where they listen, without ever waiting: the training shares the store."""
+        if time.monotonic() > self._until_s:
+            return
+        for pair in self._pairs.values():
+            key = f"peers/{pair.peer}"
+            if pair.where is None and self._directory.check([key]):
+                pair.where = _parse(self._directory.get(key).decode("ascii", "replace"))
+
+    def _take(self) -> None:
+        """Answer pings and count answers; at most a burst of them, and fewer when strangers send any."""
+        strangers = self.strangers
+        for _ in range(BURST):
+            try:
+                data, notes, _, sender = self._sock.recvmsg(PACKET_BYTES + 1, socket.CMSG_SPACE(_TIMESPEC.size))
+            except BlockingIOError:
+                break
+            except OSError:  # a port that a peer has closed can come back as an error of ours
+                continue
+            packet = Packet.decode(data, self._key)
+            if packet is None or packet.epoch != self._epoch or packet.target != self._rank:
+                self.strangers += 1
+                continue
+            self._handle(packet, _stamp(notes), sender)
+        if self.strangers > strangers:
+            self._closing.wait(PENANCE_S)
+
+    def _handle(self, packet: Packet, arrived_ns: int, sender: Any) -> None:
+        if packet.kind == PING:
+            answer = self._packet(PONG, packet.source, packet.nonce, held_ns=max(0, time.time_ns() - arrived_ns))
+            with suppress(OSError):
+                self._sock.sendto(answer.encode(self._key), sender)
+        elif packet.source in self._pairs:
+            self._pairs[packet.source].answered(packet.nonce, arrived_ns, packet.held_ns)
+
+    def _packet(self, kind: int, target: int, nonce: bytes, *, held_ns: int = 0) -> Packet:
+        return Packet(kind=kind, epoch=self._epoch, source=self._rank, target=target, nonce=nonce, held_ns=held_ns)
+
+
+def _open(address: str) -> socket.socket:
+    """A socket on our own address only, that notes when each datagram arrived."""
+    family, _, _, _, place = socket.getaddrinfo(address or "127.0.0.1", 0, type=socket.SOCK_DGRAM)[0]
+    sock = socket.socket(family, socket.SOCK_DGRAM)
+    sock.bind(place)
+    sock.setblocking(False)
+    with suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+    return sock
+
+
+def _stamp(notes: list[tuple[int, int, bytes]]) -> int:
+    """When the kernel saw it, in ns of Unix time; where it does not say, now."""
+    for level, kind, data in notes:
+        if (level, kind, len(data)) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS, _TIMESPEC.size):
+            seconds, nanoseconds = _TIMESPEC.unpack(data)
+            return int(seconds) * 10**9 + int(nanoseconds)
+    return time.time_ns()
+
+
+def _parse(text: str) -> tuple[Any, ...] | None:
+    """An address out of the store, as a socket takes it; None for anything else."""
+    port, _, host = text.partition(" ")
+    if not port.isdigit() or not 0 < int(port) < 65536:
+        return None
+    try:
+        return socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0][4]
+    except OSError:
+        return None

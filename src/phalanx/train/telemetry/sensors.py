@@ -1,0 +1,136 @@
+"""What a rank can read of its own device: how busy it is, what memory it holds, what energy it has taken."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from phalanx.hardware.activity import CpuTime, gpu_activity
+from phalanx.hardware.discover import memory_bytes, usable_cores
+from phalanx.hardware.energy import Energy, cpu_energy, gpu_energy
+from phalanx.hardware.nvml import GpuMeter
+from phalanx.hardware.pressure import anonymous_bytes, memory_stall
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """One sample; None is what this host cannot measure. Energy is what was taken since the sample before."""
+
+    utilization: float | None = None
+    utilization_source: str | None = None
+    memory_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+    memory_pressure: float | None = None
+    memory_pressure_source: str | None = None
+    allocation_retries: int | None = None
+    energy_j: float | None = None
+    energy_source: str | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
+
+
+class Sensors(Protocol):
+    """Of one process, over all its formations."""
+
+    def read(self, ranks: int) -> Reading:
+        """Look now; `ranks` of the job share this host."""
+
+
+class CpuSensors:
+    """A rank that computes on a share of the host's cores."""
+
+    def __init__(self, *, power_w: float, root: Path = Path("/")) -> None:
+        self._root = root
+        self._activity = CpuTime(usable_cores(root, os.cpu_count() or 1))
+        self._energy = _Meter(cpu_energy(power_w, root))
+        self._limit_bytes = memory_bytes(root)
+        self._first_bytes = anonymous_bytes(root) or 0
+
+    def read(self, ranks: int) -> Reading:
+        """Memory is what the process took since it began to train; the limit is this rank's share of the host's."""
+        utilization = self._activity.share(ranks)
+        held_bytes, stall = anonymous_bytes(self._root), memory_stall(self._root)
+        taken_j, mean_w = self._energy.read(utilization, ranks)
+        return Reading(
+            utilization=utilization,
+            utilization_source=self._activity.source,
+            memory_bytes=None if held_bytes is None else max(0, held_bytes - self._first_bytes),
+            memory_limit_bytes=self._limit_bytes // ranks,
+            memory_pressure=stall.share if stall else None,
+            memory_pressure_source=stall.source if stall else None,
+            energy_j=taken_j,
+            energy_source=self._energy.source,
+            power_w=mean_w,
+        )
+
+
+class GpuSensors:
+    """A rank that has a GPU. Its host's processors and memory are not counted."""
+
+    def __init__(self, device: torch.device, meter: GpuMeter, *, power_w: float) -> None:
+        self._device, self._meter = device, meter
+        self._activity = gpu_activity(meter)
+        self._energy = _Meter(gpu_energy(meter, power_w))
+
+    def read(self, ranks: int) -> Reading:
+        """Memory is what the allocator holds; the pressure is the share of the GPU that anybody holds."""
+        utilization = self._activity.share(ranks)
+        stats = torch.cuda.memory_stats(self._device)
+        used_bytes, limit_bytes, source = self._memory()
+        # As many ranks on one GPU as there are more of them than GPUs.
+        taken_j, mean_w = self._energy.read(utilization, max(1, ranks // max(1, torch.cuda.device_count())))
+        return Reading(
+            utilization=utilization,
+            utilization_source=self._activity.source,
+            memory_bytes=int(stats.get("reserved_bytes.all.current", 0)),
+            memory_limit_bytes=limit_bytes,
+            memory_pressure=used_bytes / limit_bytes if limit_bytes else None,
+            memory_pressure_source=source,
+            allocation_retries=int(stats.get("num_alloc_retries", 0)),
+            energy_j=taken_j,
+            energy_source=self._energy.source,
+            power_w=mean_w,
+            temperature_c=self._meter.temperature_c(),
+        )
+
+    def _memory(self) -> tuple[int, int, str]:
+        found = self._meter.memory_bytes()
+        if found is not None:
+            return *found, "nvml"
+        free_bytes, limit_bytes = torch.cuda.mem_get_info(self._device)
+        return limit_bytes - free_bytes, limit_bytes, "cuda"
+
+
+class _Meter:
+    """This rank's part of an energy meter, and the mean power since the sample before.
+
+    The mean, not what a power sensor says now: that tells little of the seconds between two samples.
+    """
+
+    def __init__(self, energy: Energy) -> None:
+        self._energy = energy
+        self.source = energy.source
+        self._last_s = time.monotonic()
+
+    def read(self, utilization: float | None, sharers: int) -> tuple[float | None, float | None]:
+        """Joules and watts; an estimate is of one rank already."""
+        then_s, self._last_s = self._last_s, time.monotonic()
+        taken_j = self._energy.taken_j(utilization)
+        if taken_j is None:
+            return None, None
+        part_j = taken_j / (1 if self.source == "estimate" else sharers)
+        return part_j, part_j / (self._last_s - then_s) if self._last_s > then_s else None
+
+
+def sensors_of(device: torch.device, *, power_w: float) -> Sensors:
+    """The sensors of a rank's device, of so many watts by the catalogue."""
+    if device.type != "cuda":
+        return CpuSensors(power_w=power_w)
+    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    prefix = "" if uuid.startswith(("GPU-", "MIG-")) else "GPU-"  # torch leaves it out
+    return GpuSensors(device, GpuMeter.open(prefix + uuid), power_w=power_w)

@@ -1,0 +1,85 @@
+"""Values as JSON answers: nothing that JSON cannot hold, and no path of this machine."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import PhalanxError
+from phalanx.record.summary import Pair
+from phalanx.web.memo import NotYetError
+
+Json = dict[str, Any]
+
+
+class Parts:
+    """Reads an answer piece by piece: a piece that fails is left out and told of, the others are still given."""
+
+    def __init__(self) -> None:
+        self.damage: list[Json] = []
+
+    def read(self, where: str, work: Callable[[], Any], otherwise: Any = None) -> Any:
+        """What `work` gives, or `otherwise`."""
+        try:
+            return work()
+        except Exception as error:  # everything in a run folder may be damaged in ways nobody thought of
+            self.add(where, _told(error))
+            return otherwise
+
+    def add(self, where: str, what: str, count: int = 1) -> None:
+        """Note something that is missing or damaged."""
+        self.damage.append({"where": where, "what": what, "count": count})
+
+    def note(self, found: Any) -> None:
+        """Take over what a RunHistory says is damaged."""
+        for one in found:
+            self.add(one.where, one.what, one.count)
+
+
+def _told(error: Exception) -> str:
+    """In words that name no path of the machine: of a foreign exception only its kind."""
+    if isinstance(error, PhalanxError):
+        return error.problems[0].what[:300]
+    if isinstance(error, NotYetError):
+        return "is still being worked out; ask again in a moment"
+    return f"cannot be read ({(isinstance(error, OSError) and error.strerror) or type(error).__name__})"
+
+
+def encode(value: Any, *, root: Path) -> bytes:
+    """One JSON document; infinities and NaN become null, the root's own path is cut from every text."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain)
+    except (ValueError, TypeError):
+        text = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"))
+    for path in {str(root.absolute()), str(root.resolve())}:
+        if len(path) > 1:
+            text = text.replace(json.dumps(path, ensure_ascii=False)[1:-1] + "/", "")
+    # "replace": a lone surrogate, which a damaged line may hold, has no UTF-8.
+    return text.encode("utf-8", "replace")
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        found = {item.name: getattr(value, item.name) for item in fields(value)}
+        return {**found, "error": value.error} if isinstance(value, Pair) else found
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    # numpy scalars and arrays, without importing numpy to ask
+    to_list = getattr(value, "tolist", None)
+    return to_list() if callable(to_list) else str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, str | int | None):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return _finite(_plain(value))

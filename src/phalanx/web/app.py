@@ -1,0 +1,79 @@
+"""The dashboard as one ASGI application: the page's files, the API, and the guard in front of both."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from anyio import to_thread
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from phalanx.web.api import routes
+from phalanx.web.guard import Guard, Key
+from phalanx.web.shelf import Shelf
+from phalanx.web.stream import Hub
+
+STATIC = Path(__file__).with_name("static")
+# Our own table: a machine's may call JavaScript plain text, which browsers refuse to run beside nosniff.
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".txt": "text/plain; charset=utf-8",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Door:
+    """Who may come in: the names the server goes by, and a key if there is one."""
+
+    hosts: frozenset[str]
+    literals: bool = False
+    key: Key | None = None
+
+
+def create_app(shelf: Shelf, hub: Hub, *, door: Door, complain: Callable[[str], None]) -> Guard:
+    """Everything behind the guard."""
+    files = _files()
+
+    async def page(request: Request) -> Response:
+        name = request.path_params.get("path", "index.html")
+        return await _serve(files.get(name), request) if name in files else _nothing()
+
+    found = [Route("/", page), Route("/static/{path:path}", page), *routes(shelf, hub, complain=complain)]
+    inner = Starlette(routes=found, exception_handlers={404: _lost, 405: _lost})
+    return Guard(inner, hosts=door.hosts, literals=door.literals, key=door.key)
+
+
+def _files() -> dict[str, Path]:
+    """The page's files by their names. What is not in this table is not served, whatever a path looks like."""
+    if not STATIC.is_dir():
+        return {}
+    found = (path for path in STATIC.rglob("*") if path.suffix in TYPES and path.is_file() and not path.is_symlink())
+    return {path.relative_to(STATIC).as_posix(): path for path in found}
+
+
+async def _serve(path: Path | None, request: Request) -> Response:
+    if path is None:
+        return _nothing()
+    body = await to_thread.run_sync(path.read_bytes)
+    tag = f'"{hashlib.sha256(body).hexdigest()[:24]}"'
+    headers = {"etag": tag, "cache-control": "no-cache"}  # asked for again each time: an upgrade shows at once
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=headers)
+    return Response(body, headers=headers, media_type=TYPES[path.suffix])
+
+
+async def _lost(request: Request, error: Exception) -> Response:
+    return _nothing()
+
+
+def _nothing() -> Response:
+    return JSONResponse({"error": "there is nothing at this address"}, 404)

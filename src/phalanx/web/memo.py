@@ -1,0 +1,89 @@
+"""Answers that take long to work out: kept, and worked out again in the background once the run has grown."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+MOST_ANSWERS = 512
+# An answer that took a second is made anew at most every ten: a run that grows costs a tenth of a core.
+REST = 10.0
+LEAST_REST_S = 1.0
+MOST_WORKERS = 2
+
+
+class NotYetError(Exception):
+    """The answer is still being worked out, or the server is closing; ask again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Answer:
+    mark: Hashable
+    value: Any
+    error: Exception | None
+    took_s: float
+    at_s: float
+
+
+class Memo:
+    """Keeps answers by key. Whoever asks first waits; whoever asks while it is made anew gets the one before."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._answers: OrderedDict[Hashable, _Answer] = OrderedDict()
+        self._busy: set[Hashable] = set()
+        self._room = threading.Semaphore(MOST_WORKERS)
+        self._closed = False
+
+    def get(self, key: Hashable, mark: Hashable, work: Callable[[], Any], *, wait_s: float = 30.0) -> Any:
+        """The answer for `key`; `mark` tells whether what it was made of has changed. Raises what `work` raised."""
+        until_s = self._clock() + wait_s
+        with self._changed:
+            if self._is_due(key, mark):
+                self._busy.add(key)
+                # A daemon: Ctrl-C does not wait for an answer nobody is going to read.
+                threading.Thread(target=self._make, args=(key, mark, work), daemon=True, name="phalanx-memo").start()
+            while key not in self._answers:
+                left_s = until_s - self._clock()
+                if left_s <= 0 or self._closed:
+                    raise NotYetError
+                self._changed.wait(left_s)
+            self._answers.move_to_end(key)
+            answer = self._answers[key]
+        if answer.error is not None:
+            raise answer.error
+        return answer.value
+
+    def close(self) -> None:
+        """Let everybody go who waits."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _is_due(self, key: Hashable, mark: Hashable) -> bool:
+        answer = self._answers.get(key)
+        if key in self._busy or self._closed or (answer is not None and answer.mark == mark):
+            return False
+        return answer is None or self._clock() - answer.at_s >= max(LEAST_REST_S, REST * answer.took_s)
+
+    def _make(self, key: Hashable, mark: Hashable, work: Callable[[], Any]) -> None:
+        value, error = None, None
+        with self._room:
+            began_s = self._clock()
+            try:
+                value = work()
+            except Exception as caught:  # a damaged run: whoever asked says so
+                error = caught
+        now_s = self._clock()
+        with self._changed:
+            answer = _Answer(mark=mark, value=value, error=error, took_s=now_s - began_s, at_s=now_s)
+            self._answers[key] = answer
+            self._busy.discard(key)
+            while len(self._answers) > MOST_ANSWERS:
+                self._answers.popitem(last=False)
+            self._changed.notify_all()

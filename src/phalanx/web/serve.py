@@ -1,0 +1,98 @@
+"""Runs the dashboard's server until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from phalanx.web.app import Door, create_app
+from phalanx.web.guard import MOST_HEADER_BYTES
+from phalanx.web.shelf import Shelf
+from phalanx.web.stream import Hub
+
+LOOK_S = 10.0  # a client has this long, and at most twice this, to finish a request or to take what was sent
+KEEP_ALIVE_S = 8  # less than a look: quiet connections end politely
+MOST_CONNECTIONS = 512
+SHUTDOWN_S = 1  # for answers that are on their way
+
+
+def serve(listener: socket.socket, shelf: Shelf, *, door: Door, complain: Callable[[str], None]) -> None:
+    """Answer until SIGINT or SIGTERM, which takes its usual course afterwards."""
+    asyncio.run(serving(listener, shelf, door=door, complain=complain))
+
+
+async def serving(
+    listener: socket.socket,
+    shelf: Shelf,
+    *,
+    door: Door,
+    complain: Callable[[str], None],
+    stop: threading.Event | None = None,
+) -> None:
+    """`serve` inside an event loop; also ends when `stop` is set."""
+    hub = Hub(shelf)
+    server = uvicorn.Server(_config(create_app(shelf, hub, door=door, complain=complain)))
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    while not task.done() and not server.should_exit and not (stop is not None and stop.is_set()):
+        await asyncio.sleep(0.05)
+    # uvicorn waits for open answers, and a stream never ends by itself.
+    server.should_exit = True
+    hub.close()
+    shelf.memo.close()
+    await task
+
+
+def _config(app: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=_protocol,  # type: ignore[arg-type]  # called like the class it makes
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=MOST_CONNECTIONS,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+        h11_max_incomplete_event_size=MOST_HEADER_BYTES,
+    )
+
+
+def _protocol(**settings: Any) -> H11Protocol:
+    """A connection that is looked at now and then: uvicorn itself waits for a slow client for ever."""
+    protocol = H11Protocol(**settings)
+    protocol.loop.call_later(LOOK_S, _look, protocol, _Seen(cycle=None, pending=0, idle=True))
+    return protocol
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Seen:
+    """A connection as it was at the last look."""
+
+    cycle: object  # the newest request, compared by identity
+    pending: int  # bytes the client has not taken
+    idle: bool  # no request is being answered
+
+
+def _look(protocol: H11Protocol, before: _Seen) -> None:
+    """Drop a client that finished no request, or took no byte, between two looks."""
+    transport = protocol.transport
+    if transport is None or protocol not in protocol.connections:
+        return
+    pending = transport.get_write_buffer_size()
+    now = _Seen(cycle=protocol.cycle, pending=pending, idle=protocol.cycle is None or protocol.cycle.response_complete)
+    is_stuck = 0 < before.pending <= now.pending
+    is_silent = before.idle and now.idle and before.cycle is now.cycle and not pending
+    if is_stuck or is_silent:
+        transport.abort()  # close() would wait for the bytes to be taken
+        return
+    protocol.loop.call_later(LOOK_S, _look, protocol, now)

@@ -1,0 +1,54 @@
+"""What takes a walk over all steps of a run to know: made once for all who ask, and kept until the run has grown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from phalanx.record.book import Accounts
+from phalanx.record.effective import Effective, from_trail
+from phalanx.record.history import RunHistory
+from phalanx.record.ledger import Ledger, Walk, walk
+from phalanx.record.run import Run
+from phalanx.record.summary import Pair, Summary, summarize
+from phalanx.web.shelf import Shelf, mark
+
+EFFECTIVE_POINTS = 400
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Story:
+    """A run as told at its end: the summary, with ledger and bill, and the effective training time over the run."""
+
+    summary: Summary
+    effective: Effective
+
+
+def story(shelf: Shelf, run: Run, *, wait_s: float = 30.0) -> Story:
+    """The story of a run; raises NotYetError when it takes longer than `wait_s`, and is there the next time."""
+    found: Story = shelf.memo.get(("story", run.name), mark(run), lambda: _tell(run), wait_s=wait_s)
+    return found
+
+
+def _tell(run: Run) -> Story:
+    # A history of its own: a walk over 100,000 steps takes seconds, in which the page must be able to draw.
+    history = RunHistory.open(run)
+    walked = walk(run, history)
+    summary = summarize(run, history, walked)
+    return Story(summary=summary, effective=from_trail(walked.trail, EFFECTIVE_POINTS))
+
+
+def first_words(run: Run, history: RunHistory) -> Summary:
+    """The summary without what takes a walk: no ledger, no bill, no effective time."""
+    nothing = Ledger(
+        wall_s=0.0,
+        accounts=Accounts(),
+        overlap_s=0.0,
+        steps=0,
+        steps_lost=0,
+        incidents=0,
+        formations=0,
+        unreadable_lines=0,
+    )
+    found = summarize(run, history, Walk(ledger=nothing, trail=[], recoveries=[]))
+    effective = Pair(predicted=found.effective_time.predicted)
+    return replace(found, ledger=None, cost=None, effective_time=effective)

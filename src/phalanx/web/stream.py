@@ -1,0 +1,167 @@
+"""Live news of runs as server-sent events: one watch per run looks at its files, however many listen."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from anyio import to_thread
+
+from phalanx.web.answer import Json, Parts
+from phalanx.web.shelf import Mark, Shelf, mark
+from phalanx.web.views import plan_of, progress, state_of
+from phalanx.web.views_run import mark_count
+
+POLL_S = 0.5
+KEEP_ALIVE_S = 15.0
+MOST_STREAMS = 64  # a browser opens at most six per server, so ten people at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class News:
+    """How a run stands."""
+
+    progress: Json
+    marks: int
+    is_over: bool
+
+    @property
+    def id(self) -> str:
+        """What a browser sends back as Last-Event-ID when it comes again."""
+        return f"{self.progress.get('step') or 0}-{self.marks}"
+
+
+def read_news(shelf: Shelf, name: str) -> News:
+    """Look at a run; damage leaves holes, never an error."""
+    parts, run = Parts(), shelf.run(name)
+    state, live = state_of(run)
+    with shelf.history(name) as history:
+        now = parts.read("steps", lambda: progress(run, plan_of(run), history), {"state": state, "live": live})
+        marks = parts.read("marks", lambda: mark_count(history), 0)
+    return News(progress=now, marks=marks, is_over=not live)
+
+
+@dataclass(slots=True)
+class _Watch:
+    """What is known of a run, and the task that keeps knowing it."""
+
+    listeners: int = 0
+    news: News | None = None
+    seen: Mark | None = None
+    task: asyncio.Task[None] | None = None
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+
+class Hub:
+    """Hands out streams. Every method runs in the server's event loop."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        self._watches: dict[str, _Watch] = {}
+        self._streams = 0
+        self._closing = asyncio.Event()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether another stream would be one too many."""
+        return self._streams >= MOST_STREAMS or self._closing.is_set()
+
+    def close(self) -> None:
+        """End all streams, so that the server can go."""
+        self._closing.set()
+
+    async def stream(self, name: str, last_id: str = "") -> AsyncIterator[bytes]:
+        """Server-sent events of a run until it is over; `last_id` is the last one that the client had before."""
+        self._streams += 1
+        watch = self._join(name)
+        try:
+            async for chunk in self._tell(watch, last_id):
+                yield chunk
+        finally:
+            self._streams -= 1
+            self._leave(name, watch)
+
+    async def _tell(self, watch: _Watch, last_id: str) -> AsyncIterator[bytes]:
+        yield b"retry: 2000\n\n"
+        told: News | None = None
+        while not self._closing.is_set():
+            news = await self._next(watch, told)
+            if news is None:
+                yield b": still here\n\n"
+                continue
+            marks_before = told.marks if told else _marks_of(last_id)
+            if told is None or news.progress != told.progress:
+                yield message("progress", news.progress, id=news.id)
+            if news.marks != marks_before:
+                yield message("marks", {"count": news.marks}, id=news.id)
+            told = news
+            if news.is_over:
+                yield message("end", {"state": news.progress.get("state")}, id=news.id)
+                return
+
+    async def _next(self, watch: _Watch, told: News | None) -> News | None:
+        """News other than those told, or None when it is time for a sign of life or to go."""
+        async with watch.changed:
+            try:
+                async with asyncio.timeout(KEEP_ALIVE_S):
+                    await watch.changed.wait_for(
+                        lambda: (watch.news is not None and watch.news != told) or self._closing.is_set()
+                    )
+            except TimeoutError:
+                return None
+            return None if self._closing.is_set() else watch.news
+
+    def _join(self, name: str) -> _Watch:
+        watch = self._watches.setdefault(name, _Watch())
+        watch.listeners += 1
+        if watch.task is None:
+            watch.task = asyncio.create_task(self._poll(name, watch))
+        return watch
+
+    def _leave(self, name: str, watch: _Watch) -> None:
+        watch.listeners -= 1
+        if not watch.listeners and watch.task is not None:
+            watch.task.cancel()
+            self._watches.pop(name, None)
+
+    async def _poll(self, name: str, watch: _Watch) -> None:
+        while not self._closing.is_set():
+            await self._look(name, watch)
+            try:
+                async with asyncio.timeout(POLL_S):
+                    await self._closing.wait()
+            except TimeoutError:
+                continue
+        async with watch.changed:
+            watch.changed.notify_all()
+
+    async def _look(self, name: str, watch: _Watch) -> None:
+        try:
+            seen = await to_thread.run_sync(_seen, self._shelf, name)
+            if seen == watch.seen and watch.news is not None:
+                return
+            news = await to_thread.run_sync(read_news, self._shelf, name)
+        except Exception:  # deleted under our eyes: whoever listens is told that it is over
+            seen, news = None, News(progress={"state": "gone", "live": False}, marks=0, is_over=True)
+        async with watch.changed:
+            watch.seen, watch.news = seen, news
+            watch.changed.notify_all()
+
+
+def _seen(shelf: Shelf, name: str) -> tuple[Any, ...]:
+    run = shelf.run(name)
+    return (*mark(run), state_of(run))
+
+
+def _marks_of(last_id: str) -> int:
+    """The count of marks in an id of ours; -1 for anything else."""
+    _, _, count = last_id.partition("-")
+    return int(count) if count.isascii() and count.isdigit() and len(count) < 12 else -1
+
+
+def message(event: str, data: Any, *, id: str) -> bytes:
+    """One server-sent event; JSON has no raw line breaks, so the data is always one line."""
+    return f"event: {event}\nid: {id}\ndata: {json.dumps(data, allow_nan=False)}\n\n".encode()

@@ -1,0 +1,160 @@
+"""`phalanx watch`: the screen, the lines and the objects; of runs that go on, that are over, and that are damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from synthetic import write_run
+
+from phalanx.cli import watch
+from phalanx.cli.main import main
+from phalanx.cli.watch_screen import frame, spark
+from phalanx.record.run import Run
+from phalanx.record.view import SILENT_S, View, Watcher
+
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return write_run(tmp_path_factory.mktemp("watch"), steps=60, straggler=2)
+
+
+@pytest.fixture(scope="module")
+def view(done: Run) -> View:
+    return Watcher(done).look()
+
+
+def screen(view: View, *, width: int = 110, height: int = 60) -> list[str]:
+    return [line.plain for line in frame(view, ["step 9: something"], name="run", width=width, height=height)]
+
+
+def test_the_screen(view: View) -> None:
+    lines = screen(view)
+    text = "\n".join(lines)
+    assert lines[0] == "run  done  step 60 of 60 (100.0%)"
+    for word in ("loss", "tokens/s", "MFU", "memory", "noise", "effective", "time", "checkpoint", "money", "energy"):
+        assert f"\n{word} " in text
+    assert "planned 39.4k" in text
+    assert "data 1, tensor 0  straggler" in text
+    assert "1; step 30: rank 3 on host-1: killed by signal 9, next step after" in text
+    assert lines[-1] == "  step 9: something"
+
+
+@pytest.mark.parametrize("width", [12, 40, 60, 80, 200])
+@pytest.mark.parametrize("height", [1, 5, 24])
+def test_every_terminal_is_wide_enough(view: View, width: int, height: int) -> None:
+    lines = screen(view, width=width, height=height)
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+    assert lines[0].startswith("run  done"[: width - 1])
+
+
+def test_many_ranks_are_cut_to_the_slowest(tmp_path: Path) -> None:
+    run = write_run(tmp_path, ranks=12, steps=20, incidents=0, straggler=11, hosts=1)
+    lines = screen(Watcher(run).look())
+    number = next(index for index, line in enumerate(lines) if line.startswith("the 8 slowest of 12 ranks"))
+    assert lines[number + 1].endswith("straggler")
+    assert lines[number + 1].split()[0] == "11"
+
+
+def test_plain_lines_of_a_run_that_is_over(done: Run, capsys: Output) -> None:
+    assert main(["watch", str(done.path)]) == 0  # stdout is no terminal here
+    lines = capsys.readouterr().out.splitlines()
+    assert "step 30: fell: rank 3 on host-1: killed by signal 9" in lines
+    assert any(line.startswith("step 60/60  loss ") for line in lines)
+    assert any(line.startswith("straggler: rank 2 ") for line in lines)
+    assert lines[-1] == "done"
+
+
+def test_objects(done: Run, capsys: Output) -> None:
+    assert main(["watch", str(done.path), "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    told = json.loads(line)
+    assert (told["state"], told["step"], told["steps"], told["incidents"]) == ("done", 60, 60, 1)
+    assert told["stragglers"][0]["rank"] == 2
+    assert told["so_far"]["usd"] > 0
+
+
+def test_a_run_that_goes_on_is_followed_to_its_end(
+    tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "REDRAW_S", 0.02)
+    monkeypatch.setattr(watch, "PLAIN_S", 0.0)
+    run = write_run(tmp_path, ranks=2, steps=20, incidents=0, hosts=1)
+    whole = {rank: run.events(rank).read_text() for rank in (0, 1)}
+    told = run.supervisor.read_text()
+    cut = whole[0].index('"step":11,')
+    for rank, text in whole.items():
+        run.events(rank).write_text(text[:cut])
+    run.supervisor.write_text(told.splitlines()[0] + "\n")
+    run.set_status("running")
+
+    def go_on() -> None:
+        time.sleep(0.4)
+        for rank, text in whole.items():
+            run.events(rank).write_text(text)
+        run.supervisor.write_text(told)
+        time.sleep(0.4)
+        run.set_status("done")
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    assert main(["watch", str(run.path), "--plain"]) == 0
+    thread.join()
+    lines = capsys.readouterr().out.splitlines()
+    steps = [line.split()[1] for line in lines if line.startswith("step ") and "/" in line]
+    assert steps == ["11/20", "20/20"]
+    assert lines.count("step 20: checkpoint saved (56.0 GB, 9.50 s)") == 1  # each remark once
+    assert lines[-1] == "done"
+
+
+def test_ctrl_c_is_a_good_end(tmp_path: Path) -> None:
+    run = write_run(tmp_path, ranks=2, steps=5, incidents=0, hosts=1, finished=False)
+    words = [sys.executable, "-m", "phalanx", "watch", str(run.path), "--plain"]
+
+    def heed() -> None:  # a shell's background job ignores SIGINT, and so would its children
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    with run.held(), subprocess.Popen(words, stdout=subprocess.PIPE, text=True, preexec_fn=heed) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    assert line
+
+
+def test_a_run_whose_processes_are_gone(tmp_path: Path, capsys: Output) -> None:
+    run = write_run(tmp_path, ranks=2, steps=5, incidents=0, hosts=1, finished=False)
+    assert Watcher(run).look().state == "running"  # it may have begun a moment ago, on another host
+    for path in run.path.iterdir():
+        os.utime(path, (time.time() - 2 * SILENT_S,) * 2)
+    assert main(["watch", str(run.path), "--plain"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "gone"
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00\x1b[2J\xff" * 99, b'{"event":"step","step":"\\u001b[2J"}\n' * 9])
+def test_a_damaged_run(tmp_path: Path, capsys: Output, content: bytes) -> None:
+    run = write_run(tmp_path, ranks=2, steps=5, incidents=0, hosts=1)
+    for name in ("events-00000.jsonl", "events-00001.jsonl", "supervisor.jsonl"):
+        (run.path / name).write_bytes(content)
+    run.set_status("failed", message="\x1b[2J<b>")
+    assert main(["watch", str(run.path), "--plain"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert out.splitlines()[-1] == "failed:  [2J<b>"
+    assert all("\x1b" not in line for line in screen(Watcher(run).look()))
+
+
+def test_small_bars() -> None:
+    assert spark([], 5) == spark([None, None], 5) == spark([1.0], 0) == ""
+    assert spark([3.0], 5) == "▁"
+    assert len(spark([float(number) for number in range(500)], 30)) == 30

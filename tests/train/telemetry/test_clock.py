@@ -1,0 +1,124 @@
+"""Compute and wait of a step, by a clock and by marks that a device passes when it gets there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from phalanx.train.telemetry.clock import DeviceClock, HostClock
+
+
+class Time:
+    """A clock that is turned by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_on_a_cpu_what_is_not_working_is_waiting():
+    wall, worked = Time(), Time()
+    clock = HostClock(now=wall, worked=worked)
+    wall.now = worked.now = 100.0
+    clock.begin()
+    with clock.phase("forward"):
+        wall.now += 2.0
+        worked.now += 1.5
+    wall.now += 1.0  # a collective
+    clock.settle()
+    with clock.phase("optimizer"):
+        wall.now += 0.5
+        worked.now += 0.5
+    found = clock.end()
+    assert (found.compute_s, found.wait_s) == (2.0, 1.5)
+    assert [(p.kind, p.start_s, p.duration_s) for p in found.phases] == [("forward", 0, 2), ("optimizer", 3, 0.5)]
+
+
+@dataclass
+class Device:
+    """A stream: work is queued at once and done when the host reads something; marks then know their time."""
+
+    done_ms: float = 0.0
+    queue: list[object] = field(default_factory=list)
+
+    def work(self, seconds: float) -> None:
+        self.queue.append(seconds * 1e3)
+
+    def read(self) -> None:
+        for one in self.queue:
+            if isinstance(one, Mark):
+                one.at_ms = self.done_ms
+            else:
+                assert isinstance(one, float)
+                self.done_ms += one
+        self.queue.clear()
+
+
+class Mark:
+    def __init__(self, device: Device) -> None:
+        self._device, self.at_ms = device, None
+
+    def record(self) -> None:
+        self._device.queue.append(self)
+
+    def elapsed_time(self, end: Mark) -> float:
+        assert self.at_ms is not None, "a mark that the device has not passed: reading it would hold the step up"
+        assert end.at_ms is not None
+        return end.at_ms - self.at_ms
+
+
+def _step(clock: DeviceClock, device: Device, *, backward_s: float = 2.0, waits_s: float = 0.0) -> object:
+    clock.begin()
+    with clock.phase("forward"):
+        device.work(1.0)
+    with clock.phase("backward"):
+        device.work(backward_s)
+        with clock.stall():
+            device.work(0.25)  # waiting for gathered weights
+    device.work(waits_s)  # the agreement
+    clock.settle()
+    device.read()
+    with clock.phase("optimizer"):
+        device.work(0.5)
+    return clock.end()
+
+
+def test_on_a_gpu_the_device_is_asked_and_never_waited_for():
+    device = Device()
+    clock = DeviceClock(lambda: Mark(device))
+    first, second = _step(clock, device), _step(clock, device, backward_s=3.0, waits_s=1.5)
+    assert first.compute_s == pytest.approx(3.0)  # its update is not over when it ends
+    assert first.wait_s == pytest.approx(0.25)
+    assert second.compute_s == pytest.approx(1.0 + 3.0 + 0.5)  # the update of the step before stands for its own
+    assert second.wait_s == pytest.approx(0.25 + 1.5)
+    kinds = [(phase.kind, round(phase.start_s, 6), round(phase.duration_s, 6)) for phase in second.phases]
+    assert kinds == [("forward", 0.0, 1.0), ("backward", 1.0, 3.25), ("optimizer", 5.75, 0.5)]
+
+
+def test_a_single_gpu_does_not_wait_for_itself():
+    """What a host clock got wrong: it has long gone on when the device begins to work."""
+    device = Device()
+    clock = DeviceClock(lambda: Mark(device))
+    clock.begin()
+    with clock.phase("forward"):
+        device.work(5.0)
+    clock.settle()
+    device.read()
+    assert clock.end().wait_s == 0.0
+
+
+def test_waiting_between_phases_is_not_taken_off_twice():
+    device = Device()
+    clock = DeviceClock(lambda: Mark(device))
+    clock.begin()
+    with clock.stall():
+        device.work(1.0)
+    with clock.phase("forward"):
+        device.work(2.0)
+    clock.settle()
+    device.read()
+    found = clock.end()
+    assert (found.compute_s, found.wait_s) == (pytest.approx(2.0), pytest.approx(1.0))
