@@ -201,10 +201,10 @@ def _while_growing(port: int, run: Run, work: Callable[[], None]) -> list[float]
                 delays.append(time.perf_counter() - written[step])
         caller.close()
 
-    threads = [threading.Thread(target=one, daemon=True) for one in (listen, grow)]
+    threads = [threading.Thread(target=one, daemon=True) for one in (grow, listen)]
     for thread in threads:
         thread.start()
-    time.sleep(3)
+        time.sleep(2)
     work()
     time.sleep(3)
     done.set()

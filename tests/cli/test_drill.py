@@ -108,6 +108,20 @@ def drill(folder: Path, tmp_path: Path) -> Drill:
             "phalanx drill: --chaos has no end\n  faults are drawn for so many minutes\n  add --minutes 2\n",
         ),
         (
+            ["job.toml", "--rate", "7", "--seed", "0", "--fault", "kill"],
+            "phalanx drill: --rate and --seed without --chaos\n"
+            "  they say how faults are drawn, and --fault names them one by one\n"
+            "  add --chaos --minutes 2, or leave it out\n",
+        ),
+        (
+            ["--check", "x", "--fault", "kill", "--minutes", "2"],
+            "phalanx drill: --fault and --minutes with --check\n  --check runs nothing\n  leave it out\n",
+        ),
+        (
+            ["--check", "nofile"],
+            "nofile: there is no such file\n  name the drill-record.json of a run that phalanx drill made\n",
+        ),
+        (
             ["job.toml", "--agents", "0"],
             "phalanx drill: --agents 0 is not between 1 and 64\n  use --agents 1\n",
         ),

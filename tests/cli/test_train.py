@@ -323,3 +323,37 @@ def test_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+# ---- several hosts, and where checkpoints go -------------------------------------------------------------------------
+
+
+def test_a_first_host_that_nobody_could_reach_is_refused(train: Train, here: Path) -> None:
+    code, _, err = train("job.toml", "--join", "2")
+    assert code == 2
+    assert err.endswith(
+        "phalanx train: --join 2 without --address\n"
+        "  this host would listen at 127.0.0.1, where no other host reaches it\n"
+        "  --address with an address of this host that the others reach; --address 127.0.0.1 to try it on one machine\n"
+    )
+    code, _, err = train("job.toml", "--address", "10.0.0.1")
+    assert (code, "--address 10.0.0.1 without --join has no effect" in err) == (2, True)
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("{here}/away/checkpoints", "there is no folder {here}/away\n  is its disk mounted?\n"),
+        ("{here}/job.toml", "{here}/job.toml is a file\n"),
+        ("/proc/checkpoints", "/proc cannot be written: "),
+    ],
+)
+def test_checkpoints_that_could_not_be_written_are_refused_first(
+    train: Train, here: Path, path: str, said: str
+) -> None:
+    path = path.format(here=here)
+    code, _, err = train("job.toml", "--set", f"checkpoint.path={json.dumps(path)}")
+    assert code == 2
+    assert f"checkpoint.path = {path!r}: {said.format(here=here)}" in err
+    assert not (here / "runs").exists()

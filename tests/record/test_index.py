@@ -16,7 +16,7 @@ from phalanx.record import events as events_module
 from phalanx.record.blocks import BLOCK, STEPS
 from phalanx.record.events import EventWriter, parts, read_events
 from phalanx.record.index import HEAD_BYTES, SIZE, read_index
-from phalanx.record.rankfile import RankFile
+from phalanx.record.rankfile import RankFile, RowCache
 from phalanx.record.series import COLUMN
 
 
@@ -48,7 +48,7 @@ def expected(path: Path) -> list[tuple[int, float]]:
 
 
 def found(path: Path) -> list[tuple[int, float]]:
-    file = RankFile(path, [int(part.stem[-4:]) for part in parts(path)[:-1]])
+    file = RankFile(path, [int(part.stem[-4:]) for part in parts(path)[:-1]], RowCache())
     file.refresh()
     rows = [file.rows(number) for number in range(len(file.kept().blocks))]
     pairs = [(row.step, row.values[:, COLUMN["loss"]]) for row in rows]
@@ -76,7 +76,7 @@ def test_steps_done_again_replace_those_undone(
 def test_a_block_knows_least_largest_and_mean(tmp_path: Path) -> None:
     path = tmp_path / "events-00000.jsonl"
     write_starts(path, [(0, 600)])
-    index = read_index(path, path.stat().st_size)
+    index = read_index(path)
     assert (index.refused, index.trouble, len(index.blocks)) == (0, "", 3)
     first = index.blocks[0]
     assert (first["first"], first["last"], first["steps"], first["start"]) == (0, STEPS - 1, STEPS, 0)
@@ -115,7 +115,7 @@ def test_a_damaged_index_changes_nothing_and_is_told(tmp_path: Path, harm: str) 
     if harm == "longer":  # the events were cut, as after a crash of the host
         path.write_bytes(path.read_bytes()[:-20_000])
         wanted = expected(path)
-    file = RankFile(path, [])
+    file = RankFile(path, [], RowCache())
     file.refresh()
     assert found(path) == wanted
     told = file.troubles()
@@ -132,9 +132,9 @@ def test_a_killed_writer_costs_the_index_one_block_and_the_events_nothing(tmp_pa
         file.write(b'{"v":1,"event":"st')
     write_starts(path, [(300, 300)])
     assert [pair[0] for pair in found(path)] == list(range(600))
-    index = read_index(path, path.stat().st_size)
+    index = read_index(path)
     assert [int(first) for first in index.blocks["first"]] == [0, 300, 556]
-    file = RankFile(path, [])
+    file = RankFile(path, [], RowCache())
     file.refresh()
     file.kept()
     assert dict(file.troubles()) == {"lines that are no events": 1}
@@ -171,6 +171,21 @@ def test_two_writers_at_once_are_read_where_they_mixed(tmp_path: Path) -> None:
     assert found(path) == expected(path)
 
 
+def test_an_outlived_writer_leaves_the_index_of_the_next_file_alone(tmp_path: Path) -> None:
+    path = tmp_path / "events-00000.jsonl"
+    old = EventWriter(path, rank=0)
+    old.write("step", step=0, loss=0.0)
+    old.flush()
+    path.rename(tmp_path / "events-00000-0001.jsonl")
+    write_starts(path, [(1, 300)])
+    for step in range(1, 600):
+        old.write("step", step=step, loss=-1.0)
+    old.close()
+    index = read_index(path)
+    assert (index.refused, [int(first) for first in index.blocks["first"]]) == (0, [1, 257])
+    assert index.blocks["series"]["low"][:, COLUMN["loss"]].min() >= 0
+
+
 def test_columns_of_another_version_find_their_places(tmp_path: Path) -> None:
     path = tmp_path / "events-00000.jsonl"
     write_starts(path, [(0, 300)])
@@ -178,7 +193,7 @@ def test_columns_of_another_version_find_their_places(tmp_path: Path) -> None:
     data = index.read_bytes()
     head = data[:HEAD_BYTES].replace(b'"loss", "tokens"', b'"tokens", "loss"').replace(b'"grad_norm"', b'"Grad_norm"')
     index.write_bytes(head + data[HEAD_BYTES:])
-    file = RankFile(path, [])
+    file = RankFile(path, [], RowCache())
     file.refresh()
     series = file.kept().blocks["series"][0]
     assert (series[COLUMN["tokens"]]["high"], series[COLUMN["loss"]]["high"]) == (255, 10)

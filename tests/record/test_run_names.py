@@ -40,8 +40,8 @@ def test_runs_newest_first_and_nothing_else(root: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["..", ".", "", "../outside", "first/../../outside", "/", "first/", "link", "inner-link", ".hidden", "empty", "file",
-     "first\0", "\0", "a" * 10_000, "two\nlines", "first\n", "~", "%2e%2e", "-first", "FIRST"],
+    ["..", ".", "", "../outside", "first/../../outside", "/", "first/", "link", "inner-link", ".hidden", "empty",
+     "file", "first\0", "\0", "a" * 10_000, "two\nlines", "first\n", "~", "%2e%2e", "-first", "FIRST"],
 )  # fmt: skip
 def test_a_name_that_is_none_of_them_is_refused(root: Path, name: str) -> None:
     with pytest.raises(UserError) as caught:

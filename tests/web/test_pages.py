@@ -29,7 +29,7 @@ PAGES = {
     "runs": ("#/", ".runs tbody tr"),
     "run": ("#/runs/alpha", ".charts .u-over >> nth=6"),
     "mesh": ("#/runs/alpha/mesh?rank=5", ".ramp"),
-    "step": ("#/runs/alpha/step", "text=Collectives"),
+    "step": ("#/runs/alpha/step", ".span-plot canvas >> nth=1"),
     "ledger": ("#/runs/alpha/ledger", ".accounts .meter"),
     "plan": ("#/runs/alpha/plan", "text=Why not another one"),
     "findings": ("#/runs/alpha/findings", "text=phalanx check"),

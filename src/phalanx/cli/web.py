@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         if args.open:
             _browse(visit)
         key = Key(token, port=bound.port) if token else None
-        door = Door(hosts=allowed_hosts(bound), literals=is_any(bound), key=key)
+        door = Door(hosts=allowed_hosts(bound, asked=address.host), literals=is_any(bound), key=key)
         serve(listener, shelf, door=door, complain=note)
     return 0
 

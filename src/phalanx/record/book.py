@@ -194,9 +194,11 @@ class Book:
         if self._phase == "training":
             self.overlap_s += max(-before_s, 0.0)
         self._until(self._at_s + max(before_s, 0.0), self._idle)
-        self._until(min(self._at_s + copied_s, time_s), "checkpoint")
+        if copied_s:
+            self._until(min(self._at_s + copied_s, time_s), "checkpoint")
         self._spend_step(max(self._at_s, time_s - compared_s), event, stays=stays)
-        self._until(time_s, "guard")
+        if compared_s or time_s > self._at_s:
+            self._until(time_s, "guard")
         self._phase, self._stepped_s = "training", time_s
         while self._recovering and self._recovering[0].epoch < formation.epoch:
             self._recovering.popleft().after_s = time_s
@@ -207,13 +209,14 @@ class Book:
         if not stays:
             self._until(until_s, "lost_work")
             return
-        held_up = {
-            "compile": seconds(event, "compile_s"),
-            "data": seconds(event, "data_s"),
-            "waiting": self._waited(integer(event, "step") or 0),
-        }
-        for account, claimed_s in held_up.items():
-            self._until(min(self._at_s + (claimed_s or 0.0), until_s), account)
+        held_up = (
+            ("compile", seconds(event, "compile_s")),
+            ("data", seconds(event, "data_s")),
+            ("waiting", self._waited(integer(event, "step") or 0)),
+        )
+        for account, claimed_s in held_up:
+            if claimed_s:
+                self._until(min(self._at_s + claimed_s, until_s), account)
         self._until(until_s, "productive")
 
     def _note_point(self, time_s: float, wall_s: float) -> None:
@@ -241,7 +244,9 @@ class Book:
         if abs(gap_s) > JUMP_S:  # a clock, not a month of waiting: nobody's time
             self.jumps += 1
             self._began_s += max(gap_s, 0.0)
+        elif gap_s >= 0.0:
+            self._spent_s[account] += gap_s
         else:
-            self.overlap_s += max(-gap_s, 0.0)
-            self._spent_s[account] += max(gap_s, 0.0)
-        self._at_s = max(self._at_s, time_s)
+            self.overlap_s -= gap_s
+        if gap_s > 0.0:
+            self._at_s = time_s

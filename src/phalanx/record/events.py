@@ -100,7 +100,7 @@ class EventWriter:
         if self._rank >= 0:  # the supervisor's few events need no index
             from phalanx.record.index import IndexWriter
 
-            self._index = IndexWriter(self._path)
+            self._index = IndexWriter(self._path, os.fstat(self._file).st_ino)
 
     def _note(self, written: int) -> None:
         """Tell the index where the lines are, and begin another file when this one is large."""

@@ -107,11 +107,12 @@ def timeline(run: Run, known: Sequence[Formation], lines: Lines) -> Iterator[Mar
 
 def _marks(run: Run, rank: int, known: Sequence[Formation], numbers: Mapping[int, int], lines: Lines) -> Iterator[Mark]:
     """Events of a rank in the formations it is the witness of."""
+    mine = {epoch: count for epoch, count in numbers.items() if known[count].witness == rank}
     epoch: int | None = None
     for time_s, event in lines.read(files_of(run, rank)):
         epoch = integer(event, "epoch") if "epoch" in event else epoch
-        count = numbers.get(epoch, -1) if epoch is not None else -1
-        if count >= 0 and known[count].witness == rank:
+        count = mine.get(epoch, -1) if epoch is not None else -1
+        if count >= 0:
             yield time_s, count, event
 
 
@@ -194,7 +195,7 @@ def raw_lines(path: Path) -> Iterator[bytes]:
 
 def _parse(line: bytes) -> Event | None:
     try:
-        event = json.loads(line)
+        event = json.loads(line.decode("utf-8"))  # bytes would be looked at once more for their encoding
     except (ValueError, RecursionError):
         return None
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):

@@ -16,7 +16,7 @@ from phalanx.errors import UserError, mistake, nearest
 from phalanx.record.buckets import Spans, bucketed, columns_of, join
 from phalanx.record.damage import Damage, folder_damage, of_ranks
 from phalanx.record.events import Event, EventReader
-from phalanx.record.rankfile import RankFile
+from phalanx.record.rankfile import RankFile, RowCache
 from phalanx.record.run import Run, list_runs, run_in
 from phalanx.record.series import COLUMN, MFU, SERIES, unit_of
 
@@ -64,6 +64,7 @@ class RunHistory:
         self.ranks: tuple[int, ...] = ()
         self._parts: dict[int, list[int]] = {}
         self._files: OrderedDict[int, RankFile] = OrderedDict()
+        self._cache = RowCache()
         self._fresh: set[int] = set()  # ranks looked at since the last refresh
         self._held: dict[int, int] = {}  # bytes of each
         self._troubles: dict[int, Counter[str]] = {}
@@ -89,7 +90,7 @@ class RunHistory:
 
     def _rank(self, rank: int) -> RankFile:
         """A rank's events, looked at once between two refreshes."""
-        file = self._files.pop(rank, None) or RankFile(self.run.events(rank), self._parts[rank])
+        file = self._files.pop(rank, None) or RankFile(self.run.events(rank), self._parts[rank], self._cache)
         self._files[rank] = file
         if rank not in self._fresh:
             file.refresh()

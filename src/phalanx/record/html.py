@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from phalanx.record.history import Curve
-from phalanx.record.plots import Line, plot, shower, stacked
+from phalanx.record.plots import PLANNED, Line, plot, shower, stacked
 from phalanx.record.report import UNKNOWN, cost_rows, spent_on
 from phalanx.record.story import Story
 from phalanx.record.style import CSS
@@ -18,6 +18,7 @@ from phalanx.units import format_bytes, format_count, format_money, format_secon
 
 MOST_ROWS = 64  # ranks, incidents or checkpoints in a table
 MOST_SAMPLE = 4000
+LIMIT_SEEN = 4.0  # times the most memory used, up to which the limit is drawn
 STATES = ("created", "launching", "running", "done", "stopped", "failed", "gone")
 
 Row = Sequence[str]
@@ -78,6 +79,7 @@ def _head(s: Summary) -> str:
 def _tiles(s: Summary) -> str:
     of = f"of {s.planned_steps:,} steps" if s.planned_steps else "steps"
     usd = s.cost.so_far.usd if s.cost is not None else None
+    wall_s = s.ledger.wall_s if s.ledger is not None and s.ledger.wall_s else s.wall_s
     tiles = [
         (f"{s.steps:,}", of),
         (f"{s.last_loss:.4f}" if s.last_loss is not None else "", f"loss, from {s.first_loss or 0:.4f}"),
@@ -86,7 +88,7 @@ def _tiles(s: Summary) -> str:
         (_or(s.memory_bytes.measured, format_bytes), "memory" + _planned(s.memory_bytes, format_bytes)),
         (_or(s.effective_time.measured, _percent), "effective time" + _planned(s.effective_time, _percent)),
         (_or(usd, format_money), "so far"),
-        (_or(s.wall_s, format_seconds), f"{s.starts} starts" if s.starts > 1 else "wall clock"),
+        (_or(wall_s, format_seconds), f"wall clock, {s.starts} starts" if s.starts > 1 else "wall clock"),
     ]
     made = [
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for value, name in tiles if value
@@ -163,7 +165,7 @@ def _flat(curves: dict[str, Curve], pair: Pair) -> Line | None:
     steps = next(iter(curves.values())).step if curves else ()
     if not pair.predicted or not steps:
         return None
-    return Line(label="planned", x=(steps[0], steps[-1]), mean=(pair.predicted, pair.predicted), style="planned")
+    return Line(label="planned", x=(steps[0], steps[-1]), mean=(pair.predicted, pair.predicted), style=PLANNED)
 
 
 def _evaluations(story: Story) -> Line | None:
@@ -175,11 +177,11 @@ def _evaluations(story: Story) -> Line | None:
 
 def _memory(story: Story) -> list[Line | None]:
     lines = [_line(story.curves, "memory_used_bytes", "now"), _line(story.curves, "memory_bytes", "most so far", "2")]
-    limit = Pair(predicted=story.memory_limit_bytes or story.summary.memory_bytes.predicted)
-    flat = _flat(story.curves, limit)
-    if flat is not None and story.memory_limit_bytes:
-        flat = Line(label="limit", x=flat.x, mean=flat.mean, style="planned")
-    return [*lines, flat]
+    limit, most = story.memory_limit_bytes, story.summary.memory_bytes.measured
+    if not limit or not most or limit > LIMIT_SEEN * most:  # far away, it would flatten all the rest
+        return [*lines, _flat(story.curves, story.summary.memory_bytes)]
+    flat = _flat(story.curves, Pair(predicted=limit))
+    return [*lines, Line(label="limit", x=flat.x, mean=flat.mean, style=PLANNED) if flat is not None else None]
 
 
 def _step_lines(curves: dict[str, Curve]) -> list[Line | None]:
@@ -194,7 +196,7 @@ def _figure(
     story: Story, title: str, unit: str, lines: Sequence[Line | None], *, zero: bool = False, rough: bool = False
 ) -> str:
     known = [line for line in lines if line is not None]
-    if not any(line.style != "planned" for line in known):
+    if not any(line.style != PLANNED for line in known):
         return ""
     drawn = plot(title, known, show=shower(unit), marks=story.marks, zero=zero, rough=rough)
     return _captioned(title, known, drawn)

@@ -43,8 +43,9 @@ SIGNATURE = 256  # bytes of the first event that tell one file from another
 class IndexWriter:
     """Writes the index of one file of events while that is written. Never raises: a run needs no index."""
 
-    def __init__(self, events: Path) -> None:
+    def __init__(self, events: Path, inode: int) -> None:
         self._events = events
+        self._inode = inode  # of the file that is written: another may get its name
         self._file = -1
         self._lines: list[tuple[Mapping[str, Any], int]] = []  # not yet known to be on the disk
         self._maker: BlockMaker | None = None
@@ -88,6 +89,8 @@ class IndexWriter:
         maker.done.clear()
         try:
             if self._file < 0:
+                if os.stat(self._events).st_ino != self._inode:
+                    return
                 self._file = _prepared(self._events)
             size = os.fstat(self._file).st_size
             if data and os.write(self._file, data) != len(data):
@@ -142,6 +145,13 @@ def _first_bytes(path: Path, length: int) -> bytes:
         return b""
 
 
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Index:
     """What is believed of an index: blocks in the order of the file, no two overlapping, and places in them."""
@@ -156,8 +166,8 @@ class Index:
 EMPTY = Index(blocks=np.zeros(0, BLOCK), places=np.zeros(0, PLACES["places"].base), columns={})
 
 
-def read_index(events: Path, size: int) -> Index:
-    """The index of a file of events of `size` bytes."""
+def read_index(events: Path) -> Index:
+    """The index of a file of events."""
     try:
         with events.with_suffix(SUFFIX).open("rb") as file:
             head = file.read(HEAD_BYTES)
@@ -166,7 +176,7 @@ def read_index(events: Path, size: int) -> Index:
         return EMPTY
     except OSError as error:
         return Index(blocks=EMPTY.blocks, places=EMPTY.places, columns={}, trouble=error.strerror or "unreadable")
-    names = _read_head(head, events)
+    names, size = _read_head(head, events), _size(events)  # asked now: events are written before what is told of them
     if names is None:
         return Index(blocks=EMPTY.blocks, places=EMPTY.places, columns={}, trouble="it belongs to other events")
     records = np.frombuffer(data, BLOCK, count=len(data) // SIZE)

@@ -15,6 +15,7 @@ from phalanx.units import format_bytes, format_count, format_seconds
 WIDTH, HEIGHT = 640, 220
 LEFT, RIGHT, TOP, BOTTOM = 62, 10, 12, 28
 TICKS = 5
+PLANNED = "planned"  # the style of what was predicted
 MOST_MARKS = 200  # drawn; more are thinned
 
 Value = float | None
@@ -75,10 +76,11 @@ def plot(
     compiled; `times` are seconds on the other axis.
     """
     xs = [x for line in lines for x in line.x]
-    ys = [value for line in lines for value in (*line.low, *line.high, *line.mean) if _drawable(value)]
+    ys = sorted(value for line in lines if line.style != PLANNED for value in _values(line))
     if not xs or not ys:
         return ""
-    low, high = _range(sorted(value for value in ys if value is not None), zero=zero, most=most, rough=rough)
+    planned = [value for line in lines if line.style == PLANNED for value in _values(line)]
+    low, high = _range(ys, kept=[*planned, *([most] if most is not None else [])], zero=zero, rough=rough)
     x_scale = _Scale(low=min(xs), high=max(xs), begin=LEFT, end=WIDTH - RIGHT)
     y_scale = _Scale(low=low, high=high, begin=HEIGHT - BOTTOM, end=TOP)
     parts = [
@@ -102,12 +104,14 @@ def _drawable(value: Value) -> bool:
     return value is not None and math.isfinite(value) and abs(value) < 1e300
 
 
-def _range(values: Sequence[float], *, zero: bool, most: float | None, rough: bool) -> tuple[float, float]:
-    """Of sorted values."""
+def _values(line: Line) -> list[float]:
+    return [value for value in (*line.low, *line.high, *line.mean) if value is not None and _drawable(value)]
+
+
+def _range(values: Sequence[float], *, kept: Sequence[float], zero: bool, rough: bool) -> tuple[float, float]:
+    """Of sorted values, and some that must be seen."""
     cut = len(values) // 100 + 1 if rough and len(values) >= 20 else 0
-    low, high = values[cut], values[-1 - cut]
-    if most is not None:
-        high = max(high, most)
+    low, high = min(values[cut], *kept, math.inf), max(values[-1 - cut], *kept, -math.inf)
     if zero:
         low = min(0.0, low)
     room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
@@ -251,5 +255,5 @@ def shower(unit: str) -> Callable[[float], str]:
     if unit == "s":
         return _short_seconds
     if unit == "share":
-        return lambda value: f"{value:.0%}" if abs(value) >= 0.1 or not value else f"{value:.1%}"
+        return lambda value: f"{100 * value:.4g}%"
     return lambda value: format_count(value) if abs(value) >= 1000 else f"{value:.4g}"

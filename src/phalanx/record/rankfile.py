@@ -33,17 +33,33 @@ class Kept:
         return np.asarray(self.blocks["last"] >= self.below)
 
 
+class RowCache:
+    """The rows of the blocks that were looked at last, of all ranks together."""
+
+    def __init__(self) -> None:
+        self._rows: OrderedDict[tuple[Path, int, int], Rows] = OrderedDict()
+
+    def get(self, segment: Segment, block: np.void) -> Rows:
+        """The numbers of a block, event by event."""
+        key = (segment.path, int(block["start"]), int(block["end"]))
+        rows = self._rows.pop(key, None) or segment.rows(block)
+        self._rows[key] = rows
+        while len(self._rows) > MOST_CACHED:
+            self._rows.popitem(last=False)
+        return rows
+
+
 class RankFile:
     """Reads one rank; `refresh` first, and whenever the run may have gone on. `closed`: numbers of its closed parts."""
 
-    def __init__(self, path: Path, closed: Sequence[int]) -> None:
+    def __init__(self, path: Path, closed: Sequence[int], cache: RowCache) -> None:
         self._path = path
+        self._cache = cache
         self._numbers = list(closed)
         self._parts = [Segment(part_path(path, number)) for number in self._numbers]
         self._live = Segment(path)
         self._kept: Kept | None = None
         self.changed = False  # whether the last refresh found anything
-        self._rows: OrderedDict[tuple[int, int, int], Rows] = OrderedDict()
 
     @property
     def segments(self) -> list[Segment]:
@@ -101,12 +117,7 @@ class RankFile:
     def rows(self, number: int) -> Rows:
         """The numbers of one of the kept blocks, without the steps that were undone."""
         kept = self.kept()
-        block, segment = kept.blocks[number], int(kept.segment[number])
-        key = (segment, int(block["start"]), int(block["end"]))
-        rows = self._rows.pop(key, None) or self.segments[segment].rows(block)
-        self._rows[key] = rows
-        while len(self._rows) > MOST_CACHED:
-            self._rows.popitem(last=False)
+        rows = self._cache.get(self.segments[int(kept.segment[number])], kept.blocks[number])
         stay = rows.step < kept.below[number]
         return rows if stay.all() else Rows(step=rows.step[stay], t=rows.t[stay], values=rows.values[stay])
 

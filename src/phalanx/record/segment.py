@@ -71,7 +71,8 @@ class Segment:
         if size < self.size:
             self.replaced, self._gaps = True, []
         if stamp != self._stamp or size < self.size:
-            self._index, self._stamp = read_index(self.path, size), stamp
+            self._index, self._stamp = read_index(self.path), stamp
+            size = max(size, _size(self.path)[0])  # the index may tell of what came meanwhile
         self.size, self._blocks, self._places = size, None, None
         self._fit_gaps()
         return True

@@ -32,7 +32,7 @@ p { margin: 6px 0; }
   font-size: 13px; vertical-align: 4px; margin-left: 8px; }
 .state.done { color: var(--good); border-color: var(--good); }
 .state.failed, .state.gone { color: var(--alarm); border-color: var(--alarm); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin-top: 28px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(200px, 1fr)); gap: 12px; margin-top: 28px; }
 .tile { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 12px 14px; }
 .tile b { display: block; font-size: 21px; font-weight: 600; font-variant-numeric: tabular-nums; }
 .tile span { color: var(--quiet); font-size: 13px; }
@@ -73,7 +73,9 @@ tr.alarm td { color: var(--alarm); }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--card); border: 1px solid var(--line);
   border-radius: 10px; padding: 12px 14px; margin: 8px 0; font: 13px/1.5 ui-monospace, Menlo, Consolas, monospace; }
 footer { margin-top: 48px; font-size: 13px; }
-@media (max-width: 520px) { .plots { grid-template-columns: 1fr; } main { padding: 24px 14px; } }
+@media (max-width: 520px) {
+  .plots { grid-template-columns: 1fr; } .tiles { grid-template-columns: 1fr 1fr; } main { padding: 24px 14px; }
+}
 @media print {
   :root { --ground: #fff; --card: #fff; --ink: #000; --quiet: #444; --line: #ccc; --grid: #eee; }
   body { font-size: 12px; } main { max-width: none; padding: 0; }

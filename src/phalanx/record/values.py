@@ -16,7 +16,11 @@ def number(data: Mapping[str, Any], name: str) -> float | None:
     (1.0, None, None, None)
     """
     value = data.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if value is None:
+        return None
+    if type(value) is float:  # nearly all of them: the rest takes twice as long
+        return value if math.isfinite(value) else None
+    if not isinstance(value, int) or isinstance(value, bool):
         return None
     try:
         known = float(value)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import PhalanxError
+from phalanx.record.history import Damage
 from phalanx.record.summary import Pair
 from phalanx.web.memo import NotYetError
 
 Json = dict[str, Any]
+MOST_TOLD = 100  # damaged things in one answer
 
 
 class Parts:
@@ -34,10 +36,12 @@ class Parts:
         """Note something that is missing or damaged."""
         self.damage.append({"where": where, "what": what, "count": count})
 
-    def note(self, found: Any) -> None:
+    def note(self, found: Sequence[Damage]) -> None:
         """Take over what a RunHistory says is damaged."""
-        for one in found:
+        for one in found[:MOST_TOLD]:
             self.add(one.where, one.what, one.count)
+        if len(found) > MOST_TOLD:
+            self.add("", "more is damaged in the same way", len(found) - MOST_TOLD)
 
 
 def _told(error: Exception) -> str:

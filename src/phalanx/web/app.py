@@ -49,6 +49,7 @@ def create_app(shelf: Shelf, hub: Hub, *, door: Door, complain: Callable[[str], 
 
     found = [Route("/", page), Route("/static/{path:path}", page), *routes(shelf, hub, complain=complain)]
     inner = Starlette(routes=found, exception_handlers={404: _lost, 405: _lost})
+    inner.router.redirect_slashes = False  # an address has one spelling
     return Guard(inner, hosts=door.hosts, literals=door.literals, key=door.key)
 
 

@@ -10,12 +10,15 @@ from phalanx.listen import LOOPBACK_NAMES, Address
 DEFAULT = "127.0.0.1:8337"
 
 
-def allowed_hosts(bound: Address) -> frozenset[str]:
-    """Names of a server that listens there. A foreign name that resolves to us is an attack (DNS rebinding)."""
+def allowed_hosts(bound: Address, *, asked: str = "") -> frozenset[str]:
+    """Names of a server that listens there, `asked` to by that name.
+
+    A foreign name that resolves to us is an attack (DNS rebinding).
+    """
     if _numeric(bound).is_loopback:
         return LOOPBACK_NAMES | {bound.host}
     own = socket.gethostname().lower()
-    return LOOPBACK_NAMES | {bound.host, own, own.partition(".")[0]}
+    return LOOPBACK_NAMES | {bound.host, own, own.partition(".")[0], *([asked.lower()] if asked else [])}
 
 
 def is_any(bound: Address) -> bool:

@@ -21,6 +21,12 @@ class NotYetError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Order:
+    mark: Hashable
+    work: Callable[[], Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Answer:
     mark: Hashable
     value: Any
@@ -34,20 +40,19 @@ class Memo:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards everything below
         self._answers: OrderedDict[Hashable, _Answer] = OrderedDict()
+        self._orders: OrderedDict[Hashable, _Order] = OrderedDict()  # not begun yet; the last one is next
         self._busy: set[Hashable] = set()
-        self._room = threading.Semaphore(MOST_WORKERS)
+        self._workers = 0
         self._closed = False
 
-    def get(self, key: Hashable, mark: Hashable, work: Callable[[], Any], *, wait_s: float = 30.0) -> Any:
+    def get(self, key: Hashable, mark: Hashable, work: Callable[[], Any], *, wait_s: float) -> Any:
         """The answer for `key`; `mark` tells whether what it was made of has changed. Raises what `work` raised."""
         until_s = self._clock() + wait_s
         with self._changed:
             if self._is_due(key, mark):
-                self._busy.add(key)
-                # A daemon: Ctrl-C does not wait for an answer nobody is going to read.
-                threading.Thread(target=self._make, args=(key, mark, work), daemon=True, name="phalanx-memo").start()
+                self._order(key, _Order(mark=mark, work=work))
             while key not in self._answers:
                 left_s = until_s - self._clock()
                 if left_s <= 0 or self._closed:
@@ -56,13 +61,14 @@ class Memo:
             self._answers.move_to_end(key)
             answer = self._answers[key]
         if answer.error is not None:
-            raise answer.error
+            raise answer.error.with_traceback(None)  # or every raise would add to the same one
         return answer.value
 
     def close(self) -> None:
-        """Let everybody go who waits."""
+        """Let everybody go who waits; nothing more is begun."""
         with self._changed:
             self._closed = True
+            self._orders.clear()
             self._changed.notify_all()
 
     def _is_due(self, key: Hashable, mark: Hashable) -> bool:
@@ -71,19 +77,37 @@ class Memo:
             return False
         return answer is None or self._clock() - answer.at_s >= max(LEAST_REST_S, REST * answer.took_s)
 
-    def _make(self, key: Hashable, mark: Hashable, work: Callable[[], Any]) -> None:
+    def _order(self, key: Hashable, order: _Order) -> None:
+        # What was asked for last is looked at by somebody now; a long list of runs may wait.
+        self._orders[key] = order
+        self._orders.move_to_end(key)
+        if self._workers < MOST_WORKERS:
+            self._workers += 1
+            # A daemon: Ctrl-C does not wait for an answer nobody is going to read.
+            threading.Thread(target=self._work, daemon=True, name="phalanx-memo").start()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._orders:
+                    self._workers -= 1
+                    return
+                key, order = self._orders.popitem()
+                self._busy.add(key)
+            answer = self._make(order)
+            with self._changed:
+                self._answers[key] = answer
+                self._busy.discard(key)
+                while len(self._answers) > MOST_ANSWERS:
+                    self._answers.popitem(last=False)
+                self._changed.notify_all()
+
+    def _make(self, order: _Order) -> _Answer:
         value, error = None, None
-        with self._room:
-            began_s = self._clock()
-            try:
-                value = work()
-            except Exception as caught:  # a damaged run: whoever asked says so
-                error = caught
+        began_s = self._clock()
+        try:
+            value = order.work()
+        except Exception as caught:  # a damaged run: whoever asked says so
+            error = caught
         now_s = self._clock()
-        with self._changed:
-            answer = _Answer(mark=mark, value=value, error=error, took_s=now_s - began_s, at_s=now_s)
-            self._answers[key] = answer
-            self._busy.discard(key)
-            while len(self._answers) > MOST_ANSWERS:
-                self._answers.popitem(last=False)
-            self._changed.notify_all()
+        return _Answer(mark=order.mark, value=value, error=error, took_s=now_s - began_s, at_s=now_s)

@@ -10,6 +10,7 @@ from phalanx.record.history import RunHistory
 from phalanx.record.ledger import Ledger, Walk, walk
 from phalanx.record.run import Run
 from phalanx.record.summary import Pair, Summary, summarize
+from phalanx.web.memo import NotYetError
 from phalanx.web.shelf import Shelf, mark
 
 EFFECTIVE_POINTS = 400
@@ -23,10 +24,18 @@ class Story:
     effective: Effective
 
 
-def story(shelf: Shelf, run: Run, *, wait_s: float = 30.0) -> Story:
+def story(shelf: Shelf, run: Run, *, wait_s: float) -> Story:
     """The story of a run; raises NotYetError when it takes longer than `wait_s`, and is there the next time."""
     found: Story = shelf.memo.get(("story", run.name), mark(run), lambda: _tell(run), wait_s=wait_s)
     return found
+
+
+def soon(shelf: Shelf, run: Run, *, wait_s: float) -> Story | None:
+    """`story`, or None while it is being worked out."""
+    try:
+        return story(shelf, run, wait_s=wait_s)
+    except NotYetError:
+        return None
 
 
 def _tell(run: Run) -> Story:

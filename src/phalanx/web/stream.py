@@ -12,7 +12,7 @@ from anyio import to_thread
 
 from phalanx.web.answer import Json, Parts
 from phalanx.web.shelf import Mark, Shelf, mark
-from phalanx.web.views import plan_of, progress, state_of
+from phalanx.web.views import GOING, plan_of, progress, state_of
 from phalanx.web.views_run import mark_count
 
 POLL_S = 0.5
@@ -41,7 +41,8 @@ def read_news(shelf: Shelf, name: str) -> News:
     with shelf.history(name) as history:
         now = parts.read("steps", lambda: progress(run, plan_of(run), history), {"state": state, "live": live})
         marks = parts.read("marks", lambda: mark_count(history), 0)
-    return News(progress=now, marks=marks, is_over=not live)
+    # Silence alone ends nothing: a step may take minutes. `live` says what is thought of it.
+    return News(progress=now, marks=marks, is_over=state not in GOING)
 
 
 @dataclass(slots=True)

@@ -16,13 +16,12 @@ from phalanx.record.series import unit_of
 from phalanx.record.values import at, integer, number, printable, text
 from phalanx.units import format_bytes, format_seconds
 from phalanx.web.answer import Json, Parts
-from phalanx.web.memo import NotYetError
 from phalanx.web.shelf import Shelf
-from phalanx.web.story import Story, first_words, story
+from phalanx.web.story import first_words, soon
 from phalanx.web.views import curve_json, launch_of, plan_of, progress, tokens_per_step
 
 MOST_MARKS = 2000  # of a kind; the newest
-PATIENCE_S = 2.0  # for the story of a run; without it, what is quickly known
+PATIENCE_S = 1.0  # for the story of a run; without it, what is quickly known
 MOST_RANKS = 256  # rows of the summary's table
 
 
@@ -32,7 +31,7 @@ def run(shelf: Shelf, name: str) -> Json:
     plan = parts.read("plan.json", found.plan, {})
     launch = parts.read("launch.json", found.launch, {})
     parts.read("status.json", partial(read_json, found.path / "status.json"))
-    told = parts.read("summary", partial(_soon, shelf, found))
+    told = parts.read("summary", partial(soon, shelf, found, wait_s=PATIENCE_S))
     with shelf.history(name) as history:
         now = parts.read("steps", lambda: progress(found, plan, history), {})
         names = parts.read("series", lambda: [{"name": one, "unit": unit_of(one)} for one in history.names()], [])
@@ -51,13 +50,6 @@ def run(shelf: Shelf, name: str) -> Json:
         "live": bool(now.get("live")),
         "settled": told is not None,
     }
-
-
-def _soon(shelf: Shelf, found: Run) -> Story | None:
-    try:
-        return story(shelf, found, wait_s=PATIENCE_S)
-    except NotYetError:
-        return None
 
 
 def curves(
@@ -115,7 +107,7 @@ def mark_count(history: RunHistory) -> int:
 
 
 def _incidents(shelf: Shelf, found: Run, fallen: Sequence[Event]) -> list[Json]:
-    told = _soon(shelf, found)
+    told = soon(shelf, found, wait_s=PATIENCE_S)
     after = {(one.t, one.rank): one for one in told.summary.incidents} if told else {}
     marked = []
     for event in fallen[-MOST_MARKS:]:

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from phalanx.plan.fieldwork import calibrate_run
 from phalanx.record.events import read_events
+from phalanx.record.history import RunHistory
 from phalanx.record.run import Run, open_run
+from phalanx.record.schema import event_fields, load_schema
 from phalanx.train.data.build import Origin, Recipe, build
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import Progress
@@ -79,6 +82,19 @@ def losses(run: Run) -> dict[int, float]:
     return {event["step"]: event["loss"] for event in events if event["event"] == "step"}
 
 
+def check_record(run: Run) -> None:
+    """Every event fits the schema and has no field that is not in it; the history is the events'."""
+    validator, known = Draft202012Validator(load_schema()), event_fields()
+    for path in (*run.event_files(), run.supervisor):
+        for event in read_events(path)[0]:
+            validator.validate(event)
+            assert set(event) - {"v", "event", "t", "rank"} <= set(known[event["event"]]), event
+    history = RunHistory.open(run)
+    curve = history.curve("loss")
+    assert dict(zip(curve.step, curve.mean, strict=True)) == losses(run)
+    assert history.damage() == []
+
+
 def only_run(root: Path) -> Run:
     (found,) = root.iterdir()
     return open_run(found)
@@ -103,6 +119,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(folder: Path) -> None:
     assert report["samples"]
     fitted = calibrate_run(only_run(folder / "whole").path)
     assert fitted.median_error_after < fitted.median_error_before
+    check_record(only_run(folder / "whole"))
 
     broken = start(folder, "job.toml", "--runs", "broken")
     wait_for_step(folder / "broken")
@@ -118,6 +135,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(folder: Path) -> None:
     assert code == 0, err
     assert losses(run) == losses(only_run(folder / "whole")), "bit for bit, on the same layout"
     assert run.saved_steps()[-1] == STEPS
+    check_record(run)
 
 
 def test_a_killed_rank_ends_a_run_that_is_not_to_go_on(folder: Path) -> None:

@@ -419,7 +419,7 @@ def test_a_host_whose_disk_went_bad_is_left_out_after_the_next_failure(make_run:
     """Its agent looks before it says that it is ready, in a process of its own, and asks only for what is new."""
     run = make_run("auto")
     process = start(run, "spoilt", "2")
-    assert wait(lambda: len(epochs(run)) > 2)
+    assert wait(lambda: len(epochs(run)) > 2, WITHIN_S)
     run.stop_file.touch()
     process.communicate(timeout=WITHIN_S)
     assert orphans(run) == []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -132,13 +132,15 @@ def check_checkpoints(path: str, base: Path) -> None:
     there = next((one for one in (folder, *folder.absolute().parents) if one.exists()), Path("/"))
     if not there.is_dir():
         raise mistake(where, f"{there} is a file", why="checkpoints are folders", fix="name a folder")
-    if os.statvfs(there).f_flag & os.ST_RDONLY or not os.access(there, os.W_OK | os.X_OK):
+    try:
+        tempfile.TemporaryDirectory(prefix=".phalanx-", dir=there).cleanup()  # modes say nothing about root, or mounts
+    except OSError as error:
         raise mistake(
             where,
-            f"{there} cannot be written",
+            f"{there} cannot be written: {error.strerror or error}",
             why="the run could not save",
             fix="mount it for writing, or name another folder",
-        )
+        ) from error
 
 
 def check_code(job: Job, *, allowed: bool) -> None:

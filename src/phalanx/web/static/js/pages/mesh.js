@@ -206,8 +206,8 @@ export class MeshPage {
     ];
   }
 
-  #peers(axis, ranks, own) {
-    const others = ranks.filter((rank) => rank !== own);
+  #peers(axis, ranks, self) {
+    const others = ranks.filter((rank) => rank !== self);
     const buttons = others
       .slice(0, MOST_PEERS)
       .map((rank) =>

@@ -213,6 +213,7 @@ export class RunPage {
       chart.show({
         x: kept.x,
         xUnit: axis.unit,
+        xRange: axis.range,
         marks,
         levels: this.#levels(name),
         lines: [
@@ -277,6 +278,7 @@ export class RunPage {
     this.charts.get("effective").show({
       x: kept.x,
       xUnit: axis.unit,
+      xRange: axis.range,
       marks,
       levels,
       lines: [

@@ -3,7 +3,7 @@
 import { get } from "../api.js";
 import { fill, h, say, words } from "../dom.js";
 import { failed, loading } from "../parts/states.js";
-import { here, link, stay } from "../route.js";
+import { link, stay } from "../route.js";
 import { NONE, ago, clock, count, integer, isNumber, money, percent } from "../units.js";
 
 const AGAIN_MS = 5000;

@@ -183,7 +183,7 @@ function kinds(predicted, measured) {
         {
           head: "Difference",
           kind: "number",
-          cell: (row) => (row.predicted && isNumber(row.measured) ? signed(row.measured / row.predicted - 1) : NONE),
+          cell: (row) => (row.predicted && row.measured ? signed(row.measured / row.predicted - 1) : NONE),
         },
       ],
       rows,

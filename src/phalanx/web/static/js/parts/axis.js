@@ -65,6 +65,12 @@ export class Axis {
     return this.kind === "tokens" ? this.tokens(mark.step) : mark.step;
   }
 
+  // From the first to the last place, for all charts alike; null while there is no such range.
+  get range() {
+    const known = this.scale.filter(isNumber);
+    return known.length > 1 && known.at(-1) > known[0] ? [known[0], known.at(-1)] : null;
+  }
+
   holds(x) {
     if (!this.scale.length) return false;
     const [low, high] = [this.scale[0], this.scale.at(-1)];

@@ -53,10 +53,11 @@ export class Chart {
     this.levels = [];
   }
 
+  // xRange: the same for all charts of a page, whatever each of them has recorded
   // x ascending; lines: {label, values, low?, high?, hue?}; marks: {x, kind, text}; levels: {value, text}
-  show({ x, lines, marks = [], levels = [], xUnit = this.xUnit }) {
+  show({ x, lines, marks = [], levels = [], xUnit = this.xUnit, xRange = null }) {
     const shape = lines.map((line) => [line.label, line.hue, Boolean(line.low)]).join("|") + xUnit;
-    Object.assign(this, { x, lines, marks, levels, xUnit });
+    Object.assign(this, { x, lines, marks, levels, xUnit, xRange });
     if (!x.length || !lines.some((line) => line.values.some(isNumber))) return this.#empty();
     const data = [x, ...lines.flatMap((line) => (line.low ? [line.low, line.high, line.values] : [line.values]))];
     if (this.uplot && this.shape === shape) this.uplot.setData(data);
@@ -112,7 +113,10 @@ export class Chart {
       bands,
       padding: [12, 12, 0, 0],
       legend: { show: false },
-      scales: { x: { time: false }, y: { range: (_, low, high) => this.#range(low, high) } },
+      scales: {
+        x: { time: false, range: (_, low, high) => this.xRange ?? (low < high ? [low, high] : [low - 0.5, low + 0.5]) },
+        y: { range: (_, low, high) => this.#range(low, high) },
+      },
       axes: [
         {
           ...axis,

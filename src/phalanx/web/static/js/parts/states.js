@@ -1,5 +1,6 @@
 // What a page shows when there is nothing to show, or not all of it.
 
+import { ApiError } from "../api.js";
 import { fill, h, words } from "../dom.js";
 import { integer } from "../units.js";
 
@@ -27,7 +28,9 @@ export function notice(damage) {
   );
 }
 
+// In words; a mistake of the page itself also goes to the console.
 export function failed(outlet, error) {
+  if (!(error instanceof ApiError)) reportError(error);
   fill(outlet, h("p", { class: "wrong", role: "alert" }, error.message));
 }
 

@@ -1,0 +1,80 @@
+"""`phalanx agent`: when a host may join, and at which address the others find it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.main import main
+from phalanx.record.run import Run, create_run
+from phalanx.train.supervise.prepare import load_job, make
+from phalanx.train.supervise.secret import make_secret
+
+JOB = Path(__file__).parents[2] / "examples" / "drill.toml"
+Agent = Callable[..., list[str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    plan = make(load_job(str(JOB), overrides=[], cluster=None, steps=0))
+    made = create_run(tmp_path, "joined", job_toml="", job={}, plan_json=plan.to_json())
+    make_secret(made.path / "secret")
+    made.set_launch(world=4, join=2, addresses=["127.0.0.1"])
+    return made
+
+
+@pytest.fixture
+def agent(run: Run, monkeypatch: pytest.MonkeyPatch) -> Agent:
+    """The words of the command that becomes the agent."""
+    words: list[str] = []
+    monkeypatch.setattr(os, "execv", lambda program, given: words.extend(given))
+
+    def call(*arguments: str) -> list[str]:
+        main(["agent", str(run.path), *arguments])
+        return words[-4:]
+
+    return call
+
+
+def test_beside_a_first_host_on_the_loopback_no_address_is_needed(agent: Agent) -> None:
+    assert agent("--host", "b") == ["b", "2", "127.0.0.1", "0"]
+
+
+def test_an_address_that_is_given_counts(agent: Agent) -> None:
+    assert agent("--host", "b", "--address", "10.0.0.2", "--slots", "3") == ["b", "3", "10.0.0.2", "0"]
+
+
+def test_beside_a_first_host_elsewhere_an_address_is_needed(
+    run: Run, agent: Agent, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.set_launch(**{**run.launch(), "addresses": ["10.0.0.1"]})
+    assert agent() == []
+    assert capsys.readouterr().err == (
+        "phalanx agent: no --address is given\n"
+        "  the first host is at 10.0.0.1, and would look for this one at 127.0.0.1\n"
+        "  --address with an address of this host that the others reach; ip address lists them\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "advice"),
+    [
+        ("done", "is over: every step is done\n  phalanx train --report {run} shows what came of it\n"),
+        ("failed", "is over: failed\n  phalanx train --resume {run} --join N goes on, on the first host\n"),
+    ],
+)
+def test_a_run_that_is_over(
+    run: Run, agent: Agent, capsys: pytest.CaptureFixture[str], state: str, advice: str
+) -> None:
+    run.set_status(state, exit_code=0, message="")
+    assert agent() == []
+    assert capsys.readouterr().err == f"{run.path}: {advice.format(run=run.path)}"
+
+
+def test_a_run_that_nobody_launched(run: Run, agent: Agent, capsys: pytest.CaptureFixture[str]) -> None:
+    (run.path / "secret").unlink()
+    assert agent() == []
+    assert "has no secret: nobody has launched it yet" in capsys.readouterr().err
