@@ -67,8 +67,7 @@ def measure(device: torch.device, *, steps: int, compiled: bool) -> None:
     sampler = timeline.TimelineSampler(engine.meshes, device, every=1, compiled=compiled, tell=told.append)
 
     def step(hearing: bool, sampled: int = 0) -> tuple[float, object, list[object]]:
-        assert engine.listener is not None
-        engine.listener.norms.on = hearing
+        engine.listener.norms.enabled = hearing
         began_s, samples = time.perf_counter(), []
         if sampled:
             with sampler.step(sampled) as samples:
@@ -81,6 +80,8 @@ def measure(device: torch.device, *, steps: int, compiled: bool) -> None:
             torch.cuda.synchronize()
         return time.perf_counter() - began_s, result, samples
 
+    assert engine.listener is not None
+    every, engine.listener.norms.every = engine.listener.norms.every, 1  # measured in each step, then shared out
     for _ in range(4):
         step(True)
     taken: dict[bool, list[float]] = {True: [], False: []}
@@ -100,6 +101,7 @@ def measure(device: torch.device, *, steps: int, compiled: bool) -> None:
                 "step_s_on": on,
                 "step_s_off": off,
                 "ratio_median": ratios[len(ratios) // 2],
+                "estimated_every": every,
                 "compute_s": plain.compute_s,
                 "wait_s": plain.wait_s,
                 "noise": [plain.noise.trace, plain.noise.squared],

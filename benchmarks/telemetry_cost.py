@@ -182,9 +182,12 @@ def show(name: str, layout: Layout, found: list[Found], steps: int, written_byte
     off_s = statistics.median(_walls(blocks, False)) / steps
     print(f"  step off             {off_s * 1e3:8.2f} ms")
     print(f"  step on              {statistics.median(_walls(blocks, True)) / steps * 1e3:8.2f} ms")
-    rare = statistics.median(_ratios(_walls(singles, True), _walls(singles, False))) / EVERY
+    singly = _ratios(_walls(singles, True), _walls(singles, False))
+    rare = statistics.median(singly) / EVERY if singly else 0.0
     total = _line("wall clock", _ratios(_walls(blocks, True), _walls(blocks, False)))
     _line("processor time", _ratios(_processors(blocks, True), _processors(blocks, False)))
+    best = {on: min(_processors(blocks, on)) for on in (False, True)}
+    print(f"  of the best blocks   {best[True] / best[False] - 1:+8.2%}   processor time, least disturbed")
     print(f"  timelines            {rare:+8.3%}   of the run: {rare * EVERY:+.1%} of one step in {EVERY}")
     verdict = "under" if total + rare < FLOOR else "OVER"
     print(f"  all of it            {total + rare:+8.2%}   {verdict} {FLOOR:.0%}, by {abs(FLOOR - total - rare):.2%}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from synthetic import write_run
 
+from phalanx.cli import metrics
 from phalanx.cli.main import main
 from phalanx.cli.metrics import TOKEN_FILE, serving
 from phalanx.errors import UserError
@@ -121,3 +123,19 @@ def test_an_address_that_cannot_be_stops_before_the_ranks(run: Run) -> None:
     ):
         pass
     assert str(caught.value).startswith("telemetry.listen no-such-host.invalid:9400: the host is not known")
+
+
+def test_following_ends_with_a_last_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run writes just before it ends is exported too."""
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=3, incidents=0, finished=False)
+    run.set_status("launching")
+    looks: list[str] = []
+
+    def sleep(seconds: float) -> None:
+        assert seconds == 15.0
+        run.set_status("done")
+
+    monkeypatch.setattr(metrics.time, "sleep", sleep)
+    args = argparse.Namespace(follow=True, interval=15.0)
+    assert metrics._repeat(lambda: looks.append(str(run.status()["state"])), run, args) == 2
+    assert looks == ["launching", "done"]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from pathlib import Path
@@ -158,3 +162,27 @@ def test_small_bars() -> None:
     assert spark([], 5) == spark([None, None], 5) == spark([1.0], 0) == ""
     assert spark([3.0], 5) == "▁"
     assert len(spark([float(number) for number in range(500)], 30)) == 30
+
+
+def test_a_terminal_gets_a_screen(done: Run) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 90, 0, 0))
+    words = [sys.executable, "-m", "phalanx", "watch", str(done.path)]
+    environ = {**os.environ, "TERM": "xterm-256color"}
+    with subprocess.Popen(words, stdin=theirs, stdout=theirs, env=environ) as process:
+        os.close(theirs)
+        shown = b""
+        while chunk := _read(ours):
+            shown += chunk
+        assert process.wait(30) == 0
+    os.close(ours)
+    assert "step 60 of 60 (100.0%)" in shown.decode()
+    assert b"\x1b[?25l" in shown  # the cursor is hidden while it draws,
+    assert b"\x1b[?25h" in shown  # and there again at the end
+
+
+def _read(file: int) -> bytes:
+    try:
+        return os.read(file, 4096)
+    except OSError:  # Linux says EIO when the other end is closed
+        return b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from phalanx.metrics import names
 from phalanx.metrics.names import METRICS
@@ -41,3 +42,9 @@ def test_every_metric_of_the_module_is_in_the_table() -> None:
     groups = [value for value in vars(names).values() if isinstance(value, tuple)]
     here += [one for group in groups for one in group if isinstance(one, names.Metric)]
     assert {one.name for one in here} == {one.name for one in METRICS}
+
+
+def test_the_page_lists_exactly_these_series() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text()
+    rows = re.findall(r"^\| `((?:train|hw|process)\.[\w.]+)` \| (\S+) \| `(\w+)` \|", page, flags=re.MULTILINE)
+    assert rows == [(one.name, one.unit or "–", one.prometheus) for one in METRICS]

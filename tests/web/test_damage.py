@@ -93,6 +93,26 @@ def wrong_types(run: Run) -> None:
         path.write_text("\n".join(changed) + "\n")
 
 
+def odd_supervisor(run: Run) -> None:
+    """Every field of every event as everything it is not."""
+    lines = run.supervisor.read_text().splitlines()
+    changed = [
+        json.dumps({**event, name: odd})
+        for event in map(json.loads, lines)
+        for name in event
+        if name != "event"
+        for odd in ODD
+    ]
+    run.supervisor.write_text("\n".join(changed) + "\n")
+
+
+def huge_numbers(run: Run) -> None:
+    event = {"v": 1, "event": "step", "t": 1e300, "rank": 0, "tokens": 1e308, "duration_s": 1e-300, "loss": 1e308}
+    with run.events(0).open("a") as file:
+        for step in range(60, 80):
+            file.write(json.dumps({**event, "step": step}) + "\n")
+
+
 def unknown_kinds(run: Run) -> None:
     with run.events(0).open("a") as file:
         for number in range(3000):
@@ -108,7 +128,7 @@ def everything_gone(run: Run) -> None:
 
 HARMS: list[Callable[[Run], None]] = [
     torn, binary, no_plan, odd_plan, wrong_jsons, no_events, missing_rank, folders_for_files, clock_jumps, wrong_types,
-    unknown_kinds, everything_gone,
+    odd_supervisor, huge_numbers, unknown_kinds, everything_gone,
 ]  # fmt: skip
 
 

@@ -164,18 +164,25 @@ def test_a_run_that_grows_is_followed_without_a_reload(browser: Any, site: Dashb
 
 def test_a_lost_connection_is_taken_up_again(browser: Any, site: Dashboard, root: Path) -> None:
     run = write_run(root, name="flaky", ranks=2, steps=30, finished=False, incidents=0)
+    asked: list[str] = []
+
+    def cut_the_first(route: Any) -> None:
+        asked.append(route.request.url)
+        if len(asked) == 1:
+            route.fulfill(content_type="text/event-stream", body="retry: 100\n\n")
+        else:
+            route.continue_()
+
     with visit(browser, site) as tab:
-        tab.go("#/runs/flaky", ".live[data-state=live]")
-        tab.page.route("**/stream", lambda route: route.abort())
-        tab.page.context.set_offline(True)
-        tab.page.evaluate("dispatchEvent(new Event('offline'))")
-        tab.page.context.set_offline(False)
-        tab.page.unroute("**/stream")
+        tab.page.route("**/stream", cut_the_first)
+        tab.go("#/runs/flaky", "text=running, 30 of 60 steps")
+        tab.see(".live[data-state=lost] >> text=connecting again")
+        tab.see(".live[data-state=live]")
         writer = EventWriter(run.events(0), rank=0)
         writer.write("step", step=30, loss=1.25, tokens=262144, duration_s=6.5)
         writer.close()
         tab.see("text=running, 31 of 60 steps")
-        tab.console.clear()  # the browser itself complains of what was lost
+        assert len(asked) == 2
 
 
 def test_what_is_looked_at_is_in_the_address_and_survives_a_reload(browser: Any, site: Dashboard) -> None:

@@ -192,6 +192,15 @@ def test_a_token_in_the_address_becomes_a_cookie(locked: Dashboard) -> None:
     assert locked.get("/api/runs", Cookie=f"phalanx-{locked.port}=0").status == 401
 
 
+def test_a_link_with_the_token_from_another_site_comes_in_too(locked: Dashboard) -> None:
+    visit = {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate", "Sec_Fetch_Dest": "document"}
+    found = locked.get(f"/?token={TOKEN}", **visit)
+    assert found.status == 200
+    assert found.headers["refresh"] == "0; url=/"
+    assert "SameSite=Strict" in found.headers["set-cookie"]
+    assert found.json() == {"text": "one moment"}
+
+
 def test_the_redirect_leads_nowhere_else(locked: Dashboard) -> None:
     assert locked.get(f"//evil.example/x?token={TOKEN}").headers["location"] == "/evil.example/x"
 

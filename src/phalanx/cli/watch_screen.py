@@ -15,6 +15,7 @@ from phalanx.units import format_bytes, format_count, format_seconds
 
 TICKS = "▁▂▃▄▅▆▇█"
 MOST_RANKS = 8
+MOST = 1e300  # a larger value is a damaged one, and would make sums infinite
 LABEL = 11  # characters of the first column
 NARROW = 60  # columns below which bars and sparklines give way
 
@@ -84,7 +85,7 @@ def spark(values: Sequence[float | None], room: int) -> str:
     if not values or room <= 0:
         return ""
     groups = [values[number * len(values) // room : (number + 1) * len(values) // room] for number in range(room)]
-    means = [_mean(group) for group in groups if group]
+    means = [_mean([value for value in group if value is not None and abs(value) < MOST]) for group in groups if group]
     known = [value for value in means if value is not None]
     if not known:
         return ""
@@ -113,12 +114,16 @@ def _ranks(view: View, width: int) -> list[Text]:
 def _rank(one: RankTime, score: float | None, most: float, width: int, *, slow: bool) -> Text:
     room = 24 if width >= NARROW else 8
     compute, wait = one.compute_s or 0.0, one.wait_s or 0.0
-    cells = round(compute / most * room)
-    drawn = "█" * cells + "░" * min(room - cells, round(wait / most * room))
+    cells = _cells(compute / most, room)
+    drawn = "█" * cells + "░" * min(room - cells, _cells(wait / most, room))
     line = Text(f"{one.rank:>6}  ").append(f"{drawn:<{room}}", "red" if slow else "blue")
     line.append(f"  {format_seconds(compute):>8} {format_seconds(wait):>8}")
     line.append(f"  {score:.2f}" if score is not None else "", "bold red" if slow else "")
     return line.append(f"  {one.place}" + ("  straggler" if slow else ""), "red" if slow else "dim")
+
+
+def _cells(share: float, room: int) -> int:
+    return round(min(1.0, max(0.0, share)) * room)
 
 
 def _time(view: View, width: int) -> list[Text]:

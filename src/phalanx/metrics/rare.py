@@ -17,14 +17,13 @@ MOST_PAIRS = 16  # neighbours of one rank: two per axis of the mesh, and some mo
 PERCENTILES = (("50", "p50_s"), ("99", "p99_s"))
 
 
-def rare_points(history: RunHistory, ranks: Sequence[int], *, most_ranks: int) -> list[Point]:
-    """All of them."""
+def rare_points(history: RunHistory) -> list[Point]:
+    """Those of rank 0."""
     evaluated = history.latest("evaluate") or {}
     return [
         *point(names.EVALUATION, number(evaluated, "loss")),
         *_checkpoints(history.events("checkpoint")),
         *_collectives(history.latest("timeline") or {}),
-        *_peers(history, ranks, most_ranks=most_ranks),
     ]
 
 
@@ -54,7 +53,7 @@ def _collectives(event: Mapping[str, Any]) -> Iterator[Point]:
         yield from point(names.COLLECTIVE_SIZE, sizes[op, group], op=op, group=group)
 
 
-def _peers(history: RunHistory, ranks: Sequence[int], *, most_ranks: int) -> Iterator[Point]:
+def peer_points(history: RunHistory, ranks: Sequence[int], *, most_ranks: int) -> Iterator[Point]:
     """A pair each; of many ranks, per axis the median of the medians and the worst of the rest."""
     pairs: dict[tuple[int, int, str], Mapping[str, Any]] = {}
     for rank in ranks:

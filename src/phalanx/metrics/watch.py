@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.errors import PhalanxError
 from phalanx.metrics import names
 from phalanx.metrics.point import MOST_RANKS, Point, RankValue, by_rank, point
-from phalanx.metrics.rare import rare_points
+from phalanx.metrics.rare import peer_points, rare_points
 from phalanx.metrics.story import story_points
 from phalanx.record.events import Event
 from phalanx.record.history import RunHistory
@@ -17,8 +17,9 @@ from phalanx.record.places import Places, places
 from phalanx.record.run import Run
 from phalanx.record.values import at, integer, number, text
 
-STORY_S = 15.0  # the ledger and what hangs on it read more than the newest events: at most this often …
-STORY_SHARE = 0.05  # … and at most this share of the time
+SELDOM_S = 15.0  # what costs more than a look at the newest events is worked out at most this often …
+SELDOM_SHARE = 0.05  # … and for at most this share of the time
+MOST_READ = 2048  # ranks looked at for the aggregates, evenly spread: a look takes 3 ms each
 TOKEN_POINTS = 2000  # buckets over which the tokens are added up
 
 
@@ -29,9 +30,7 @@ class Watcher:
         self.run = run
         self._history = RunHistory.open(run)
         self._most_ranks = most_ranks
-        self._clock = clock
-        self._story: list[Point] = []
-        self._story_due = 0.0
+        self._story, self._many = Seldom(clock), Seldom(clock)
         self._tokens, self._counted = 0.0, -1  # tokens of the steps up to that one
 
     def points(self) -> list[Point]:
@@ -40,9 +39,18 @@ class Watcher:
         plan = plan_of(self.run)
         there = places(plan, self._history.supervisor())
         ranks = self._here()
-        found = [*self._run(plan, ranks), *self._newest(plan), *self._ranks(plan, there, ranks)]
-        found += rare_points(self._history, ranks, most_ranks=self._most_ranks)
-        return found + self._slow(there)
+        found = [*self._run(plan, ranks), *self._newest(plan), *rare_points(self._history)]
+        if len(ranks) > self._most_ranks:
+            found += self._many.points(lambda: self._by_rank(plan, there, _spread(ranks)))
+        else:
+            found += self._by_rank(plan, there, ranks)
+        limit = self._most_ranks
+        return found + self._story.points(
+            lambda: list(story_points(self._history, self.run, hosts=there.hosts, most_ranks=limit))
+        )
+
+    def _by_rank(self, plan: Mapping[str, Any], there: Places, ranks: Sequence[int]) -> list[Point]:
+        return [*self._ranks(plan, there, ranks), *peer_points(self._history, ranks, most_ranks=self._most_ranks)]
 
     def _here(self) -> tuple[int, ...]:
         """Ranks of the newest formation: one that was left behind would show its last numbers for ever."""
@@ -101,13 +109,31 @@ class Watcher:
         ]
         return by_rank(metric, values, hosts=there.hosts, most_ranks=self._most_ranks)
 
-    def _slow(self, there: Places) -> list[Point]:
+
+class Seldom:
+    """Points that are kept for a while, since they cost much to work out."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._kept: list[Point] = []
+        self._due: float | None = None
+
+    def points(self, make: Callable[[], list[Point]]) -> list[Point]:
+        """The kept ones, or new ones if it is time."""
         now = self._clock()
-        if now >= self._story_due:
-            self._story = list(story_points(self._history, self.run, hosts=there.hosts, most_ranks=self._most_ranks))
-            took_s = self._clock() - now
-            self._story_due = now + max(STORY_S, took_s / STORY_SHARE)
-        return self._story
+        if self._due is None or now >= self._due:
+            self._kept = make()
+            self._due = now + max(SELDOM_S, (self._clock() - now) / SELDOM_SHARE)
+        return self._kept
+
+
+def _spread(ranks: Sequence[int]) -> Sequence[int]:
+    """At most MOST_READ of them.
+
+    >>> list(_spread(range(5000)))[:4], len(_spread(range(2048)))
+    ([0, 3, 6, 9], 2048)
+    """
+    return ranks[:: -(-len(ranks) // MOST_READ)]
 
 
 def mfu(event: Mapping[str, Any], plan: Mapping[str, Any]) -> float | None:

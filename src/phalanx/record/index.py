@@ -171,7 +171,8 @@ def read_index(events: Path) -> Index:
     try:
         with events.with_suffix(SUFFIX).open("rb") as file:
             head = file.read(HEAD_BYTES)
-            data = file.read(MOST_RECORDS * SIZE)
+            # Not simply "at most so many": Python would first ask for the memory of them all.
+            data = file.read(min(os.fstat(file.fileno()).st_size, MOST_RECORDS * SIZE))
     except FileNotFoundError:
         return EMPTY
     except OSError as error:

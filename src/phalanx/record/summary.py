@@ -24,6 +24,7 @@ __all__ = ["Evaluation", "Pair", "RankTime", "Summary", "place", "summarize"]
 WARM_UP_SHARE = 0.2  # first share of the steps that timings leave out, as `phalanx calibrate` does
 MOST_RANKS = 4096  # ranks in the table
 COLUMNS = 64
+ABSURD = 1e15  # seconds or bytes of a step: a damaged record
 FEW = 10_000  # steps of all ranks together that are looked at one by one
 POINTS = 4000  # buckets behind medians and sums; up to as many steps they are exact
 
@@ -336,8 +337,10 @@ def _most(history: RunHistory) -> dict[int, float]:
 
 
 def _means(history: RunHistory, name: str, first: int) -> dict[int, float | None]:
+    """Per step, of each rank; what cannot be a mean of anything is left out."""
     mesh = history.mesh(name, columns=1, first=first)
-    return {rank: next(iter(values), None) for rank, values in zip(mesh.ranks, mesh.values, strict=True)}
+    found = {rank: next(iter(values), None) for rank, values in zip(mesh.ranks, mesh.values, strict=True)}
+    return {rank: value if value is not None and 0.0 <= value < ABSURD else None for rank, value in found.items()}
 
 
 def _stages(ranks: Sequence[RankTime], layout: Mapping[str, Any]) -> tuple[float, ...]:

@@ -2,7 +2,7 @@
 
 Over columns of some 20 steps or more the mean own time of each rank is taken (jitter evens out: it is no straggling).
 In each group of ranks that do the same work, the slowest less the median of the others is what the others stood still
-for; the worst group counts, since the step waits for it, and no more of it than ranks say they waited.
+for; the worst group counts, since the step waits for it, and no more of it than every rank that is not behind waited.
 """
 
 from __future__ import annotations
@@ -62,19 +62,12 @@ def _lags(run: Run, history: RunHistory | None) -> tuple[list[int], list[float]]
 def lags(known: Work, where: Places) -> Table:
     """Seconds per step lost to slow ranks, by column."""
     rows = {rank: row for row, rank in enumerate(known.ranks)}
-    worst = np.zeros(len(known.step))
+    behind = np.zeros(known.own_s.shape)  # each rank behind the median of its peers
     for group in where.alike(known.ranks):
-        if len(group) > 1:
-            own = known.own_s[[rows[rank] for rank in group]]
-            behind = np.nan_to_num(own - median_of_others(own), nan=0.0)
-            worst = np.maximum(worst, behind.max(axis=0))
-    waits = np.isfinite(known.wait_s)
-    if waits.any():
-        # The median rank's wait bounds it: a rank that lags without anybody waiting costs nothing.
-        usual = [float(np.median(column[seen])) if seen.any() else np.inf for column, seen in _columns(known, waits)]
-        worst = np.minimum(worst, usual)
-    return np.maximum(worst, 0.0)
-
-
-def _columns(known: Work, seen: np.ndarray) -> list[tuple[Table, np.ndarray]]:
-    return list(zip(known.wait_s.T, seen.T, strict=True))
+        own = known.own_s[[rows[rank] for rank in group]]
+        behind[[rows[rank] for rank in group]] = np.nan_to_num(own - median_of_others(own), nan=0.0)
+    # Whoever is not behind waits at least as long as the slowest is: where somebody hardly waits, because another
+    # stage is busier still, a quicker straggler would have saved no more than that.
+    waits = np.where((behind <= 0.0) & np.isfinite(known.wait_s), known.wait_s, np.inf).min(axis=0)
+    found: Table = np.maximum(np.minimum(behind.max(axis=0), waits), 0.0)
+    return found

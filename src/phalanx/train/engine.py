@@ -45,7 +45,7 @@ from phalanx.train.parts import Held, Part, build_parts, fill, holdings, num_sta
 from phalanx.train.settings import Settings
 from phalanx.train.telemetry.clock import Phase, clock_of, time_gathers, time_stage
 from phalanx.train.telemetry.listen import fsdp_groups, listen
-from phalanx.train.telemetry.noise import Noise, NoiseScale, estimate
+from phalanx.train.telemetry.noise import NUMBERS, Noise, NoiseScale, estimate
 
 IGNORED = -100  # target of a token that is not scored, as in torch
 
@@ -124,7 +124,7 @@ class Engine:
             self._tied = TiedTable(self.held, self.meshes, v_shaped=v_shaped)
         self._sharded = self._compress_sharded()
         self.listener = listen(self._trained, self.meshes, self.exchange, [part.model for part in self.parts])
-        self.noise = NoiseScale()
+        self.noise = NoiseScale(every=self.listener.norms.every if self.listener is not None else 1)
         self.clock = clock_of(device)
         if device.type == "cuda":
             time_gathers(fsdp_groups(part.model for part in self.parts), self.clock)
@@ -204,6 +204,8 @@ class Engine:
         """Learn from this data rank's part of the global batch; `wishes` is asked late, and heard by all ranks."""
         sent = self.bytes_sent
         self.clock.begin()
+        if self.listener is not None:
+            self.listener.norms.begin()
         for filling in self._filling:
             filling.begin(targets_BS.to(self.device), micro=self.settings.layout.micro_batch)
         whole_BS = targets_BS
@@ -387,8 +389,10 @@ class Engine:
     ) -> list[torch.Tensor]:
         """What this rank adds to the estimate of the gradient's noise; `targets_BS` are of whole sequences."""
         ear = self.listener
-        if ear is None or not ear.norms.on:
+        if ear is None or not ear.norms.enabled:
             return []
+        if not ear.norms.on:
+            return [torch.zeros_like(squared, device=self.device)] * NUMBERS
         local, chunks, sequences = ear.norms.numbers(
             targets_BS.to(self.device), micro=self.settings.layout.micro_batch, ignored=IGNORED, speaks=self._scores
         )

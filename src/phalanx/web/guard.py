@@ -43,7 +43,7 @@ HEADERS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """Why a request is not answered."""
+    """What is said instead of an answer."""
 
     status: int
     text: str
@@ -130,7 +130,11 @@ class Guard:
             rest = urlencode([pair for pair in pairs if pair[0] != "token"])
             path = "/" + (scope.get("raw_path") or b"/").decode("latin-1").lstrip("/")
             where = (path + (f"?{rest}" if rest else "")).encode("latin-1")
-            return Refusal(status=303, text="", headers=((b"location", where), (b"set-cookie", self._key.cookie())))
+            cookie = (b"set-cookie", self._key.cookie())
+            if headers.get(b"sec-fetch-site") == b"cross-site":
+                # A link in a chat: browsers keep a strict cookie from a redirect that another site began.
+                return Refusal(status=200, text="one moment", headers=((b"refresh", b"0; url=" + where), cookie))
+            return Refusal(status=303, text="", headers=((b"location", where), cookie))
         if self._key.is_held(headers):
             return None
         text = "this dashboard asks for its token: open the address that phalanx web printed"
@@ -170,7 +174,8 @@ def _same_origin(headers: MutableMapping[bytes, bytes], host: str) -> bool:
 
 
 async def _refuse(scope: Scope, send: Send, refusal: Refusal) -> None:
-    body = json.dumps({"error": refusal.text}).encode() + b"\n" if refusal.text else b""
+    key = "error" if refusal.status >= 400 else "text"
+    body = json.dumps({key: refusal.text}).encode() + b"\n" if refusal.text else b""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *refusal.headers]
     headers.append((b"cache-control", b"no-store"))
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from anyio import to_thread
 
-from phalanx.web.answer import Json, Parts
+from phalanx.web.answer import Json, Parts, encode
 from phalanx.web.shelf import Mark, Shelf, mark
 from phalanx.web.views import GOING, plan_of, progress, state_of
 from phalanx.web.views_run import mark_count
@@ -95,13 +94,21 @@ class Hub:
                 continue
             marks_before = told.marks if told else _marks_of(last_id)
             if told is None or news.progress != told.progress:
-                yield message("progress", news.progress, id=news.id)
+                yield self._message("progress", news.progress, news)
             if news.marks != marks_before:
-                yield message("marks", {"count": news.marks}, id=news.id)
+                yield self._message("marks", {"count": news.marks}, news)
             told = news
             if news.is_over:
-                yield message("end", {"state": news.progress.get("state")}, id=news.id)
+                yield self._message("end", {"state": news.progress.get("state")}, news)
                 return
+
+    def _message(self, event: str, data: Json, news: News) -> bytes:
+        """One server-sent event; JSON has no raw line breaks, so the data is always one line."""
+        return b"event: %s\nid: %s\ndata: %s\n\n" % (
+            event.encode(),
+            news.id.encode(),
+            encode(data, root=self._shelf.root),
+        )
 
     async def _next(self, watch: _Watch, told: News | None) -> News | None:
         """News other than those told, or None when it is time for a sign of life or to go."""
@@ -161,8 +168,3 @@ def _marks_of(last_id: str) -> int:
     """The count of marks in an id of ours; -1 for anything else."""
     _, _, count = last_id.partition("-")
     return int(count) if count.isascii() and count.isdigit() and len(count) < 12 else -1
-
-
-def message(event: str, data: Any, *, id: str) -> bytes:
-    """One server-sent event; JSON has no raw line breaks, so the data is always one line."""
-    return f"event: {event}\nid: {id}\ndata: {json.dumps(data, allow_nan=False)}\n\n".encode()

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 from phalanx.record.events import Event
 from phalanx.record.history import Curve, RunHistory
 from phalanx.record.incidents import tell
 from phalanx.record.run import Run, read_json
 from phalanx.record.series import unit_of
+from phalanx.record.summary import Summary
 from phalanx.record.values import at, integer, number, printable, text
 from phalanx.units import format_bytes, format_seconds
 from phalanx.web.answer import Json, Parts
@@ -38,6 +38,8 @@ def run(shelf: Shelf, name: str) -> Json:
         summary = told.summary if told else parts.read("summary", lambda: first_words(found, history))
         parts.note(parts.read("events", history.damage, ()))
         ranks = len(history.ranks)
+    if told is not None and not now.get("live"):
+        _count_torn(parts, told.summary)
     return {
         "name": name,
         "summary": replace(summary, run=name, ranks=summary.ranks[:MOST_RANKS]) if summary else None,
@@ -48,8 +50,15 @@ def run(shelf: Shelf, name: str) -> Json:
         "damage": parts.damage,
         "launched": number(launch, "started"),
         "live": bool(now.get("live")),
-        "settled": told is not None,
+        "settled": told is not None or any(one["where"] == "summary" for one in parts.damage),
     }
+
+
+def _count_torn(parts: Parts, summary: Summary) -> None:
+    """A torn last line is damage only once nobody can complete it: the walk counts it, a history waits for its end."""
+    count = summary.ledger.unreadable_lines if summary.ledger else 0
+    if count and not any("line" in one["what"] for one in parts.damage):
+        parts.add("events", "lines that are no events", count)
 
 
 def curves(
@@ -58,7 +67,7 @@ def curves(
     """Some series of one rank; `missing` are those this run does not have."""
     parts = Parts()
     with shelf.history(name) as history:
-        known = set(history.names())
+        known = set(parts.read("series", history.names, ()))
         found = {
             one: parts.read(one, partial(_curve, history, one, rank=rank, first=first, last=last, points=points))
             for one in names
@@ -79,14 +88,14 @@ def marks(shelf: Shelf, name: str) -> Json:
     """What happened between steps, with its place on the axes."""
     parts, found = Parts(), shelf.run(name)
     with shelf.history(name) as history:
-        count = mark_count(history)
+        count = parts.read("marks", lambda: mark_count(history), 0)
         saved = parts.read("checkpoints", lambda: _checkpoints(history.events("checkpoint")), [])
         seen = parts.read("evaluations", lambda: [_evaluation(one) for one in history.events("evaluate")], [])
         supervisor = parts.read("supervisor.jsonl", history.supervisor, [])
         launches = parts.read("starts", lambda: history.events("run_start"), [])
         parts.note(parts.read("events", history.damage, ()))
     formed = [one for one in supervisor if one["event"] == "epoch"] or launches
-    restored = {one.get("epoch"): integer(one, "step") for one in supervisor if one["event"] == "restore"}
+    restored = {integer(one, "epoch"): integer(one, "step") for one in supervisor if one["event"] == "restore"}
     fallen = [one for one in supervisor if one["event"] == "incident"]
     rest = {
         "incidents": parts.read("incidents", lambda: _incidents(shelf, found, fallen), []) if fallen else [],
@@ -148,7 +157,7 @@ def _evaluation(event: Event) -> Json:
     return {**_place(event), "text": f"held-out {', '.join(told)}".strip(), "loss": loss, "bits_per_byte": bits}
 
 
-def _epoch(event: Event, restored: Mapping[Any, int | None]) -> Json:
+def _epoch(event: Event, restored: Mapping[int | None, int | None]) -> Json:
     epoch, world, reason = integer(event, "epoch"), integer(event, "world"), text(event, "reason")
     told = f"epoch {epoch}: " if epoch is not None else ""
     told += f"{world} ranks" if world is not None else "ranks form"

@@ -122,5 +122,6 @@ def test_an_agent_on_another_address_tells_what_its_link_carries(tmp_path: Path)
     done = client.launch(run, hosts=hosts, environ=os.environ, tick=lambda: None, asked=lambda count: None, agent=agent)
     assert done.state == "done"
     joined = {one["host"]: one for one in read_events(run.supervisor)[0] if one["event"] == "host"}
-    assert joined["host-0"]["link_bytes_per_s"] is None
-    assert joined["host-1"]["link_bytes_per_s"] > 0
+    rates = [joined[host]["link_bytes_per_s"] for host in ("host-0", "host-1")]
+    assert rates.count(None) == 1, "the host that the coordinator is on"
+    assert next(rate for rate in rates if rate is not None) > 0

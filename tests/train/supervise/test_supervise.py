@@ -126,7 +126,7 @@ def coordinator_of(agent: int) -> int | None:
     return next((pid for pid in children(agent) if "phalanx.train.supervise.coordinator" in command(pid)), None)
 
 
-def wait(condition: Callable[[], object], seconds: float = 30.0) -> bool:
+def wait(condition: Callable[[], object], seconds: float = WITHIN_S) -> bool:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if condition():

@@ -26,7 +26,7 @@ def steps(rank: int, trial: Trial, hearing: bool = True) -> Seen:
     """Every step of a trial, with or without an ear for noise."""
     engine = _engine(trial)
     if engine.listener is not None:
-        engine.listener.norms.on = hearing
+        engine.listener.norms.enabled, engine.listener.norms.every = hearing, 1
     results = [engine.step(*_mine(engine, trial, step), lr=trial.lr) for step in range(trial.steps)]
     digest = hashlib.sha256(b"".join(piece.tensor.numpy().tobytes() for piece in engine.pieces)).hexdigest()
     return Seen(steps=results, weights=digest)

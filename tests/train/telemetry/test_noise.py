@@ -28,6 +28,7 @@ def _one_step(draw: torch.Generator, mean_D: torch.Tensor, sigma: float, *, chun
         targets_BS[: MICRO * chunks // 2, 1:] = IGNORED  # half of the sequences count one token of eight
         targets_BS[-1] = IGNORED  # and one only fills up
     norms = LocalNorms(frozenset())
+    norms.begin()
     whole_D = torch.zeros(DIMS, dtype=torch.float64)
     valid_B = (targets_BS != IGNORED).sum(1)
     tokens_each = valid_B.sum() / (valid_B > 0).sum()
@@ -76,13 +77,30 @@ def test_nothing_to_compare_is_no_estimate(local):
 
 def test_chunks_that_cannot_be_told_apart_are_not_guessed():
     norms = LocalNorms(frozenset())
+    norms.begin()
     targets_BS = torch.zeros(6, 4, dtype=torch.int64)
     for _ in range(2):  # two lumps of three micro-batches
         norms.hear("all", [torch.ones(3)])
     assert math.isnan(norms.numbers(targets_BS, micro=2, ignored=IGNORED, speaks=True)[0])
-    norms.hear("all", [torch.ones(3)])  # the next step is a new one
+    norms.begin()  # the next step is a new one
+    norms.hear("all", [torch.ones(3)])
     local, chunks, sequences = norms.numbers(targets_BS, micro=2, ignored=IGNORED, speaks=True)
     assert (float(local), float(chunks), float(sequences)) == (pytest.approx(3 / 24), 1.0, 6.0)
+
+
+def test_micro_batches_are_measured_in_every_fourth_step_only():
+    norms = LocalNorms(frozenset())
+    norms.every = 4
+    heard = []
+    for _ in range(8):
+        norms.begin()
+        heard.append(norms.on)
+    assert heard == [True, False, False, False] * 2
+    scale = NoiseScale(every=4)  # and told as early, and forgotten as late, as where every step is
+    for _ in range(3):
+        assert scale.samples is None
+        scale.take(Noise(trace=8.0, squared=2.0), grad_norm=1.0)
+    assert scale.samples == pytest.approx(4.0)
 
 
 def test_the_mean_is_told_late_survives_a_restart_and_leaves_spikes_out():

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Exchange(Protocol):
     """Sums the gradients of some parameters over the ranks that hold them."""
 
-    def listen(self, ear: Ear, *, each: bool) -> None:
-        """Let `ear` hear gradients before they are summed; with `each`, those of every micro-batch."""
+    def listen(self, ear: Ear, *, each: bool) -> bool:
+        """Let `ear` hear gradients before they are summed; returns whether it hears each micro-batch."""
 
     def begin(self, micro_batches: int) -> None:
         """Before the first backward of a step."""
@@ -83,10 +83,10 @@ class GradientExchange:
         for codec in self._codecs:
             codec.rescale(factor)
 
-    def listen(self, ear: Ear, *, each: bool) -> None:
-        """Let `ear` hear gradients before they are summed; with `each`, those of every micro-batch."""
-        for one in self._all:
-            one.listen(ear, each=each)
+    def listen(self, ear: Ear, *, each: bool) -> bool:
+        """Let `ear` hear gradients before they are summed; returns whether it hears each micro-batch."""
+        heard = [one.listen(ear, each=each) for one in self._all]
+        return any(heard)
 
     def begin(self, micro_batches: int) -> None:
         """Before the first backward of a step."""

@@ -106,9 +106,10 @@ class Replicas:
         for param in params:
             param.register_post_accumulate_grad_hook(self._arrived)
 
-    def listen(self, ear: Ear, *, each: bool) -> None:
+    def listen(self, ear: Ear, *, each: bool) -> bool:
         """Let `ear` hear every bucket before it is summed, or with `each` every gradient of every micro-batch."""
         self._ear, self._hears_each = ear, each
+        return each
 
     def begin(self, micro_batches: int) -> None:
         """Before the first backward of a step."""

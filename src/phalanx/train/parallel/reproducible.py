@@ -29,9 +29,10 @@ class TreeReplicas:
         self._levels: list[tuple[int, torch.Tensor]] = []
         self._ear: Ear | None = None
 
-    def listen(self, ear: Ear, *, each: bool) -> None:
+    def listen(self, ear: Ear, *, each: bool) -> bool:
         """Let `ear` hear every micro-batch, whatever the number of ranks: what it makes of them is the same too."""
         self._ear = ear
+        return True
 
     def begin(self, micro_batches: int) -> None:
         """Before the first backward of a step."""

@@ -45,7 +45,7 @@ def form(room: Room, reason: str, *, first: bool = True) -> bool:
     for host in room.hosts.values():
         host.ready, host.progress = None, {}
     room.save(memory)
-    room.formed_s, room.unfit_s = time.time(), None
+    room.asked_at, room.unfit_s = (time.time(), room.clock()), None
     begin_epoch(room.run, formation.epoch)
     room.events.write(
         "epoch",

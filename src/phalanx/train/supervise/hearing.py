@@ -15,6 +15,7 @@ from phalanx.train.supervise.preflight import check_skew, clock_skew_s
 from phalanx.train.supervise.room import Room
 
 CONNECT_S = 2.0  # an agent reads its clock before a connection that may take so long
+STEPPED_S = 1.0  # between what our clock says has passed and what has, after which it was set
 
 
 def hear(room: Room, name: str, message: Message) -> None:
@@ -115,10 +116,12 @@ def _ready(room: Room, host: Host, message: Message) -> None:
     if int(message["epoch"]) != room.memory.epoch:
         return
     host.ready = message
-    if room.formed_s is not None and "time" in message:  # it was read after we asked, and before now
-        now_s = time.time()
-        skew_s = clock_skew_s(float(message["time"]), now_s - room.formed_s, now_s=now_s)
-        shut_out(room, host, [problem.render() for problem in check_skew(skew_s, host=host.name)])
+    if room.asked_at is not None and "time" in message:
+        (asked_s, asked_clock_s), now_s = room.asked_at, time.time()
+        took_s = room.clock() - asked_clock_s
+        if abs(now_s - asked_s - took_s) < STEPPED_S:  # else it was our own clock that was set
+            skew_s = clock_skew_s(float(message["time"]), took_s, now_s=now_s)  # it was read after we asked
+            shut_out(room, host, [problem.render() for problem in check_skew(skew_s, host=host.name)])
 
 
 def _unfit(room: Room, host: Host, message: Message) -> None:
@@ -152,6 +155,7 @@ def _stop(room: Room, host: Host, message: Message) -> None:
 
 
 def wish(room: Room, count: int) -> None:
+    """Somebody asked us to stop, for the `count`th time."""
     if count > room.wishes:
         room.wishes, room.wished_s = count, room.wished_s or room.clock()
         room.tell_all({"kind": "stop"})

@@ -40,6 +40,7 @@ def write_incident(room: Room, cause: Failure) -> None:
 
 
 def quarantine(room: Room, seat: Seat, reason: str) -> None:
+    """A place that is not used any more."""
     room.memory.quarantined.add(seat)
     room.events.write("quarantine", epoch=room.memory.epoch, host=seat.host, slot=seat.slot, reason=reason)
 

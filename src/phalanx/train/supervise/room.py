@@ -49,7 +49,7 @@ class Room:
         self.failures: dict[int, Failure] = {}
         self.told_incident = self.out_of_memory = False
         self.noticed_s: float | None = None
-        self.formed_s: float | None = None  # Unix time at which the members were asked; a successor does not know it
+        self.asked_at: tuple[float, float] | None = None  # Unix time and clock when a formation was told; not inherited
         self.unfit_s: float | None = None
         self.before: Formation | None = None
         self.left: dict[int, Message] = {}

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from phalanx.train.models.decoder import TIED
 from phalanx.train.parallel.dims import Meshes
 from phalanx.train.parallel.exchange import GradientExchange
-from phalanx.train.telemetry.noise import LocalNorms
+from phalanx.train.telemetry.noise import EVERY, LocalNorms
 
 if TYPE_CHECKING:
     from phalanx.train.parts import Held
@@ -52,8 +52,10 @@ def listen(
         if own and (first or tensor & {id(cut.group) for cut in held.box.cuts})
     ]
     norms = LocalNorms(frozenset(id(param) for param in counted))
-    if exchange is not None:
-        exchange.listen(norms, each=meshes.dims.data == 1)
+    if exchange is not None and exchange.listen(norms, each=meshes.dims.data == 1):
+        norms.every = EVERY
+    if meshes.dims.zero > 1 and meshes.dims.pipeline == 1:
+        norms.every = EVERY
     for group, module in _sharded(models):
         inner = getattr(group, "_reduce_scatter_comm", None) or DefaultReduceScatter()
         module.set_custom_reduce_scatter(HeardReduceScatter(inner, module, norms))  # type: ignore[arg-type]

@@ -134,8 +134,7 @@ class Pair:
         """As JSON, and begin anew; pings that are still under way belong to the next report."""
         times, lost = sorted(self.round_trips_s), self.lost
         self.round_trips_s, self.lost = [], 0
-        p50_s, p99_s = quantile(times, 0.5), quantile(times, 0.99)
-        count = len(times) + lost
+        p50_s, p99_s, count = quantile(times, 0.5), quantile(times, 0.99), len(times)
         return {"peer": self.peer, "axis": self.axis, "count": count, "p50_s": p50_s, "p99_s": p99_s, "lost": lost}
 
 

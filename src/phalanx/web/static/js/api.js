@@ -20,6 +20,18 @@ export function get(path, query = {}) {
   return underway.get(url);
 }
 
+// The same, once the server has worked it out: a walk over a long run takes it seconds.
+export async function settled(path, hasLeft) {
+  let answer = await get(path);
+  while (answer.settled === false && !hasLeft()) {
+    await pause(UNSETTLED_MS);
+    answer = await get(path);
+  }
+  return answer;
+}
+
+const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+
 export function address(path, query = {}) {
   const known = Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== "");
   const text = new URLSearchParams(known.map(([key, value]) => [key, String(value)])).toString();
@@ -28,13 +40,14 @@ export function address(path, query = {}) {
 
 export const runPath = (name, rest = "") => `runs/${encodeURIComponent(name)}${rest}`;
 
+const UNSETTLED_MS = 2000;
 const BUSY_MS = 1500;
 const MOST_TRIES = 40; // a minute: the largest runs are indexed in less
 
 async function ask(url) {
   let answer = await once(url);
   for (let tries = 1; answer.status === 503 && tries < MOST_TRIES; tries += 1) {
-    await new Promise((resolve) => setTimeout(resolve, BUSY_MS)); // a run so large that it is still being read
+    await pause(BUSY_MS); // a run so large that it is still being read
     answer = await once(url);
   }
   const body = await answer.json().catch(() => null);
@@ -66,7 +79,7 @@ const LONGEST_PAUSE_MS = 15000;
 export function stream(name, { onprogress, onmarks, onend, onstate }) {
   let source = null;
   let timer = 0;
-  let pause = FIRST_PAUSE_MS;
+  let wait = FIRST_PAUSE_MS;
   let over = false;
   const close = () => {
     clearTimeout(timer);
@@ -76,8 +89,8 @@ export function stream(name, { onprogress, onmarks, onend, onstate }) {
   const again = () => {
     close();
     onstate("lost");
-    timer = setTimeout(open, pause);
-    pause = Math.min(pause * 2, LONGEST_PAUSE_MS);
+    timer = setTimeout(open, wait);
+    wait = Math.min(wait * 2, LONGEST_PAUSE_MS);
   };
   const end = () => {
     over = true;
@@ -92,7 +105,7 @@ export function stream(name, { onprogress, onmarks, onend, onstate }) {
     close();
     source = new EventSource(address(runPath(name, "/stream")));
     source.addEventListener("open", () => {
-      pause = FIRST_PAUSE_MS;
+      wait = FIRST_PAUSE_MS;
       onstate("live");
     });
     source.addEventListener("progress", (event) => onprogress(parse(event.data)));

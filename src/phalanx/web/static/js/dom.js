@@ -55,8 +55,30 @@ export function table(columns, rows, { caption, unseen = true } = {}) {
     h("thead", {}, h("tr", {}, heads)),
     h("tbody", {}, body),
   );
-  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption }, content);
+  return scroll(caption, content);
 }
+
+// A box that scrolls when its content is too wide, and only then is a stop for the keyboard.
+export function scroll(label, ...children) {
+  const box = h("div", { class: "scroll", data: { label } }, children);
+  boxes.observe(box);
+  return box;
+}
+
+const boxes = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    const wide = target.scrollWidth > target.clientWidth;
+    if (wide === target.hasAttribute("tabindex")) continue;
+    if (wide) for (const [name, value] of stop(target)) target.setAttribute(name, value);
+    else for (const [name] of stop(target)) target.removeAttribute(name);
+  }
+});
+
+const stop = (box) => [
+  ["tabindex", "0"],
+  ["role", "region"],
+  ["aria-label", box.dataset.label],
+];
 
 function cell(column, row, index) {
   const tag = index === 0 ? "th" : "td";

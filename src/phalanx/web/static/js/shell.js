@@ -124,6 +124,7 @@ export class RunShell {
     if (this.gone) return;
     this.#header();
     this.page?.informed?.(this.info);
+    if (this.info.settled === false) this.timer = setTimeout(() => this.#load(), AGAIN_MS);
     this.info.cost = this.cost = await get(runPath(this.name, "/cost")).catch(() => this.cost);
     if (!this.gone && this.cost) this.#header();
   }

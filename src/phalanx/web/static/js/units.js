@@ -91,6 +91,11 @@ export function ago(t, now = Date.now() / 1000) {
   return age < 1 ? "now" : `${seconds(age)} ago`;
 }
 
+// The sliding window of effective training time: an hour, or less in a run that is shorter.
+export function windowName(window) {
+  return !isNumber(window) || Math.abs(window - 3600) < 1 ? "last hour" : `last ${seconds(window)}`;
+}
+
 const FORMATS = {
   s: seconds,
   bytes,

@@ -1,6 +1,6 @@
 // Money, energy and carbon: so far, and by the end.
 
-import { get, runPath } from "../api.js";
+import { runPath, settled } from "../api.js";
 import { fill, h, words } from "../dom.js";
 import { calmly } from "../live.js";
 import { failed, loading } from "../parts/states.js";
@@ -35,7 +35,7 @@ export class CostPage {
 
   async #load() {
     try {
-      const answer = await get(runPath(this.name, "/cost"));
+      const answer = await settled(runPath(this.name, "/cost"), () => this.gone);
       if (!this.gone) this.#draw(answer);
     } catch (error) {
       if (!this.gone) failed(this.outlet, error);

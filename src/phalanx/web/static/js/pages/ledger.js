@@ -1,11 +1,11 @@
 // Where every second of the run went.
 
-import { get, runPath } from "../api.js";
+import { runPath, settled } from "../api.js";
 import { fill, h, table, words } from "../dom.js";
 import { calmly } from "../live.js";
 import { Chart } from "../parts/chart.js";
 import { failed, loading } from "../parts/states.js";
-import { isNumber, own, percent, seconds, title } from "../units.js";
+import { isNumber, own, percent, seconds, title, windowName } from "../units.js";
 
 const UPDATE_MS = 10000;
 
@@ -21,7 +21,7 @@ const ACCOUNTS = {
   guard: ["purple", "checks of the state"],
   detect: ["orange", "until a failure was noticed"],
   restore: ["red", "from notice to the first step after"],
-  lost_work: ["purple", "steps that had to be done again"],
+  lost_work: ["rose", "steps that had to be done again"],
   stopping: ["grey", "after the last step"],
   other: ["brown", "no event explains it"],
 };
@@ -50,7 +50,7 @@ export class LedgerPage {
 
   async #load() {
     try {
-      this.answer = await get(runPath(this.name, "/ledger"));
+      this.answer = await settled(runPath(this.name, "/ledger"), () => this.gone);
     } catch (error) {
       if (!this.gone) failed(this.body, error);
       return;
@@ -79,7 +79,7 @@ export class LedgerPage {
     if (effective?.t?.length) this.#effective(effective);
   }
 
-  #effective({ t, cumulative = [], last_hour: hour = [] }) {
+  #effective({ t, cumulative = [], last_hour: hour = [], window_s: window }) {
     const kept = t
       .map((_, index) => index)
       .filter((index) => isNumber(t[index]) && (index === 0 || t[index] > t[index - 1]));
@@ -98,7 +98,7 @@ export class LedgerPage {
       x: kept.map((index) => t[index] - t[kept[0]]),
       lines: [
         { label: "cumulative", values: kept.map((index) => cumulative[index] ?? null), hue: "green" },
-        { label: "last hour", values: kept.map((index) => hour[index] ?? null), hue: "orange" },
+        { label: windowName(window), values: kept.map((index) => hour[index] ?? null), hue: "orange" },
       ],
     });
   }

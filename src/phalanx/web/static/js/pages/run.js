@@ -1,6 +1,6 @@
 // The run over time: curves with what happened on the same axis.
 
-import { get, runPath } from "../api.js";
+import { get, runPath, settled } from "../api.js";
 import { choice, fill, h, pick, say } from "../dom.js";
 import { calmly } from "../live.js";
 import { Axis, X } from "../parts/axis.js";
@@ -8,7 +8,7 @@ import { Chart } from "../parts/chart.js";
 import { Happened, legend, listed } from "../parts/happened.js";
 import { failed, loading } from "../parts/states.js";
 import { go, stay } from "../route.js";
-import { isNumber, title } from "../units.js";
+import { isNumber, title, windowName } from "../units.js";
 
 const CURVES_MS = 1500; // while the run grows
 const LEDGER_MS = 15000;
@@ -106,8 +106,10 @@ export class RunPage {
   }
 
   // The plan's levels come with the header.
-  informed({ summary }) {
+  informed({ summary, settled: known }) {
     this.#draw();
+    // How an incident ended is known only when the whole run has been walked.
+    if (known !== false && this.marks.incidents.some((one) => one.world === null)) this.#loadMarks();
     const texts = (summary?.samples ?? []).filter((text) => typeof text === "string");
     this.wrote.hidden = !texts.length;
     fill(
@@ -188,7 +190,7 @@ export class RunPage {
 
   async #ledger() {
     try {
-      this.effective = (await get(runPath(this.name, "/ledger"))).effective;
+      this.effective = (await settled(runPath(this.name, "/ledger"), () => this.gone)).effective;
     } catch {
       return;
     }
@@ -283,7 +285,7 @@ export class RunPage {
       levels,
       lines: [
         { label: "cumulative", values: kept.values[0], hue: "green" },
-        { label: "last hour", values: kept.values[1], hue: "orange" },
+        { label: windowName(this.effective.window_s), values: kept.values[1], hue: "orange" },
       ],
     });
   }

@@ -1,7 +1,7 @@
 // All runs of the folder: filter, sort, choose some to compare.
 
 import { get } from "../api.js";
-import { fill, h, say, words } from "../dom.js";
+import { fill, h, say, scroll, words } from "../dom.js";
 import { failed, loading } from "../parts/states.js";
 import { link, stay } from "../route.js";
 import { NONE, ago, clock, count, integer, isNumber, money, percent } from "../units.js";
@@ -217,17 +217,10 @@ export class RunsPage {
         ),
       ),
     );
-    return h(
-      "div",
-      { class: "scroll runs", tabindex: 0, role: "region", "aria-label": "Runs" },
-      h(
-        "table",
-        {},
-        h("caption", { class: "unseen" }, "Runs"),
-        h("thead", {}, h("tr", {}, h("td", { class: "tick" }), heads)),
-        h("tbody", {}, body),
-      ),
-    );
+    const head = h("thead", {}, h("tr", {}, h("td", { class: "tick" }), heads));
+    const box = scroll("Runs", h("table", {}, h("caption", { class: "unseen" }, "Runs"), head, h("tbody", {}, body)));
+    box.classList.add("runs");
+    return box;
   }
 
   #tick(run) {

@@ -93,9 +93,9 @@ export class StepPage {
     const { available = [], step, predicted, measured, collectives = [] } = this.answer;
     fill(
       this.steps,
-      available.map((one) => h("option", { value: one }, integer(one))),
+      available.length ? available.map((one) => h("option", { value: one }, integer(one))) : h("option", {}, "none"),
     );
-    this.steps.value = String(step);
+    if (available.length) this.steps.value = String(step);
     this.steps.disabled = !available.length;
     this.earlier.disabled = available.indexOf(step) <= 0;
     this.later.disabled = available.indexOf(step) < 0 || available.indexOf(step) >= available.length - 1;

@@ -3,7 +3,7 @@
 import { h, fill, say } from "../dom.js";
 import { SERIES, colour, onrepaint, withAlpha } from "../paint.js";
 import { isNumber, reading, ticks } from "../units.js";
-import { MARKS, stroke } from "./marks.js";
+import { MARKS, isCrowded, stroke } from "./marks.js";
 
 const FONT = "12px system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation Sans', sans-serif";
 const NEAR_PX = 6; // a mark this close to the cursor is meant
@@ -111,7 +111,7 @@ export class Chart {
       height: this.height,
       series,
       bands,
-      padding: [12, 12, 0, 0],
+      padding: [12, 22, 0, 0],
       legend: { show: false },
       scales: {
         x: { time: false, range: (_, low, high) => this.xRange ?? (low < high ? [low, high] : [low - 0.5, low + 0.5]) },
@@ -199,21 +199,23 @@ export class Chart {
   #drawLevels(plot) {
     const { ctx, bbox } = plot;
     const ratio = devicePixelRatio;
+    const right = bbox.left + bbox.width;
     ctx.save();
+    ctx.font = FONT.replace("12px", `${11 * ratio}px`);
+    ctx.textAlign = "right";
     for (const level of this.levels) {
       const y = plot.valToPos(level.value, "y", true);
       ctx.strokeStyle = colour("edge");
       ctx.lineWidth = ratio;
       ctx.setLineDash([5 * ratio, 4 * ratio]);
-      stroke(ctx, bbox.left, y, bbox.left + bbox.width, y);
+      stroke(ctx, bbox.left, y, right, y);
+      const place = [level.text, right - 4 * ratio, y - bbox.top < 16 * ratio ? y + 14 * ratio : y - 5 * ratio];
+      ctx.setLineDash([]);
+      ctx.strokeStyle = colour("raised"); // a rim, so that it can be read over the curve
+      ctx.lineWidth = 4 * ratio;
+      ctx.strokeText(...place);
       ctx.fillStyle = colour("soft");
-      ctx.font = FONT.replace("12px", `${11 * ratio}px`);
-      ctx.textAlign = "right";
-      ctx.fillText(
-        level.text,
-        bbox.left + bbox.width - 4 * ratio,
-        y - bbox.top < 16 * ratio ? y + 14 * ratio : y - 5 * ratio,
-      );
+      ctx.fillText(...place);
     }
     ctx.restore();
   }
@@ -224,8 +226,11 @@ export class Chart {
     ctx.beginPath();
     ctx.rect(bbox.left - 6, bbox.top, bbox.width + 12, bbox.height);
     ctx.clip();
-    for (const mark of this.marks)
-      MARKS[mark.kind]?.(ctx, plot.valToPos(mark.x, "x", true), bbox, mark, plot, this.name);
+    const crowded = isCrowded(this.marks);
+    for (const mark of this.marks) {
+      const x = plot.valToPos(mark.x, "x", true);
+      MARKS[mark.kind]?.(ctx, x, bbox, { ...mark, crowded }, plot, this.name);
+    }
     ctx.restore();
   }
 

@@ -3,6 +3,7 @@
 import { fill, h, table, words } from "../dom.js";
 import { NONE, clock, integer, isNumber, seconds } from "../units.js";
 
+const FEW_ROWS = 12;
 const MOST_ROWS = 200;
 // In the order in which they are drawn: incidents last, over everything else.
 const KINDS = { epochs: "epoch", checkpoints: "checkpoint", evaluations: "evaluation", incidents: "incident" };
@@ -34,14 +35,14 @@ export class Happened {
     this.marks = marks;
     const all = listed(marks).sort((a, b) => (b.t ?? 0) - (a.t ?? 0));
     const few = all.filter((row, index) => matters(row) || all.findIndex((one) => one.kind === row.kind) === index);
-    const rows = (this.everything ? all : few).slice(0, MOST_ROWS);
+    const rows = this.everything ? all.slice(0, MOST_ROWS) : few.slice(0, FEW_ROWS);
     const text = JSON.stringify([rows, all.length]);
     if (text === this.shown) return;
     this.shown = text;
     const none = words("No checkpoint, evaluation or incident is recorded yet.");
     const rest =
       this.everything && all.length > rows.length ? `The newest ${MOST_ROWS} of ${integer(all.length)}.` : "";
-    const more = all.length > few.length ? this.#button(all.length) : null;
+    const more = all.length > Math.min(few.length, FEW_ROWS) ? this.#button(all.length) : null;
     const list = rows.length ? table(COLUMNS, rows, { caption: "What happened, newest first" }) : none;
     fill(
       this.element,
@@ -76,8 +77,9 @@ function matters(row) {
 }
 
 function recovered(row) {
-  if (row.kind !== "incident") return "";
+  if (row.kind !== "incident" || row.world === null) return ""; // not known yet
   if (!isNumber(row.recovery_s)) return " – no step since";
-  const lost = row.lost_steps > 0 ? `, ${integer(row.lost_steps)} steps done again` : "";
+  const lost =
+    row.lost_steps > 0 ? `, ${integer(row.lost_steps)} ${row.lost_steps === 1 ? "step" : "steps"} done again` : "";
   return ` – went on after ${seconds(row.recovery_s)}${row.source ? ` from ${row.source}` : ""}${lost}`;
 }

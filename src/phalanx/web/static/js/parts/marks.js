@@ -10,13 +10,18 @@ export function stroke(ctx, x1, y1, x2, y2) {
   ctx.stroke();
 }
 
+// So many incidents are no longer told apart by lines over the whole height.
+const CROWDED = 30;
+
+export const isCrowded = (marks) => marks.filter((mark) => mark.kind === "incident").length > CROWDED;
+
 export const MARKS = {
-  incident(ctx, x, box) {
+  incident(ctx, x, box, { crowded }) {
     const size = 5 * devicePixelRatio;
     ctx.setLineDash([]);
     ctx.strokeStyle = ctx.fillStyle = colour("orange");
     ctx.lineWidth = devicePixelRatio;
-    stroke(ctx, x, box.top, x, box.top + box.height);
+    stroke(ctx, x, box.top, x, box.top + (crowded ? 3 * size : box.height));
     ctx.beginPath();
     ctx.moveTo(x - size, box.top);
     ctx.lineTo(x + size, box.top);
@@ -30,7 +35,8 @@ export const MARKS = {
     ctx.lineWidth = 2 * devicePixelRatio;
     stroke(ctx, x, bottom, x, bottom - 8 * devicePixelRatio);
   },
-  epoch(ctx, x, box) {
+  epoch(ctx, x, box, { crowded }) {
+    if (crowded) return;
     ctx.setLineDash([2 * devicePixelRatio, 4 * devicePixelRatio]);
     ctx.strokeStyle = colour("grey");
     ctx.lineWidth = devicePixelRatio;
