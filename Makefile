@@ -2,35 +2,43 @@
 
 VENV  := .venv
 BIN   := $(VENV)/bin
-STAMP := $(VENV)/.phalanx-ready
+READY := $(VENV)/.phalanx-ready
+DEV   := $(VENV)/.phalanx-dev
 TOOLS := $(VENV)/.phalanx-packages
+PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
 export PYTHON
 JOB   ?= examples/first-run.toml
 
 .PHONY: run test check setup clean
 
-run: $(STAMP)  ## build a corpus, plan, train a small Llama on four CPU ranks, report
+run: $(READY)  ## build a corpus, plan, train a small Llama on four CPU ranks, report
 	$(BIN)/phalanx train $(JOB)
 
-test: $(STAMP) $(TOOLS)  ## run every test and every doctest
+test: $(DEV) $(TOOLS)  ## run every test and every doctest
 	$(BIN)/python -m pytest -q
 
-check: $(STAMP)  ## formatter, linter, strict types, layers
+check: $(DEV)  ## formatter, linter, strict types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict src
 	$(BIN)/python -m pytest -q tests/test_layers.py
 
-setup: $(STAMP)
+setup: $(DEV)
 
-# The stamp is younger than pyproject.toml exactly when the environment holds what it asks for.
-$(STAMP): pyproject.toml .ci/venv
+# A stamp is younger than pyproject.toml exactly when the environment holds what it asks for. To train takes less than to
+# test: whoever only wants `make run` gets no browser driver and no trackers.
+$(READY): pyproject.toml .ci/venv
 	@bash .ci/venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,parquet,dev]'
+	$(PIP) '.[train,parquet]'
 	@touch $@
 
+$(DEV): pyproject.toml .ci/venv
+	@bash .ci/venv $(VENV)
+	$(PIP) '.[train,parquet,dev]'
+	@touch $(READY) $@
+
 # A browser and a Prometheus server for the tests; where they cannot be had, those tests skip.
-$(TOOLS): .ci/packages | $(STAMP)
+$(TOOLS): .ci/packages | $(DEV)
 	@bash .ci/packages $(VENV)
 
 clean:

@@ -51,6 +51,8 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
     device = torch.device(args.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(0)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with tempfile.NamedTemporaryFile() as store:
         dist.init_process_group(backend, init_method=f"file://{store.name}", rank=0, world_size=1)

@@ -40,7 +40,7 @@ SHAPE = ModelShape(
 )
 SEQUENCE, BATCH, MICRO, WARM_UP, FLOOR = 256, 16, 4, 5, 0.01
 EVERY = Telemetry().timeline_every
-PAIRS = 4  # of a step with and one without a timeline, in every round
+PAIRS = 2  # of a step with and one without a timeline, in every round
 POWER_W = 6.25  # of a core, in the catalogue; only multiplied
 
 

@@ -142,6 +142,19 @@ def test_metrics_are_served_while_it_trains(train: Train, monkeypatch: pytest.Mo
     assert re.search(r'train_step\{run="small-.*"\} 10\.0', text)
 
 
+def test_metrics_need_their_library_before_anything_is_made(
+    train: Train, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    code, out, err = train("job.toml", "--set", "telemetry.prometheus=true")
+    assert (code, out) == (2, "")
+    assert err == (
+        'telemetry.prometheus: needs the Python package "prometheus_client", which is not installed\n'
+        "  pip install 'phalanx[metrics]'\n"
+    )
+    assert not (here / "runs").exists()
+
+
 def test_json_alone_on_stdout(train: Train) -> None:
     code, out, _ = train("job.toml", "--json", "--steps", "10")
     assert (code, json.loads(out)["planned_steps"]) == (0, 10)

@@ -22,6 +22,8 @@ def damaged(tmp_path: Path) -> Run:
     run = write_run(tmp_path, name="broken", ranks=3, steps=20, incidents=0)
     with run.events(0).open("ab") as file:
         file.write(b'{"v":1,"event":"step","t":"soon","rank":0,"step":20,"loss":"<b>","tokens":1e999}\n')
+        file.write(b'{"v":1,"event":"step","t":1794700500.0,"rank":0,"step":20,"loss":1e308,"tokens":1e308}\n')
+        file.write(b'{"v":1,"event":"step","t":1794700501.0,"rank":0,"step":900,"loss":-1e308,"tokens":1e308}\n')
         file.write(b'{"v":1,"event":"peers","t":1,"rank":0,"pairs":[7,{"peer":"x"},{"peer":1,"axis":"\\u001b[2J"}]}\n')
         file.write(b'{"v":1,"event":"timeline","t":1,"rank":0,"collectives":{"op":1}}\n')
         file.write(b"\x00\xff garbage\n" + b'{"torn')

@@ -145,6 +145,26 @@ def test_a_mesh_of_a_long_run_and_a_rank_that_came_late(tmp_path: Path, monkeypa
     assert told(history) == {"rank 1: index not used: it belongs to other events": 1}
 
 
+@pytest.mark.parametrize("most", [96 * 2**20, 0])
+def test_a_mesh_sees_what_came_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(module, "RAW_MESH_STEPS", 100)
+    monkeypatch.setattr(module, "MOST_DIGEST_BYTES", most)
+    run = long_run(tmp_path, starts=((0, 1_000),))
+    history = RunHistory.open(run)
+    before = history.mesh("compute_s")
+    assert history.mesh("loss").values[0][-1] == pytest.approx(883.5), "the block of the last steps"
+    for rank, steps in ((0, 600), (1, 300)):
+        writer = EventWriter(run.events(rank), rank=rank)
+        for step in range(1_000, 1_000 + steps):
+            writer.write("step", step=step, compute_s=5.0)
+        writer.close()
+    assert history.mesh("compute_s") == before, "as of the last refresh"
+    assert history.refresh()
+    table = history.mesh("compute_s").values
+    assert (table[0][0], table[1][0], table[0][-1], table[1][-1]) == (1.0, 2.0, 5.0, None)
+    assert len(history._digests) == (2 if most else 0)
+
+
 def test_a_mesh_does_not_read_forever(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_SCAN_BYTES", 2 * run.events(0).stat().st_size + 5_000)
     history = RunHistory.open(run)

@@ -53,6 +53,21 @@ def test_a_name_that_is_none_of_them_is_refused(root: Path, name: str) -> None:
     assert text.count("\n") < 3
 
 
+def test_the_events_of_a_run_and_their_size(root: Path) -> None:
+    run = run_in(root, "first")
+    one = run.events(0).stat().st_size
+    (run.path / "events-00000-0002.jsonl").write_text("12345")
+    (run.path / "events-100000.jsonl").write_text("123")
+    (run.path / "events-00001.jsonl").symlink_to(run.events(0))
+    (run.path / "events-000001.jsonl").write_text("not a name we give")
+    (run.path / "events-00000.index").write_text("no events")
+    assert run.event_bytes() == one + 8
+    assert run.event_parts() == {0: [2], 1: [], 100_000: []}
+    assert [path.name for path in run.event_files()] == [
+        f"events-{name}.jsonl" for name in ("00000", "00001", "100000")
+    ]
+
+
 def test_a_run_by_its_name(root: Path) -> None:
     assert run_in(root, "first").path == root / "first"
     with pytest.raises(UserError, match="did you mean first"):

@@ -33,6 +33,16 @@ def test_an_answer_is_made_once_and_again_when_its_run_has_grown() -> None:
     _until(lambda: memo.get("a", 3, work, wait_s=10) == 2)
 
 
+def test_of_a_run_that_is_over_the_last_word_is_waited_for() -> None:
+    memo, go = Memo(clock=Clock()), threading.Event()  # a clock that stands still: no answer is old
+    assert memo.get("a", 1, lambda: "going", wait_s=20) == "going"
+    assert memo.get("a", 2, lambda: "over", wait_s=20) == "going"
+    with pytest.raises(NotYetError):
+        memo.get("a", 2, lambda: go.wait(20) and "over", wait_s=0, now=True)
+    go.set()
+    assert memo.get("a", 2, lambda: "over", wait_s=20, now=True) == "over"
+
+
 def test_who_waits_too_long_is_told_and_finds_it_the_next_time() -> None:
     memo, go = Memo(), threading.Event()
     with pytest.raises(NotYetError):

@@ -81,9 +81,13 @@ def test_steps_and_marks_arrive_as_they_are_written_and_the_end_ends_it(run: Run
         append(run, event="evaluate", step=31, loss=1.25)
         assert stream.until("marks")["data"]["count"] == count + 1
         assert page.json("/api/runs/live/marks")["count"] == count + 1
+        assert page.json("/api/runs/live")["summary"]["state"] == "running"
         run.set_status("done")
         assert stream.until("end")["data"] == {"state": "done"}
         assert stream.next()["event"] == "closed"
+        while not (found := page.json("/api/runs/live"))["settled"]:
+            time.sleep(0.1)
+        assert found["summary"]["state"] == "done"  # not what was kept from a moment ago
 
 
 def test_whoever_comes_back_is_told_what_was_missed(run: Run) -> None:

@@ -108,6 +108,14 @@ def _serve(watcher: Watcher, args: argparse.Namespace) -> int:
     return 0
 
 
+def check_served(telemetry: Telemetry) -> None:
+    """Before a run folder is made: the library that `telemetry.prometheus` takes."""
+    if telemetry.prometheus:
+        from phalanx.metrics.need import need
+
+        need("prometheus_client", extra="metrics", what="telemetry.prometheus")
+
+
 @contextmanager
 def serving(found: Run, telemetry: Telemetry) -> Iterator[None]:
     """With `telemetry.prometheus`, serve /metrics of a run as long as the context is open; `phalanx train` uses it.

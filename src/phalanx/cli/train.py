@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from phalanx.cli.metrics import check_served, serving
 from phalanx.cli.options import add_json, add_set
 from phalanx.cli.output import note, print_json, warn
 from phalanx.errors import PhalanxError, mistake
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.time()
     plan, old = _planned(args, here=not args.join)
     _check_hosts(plan, args)
+    check_served(plan.job.telemetry)
     check_checkpoints(plan.job.checkpoint.path, old.path if old is not None else Path(args.runs))
     _header(plan)
     if args.dry_run:
@@ -182,7 +184,6 @@ def _ready(plan: Plan, args: argparse.Namespace, old: Run | None, *, started: fl
 
 def _launch(made: Run, plan: Plan, args: argparse.Namespace, *, started: float) -> int:
     from phalanx.cli.live import Live
-    from phalanx.cli.metrics import serving
     from phalanx.train.supervise.client import launch, local_hosts, rank_environ
 
     hosts = (

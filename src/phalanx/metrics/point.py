@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ class Point:
 
 
 def point(metric: Metric, value: float | None, **labels: object) -> Iterator[Point]:
-    """The point, or nothing where the value is not known."""
-    if value is not None:
+    """The point, or nothing where the value is not known or cannot be."""
+    if value is not None and math.isfinite(value):
         texts = tuple(printable(labels.get(name, ""), most=MOST_LABEL) for name in metric.labels)
         yield Point(metric=metric, labels=texts, value=float(value))
 

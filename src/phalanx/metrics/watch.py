@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -80,7 +81,8 @@ class Watcher:
             curve = self._history.curve("tokens", points=TOKEN_POINTS)
             ends = (*curve.step[1:], last + 1)
             sums = (mean * (end - first) for first, end, mean in zip(curve.step, ends, curve.mean, strict=True) if mean)
-            self._tokens = max(self._tokens, round(sum(sums)))
+            total = sum(sums)
+            self._tokens = max(self._tokens, round(total) if math.isfinite(total) else 0)
         return self._tokens
 
     def _newest(self, plan: Mapping[str, Any]) -> Iterator[Point]:

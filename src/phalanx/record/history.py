@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from phalanx.errors import UserError, mistake, nearest
 from phalanx.record.buckets import Spans, bucketed, columns_of, join
 from phalanx.record.damage import Damage, folder_damage, of_ranks
+from phalanx.record.digest import Digest, stamp_of
 from phalanx.record.events import Event, EventReader
 from phalanx.record.rankfile import RankFile, RowCache
 from phalanx.record.run import Run, list_runs, run_in
@@ -25,7 +26,8 @@ __all__ = ["Curve", "Damage", "Mesh", "RunHistory", "list_runs", "run_in"]
 RAW_STEPS = 16_384  # of a curve that are drawn from the events: 10 MB, parsed in about 0.2 s
 RAW_MESH_STEPS = 32_768  # of all ranks together
 MOST_POINTS = 20_000
-MOST_HELD_BYTES = 64 * 2**20  # of indexes that stay in memory: 250 ranks of 100,000 steps
+MOST_HELD_BYTES = 32 * 2**20  # of indexes that stay in memory: 100 ranks of 100,000 steps
+MOST_DIGEST_BYTES = 96 * 2**20  # of means for meshes: 1,200 such ranks; those beyond are read again for each mesh
 MOST_SCAN_BYTES = 256 * 2**20  # read by one mesh of ranks without an index, about 4 s
 MOST_SUPERVISOR = 50_000
 TOO_LONG = "not read for the mesh: without an index, and too long to be read for all ranks"
@@ -66,6 +68,10 @@ class RunHistory:
         self._files: OrderedDict[int, RankFile] = OrderedDict()
         self._cache = RowCache()
         self._fresh: set[int] = set()  # ranks looked at since the last refresh
+        self._digests: dict[int, Digest] = {}
+        self._digested_bytes = 0
+        self._checked: set[int] = set()  # digests known to be current since the last refresh
+        self._budget = MOST_SCAN_BYTES
         self._held: dict[int, int] = {}  # bytes of each
         self._troubles: dict[int, Counter[str]] = {}
         self._supervisor = EventReader(run.supervisor)
@@ -84,6 +90,7 @@ class RunHistory:
         self._parts = self.run.event_parts()
         new, self.ranks = tuple(self._parts) != self.ranks, tuple(self._parts)
         self._fresh.clear()
+        self._checked.clear()
         told = self._supervisor.read()[-MOST_SUPERVISOR:]
         self._told = (self._told + told)[-MOST_SUPERVISOR:]
         return (bool(self.ranks) and self._rank(self.ranks[0]).changed) or new or bool(told)
@@ -164,24 +171,46 @@ class RunHistory:
         Where a step was done again in a block, the undone one is in that block's mean too: of one column among many.
         """
         column, scale = self._column(name)
-        span, budget = _span(first, last), MOST_SCAN_BYTES
-        raw_steps = RAW_MESH_STEPS // max(1, len(self.ranks))
-        rows = []
-        for rank in self.ranks:
-            file = self._rank(rank)
-            budget -= file.unread
-            known = budget >= 0 or file.unread == 0
-            rows.append(self._spans(file, column, span, raw_steps=raw_steps, exact=False) if known else Spans.none())
-            if not known:
-                self._troubles.setdefault(rank, Counter())[TOO_LONG] = 1
+        self._budget = MOST_SCAN_BYTES
+        rows = [self._row(rank, column, _span(first, last)) for rank in self.ranks]
         found = columns_of(rows, max(1, min(columns, MOST_POINTS)))
         values = tuple(_values(row * scale) for row in found.values)
         step, t = tuple(found.first.tolist()), tuple(found.t.tolist())
         return Mesh(name=name, unit=unit_of(name), ranks=self.ranks, step=step, t=t, values=values)
 
-    def _spans(
-        self, file: RankFile, column: int, span: tuple[int, int], *, raw_steps: int, exact: bool = True
-    ) -> Spans:
+    def _row(self, rank: int, column: int, span: tuple[int, int]) -> Spans:
+        """One rank's row of a mesh."""
+        raw_steps = RAW_MESH_STEPS // len(self.ranks)
+        digest = self._digests.get(rank)
+        if digest is None or not self._is_current(rank, digest):
+            file = self._rank(rank)
+            unread = file.unread
+            if unread > self._budget:
+                self._troubles.setdefault(rank, Counter())[TOO_LONG] = 1
+                return Spans.none()
+            self._budget -= unread
+            digest = self._digested(rank, file)
+        if digest.steps_in(span) > raw_steps:
+            return digest.spans(column, span)
+        return self._spans(self._rank(rank), column, span, raw_steps=raw_steps)
+
+    def _is_current(self, rank: int, digest: Digest) -> bool:
+        """Whether a digest is of the files as they were at the last refresh, or are now."""
+        if rank not in self._checked and digest.stamp == stamp_of(self.run.events(rank), len(self._parts[rank])):
+            self._checked.add(rank)
+        return rank in self._checked
+
+    def _digested(self, rank: int, file: RankFile) -> Digest:
+        before = self._digests.pop(rank, None)
+        self._digested_bytes -= before.nbytes if before is not None else 0
+        digest = Digest.of(file.kept(), stamp_of(self.run.events(rank), len(self._parts[rank])))
+        if self._digested_bytes + digest.nbytes <= MOST_DIGEST_BYTES:
+            self._digests[rank] = digest
+            self._digested_bytes += digest.nbytes
+            self._checked.add(rank)
+        return digest
+
+    def _spans(self, file: RankFile, column: int, span: tuple[int, int], *, raw_steps: int) -> Spans:
         """A series as spans of steps: of one event each where they are few, of one block each where they are many."""
         kept = file.kept()
         blocks = kept.blocks
@@ -189,7 +218,7 @@ class RunHistory:
         numbers = np.flatnonzero(inside)
         if int(blocks["steps"][numbers].sum()) <= raw_steps:
             return join([Spans.of_rows(file.rows(int(number)), column, span) for number in numbers])
-        cut = numbers[kept.is_cut[numbers]][: RAW_STEPS // 256] if exact else numbers[:0]
+        cut = numbers[kept.is_cut[numbers]][: RAW_STEPS // 256]
         parts = [Spans.of_rows(file.rows(int(number)), column, span).merged() for number in cut]
         inside[cut] = False
         return join([Spans.of_blocks(blocks, column, kept.below, inside), *parts])

@@ -147,8 +147,8 @@ class RankFile:
     def latest(self, kind: str) -> Event | None:
         """The last event of a kind."""
         for segment, block in self._newest_first((kind,)):
-            if found := segment.search(block, (kind,)):
-                return found[-1]
+            if (found := segment.last(block, kind)) is not None:
+                return found
         return None
 
     def _newest_first(self, kinds: tuple[str, ...]) -> Iterator[tuple[Segment, np.void]]:

@@ -19,6 +19,7 @@ import fcntl
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -171,6 +172,15 @@ class Run:
             if match.group(2):
                 closed.append(int(match.group(2)))
         return {rank: sorted(found[rank]) for rank in sorted(found)}
+
+    def event_bytes(self) -> int:
+        """Bytes of the events of all ranks."""
+        try:
+            with os.scandir(self.path) as entries:
+                found = [entry.stat(follow_symlinks=False) for entry in entries if EVENTS.fullmatch(entry.name)]
+        except OSError:
+            return 0
+        return sum(one.st_size for one in found if stat.S_ISREG(one.st_mode))
 
     def plan(self) -> dict[str, Any]:
         """plan.json as JSON values."""

@@ -176,6 +176,13 @@ class Segment:
             places = places[np.isin(places["kind"], [code_of(kind) for kind in kinds])]
         return [event for place in places if (event := self.at(place)) is not None and _is_wanted(event, kinds)]
 
+    def last(self, block: np.void, kind: str) -> Event | None:
+        """The last event of a kind in a block."""
+        if kind not in FREQUENT and not is_crowded(block):
+            return next(reversed(self.search(block, (kind,))), None)
+        lines = list(self.lines(block))
+        return next((event for line in reversed(lines) if (event := _wanted(line, (kind,))) is not None), None)
+
     def at(self, place: np.void) -> Event | None:
         """The event at a place."""
         data = b"".join(self._chunks(int(place["offset"]), int(place["offset"]) + int(place["length"])))

@@ -24,7 +24,8 @@ __all__ = ["Evaluation", "Pair", "RankTime", "Summary", "place", "summarize"]
 WARM_UP_SHARE = 0.2  # first share of the steps that timings leave out, as `phalanx calibrate` does
 MOST_RANKS = 4096  # ranks in the table
 COLUMNS = 64
-ABSURD = 1e15  # seconds or bytes of a step: a damaged record
+SOME = 64  # ranks that are asked for their utilization
+ABSURD = 1e18  # seconds, bytes or tokens of a step: a damaged record
 FEW = 10_000  # steps of all ranks together that are looked at one by one
 POINTS = 4000  # buckets behind medians and sums; up to as many steps they are exact
 
@@ -110,7 +111,7 @@ class Summary:
     recovery_s: Pair = field(default_factory=Pair)  # per incident, noticing it included
     effective_time: Pair = field(default_factory=Pair)  # share of the wall clock that was spent on steps that stayed
     noise_scale: float | None = None  # gradient noise, in samples, as last estimated
-    utilization: float | None = None  # mean of the newest of all ranks
+    utilization: float | None = None  # mean of the newest, of 64 ranks or more where there are as many
     stragglers: tuple[Straggler, ...] = ()  # in the last 100 steps
     ledger: Ledger | None = None
     cost: Cost | None = None
@@ -213,7 +214,7 @@ class _Steps:
 
     def quantile(self, share: float) -> float | None:
         """Of the duration of the settled steps."""
-        known = sorted(value for value in self._settled.mean if value)
+        known = sorted(value for value in self._settled.mean if value and _can_be(value))
         if share == 0.5:
             return statistics.median(known) if known else None
         return known[min(len(known) - 1, int(share * len(known)))] if known else None
@@ -223,7 +224,7 @@ def _sum(curve: Curve, last: int | None) -> float:
     """Over all steps of a curve: a bucket's mean times the steps from its first to the next one's."""
     ends = [*curve.step[1:], (last or 0) + 1]
     sized = zip(curve.mean, curve.step, ends, strict=False)
-    return sum(mean * max(0, end - begin) for mean, begin, end in sized if mean is not None)
+    return sum((mean or 0.0) * max(0, end - begin) for mean, begin, end in sized if _can_be(mean))
 
 
 def _saved(run: Run) -> list[int]:
@@ -234,7 +235,8 @@ def _saved(run: Run) -> list[int]:
 
 
 def _utilization(history: RunHistory) -> float | None:
-    newest = (history.latest("monitor", rank) for rank in history.ranks[:MOST_RANKS])
+    asked = history.ranks[:: max(1, len(history.ranks) // SOME)]
+    newest = (history.latest("monitor", rank) for rank in asked)
     return _mean(number(event, "utilization") for event in newest if event is not None)
 
 
@@ -265,7 +267,7 @@ def _mfu(prediction: Mapping[str, Any], rate: float | None) -> Pair:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
+    known = [value for value in values if value is not None and _can_be(abs(value))]
     return statistics.fmean(known) if known else None
 
 
@@ -324,23 +326,29 @@ def _ranks(history: RunHistory, plan: Mapping[str, Any], settled: int) -> Iterab
 def _most(history: RunHistory) -> dict[int, float]:
     """The most memory of each rank; of many ranks and steps, the most of its means over a 64th of the run."""
     found: dict[int, float] = {}
-    for name in ("memory_bytes", "memory_used_bytes"):
+    for name in {"memory_bytes", "memory_used_bytes"}.intersection(history.names()):
         mesh = history.mesh(name, columns=COLUMNS)
         for rank, values in zip(mesh.ranks, mesh.values, strict=True):
             found[rank] = max(found.get(rank, 0.0), max((value for value in values if value), default=0.0))
     if len(history.ranks) * (history.last_step or 0) <= FEW:
         for rank in history.ranks:
-            found[rank] = max(
-                found[rank], *(v for v in history.curve("memory_bytes", rank=rank, points=1).high if v), 0.0
-            )
+            most = [value for value in history.curve("memory_bytes", rank=rank, points=1).high if value]
+            found[rank] = max([found.get(rank, 0.0), *most])
     return {rank: most for rank, most in found.items() if most}
 
 
 def _means(history: RunHistory, name: str, first: int) -> dict[int, float | None]:
     """Per step, of each rank; what cannot be a mean of anything is left out."""
+    if name not in history.names():
+        return {}
     mesh = history.mesh(name, columns=1, first=first)
     found = {rank: next(iter(values), None) for rank, values in zip(mesh.ranks, mesh.values, strict=True)}
-    return {rank: value if value is not None and 0.0 <= value < ABSURD else None for rank, value in found.items()}
+    return {rank: value if _can_be(value) else None for rank, value in found.items()}
+
+
+def _can_be(value: float | None) -> bool:
+    """Whether a number may be seconds, bytes or tokens of a step."""
+    return value is not None and 0.0 <= value < ABSURD
 
 
 def _stages(ranks: Sequence[RankTime], layout: Mapping[str, Any]) -> tuple[float, ...]:

@@ -45,6 +45,17 @@ class View:
         return self.state in (*OVER, "gone")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Dear:
+    """What takes a look at the whole record."""
+
+    summary: Summary
+    effective: Effective
+    scores: Scores
+    loss: tuple[float | None, ...]
+    tokens_per_s: tuple[float | None, ...]
+
+
 class Watcher:
     """Looks at a run again and again."""
 
@@ -54,24 +65,24 @@ class Watcher:
         self._told = [0, 0]  # events of rank 0 and of the supervisor that were remarked on
         self._changed_s = _changed(run)
         self._next_s = 0.0
-        self._dear: tuple[Summary, Effective, Scores] | None = None
+        self._dear: _Dear | None = None
 
     def look(self) -> View:
         """What there is now."""
         if self._history.refresh():
             self._changed_s = self._clock()
         state = self._state()
-        summary, effective, found = self._read(force=state in (*OVER, "gone"))
+        dear = self._read(force=state in (*OVER, "gone"))
         saved = [event for event in self._history.events("checkpoint") if event.get("path") and not event.get("error")]
         saved_s = number(saved[-1], "t") if saved else None
         return View(
             state=state,
             progress=self._progress(),
-            loss=self._history.curve("loss", points=self._points).mean,
-            tokens_per_s=self._history.curve("tokens_per_s", points=self._points).mean,
-            summary=summary,
-            effective=effective,
-            scores=found,
+            loss=dear.loss,
+            tokens_per_s=dear.tokens_per_s,
+            summary=dear.summary,
+            effective=dear.effective,
+            scores=dear.scores,
             saved_step=integer(saved[-1], "step") if saved else None,
             saved_age_s=max(0.0, self._clock() - saved_s) if saved_s is not None else None,
         )
@@ -85,14 +96,19 @@ class Watcher:
         new.sort(key=lambda one: number(one[0], "t") or 0.0)
         return [line for event, remark in new for line in remark(event)]
 
-    def _read(self, *, force: bool) -> tuple[Summary, Effective, Scores]:
-        """The ledger and all that needs the whole record."""
+    def _read(self, *, force: bool) -> _Dear:
+        """The ledger, the curves and all else that needs the whole record."""
         if self._dear is not None and not force and time.monotonic() < self._next_s:
             return self._dear
         began_s = time.monotonic()
         walked = walk(self.run, self._history)
-        summary = summarize(self.run, self._history, walked)
-        self._dear = summary, from_trail(walked.trail), scores(self._history)
+        self._dear = _Dear(
+            summary=summarize(self.run, self._history, walked),
+            effective=from_trail(walked.trail),
+            scores=scores(self._history),
+            loss=self._history.curve("loss", points=self._points).mean,
+            tokens_per_s=self._history.curve("tokens_per_s", points=self._points).mean,
+        )
         took_s = time.monotonic() - began_s
         self._next_s = time.monotonic() + max(LEAST_S, took_s / SHARE)
         return self._dear

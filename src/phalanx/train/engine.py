@@ -208,7 +208,6 @@ class Engine:
             self.listener.norms.begin()
         for filling in self._filling:
             filling.begin(targets_BS.to(self.device), micro=self.settings.layout.micro_batch)
-        whole_BS = targets_BS
         tokens_BS, targets_BS = self._mine(tokens_BS), self._mine(targets_BS)
         batch_sequences = tokens_BS.shape[0] * self.dims.data
         batch_tokens = batch_sequences * self.settings.sequence
@@ -220,7 +219,7 @@ class Engine:
             grads = self._gradients()
             self.touch_gradients(grads)
             norm_squared = squared_norm(self.pieces, grads)
-            heard = self._heard(whole_BS, grads, norm_squared)
+            heard = self._heard(targets_BS, grads, norm_squared)
         numbers = self._agree(norm_squared, loss_sum, targets_BS, wishes=wishes(), heard=heard)
         self.clock.settle()
         squared, loss, valid, *rest = self._read(numbers)
@@ -387,14 +386,14 @@ class Engine:
     def _heard(
         self, targets_BS: torch.Tensor, grads: Sequence[torch.Tensor], squared: torch.Tensor
     ) -> list[torch.Tensor]:
-        """What this rank adds to the estimate of the gradient's noise; `targets_BS` are of whole sequences."""
+        """What this rank adds to the estimate of the gradient's noise. Without context ranks sequences are whole."""
         ear = self.listener
         if ear is None or not ear.norms.enabled:
             return []
         if not ear.norms.on:
             return [torch.zeros_like(squared, device=self.device)] * NUMBERS
         local, chunks, sequences = ear.norms.numbers(
-            targets_BS.to(self.device), micro=self.settings.layout.micro_batch, ignored=IGNORED, speaks=self._scores
+            targets_BS, micro=self.settings.layout.micro_batch, ignored=IGNORED, speaks=self._scores
         )
         if not ear.hears_all:
             kept = [(piece, grad) for piece, grad, own in zip(self.pieces, grads, ear.heard, strict=True) if own]

@@ -13,7 +13,7 @@ MOST_ANSWERS = 512
 # An answer that took a second is made anew at most every ten: a run that grows costs a tenth of a core.
 REST = 10.0
 LEAST_REST_S = 1.0
-MOST_WORKERS = 2
+MOST_WORKERS = 1  # the work is Python: a second thread would only take turns with the first, and with the requests
 
 
 class NotYetError(Exception):
@@ -47,19 +47,24 @@ class Memo:
         self._workers = 0
         self._closed = False
 
-    def get(self, key: Hashable, mark: Hashable, work: Callable[[], Any], *, wait_s: float) -> Any:
-        """The answer for `key`; `mark` tells whether what it was made of has changed. Raises what `work` raised."""
+    def get(self, key: Hashable, mark: Hashable, work: Callable[[], Any], *, wait_s: float, now: bool = False) -> Any:
+        """The answer for `key`; raises what `work` raised. `mark` tells whether what it was made of has changed.
+
+        With `now`, an answer that changed is waited for, too: of a run that is over, the last word counts.
+        """
         until_s = self._clock() + wait_s
         with self._changed:
-            if self._is_due(key, mark):
-                self._order(key, _Order(mark=mark, work=work))
-            while key not in self._answers:
+            while True:
+                answer = self._answers.get(key)
+                if self._is_due(answer, mark, now=now) and key not in self._busy and not self._closed:
+                    self._order(key, _Order(mark=mark, work=work))
+                if answer is not None and (answer.mark == mark or not now):
+                    break
                 left_s = until_s - self._clock()
                 if left_s <= 0 or self._closed:
                     raise NotYetError
                 self._changed.wait(left_s)
             self._answers.move_to_end(key)
-            answer = self._answers[key]
         if answer.error is not None:
             raise answer.error.with_traceback(None)  # or every raise would add to the same one
         return answer.value
@@ -71,11 +76,10 @@ class Memo:
             self._orders.clear()
             self._changed.notify_all()
 
-    def _is_due(self, key: Hashable, mark: Hashable) -> bool:
-        answer = self._answers.get(key)
-        if key in self._busy or self._closed or (answer is not None and answer.mark == mark):
-            return False
-        return answer is None or self._clock() - answer.at_s >= max(LEAST_REST_S, REST * answer.took_s)
+    def _is_due(self, answer: _Answer | None, mark: Hashable, *, now: bool) -> bool:
+        if answer is None or answer.mark == mark:
+            return answer is None
+        return now or self._clock() - answer.at_s >= max(LEAST_REST_S, REST * answer.took_s)
 
     def _order(self, key: Hashable, order: _Order) -> None:
         # What was asked for last is looked at by somebody now; a long list of runs may wait.

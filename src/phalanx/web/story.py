@@ -12,6 +12,7 @@ from phalanx.record.run import Run
 from phalanx.record.summary import Pair, Summary, summarize
 from phalanx.web.memo import NotYetError
 from phalanx.web.shelf import Shelf, mark
+from phalanx.web.views import state_of
 
 EFFECTIVE_POINTS = 400
 
@@ -26,7 +27,8 @@ class Story:
 
 def story(shelf: Shelf, run: Run, *, wait_s: float) -> Story:
     """The story of a run; raises NotYetError when it takes longer than `wait_s`, and is there the next time."""
-    found: Story = shelf.memo.get(("story", run.name), mark(run), lambda: _tell(run), wait_s=wait_s)
+    over = not state_of(run)[1]
+    found: Story = shelf.memo.get(("story", run.name), mark(run), lambda: _tell(run), wait_s=wait_s, now=over)
     return found
 
 

@@ -48,7 +48,8 @@ def _soon(run: Run, work: Callable[[Run, float], Json], until_s: float) -> Json 
 
 
 def _now(shelf: Shelf, run: Run, wait_s: float) -> Json:
-    found: Json = shelf.memo.get(("row", run.name), mark(run), lambda: _stand(shelf, run), wait_s=wait_s)
+    over = not state_of(run)[1]
+    found: Json = shelf.memo.get(("row", run.name), mark(run), lambda: _stand(shelf, run), wait_s=wait_s, now=over)
     return found
 
 

@@ -39,6 +39,7 @@ const HEADER_MS = 5000; // the header's slow numbers (means over the run) are as
 export class RunShell {
   constructor(outlet, name) {
     this.name = name;
+    this.damage = new Map();
     this.title = h("h1", {}, name);
     this.state = h("span", { class: "state" });
     this.under = h("p", { class: "under" });
@@ -122,11 +123,17 @@ export class RunShell {
       return;
     }
     if (this.gone) return;
+    if (this.problem) this.#recovered();
     this.#header();
     this.page?.informed?.(this.info);
     if (this.info.settled === false) this.timer = setTimeout(() => this.#load(), AGAIN_MS);
     this.info.cost = this.cost = await get(runPath(this.name, "/cost")).catch(() => this.cost);
     if (!this.gone && this.cost) this.#header();
+  }
+
+  #recovered() {
+    this.problem = this.damageText = null;
+    fill(this.notice);
   }
 
   #listen() {
@@ -176,7 +183,7 @@ export class RunShell {
         h("div", {}, h("dt", {}, name), h("dd", { class: "big" }, big), h("dd", { class: "beside" }, beside)),
       ),
     );
-    this.#damage(this.info.damage ?? []);
+    this.damaged(this.info);
   }
 
   #state() {
@@ -192,12 +199,14 @@ export class RunShell {
     this.done.style.width = isNumber(step) && steps ? `${Math.min(100, (100 * step) / steps)}%` : "0";
   }
 
-  #damage(damage) {
-    const text = JSON.stringify(damage);
-    if (text === this.damageText) return;
+  // Ranks are read when a page asks for them, so what is missing comes to light page by page.
+  damaged({ damage = [] }) {
+    for (const one of damage ?? []) this.damage.set(`${one.where} ${one.what}`, one);
+    const all = [...this.damage.values()];
+    const text = JSON.stringify(all);
+    if (this.gone || text === this.damageText) return;
     this.damageText = text;
-    if (!damage.length) return fill(this.notice);
-    fill(this.notice, notice(damage));
+    fill(this.notice, all.length ? notice(all) : null);
   }
 }
 

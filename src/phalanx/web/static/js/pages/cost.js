@@ -14,8 +14,8 @@ const ROWS = [
 ];
 
 export class CostPage {
-  constructor(outlet, name) {
-    Object.assign(this, { outlet, name });
+  constructor(outlet, name, shell) {
+    Object.assign(this, { outlet, name, shell });
     fill(outlet, loading());
     this.update = calmly(() => this.#load(), UPDATE_MS);
   }
@@ -36,7 +36,9 @@ export class CostPage {
   async #load() {
     try {
       const answer = await settled(runPath(this.name, "/cost"), () => this.gone);
-      if (!this.gone) this.#draw(answer);
+      if (this.gone) return;
+      this.shell.damaged(answer);
+      this.#draw(answer);
     } catch (error) {
       if (!this.gone) failed(this.outlet, error);
     }

@@ -27,8 +27,8 @@ const ACCOUNTS = {
 };
 
 export class LedgerPage {
-  constructor(outlet, name) {
-    Object.assign(this, { outlet, name });
+  constructor(outlet, name, shell) {
+    Object.assign(this, { outlet, name, shell });
     this.body = h("div", {}, loading());
     fill(outlet, this.body);
     this.update = calmly(() => this.#load(), UPDATE_MS);
@@ -55,7 +55,9 @@ export class LedgerPage {
       if (!this.gone) failed(this.body, error);
       return;
     }
-    if (!this.gone) this.#draw();
+    if (this.gone) return;
+    this.shell.damaged(this.answer);
+    this.#draw();
   }
 
   #draw() {

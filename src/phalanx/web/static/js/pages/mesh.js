@@ -97,6 +97,7 @@ export class MeshPage {
       const mesh = await get(runPath(this.name, "/mesh"), { name, columns: 120 });
       if (this.gone || name !== (this.query.name ?? "compute_s")) return;
       this.mesh = mesh;
+      this.shell.damaged(mesh);
     } catch (error) {
       if (!this.gone) failed(this.map, error);
       this.drawn = false;

@@ -35,8 +35,8 @@ const AXES = [
 ];
 
 export class PlanPage {
-  constructor(outlet, name) {
-    Object.assign(this, { outlet, name });
+  constructor(outlet, name, shell) {
+    Object.assign(this, { outlet, name, shell });
     fill(outlet, loading());
     this.#load();
   }
@@ -50,7 +50,9 @@ export class PlanPage {
   async #load() {
     try {
       const plan = await get(runPath(this.name, "/plan"));
-      if (!this.gone) this.#draw(plan);
+      if (this.gone) return;
+      this.shell.damaged(plan);
+      this.#draw(plan);
     } catch (error) {
       if (!this.gone) failed(this.outlet, error);
     }

@@ -169,6 +169,7 @@ export class RunPage {
       });
       if (this.gone || asked !== this.asked) return;
       this.answer = answer;
+      this.shell.damaged(answer);
       fill(this.problem);
     } catch (error) {
       if (!this.gone) failed(this.problem, error);
@@ -184,6 +185,7 @@ export class RunPage {
       return; // the curves say what is wrong with the server
     }
     if (this.gone) return;
+    this.shell.damaged(this.marks);
     this.#draw();
     this.list.show(this.marks);
   }

@@ -81,6 +81,7 @@ export class StepPage {
       const answer = await get(runPath(this.name, "/step"), { step, rank: rank ?? 0 });
       if (this.gone || step !== this.query.step || rank !== this.query.rank) return;
       this.answer = answer;
+      this.shell.damaged(answer);
     } catch (error) {
       if (!this.gone) failed(this.body, error);
       return;
