@@ -110,6 +110,8 @@ def _measure(run: Run, *, cold: bool) -> str:
     mesh = history.mesh("compute_s")
     marks.append(time.perf_counter())
     cpu_s = time.process_time() - cpu_s
+    history.mesh("wait_s")
+    marks.append(time.perf_counter())
     history.refresh()
     marks.append(time.perf_counter())
     zoomed = history.curve("loss", first=50_000, last=55_000)
@@ -117,7 +119,7 @@ def _measure(run: Run, *, cold: bool) -> str:
     assert not history.damage()
     spent = [after - before for before, after in itertools.pairwise(marks)]
     size = f"{len(curves[0].step)} points, mesh {len(mesh.values)} x {len(mesh.step)}, zoom {len(zoomed.step)} points"
-    words = ("open", "10 curves", "mesh", "refresh", "zoom to 5,000 steps")
+    words = ("open", "10 curves", "mesh", "mesh of another series", "refresh", "zoom to 5,000 steps")
     told = ", ".join(f"{word} {seconds:.3f} s" for word, seconds in zip(words, spent, strict=True))
     return f"{told}; first page {sum(spent[:3]):.3f} s, {cpu_s:.3f} s of CPU ({size})"
 

@@ -7,6 +7,9 @@ see anything in short blocks the monitor and the pings run `--faster` times as o
 therefore more than a run pays. A recorded timeline is one step in 200: it is measured by itself and divided by 200.
 Blocks alternate, so that a busy neighbour hurts both alike, and the order within a pair changes; the median of the
 paired ratios is what counts. Processor seconds of all threads of a rank are given too: they hardly notice a neighbour.
+
+On a busy machine both drown in noise. So the processor time inside telemetry's own functions and threads is counted as
+well, and given as a share of all the rank's processor time: "counted" is that at the default rates, timelines included.
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ import argparse
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +35,7 @@ from phalanx.plan.layout import Layout
 from phalanx.record.events import EventWriter
 from phalanx.train.engine import Engine, StepResult
 from phalanx.train.settings import Settings
+from phalanx.train.telemetry.noise import LocalNorms, NoiseScale
 from phalanx.train.telemetry.sensors import sensors_of
 from phalanx.train.telemetry.timeline import TimelineSampler
 from phalanx.train.telemetry.watch import Meeting, meet, watched
@@ -50,6 +56,8 @@ class Block:
 
     wall_s: float
     cpu_s: float
+    inside_s: float = 0.0  # processor time of telemetry's functions in the step
+    beside_s: float = 0.0  # and of its threads
 
 
 @dataclass(kw_only=True, slots=True)
@@ -101,9 +109,35 @@ def switched_on(
     _listen(engine, on=False)
 
 
+class Counted:
+    """Processor seconds inside a few functions, which it wraps for the life of this process."""
+
+    def __init__(self, *places: tuple[type, str]) -> None:
+        self.seconds = 0.0
+        for owner, name in places:
+            setattr(owner, name, self._wrap(getattr(owner, name)))
+
+    def _wrap(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            began_s = time.thread_time()
+            try:
+                return work(*args, **kwargs)
+            finally:
+                self.seconds += time.thread_time() - began_s
+
+        return run
+
+
+def thread_seconds() -> float:
+    """Processor seconds of the threads beside the training, so far."""
+    ids = [thread.native_id for thread in threading.enumerate() if thread.name in ("monitor", "peers")]
+    texts = [Path(f"/proc/self/task/{number}/schedstat").read_text() for number in ids]
+    return sum(int(text.split()[0]) for text in texts) / 1e9
+
+
 def _listen(engine: Engine, *, on: bool) -> None:
     if engine.listener is not None:
-        engine.listener.norms.on = on
+        engine.listener.norms.enabled = on
 
 
 def measure(rank: int, layout: Layout, rounds: int, steps: int, telemetry: Telemetry, folder: str, parts: str) -> Found:
@@ -116,6 +150,17 @@ def measure(rank: int, layout: Layout, rounds: int, steps: int, telemetry: Telem
     events = EventWriter(Path(folder) / f"events-{rank:05d}.jsonl", rank=rank)
     store = dist.distributed_c10d._get_default_store()
     found = Found()
+    inside = Counted((LocalNorms, "hear"), (Engine, "_heard"), (Engine, "_noise"), (NoiseScale, "take"))
+
+    def timed(work: Callable[[], object]) -> Block:
+        """From all ranks at its beginning to all ranks at its end."""
+        dist.barrier()
+        inside.seconds = 0.0
+        began_s, before_s, threads_s = time.perf_counter(), time.process_time(), thread_seconds()
+        work()
+        beside_s, cpu_s = thread_seconds() - threads_s, time.process_time() - before_s
+        dist.barrier()
+        return Block(wall_s=time.perf_counter() - began_s, cpu_s=cpu_s, inside_s=inside.seconds, beside_s=beside_s)
 
     def step() -> StepResult:
         return engine.step(tokens_BS, targets_BS, lr=1e-3)
@@ -134,15 +179,6 @@ def measure(rank: int, layout: Layout, rounds: int, steps: int, telemetry: Telem
             found.steps[True].append(timed(lambda: recorded(engine, events, step)))
     events.close()
     return found
-
-
-def timed(work: Callable[[], object]) -> Block:
-    """From all ranks at its beginning to all ranks at its end."""
-    dist.barrier()
-    began_s, before_s = time.perf_counter(), time.process_time()
-    work()
-    dist.barrier()
-    return Block(wall_s=time.perf_counter() - began_s, cpu_s=time.process_time() - before_s)
 
 
 def recorded(engine: Engine, events: EventWriter, step: Callable[[], StepResult]) -> None:
@@ -173,6 +209,7 @@ def main() -> None:
         )
         written = sum(path.stat().st_size for path in Path(folder).glob("*.jsonl"))
     show(f"{args.layout}, {args.parts}", layout, found, args.steps, written)
+    show_counted(found, args.faster)
 
 
 def show(name: str, layout: Layout, found: list[Found], steps: int, written_bytes: int) -> None:
@@ -192,6 +229,19 @@ def show(name: str, layout: Layout, found: list[Found], steps: int, written_byte
     verdict = "under" if total + rare < FLOOR else "OVER"
     print(f"  all of it            {total + rare:+8.2%}   {verdict} {FLOOR:.0%}, by {abs(FLOOR - total - rare):.2%}")
     print(f"  events written       {written_bytes:,} bytes")
+
+
+def show_counted(found: list[Found], faster: float) -> None:
+    """Telemetry's own processor time over all of a rank's, the mean of all ranks and blocks."""
+    blocks = [block for one in found for block in one.blocks[True]]
+    total_s = sum(block.cpu_s for block in blocks)
+    inside, beside = sum(b.inside_s for b in blocks) / total_s, sum(b.beside_s for b in blocks) / total_s / faster
+    plain, taken = ([block.cpu_s for one in found for block in one.steps[on]] for on in (False, True))
+    rare = max(0.0, min(taken) / min(plain) - 1) / EVERY if plain else 0.0
+    print(f"  counted, inside      {inside:8.3%}   gradient noise")
+    print(f"  counted, beside      {beside:8.3%}   monitor and pings, at the default rates")
+    print(f"  counted, timelines   {rare:8.3%}   one step in {EVERY}, the least disturbed of each kind")
+    print(f"  counted, all of it   {inside + beside + rare:8.3%}   the floor is {FLOOR:.0%}")
 
 
 def _walls(found: list[dict[bool, list[Block]]], on: bool) -> list[float]:

@@ -204,6 +204,24 @@ def test_an_outlived_writer_does_not_rotate_what_is_no_longer_its_file(tmp_path:
     assert [step for step in steps if step >= 0] == list(range(10))
 
 
+@pytest.mark.parametrize("what", ["rename", "open"])
+def test_a_file_that_cannot_be_rotated_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    writer = EventWriter(tmp_path / "e.jsonl", rank=0, rotate_bytes=500)
+    tries = []
+
+    def refuse(*names: object) -> int:
+        tries.append(names)
+        raise OSError(errno.EACCES, "no")
+
+    monkeypatch.setattr(module.os, what, refuse)
+    for step in range(50):
+        writer.write("sample", step=step, text="x" * 40)
+    monkeypatch.undo()
+    writer.close()
+    assert [event["step"] for event in read_events(tmp_path / "e.jsonl")[0]] == list(range(50))
+    assert 1 < len([names for names in tries if "e.jsonl" in str(names[0])]) < 20, "not at every event"
+
+
 def test_parts_that_were_tidied_away_are_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "e-0007.jsonl").write_text('{"event":"a"}\n')
     (tmp_path / "e.jsonl").write_text('{"event":"b"}\n')

@@ -214,6 +214,24 @@ def test_what_a_step_looked_like_inside(run: Run) -> None:
     assert history.at_step("timeline", 98) is None
 
 
+def test_rare_events_that_are_many(small: Run) -> None:
+    writer = EventWriter(small.events(0), rank=0)
+    for step in range(12, 312):
+        writer.write("step", step=step, loss=1.0)
+        writer.write("checkpoint", step=step + 1)
+        if step % 100 == 0:
+            writer.write("timeline", step=step, spans=[["data", str(step), 0, 1, None, None]])
+    writer.close()
+    history = RunHistory.open(small)
+    assert history.steps_with("timeline") == (100, 200, 300)
+    assert history.at_step("timeline", 200)["spans"][0][1] == "200"
+    assert history.latest("timeline")["step"] == 300
+    assert len(history.events("checkpoint")) == 300 + len(
+        [e for e in read_events(small.events(1))[0] if e["event"] == "checkpoint"]
+    )
+    assert history.steps_with("nothing") == ()
+
+
 # ---- while it goes on ------------------------------------------------------------------------------------------------
 
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import random
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from synthetic import write_run
 
+from phalanx.cli.watch_screen import frame
 from phalanx.record import html, markdown
 from phalanx.record.plots import Line, Mark, plot, shower, stacked
+from phalanx.record.report import render
 from phalanx.record.run import Run
 from phalanx.record.story import Story, tell_story
+from phalanx.record.view import Watcher
 
 EVIL = '<script>alert(1)</script>"\x1b[2J|`*'
 HEADINGS = (
@@ -156,6 +161,42 @@ def test_damaged_files_are_told_of(tmp_path: Path, name: str, content: bytes) ->
     story = tell_story(run)
     Seen(html.page(story, made=""))
     markdown.page(story)
+
+
+ODD = [None, True, -1, 0, 1e308, -1e308, 10**400, float("nan"), float("inf"), EVIL, [], {}, [1, 2], 2**70, 1e-320, 0.5]
+
+
+def garbled(value: Any, chance: random.Random) -> Any:
+    """A value of which something, somewhere, is not what it was."""
+    if isinstance(value, dict) and value and chance.random() < 0.9:
+        key = chance.choice(list(value))
+        return {name: garbled(one, chance) if name == key else one for name, one in value.items()}
+    if isinstance(value, list) and value and chance.random() < 0.7:
+        index = chance.randrange(len(value))
+        return [garbled(one, chance) if number == index else one for number, one in enumerate(value)]
+    return chance.choice(ODD)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_whatever_the_files_hold(tmp_path: Path, seed: int) -> None:
+    run, chance = write_run(tmp_path, ranks=3, steps=20, straggler=1, hosts=1), random.Random(seed)
+    for name in ("plan.json", "launch.json", "status.json"):
+        value = json.loads((run.path / name).read_text())
+        for _ in range(chance.choice([0, 1, 8])):
+            value = garbled(value, chance)
+        (run.path / name).write_text(json.dumps(value))
+    for path in (run.events(0), run.events(1), run.supervisor):
+        events = [json.loads(line) for line in path.read_text().splitlines()]
+        for _ in range(chance.choice([0, 10, 100])):
+            index = chance.randrange(len(events))
+            events[index] = garbled(events[index], chance)
+        path.write_text("\n".join(map(json.dumps, events)))
+    story = tell_story(run)
+    assert "\x1b" not in html.page(story, made="") + markdown.page(story) + render(story.summary)
+    watcher = Watcher(run)
+    assert all(
+        "\x1b" not in line.plain for line in frame(watcher.look(), watcher.remarks(), name="", width=80, height=50)
+    )
 
 
 # ---- plots -----------------------------------------------------------------------------------------------------------

@@ -72,6 +72,13 @@ def folders_for_files(run: Run) -> None:
         path.mkdir()
 
 
+def pipes_for_files(run: Run) -> None:
+    """Opening one would wait for somebody to write into it."""
+    for path in (run.events(1), run.supervisor, run.path / "status.json", run.path / "launch.json"):
+        path.unlink()
+        os.mkfifo(path)
+
+
 def clock_jumps(run: Run) -> None:
     lines = run.events(0).read_text().splitlines()
     events = [json.loads(line) for line in lines]
@@ -127,7 +134,8 @@ def everything_gone(run: Run) -> None:
 
 
 HARMS: list[Callable[[Run], None]] = [
-    torn, binary, no_plan, odd_plan, wrong_jsons, no_events, missing_rank, folders_for_files, clock_jumps, wrong_types,
+    torn, binary, no_plan, odd_plan, wrong_jsons, no_events, missing_rank, folders_for_files,
+    pipes_for_files, clock_jumps, wrong_types,
     odd_supervisor, huge_numbers, unknown_kinds, everything_gone,
 ]  # fmt: skip
 

@@ -256,6 +256,13 @@ def test_runs_are_filtered_sorted_and_compared(browser: Any, site: Dashboard) ->
         assert tab.page.locator("tbody th a").all_inner_texts() == ["alpha", "beta"]
         tab.page.get_by_role("button", name="Time").click()
         tab.see(".chart .u-over")
+        box = tab.see(".chart .u-over").bounding_box()
+        tab.page.mouse.move(box["x"] + box["width"] * 0.2, box["y"] + 50)
+        tab.page.mouse.down()
+        tab.page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 60, steps=4)
+        with tab.page.expect_response(re.compile(r"/api/runs/beta/curves\?names=loss&first=\d+&last=\d+")):
+            tab.page.mouse.up()
+        tab.see("button:text('Whole runs')").click()
         tab.page.get_by_label("Series").select_option("tokens_per_s")
         tab.see("figcaption >> text=Tokens per second")
 

@@ -117,7 +117,6 @@ class EventWriter:
             self._rotate(end)
 
     def _rotate(self, end: int) -> None:
-        self._rotate_at = end + self._rotate_bytes  # where the next try is, should this one fail
         if self._index is not None:
             self._index.close()
         try:
@@ -132,10 +131,11 @@ class EventWriter:
         try:
             self._open()
         except OSError:  # no new file: go on in the old one, without an index
-            self._index = None
+            self._index, self._rotate_at = None, end + self._rotate_bytes
             return
         os.close(before)
-        self._rotate_at = self._rotate_bytes
+        size = os.fstat(self._file).st_size  # of the old one still, where it could not be renamed
+        self._rotate_at = self._rotate_bytes + (size if size >= self._rotate_bytes else 0)
 
     def _bound(self) -> None:
         held = b"".join(self._pending)

@@ -181,6 +181,8 @@ class _Clock:
 
 def raw_lines(path: Path) -> Iterator[bytes]:
     """The lines of a file, if there is one; an overlong one comes in pieces."""
+    if not path.is_file():  # a pipe of that name would be waited for for ever
+        return
     try:
         file = path.open("rb")
     except OSError:

@@ -264,14 +264,12 @@ class RunHistory:
 
     def steps_with(self, kind: str, rank: int = 0) -> tuple[int, ...]:
         """The steps for which a rank has an event of a rare kind, without reading them."""
-        places = self._rank(rank).places(kind) if rank in self.ranks else []
-        return tuple(sorted({step for step, _, _ in places if step >= 0}))
+        found = self._rank(rank).steps_with(kind) if rank in self.ranks else ()
+        return tuple(sorted(step for step in found if step >= 0))
 
     def at_step(self, kind: str, step: int, rank: int = 0) -> Event | None:
         """The newest event of a rare kind for a step."""
-        places = self._rank(rank).places(kind) if rank in self.ranks else []
-        found = [(segment, place) for number, segment, place in places if number == step]
-        return found[-1][0].at(found[-1][1]) if found else None
+        return self._rank(rank).at_step(kind, step) if rank in self.ranks else None
 
     def damage(self) -> list[Damage]:
         """What cannot be read, as far as the run was looked at; nothing is left out silently."""

@@ -13,6 +13,7 @@ from phalanx.record.values import integer, number
 if TYPE_CHECKING:
     from phalanx.record.history import Mesh, RunHistory
 
+MOST_S = 1e9  # 30 years: no step, a damaged record
 Table = np.ndarray[Any, np.dtype[np.float64]]  # [rank][column of steps], seconds, NaN where not known
 
 
@@ -54,7 +55,7 @@ def work_of(history: RunHistory, ranks: Sequence[int], *, first: int, last: int)
         for event in history.steps(rank, first, last):
             step, took_s, waited_s = integer(event, "step"), number(event, "duration_s"), number(event, "wait_s")
             computed_s = number(event, "compute_s") if took_s is None or waited_s is None else took_s - waited_s
-            if step is not None and first <= step <= last and computed_s is not None and computed_s > 0.0:
+            if step is not None and first <= step <= last and computed_s is not None and 0.0 < computed_s < MOST_S:
                 own[row, step - first] = computed_s
                 wait[row, step - first] = np.nan if waited_s is None else waited_s
     if int(np.isfinite(own).any(axis=1).sum()) < 2:
@@ -63,9 +64,10 @@ def work_of(history: RunHistory, ranks: Sequence[int], *, first: int, last: int)
 
 
 def _table(mesh: Mesh) -> Table:
-    """The mesh's values; also of a mesh without ranks or columns."""
+    """The mesh's values, also of a mesh without ranks or columns; what cannot be a duration is not known."""
     rows = [[np.nan if value is None else value for value in row] for row in mesh.values]
-    return np.array(rows, dtype=np.float64).reshape(len(mesh.ranks), len(mesh.step))
+    found = np.array(rows, dtype=np.float64).reshape(len(mesh.ranks), len(mesh.step))
+    return np.where(np.abs(found) < MOST_S, found, np.nan)
 
 
 def median_of_others(values: Table) -> Table:

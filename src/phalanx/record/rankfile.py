@@ -158,9 +158,16 @@ class RankFile:
             for number in np.flatnonzero(blocks["kinds"] & mask)[::-1]:
                 yield segment, blocks[number]
 
-    def places(self, kind: str) -> list[tuple[int, Segment, np.void]]:
-        """Step and place of every listed event of a rare kind, as the files have them."""
-        return [(int(place["step"]), segment, place) for segment in self.segments for place in segment.places(kind)]
+    def steps_with(self, kind: str) -> set[int]:
+        """The steps for which there is an event of a rare kind."""
+        return {step for segment, block in self._newest_first((kind,)) for step in segment.steps_with(block, kind)}
+
+    def at_step(self, kind: str, step: int) -> Event | None:
+        """The newest event of a rare kind for a step."""
+        for segment, block in self._newest_first((kind,)):
+            if (found := segment.at_step(block, kind, step)) is not None:
+                return found
+        return None
 
     def troubles(self) -> Counter[str]:
         """What of its files could not be read or believed, as far as they were looked at."""

@@ -317,6 +317,8 @@ def _names(folder: Path) -> list[str]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object in a file of a run; raises UserError when it is missing or damaged."""
     try:
+        if not path.is_file() and path.exists():  # a pipe would be waited for for ever
+            raise mistake(str(path), "is not a file", why="the run is damaged")
         if path.stat().st_size > MOST_JSON_BYTES:
             raise mistake(str(path), f"is larger than {MOST_JSON_BYTES:,} bytes", why="the run is damaged")
         data = json.loads(path.read_text(encoding="utf-8"))

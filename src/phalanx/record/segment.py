@@ -52,7 +52,6 @@ class Segment:
         self.replaced = False  # it once was longer than it is
         self._index = EMPTY
         self._stamp: tuple[int, int] | None = None
-        self._inode = 0
         self._gaps: list[_Gap] = []
         self._blocks: NDArray[np.void] | None = None
         self._places: NDArray[np.void] | None = None
@@ -64,7 +63,7 @@ class Segment:
 
     def refresh(self) -> bool:
         """Look what is new; whether there was anything."""
-        size, self._inode = _size(self.path)
+        size = _size(self.path)
         stamp = _stamp(self.path.with_suffix(SUFFIX))
         if (size, stamp) == (self.size, self._stamp):
             return False
@@ -72,7 +71,7 @@ class Segment:
             self.replaced, self._gaps = True, []
         if stamp != self._stamp or size < self.size:
             self._index, self._stamp = read_index(self.path), stamp
-            size = max(size, _size(self.path)[0])  # the index may tell of what came meanwhile
+            size = max(size, _size(self.path))  # the index may tell of what came meanwhile
         self.size, self._blocks, self._places = size, None, None
         self._fit_gaps()
         return True
@@ -188,11 +187,22 @@ class Segment:
         data = b"".join(self._chunks(int(place["offset"]), int(place["offset"]) + int(place["length"])))
         return parse(data)
 
-    def places(self, kind: str) -> NDArray[np.void]:
-        """Where the rare events of a kind are; those of crowded blocks are not among them."""
-        self.blocks()
-        assert self._places is not None
-        return np.asarray(self._places[self._places["kind"] == code_of(kind)])
+    def steps_with(self, block: np.void, kind: str) -> list[int]:
+        """The steps for which a block has a rare event of a kind; read only where their places are not kept."""
+        if is_crowded(block):
+            told = [event.get("step") for event in self.search(block, (kind,))]
+            return [step for step in told if type(step) is int]
+        places = self._places_in(block)
+        return [int(step) for step in places["step"][places["kind"] == code_of(kind)]]
+
+    def at_step(self, block: np.void, kind: str, step: int) -> Event | None:
+        """The last rare event of a kind for a step in a block."""
+        if is_crowded(block):
+            found = [event for event in self.search(block, (kind,)) if event.get("step") == step]
+            return found[-1] if found else None
+        places = self._places_in(block)
+        places = places[(places["kind"] == code_of(kind)) & (places["step"] == step)]
+        return self.at(places[-1]) if len(places) else None
 
     def _places_in(self, block: np.void) -> NDArray[np.void]:
         self.blocks()
@@ -201,10 +211,10 @@ class Segment:
         return np.asarray(self._places[(offsets >= block["start"]) & (offsets < block["end"])])
 
     def _chunks(self, start: int, stop: int) -> Iterator[bytes]:
-        """A stretch of the file in pieces; it ends early where the file does, or when another has its name now."""
+        """A stretch of the file in pieces; it ends early where the file does, or when a shorter one has its name."""
         try:
             with self.path.open("rb", buffering=0) as file:
-                if os.fstat(file.fileno()).st_ino != self._inode:
+                if os.fstat(file.fileno()).st_size < self.size:
                     return
                 file.seek(start)
                 while start < stop and (data := file.read(min(READ_BYTES, stop - start))):
@@ -214,13 +224,13 @@ class Segment:
             return
 
 
-def _size(path: Path) -> tuple[int, int]:
-    """Bytes and inode; zeros when there is no such file."""
+def _size(path: Path) -> int:
+    """Bytes; none when it is no file."""
     try:
         found = path.stat()
     except OSError:
-        return 0, 0
-    return (found.st_size, found.st_ino) if stat.S_ISREG(found.st_mode) else (0, 0)
+        return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

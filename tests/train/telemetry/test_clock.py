@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass, field
 
 import pytest
 
-from phalanx.train.telemetry.clock import DeviceClock, HostClock
+from phalanx.train.telemetry.clock import DeviceClock, HostClock, time_gathers
 
 
 class Time:
@@ -122,3 +124,25 @@ def test_waiting_between_phases_is_not_taken_off_twice():
     device.read()
     found = clock.end()
     assert (found.compute_s, found.wait_s) == (pytest.approx(2.0), pytest.approx(1.0))
+
+
+def test_what_is_timed_does_not_outlive_its_last_user():
+    """A pipeline's stage holds the receive buffers of all its micro-batches."""
+
+    class Group:
+        waited = 0
+
+        def wait_for_unshard(self) -> None:
+            self.waited += 1
+
+    group = Group()
+    time_gathers([group], HostClock())
+    group.wait_for_unshard()
+    assert group.waited == 1
+    gone = weakref.ref(group)
+    gc.disable()
+    try:
+        del group
+        assert gone() is None
+    finally:
+        gc.enable()

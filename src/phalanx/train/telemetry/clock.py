@@ -10,10 +10,12 @@ counts as working, since no other rank is to blame.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
+from weakref import WeakMethod
 
 import torch
 from torch.distributed.pipelining import PipelineStage
@@ -199,24 +201,26 @@ def time_stage(stage: PipelineStage, clock: StepClock) -> None:
         ("backward_one_chunk", "backward"),
         ("backward_weight_one_chunk", "backward"),
     ):
-        setattr(stage, name, _timed(getattr(stage, name), clock, kind))
+        _wrap(stage, name, partial(clock.phase, kind))
 
 
-def _timed(work: Callable[..., Any], clock: StepClock, kind: str) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with clock.phase(kind):
-            return work(*args, **kwargs)
-
-    return run
-
-
-def time_gathers(groups: list[Any], clock: StepClock) -> None:
+def time_gathers(groups: Iterable[Any], clock: StepClock) -> None:
     """Mark where FSDP2 waits for gathered weights."""
     for group in groups:
-        wait = group.wait_for_unshard
+        _wrap(group, "wait_for_unshard", clock.stall)
 
-        def waited(wait: Callable[[], None] = wait) -> None:
-            with clock.stall():
-                wait()
 
-        group.wait_for_unshard = waited
+def _wrap(owner: Any, name: str, mark: Callable[[], AbstractContextManager[None]]) -> None:
+    """Put a mark around a method of one object.
+
+    Weakly: an object that held itself would outlive its last user, a stage with all its receive buffers.
+    """
+    method = WeakMethod(getattr(owner, name))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        work = method()
+        assert work is not None
+        with mark():
+            return work(*args, **kwargs)
+
+    setattr(owner, name, run)

@@ -60,6 +60,7 @@ export const seconds = known((value) =>
 );
 export const percent = known((value) => `${(value * 100).toFixed(1)}%`);
 export const signed = known((value) => {
+  if (value >= 9) return `${three(value + 1)}×`; // percents of a thousand and more say nothing
   const text = Math.abs(value * 100).toFixed(1);
   return `${text === "0.0" ? "±" : value > 0 ? "+" : "−"}${text}%`;
 });

@@ -1,6 +1,6 @@
 // Several runs on the same axes: by step, by tokens, or by time.
 
-import { get } from "../api.js";
+import { get, runPath } from "../api.js";
 import { choice, fill, h, pick, table, words } from "../dom.js";
 import { SERIES } from "../paint.js";
 import { X, X_UNITS } from "../parts/axis.js";
@@ -22,6 +22,8 @@ export class ComparePage {
       NAMES.map((name) => h("option", { value: name }, title(name))),
     );
     this.back = h("a", { href: "#/" }, "Choose other runs");
+    this.reset = h("button", { type: "button", hidden: true, onclick: () => this.whole() }, "Whole runs");
+    this.finer = new Map(); // by run: the range that is looked at, with as many points as the whole
     this.body = h("div", {}, loading());
     fill(
       outlet,
@@ -31,6 +33,7 @@ export class ComparePage {
         { class: "tools" },
         h("label", {}, "Series", this.name),
         this.x,
+        this.reset,
         h("span", { class: "grow" }),
         this.back,
       ),
@@ -45,8 +48,11 @@ export class ComparePage {
     this.back.href = link([], { pick: query.runs });
     pick(this.x, query.x ?? "step");
     this.name.value = NAMES.includes(query.name) ? query.name : "loss";
-    if (before && before.runs === query.runs && before.name === query.name) this.#draw();
-    else this.#load();
+    this.reset.hidden = !this.#zoomed;
+    this.finer.clear();
+    if (!before || before.runs !== query.runs || before.name !== query.name) return void this.#load();
+    this.#draw();
+    this.#closer();
   }
 
   whole() {
@@ -71,13 +77,34 @@ export class ComparePage {
     if (!names.length) return fill(this.body, words("No runs are chosen. Tick two or more in the list of runs."));
     try {
       const answer = await get("compare", { runs: names.join(","), name: this.name.value, points: POINTS });
-      if (this.gone) return;
+      if (this.gone || answer.name !== this.name.value) return;
       this.answer = { ...answer, runs: Object.values(answer.runs ?? {}) };
     } catch (error) {
       if (!this.gone && !this.answer) failed(this.body, error);
       return;
     }
     this.#draw();
+    this.#closer();
+  }
+
+  get #zoomed() {
+    return Number(this.query.to) > Number(this.query.from);
+  }
+
+  // Asks for the range that is looked at, so that it is drawn as sharply as the whole.
+  async #closer() {
+    const { query, answer } = this;
+    if (!this.#zoomed || !answer) return;
+    await Promise.all(answer.runs.map((run) => this.#finer(run, query).catch(() => null)));
+    if (!this.gone && query === this.query) this.#draw();
+  }
+
+  async #finer(run, query) {
+    const [first, last] = around(run, xs(run, run, query.x ?? "step"), Number(query.from), Number(query.to));
+    if (!(last > first)) return;
+    const name = this.name.value;
+    const { curves } = await get(runPath(run.run, "/curves"), { names: name, first, last, points: POINTS });
+    if (curves?.[name] && query === this.query) this.finer.set(run.run, curves[name]);
   }
 
   #draw() {
@@ -86,9 +113,10 @@ export class ComparePage {
     const unit = runs[0]?.unit ?? "";
     this.#chart(unit);
     const kind = this.query.x ?? "step";
-    const tables = runs.map((run) =>
-      cut([xs(run, kind), run.mean.map((value) => value ?? null)], Number(this.query.from), Number(this.query.to)),
-    );
+    const tables = runs.map((run) => {
+      const drawn = this.finer.get(run.run) ?? run;
+      return cut([xs(drawn, run, kind), drawn.mean], Number(this.query.from), Number(this.query.to));
+    });
     const joined = tables.length ? uPlot.join(tables) : [[]];
     this.chart.show({
       x: joined[0],
@@ -153,9 +181,29 @@ function swatch(index) {
   return h("span", { class: "swatch", style: { background: `var(--${SERIES[index % SERIES.length]})` } });
 }
 
-function xs(run, kind) {
-  if (kind === "time") return run.t.map((t) => (isNumber(t) ? t - run.t.find(isNumber) : null));
-  return kind === "tokens" ? (run.tokens ?? []) : run.step;
+// Places of a curve on the axis; `run` is the whole one, which knows where time and tokens begin.
+function xs(curve, run, kind) {
+  const start = run.t.find(isNumber);
+  if (kind === "time") return curve.t.map((t) => (isNumber(t) ? t - start : null));
+  return kind === "tokens" ? curve.step.map((step) => between(run.step, run.tokens ?? [], step)) : curve.step;
+}
+
+// The value at a step, on a line between the known ones beside it.
+function between(steps, values, step) {
+  const after = steps.findIndex((one) => one >= step);
+  if (after === 0 || steps[after] === step) return values[after] ?? null;
+  const before = (after < 0 ? steps.length : after) - 1;
+  const [low, high] = after < 0 ? [before - 1, before] : [before, after];
+  const slope = (values[high] - values[low]) / (steps[high] - steps[low]);
+  return isNumber(slope) ? values[low] + slope * (step - steps[low]) : null;
+}
+
+// The steps within a range of the axis, and one more to either side.
+function around(run, places, from, to) {
+  const first = places.findIndex((x) => x >= from);
+  const last = places.findLastIndex((x) => isNumber(x) && x <= to);
+  const end = run.step.length - 1;
+  return first < 0 || last < 0 ? [0, 0] : [run.step[Math.max(0, first - 1)], run.step[Math.min(end, last + 1)]];
 }
 
 // uPlot wants x ascending and known; a clock that jumped back must not tangle the line.
@@ -166,7 +214,7 @@ function cut([x, y], from, to) {
     const inside = !(to > from) || (value >= from && value <= to);
     if (rises && inside) {
       kept[0].push(value);
-      kept[1].push(y[index]);
+      kept[1].push(y[index] ?? null);
     }
   });
   return kept;

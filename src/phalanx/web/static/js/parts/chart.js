@@ -6,6 +6,7 @@ import { isNumber, reading, ticks } from "../units.js";
 import { MARKS, isCrowded, stroke } from "./marks.js";
 
 const FONT = "12px system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation Sans', sans-serif";
+const FEW_VALUES = 20;
 const NEAR_PX = 6; // a mark this close to the cursor is meant
 const CLOCK_STEPS = [
   1e-3, 5e-3, 0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200,
@@ -97,7 +98,8 @@ export class Chart {
         bands.push({ series: [series.length + 1, series.length], fill: () => withAlpha(colour(hue), 0.18) });
         series.push({ points: { show: false }, width: 0 }, { points: { show: false }, width: 0 });
       }
-      series.push({ stroke: () => colour(hue), width: 1.5, dash: line.dash, points: { show: false }, spanGaps: false });
+      const paint = () => colour(hue);
+      series.push({ stroke: paint, width: 1.5, points: { show: isSparse, size: 5, fill: paint }, spanGaps: false });
     });
     const axis = {
       stroke: () => colour("soft"),
@@ -266,6 +268,11 @@ export class Chart {
     const width = this.plot.clientWidth;
     if (this.uplot && width > 0 && width !== this.uplot.width) this.uplot.setSize({ width, height: this.height });
   }
+}
+
+// A value that stands alone has no line: few values are shown as points too.
+function isSparse(plot, index) {
+  return plot.data[index].filter(isNumber).length <= FEW_VALUES;
 }
 
 function lastKnown(values, at) {
