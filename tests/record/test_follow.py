@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.record.events import EventWriter
-from phalanx.record.follow import Follower
+from phalanx.record.follow import Follower, remark_of_rank
 from phalanx.record.run import Run
 
 
@@ -37,3 +37,11 @@ def test_progress_and_remarks(tmp_path: Path) -> None:
     writer.flush()
     follower.read()
     assert follower.progress.line() == "step 50/50  2.00k tokens/s  3.00 GB"
+
+
+def test_copies_in_memory_that_fail() -> None:
+    known = {"event": "memory", "step": 1200, "trouble": "", "is_skipped": False}
+    assert remark_of_rank(known) == ["step 1,200: copies in memory are well again"]
+    assert remark_of_rank(known | {"trouble": "host b\x1b"}) == ["step 1,200: no second copy in memory: host b "]
+    (told,) = remark_of_rank(known | {"is_skipped": True})
+    assert told == "step 1,200: copies in memory are left out: the last ones are not safe yet"

@@ -116,6 +116,8 @@ def remark_of_rank(event: Event) -> list[str]:
         return [f"step {step:,}: held-out {', '.join(parts)}"]
     if event["event"] == "checkpoint":
         return _checkpoint(event, step)
+    if event["event"] == "memory":
+        return [f"step {step:,}: {_copies(event)}"]
     if event["event"] == "ready":
         seconds = number(event, "seconds")
         at = f", going on at step {step:,}" if step else ""
@@ -124,6 +126,14 @@ def remark_of_rank(event: Event) -> list[str]:
         waited = f" after {format_seconds(seconds)}" if seconds else ""
         return [*(f"warning: {one}" for one in noted), f"ranks ready{waited}{at}"]
     return []
+
+
+def _copies(event: Event) -> str:
+    """How the copies of the state in host memory are."""
+    if event.get("is_skipped") is True:
+        return f"copies in memory are left out: {text(event, 'trouble') or 'the last ones are not safe yet'}"
+    trouble = text(event, "trouble")
+    return f"no second copy in memory: {trouble}" if trouble else "copies in memory are well again"
 
 
 def _checkpoint(event: Event, step: int) -> list[str]:

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from phalanx.errors import Problem, UserError, WorldError, mistake, nearest
 from phalanx.files import replace_text
@@ -35,6 +35,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 EVENTS = re.compile(r"events-(\d{5}|[1-9]\d{5,6})(?:-(\d{4,9}))?\.jsonl")
 COMMIT = re.compile(r"step-(\d{8,18})")
 MOST_JSON_BYTES = 64 * 2**20  # plans of the largest jobs are below 1 MB
+GLANCE_S = 0.2  # a look at a lock takes microseconds
 MOST_TRIES = 1000  # runs of one name started within one second
 
 
@@ -108,16 +109,14 @@ class Run:
     def held(self) -> Iterator[None]:
         """Be the only one who trains in this folder; raises UserError when somebody else does."""
         with open(self.path / "lock", "a+", encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            if not _lock(file, patience_s=GLANCE_S):
                 file.seek(0)
                 raise mistake(
                     str(self.path),
                     f"this run is going on: process {file.read(20).strip() or 'unknown'} trains in it",
                     why="two would write the same steps and checkpoints",
                     fix="wait, or stop it: Ctrl-C there, or make a file called stop in the folder",
-                ) from None
+                )
             file.truncate(0)
             file.write(f"{os.getpid()}\n")
             file.flush()
@@ -127,8 +126,8 @@ class Run:
     def is_held(self) -> bool:
         """Whether a process trains in this folder now."""
         try:
-            with open(self.path / "lock", "a", encoding="utf-8") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with open(self.path / "lock", encoding="utf-8") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment: see `_lock`
         except FileNotFoundError:
             return False
         except OSError:
@@ -220,6 +219,19 @@ class Run:
 
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
         _put(self.path / name, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+
+
+def _lock(file: TextIO, *, patience_s: float) -> bool:
+    """Take a lock; somebody who only looks whether it is taken holds it for a moment."""
+    until_s = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            if time.monotonic() > until_s:
+                return False
+        time.sleep(0.01)
 
 
 def create_run(
