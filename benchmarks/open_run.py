@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from synthetic import make_plan  # tests/synthetic.py
 
+from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import EventWriter
-from phalanx.record.history import RunHistory
 from phalanx.record.run import Run
 
 NAMES = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "duration_s", "compute_s", "wait_s", "memory_bytes",

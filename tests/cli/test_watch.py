@@ -21,8 +21,8 @@ from synthetic import write_run
 from phalanx.cli import watch
 from phalanx.cli.main import main
 from phalanx.cli.watch_screen import frame, spark
+from phalanx.record.page.view import SILENT_S, View, Watcher
 from phalanx.record.run import Run
-from phalanx.record.view import SILENT_S, View, Watcher
 
 Output = pytest.CaptureFixture[str]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from phalanx.metrics import names
 from phalanx.metrics.names import METRICS
-from phalanx.record.series import SERIES
+from phalanx.record.archive.series import SERIES
 
 ALLOWED_UNITS = {"", "1", "s", "By", "J", "W", "Cel", "g", "USD"}
 

@@ -12,7 +12,7 @@ from phalanx.errors import mistake
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.record.diff import Side
+    from phalanx.record.page.diff import Side
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the differences; exit 0 when there are none, 1 when there are."""
     if not 0.0 <= args.within < 1.0:
         raise mistake("phalanx diff", f"--within {args.within} is no share", fix="use a number from 0 to 1, as 0.05")
-    from phalanx.record.diff import compare, render
+    from phalanx.record.page.diff import compare, render
 
     a, b = _sides(args.a, args.b)
     found = compare(a, b, within=args.within)
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sides(a: str, b: str) -> tuple[Side, Side]:
-    from phalanx.record.diff import of_runs
+    from phalanx.record.page.diff import of_runs
     from phalanx.record.run import open_run
 
     if Path(a).is_dir() and Path(b).is_dir():
@@ -55,7 +55,7 @@ def _sides(a: str, b: str) -> tuple[Side, Side]:
 
 
 def _side(name: str) -> Side:
-    from phalanx.record.diff import of_job, of_plan, of_run
+    from phalanx.record.page.diff import of_job, of_plan, of_run
     from phalanx.record.run import open_run
 
     path = Path(name)

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from phalanx.cli.output import note
-from phalanx.record.follow import Follower
+from phalanx.record.page.follow import Follower
 from phalanx.record.run import Run
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from phalanx.errors import mistake
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.record.story import Story
+    from phalanx.record.page.story import Story
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +27,8 @@ def run(args: argparse.Namespace) -> int:
     """Write what was asked for, and say where; without a wish, both files into the run folder."""
     if [args.html, args.markdown].count("-") + args.json > 1:
         raise mistake("phalanx report", "two results for one stdout", fix="give one of them a file")
+    from phalanx.record.page.story import tell_story
     from phalanx.record.run import open_run
-    from phalanx.record.story import tell_story
 
     found = open_run(args.run)
     story = tell_story(found)
@@ -64,13 +64,13 @@ def _put(kind: str, name: str, story: Story, *, quiet: bool) -> None:
 
 def _made(kind: str, story: Story) -> str:
     if kind == "markdown":
-        from phalanx.record.markdown import page as markdown
+        from phalanx.record.page.markdown import page as markdown
 
         return markdown(story)
     import time
     from importlib.metadata import version
 
-    from phalanx.record.html import page as html
+    from phalanx.record.page.html import page as html
 
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     return html(story, made=f"phalanx {version('phalanx')}, report of {now}")

@@ -245,7 +245,7 @@ def _first_of(made: Run, args: argparse.Namespace) -> tuple[HostSpec, ...]:
 
 def _add_baselines(made: Run, plan: Plan) -> None:
     """Counted when the ranks are gone and the cores are free; only where there is something to compare."""
-    from phalanx.record.summary import summarize
+    from phalanx.record.account.summary import summarize
     from phalanx.train.supervise.prepare import baselines
 
     found = summarize(made).evaluation
@@ -257,8 +257,8 @@ def _add_baselines(made: Run, plan: Plan) -> None:
 
 
 def _report(made: Run, *, as_json: bool) -> int:
-    from phalanx.record.report import render
-    from phalanx.record.summary import summarize
+    from phalanx.record.account.summary import summarize
+    from phalanx.record.page.report import render
 
     summary = summarize(made)
     if summary.state in ("running", "launching") and not made.is_held:

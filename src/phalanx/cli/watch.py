@@ -12,7 +12,7 @@ from phalanx.cli.output import plain
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.record.view import View, Watcher
+    from phalanx.record.page.view import View, Watcher
 
 REDRAW_S = 0.5
 PLAIN_S = 5.0  # between lines of progress
@@ -30,8 +30,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Follow the run until it ends or Ctrl-C; both are a good end."""
+    from phalanx.record.page.view import Watcher
     from phalanx.record.run import open_run
-    from phalanx.record.view import Watcher
 
     watcher = Watcher(open_run(args.run))
     try:
@@ -68,7 +68,7 @@ def _lines(watcher: Watcher) -> None:
 
 
 def _last_words(view: View) -> None:
-    from phalanx.record.report import cost_rows
+    from phalanx.record.page.report import cost_rows
     from phalanx.record.values import printable
 
     s = view.summary

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from phalanx.record.report import bar, cost_rows, spent_on
-from phalanx.record.summary import Pair, RankTime
+from phalanx.record.account.summary import Pair, RankTime
+from phalanx.record.page.report import bar, cost_rows, spent_on
+from phalanx.record.page.view import View
 from phalanx.record.values import printable
-from phalanx.record.view import View
 from phalanx.units import format_bytes, format_count, format_seconds
 
 TICKS = "▁▂▃▄▅▆▇█"

@@ -8,8 +8,8 @@ from typing import Any
 
 from phalanx.metrics import names
 from phalanx.metrics.point import Point, point
+from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import Event
-from phalanx.record.history import RunHistory
 from phalanx.record.values import integer, number, text
 
 MOST_COLLECTIVES = 64  # pairs of operation and group

@@ -17,7 +17,7 @@ from phalanx.errors import PhalanxError, Problem, WorldError
 from phalanx.files import write_text
 from phalanx.metrics import names
 from phalanx.metrics.watch import mfu, plan_of
-from phalanx.record.history import RunHistory
+from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run, read_json
 from phalanx.record.values import integer, number, text
 

@@ -9,12 +9,12 @@ from typing import TypeVar
 from phalanx.errors import PhalanxError
 from phalanx.metrics import names
 from phalanx.metrics.point import Point, RankValue, by_rank, point
-from phalanx.record.cost import cost
-from phalanx.record.effective import from_trail
-from phalanx.record.history import RunHistory
-from phalanx.record.ledger import Ledger, Walk, walk
+from phalanx.record.account.cost import cost
+from phalanx.record.account.effective import from_trail
+from phalanx.record.account.ledger import Ledger, Walk, walk
+from phalanx.record.account.stragglers import scores
+from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
-from phalanx.record.stragglers import scores
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
-    from phalanx.record.index import IndexWriter
+    from phalanx.record.archive.index import IndexWriter
 
 VERSION = 1
 # Steps quicker than this share one write (a write takes about 5 µs); every other event is written at once.
@@ -34,7 +34,7 @@ _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=Fa
 class EventWriter:
     """Appends the events of one rank; whole lines only, and a full disk never stops the training.
 
-    Threads may share one. A rank's events are indexed as they are written (record/index.py).
+    Threads may share one. A rank's events are indexed as they are written (archive/index.py).
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class EventWriter:
         if _torn(self._file):
             self._pending.append(b"\n")  # ends the line that a killed process left half written
         if self._rank >= 0:  # the supervisor's few events need no index
-            from phalanx.record.index import IndexWriter
+            from phalanx.record.archive.index import IndexWriter
 
             self._index = IndexWriter(self._path, os.fstat(self._file).st_ino)
 

@@ -26,6 +26,7 @@ from phalanx.errors import Problem, WorldError, mistake
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
+from phalanx.record.redact import redact
 from phalanx.record.run import Run, open_run
 from phalanx.train.checkpoint import sweep
 from phalanx.train.checkpoint.copies import Copies
@@ -101,7 +102,7 @@ class Rank:
             # A peer is gone, and with it the connection; or the error is our own, and the agent will hear of it.
             if not (self.link.is_over(epoch) or last_words.is_consequence(error)):
                 raise
-            self._leave(epoch, step=self.link.step, why=f"{type(error).__name__}: {error}")
+            self._leave(epoch, step=self.link.step, why=redact(f"{type(error).__name__}: {error}", os.environ))
         else:
             self._leave(epoch, step=step, why="", state=state)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import PhalanxError
-from phalanx.record.history import Damage
-from phalanx.record.summary import Pair
+from phalanx.record.account.summary import Pair
+from phalanx.record.archive.history import Damage
 from phalanx.web.memo import NotYetError
 
 Json = dict[str, Any]

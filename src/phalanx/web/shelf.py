@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.errors import UserError, mistake
-from phalanx.record.history import RunHistory, list_runs, run_in
+from phalanx.record.archive.history import RunHistory, list_runs, run_in
 from phalanx.record.run import Run, open_run
 from phalanx.web.memo import Memo
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from phalanx.record.book import Accounts
-from phalanx.record.effective import Effective, from_trail
-from phalanx.record.history import RunHistory
-from phalanx.record.ledger import Ledger, Walk, walk
+from phalanx.record.account.book import Accounts
+from phalanx.record.account.effective import Effective, from_trail
+from phalanx.record.account.ledger import Ledger, Walk, walk
+from phalanx.record.account.summary import Pair, Summary, summarize
+from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
-from phalanx.record.summary import Pair, Summary, summarize
 from phalanx.web.memo import NotYetError
 from phalanx.web.shelf import Shelf, mark
 from phalanx.web.views import state_of

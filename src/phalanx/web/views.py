@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from phalanx.record.history import Curve, RunHistory
+from phalanx.record.archive.history import Curve, RunHistory
 from phalanx.record.run import Run
 from phalanx.record.values import at, integer, number, text
 from phalanx.web.answer import Json

@@ -7,9 +7,9 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from phalanx.record.account.places import AXES, places
+from phalanx.record.account.stragglers import stragglers
 from phalanx.record.events import Event
-from phalanx.record.places import AXES, places
-from phalanx.record.stragglers import stragglers
 from phalanx.record.values import at, integer, number, text
 from phalanx.web.answer import Json, Parts
 from phalanx.web.shelf import Shelf

@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
+from phalanx.record.account.incidents import tell
+from phalanx.record.account.summary import Summary
+from phalanx.record.archive.history import Curve, RunHistory
+from phalanx.record.archive.series import unit_of
 from phalanx.record.events import Event
-from phalanx.record.history import Curve, RunHistory
-from phalanx.record.incidents import tell
 from phalanx.record.run import Run, read_json
-from phalanx.record.series import unit_of
-from phalanx.record.summary import Summary
 from phalanx.record.values import at, integer, number, printable, text
 from phalanx.units import format_bytes, format_seconds
 from phalanx.web.answer import Json, Parts

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from phalanx.record.cost import Amount
+from phalanx.record.account.cost import Amount
 from phalanx.web.answer import Json, Parts
 from phalanx.web.shelf import Shelf
 from phalanx.web.story import Story, soon

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx.record.account.timeline import Span, measured, predicted
 from phalanx.record.events import Event
-from phalanx.record.timeline import Span, measured, predicted
 from phalanx.record.values import at, integer, number, text
 from phalanx.web.answer import Json, Parts
 from phalanx.web.shelf import Shelf

@@ -15,8 +15,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from phalanx.plan.fieldwork import calibrate_run
+from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import read_events
-from phalanx.record.history import RunHistory
 from phalanx.record.run import Run, open_run
 from phalanx.record.schema import event_fields, load_schema
 from phalanx.train.data.build import Origin, Recipe, build

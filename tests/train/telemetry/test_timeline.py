@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.record.timeline import measured
+from phalanx.record.account.timeline import measured
 from phalanx.train.parallel.dims import ParallelDims, build_meshes
 from phalanx.train.telemetry import timeline
 from phalanx.train.telemetry.clock import Phase

@@ -184,7 +184,7 @@ def fenced(history: History) -> Verdict:
 
 def ledger_closes(run: Run) -> Verdict:
     """(g) Every second of the run is in one account."""
-    from phalanx.record.ledger import ledger
+    from phalanx.record.account.ledger import ledger
 
     found = ledger(run)
     return Verdict(name="the ledger closes", ok=bool(found.closes), evidence=str(found))

@@ -247,7 +247,7 @@ def _wall_s(history: History) -> float:
 def _effective(run: Run) -> tuple[float | None, float]:
     """Share of the time between launch and end that trained, and that time; a plan knows nothing of start and end."""
     try:
-        from phalanx.record.ledger import ledger
+        from phalanx.record.account.ledger import ledger
 
         found = ledger(run)
     except (PhalanxError, KeyError, ValueError):

@@ -33,7 +33,8 @@ PING, PONG = 0, 1
 PACKET_BYTES = BODY.size + MAC_BYTES
 _SO_TIMESTAMPNS = 35  # asm-generic/socket.h; Python has no name for it
 _TIMESPEC = struct.Struct("@qq")
-PINGS = 30  # of each peer between two events
+PINGS = 30  # to each peer between two events
+VOLLEY = 3  # of them at once: to wake a thread costs more than to send
 LEAST_PAUSE_S = 0.1
 LOST_S = 10.0  # without an answer
 BURST = 64  # datagrams taken at a time
@@ -163,7 +164,7 @@ class Peers:
         every_s: float,
     ) -> None:
         self._events, self._directory, self._rank, self._epoch = events, directory, rank, epoch
-        self._every_s, self._pause_s = every_s, max(LEAST_PAUSE_S, every_s / PINGS)
+        self._every_s, self._pause_s = every_s, max(LEAST_PAUSE_S, every_s * VOLLEY / PINGS)
         self._key = hmac.digest(secret, b"peers", "sha256")  # a key of its own: a ping proves nothing elsewhere
         self._pairs = {peer: Pair(peer=peer, axis=axis) for axis, peer in neighbours(rank, dims).items()}
         self._sock = _open(address)
@@ -228,11 +229,12 @@ class Peers:
             pair.give_up(late_ns)
             if pair.where is None:
                 continue
-            nonce = secrets.token_bytes(16)
-            packet = self._packet(PING, pair.peer, nonce).encode(self._key)
-            pair.sent_ns[nonce] = time.time_ns()
-            with suppress(OSError):  # no route, a full buffer: an answer that never comes
-                self._sock.sendto(packet, pair.where)
+            for _ in range(VOLLEY):
+                nonce = secrets.token_bytes(16)
+                packet = self._packet(PING, pair.peer, nonce).encode(self._key)
+                pair.sent_ns[nonce] = time.time_ns()
+                with suppress(OSError):  # no route, a full buffer: an answer that never comes
+                    self._sock.sendto(packet, pair.where)
 
     def _find(self) -> None:
         """Look up neighbours that have said where they listen, without ever waiting: the training shares the store."""

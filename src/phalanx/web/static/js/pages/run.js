@@ -295,7 +295,8 @@ export class RunPage {
   #placed(axis) {
     return listed(this.marks)
       .map((mark) => ({ ...mark, x: axis.place(mark) }))
-      .filter((mark) => isNumber(mark.x) && axis.holds(mark.x));
+      .filter((mark) => isNumber(mark.x) && axis.holds(mark.x))
+      .map((mark) => ({ ...mark, x: Math.min(mark.x, axis.range?.[1] ?? mark.x) }));
   }
 
   #zoom(from, to) {

@@ -74,7 +74,7 @@ export class Axis {
   holds(x) {
     if (!this.scale.length) return false;
     const [low, high] = [this.scale[0], this.scale.at(-1)];
-    const room = (high - low) * 0.01;
+    const room = Math.max((high - low) * 0.01, high - (this.scale.at(-2) ?? high)); // marks of step n stand after it
     return x >= low - room && x <= high + room;
   }
 

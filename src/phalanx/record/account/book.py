@@ -1,0 +1,252 @@
+"""The book behind the ledger: walks the marks of a run once, and puts the time between them into accounts."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+from phalanx.record.account.formations import JUMP_S, Formation
+from phalanx.record.events import Event
+from phalanx.record.values import integer, seconds
+
+MOST_POINTS = 1024  # of the trail; then every second one goes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accounts:
+    """Seconds, by what they were spent on."""
+
+    productive: float = 0.0  # steps that stayed, without what follows
+    init: float = 0.0  # from a launch to its first step
+    compile: float = 0.0  # in steps that stayed: kernels were made
+    data: float = 0.0  # in steps that stayed: the batch was not there yet
+    waiting: float = 0.0  # in steps that stayed: what ranks slower than their peers cost all the others
+    evaluate: float = 0.0
+    checkpoint: float = 0.0  # training stood still for one, or for a copy in memory
+    guard: float = 0.0  # copies of the state were compared
+    detect: float = 0.0  # from the last sign of progress until a failure was noticed
+    restore: float = 0.0  # from there, or from a planned change of members, to the next step
+    lost_work: float = 0.0  # steps that were done and then undone
+    stopping: float = 0.0  # from the last step's end, without what is counted above
+    other: float = 0.0  # between steps, with nothing to say what for
+
+    @property
+    def stepping(self) -> float:
+        """Effective time: steps that stayed, slow or not, but for compiling."""
+        return self.productive + self.data + self.waiting
+
+
+Point = tuple[float, float, float]  # Unix time, seconds of the run until then, effective ones of them
+
+
+class Trail:
+    """How the accounts grew: a bounded number of points, evenly thinned."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        self._every, self._count = 1, 0
+        self._last: Point | None = None
+
+    def add(self, point: Point) -> None:
+        """The next point in time."""
+        self._last = point
+        if self._count % self._every == 0:
+            self.points.append(point)
+            if len(self.points) >= MOST_POINTS:
+                self.points, self._every = self.points[::2], 2 * self._every
+        self._count += 1
+
+    def close(self) -> list[Point]:
+        """All that was kept, the newest included."""
+        last = [self._last] if self._last is not None and self.points[-1] != self._last else []
+        return [*self.points, *last]
+
+
+@dataclass(kw_only=True, slots=True)
+class Recovery:
+    """From the last step before a failure to the first one after it, as Unix times."""
+
+    epoch: int
+    before_s: float
+    after_s: float | None = None
+
+
+class Book:
+    """Everything before `_at_s` is in an account; the next mark says what the time up to it was."""
+
+    def __init__(
+        self,
+        *,
+        launched_s: float | None,
+        formations: Sequence[Formation],
+        supervised: bool,
+        waited: Callable[[int], float],
+    ) -> None:
+        self._launched_s, self._formations, self._supervised = launched_s, formations, supervised
+        self._waited = waited  # seconds of a step that slow ranks cost
+        self._numbers = {one.epoch: count for count, one in enumerate(formations)}
+        self._spent_s = dict.fromkeys((one.name for one in fields(Accounts)), 0.0)
+        self.wall_s = self.overlap_s = 0.0
+        self._phase = "off"  # off, init, training, down: what goes on until the next step
+        self._began_s = self._at_s = self._last_s = 0.0
+        self._newest = -1  # formation
+        self.steps = self.lost = self.incidents = self.jumps = 0
+        self.trail = Trail()
+        self.recoveries: list[Recovery] = []
+        self._recovering: deque[Recovery] = deque()
+        self._stepped_s: float | None = None  # end of the last step
+
+    def take(self, time_s: float, formation: int, event: Event) -> None:
+        """The next mark."""
+        if self._phase != "off" and self._is_new_launch(time_s, event):
+            self._end(self._last_s)  # nobody was left to say that the launch before had ended
+        if self._phase == "off" and not self._begins(time_s, formation, event):
+            return
+        self._last_s = max(self._last_s, time_s)
+        if formation < 0:
+            self._supervisor_says(time_s, event)
+        elif formation >= self._newest:  # else somebody speaks from the past
+            self._rank_says(time_s, self._formation(formation), event)
+
+    def close(self) -> Accounts:
+        """The end of the record."""
+        if self._phase != "off":
+            self._end(self._last_s)
+        return Accounts(**{name: round(spent_s, 6) for name, spent_s in self._spent_s.items()})
+
+    def _formation(self, count: int) -> Formation:
+        """Of a run whose start was not recorded there is none: then nothing is known to be undone."""
+        return self._formations[count] if count < len(self._formations) else Formation(epoch=count, world=1)
+
+    # ---- launches
+
+    def _is_new_launch(self, time_s: float, event: Event) -> bool:
+        launched = self._launched_s
+        known = launched is not None and self._last_s < launched <= time_s
+        return known or (not self._supervised and event["event"] == "ready" and self._phase == "training")
+
+    def _begins(self, time_s: float, formation: int, event: Event) -> bool:
+        """A launch begins with what an agent or a rank first says; a rank that ends late begins none."""
+        if event["event"] == "step" and (formation == self._newest or not self._supervised):
+            # The supervisor's clock and this one disagree about the end, or the start was not recorded.
+            self._began_s = self._at_s = max(self._last_s, time_s - (seconds(event, "duration_s") or 0.0))
+            self._phase = "training"
+            return True
+        if formation >= 0 and event["event"] not in ("ready", "run_start"):
+            return False
+        launched, ready_s = self._launched_s, seconds(event, "seconds") or 0.0
+        known = launched is not None and self._last_s < launched <= time_s <= launched + JUMP_S
+        self._began_s = launched if known and launched is not None else max(self._last_s, time_s - ready_s)
+        self._at_s, self._phase = self._began_s, "init"
+        return True
+
+    def _end(self, time_s: float) -> None:
+        self._until(time_s, self._idle)
+        self.wall_s += self._at_s - self._began_s
+        self._phase = "off"
+        self._note_point(self._at_s, self.wall_s)
+
+    # ---- marks
+
+    def _supervisor_says(self, time_s: float, event: Event) -> None:
+        if event["event"] == "epoch":
+            if self._phase == "training":
+                self._until(time_s, "restore")
+                self._phase = "down"
+            self._newest = self._numbers.get(integer(event, "epoch") or 0, self._newest)
+        elif event["event"] == "incident":
+            self.incidents += 1
+            before_s = time_s if self._stepped_s is None else self._stepped_s
+            self.recoveries.append(Recovery(epoch=integer(event, "epoch") or 0, before_s=before_s))
+            self._recovering.append(self.recoveries[-1])
+            if self._phase == "training":
+                self._until(max(self._at_s, time_s - (seconds(event, "waited_s") or 0.0)), "detect")
+                self._until(time_s, "restore")
+                self._phase = "down"
+        elif event["event"] == "end":
+            self._until(time_s, "stopping" if self._phase == "training" else self._idle)
+            self._end(time_s)
+
+    def _rank_says(self, time_s: float, formation: Formation, event: Event) -> None:
+        kind = event["event"]
+        if kind == "step":
+            self._step(time_s, formation, event)
+        elif kind == "evaluate":
+            self._spend(time_s, "evaluate", seconds(event, "seconds"))
+        elif kind == "checkpoint":
+            self._until(time_s, "checkpoint")
+        elif kind in ("stop", "sample", "run_end"):
+            self._until(time_s, "stopping")
+            if kind == "run_end" and not self._supervised:
+                self._end(time_s)
+        elif kind in ("ready", "run_start"):
+            self._until(time_s, self._idle)
+
+    def _step(self, time_s: float, formation: Formation, event: Event) -> None:
+        """A step tells how long it took; what came before it in the same gap was waiting for it."""
+        stays = (integer(event, "step") or 0) < formation.floor
+        self.steps, self.lost = self.steps + stays, self.lost + (not stays)
+        copied_s, compared_s = seconds(event, "hold_s") or 0.0, seconds(event, "guard_s") or 0.0
+        taken_s = seconds(event, "duration_s")
+        gap_s = time_s - self._at_s
+        before_s = 0.0 if taken_s is None else gap_s - copied_s - taken_s - compared_s
+        if self._phase == "training":
+            self.overlap_s += max(-before_s, 0.0)
+        self._until(self._at_s + max(before_s, 0.0), self._idle)
+        if copied_s:
+            self._until(min(self._at_s + copied_s, time_s), "checkpoint")
+        self._spend_step(max(self._at_s, time_s - compared_s), event, stays=stays)
+        if compared_s or time_s > self._at_s:
+            self._until(time_s, "guard")
+        self._phase, self._stepped_s = "training", time_s
+        while self._recovering and self._recovering[0].epoch < formation.epoch:
+            self._recovering.popleft().after_s = time_s
+        self._note_point(time_s, self.wall_s + self._at_s - self._began_s)
+
+    def _spend_step(self, until_s: float, event: Event, *, stays: bool) -> None:
+        """The step itself: an undone one is lost whole; of one that stayed, what it says it was held up by."""
+        if not stays:
+            self._until(until_s, "lost_work")
+            return
+        held_up = (
+            ("compile", seconds(event, "compile_s")),
+            ("data", seconds(event, "data_s")),
+            ("waiting", self._waited(integer(event, "step") or 0)),
+        )
+        for account, claimed_s in held_up:
+            if claimed_s:
+                self._until(min(self._at_s + claimed_s, until_s), account)
+        self._until(until_s, "productive")
+
+    def _note_point(self, time_s: float, wall_s: float) -> None:
+        spent = self._spent_s
+        self.trail.add((time_s, wall_s, spent["productive"] + spent["data"] + spent["waiting"]))
+
+    # ---- accounts
+
+    @property
+    def _idle(self) -> str:
+        """What time is that no step, and nothing else, claims."""
+        return {"init": "init", "down": "restore"}.get(self._phase, "other")
+
+    def _spend(self, time_s: float, account: str, claimed_s: float | None) -> None:
+        """Time up to a mark that says how much of it was its own."""
+        gap_s = time_s - self._at_s
+        if claimed_s is not None and claimed_s < gap_s:
+            self._until(time_s - claimed_s, self._idle)
+        self._until(time_s, account)
+        self.overlap_s += max((claimed_s or 0.0) - gap_s, 0.0)
+
+    def _until(self, time_s: float, account: str) -> None:
+        """Put the time up to a mark into an account; a mark from before the last one claims what is claimed."""
+        gap_s = time_s - self._at_s
+        if abs(gap_s) > JUMP_S:  # a clock, not a month of waiting: nobody's time
+            self.jumps += 1
+            self._began_s += max(gap_s, 0.0)
+        elif gap_s >= 0.0:
+            self._spent_s[account] += gap_s
+        else:
+            self.overlap_s -= gap_s
+        if gap_s > 0.0:
+            self._at_s = time_s

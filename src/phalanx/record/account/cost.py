@@ -1,0 +1,178 @@
+"""Money, energy and carbon of a run: so far, at its end, as planned, and where each number comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import PhalanxError
+from phalanx.record.account.energy import Used, used
+from phalanx.record.account.ledger import Ledger, ledger
+from phalanx.record.run import Run
+from phalanx.record.values import at, integer, number, text
+from phalanx.units import HOUR_S
+
+if TYPE_CHECKING:
+    from phalanx.record.archive.history import RunHistory
+
+J_PER_KWH = 3.6e6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Amount:
+    """Dollars, joules at the devices, kilograms of CO2 equivalent; None where it is not known."""
+
+    usd: float | None = None
+    energy_j: float | None = None
+    kgco2e: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """What a run costs. `energy_source` is nvml, rapl, estimate (a monitor's), or plan."""
+
+    so_far: Amount
+    projected: Amount  # at the end of the run, if it goes on as it went
+    predicted: Amount  # what the plan said
+    device_hours: float
+    wall_s: float
+    projected_wall_s: float | None
+    energy_source: str
+    sources: Mapping[str, str]
+
+    @property
+    def usd(self) -> float | None:
+        """Dollars so far."""
+        return self.so_far.usd
+
+    @property
+    def energy_j(self) -> float | None:
+        """Joules so far."""
+        return self.so_far.energy_j
+
+    @property
+    def kgco2e(self) -> float | None:
+        """Kilograms of CO2 equivalent so far."""
+        return self.so_far.kgco2e
+
+
+def cost(run: Run, history: RunHistory | None = None, book: Ledger | None = None) -> Cost:
+    """Read the folder; `history` and `book` spare doing again what the caller has done."""
+    if history is None:
+        from phalanx.record.archive.history import RunHistory
+
+        history = RunHistory.open(run)
+    book = book if book is not None else ledger(run, history)
+    try:
+        plan = run.plan()
+    except PhalanxError:
+        plan = {}
+    rates = _Rates(plan, world=_world(run, plan))
+    measured = used(history)
+    wall_s = projected_wall_s(run, plan, history, book)
+    energy_j = _energy(measured, rates, book.wall_s)
+    so_far = rates.amount(book.wall_s, energy_j)
+    ahead = wall_s / book.wall_s if wall_s is not None and book.wall_s else None
+    projected = (
+        Amount()
+        if wall_s is None or ahead is None
+        else rates.amount(wall_s, energy_j * ahead if energy_j is not None else None)
+    )
+    return Cost(
+        so_far=so_far,
+        projected=projected,
+        predicted=_predicted(plan, rates),
+        device_hours=rates.world * book.wall_s / HOUR_S,
+        wall_s=book.wall_s,
+        projected_wall_s=wall_s,
+        energy_source=measured.source if measured else ("plan" if energy_j is not None else ""),
+        sources=_sources(plan, rates, measured),
+    )
+
+
+class _Rates:
+    """What an hour and a joule cost, as the plan's bill has it."""
+
+    def __init__(self, plan: Mapping[str, Any], *, world: int) -> None:
+        bill = at(plan, "bill")
+        price = bill.get("usd_per_device_hour")
+        middle = price[1] if isinstance(price, list) and len(price) == 3 else price
+        self.usd_per_hour = number({"price": middle}, "price")
+        self.watts = number(bill, "watts_per_device")
+        self.pue = number(bill, "pue") or 1.0
+        self.gco2_per_kwh = number(bill, "grid_gco2_per_kwh")
+        self.world = world
+        spares = max(0, integer(at(plan, "reliability"), "spares") or 0)
+        self.rented = world + spares * max(0, integer(at(plan, "cluster"), "host_devices") or 0)
+
+    def amount(self, wall_s: float, energy_j: float | None) -> Amount:
+        """Of so many seconds and joules."""
+        return Amount(
+            usd=None if self.usd_per_hour is None else self.usd_per_hour * self.rented * wall_s / HOUR_S,
+            energy_j=energy_j,
+            kgco2e=None
+            if energy_j is None or self.gco2_per_kwh is None
+            else energy_j / J_PER_KWH * self.pue * self.gco2_per_kwh / 1000,
+        )
+
+
+def _world(run: Run, plan: Mapping[str, Any]) -> int:
+    try:
+        launched = integer(run.launch(), "world")
+    except PhalanxError:
+        launched = None
+    sizes = [max(1, integer(at(plan, "layout"), axis) or 1) for axis in ("data", "tensor", "context", "pipeline")]
+    return max(0, launched if launched is not None else sizes[0] * sizes[1] * sizes[2] * sizes[3])
+
+
+def _energy(measured: Used | None, rates: _Rates, wall_s: float) -> float | None:
+    """Measured; for the ranks that have no counter, as much as the others; without any, the plan's power."""
+    if measured is not None:
+        return measured.energy_j * max(rates.world, measured.ranks) / measured.ranks
+    return rates.watts * rates.world * wall_s if rates.watts else None
+
+
+def projected_wall_s(run: Run, plan: Mapping[str, Any], history: RunHistory, book: Ledger) -> float | None:
+    """Seconds the whole run takes if it goes on as it went, start-up not repeated; what it took if it is done."""
+    steps = integer(at(plan, "duration"), "steps")
+    if run.status().get("state") == "done":
+        return book.wall_s
+    if not steps or history.last_step is None or not book.steps:
+        return None
+    left = max(0, steps - history.last_step - 1)
+    once_s = book.accounts.init + book.accounts.compile + book.accounts.stopping
+    return book.wall_s + left * max(0.0, book.wall_s - once_s) / book.steps
+
+
+def _predicted(plan: Mapping[str, Any], rates: _Rates) -> Amount:
+    bill = at(plan, "bill")
+    usd = bill.get("usd")
+    kwh = number(bill, "kwh")
+    return Amount(
+        usd=number({"usd": usd[1] if isinstance(usd, list) and len(usd) == 3 else usd}, "usd"),
+        energy_j=kwh * J_PER_KWH / rates.pue if kwh is not None else None,
+        kgco2e=number(bill, "kgco2e"),
+    )
+
+
+def _sources(plan: Mapping[str, Any], rates: _Rates, measured: Used | None) -> dict[str, str]:
+    bill = at(plan, "bill")
+    price = f"{rates.rented:,} devices × hours × ${rates.usd_per_hour:g}" if rates.usd_per_hour is not None else ""
+    if measured is not None:
+        missing = rates.world - measured.ranks
+        rest = f"; {missing} of {rates.world} ranks have no counter and count like the others" if missing > 0 else ""
+        energy = f"{measured.source}, summed over ranks and restarts{rest}"
+    elif rates.watts:
+        energy = f"no counter: the plan's {rates.watts:g} W per device; {text(bill, 'power_source')}"
+    else:
+        energy = "not known: no counter, and no power in the plan"
+    carbon = f"energy × PUE {rates.pue:g} ({text(bill, 'pue_source')})"
+    if rates.gco2_per_kwh is not None:
+        carbon += f" × {rates.gco2_per_kwh:g} g/kWh ({text(bill, 'grid_source')})"
+    return {
+        "usd": "; ".join(part for part in (price, text(bill, "price_source")) if part) or "no price in the plan",
+        "energy_j": energy,
+        "kgco2e": carbon,
+        "projected": "as it went: time per step with all that came between, start-up not repeated",
+    }

@@ -1,0 +1,78 @@
+"""What befell a run and how it got over it: the supervisor's record beside the steps of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.record.account.book import Recovery
+from phalanx.record.account.ledger import Walk, walk
+from phalanx.record.events import Event, read_events
+from phalanx.record.run import Run
+from phalanx.record.values import at, integer, number, printable, text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Incident:
+    """A failure, and what came after it."""
+
+    t: float  # Unix time at which it was noticed
+    rank: int
+    host: str
+    what: str
+    step: int  # steps done when it happened, as far as the supervisor knew
+    world: int | None  # ranks that went on
+    source: str  # where their state came from: memory, disk, or the start
+    restored_step: int | None
+    recovery_s: float | None  # from the last step's end to the next one's, noticing included; None when none followed
+
+
+def supervisor_events(run: Run) -> list[Event]:
+    """Everything the supervisor wrote; empty for a run without one."""
+    return read_events(run.supervisor)[0]
+
+
+def incidents(run: Run, walked: Walk | None = None, events: Sequence[Event] | None = None) -> list[Incident]:
+    """Every incident of a run, in order; `walked` and `events` spare reading them again."""
+    told = supervisor_events(run) if events is None else events
+    noticed = [event for event in told if event["event"] == "incident" and number(event, "t") is not None]
+    if not noticed:
+        return []
+    known = (walked or walk(run)).recoveries
+    spans: list[Recovery | None] = [*known, *[None] * len(noticed)]
+    return [_incident(event, told, span) for event, span in zip(noticed, spans, strict=False)]
+
+
+def tell(event: Event) -> str:
+    """One line for a person: what fell."""
+    host = printable(event.get("host"), most=100)
+    return f"rank {integer(event, 'rank')} on {host}: {_what(at(event, 'cause'))}"
+
+
+def _incident(event: Event, events: Sequence[Event], span: Recovery | None) -> Incident:
+    fell_in = integer(event, "epoch") or 0
+    later = [one for one in events if (integer(one, "epoch") or 0) > fell_in]
+    epoch = next((one for one in later if one["event"] == "epoch"), {})
+    restore = next((one for one in later if one["event"] == "restore"), {})
+    took_s = span.after_s - span.before_s if span is not None and span.after_s is not None else None
+    return Incident(
+        t=number(event, "t") or 0.0,
+        rank=integer(event, "rank") or 0,
+        host=text(event, "host"),
+        what=_what(at(event, "cause")),
+        step=integer(event, "step") or 0,
+        world=integer(epoch, "world"),
+        source=text(restore, "source"),
+        restored_step=integer(restore, "step"),
+        recovery_s=max(0.0, took_s) if took_s is not None else None,
+    )
+
+
+def _what(cause: Mapping[str, Any]) -> str:
+    if cause.get("signal"):
+        return f"killed by signal {printable(cause['signal'], most=20)}"
+    lines = str(cause.get("message") or "").splitlines() or [""]
+    kind = printable(cause.get("kind") or "failed", most=60)
+    first = printable(lines[0])
+    return first if kind in ("Silence", "HostLost", "Astray", "Deadlock") else f"{kind}: {first}"

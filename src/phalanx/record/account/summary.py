@@ -1,0 +1,378 @@
+"""What a run came to, computed from its folder alone: prediction beside measurement, losses, ranks, checkpoints."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.errors import PhalanxError
+from phalanx.record.account.cost import Cost, cost
+from phalanx.record.account.incidents import Incident, incidents
+from phalanx.record.account.ledger import Ledger, Walk, walk
+from phalanx.record.account.places import place
+from phalanx.record.account.skips import skipped_steps
+from phalanx.record.account.stragglers import STRAGGLES, Straggler, stragglers
+from phalanx.record.archive.history import Curve, Damage, RunHistory
+from phalanx.record.events import Event
+from phalanx.record.run import Run
+from phalanx.record.values import at, integer, number, text
+
+__all__ = ["Evaluation", "Pair", "RankTime", "Summary", "place", "summarize"]
+
+WARM_UP_SHARE = 0.2  # first share of the steps that timings leave out, as `phalanx calibrate` does
+MOST_RANKS = 4096  # ranks in the table
+COLUMNS = 64
+SOME = 64  # ranks that are asked for their utilization
+ABSURD = 1e18  # seconds, bytes or tokens of a step: a damaged record
+FEW = 10_000  # steps of all ranks together that are looked at one by one
+POINTS = 4000  # buckets behind medians and sums; up to as many steps they are exact
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """A quantity as predicted and as measured; None where it is not known."""
+
+    predicted: float | None = None
+    measured: float | None = None
+
+    @property
+    def error(self) -> float | None:
+        """Measured over predicted, less one."""
+        if not self.predicted or self.measured is None:
+            return None
+        return self.measured / self.predicted - 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """The model on held-out text, and what counting letters or pairs of tokens would have reached."""
+
+    step: int
+    loss: float | None
+    bits_per_byte: float | None
+    unigram_bits_per_byte: float | None
+    bigram_bits_per_byte: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTime:
+    """Mean seconds per step that one rank computed and waited, and its largest memory."""
+
+    rank: int
+    place: str  # such as "pipeline 1, data 0"; empty when the run has one rank
+    compute_s: float | None
+    wait_s: float | None
+    memory_bytes: float | None
+    bytes_sent: float | None  # per step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """A run at a glance; every time in seconds."""
+
+    run: str
+    state: str
+    message: str
+    model: str
+    parameters: int
+    cluster: str
+    layout: str
+    world: int
+    steps: int  # done, in all starts of the run
+    planned_steps: int | None
+    tokens: int
+    starts: int
+    wall_s: float | None  # from the first start to the last event, pauses between starts included
+    first_step_s: float | None  # from the last launch to the end of its first step
+    step_s: Pair
+    step_s_low: float | None  # the prediction's 80 % interval
+    step_s_high: float | None
+    step_s_p90: float | None
+    tokens_per_s: Pair
+    mfu: Pair
+    memory_bytes: Pair  # the fullest rank
+    training_s: Pair
+    first_loss: float | None
+    last_loss: float | None
+    skipped_steps: int
+    evaluation: Evaluation | None
+    samples: tuple[str, ...]
+    ranks: tuple[RankTime, ...]
+    straggler: int | None
+    stage_compute_s: tuple[float, ...]  # mean seconds per step that the ranks of each pipeline stage compute
+    expert_imbalance: float | None  # tokens of the busiest expert over the mean, mean over the steps
+    checkpoints: tuple[int, ...]  # steps
+    checkpoint_s: float | None  # mean
+    checkpoint_bytes: float | None  # of the newest
+    unreadable_lines: int
+    incidents: tuple[Incident, ...] = ()
+    recovery_s: Pair = field(default_factory=Pair)  # per incident, noticing it included
+    effective_time: Pair = field(default_factory=Pair)  # share of the wall clock that was spent on steps that stayed
+    noise_scale: float | None = None  # gradient noise, in samples, as last estimated
+    utilization: float | None = None  # mean of the newest, of 64 ranks or more where there are as many
+    stragglers: tuple[Straggler, ...] = ()  # in the last 100 steps
+    ledger: Ledger | None = None
+    cost: Cost | None = None
+    damage: tuple[Damage, ...] = ()
+
+
+def summarize(run: Run, history: RunHistory | None = None, walked: Walk | None = None) -> Summary:
+    """Read the folder; a run that is still going, or that never took a step, has a summary too.
+
+    `history` and `walked` spare reading again what the caller has read.
+    """
+    history = history if history is not None else RunHistory.open(run)
+    walked = walked if walked is not None else walk(run, history)
+    plan, launch, status = _or_empty(run.plan), _or_empty(run.launch), run.status()
+    told, events = history.supervisor(), history.events()
+    found = incidents(run, walked, told)
+    steps = _Steps(history)
+    ranks = tuple(_ranks(history, plan, steps.settled))
+    saved = [event for event in events if event["event"] == "checkpoint"]
+    prediction, duration = at(plan, "prediction"), at(plan, "duration")
+    complete = steps.count and steps.count == integer(duration, "steps")
+    damage = tuple(history.damage())
+    return Summary(
+        run=str(run.path),
+        state=text(status, "state") or "unknown",
+        message=str(status.get("message", "")),
+        model=text(at(plan, "job", "model"), "name"),
+        parameters=integer(prediction, "parameters") or 0,
+        cluster=text(at(plan, "cluster"), "name"),
+        layout=text(launch, "layout"),
+        world=integer(launch, "world") or 0,
+        steps=steps.count,
+        planned_steps=integer(duration, "steps"),
+        tokens=int(steps.tokens),
+        starts=_starts(told, events),
+        wall_s=_span([*events, *steps.ends]),
+        first_step_s=_first_step(history, launch),
+        step_s=Pair(predicted=number(prediction, "step_s"), measured=steps.quantile(0.5)),
+        step_s_low=number(prediction, "step_s_low"),
+        step_s_high=number(prediction, "step_s_high"),
+        step_s_p90=steps.quantile(0.9),
+        tokens_per_s=Pair(predicted=number(prediction, "tokens_per_s"), measured=steps.tokens_per_s),
+        mfu=_mfu(prediction, steps.tokens_per_s),
+        memory_bytes=Pair(
+            predicted=number(at(plan, "memory"), "total_bytes"),
+            measured=max((one.memory_bytes for one in ranks if one.memory_bytes), default=None),
+        ),
+        training_s=Pair(
+            predicted=number(duration, "training_s") if complete else None, measured=steps.training_s or None
+        ),
+        first_loss=steps.first_loss,
+        last_loss=steps.last_loss,
+        skipped_steps=skipped_steps(run, last=history.last_step),
+        evaluation=_evaluation(events, launch),
+        samples=_samples(events),
+        ranks=ranks,
+        straggler=_straggler(ranks),
+        stage_compute_s=_stages(ranks, at(plan, "layout")),
+        expert_imbalance=_mean(history.curve("expert_imbalance", first=steps.settled, points=POINTS).mean),
+        checkpoints=tuple(_saved(run)),
+        checkpoint_s=_mean(number(event, "seconds") for event in saved),
+        checkpoint_bytes=next((size for event in reversed(saved) if (size := number(event, "bytes"))), None),
+        unreadable_lines=sum(one.count for one in damage if "line" in one.what),
+        incidents=tuple(found),
+        recovery_s=_recovery(plan, found),
+        effective_time=Pair(
+            predicted=number(at(plan, "reliability"), "effective_time"),
+            measured=walked.ledger.effective if steps.count else None,
+        ),
+        noise_scale=steps.noise_scale,
+        utilization=_utilization(history),
+        stragglers=tuple(stragglers(history)),
+        ledger=walked.ledger,
+        cost=cost(run, history, walked.ledger),
+        damage=damage,
+    )
+
+
+class _Steps:
+    """Sums and medians over the steps of rank 0 that count."""
+
+    def __init__(self, history: RunHistory) -> None:
+        first, last = history.first_step, history.last_step
+        self.count = 0 if first is None or last is None else last - first + 1
+        self.settled = (first or 0) + int(self.count * WARM_UP_SHARE)
+        took = history.curve("duration_s", points=POINTS)
+        tokens = history.curve("tokens", points=POINTS)
+        self.training_s, self.tokens = _sum(took, last), _sum(tokens, last)
+        self._settled = history.curve("duration_s", first=self.settled, points=POINTS)
+        spent_s = _sum(self._settled, last)
+        learnt = _sum(history.curve("tokens", first=self.settled, points=POINTS), last)
+        self.tokens_per_s = learnt / spent_s if spent_s and learnt else None
+        near = min(10, max(0, self.count - 1))
+        begun = [] if first is None else list(history.steps(0, first, first + near))
+        ended = [] if last is None else list(history.steps(0, last - near, last))
+        self.ends = begun[:1] + ended[-1:]
+        self.first_loss = next((loss for one in begun if (loss := number(one, "loss")) is not None), None)
+        self.last_loss = next((loss for one in reversed(ended) if (loss := number(one, "loss")) is not None), None)
+        self.noise_scale = next((b for one in reversed(ended) if (b := number(one, "noise_scale")) is not None), None)
+
+    def quantile(self, share: float) -> float | None:
+        """Of the duration of the settled steps."""
+        known = sorted(value for value in self._settled.mean if value and _can_be(value))
+        if share == 0.5:
+            return statistics.median(known) if known else None
+        return known[min(len(known) - 1, int(share * len(known)))] if known else None
+
+
+def _sum(curve: Curve, last: int | None) -> float:
+    """Over all steps of a curve: a bucket's mean times the steps from its first to the next one's."""
+    ends = [*curve.step[1:], (last or 0) + 1]
+    sized = zip(curve.mean, curve.step, ends, strict=False)
+    return sum((mean or 0.0) * max(0, end - begin) for mean, begin, end in sized if _can_be(mean))
+
+
+def _saved(run: Run) -> list[int]:
+    try:
+        return run.saved_steps()
+    except (PhalanxError, OSError, KeyError, TypeError, ValueError):  # a plan that does not say where they are
+        return []
+
+
+def _utilization(history: RunHistory) -> float | None:
+    asked = history.ranks[:: max(1, len(history.ranks) // SOME)]
+    newest = (history.latest("monitor", rank) for rank in asked)
+    return _mean(number(event, "utilization") for event in newest if event is not None)
+
+
+def _recovery(plan: Mapping[str, Any], found: Sequence[Incident]) -> Pair:
+    fault = at(plan, "job", "fault")
+    planned = (number(fault, "detect_s") or 0.0) + (number(fault, "restart_s") or 0.0)
+    return Pair(predicted=planned or None, measured=_mean(one.recovery_s for one in found))
+
+
+def _starts(told: Sequence[Event], events: Sequence[Event]) -> int:
+    """Launches: a new formation within one is none."""
+    launches = len([one for one in told if one["event"] == "epoch" and one.get("reason") == "start"])
+    return launches or len([event for event in events if event["event"] == "run_start"])
+
+
+def _or_empty(read: Any) -> dict[str, Any]:
+    try:
+        return dict(read())
+    except PhalanxError:
+        return {}
+
+
+def _mfu(prediction: Mapping[str, Any], rate: float | None) -> Pair:
+    """Measured against the same peak and by the same count of FLOPs as the prediction."""
+    mfu, predicted = number(prediction, "mfu"), number(prediction, "tokens_per_s")
+    measured = mfu * rate / predicted if mfu and rate and predicted else None
+    return Pair(predicted=mfu or None, measured=measured)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None and _can_be(abs(value))]
+    return statistics.fmean(known) if known else None
+
+
+def _span(events: Sequence[Event]) -> float | None:
+    times = [time for event in events if (time := number(event, "t")) is not None]
+    return max(times) - min(times) if times else None
+
+
+def _first_step(history: RunHistory, launch: Mapping[str, Any]) -> float | None:
+    """From the last launch to the end of the first step after it."""
+    started, data_s = number(launch, "started"), number(launch, "data_s") or 0.0
+    begun = [event for event in history.events("run_start") if started and (number(event, "t") or 0.0) >= started]
+    named = integer(begun[0], "step") if begun else None
+    first = history.first_step if named is None else named
+    if started is None or first is None:
+        return None
+    ends = [end for one in history.steps(0, first, first + 10) if (end := number(one, "t")) is not None]
+    return min((end - started - data_s for end in ends if end >= started), default=None)
+
+
+def _evaluation(events: Sequence[Event], launch: Mapping[str, Any]) -> Evaluation | None:
+    last = next((event for event in reversed(events) if event["event"] == "evaluate"), None)
+    if last is None:
+        return None
+    known = {**at(launch, "baselines"), **last}
+    return Evaluation(
+        step=integer(last, "step") or 0,
+        loss=number(last, "loss"),
+        bits_per_byte=number(last, "bits_per_byte"),
+        unigram_bits_per_byte=number(known, "unigram_bits_per_byte"),
+        bigram_bits_per_byte=number(known, "bigram_bits_per_byte"),
+    )
+
+
+def _samples(events: Sequence[Event]) -> tuple[str, ...]:
+    """The texts of the last time the model was asked to write."""
+    found = [event for event in events if event["event"] == "sample" and isinstance(event.get("text"), str)]
+    newest = found[-1].get("step") if found else None
+    return tuple(event["text"] for event in found if event.get("step") == newest)
+
+
+def _ranks(history: RunHistory, plan: Mapping[str, Any], settled: int) -> Iterable[RankTime]:
+    means = {name: _means(history, name, settled) for name in ("compute_s", "wait_s", "bytes_sent")}
+    memory = _most(history)
+    for rank in history.ranks[:MOST_RANKS]:
+        yield RankTime(
+            rank=rank,
+            place=place(rank, at(plan, "layout")) if len(history.ranks) > 1 else "",
+            compute_s=means["compute_s"].get(rank),
+            wait_s=means["wait_s"].get(rank),
+            memory_bytes=memory.get(rank),
+            bytes_sent=means["bytes_sent"].get(rank),
+        )
+
+
+def _most(history: RunHistory) -> dict[int, float]:
+    """The most memory of each rank; of many ranks and steps, the most of its means over a 64th of the run."""
+    found: dict[int, float] = {}
+    for name in {"memory_bytes", "memory_used_bytes"}.intersection(history.names()):
+        mesh = history.mesh(name, columns=COLUMNS)
+        for rank, values in zip(mesh.ranks, mesh.values, strict=True):
+            found[rank] = max(found.get(rank, 0.0), max((value for value in values if value), default=0.0))
+    if len(history.ranks) * (history.last_step or 0) <= FEW:
+        for rank in history.ranks:
+            most = [value for value in history.curve("memory_bytes", rank=rank, points=1).high if value]
+            found[rank] = max([found.get(rank, 0.0), *most])
+    return {rank: most for rank, most in found.items() if most}
+
+
+def _means(history: RunHistory, name: str, first: int) -> dict[int, float | None]:
+    """Per step, of each rank; what cannot be a mean of anything is left out."""
+    if name not in history.names():
+        return {}
+    mesh = history.mesh(name, columns=1, first=first)
+    found = {rank: next(iter(values), None) for rank, values in zip(mesh.ranks, mesh.values, strict=True)}
+    return {rank: value if _can_be(value) else None for rank, value in found.items()}
+
+
+def _can_be(value: float | None) -> bool:
+    """Whether a number may be seconds, bytes or tokens of a step."""
+    return value is not None and 0.0 <= value < ABSURD
+
+
+def _stages(ranks: Sequence[RankTime], layout: Mapping[str, Any]) -> tuple[float, ...]:
+    """Mean compute time of each pipeline stage; empty where there is one stage, or a rank did not say."""
+    stages = integer(layout, "pipeline") or 1
+    known = [one.compute_s for one in sorted(ranks, key=lambda one: one.rank) if one.compute_s is not None]
+    per_stage, rest = divmod(len(known), stages)
+    if stages < 2 or not per_stage or rest or len(known) != len(ranks):
+        return ()
+    return tuple(statistics.fmean(known[stage * per_stage : (stage + 1) * per_stage]) for stage in range(stages))
+
+
+def _straggler(ranks: Sequence[RankTime]) -> int | None:
+    """The rank that the others wait for, if one stands out."""
+    stages: dict[str, list[tuple[float, int]]] = {}
+    for one in ranks:
+        if one.compute_s:
+            # Stages differ by design (the head is heavy): a straggler is slower than others with the same work.
+            stage = one.place.split(",")[0] if one.place.startswith("pipeline") else ""
+            stages.setdefault(stage, []).append((one.compute_s, one.rank))
+    found = []
+    for members in stages.values():
+        slowest, rank = max(members)
+        usual = statistics.median_low(seconds for seconds, _ in members)
+        if len(members) > 1 and slowest > STRAGGLES * usual:
+            found.append((slowest / usual, rank))
+    return max(found)[1] if found else None

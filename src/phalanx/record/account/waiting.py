@@ -1,0 +1,73 @@
+"""What slow ranks cost: the seconds of a step that all would have saved, had none been slower than its peers.
+
+Over columns of some 20 steps or more the mean own time of each rank is taken (jitter evens out: it is no straggling).
+In each group of ranks that do the same work, the slowest less the median of the others is what the others stood still
+for; the worst group counts, since the step waits for it, and no more of it than every rank that is not behind waited.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from phalanx.errors import PhalanxError
+from phalanx.record.account.lag import Table, Work, median_of_others, work
+from phalanx.record.account.places import Places, places
+from phalanx.record.run import Run
+
+if TYPE_CHECKING:
+    from phalanx.record.archive.history import RunHistory
+
+COLUMN_STEPS = 20
+MOST_COLUMNS = 256
+
+
+def waited(run: Run, history: RunHistory | None = None) -> Callable[[int], float]:
+    """A function from the number of a step to the seconds it lost to slow ranks."""
+    found = _lags(run, history)
+    if found is None:
+        return lambda step: 0.0
+    firsts, lag_s = found
+
+    def of(step: int) -> float:
+        index = bisect.bisect_right(firsts, step) - 1
+        return lag_s[index] if index >= 0 else 0.0
+
+    return of
+
+
+def _lags(run: Run, history: RunHistory | None) -> tuple[list[int], list[float]] | None:
+    if history is None:
+        if len(run.event_files()) < 2:
+            return None
+        from phalanx.record.archive.history import RunHistory
+
+        history = RunHistory.open(run)
+    if history.last_step is None or len(history.ranks) < 2:
+        return None
+    steps = history.last_step - (history.first_step or 0) + 1
+    known = work(history, columns=max(1, min(MOST_COLUMNS, steps // COLUMN_STEPS)))
+    if known is None:
+        return None
+    try:
+        plan = run.plan()
+    except PhalanxError:
+        plan = {}
+    return list(known.step), lags(known, places(plan, history.supervisor())).tolist()
+
+
+def lags(known: Work, where: Places) -> Table:
+    """Seconds per step lost to slow ranks, by column."""
+    rows = {rank: row for row, rank in enumerate(known.ranks)}
+    behind = np.zeros(known.own_s.shape)  # each rank behind the median of its peers
+    for group in where.alike(known.ranks):
+        own = known.own_s[[rows[rank] for rank in group]]
+        behind[[rows[rank] for rank in group]] = np.nan_to_num(own - median_of_others(own), nan=0.0)
+    # Whoever is not behind waits at least as long as the slowest is: where somebody hardly waits, because another
+    # stage is busier still, a quicker straggler would have saved no more than that.
+    waits = np.where((behind <= 0.0) & np.isfinite(known.wait_s), known.wait_s, np.inf).min(axis=0)
+    found: Table = np.maximum(np.minimum(behind.max(axis=0), waits), 0.0)
+    return found

@@ -1,0 +1,291 @@
+"""The history of a run: curves, meshes and events from its folder, while it grows and after.
+
+Nothing is loaded whole. Long stretches are drawn from blocks (blocks.py), short ones from the events themselves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.errors import UserError, mistake, nearest
+from phalanx.record.archive.buckets import Spans, bucketed, columns_of, join
+from phalanx.record.archive.damage import Damage, folder_damage, of_ranks
+from phalanx.record.archive.digest import Digest, stamp_of
+from phalanx.record.archive.rankfile import RankFile, RowCache
+from phalanx.record.archive.series import COLUMN, MFU, SERIES, unit_of
+from phalanx.record.events import Event, EventReader
+from phalanx.record.run import Run, list_runs, run_in
+
+__all__ = ["Curve", "Damage", "Mesh", "RunHistory", "list_runs", "run_in"]
+
+RAW_STEPS = 16_384  # of a curve that are drawn from the events: 10 MB, parsed in about 0.2 s
+RAW_MESH_STEPS = 32_768  # of all ranks together
+MOST_POINTS = 20_000
+MOST_HELD_BYTES = 32 * 2**20  # of indexes that stay in memory: 100 ranks of 100,000 steps
+MOST_DIGEST_BYTES = 96 * 2**20  # of means for meshes: 1,200 such ranks; those beyond are read again for each mesh
+MOST_SCAN_BYTES = 256 * 2**20  # read by one mesh of ranks without an index, about 4 s
+MOST_SUPERVISOR = 50_000
+TOO_LONG = "not read for the mesh: without an index, and too long to be read for all ranks"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """One series of one rank, an entry per bucket of steps: its first step, the time of its last, and its values."""
+
+    name: str
+    unit: str
+    step: tuple[int, ...]
+    t: tuple[float, ...]
+    low: tuple[float | None, ...]
+    high: tuple[float | None, ...]
+    mean: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mesh:
+    """One series of all ranks: means, `values[rank][column]`; `step` is the first of each column."""
+
+    name: str
+    unit: str
+    ranks: tuple[int, ...]
+    step: tuple[int, ...]
+    t: tuple[float, ...]
+    values: tuple[tuple[float | None, ...], ...]
+
+
+class RunHistory:
+    """Reads a run as far as it is asked for. Not for several threads at once."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.ranks: tuple[int, ...] = ()
+        self._parts: dict[int, list[int]] = {}
+        self._files: OrderedDict[int, RankFile] = OrderedDict()
+        self._cache = RowCache()
+        self._fresh: set[int] = set()  # ranks looked at since the last refresh
+        self._digests: dict[int, Digest] = {}
+        self._digested_bytes = 0
+        self._checked: set[int] = set()  # digests known to be current since the last refresh
+        self._budget = MOST_SCAN_BYTES
+        self._held: dict[int, int] = {}  # bytes of each
+        self._troubles: dict[int, Counter[str]] = {}
+        self._supervisor = EventReader(run.supervisor)
+        self._told: list[Event] = []
+        self._plan_seen: tuple[int, float | None] = (0, None)
+
+    @classmethod
+    def open(cls, run: Run) -> RunHistory:
+        """The history of a run; any folder has one, `damage` says what is missing."""
+        history = cls(run)
+        history.refresh()
+        return history
+
+    def refresh(self) -> bool:
+        """Look for what is new; whether there was anything. Ranks beside the first are read when they are asked for."""
+        self._parts = self.run.event_parts()
+        new, self.ranks = tuple(self._parts) != self.ranks, tuple(self._parts)
+        self._fresh.clear()
+        self._checked.clear()
+        told = self._supervisor.read()[-MOST_SUPERVISOR:]
+        self._told = (self._told + told)[-MOST_SUPERVISOR:]
+        return (bool(self.ranks) and self._rank(self.ranks[0]).changed) or new or bool(told)
+
+    def _rank(self, rank: int) -> RankFile:
+        """A rank's events, looked at once between two refreshes."""
+        file = self._files.pop(rank, None) or RankFile(self.run.events(rank), self._parts[rank], self._cache)
+        self._files[rank] = file
+        if rank not in self._fresh:
+            file.refresh()
+            self._fresh.add(rank)
+            self._held[rank] = file.held_bytes
+            self._forget()
+        return file
+
+    def _forget(self) -> None:
+        """Drop the ranks that nobody has asked for the longest; what was wrong with them is remembered."""
+        held = sum(self._held.values())
+        while held > MOST_HELD_BYTES and len(self._files) > 1:
+            rank, gone = self._files.popitem(last=False)
+            self._fresh.discard(rank)
+            held -= self._held.pop(rank)
+            self._troubles[rank] = gone.troubles()
+
+    @property
+    def first_step(self) -> int | None:
+        """The first step on record."""
+        return self._edge("first")
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step on record."""
+        return self._edge("last")
+
+    def _edge(self, which: str) -> int | None:
+        if not self.ranks:
+            return None
+        kept = self._rank(self.ranks[0]).kept()
+        stay = kept.blocks["steps"] > 0
+        if not stay.any():
+            return None
+        if which == "first":
+            return int(kept.blocks["first"][stay][0])
+        return int(np.minimum(kept.blocks["last"], kept.below - 1)[stay][-1])
+
+    # ---- numbers over time -------------------------------------------------------------------------------------------
+
+    def names(self) -> tuple[str, ...]:
+        """The series that this run has."""
+        if not self.ranks:
+            return ()
+        counts = self._rank(self.ranks[0]).kept().blocks["series"]["count"].sum(axis=0)
+        found = [series.name for number, series in enumerate(SERIES) if counts[number]]
+        return (*found, MFU) if "tokens_per_s" in found and self._mfu_per_token() else tuple(found)
+
+    def curve(
+        self, name: str, *, rank: int = 0, first: int | None = None, last: int | None = None, points: int = 800
+    ) -> Curve:
+        """A series of a rank from step `first` to `last`, in at most `points` buckets of steps."""
+        column, scale = self._column(name)
+        spans = Spans.none()
+        if rank in self.ranks:
+            spans = self._spans(self._rank(rank), column, _span(first, last), raw_steps=RAW_STEPS)
+        found = bucketed(spans, max(1, min(points, MOST_POINTS)))
+        return Curve(
+            name=name,
+            unit=unit_of(name),
+            step=tuple(found.first.tolist()),
+            t=tuple(found.t.tolist()),
+            low=_values(found.low * scale),
+            high=_values(found.high * scale),
+            mean=_values(found.mean * scale),
+        )
+
+    def mesh(self, name: str, *, columns: int = 120, first: int | None = None, last: int | None = None) -> Mesh:
+        """A series of all ranks in at most `columns` columns.
+
+        Where a step was done again in a block, the undone one is in that block's mean too: of one column among many.
+        """
+        column, scale = self._column(name)
+        self._budget = MOST_SCAN_BYTES
+        rows = [self._row(rank, column, _span(first, last)) for rank in self.ranks]
+        found = columns_of(rows, max(1, min(columns, MOST_POINTS)))
+        values = tuple(_values(row * scale) for row in found.values)
+        step, t = tuple(found.first.tolist()), tuple(found.t.tolist())
+        return Mesh(name=name, unit=unit_of(name), ranks=self.ranks, step=step, t=t, values=values)
+
+    def _row(self, rank: int, column: int, span: tuple[int, int]) -> Spans:
+        """One rank's row of a mesh."""
+        raw_steps = RAW_MESH_STEPS // len(self.ranks)
+        digest = self._digests.get(rank)
+        if digest is None or not self._is_current(rank, digest):
+            file = self._rank(rank)
+            unread = file.unread
+            if unread > self._budget:
+                self._troubles.setdefault(rank, Counter())[TOO_LONG] = 1
+                return Spans.none()
+            self._budget -= unread
+            digest = self._digested(rank, file)
+        if digest.steps_in(span) > raw_steps:
+            return digest.spans(column, span)
+        return self._spans(self._rank(rank), column, span, raw_steps=raw_steps)
+
+    def _is_current(self, rank: int, digest: Digest) -> bool:
+        """Whether a digest is of the files as they were at the last refresh, or are now."""
+        if rank not in self._checked and digest.stamp == stamp_of(self.run.events(rank), len(self._parts[rank])):
+            self._checked.add(rank)
+        return rank in self._checked
+
+    def _digested(self, rank: int, file: RankFile) -> Digest:
+        before = self._digests.pop(rank, None)
+        self._digested_bytes -= before.nbytes if before is not None else 0
+        digest = Digest.of(file.kept(), stamp_of(self.run.events(rank), len(self._parts[rank])))
+        if self._digested_bytes + digest.nbytes <= MOST_DIGEST_BYTES:
+            self._digests[rank] = digest
+            self._digested_bytes += digest.nbytes
+            self._checked.add(rank)
+        return digest
+
+    def _spans(self, file: RankFile, column: int, span: tuple[int, int], *, raw_steps: int) -> Spans:
+        """A series as spans of steps: of one event each where they are few, of one block each where they are many."""
+        kept = file.kept()
+        blocks = kept.blocks
+        inside = (blocks["last"] >= span[0]) & (blocks["first"] <= span[1])
+        numbers = np.flatnonzero(inside)
+        if int(blocks["steps"][numbers].sum()) <= raw_steps:
+            return join([Spans.of_rows(file.rows(int(number)), column, span) for number in numbers])
+        cut = numbers[kept.is_cut[numbers]][: RAW_STEPS // 256]
+        parts = [Spans.of_rows(file.rows(int(number)), column, span).merged() for number in cut]
+        inside[cut] = False
+        return join([Spans.of_blocks(blocks, column, kept.below, inside), *parts])
+
+    def _column(self, name: str) -> tuple[int, float]:
+        """Where a series stands, and what to multiply it with."""
+        if name == MFU:
+            return COLUMN["tokens_per_s"], self._mfu_per_token() or float("nan")
+        if name not in COLUMN:
+            close = nearest(name, [*COLUMN, MFU])
+            fix = f"did you mean {close}?" if close else "ask for its names"
+            raise mistake(self.run.name, f"has no series {name[:60]!r}", fix=fix)
+        return COLUMN[name], 1.0
+
+    def _mfu_per_token(self) -> float | None:
+        """MFU at one token per second, by the plan's own count of FLOPs and the same peak."""
+        try:
+            stamp = self.run.plan_json.stat().st_mtime_ns
+            if stamp != self._plan_seen[0]:
+                prediction = self.run.plan()["prediction"]
+                self._plan_seen = stamp, float(prediction["mfu"]) / float(prediction["tokens_per_s"])
+        except (OSError, UserError, KeyError, TypeError, ValueError, ZeroDivisionError):
+            return None
+        return self._plan_seen[1]
+
+    # ---- events ------------------------------------------------------------------------------------------------------
+
+    def events(self, *kinds: str, rank: int = 0) -> list[Event]:
+        """The rare events of a rank, oldest first: of these kinds, or all but step, monitor and peers."""
+        return self._rank(rank).events(kinds) if rank in self.ranks else []
+
+    def supervisor(self) -> list[Event]:
+        """What the supervisor wrote."""
+        return list(self._told)
+
+    def latest(self, kind: str, rank: int = 0) -> Event | None:
+        """The last event of a kind."""
+        return self._rank(rank).latest(kind) if rank in self.ranks else None
+
+    def steps(self, rank: int, first: int, last: int) -> Iterator[Event]:
+        """The step events of a short range, those that stayed."""
+        return self._rank(rank).steps(first, last) if rank in self.ranks else iter(())
+
+    def steps_with(self, kind: str, rank: int = 0) -> tuple[int, ...]:
+        """The steps for which a rank has an event of a rare kind, without reading them."""
+        found = self._rank(rank).steps_with(kind) if rank in self.ranks else ()
+        return tuple(sorted(step for step in found if step >= 0))
+
+    def at_step(self, kind: str, step: int, rank: int = 0) -> Event | None:
+        """The newest event of a rare kind for a step."""
+        return self._rank(rank).at_step(kind, step) if rank in self.ranks else None
+
+    def damage(self) -> list[Damage]:
+        """What cannot be read, as far as the run was looked at; nothing is left out silently."""
+        for rank, file in self._files.items():
+            self._troubles[rank] = file.troubles() | self._troubles.get(rank, Counter())
+        found = [*folder_damage(self.run, self.ranks), *of_ranks(self._troubles)]
+        if self._supervisor.skipped:
+            what = "lines that are no events"
+            found.append(Damage(where=self.run.supervisor.name, what=what, count=self._supervisor.skipped))
+        return found
+
+
+def _span(first: int | None, last: int | None) -> tuple[int, int]:
+    most = 2**62
+    return max(-most, -most if first is None else first), min(most, most if last is None else last)
+
+
+def _values(numbers: NDArray[np.float64]) -> tuple[float | None, ...]:
+    return tuple(value if value == value else None for value in numbers.tolist())

@@ -1,0 +1,216 @@
+"""The index beside a file of events: `events-00000.index`, a head and then records of one size, appended.
+
+The writer adds a block's records when the block is full, so a kill costs the index one block and the events nothing.
+A reader believes no record that does not fit the events beside it (their first line, their length, its check sum),
+and reads the events themselves where none does: without its index a run looks the same, only later.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.record.archive.blocks import (
+    BLOCK,
+    BLOCK_TYPE,
+    COLUMNS,
+    CROWDED,
+    LISTED,
+    PLACES,
+    PLACES_TYPE,
+    BlockMaker,
+    checks,
+    take,
+)
+from phalanx.record.archive.series import SERIES
+
+SUFFIX = ".index"
+VERSION = 1
+HEAD_BYTES = 4 * BLOCK.itemsize
+SIZE = BLOCK.itemsize
+MOST_RECORDS = 2**17  # 33 million steps; a part of a rank's events has a few thousand
+SIGNATURE = 256  # bytes of the first event that tell one file from another
+
+
+class IndexWriter:
+    """Writes the index of one file of events while that is written. Never raises: a run needs no index."""
+
+    def __init__(self, events: Path, inode: int) -> None:
+        self._events = events
+        self._inode = inode  # of the file that is written: another may get its name
+        self._file = -1
+        self._lines: list[tuple[Mapping[str, Any], int]] = []  # not yet known to be on the disk
+        self._maker: BlockMaker | None = None
+
+    def add(self, event: Mapping[str, Any], length: int) -> None:
+        """An event that will be written with the next flush."""
+        self._lines.append((event, length))
+
+    def flushed(self, end: int) -> None:
+        """All that was added is in the file now, and ends at `end`."""
+        at = end - sum(length for _, length in self._lines)
+        maker = self._maker
+        if maker is None or maker.end != at:  # the first, or somebody else wrote in between
+            if maker is not None:
+                maker.cut()
+                self._write(maker)
+            maker = self._maker = BlockMaker(at)
+        for event, length in self._lines:
+            maker.add(event["event"], event, at, length)
+            at += length
+        self._lines.clear()
+        if maker.done:
+            self._write(maker)
+
+    def spoil(self) -> None:
+        """Where the lines landed is not known: readers will have to look."""
+        self._lines.clear()
+
+    def close(self) -> None:
+        """Write the last block, whatever its size."""
+        if self._maker is not None:
+            self._maker.cut()
+            self._write(self._maker)
+            self._maker = None
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _write(self, maker: BlockMaker) -> None:
+        data = b"".join(maker.done)
+        maker.done.clear()
+        try:
+            if self._file < 0:
+                if os.stat(self._events).st_ino != self._inode:
+                    return
+                self._file = _prepared(self._events)
+            size = os.fstat(self._file).st_size
+            if data and os.write(self._file, data) != len(data):
+                os.ftruncate(self._file, size)  # a full disk: whole records or none
+        except OSError:
+            pass
+
+
+def _prepared(events: Path) -> int:
+    """The index opened for appending, with a head that fits the events and no torn record at its end."""
+    file = os.open(events.with_suffix(SUFFIX), os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    size, head = os.fstat(file).st_size, _head(events)
+    if size < HEAD_BYTES or _read_head(os.pread(file, HEAD_BYTES, 0), events) != _names():
+        os.ftruncate(file, 0)
+        if os.write(file, head) != len(head):  # a full disk
+            os.ftruncate(file, 0)
+            os.close(file)
+            raise OSError
+    elif (size - HEAD_BYTES) % SIZE:
+        os.ftruncate(file, size - (size - HEAD_BYTES) % SIZE)
+    return file
+
+
+def _names() -> list[str]:
+    return [series.name for series in SERIES]
+
+
+def _head(events: Path) -> bytes:
+    first = _first_bytes(events, SIGNATURE)
+    head = {"phalanx.index": VERSION, "length": len(first), "crc": zlib.crc32(first), "names": _names()}
+    return json.dumps(head).encode().ljust(HEAD_BYTES)
+
+
+def _read_head(data: bytes, events: Path) -> list[str] | None:
+    """The names of the columns; None when this is no index of these events."""
+    try:
+        head = json.loads(data)
+        length, names = int(head["length"]), head["names"]
+        fits = head["phalanx.index"] == VERSION and 0 < length <= SIGNATURE and isinstance(names, list)
+        if fits and len(names) <= COLUMNS and head["crc"] == zlib.crc32(_first_bytes(events, length)):
+            return [str(name) for name in names]
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+        pass
+    return None
+
+
+def _first_bytes(path: Path, length: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(length)
+    except OSError:
+        return b""
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Index:
+    """What is believed of an index: blocks in the order of the file, no two overlapping, and places in them."""
+
+    blocks: NDArray[np.void]
+    places: NDArray[np.void]  # offset, length, kind, step
+    columns: dict[str, int]  # where each series stands in the blocks
+    refused: int = 0  # records that were not believed
+    trouble: str = ""  # why there is no index at all; empty when there is, or when nobody wrote one
+
+
+EMPTY = Index(blocks=np.zeros(0, BLOCK), places=np.zeros(0, PLACES["places"].base), columns={})
+
+
+def read_index(events: Path) -> Index:
+    """The index of a file of events."""
+    try:
+        with events.with_suffix(SUFFIX).open("rb") as file:
+            head = file.read(HEAD_BYTES)
+            # Not simply "at most so many": Python would first ask for the memory of them all.
+            data = file.read(min(os.fstat(file.fileno()).st_size, MOST_RECORDS * SIZE))
+    except FileNotFoundError:
+        return EMPTY
+    except OSError as error:
+        return Index(blocks=EMPTY.blocks, places=EMPTY.places, columns={}, trouble=error.strerror or "unreadable")
+    names, size = _read_head(head, events), _size(events)  # asked now: events are written before what is told of them
+    if names is None:
+        return Index(blocks=EMPTY.blocks, places=EMPTY.places, columns={}, trouble="it belongs to other events")
+    records = np.frombuffer(data, BLOCK, count=len(data) // SIZE)
+    good = checks(records) == records["check"] if len(records) else np.zeros(0, bool)
+    good &= (records["start"] < records["end"]) & (records["end"] <= size)
+    blocks = take(records, good & (records["type"] == BLOCK_TYPE))
+    blocks, twice = _in_order(blocks)
+    lists = take(records, good & (records["type"] == PLACES_TYPE)).view(PLACES)
+    columns = {name: number for number, name in enumerate(names)}
+    refused = int(len(records) - good.sum()) + twice
+    return Index(blocks=blocks, places=_places(lists, blocks), columns=columns, refused=refused)
+
+
+def _in_order(blocks: NDArray[np.void]) -> tuple[NDArray[np.void], int]:
+    """Without blocks that begin before an earlier one ends, and how many those were."""
+    reached = np.concatenate([[np.uint64(0)], np.maximum.accumulate(blocks["end"])])[: len(blocks)]
+    fits = blocks["start"] >= reached
+    return (blocks, 0) if fits.all() else (take(blocks, fits), int((~fits).sum()))
+
+
+def _places(lists: NDArray[np.void], blocks: NDArray[np.void]) -> NDArray[np.void]:
+    """The places of rare events, each inside a block that was believed."""
+    counts = np.minimum(lists["listed"], LISTED)
+    taken = np.arange(LISTED) < counts[:, None]
+    found = lists["places"][taken]
+    if not len(blocks):
+        return np.asarray(found[:0])
+    ends = np.minimum(found["offset"], np.uint64(2**63)) + found["length"]
+    block = np.searchsorted(blocks["start"], found["offset"], side="right") - 1
+    inside = (block >= 0) & (ends <= blocks["end"][block])
+    return np.asarray(found[inside])
+
+
+def is_crowded(block: np.void) -> bool:
+    """Whether a block has too many rare events for their places to be kept."""
+    return bool(block["listed"] == CROWDED)

@@ -1,0 +1,184 @@
+"""The events of one rank over all its files: which blocks stayed, and their numbers event by event."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.record.archive.blocks import Rows, bits_of, take
+from phalanx.record.archive.segment import Segment
+from phalanx.record.events import Event, part_path
+
+MOST_EVENTS = 20_000  # told at once; a run has a few hundred rare ones per rank
+MOST_CACHED = 256  # blocks whose rows are kept: 16 MB
+FOREVER = 2**62
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """The blocks whose steps stayed, in order of their steps, and below which step each of them did."""
+
+    blocks: NDArray[np.void]
+    segment: NDArray[np.int64]  # number of the file each block is in
+    below: NDArray[np.int64]
+
+    @property
+    def is_cut(self) -> NDArray[np.bool_]:
+        """Blocks of which the last steps were done again later."""
+        return np.asarray(self.blocks["last"] >= self.below)
+
+
+class RowCache:
+    """The rows of the blocks that were looked at last, of all ranks together."""
+
+    def __init__(self) -> None:
+        self._rows: OrderedDict[tuple[Path, int, int], Rows] = OrderedDict()
+
+    def get(self, segment: Segment, block: np.void) -> Rows:
+        """The numbers of a block, event by event."""
+        key = (segment.path, int(block["start"]), int(block["end"]))
+        rows = self._rows.pop(key, None) or segment.rows(block)
+        self._rows[key] = rows
+        while len(self._rows) > MOST_CACHED:
+            self._rows.popitem(last=False)
+        return rows
+
+
+class RankFile:
+    """Reads one rank; `refresh` first, and whenever the run may have gone on. `closed`: numbers of its closed parts."""
+
+    def __init__(self, path: Path, closed: Sequence[int], cache: RowCache) -> None:
+        self._path = path
+        self._cache = cache
+        self._numbers = list(closed)
+        self._parts = [Segment(part_path(path, number)) for number in self._numbers]
+        self._live = Segment(path)
+        self._kept: Kept | None = None
+        self.changed = False  # whether the last refresh found anything
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Its files, oldest first."""
+        return [*self._parts, self._live]
+
+    def refresh(self) -> bool:
+        """Look what is new; whether there was anything."""
+        self._follow_rotation()
+        changed = [segment.refresh() for segment in self.segments]
+        while self._next_part().is_file():  # closed while we looked: what was just seen may be of the next file
+            self._live = Segment(self._path)
+            self._follow_rotation()
+            changed += [segment.refresh() for segment in self.segments]
+        self.changed = any(changed)
+        if self.changed:
+            self._kept = None
+        return self.changed
+
+    def _next_part(self) -> Path:
+        return part_path(self._path, self._numbers[-1] + 1 if self._numbers else 1)
+
+    def _follow_rotation(self) -> None:
+        """What grew until now may have been closed under another name: what was read of it stays read."""
+        while (closed := self._next_part()).is_file():
+            self._live.path = closed
+            self._parts.append(self._live)
+            self._numbers.append(self._numbers[-1] + 1 if self._numbers else 1)
+            self._live = Segment(self._path)
+
+    @property
+    def unread(self) -> int:
+        """Bytes to be read before `kept` can answer."""
+        return sum(segment.unread for segment in self.segments)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory this takes, about; rows that were looked at not counted."""
+        return sum(segment.held_bytes for segment in self.segments)
+
+    def kept(self) -> Kept:
+        """The blocks that count: a restart that goes back undoes the later steps of the start before."""
+        if self._kept is None:
+            parts = [segment.blocks() for segment in self.segments]
+            blocks = np.concatenate(parts) if len(parts) > 1 else parts[0]  # a copy takes as long as all the rest
+            number = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+            first = np.where(blocks["steps"] > 0, blocks["first"], FOREVER)  # a block of other events undoes nothing
+            below = np.append(np.minimum.accumulate(first[::-1])[::-1], FOREVER)[1:]
+            stay = blocks["first"] < below
+            if not stay.all():
+                blocks, number, below = take(blocks, stay), number[stay], below[stay]
+            self._kept = Kept(blocks=blocks, segment=number, below=below)
+        return self._kept
+
+    def rows(self, number: int) -> Rows:
+        """The numbers of one of the kept blocks, without the steps that were undone."""
+        kept = self.kept()
+        rows = self._cache.get(self.segments[int(kept.segment[number])], kept.blocks[number])
+        stay = rows.step < kept.below[number]
+        return rows if stay.all() else Rows(step=rows.step[stay], t=rows.t[stay], values=rows.values[stay])
+
+    def steps(self, first: int, last: int) -> Iterator[Event]:
+        """The step events of a range, those that stayed."""
+        kept = self.kept()
+        blocks = kept.blocks
+        inside = (blocks["steps"] > 0) & (blocks["last"] >= first) & (blocks["first"] <= last)
+        for number in np.flatnonzero(inside):
+            segment = self.segments[int(kept.segment[number])]
+            for event in segment.search(blocks[number], ("step",)):
+                step = event.get("step")
+                if type(step) is int and first <= step <= last and step < kept.below[number]:
+                    yield event
+
+    def events(self, kinds: tuple[str, ...]) -> list[Event]:
+        """The newest events of some kinds, oldest first; without kinds, all but the frequent ones."""
+        found: list[list[Event]] = []
+        count = 0
+        for segment, block in self._newest_first(kinds):
+            found.append(segment.search(block, kinds))
+            count += len(found[-1])
+            if count >= MOST_EVENTS:
+                break
+        return [event for part in reversed(found) for event in part][-MOST_EVENTS:]
+
+    def latest(self, kind: str) -> Event | None:
+        """The last event of a kind."""
+        for segment, block in self._newest_first((kind,)):
+            if (found := segment.last(block, kind)) is not None:
+                return found
+        return None
+
+    def _newest_first(self, kinds: tuple[str, ...]) -> Iterator[tuple[Segment, np.void]]:
+        mask = bits_of(kinds) if kinds else 0xFFFFFFFF
+        for segment in reversed(self.segments):
+            blocks = segment.blocks()
+            for number in np.flatnonzero(blocks["kinds"] & mask)[::-1]:
+                yield segment, blocks[number]
+
+    def steps_with(self, kind: str) -> set[int]:
+        """The steps for which there is an event of a rare kind."""
+        return {step for segment, block in self._newest_first((kind,)) for step in segment.steps_with(block, kind)}
+
+    def at_step(self, kind: str, step: int) -> Event | None:
+        """The newest event of a rare kind for a step."""
+        for segment, block in self._newest_first((kind,)):
+            if (found := segment.at_step(block, kind, step)) is not None:
+                return found
+        return None
+
+    def troubles(self) -> Counter[str]:
+        """What of its files could not be read or believed, as far as they were looked at."""
+        found: Counter[str] = Counter()
+        for segment in self.segments:
+            blocks = segment.known_blocks
+            found["lines that are no events"] += int(blocks["unreadable"].sum())
+            found["events of kinds this version does not know"] += int(blocks["unknown"].sum())
+            found["times at which the clock went back"] += int(blocks["jumps"].sum())
+            found["index records that do not fit the events"] += segment.index.refused
+            if segment.index.trouble:
+                found[f"index not used: {segment.index.trouble}"] += 1
+            found["the file became shorter"] += segment.replaced
+        return +found

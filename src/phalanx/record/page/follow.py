@@ -1,0 +1,148 @@
+"""A run as it goes: reads rank 0's events while they are written, so that watching costs the ranks nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from phalanx.record.account.incidents import tell
+from phalanx.record.events import Event, EventReader
+from phalanx.record.run import Run
+from phalanx.record.values import integer, number, printable, text
+from phalanx.units import format_bytes, format_count, format_seconds
+
+RECENT = 20  # steps behind the rate and the time that is left
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """Where a run stands after its last step."""
+
+    step: int  # steps done
+    steps: int  # in all; 0 when not known
+    loss: float | None
+    tokens_per_s: float | None
+    left_s: float | None
+    memory_bytes: float | None
+    lr: float | None
+
+    def line(self) -> str:
+        """One line for a person."""
+        of = f"/{self.steps:,}" if self.steps else ""
+        parts = [f"step {self.step:,}{of}"]
+        parts += [f"loss {self.loss:.4f}"] if self.loss is not None else []
+        parts += [f"{format_count(self.tokens_per_s)} tokens/s"] if self.tokens_per_s else []
+        parts += [f"{format_seconds(self.left_s)} left"] if self.left_s else []
+        parts += [format_bytes(self.memory_bytes)] if self.memory_bytes else []
+        parts += [f"lr {self.lr:.2e}"] if self.lr is not None else []
+        return "  ".join(parts)
+
+
+class Follower:
+    """Turns new events into progress and remarks; ask it as often as you like."""
+
+    def __init__(self, run: Run, *, steps: int, since_s: float) -> None:
+        self._reader = EventReader(run.events(0))
+        self._supervisor = EventReader(run.supervisor)
+        self._steps = steps
+        self._since_s = since_s
+        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)  # tokens, seconds
+
+        self.progress: Progress | None = None
+
+    def read(self) -> list[str]:
+        """Look at what is new; the remarks worth a line of their own."""
+        remarks = self._incidents()
+        for event in self._reader.read():
+            if (number(event, "t") or 0.0) < self._since_s:
+                continue  # an earlier start of the same run
+            if event["event"] == "step":
+                self._step(event)
+            else:
+                remarks += remark_of_rank(event)
+                self._steps = integer(event, "steps") or self._steps if event["event"] == "run_start" else self._steps
+        return remarks
+
+    def _incidents(self) -> list[str]:
+        """What fell, and who goes on."""
+        remarks = []
+        for event in self._supervisor.read():
+            if (number(event, "t") or 0.0) >= self._since_s:
+                remarks += remark_of_supervisor(event)
+        return remarks
+
+    def _step(self, event: Event) -> None:
+        seconds, tokens = number(event, "duration_s"), number(event, "tokens")
+        if seconds:
+            self._recent.append((tokens or 0.0, seconds))
+        spent = sum(seconds for _, seconds in self._recent)
+        done = (integer(event, "step") or 0) + 1
+        rate = sum(tokens for tokens, _ in self._recent) / spent if spent else None
+        left = max(0, self._steps - done) * spent / len(self._recent) if self._recent and self._steps else None
+        self.progress = Progress(
+            step=done,
+            steps=self._steps,
+            loss=number(event, "loss"),
+            tokens_per_s=rate,
+            left_s=left,
+            memory_bytes=number(event, "memory_bytes"),
+            lr=number(event, "lr"),
+        )
+
+
+def remark_of_supervisor(event: Event) -> list[str]:
+    """What fell, who goes on, who came and went."""
+    kind, host = event["event"], text(event, "host")
+    if kind == "incident":
+        return [f"step {integer(event, 'step') or 0:,}: fell: {tell(event)}"]
+    if kind == "epoch" and event.get("reason") != "start":
+        return [f"epoch {integer(event, 'epoch')}: going on with {integer(event, 'world')} ranks"]
+    if kind == "coordinator":
+        return ["the coordinator fell, and another took over; no rank noticed"]
+    if kind == "host" and event.get("state") == "joined" and integer(event, "epoch"):
+        return [f"{host} is there"]
+    if kind == "quarantine":
+        slot = f" slot {event['slot']}" if isinstance(event.get("slot"), int) else ""
+        return [f"{host}{slot} takes no part any more: {text(event, 'reason')}"]
+    return []
+
+
+def remark_of_rank(event: Event) -> list[str]:
+    """What a person wants to see pass by, apart from steps."""
+    step = integer(event, "step") or 0
+    if event["event"] == "evaluate":
+        parts = [f"loss {event['loss']:.4f}"] if number(event, "loss") is not None else []
+        parts += [f"{event['bits_per_byte']:.3f} bits per byte"] if number(event, "bits_per_byte") is not None else []
+        return [f"step {step:,}: held-out {', '.join(parts)}"]
+    if event["event"] == "checkpoint":
+        return _checkpoint(event, step)
+    if event["event"] == "memory":
+        return [f"step {step:,}: {_copies(event)}"]
+    if event["event"] == "ready":
+        seconds = number(event, "seconds")
+        at = f", going on at step {step:,}" if step else ""
+        given = event.get("warnings")
+        noted = [printable(one) for one in given if isinstance(one, str)] if isinstance(given, list) else []
+        waited = f" after {format_seconds(seconds)}" if seconds else ""
+        return [*(f"warning: {one}" for one in noted), f"ranks ready{waited}{at}"]
+    return []
+
+
+def _copies(event: Event) -> str:
+    """How the copies of the state in host memory are."""
+    if event.get("is_skipped") is True:
+        return f"copies in memory are left out: {text(event, 'trouble') or 'the last ones are not safe yet'}"
+    trouble = text(event, "trouble")
+    return f"no second copy in memory: {trouble}" if trouble else "copies in memory are well again"
+
+
+def _checkpoint(event: Event, step: int) -> list[str]:
+    """A checkpoint has two events where it is written in the background: taken, and safe on the disk."""
+    if event.get("error"):
+        return [f"step {step:,}: checkpoint NOT saved: {printable(event['error'])}"]
+    seconds, size, blocked_s = (number(event, name) for name in ("seconds", "bytes", "blocked_s"))
+    if seconds is None and blocked_s is not None:
+        return [f"step {step:,}: checkpoint taken, training waited {format_seconds(blocked_s)}"]
+    cost = [format_bytes(size)] if size else []
+    cost += [format_seconds(seconds)] if seconds else []
+    return [f"step {step:,}: checkpoint saved" + (f" ({', '.join(cost)})" if cost else "")]
