@@ -271,8 +271,9 @@ class Loop:
             **proof,
         )
         if sample is not None:
-            inside = sample.fields(result.phases, data_s=taken.data_s, before_s=taken.before_s)
-            self.events.write("timeline", step=step, epoch=self.orders.epoch, seconds=taken.duration_s, **inside)
+            inside = self.timeline.fields(sample, result.phases, data_s=taken.data_s, before_s=taken.before_s)
+            if inside is not None:
+                self.events.write("timeline", step=step, epoch=self.orders.epoch, seconds=taken.duration_s, **inside)
         self._hold_s = None
         if self.hooks.records_samples:  # a kill must not take the proof along
             self.events.flush()

@@ -105,6 +105,14 @@ def test_a_failure_inside_is_told_once_and_the_step_goes_on(meshes, monkeypatch)
     assert told == ["no more timelines: RuntimeError: no such method"]
 
 
+def test_a_sample_that_cannot_be_told_is_no_harm(meshes):
+    told: list[str] = []
+    sampler = _sampler(meshes, told, every=1)
+    broken = Sample([_call("send")], 0.0, lambda call: 1 / 0)
+    assert sampler.fields(broken, [], data_s=0.0, before_s=0.0) is None
+    assert told == ["no more timelines: ZeroDivisionError: division by zero"]
+
+
 def test_what_the_step_raises_is_raised_and_nothing_stays_in_place(meshes):
     before = {name: vars(dist.ProcessGroup).get(name) for name in METHODS}
     sampler = _sampler(meshes, [], every=1)

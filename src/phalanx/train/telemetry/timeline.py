@@ -137,10 +137,26 @@ class TimelineSampler:
             yield found
             ended_s = time.perf_counter()
             self._close(stack)
-        if self._every:
-            calls = timed_by(kernels, tap.calls, began_s=began_s) if self._device.type == "cuda" else tap.calls
-            found.append(Sample(calls, began_s, self._axis))
+        try:
+            if self._every:
+                calls = timed_by(kernels, tap.calls, began_s=began_s) if self._device.type == "cuda" else tap.calls
+                found.append(Sample(calls, began_s, self._axis))
+        except Exception as error:
+            self._give_up(error)
         self._spent_s += time.perf_counter() - ended_s + began_s - entered_s
+
+    def fields(
+        self, sample: Sample, phases: Sequence[Phase], *, data_s: float, before_s: float
+    ) -> dict[str, Any] | None:
+        """Those of the sample's `timeline` event; None where they cannot be had."""
+        began_s = time.perf_counter()
+        try:
+            return sample.fields(phases, data_s=data_s, before_s=before_s)
+        except Exception as error:
+            self._give_up(error)
+            return None
+        finally:
+            self._spent_s += time.perf_counter() - began_s
 
     def _is_due(self, number: int) -> bool:
         if not self._every or not (self._steps == FIRST or (number and number % self._every == 0)):
