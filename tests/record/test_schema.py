@@ -41,8 +41,13 @@ def test_everything_in_a_run_folder_fits_and_is_in_the_schema(tmp_path: Path, va
         validator.validate(event)
         assert set(event) - set(COMMON) <= set(known[event["event"]]), event["event"]
     kinds = {event["event"] for event in events}
-    assert kinds >= set(KINDS) - {"stop", "remark"}
+    assert kinds >= set(KINDS) - {"stop", "remark", "memory"}
     assert kinds >= {"host", "epoch", "restore", "incident", "evidence", "end"}
+
+
+def test_what_the_archive_knows_is_what_ranks_write() -> None:
+    text = PAGE.read_text(encoding="utf-8").partition("## The supervisor")[0]
+    assert set(re.findall(r"^### `(\w+)`$", text, re.MULTILINE)) == set(KINDS)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,19 @@ COLUMN = {series.name: number for number, series in enumerate(SERIES)}
 MFU = "mfu"  # not recorded: derived from tokens/s and the plan
 FREQUENT = ("step", "monitor", "peers")  # kinds whose places in the file are not kept one by one
 # Every kind a rank writes (docs/events.md). The order is that of bits in index files: add at the end.
-KINDS = (*FREQUENT, "ready", "run_start", "evaluate", "checkpoint", "sample", "stop", "run_end", "timeline", "remark")
+KINDS = (
+    *FREQUENT,
+    "ready",
+    "run_start",
+    "evaluate",
+    "checkpoint",
+    "sample",
+    "stop",
+    "run_end",
+    "timeline",
+    "remark",
+    "memory",
+)
 
 
 def unit_of(name: str) -> str:
