@@ -128,7 +128,29 @@ def test_ledger_plan_cost_and_findings(page: Dashboard) -> None:
     assert cost["so_far"]["usd"] > 0
     assert set(cost["projected"]) == {"usd", "energy_j", "kgco2e"}
     assert cost["sources"]
-    assert page.json("/api/runs/alpha/findings") == {"available": False, "findings": []}
+
+
+def test_findings_are_the_plans_warnings_and_who_was_shut_out(tmp_path: Path) -> None:
+    run = write_run(tmp_path, name="warned", steps=20)
+    plan = run.plan() | {"warnings": ["job.toml:3: tensor = 2 costs 9%\n  use 1", 7]}
+    run.plan_json.write_text(json.dumps(plan), encoding="utf-8")
+    with run.supervisor.open("a", encoding="utf-8") as file:
+        event = {
+            "v": 1,
+            "event": "quarantine",
+            "t": 1.8e9,
+            "rank": -1,
+            "host": "b",
+            "reason": "no disk\n  mend it",
+        }
+        file.write(json.dumps(event) + "\n")
+    with dashboard(tmp_path) as page:
+        found = page.json("/api/runs/warned/findings")
+    assert (found["available"], found["damage"]) == (False, [])
+    assert [(one["source"], one["what"], one["hints"]) for one in found["findings"]] == [
+        ("plan", "job.toml:3: tensor = 2 costs 9%", ["use 1"]),
+        ("run", "b: no disk", ["mend it"]),
+    ]
 
 
 def test_runs_beside_each_other(page: Dashboard) -> None:

@@ -28,45 +28,32 @@ export class FindingsPage {
   }
 
   #draw({ available, findings = [] }) {
-    if (!available)
-      return fill(
-        this.outlet,
-        h(
-          "section",
-          { class: "panel" },
-          h("h2", {}, "Findings"),
-          words(
-            "This run holds no findings yet. They come from ",
-            h("code", {}, "phalanx check"),
-            ", which holds a job, a plan or a run against the training specification. ",
-            "Once it has looked at this run, what it says stands here.",
-          ),
-        ),
-      );
-    if (!findings.length)
-      return fill(
-        this.outlet,
-        h(
-          "section",
-          { class: "panel" },
-          h("h2", {}, "Findings"),
-          words("phalanx check has looked at this run and found nothing to say."),
-        ),
-      );
+    const count = findings.length;
     fill(
       this.outlet,
-      h("section", { class: "panel" }, h("h2", {}, `${integer(findings.length)} findings`), findings.map(finding)),
+      h(
+        "section",
+        { class: "panel" },
+        h("h2", {}, count ? `${integer(count)} ${count === 1 ? "finding" : "findings"}` : "Findings"),
+        count ? findings.map(finding) : words("Nothing speaks against this run."),
+        available
+          ? []
+          : words(
+              "These are the warnings of the plan and what was shut out while the run went on. ",
+              h("code", {}, "phalanx check"),
+              ", which holds a run against the training specification, has not looked at it.",
+            ),
+      ),
     );
   }
 }
 
 function finding(one) {
-  const text = one.what ?? one.text ?? one.message ?? "";
   return h(
     "div",
     { class: "finding" },
-    h("h3", {}, [one.rule, one.level ?? one.severity].filter(Boolean).join(" · ")),
-    h("p", {}, text),
-    [one.where, one.why, one.fix].filter(Boolean).map((line) => h("p", { class: "hint" }, line)),
+    h("h3", {}, [one.rule, one.source, one.level].filter(Boolean).join(" · ")),
+    h("p", {}, one.what ?? ""),
+    (one.hints ?? []).map((line) => h("p", { class: "hint" }, line)),
   );
 }
