@@ -67,7 +67,7 @@ def findings(shelf: Shelf, name: str) -> Json:
             one for one in parts.read("supervisor.jsonl", history.supervisor, []) if one["event"] == "quarantine"
         ]
     found = [_finding("plan", one) for one in (warnings if isinstance(warnings, list) else ()) if isinstance(one, str)]
-    found += [_finding("run", f"{text(one, 'host')}: {text(one, 'reason')}") for one in shut_out]
+    found += [_finding("run", f"{text(one, 'host')}: {one.get('reason')}") for one in shut_out]
     return {"available": False, "findings": found[:MOST_FINDINGS], "damage": parts.damage}
 
 
