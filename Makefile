@@ -15,7 +15,7 @@ run: $(READY)  ## build a corpus, plan, train a small Llama on four CPU ranks, r
 	$(BIN)/phalanx train $(JOB)
 
 test: $(DEV) $(TOOLS)  ## run every test and every doctest
-	$(BIN)/python -m pytest -q
+	$(BIN)/python .ci/tests.py
 
 check: $(DEV)  ## formatter, linter, strict types, layers
 	$(BIN)/ruff format --check .

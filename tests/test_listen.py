@@ -90,3 +90,37 @@ def test_a_kept_token_is_the_owners_alone(tmp_path: Path) -> None:
     assert kept_token(tmp_path / "token") == token
     with pytest.raises(WorldError):
         kept_token(tmp_path / "none" / "token")
+
+
+def test_a_launch_that_was_killed_leaves_no_half_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "token"
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for call in ("fdopen", "fsync", "link"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, killed)
+            with pytest.raises(KeyboardInterrupt):
+                kept_token(path)
+        assert not path.exists()
+    assert kept_token(path) == kept_token(path)
+    assert [one.name for one in tmp_path.iterdir()] == ["token"]
+
+
+def test_a_token_is_kept_where_there_are_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    assert kept_token(tmp_path / "token") == (tmp_path / "token").read_text().strip()
+    assert [one.name for one in tmp_path.iterdir()] == ["token"]
+
+
+def test_of_two_launches_at_once_the_first_token_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_: object) -> None:
+        (tmp_path / "token").write_text("the-token-of-the-other\n")
+        raise FileExistsError
+
+    monkeypatch.setattr(os, "link", late)
+    assert kept_token(tmp_path / "token") == "the-token-of-the-other"

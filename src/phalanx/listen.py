@@ -112,16 +112,32 @@ def read_token(choice: str) -> str:
 
 def kept_token(path: Path) -> str:
     """The token in a file that only its owner reads; made if it is not there."""
-    try:
-        made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return read_token(str(path))
-    except OSError as error:
-        what = f"cannot be written: {error.strerror or error}"
-        raise WorldError(Problem(where=str(path), what=what, fix="make room in the run folder")) from error
-    with os.fdopen(made, "w") as file:
-        file.write(f"{read_token('auto')}\n")
+    if not path.exists():
+        try:
+            _keep(path, read_token("auto"))
+        except OSError as error:
+            what = f"cannot be written: {error.strerror or error}"
+            raise WorldError(Problem(where=str(path), what=what, fix="make room in the run folder")) from error
     return read_token(str(path))
+
+
+def _keep(path: Path, token: str) -> None:
+    """Whole or not at all: whoever is killed here leaves no empty file, which would be refused ever after."""
+    aside = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    made = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(made, "w") as file:
+            file.write(f"{token}\n")
+            file.flush()
+            os.fsync(made)
+        try:
+            os.link(aside, path)
+        except FileExistsError:
+            pass  # another launch was first: its token counts
+        except OSError:
+            os.replace(aside, path)  # a file system without links
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _loopback(numeric: str) -> bool:

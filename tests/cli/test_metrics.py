@@ -16,9 +16,10 @@ from synthetic import write_run
 
 from phalanx.cli import metrics
 from phalanx.cli.main import main
-from phalanx.cli.metrics import TOKEN_FILE, serving
+from phalanx.cli.output import note
 from phalanx.errors import UserError
 from phalanx.job.schema import Telemetry
+from phalanx.metrics.serving import TOKEN_FILE, serving
 from phalanx.record.run import Run
 
 
@@ -92,11 +93,11 @@ def test_serves_until_ctrl_c(run: Run, tmp_path: Path) -> None:
 
 
 def test_training_serves_its_own_metrics(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(run, Telemetry(prometheus=True)):
+    with serving(run, Telemetry(prometheus=True), tell=note):
         told = capsys.readouterr().err
         with urllib.request.urlopen(told.removeprefix("  metrics: ").strip(), timeout=20) as answer:
             assert b"train_loss" in answer.read()
-    with serving(run, Telemetry(prometheus=False)):
+    with serving(run, Telemetry(prometheus=False), tell=note):
         assert capsys.readouterr() == ("", "")
 
 
@@ -105,7 +106,7 @@ def test_training_makes_a_token_where_others_reach_it(tmp_path: Path, capsys: py
     path = run.path / TOKEN_FILE
     tokens = []
     for _ in range(2):  # resumed: the same token, or every Prometheus would have to be told
-        with serving(run, Telemetry(prometheus=True, listen="0.0.0.0:0")):
+        with serving(run, Telemetry(prometheus=True, listen="0.0.0.0:0"), tell=note):
             url = capsys.readouterr().err.split()[1].replace("0.0.0.0", "127.0.0.1")
             with pytest.raises(urllib.error.HTTPError) as caught:
                 urllib.request.urlopen(url, timeout=20)
@@ -119,7 +120,7 @@ def test_training_makes_a_token_where_others_reach_it(tmp_path: Path, capsys: py
 def test_an_address_that_cannot_be_stops_before_the_ranks(run: Run) -> None:
     with (
         pytest.raises(UserError) as caught,
-        serving(run, Telemetry(prometheus=True, listen="no-such-host.invalid:9400")),
+        serving(run, Telemetry(prometheus=True, listen="no-such-host.invalid:9400"), tell=note),
     ):
         pass
     assert str(caught.value).startswith("telemetry.listen no-such-host.invalid:9400: the host is not known")
@@ -139,3 +140,11 @@ def test_following_ends_with_a_last_look(tmp_path: Path, monkeypatch: pytest.Mon
     args = argparse.Namespace(follow=True, interval=15.0)
     assert metrics._repeat(lambda: looks.append(str(run.status()["state"])), run, args) == 2
     assert looks == ["launching", "done"]
+
+
+def test_following_a_run_whose_lock_is_not_seen_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on on another host: as long as somebody writes, it is believed."""
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=3, incidents=0, finished=False)
+    assert not run.is_held
+    monkeypatch.setattr(metrics.time, "sleep", lambda _: run.set_status("done"))
+    assert metrics._repeat(lambda: None, run, argparse.Namespace(follow=True, interval=15.0)) == 2

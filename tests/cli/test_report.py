@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,19 @@ def test_only_what_was_asked_for(folder: Path, tmp_path: Path, capsys: Output) -
     assert main(["report", str(folder), "--markdown", str(tmp_path / "x.md")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'x.md'}\n"
     assert list(tmp_path.iterdir()) == [tmp_path / "x.md"]
+
+
+def test_from_a_source_tree_that_was_never_installed(
+    folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert main(["report", str(folder), "--html", "-"]) == 0
+    assert "phalanx unknown, report of " in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == "phalanx unknown\n"
 
 
 def test_json(folder: Path, capsys: Output) -> None:

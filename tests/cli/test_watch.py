@@ -21,7 +21,8 @@ from synthetic import write_run
 from phalanx.cli import watch
 from phalanx.cli.main import main
 from phalanx.cli.watch_screen import frame, spark
-from phalanx.record.page.view import SILENT_S, View, Watcher
+from phalanx.record.over import SILENT_S
+from phalanx.record.page.view import View, Watcher
 from phalanx.record.run import Run
 
 Output = pytest.CaptureFixture[str]
@@ -88,6 +89,11 @@ def test_objects(done: Run, capsys: Output) -> None:
     assert told["so_far"]["usd"] > 0
 
 
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
 def test_a_run_that_goes_on_is_followed_to_its_end(
     tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,24 +105,35 @@ def test_a_run_that_goes_on_is_followed_to_its_end(
     cut = whole[0].index('"step":11,')
     for rank, text in whole.items():
         run.events(rank).write_text(text[:cut])
-    run.supervisor.write_text(told.splitlines()[0] + "\n")
+    begun = told.index("\n") + 1
+    run.supervisor.write_text(told[:begun])
     run.set_status("running")
+    begins, ends = threading.Event(), threading.Event()
+
+    def show(said: object, **_: object) -> None:
+        line = str(said)
+        sys.stdout.write(f"{line}\n")
+        if line.startswith("step 11/20 "):
+            begins.set()
+        if line.startswith("step 20/20 "):
+            ends.set()
 
     def go_on() -> None:
-        time.sleep(0.4)
-        for rank, text in whole.items():
-            run.events(rank).write_text(text)
-        run.supervisor.write_text(told)
-        time.sleep(0.4)
+        begins.wait(30)
+        append(run.events(1), whole[1][cut:])
+        append(run.events(0), whole[0][cut:])
+        append(run.supervisor, told[begun:])
+        ends.wait(30)
         run.set_status("done")
 
+    monkeypatch.setattr(watch, "print", show, raising=False)
     thread = threading.Thread(target=go_on)
     thread.start()
     assert main(["watch", str(run.path), "--plain"]) == 0
     thread.join()
     lines = capsys.readouterr().out.splitlines()
     steps = [line.split()[1] for line in lines if line.startswith("step ") and "/" in line]
-    assert steps == ["11/20", "20/20"]
+    assert (steps[0], steps[-1]) == ("11/20", "20/20")
     assert lines.count("step 20: checkpoint saved (56.0 GB, 9.50 s)") == 1  # each remark once
     assert lines[-1] == "done"
 

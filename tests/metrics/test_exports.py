@@ -20,8 +20,8 @@ from synthetic import write_run
 
 from phalanx.errors import UserError, WorldError
 from phalanx.metrics.need import need
+from phalanx.metrics.readings import Readings
 from phalanx.metrics.steps import Exporter, Row
-from phalanx.metrics.watch import Watcher
 from phalanx.record.events import read_events
 from phalanx.record.run import Run
 
@@ -217,7 +217,7 @@ def test_otlp(finished: Run) -> None:
 
     from phalanx.metrics.to_otlp import Pusher
 
-    with collector() as (url, came), Pusher(Watcher(finished), url) as pusher:
+    with collector() as (url, came), Pusher(Readings(finished), url) as pusher:
         pusher.push()
     ((path, body),) = came
     assert path == "/v1/metrics"
@@ -230,7 +230,7 @@ def test_otlp(finished: Run) -> None:
         for one in getattr(metric, kind).data_points:
             labels = {item.key: item.value.string_value for item in one.attributes}
             found[metric.name, tuple(sorted(labels.items()))] = (one.as_double, metric.unit, kind)
-    for one in Watcher(finished).points():
+    for one in Readings(finished).points():
         labels = {"run": "first", **dict(zip(one.metric.labels, one.labels, strict=True))}
         kind = "sum" if one.metric.kind == "counter" else "gauge"
         wanted = (pytest.approx(one.value), one.metric.unit, kind)
@@ -244,7 +244,7 @@ def test_a_collector_that_refuses(finished: Run, capsys: pytest.CaptureFixture[s
 
     with (
         collector(status=400) as (url, _),
-        Pusher(Watcher(finished), url) as pusher,
+        Pusher(Readings(finished), url) as pusher,
         pytest.raises(WorldError) as caught,
     ):
         pusher.push()

@@ -28,7 +28,7 @@ from phalanx.listen import Address
 from phalanx.metrics.grafana import dashboard
 from phalanx.metrics.names import METRICS
 from phalanx.metrics.prometheus import MOST_REQUESTS, MetricsServer, exposition
-from phalanx.metrics.watch import Watcher
+from phalanx.metrics.readings import Readings
 from phalanx.record.run import Run
 
 HERE = Address(host="127.0.0.1", port=0)
@@ -55,14 +55,14 @@ def get(url: str, **headers: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def server(finished: Run) -> Iterator[MetricsServer]:
-    with MetricsServer(Watcher(finished), HERE) as made:
+    with MetricsServer(Readings(finished), HERE) as made:
         yield made
 
 
 def test_exposition_holds_every_series_with_its_labels(finished: Run) -> None:
-    watcher = Watcher(finished)
-    families = {one.name: one for one in text_string_to_metric_families(exposition(watcher))}
-    exported = {one.metric.name for one in watcher.points()}
+    readings = Readings(finished)
+    families = {one.name: one for one in text_string_to_metric_families(exposition(readings))}
+    exported = {one.metric.name for one in readings.points()}
     for metric in METRICS:
         if metric.name in exported:
             family = families[metric.prometheus.removesuffix("_total")]
@@ -94,7 +94,7 @@ def test_only_reading(server: MetricsServer) -> None:
 
 
 def test_token(finished: Run) -> None:
-    with MetricsServer(Watcher(finished), HERE, token=TOKEN) as made:
+    with MetricsServer(Readings(finished), HERE, token=TOKEN) as made:
         assert get(made.url)[0] == 401
         assert get(made.url, Authorization="Bearer wrong")[0] == 401
         assert get(made.url, Authorization=f"Bearer {TOKEN}")[0] == 200
@@ -103,7 +103,7 @@ def test_token(finished: Run) -> None:
 
 def test_other_machines_need_a_token(finished: Run) -> None:
     with pytest.raises(UserError) as caught:
-        MetricsServer(Watcher(finished), Address(host="0.0.0.0", port=0))
+        MetricsServer(Readings(finished), Address(host="0.0.0.0", port=0))
     assert str(caught.value) == (
         "--listen 0.0.0.0:0: this address can be reached from other machines, and there is no token\n"
         "  everybody who reaches it could read the run\n"
@@ -113,7 +113,7 @@ def test_other_machines_need_a_token(finished: Run) -> None:
 
 def test_a_port_in_use(server: MetricsServer, finished: Run) -> None:
     with pytest.raises(WorldError) as caught:
-        MetricsServer(Watcher(finished), server.address)
+        MetricsServer(Readings(finished), server.address)
     assert "cannot listen there: address already in use" in str(caught.value)
 
 
@@ -129,14 +129,14 @@ def test_silent_clients_leave_room_for_others(server: MetricsServer) -> None:
 
 
 def test_a_failure_is_an_answer(finished: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    watcher = Watcher(finished)
-    monkeypatch.setattr(watcher, "points", lambda: 1 / 0)
-    with MetricsServer(watcher, HERE) as made:
+    readings = Readings(finished)
+    monkeypatch.setattr(readings, "points", lambda: 1 / 0)
+    with MetricsServer(readings, HERE) as made:
         assert get(made.url) == (500, "the run cannot be read: ZeroDivisionError: division by zero\n")
 
 
 def test_a_damaged_run_is_served(damaged: Run) -> None:
-    with MetricsServer(Watcher(damaged), HERE) as made:
+    with MetricsServer(Readings(damaged), HERE) as made:
         status, text = get(made.url)
     assert status == 200
     assert "train_record_damage" in text
@@ -217,7 +217,7 @@ def test_panels_do_not_overlap() -> None:
 
 
 def test_promtool_finds_nothing_to_mend(finished: Run) -> None:
-    text = exposition(Watcher(finished))
+    text = exposition(Readings(finished))
     done = subprocess.run(
         [tool("promtool"), "check", "metrics"], input=text, text=True, capture_output=True, timeout=60
     )
@@ -271,13 +271,12 @@ def until_scraped(server: str) -> None:
 
 
 def test_a_real_prometheus_scrapes_and_answers_every_query(finished: Run, tmp_path: Path) -> None:
-    watcher = Watcher(finished)
     with (
-        MetricsServer(watcher, HERE, token=TOKEN) as metrics,
+        MetricsServer(Readings(finished), HERE, token=TOKEN) as metrics,
         prometheus(tmp_path, metrics.address, TOKEN) as server,
     ):
         until_scraped(server)
-        for one in watcher.points():
+        for one in Readings(finished).points():  # its own: the server's thread reads the other one every second
             labels = ",".join(f'{name}="{value}"' for name, value in zip(one.metric.labels, one.labels, strict=True))
             (found,) = ask(server, f'{one.metric.prometheus}{{run="first",{labels}}}')
             assert float(found["value"][1]) == pytest.approx(one.value, rel=1e-6), one

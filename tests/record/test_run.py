@@ -81,6 +81,22 @@ def test_checkpoints_are_where_the_job_wants_them(tmp_path: Path) -> None:
     assert run.checkpoints == tmp_path / "elsewhere"
 
 
+def test_of_an_object_store_rank_0_tells_what_is_kept(tmp_path: Path) -> None:
+    run = make(tmp_path, plan_json=json.dumps({"job": {"checkpoint": {"path": "s3://bucket/x", "keep": 2}}}))
+    assert (run.checkpoints, run.saved_steps()) == (f"s3://bucket/x/{run.name}", [])
+    commits = [{"t": 10.0 + step, "step": step, "path": "s3://…"} for step in (1, 2, 3)]
+    damaged = [
+        {"t": 5.0, "path": "x"},
+        {"step": 7, "path": "x"},
+        {"t": "x", "step": [8], "path": "x"},
+        {"step": 9, "t": 1},
+    ]
+    lines = [json.dumps({"v": 1, "event": "checkpoint", **one}) for one in (*commits, *damaged)]
+    run.events(0).write_text("\n".join([*lines, '{"event":"step","step":1}', '{"event":"checkpoint","st']))
+    assert run.saved_steps() == [2, 3]
+    assert (run.saved_at(3), run.saved_at(7)) == (13.0, 0.0)
+
+
 def test_another_plan_keeps_the_one_before(tmp_path: Path) -> None:
     run = make(tmp_path)
     run.replan(job_toml="b", job={}, plan_json='{"x": 1}')

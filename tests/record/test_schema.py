@@ -12,10 +12,17 @@ from synthetic import write_run
 
 from phalanx.record.archive.series import KINDS, SERIES
 from phalanx.record.events import Event, EventWriter, read_events
-from phalanx.record.schema import event_fields, inner_fields, load_schema
+from phalanx.record.schema import event_fields, load_schema
 
 PAGE = Path(__file__).parents[2] / "docs" / "events.md"
 COMMON = ("v", "event", "t", "rank")
+# Lists in an event whose entries have fields of their own: pairs of peers, sums over collectives, who is in an epoch.
+LISTS = {"peers": "pairs", "timeline": "collectives", "epoch": "members"}
+
+
+def inner_fields() -> dict[str, tuple[str, ...]]:
+    defs = load_schema()["$defs"]
+    return {kind: tuple(defs[kind]["properties"][name]["items"]["properties"]) for kind, name in LISTS.items()}
 
 
 @pytest.fixture(scope="module")

@@ -176,6 +176,7 @@ def test_damage_is_said(page: Dashboard, name: str) -> None:
     found = page.json(f"/api/runs/{name}")["damage"]
     assert found
     assert all(set(one) == {"where", "what", "count"} for one in found)
+    assert len({(one["where"], one["what"]) for one in found}) == len(found)  # each once
 
 
 def test_what_is_left_is_shown(page: Dashboard) -> None:

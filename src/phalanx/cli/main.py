@@ -92,7 +92,9 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     verb, *rest = arguments
     if verb in ("-V", "--version"):
-        print(f"phalanx {_version()}")
+        from phalanx.cli.output import own_version
+
+        print(f"phalanx {own_version()}")
         return 0
     if verb not in VERBS:
         raise _unknown(verb)
@@ -115,12 +117,6 @@ def usage() -> str:
         "One job file from a laptop to a hundred thousand GPUs.\n\n"
         f"verbs:\n{verbs}\n\n{EPILOG}"
     )
-
-
-def _version() -> str:
-    from importlib.metadata import version  # 20 ms, needed by no other call
-
-    return version("phalanx")
 
 
 def _unknown(verb: str) -> PhalanxError:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from phalanx.cli.options import add_json
@@ -13,14 +12,12 @@ from phalanx.cli.output import note, print_json
 from phalanx.errors import WorldError, mistake
 
 if TYPE_CHECKING:
-    from phalanx.job.schema import Telemetry
+    from phalanx.metrics.readings import Readings
     from phalanx.metrics.steps import Sink
-    from phalanx.metrics.watch import Watcher
     from phalanx.record.run import Run
 
 TARGETS = ("listen", "otlp", "tensorboard", "mlflow", "wandb")
 INTERVAL_S = 15.0
-TOKEN_FILE = "metrics-token"  # in a run folder
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -52,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
     target = _target(args)
     found = open_run(args.run)
     if target in ("", "listen", "otlp"):
-        from phalanx.metrics.watch import Watcher
+        from phalanx.metrics.readings import Readings
 
-        watcher = Watcher(found, most_ranks=args.ranks)
+        readings = Readings(found, most_ranks=args.ranks)
         act = {"": _print, "listen": _serve, "otlp": _push}[target]
-        return act(watcher, args)
+        return act(readings, args)
     return _write(found, target, args)
 
 
@@ -75,73 +72,44 @@ def _target(args: argparse.Namespace) -> str:
     return named[0] if named else ""
 
 
-def _print(watcher: Watcher, args: argparse.Namespace) -> int:
+def _print(readings: Readings, args: argparse.Namespace) -> int:
     """What a scrape would see now."""
     if args.json:
         rows = [
             {"name": one.metric.name, "unit": one.metric.unit, "value": one.value}
             | {"labels": dict(zip(one.metric.labels, one.labels, strict=True))}
-            for one in watcher.points()
+            for one in readings.points()
         ]
-        print_json({"run": watcher.run.name, "metrics": rows})
+        print_json({"run": readings.run.name, "metrics": rows})
     else:
         from phalanx.metrics.prometheus import exposition
 
-        print(exposition(watcher), end="")
+        print(exposition(readings), end="")
     return 0
 
 
-def _serve(watcher: Watcher, args: argparse.Namespace) -> int:
+def _serve(readings: Readings, args: argparse.Namespace) -> int:
     from phalanx.listen import parse_address, read_token
     from phalanx.metrics.prometheus import MetricsServer
+    from phalanx.record.over import is_over
 
     token = None if args.token is None else read_token(args.token)
-    with MetricsServer(watcher, parse_address(args.listen), token=token) as server:
+    with MetricsServer(readings, parse_address(args.listen), token=token) as server:
         shown = {"url": server.url} | ({"token": token} if token and args.token == "auto" else {})
         if args.json:
             print_json(shown)
         else:
             print("\n".join(shown.values()), flush=True)
         note("Ctrl-C ends it")
-        while not (args.follow and _over(watcher.run)):
+        while not (args.follow and is_over(readings.run)):
             time.sleep(1.0)
     return 0
 
 
-def check_served(telemetry: Telemetry) -> None:
-    """Before a run folder is made: the library that `telemetry.prometheus` takes."""
-    if telemetry.prometheus:
-        from phalanx.metrics.need import need
-
-        need("prometheus_client", extra="metrics", what="telemetry.prometheus")
-
-
-@contextmanager
-def serving(found: Run, telemetry: Telemetry) -> Iterator[None]:
-    """With `telemetry.prometheus`, serve /metrics of a run as long as the context is open; `phalanx train` uses it.
-
-    Where others reach the address, a token is asked for: it is kept in the run folder, readable by its owner alone.
-    """
-    if not telemetry.prometheus:
-        yield
-        return
-    from phalanx.listen import is_loopback, kept_token, parse_address
-    from phalanx.metrics.prometheus import MetricsServer
-    from phalanx.metrics.watch import Watcher
-
-    where = "telemetry.listen"
-    address = parse_address(telemetry.listen, where=where)
-    path = None if is_loopback(address, where=where) else found.path / TOKEN_FILE
-    token = None if path is None else kept_token(path)
-    with MetricsServer(Watcher(found), address, token=token, where=where) as server:
-        note(f"  metrics: {server.url}" + (f" (bearer token in {path})" if path else ""))
-        yield
-
-
-def _push(watcher: Watcher, args: argparse.Namespace) -> int:
+def _push(readings: Readings, args: argparse.Namespace) -> int:
     from phalanx.metrics.to_otlp import Pusher
 
-    with Pusher(watcher, args.otlp) as pusher:
+    with Pusher(readings, args.otlp) as pusher:
 
         def push() -> None:
             try:
@@ -151,7 +119,7 @@ def _push(watcher: Watcher, args: argparse.Namespace) -> int:
                     raise
                 note(str(error))
 
-        count = _repeat(push, watcher.run, args)
+        count = _repeat(push, readings.run, args)
     return _said(args, pushes=count)
 
 
@@ -173,20 +141,16 @@ def _sink(found: Run, target: str, folder: str) -> Sink:
 
 def _repeat(act: Callable[[], object], found: Run, args: argparse.Namespace) -> int:
     """Once; with --follow, until the run is over and everything was seen."""
+    from phalanx.record.over import is_over
+
     count = 0
     while True:
-        over = not args.follow or _over(found)  # asked before the last look, so that nothing falls between
+        over = not args.follow or is_over(found)  # asked before the last look, so that nothing falls between
         act()
         count += 1
         if over:
             return count
         time.sleep(args.interval)
-
-
-def _over(found: Run) -> bool:
-    """Ended, or gone without a word."""
-    state = found.status().get("state")
-    return state in ("done", "stopped", "failed") or (state == "running" and not found.is_held)
 
 
 def _said(args: argparse.Namespace, **values: object) -> int:

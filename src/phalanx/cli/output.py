@@ -34,6 +34,16 @@ def plain(value: object) -> object:
     return plain(to_list()) if callable(to_list) else value
 
 
+def own_version() -> str:
+    """Of the installed package; `unknown` in a source tree that was never installed."""
+    from importlib.metadata import PackageNotFoundError, version  # 20 ms, needed by few calls
+
+    try:
+        return version("phalanx")
+    except PackageNotFoundError:
+        return "unknown"
+
+
 def note(text: str) -> None:
     """A line of progress or advice for a person, on stderr."""
     print(text, file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from phalanx.cli.options import add_json
-from phalanx.cli.output import print_json
+from phalanx.cli.output import own_version, print_json
 from phalanx.errors import mistake
 
 TYPE_CHECKING = False
@@ -68,9 +68,8 @@ def _made(kind: str, story: Story) -> str:
 
         return markdown(story)
     import time
-    from importlib.metadata import version
 
     from phalanx.record.page.html import page as html
 
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    return html(story, made=f"phalanx {version('phalanx')}, report of {now}")
+    return html(story, made=f"phalanx {own_version()}, report of {now}")

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from phalanx.cli.metrics import check_served, serving
 from phalanx.cli.options import add_json, add_set
 from phalanx.cli.output import note, print_json, warn
 from phalanx.errors import PhalanxError, mistake
@@ -53,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         from phalanx.record.run import open_run
 
         return _report(open_run(args.report), as_json=args.json)
+    from phalanx.metrics.serving import check_served
     from phalanx.train.supervise.prepare import check_checkpoints, need_torch
 
     need_torch()
@@ -184,13 +184,14 @@ def _ready(plan: Plan, args: argparse.Namespace, old: Run | None, *, started: fl
 
 def _launch(made: Run, plan: Plan, args: argparse.Namespace, *, started: float) -> int:
     from phalanx.cli.live import Live
+    from phalanx.metrics.serving import serving
     from phalanx.train.supervise.client import launch, local_hosts, rank_environ
 
     hosts = (
         _first_of(made, args) if args.join else local_hosts(plan.layout.devices, hosts=args.hosts, spares=args.spares)
     )
     watching = Live(made, steps=plan.duration.steps, world=plan.layout.devices, since_s=started)
-    with serving(made, plan.job.telemetry), watching as live:
+    with serving(made, plan.job.telemetry, tell=note), watching as live:
 
         def asked(count: int) -> None:
             live.note("stopping after this step; Ctrl-C again ends it at once" if count == 1 else "ending it at once")

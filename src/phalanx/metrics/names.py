@@ -193,34 +193,43 @@ UPDATED = Metric(
     name="train.updated.timestamp", unit="s", help="Unix time of the newest step", source="step", field="t"
 )
 DAMAGE = Metric(
-    name="train.record.damage", unit="{line}", help="pieces of the record that cannot be read", source="record.history"
+    name="train.record.damage",
+    unit="{line}",
+    help="pieces of the record that cannot be read",
+    source="record.archive.history",
 )
 GOODPUT = Metric(
     name="train.goodput.ratio",
     unit="1",
     help="share of the time spent on steps that stayed; recent: in the last hour, or quarter of a shorter run",
-    source="record.effective",
+    source="record.account.effective",
     labels=("window",),
 )
 TIME = Metric(
-    name="train.time", unit="s", help="where the time of the run went", source="record.ledger", labels=("account",)
+    name="train.time",
+    unit="s",
+    help="where the time of the run went",
+    source="record.account.ledger",
+    labels=("account",),
 )
 STRAGGLER = Metric(
     name="train.straggler.score",
     unit="1",
     help="own time over the median of the ranks that do the same work",
-    source="record.stragglers",
+    source="record.account.stragglers",
     labels=RANK,
 )
-COST = Metric(name="train.cost", unit="USD", help="what the run costs", source="record.cost", labels=("horizon",))
+COST = Metric(
+    name="train.cost", unit="USD", help="what the run costs", source="record.account.cost", labels=("horizon",)
+)
 CARBON = Metric(
-    name="train.carbon", unit="g", help="CO2 equivalent of the run", source="record.cost", labels=("horizon",)
+    name="train.carbon", unit="g", help="CO2 equivalent of the run", source="record.account.cost", labels=("horizon",)
 )
 RUN_ENERGY = Metric(
     name="train.energy",
     unit="J",
     help="energy of the whole run, restarts included",
-    source="record.cost",
+    source="record.account.cost",
     labels=("horizon",),
 )
 

@@ -17,7 +17,7 @@ from phalanx.listen import Address, bound_address, is_own_name, open_socket
 from phalanx.metrics.names import METRICS
 from phalanx.metrics.need import need
 from phalanx.metrics.point import Point
-from phalanx.metrics.watch import Watcher
+from phalanx.metrics.readings import Readings
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -31,8 +31,8 @@ NEED = "Prometheus metrics"
 class RunCollector:
     """prometheus_client's custom collector: asked at every scrape, one at a time."""
 
-    def __init__(self, watcher: Watcher) -> None:
-        self._watcher = watcher
+    def __init__(self, readings: Readings) -> None:
+        self._readings = readings
         self._lock = threading.Lock()
 
     def describe(self) -> Iterable[Any]:
@@ -42,8 +42,8 @@ class RunCollector:
     def collect(self) -> Iterator[Any]:
         """Every metric that has a value."""
         with self._lock:
-            points = self._watcher.points()
-        yield from families(points, run=self._watcher.run.name)
+            points = self._readings.points()
+        yield from families(points, run=self._readings.run.name)
 
 
 def families(points: Iterable[Point], *, run: str) -> Iterator[Any]:
@@ -62,19 +62,19 @@ def families(points: Iterable[Point], *, run: str) -> Iterator[Any]:
             yield family
 
 
-def registry(watcher: Watcher) -> CollectorRegistry:
+def registry(readings: Readings) -> CollectorRegistry:
     """A registry of our own: nothing of this process, nothing of other libraries."""
     need("prometheus_client", extra="metrics", what=NEED)
     from prometheus_client import CollectorRegistry
 
     made = CollectorRegistry(auto_describe=False)
-    made.register(RunCollector(watcher))
+    made.register(RunCollector(readings))
     return made
 
 
-def exposition(watcher: Watcher) -> str:
+def exposition(readings: Readings) -> str:
     """The text a Prometheus server would get now."""
-    made = registry(watcher)
+    made = registry(readings)
     from prometheus_client import generate_latest
 
     return str(generate_latest(made), "utf-8")
@@ -83,8 +83,10 @@ def exposition(watcher: Watcher) -> str:
 class MetricsServer:
     """Serves /metrics from a daemon thread between `start` and `stop`; never keeps a process alive."""
 
-    def __init__(self, watcher: Watcher, listen: Address, *, token: str | None = None, where: str = "--listen") -> None:
-        made = registry(watcher)
+    def __init__(
+        self, readings: Readings, listen: Address, *, token: str | None = None, where: str = "--listen"
+    ) -> None:
+        made = registry(readings)
         listener = open_socket(listen, guarded=token is not None, where=where)
         self.address = bound_address(listener)
         self._server = _Server(self.address, made, token)

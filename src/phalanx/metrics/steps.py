@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from phalanx.errors import PhalanxError, Problem, WorldError
 from phalanx.files import write_text
 from phalanx.metrics import names
-from phalanx.metrics.watch import mfu, plan_of
+from phalanx.metrics.readings import mfu, plan_of
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run, read_json
 from phalanx.record.values import integer, number, text

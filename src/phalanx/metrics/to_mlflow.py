@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.metrics.need import need
+from phalanx.metrics.readings import plan_of
 from phalanx.metrics.steps import Cursor, Row, cursor_path, made_folder
-from phalanx.metrics.watch import plan_of
 from phalanx.record.run import Run
 from phalanx.record.values import at, printable
 

@@ -11,7 +11,7 @@ from phalanx.errors import Problem, WorldError, mistake
 from phalanx.metrics.names import METRICS, Metric
 from phalanx.metrics.need import need
 from phalanx.metrics.point import Point
-from phalanx.metrics.watch import Watcher
+from phalanx.metrics.readings import Readings
 
 PATH = "/v1/metrics"
 TIMEOUT_S = 10.0
@@ -20,7 +20,7 @@ TIMEOUT_S = 10.0
 class Pusher:
     """Pushes the newest numbers at every call of `push`."""
 
-    def __init__(self, watcher: Watcher, url: str) -> None:
+    def __init__(self, readings: Readings, url: str) -> None:
         need("opentelemetry.exporter.otlp.proto.http.metric_exporter", extra="otlp", what="--otlp")
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
         from opentelemetry.sdk.metrics import MeterProvider
@@ -31,13 +31,13 @@ class Pusher:
         logger = logging.getLogger("opentelemetry.exporter")
         logger.propagate = False
         logger.addHandler(logging.NullHandler())
-        self._watcher = watcher
+        self._readings = readings
         self._url = _endpoint(url)
         self._points: dict[str, list[Point]] = {}
         self._exporter = OTLPMetricExporter(endpoint=self._url, timeout=TIMEOUT_S)
         self._reader = InMemoryMetricReader()  # asked by us: the SDK's own thread would push when it likes
         # No detectors: they read the environment and the command line.
-        resource = Resource({"service.name": "phalanx", "phalanx.run": watcher.run.name})
+        resource = Resource({"service.name": "phalanx", "phalanx.run": readings.run.name})
         self._provider = MeterProvider(metric_readers=[self._reader], resource=resource, shutdown_on_exit=False)
         meter = self._provider.get_meter("phalanx")
         for metric in METRICS:
@@ -48,7 +48,7 @@ class Pusher:
         from opentelemetry.metrics import Observation
 
         def observed(_: object) -> Iterable[Any]:
-            run = {"run": self._watcher.run.name}
+            run = {"run": self._readings.run.name}
             for one in self._points.get(metric.name, ()):
                 yield Observation(one.value, run | dict(zip(metric.labels, one.labels, strict=True)))
 
@@ -59,7 +59,7 @@ class Pusher:
         from opentelemetry.sdk.metrics.export import MetricExportResult
 
         self._points = {}
-        for one in self._watcher.points():
+        for one in self._readings.points():
             self._points.setdefault(one.metric.name, []).append(one)
         data = self._reader.get_metrics_data()
         if data is not None and self._exporter.export(data) is not MetricExportResult.SUCCESS:

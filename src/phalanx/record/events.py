@@ -258,10 +258,10 @@ class EventReader:
         self._lines.finish()
         return events
 
-    def stream(self, *, only: bytes = b"") -> Iterator[Event]:
-        """`read`, one by one, in the memory of one event; `only` those whose line holds these bytes."""
+    def stream(self, *, only: tuple[bytes, ...] = (b"",)) -> Iterator[Event]:
+        """`read`, one by one, in the memory of one event; `only` those whose line holds one of these."""
         for line in self._new_lines():
-            if not line.strip() or only not in line:
+            if not line.strip() or not any(one in line for one in only):
                 continue
             event = parse(line)
             if event is None:

@@ -29,7 +29,8 @@ from typing import Any, TextIO
 
 from phalanx.errors import Problem, UserError, WorldError, mistake, nearest
 from phalanx.files import replace_text
-from phalanx.record.events import read_events
+from phalanx.record.events import EventReader
+from phalanx.record.values import at, integer, number
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 EVENTS = re.compile(r"events-(\d{5}|[1-9]\d{5,6})(?:-(\d{4,9}))?\.jsonl")
@@ -95,9 +96,12 @@ class Run:
 
     def _reported(self) -> dict[int, float]:
         """Commits in the events of rank 0, with their times; the newest as many as are kept."""
-        events, _ = read_events(self.events(0))
-        found = {event["step"]: event["t"] for event in events if event["event"] == "checkpoint" and event.get("path")}
-        keep = int(self.plan()["job"]["checkpoint"]["keep"])
+        found: dict[int, float] = {}
+        for event in EventReader(self.events(0)).stream(only=(b'"checkpoint"',)):
+            step, time_s = integer(event, "step"), number(event, "t")
+            if event["event"] == "checkpoint" and event.get("path") and step is not None and time_s is not None:
+                found[step] = time_s
+        keep = integer(at(self.plan(), "job", "checkpoint"), "keep") or 0  # unknown: all
         return {step: found[step] for step in sorted(found)[-keep:]}
 
     @property

@@ -6,9 +6,6 @@ import json
 from importlib.resources import files
 from typing import Any
 
-# Parts of a definition that list more fields: of each pair of peers, of each sum over collectives.
-_INNER = {"peers": "pairs", "timeline": "collectives", "epoch": "members"}
-
 
 def load_schema() -> dict[str, Any]:
     """The schema as JSON values; any JSON Schema library can check a line of a run against it."""
@@ -23,9 +20,3 @@ def event_fields() -> dict[str, tuple[str, ...]]:
     ('step', 'state')
     """
     return {kind: tuple(known["properties"]) for kind, known in load_schema()["$defs"].items()}
-
-
-def inner_fields() -> dict[str, tuple[str, ...]]:
-    """The fields of the entries of a list in an event, by kind."""
-    defs = load_schema()["$defs"]
-    return {kind: tuple(defs[kind]["properties"][name]["items"]["properties"]) for kind, name in _INNER.items()}

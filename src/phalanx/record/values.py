@@ -15,7 +15,11 @@ def number(data: Mapping[str, Any], name: str) -> float | None:
     >>> number({"a": 1}, "a"), number({"a": float("nan")}, "a"), number({"a": True}, "a"), number({}, "a")
     (1.0, None, None, None)
     """
-    value = data.get(name)
+    return finite(data.get(name))
+
+
+def finite(value: object) -> float | None:
+    """A value that is a finite number, or None."""
     if value is None:
         return None
     if type(value) is float:  # nearly all of them: the rest takes twice as long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from phalanx.errors import WorldError
 from phalanx.plan.plan import Plan
 from phalanx.plan.shrink import Dealing
 from phalanx.record.events import EventWriter
+from phalanx.record.redact import redact
 from phalanx.record.run import Run
 from phalanx.train.checkpoint.background import AsyncSaver
 from phalanx.train.checkpoint.interval import Interval
@@ -41,7 +43,7 @@ class Taken:
 
     result: StepResult
     lr: float
-    duration_s: float  # from asking for the batch to the end of the update
+    duration_s: float  # from its begin to the end of the update, less what it was held up to be looked into
     data_s: float  # of it waiting for the batch
     before_s: float  # of it until the engine began
     own_s: float  # of it this rank's own doing: computing, and what surrounds it
@@ -116,6 +118,8 @@ class Loop:
         self.events.write("run_start", step=first, steps=total, world=dist.get_world_size(), epoch=self.orders.epoch)
         step, leaving = first, ""
         self._sound = first
+        if self.engine.listener is not None:
+            self.engine.listener.norms.next = first
         while step < total and not leaving:
             self.step = step
             taken = self._step(step)
@@ -221,26 +225,28 @@ class Loop:
         seen, total = self.batch_plan.tokens_before(step + 1), self.plan.duration.tokens
         lr = learning_rate(self.job.optim, tokens_seen=seen, total_tokens=total)
         before = self._put
+        ready_s = time.perf_counter()
         with self.timeline.step(step) as samples:
             entered_s = time.perf_counter()
             result = self.engine.step(tokens, targets, lr=lr, wishes=self._wishes)
             ended_s = time.perf_counter()
+        opening_s = self.timeline.opening_s  # telemetry's own: no part of the step
         if not result.wishes[Wish.UNHELD]:
             self._held = before
         return Taken(
             result=result,
             lr=lr,
-            duration_s=ended_s - began_s,
+            duration_s=ended_s - began_s - opening_s,
             data_s=data_s,
-            before_s=entered_s - began_s,
-            own_s=result.compute_s + entered_s - began_s - data_s,
+            before_s=entered_s - began_s - opening_s,
+            own_s=result.compute_s + ready_s - began_s - data_s,
             compile_s=compiled_s() - compiled or None,
             samples=samples,
         )
 
     def _record(self, step: int, taken: Taken) -> None:
         result, noise = taken.result, taken.result.noise
-        sample = taken.samples[0] if taken.samples else None
+        inside = self.timeline.inside(taken.samples, result.phases, data_s=taken.data_s, before_s=taken.before_s)
         proof, guard_s = self._proof(step)
         self.events.write(
             "step",
@@ -262,18 +268,17 @@ class Loop:
             grad_squared=noise.squared if noise is not None else None,
             skipped=result.skipped,
             bytes_sent=result.bytes_sent,
-            collective_s=sample.collective_s if sample is not None else None,
-            collective_bytes=sample.collective_bytes if sample is not None else None,
+            collective_s=inside.collective_s,
+            collective_bytes=inside.collective_bytes,
             expert_imbalance=self._expert_imbalance(),
             held=self._held if self._held >= 0 else None,
             hold_s=self._hold_s,
             guard_s=guard_s,
             **proof,
         )
-        if sample is not None:
-            inside = self.timeline.fields(sample, result.phases, data_s=taken.data_s, before_s=taken.before_s)
-            if inside is not None:
-                self.events.write("timeline", step=step, epoch=self.orders.epoch, seconds=taken.duration_s, **inside)
+        if inside.timeline is not None:
+            fields = {"seconds": taken.duration_s, **inside.timeline}
+            self.events.write("timeline", step=step, epoch=self.orders.epoch, **fields)
         self._hold_s = None
         if self.hooks.records_samples:  # a kill must not take the proof along
             self.events.flush()
@@ -373,7 +378,8 @@ class Loop:
     def _tell_unsaved(self, step: int, error: WorldError) -> None:
         """A save that failed is told, and tried again when the next is due; the one before it is intact."""
         self._saved_step = -1
-        self.events.write("checkpoint", step=step, epoch=self.orders.epoch, error=str(error).splitlines()[0])
+        text = redact(str(error), os.environ).splitlines()[0]  # a store's library may quote its keys
+        self.events.write("checkpoint", step=step, epoch=self.orders.epoch, error=text)
         if self._is_last:  # nothing would be left of what came since
             raise error
 

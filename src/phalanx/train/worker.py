@@ -10,7 +10,7 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -48,6 +48,7 @@ from phalanx.train.supervise.formation import Formation, Seat
 from phalanx.train.supervise.link import Interrupted, Link
 from phalanx.train.supervise.process import take_rank
 from phalanx.train.telemetry.sensors import sensors_of
+from phalanx.train.telemetry.sharing import Sharers
 from phalanx.train.telemetry.watch import KeptSensors, Meeting, meet, watched
 from phalanx.train.vault.buddy import buddy_of
 from phalanx.train.vault.choose import Choice
@@ -170,7 +171,7 @@ class Rank:
             layout=formation.layout,
             rank=rank,
             epoch=formation.epoch,
-            ranks_on_host=len(formation.of_host(self.host)),
+            sharers=_sharers(device, self.link.slot, formation.of_host(self.host)),
         )
 
     def _vault_port(self, epoch: int) -> int:
@@ -233,15 +234,17 @@ def run_rank(
     _join(plan, device, rank=rank, world=world, store=store)
     events = EventWriter(folder.events(rank), rank=rank)
     orders = Orders(stop=stop, progress=lambda step, phase: heartbeat(step), hooks=Hooks())
+    none_met = None, Sharers(host=local_world)
+    meeting, sharers = meet(store, os.environ, device, events) if store is not None else none_met
     watch = watched(
         events,
         lambda: sensors_of(device, power_w=plan.cluster.accelerator.tdp_w),
-        meet(store, os.environ) if store is not None else None,
+        meeting,
         telemetry=plan.job.telemetry,
         layout=plan.layout,
         rank=rank,
         epoch=orders.epoch,
-        ranks_on_host=local_world,
+        sharers=sharers,
     )
     try:
         with watch:
@@ -357,6 +360,14 @@ def _device(plan: Plan, local_world: int) -> torch.device:
     # One thread where bits must not depend on the number of ranks: kernels split their sums by thread.
     torch.set_num_threads(1 if plan.job.numerics.reproducible else max(1, (os.cpu_count() or 1) // local_world))
     return torch.device("cpu")
+
+
+def _sharers(device: torch.device, slot: int, slots: Collection[int]) -> Sharers:
+    """Those of a slot among the slots of its agent's host, which all see the same GPUs and take them in turn."""
+    if device.type != "cuda":
+        return Sharers(host=len(slots), device=len(slots))
+    count = torch.cuda.device_count()
+    return Sharers(host=len(slots), device=sum(one % count == slot % count for one in slots))
 
 
 def _door(address: str) -> socket.socket:

@@ -33,7 +33,11 @@ class Parts:
             return otherwise
 
     def add(self, where: str, what: str, count: int = 1) -> None:
-        """Note something that is missing or damaged."""
+        """Note something that is missing or damaged, once: several pieces of an answer may need the same file."""
+        for one in self.damage:
+            if (one["where"], one["what"]) == (where, what):
+                one["count"] = max(one["count"], count)
+                return
         self.damage.append({"where": where, "what": what, "count": count})
 
     def note(self, found: Sequence[Damage]) -> None:

@@ -14,7 +14,7 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qsl, quote_from_bytes, urlencode, urlsplit
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -26,6 +26,7 @@ MOST_TARGET_BYTES = 4096  # of a path with its query
 MOST_HEADER_BYTES = 16 * 2**10
 METHODS = ("GET", "HEAD")
 COOKIE_AGE_S = 30 * 86400
+PATH_CHARACTERS = "/%:@!$&'()*+,;=~"  # that stay as they are, with letters, digits and -._
 
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -128,8 +129,7 @@ class Guard:
         if shown and self._key.is_token(shown[0].encode()):
             # Out of the address bar at once: addresses end up in histories and screenshots.
             rest = urlencode([pair for pair in pairs if pair[0] != "token"])
-            path = "/" + (scope.get("raw_path") or b"/").decode("latin-1").lstrip("/")
-            where = (path + (f"?{rest}" if rest else "")).encode("latin-1")
+            where = (_here(scope.get("raw_path") or b"/") + (f"?{rest}" if rest else "")).encode("ascii")
             cookie = (b"set-cookie", self._key.cookie())
             if headers.get(b"sec-fetch-site") == b"cross-site":
                 # A link in a chat: browsers keep a strict cookie from a redirect that another site began.
@@ -150,6 +150,15 @@ def sealed(send: Send) -> Send:
         await send(message)
 
     return with_headers
+
+
+def _here(raw: bytes) -> str:
+    r"""A path on this server, whatever a request calls its path: browsers read //x, /\x and a tab in between as a host.
+
+    >>> _here(rb"/\evil.example/a"), _here(b"/a%20b")
+    ('/evil.example/a', '/a%20b')
+    """
+    return "/" + quote_from_bytes(raw.lstrip(bytes(range(33)) + b"/\\"), safe=PATH_CHARACTERS)
 
 
 def _is_literal(name: str) -> bool:

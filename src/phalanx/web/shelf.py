@@ -102,11 +102,6 @@ def mark(run: Run) -> Mark:
     return tuple(_stamp(path) for path in files)
 
 
-def written(run: Run) -> float:
-    """Unix time of the newest change; 0 when there is nothing."""
-    return max((time_ns / 1e9 for size, time_ns in mark(run) if size), default=0.0)
-
-
 def _stamp(path: Path) -> tuple[int, int]:
     try:
         found = path.stat()

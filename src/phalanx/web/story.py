@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from phalanx.record.account.book import Accounts
 from phalanx.record.account.effective import Effective, from_trail
-from phalanx.record.account.ledger import Ledger, Walk, walk
-from phalanx.record.account.summary import Pair, Summary, summarize
+from phalanx.record.account.ledger import walk
+from phalanx.record.account.summary import Summary, summarize
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
 from phalanx.web.memo import NotYetError
@@ -46,20 +45,3 @@ def _tell(run: Run) -> Story:
     walked = walk(run, history)
     summary = summarize(run, history, walked)
     return Story(summary=summary, effective=from_trail(walked.trail, EFFECTIVE_POINTS))
-
-
-def first_words(run: Run, history: RunHistory) -> Summary:
-    """The summary without what takes a walk: no ledger, no bill, no effective time."""
-    nothing = Ledger(
-        wall_s=0.0,
-        accounts=Accounts(),
-        overlap_s=0.0,
-        steps=0,
-        steps_lost=0,
-        incidents=0,
-        formations=0,
-        unreadable_lines=0,
-    )
-    found = summarize(run, history, Walk(ledger=nothing, trail=[], recoveries=[]))
-    effective = Pair(predicted=found.effective_time.predicted)
-    return replace(found, ledger=None, cost=None, effective_time=effective)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 from phalanx.record.archive.history import Curve, RunHistory
+from phalanx.record.over import is_over
 from phalanx.record.run import Run
 from phalanx.record.values import at, integer, number, text
 from phalanx.web.answer import Json
-from phalanx.web.shelf import written
 
 GOING = ("created", "launching", "running")
-# A run that says it goes on is believed as long as somebody writes: ranks tell of themselves every few seconds.
-SILENT_S = 120.0
 RECENT = 20  # steps behind the rate and the time that is left
 
 
@@ -35,7 +31,7 @@ def launch_of(run: Run) -> Json:
 def state_of(run: Run) -> tuple[str, bool]:
     """What the run says of itself, and whether it really goes on."""
     state = text(run.status(), "state") or "unknown"
-    return state, state in GOING and time.time() - written(run) < SILENT_S
+    return state, state in GOING and not is_over(run)
 
 
 def total_steps(plan: Json, history: RunHistory) -> int:

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import accumulate
 
 from phalanx.record.account.incidents import tell
-from phalanx.record.account.summary import Summary
+from phalanx.record.account.summary import Summary, summarize_briefly
 from phalanx.record.archive.history import Curve, RunHistory
 from phalanx.record.archive.series import unit_of
 from phalanx.record.events import Event
@@ -17,7 +17,7 @@ from phalanx.record.values import at, integer, number, printable, text
 from phalanx.units import format_bytes, format_seconds
 from phalanx.web.answer import Json, Parts
 from phalanx.web.shelf import Shelf
-from phalanx.web.story import first_words, soon
+from phalanx.web.story import soon
 from phalanx.web.views import curve_json, launch_of, plan_of, progress, tokens_per_step
 
 MOST_MARKS = 2000  # of a kind; the newest
@@ -35,7 +35,7 @@ def run(shelf: Shelf, name: str) -> Json:
     with shelf.history(name) as history:
         now = parts.read("steps", lambda: progress(found, plan, history), {})
         names = parts.read("series", lambda: [{"name": one, "unit": unit_of(one)} for one in history.names()], [])
-        summary = told.summary if told else parts.read("summary", lambda: first_words(found, history))
+        summary = told.summary if told else parts.read("summary", lambda: summarize_briefly(found, history))
         parts.note(parts.read("events", history.damage, ()))
         ranks = len(history.ranks)
     if told is not None and not now.get("live"):

@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from phalanx.record.over import written
 from phalanx.record.run import Run
 from phalanx.record.values import at, integer, number, text
 from phalanx.web.answer import Json, Parts
 from phalanx.web.memo import NotYetError
-from phalanx.web.shelf import Shelf, mark, written
+from phalanx.web.shelf import Shelf, mark
 from phalanx.web.story import story
 from phalanx.web.views import launch_of, mfu, progress, state_of
 

@@ -66,6 +66,21 @@ def test_counters_begin_again_with_every_process(tmp_path: Path, monkeypatch: py
     assert (coarse.energy_j, coarse.ranks) == (pytest.approx(130.0), 2)
 
 
+def test_a_counter_that_begins_anew_above_its_last_value(tmp_path: Path) -> None:
+    """The first sample of a formation holds what was used since the last one: 150 J after 100 J is 150 J more."""
+    run = Run(path=tmp_path)
+    readings = [(1, 40.0), (1, 100.0), (2, None), (2, 150.0), (2, 209.0), (None, 210.0), (4, 5.0)]
+    fields = {"v": 1, "event": "monitor", "rank": 0, "energy_source": "nvml"}
+    lines = [
+        json.dumps({**fields, "t": 1000.0 + number, "energy_j": value} | ({} if epoch is None else {"epoch": epoch}))
+        for number, (epoch, value) in enumerate(readings)
+    ]
+    run.events(0).write_text("\n".join(lines) + "\n")
+    found = used(RunHistory.open(run))
+    assert found is not None
+    assert found.energy_j == 100.0 + 210.0 + 5.0
+
+
 def test_ranks_without_a_counter_count_like_the_others(tmp_path: Path) -> None:
     run = write_run(tmp_path, steps=30, incidents=0)
     with_all = cost(run).energy_j

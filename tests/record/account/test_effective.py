@@ -8,14 +8,14 @@ import pytest
 from synthetic import write_run
 
 from phalanx.record.account.book import MOST_POINTS, Trail
-from phalanx.record.account.effective import effective_curve, from_trail
-from phalanx.record.account.ledger import ledger
+from phalanx.record.account.effective import from_trail
+from phalanx.record.account.ledger import ledger, walk
 from phalanx.units import format_seconds
 
 
 def test_of_a_run(tmp_path: Path) -> None:
     run = write_run(tmp_path, steps=60)
-    found = effective_curve(run, points=50)
+    found = from_trail(walk(run).trail, points=50)
     t, cumulative, last_hour = found
     assert len(t) == len(cumulative) == len(last_hour) <= 50
     assert list(t) == sorted(t)

@@ -152,6 +152,28 @@ def test_copies_in_memory_are_told_apart(run: Run) -> None:
     assert spent(ledger(run)) == {"productive": 10.0, "init": 1.52, "checkpoint": 0.8, "other": 0.18}
 
 
+@pytest.mark.parametrize("told", [(), ("checkpoint",), ("evaluate",), ("checkpoint", "evaluate")])
+def test_a_copy_counts_once_whatever_is_told_before_the_next_step(run: Run, told: tuple[str, ...]) -> None:
+    scribe = Scribe(run).form(2, step=0, source="start").start(0).steps(range(1))
+    for step in range(1, 11):
+        scribe.wait(0.25)  # the copy; then the loop tells of commits, and evaluates
+        if "checkpoint" in told:
+            scribe.tell("checkpoint", step=step - 1, path="x", seconds=0.5)
+        if "evaluate" in told:
+            scribe.wait(0.5).tell("evaluate", step=step, seconds=0.5)
+        scribe.steps(range(step, step + 1), hold_s=0.25)
+    found = ledger(scribe.say("end", state="done").run)
+    evaluated = {"evaluate": 5.0} if "evaluate" in told else {}
+    assert spent(found) == {"productive": 11.0, "init": 1.5, "checkpoint": 2.5} | evaluated
+    assert (found.overlap_s, found.closes) == (0.0, True)
+
+
+def test_a_copy_that_cannot_have_been_is_told(run: Run) -> None:
+    scribe = Scribe(run).form(2, step=0, source="start").start(0).steps(range(10), hold_s=0.5)
+    assert ledger(scribe.run).overlap_s == pytest.approx(4.5)
+    assert not ledger(scribe.run).closes
+
+
 def test_a_rank_from_the_past_is_not_heard(run: Run) -> None:
     scribe = Scribe(run).form(2, step=0, source="start").start(0).steps(range(5)).say("incident", rank=1)
     scribe.form(2, step=5).start(5).steps(range(5, 7))

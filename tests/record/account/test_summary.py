@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.record.account.summary import place, summarize
+from phalanx.record.account import summary
+from phalanx.record.account.summary import place, summarize, summarize_briefly
+from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import EventWriter
 from phalanx.record.page.report import render
 from phalanx.record.run import Run, create_run
@@ -103,6 +105,22 @@ def test_stages_and_experts(tmp_path: Path) -> None:
     text = render(found)
     assert "stages: the slowest, 1, computes 50% longer than the mean of all" in text
     assert "experts: the busiest gets 1.50 times the mean" in text
+
+
+def test_a_brief_summary_reads_no_record_whole(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps(run, 0, range(10), start_s=1000.0)
+    whole = summarize(run)
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("read whole")
+
+    for name in ("walk", "cost", "skipped_steps"):
+        monkeypatch.setattr(summary, name, refused)
+    brief = summarize_briefly(run, RunHistory.open(run))
+    assert (brief.ledger, brief.cost, brief.skipped_steps, brief.effective_time.measured) == (None, None, None, None)
+    assert (brief.steps, brief.step_s, brief.last_loss) == (whole.steps, whole.step_s, whole.last_loss)
+    assert whole.skipped_steps == 0
+    assert whole.cost is not None
 
 
 def test_a_run_that_never_took_a_step(run: Run) -> None:

@@ -255,6 +255,98 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
     assert history.damage() == []
 
 
+def losses(history: RunHistory) -> list[tuple[int, float | None]]:
+    curve = history.curve("loss", points=5_000)
+    return list(zip(curve.step, curve.mean, strict=True))
+
+
+def test_parts_with_lines_of_one_length_are_told_apart(tmp_path: Path) -> None:
+    """Blocks of the next file lie where those of the last one lay, and under its old name."""
+    run = Run(path=tmp_path)
+    writer = EventWriter(run.events(0), rank=0, rotate_bytes=40_000, clock=lambda: 1000.0)
+    history = RunHistory.open(run)
+    for step in range(1_000, 2_500):
+        writer.write("step", step=step, loss=float(step))
+        if step % 60 == 0:
+            writer.flush()
+            history.refresh()
+            assert losses(history) == [(one, one) for one in range(1_000, step + 1)]
+    assert len(run.event_parts()[0]) > 1
+
+
+def test_a_part_closed_since_the_last_refresh_is_still_read(tmp_path: Path) -> None:
+    run = Run(path=tmp_path)
+    writer = EventWriter(run.events(0), rank=0, rotate_bytes=50_000)
+    for step in range(1_000):
+        writer.write("step", step=step, loss=step)
+        writer.flush()
+        if step == 300:
+            writer.write("evaluate", step=step, loss=1.0)
+            seen, unseen = RunHistory.open(run), RunHistory.open(run)
+            assert len(losses(seen)) == 301
+            seen._cache = seen._rank(0)._cache = rankfile.RowCache()
+            size = run.events(0).stat().st_size
+    writer.close()
+    assert (run.event_parts()[0], run.events(0).stat().st_size > size) == ([1], True)
+    for history in (seen, unseen):
+        assert losses(history) == [(step, step) for step in range(301)]
+        assert history.latest("evaluate")["step"] == 300
+        assert [event["step"] for event in history.steps(0, 295, 305)] == list(range(295, 301))
+        assert history.refresh()
+        assert losses(history) == [(step, step) for step in range(1_000)]
+
+
+def test_rows_that_could_not_be_read_are_not_kept(tmp_path: Path) -> None:
+    run = long_run(tmp_path, ranks=1, starts=((0, 600),))
+    history = RunHistory.open(run)
+    aside = run.events(0).rename(tmp_path / "aside")
+    assert losses(history) == []
+    aside.rename(run.events(0))
+    assert len(losses(history)) == 600
+
+
+def test_a_file_with_other_steps_in_its_place(tmp_path: Path) -> None:
+    """A shorter one, of lines as long as before: nothing that was read of the old one is shown."""
+    run = long_run(tmp_path, ranks=1, starts=((1_000, 1_600),))
+    history = RunHistory.open(run)
+    assert losses(history)[0] == (1_000, 1_000)
+    text = run.events(0).read_text().replace('"loss":1', '"loss":7').splitlines(keepends=True)
+    run.events(0).with_suffix(".index").unlink()
+    run.events(0).write_text("".join(text[:590]))
+    history.refresh()
+    assert losses(history) == [(step, 6_000 + step) for step in range(1_000, 1_590)]
+
+
+def test_steps_of_a_rank_that_left_are_undone_with_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks do 40 steps; one falls, and the other does half of them again."""
+    run = Run(path=tmp_path)
+    for rank in (0, 1):
+        writer = EventWriter(run.events(rank), rank=rank)
+        writer.write("run_start", step=0, epoch=1)
+        for step in range(40):
+            writer.write("step", step=step, epoch=1, compute_s=1.0)
+        writer.close()
+    history = RunHistory.open(run)
+    assert history.mesh("compute_s", columns=60).values[1] == (1.0,) * 40
+    monkeypatch.setattr(module, "RAW_MESH_STEPS", 1)
+    assert history.mesh("compute_s", columns=60).values[1] == (1.0,), "of a block"
+    monkeypatch.undo()
+    writer = EventWriter(run.events(0), rank=0)
+    writer.write("run_start", step=20, epoch=2)
+    for step in range(20, 60):
+        writer.write("step", step=step, epoch=2, compute_s=2.0)
+    writer.close()
+    history.refresh()
+    for one in (history, RunHistory.open(run)):
+        mesh = one.mesh("compute_s", columns=60)
+        assert mesh.values == ((1.0,) * 20 + (2.0,) * 40, (1.0,) * 20 + (None,) * 40)
+        assert [event["step"] for event in one.steps(1, 15, 25)] == list(range(15, 20))
+        assert one.curve("compute_s", rank=1).step == tuple(range(20))
+    monkeypatch.setattr(module, "RAW_MESH_STEPS", 1)
+    assert history.mesh("compute_s", columns=3).step[-1] >= 20
+    assert history._digests[1].last.tolist() == [19]
+
+
 def test_refresh_reads_only_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = long_run(tmp_path, ranks=1, starts=((0, 2_000),))
     run.events(0).with_suffix(".index").unlink()

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.record import events as events_module
+from phalanx.record.archive import blocks
 from phalanx.record.archive.blocks import BLOCK, STEPS
 from phalanx.record.archive.index import HEAD_BYTES, SIZE, read_index
 from phalanx.record.archive.rankfile import RankFile, RowCache
-from phalanx.record.archive.series import COLUMN
+from phalanx.record.archive.series import COLUMN, LATER
 from phalanx.record.events import EventWriter, parts, read_events
 
 
@@ -198,6 +199,24 @@ def test_columns_of_another_version_find_their_places(tmp_path: Path) -> None:
     series = file.kept().blocks["series"][0]
     assert (series[COLUMN["tokens"]]["high"], series[COLUMN["loss"]]["high"]) == (255, 10)
     assert series[COLUMN["grad_norm"]]["count"] == 0
+
+
+def test_kinds_that_an_older_writer_did_not_know_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "events-00000.jsonl"
+    monkeypatch.setattr(blocks, "_BITS", {kind: bit for kind, bit in blocks._BITS.items() if kind not in LATER})
+    writer = EventWriter(path, rank=0)
+    for step in range(600):
+        writer.write("step", step=step)
+        if step == 400:
+            writer.write("memory", step=step)
+    writer.close()
+    monkeypatch.undo()
+    file = RankFile(path, [], RowCache())
+    file.refresh()
+    assert file.unread == 0, "all of it from the index"
+    assert [event["step"] for event in file.events(("memory",))] == [400]
+    assert (file.latest("memory") or {})["step"] == 400
+    assert file.steps_with("memory") == {400}
 
 
 def test_a_record_has_no_gaps() -> None:

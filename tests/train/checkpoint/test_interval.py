@@ -65,4 +65,6 @@ def test_an_interval_of_the_job_stays(reliability):
 @pytest.fixture
 def reliability():
     cluster = resolve("8xH100:2")
-    return plan(cluster, checkpoint=Checkpoint(interval_s=60.0), fault=Fault(), state_bytes=1e12, devices=16)
+    return plan(
+        cluster, checkpoint=Checkpoint(interval_s=60.0), fault=Fault(), state_bytes=1e12, devices=16, step_s=5.0
+    )

@@ -96,6 +96,13 @@ def test_micro_batches_are_measured_in_every_fourth_step_only():
         norms.begin()
         heard.append(norms.on)
     assert heard == [True, False, False, False] * 2
+    again = LocalNorms(frozenset())  # taken up at step 6
+    again.every, again.next = 4, 6
+    for place in range(6, 8):
+        again.begin()
+        assert again.on == heard[place]
+    again.begin()
+    assert again.on
     scale = NoiseScale(every=4)  # and told as early, and forgotten as late, as where every step is
     for _ in range(3):
         assert scale.samples is None

@@ -6,7 +6,9 @@ import importlib
 import json
 import sys
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from phalanx.train.parallel.dims import ParallelDims, build_meshes
 from phalanx.train.telemetry import timeline
 from phalanx.train.telemetry.clock import Phase
 from phalanx.train.telemetry.kernels import Kernel, op_of, timed_by
-from phalanx.train.telemetry.timeline import Sample, TimelineSampler, fitting, merged
+from phalanx.train.telemetry.timeline import Inside, Sample, TimelineSampler, fitting, merged
 from phalanx.train.telemetry.wiretap import METHODS, Call
 from phalanx.train.tracing.dry import trace_rank
 from phalanx.train.verify.ranks import run_ranks
@@ -109,8 +111,50 @@ def test_a_sample_that_cannot_be_told_is_no_harm(meshes):
     told: list[str] = []
     sampler = _sampler(meshes, told, every=1)
     broken = Sample([_call("send")], 0.0, lambda call: 1 / 0)
-    assert sampler.fields(broken, [], data_s=0.0, before_s=0.0) is None
+    assert sampler.inside([broken], [], data_s=0.0, before_s=0.0) == Inside()
     assert told == ["no more timelines: ZeroDivisionError: division by zero"]
+
+
+def test_sums_that_cannot_be_had_are_no_harm_and_keys_stay_out_of_the_remark(meshes, monkeypatch):
+    class Wrong:
+        op, group, nbytes, end_s = "send", "g", 1, 0.0
+
+        @property
+        def start_s(self) -> float:
+            raise RuntimeError("refused for hf_abcdefgh")
+
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
+    told: list[str] = []
+    sampler = _sampler(meshes, told, every=1)
+    assert sampler.inside([Sample([Wrong()], 0.0, lambda call: None)], [], data_s=0.0, before_s=0.0) == Inside()
+    assert told == ["no more timelines: RuntimeError: refused for [HF_TOKEN]"]
+    assert sampler.inside([], [], data_s=0.0, before_s=0.0) == Inside()
+
+
+def test_what_looking_costs_before_the_step_is_told_apart(meshes, monkeypatch):
+    now_s = [100.0]
+
+    class Slow:
+        calls = ()
+
+        def __init__(self, *, functional: bool) -> None:
+            pass
+
+        @contextmanager
+        def listening(self):
+            now_s[0] += 5.0
+            yield
+
+    monkeypatch.setattr(timeline, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    monkeypatch.setattr(timeline, "Wiretap", Slow)
+    sampler = _sampler(meshes, [], every=2)
+    found = []
+    for step in (2, 3):
+        with sampler.step(step):
+            found.append(sampler.opening_s)
+            now_s[0] += 1.0
+        found.append(sampler.opening_s)
+    assert found == [5.0, 5.0, 0.0, 0.0]
 
 
 def test_what_the_step_raises_is_raised_and_nothing_stays_in_place(meshes):

@@ -13,14 +13,19 @@ from phalanx.job.schema import Telemetry
 from phalanx.plan.layout import Layout
 from phalanx.record.events import EventWriter, read_events
 from phalanx.train.telemetry.sensors import sensors_of
+from phalanx.train.telemetry.sharing import Sharers
 from phalanx.train.telemetry.watch import Meeting, meet, watched
 
 
-def watch(rank: int, folder: str, layout: Layout, telemetry: Telemetry, *, blocked: bool = False) -> Meeting:
+def watch(
+    rank: int, folder: str, layout: Layout, telemetry: Telemetry, *, blocked: bool = False
+) -> tuple[Meeting, Sharers]:
     """Until this rank has told of its peers, or where it cannot, of its device; how it met the others."""
     path = Path(folder) / f"events-{rank:05d}.jsonl"
     events = EventWriter(path, rank=rank)
-    meeting = meet(dist.distributed_c10d._get_default_store(), {**os.environ, "MASTER_ADDR": "127.0.0.1"})
+    store, environ = dist.distributed_c10d._get_default_store(), {**os.environ, "MASTER_ADDR": "127.0.0.1"}
+    meeting, sharers = meet(store, environ, torch.device("cpu"), events)
+    assert meeting is not None
     shown = Meeting(store=None, secret=meeting.secret, address=meeting.address)  # type: ignore[arg-type]
     if blocked:
         meeting = Meeting(store=meeting.store, secret=meeting.secret, address="192.0.2.1")  # nobody's (RFC 5737)
@@ -32,13 +37,13 @@ def watch(rank: int, folder: str, layout: Layout, telemetry: Telemetry, *, block
         layout=layout,
         rank=rank,
         epoch=4,
-        ranks_on_host=layout.devices,
+        sharers=sharers,
     ):
         end_s = time.monotonic() + 30
         while not _all_done(path, "monitor" if blocked else "peers") and time.monotonic() < end_s:
             time.sleep(0.02)
     events.close()
-    return shown
+    return shown, sharers
 
 
 def _all_done(path: Path, wanted: str) -> bool:
@@ -47,6 +52,6 @@ def _all_done(path: Path, wanted: str) -> bool:
     return not int(missing.item())
 
 
-def blocked(rank: int, folder: str, layout: Layout, telemetry: Telemetry) -> Meeting:
+def blocked(rank: int, folder: str, layout: Layout, telemetry: Telemetry) -> tuple[Meeting, Sharers]:
     """The same, on an address that this host does not have."""
     return watch(rank, folder, layout, telemetry, blocked=True)

@@ -8,6 +8,7 @@ from phalanx.train.checkpoint import load, save
 from phalanx.train.checkpoint.index import Entry
 from phalanx.train.vault.choose import choices
 from phalanx.train.vault.held import Held
+from phalanx.train.vault.keeper import Keeper
 from phalanx.train.vault.vault import GENERATIONS, Vault
 
 
@@ -177,6 +178,16 @@ def test_copies_that_are_left_out_are_told_once_and_when_they_are_well_again(kit
         {"step": 4, "trouble": "", "is_skipped": True, "skipped": 1},
         {"step": 9, "trouble": "", "is_skipped": False, "skipped": 2},
     ]
+
+
+def test_trouble_is_told_without_keys(kit, vault, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
+    monkeypatch.setattr(Keeper, "trouble", "no copy for hf_abcdefgh")
+    told = []
+    keeper = kit.keeper(vault, 0, 1, tell=lambda **fields: told.append(fields["trouble"]))
+    keeper.put(1, kit.cut(kit.state(), 1)[0], {}, held=-1)
+    keeper.close()
+    assert told == ["no copy for [HF_TOKEN]"]
 
 
 def test_meta_that_is_no_json_is_an_error_of_the_next_put(kit, vault):

@@ -96,6 +96,7 @@ class Book:
         self.recoveries: list[Recovery] = []
         self._recovering: deque[Recovery] = deque()
         self._stepped_s: float | None = None  # end of the last step
+        self._loose_s = 0.0  # since then, in `other`
 
     def take(self, time_s: float, formation: int, event: Event) -> None:
         """The next mark."""
@@ -190,6 +191,7 @@ class Book:
         copied_s, compared_s = seconds(event, "hold_s") or 0.0, seconds(event, "guard_s") or 0.0
         taken_s = seconds(event, "duration_s")
         gap_s = time_s - self._at_s
+        copied_s -= self._copied_before(copied_s - max(0.0, gap_s - (taken_s or 0.0) - compared_s))
         before_s = 0.0 if taken_s is None else gap_s - copied_s - taken_s - compared_s
         if self._phase == "training":
             self.overlap_s += max(-before_s, 0.0)
@@ -199,10 +201,24 @@ class Book:
         self._spend_step(max(self._at_s, time_s - compared_s), event, stays=stays)
         if compared_s or time_s > self._at_s:
             self._until(time_s, "guard")
-        self._phase, self._stepped_s = "training", time_s
+        self._phase, self._stepped_s, self._loose_s = "training", time_s, 0.0
         while self._recovering and self._recovering[0].epoch < formation.epoch:
             self._recovering.popleft().after_s = time_s
         self._note_point(time_s, self.wall_s + self._at_s - self._began_s)
+
+    def _copied_before(self, excess_s: float) -> float:
+        """How much of a copy that does not fit before the step is in an account already.
+
+        Whatever is told between the copy and the step takes the time up to it: a checkpoint all of it as its own, an
+        evaluation leaves what is not its own to `other`, and there the copy gets it back.
+        """
+        if self._phase != "training" or self._stepped_s is None:
+            return 0.0
+        found_s = max(0.0, min(excess_s, self._at_s - self._stepped_s))
+        moved_s = min(found_s, self._loose_s)
+        self._spent_s["other"] -= moved_s
+        self._spent_s["checkpoint"] += moved_s
+        return found_s
 
     def _spend_step(self, until_s: float, event: Event, *, stays: bool) -> None:
         """The step itself: an undone one is lost whole; of one that stayed, what it says it was held up by."""
@@ -246,6 +262,7 @@ class Book:
             self._began_s += max(gap_s, 0.0)
         elif gap_s >= 0.0:
             self._spent_s[account] += gap_s
+            self._loose_s += gap_s if account == "other" else 0.0
         else:
             self.overlap_s -= gap_s
         if gap_s > 0.0:

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx.record.account.book import Point
-from phalanx.record.account.ledger import walk
-from phalanx.record.run import Run
 from phalanx.units import HOUR_S, format_seconds
 
 LEAST_WINDOWS = 4  # a run shorter than this many hours is looked at through a shorter window
@@ -33,13 +31,8 @@ class Effective:
         return "the last hour" if self.window_s >= HOUR_S else f"the last {format_seconds(self.window_s)}"
 
 
-def effective_curve(run: Run, points: int = 400) -> Effective:
-    """At most `points` moments of a run; pauses between its launches are not the run's time."""
-    return from_trail(walk(run).trail, points)
-
-
 def from_trail(trail: Sequence[Point], points: int = 400) -> Effective:
-    """The curve of what `ledger.walk` returned."""
+    """At most `points` moments of a run, by the trail of `ledger.walk`; pauses between launches are not its time."""
     wall_s = trail[-1][1] if trail else 0.0
     window_s = min(HOUR_S, max(LEAST_S, wall_s / LEAST_WINDOWS))
     kept = [point for point in _thin(trail, max(2, points)) if point[1] > 0.0]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phalanx.record.account.formations import Lines, files_of
-from phalanx.record.values import number, printable
+from phalanx.record.values import integer, number, printable
 
 if TYPE_CHECKING:
     from phalanx.record.archive.history import RunHistory
@@ -54,16 +54,24 @@ def _sane(energy: float | None) -> bool:
     return energy is not None and 0.0 <= energy <= MOST_J
 
 
-def counted(values: Iterable[float | None]) -> float:
-    """The sum over processes of a counter that begins at 0 in each.
+def counted(readings: Iterable[tuple[int | None, float | None]]) -> float:
+    """The sum over epochs of a counter that begins anew in each: the last value of every one.
 
-    >>> counted([1.0, 5.0, None, 2.0, 3.0])
+    Its first value in an epoch holds what was used while nobody looked, and need not be lower than the last one before.
+    Without epochs only a lower one tells.
+
+    >>> counted([(None, 1.0), (None, 5.0), (None, None), (None, 2.0), (None, 3.0)])
     8.0
+    >>> counted([(1, 90.0), (1, 100.0), (2, 150.0), (2, 209.0)])
+    309.0
     """
     total = last = 0.0
-    for value in values:
+    known: int | None = None
+    for epoch, value in readings:
         if value is not None and _sane(value):
-            total, last = (total + last, value) if value < last else (total, value)
+            begins = value < last or (epoch != known and epoch is not None and known is not None)
+            total, last = (total + last, value) if begins else (total, value)
+            known = known if epoch is None else epoch
     return total + last
 
 
@@ -74,11 +82,15 @@ def _is_small(history: RunHistory) -> bool:
 def _exact(history: RunHistory, known: Iterable[int]) -> Iterable[float]:
     for rank in known:
         monitors = Lines(kinds=frozenset((b"monitor",))).read(files_of(history.run, rank))
-        yield counted(number(event, "energy_j") for _, event in monitors)
+        yield counted((integer(event, "epoch"), number(event, "energy_j")) for _, event in monitors)
 
 
 def _coarse(history: RunHistory) -> Iterable[float]:
-    """To within a column of the run: its last value is the mean of the last one."""
+    """To within a column of the run: its last value is the mean of the last one.
+
+    A mesh has no epochs: a counter that begins anew above its last value is not seen to, and what it had counted until
+    then is missing.
+    """
     for values in history.mesh("energy_j", columns=COLUMNS).values:
         if any(_sane(value) for value in values):
-            yield counted(values)
+            yield counted((None, value) for value in values)

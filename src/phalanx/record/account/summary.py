@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx.errors import PhalanxError
+from phalanx.record.account.book import Accounts
 from phalanx.record.account.cost import Cost, cost
 from phalanx.record.account.incidents import Incident, incidents
 from phalanx.record.account.ledger import Ledger, Walk, walk
@@ -15,11 +16,12 @@ from phalanx.record.account.places import place
 from phalanx.record.account.skips import skipped_steps
 from phalanx.record.account.stragglers import STRAGGLES, Straggler, stragglers
 from phalanx.record.archive.history import Curve, Damage, RunHistory
+from phalanx.record.archive.series import FREQUENT, KINDS
 from phalanx.record.events import Event
 from phalanx.record.run import Run
 from phalanx.record.values import at, integer, number, text
 
-__all__ = ["Evaluation", "Pair", "RankTime", "Summary", "place", "summarize"]
+__all__ = ["Evaluation", "Pair", "RankTime", "Summary", "place", "summarize", "summarize_briefly"]
 
 WARM_UP_SHARE = 0.2  # first share of the steps that timings leave out, as `phalanx calibrate` does
 MOST_RANKS = 4096  # ranks in the table
@@ -27,6 +29,8 @@ COLUMNS = 64
 SOME = 64  # ranks that are asked for their utilization
 ABSURD = 1e18  # seconds, bytes or tokens of a step: a damaged record
 FEW = 10_000  # steps of all ranks together that are looked at one by one
+# Timelines are long, and tell nothing of this.
+RARE = tuple(kind for kind in KINDS if kind not in (*FREQUENT, "timeline"))
 POINTS = 4000  # buckets behind medians and sums; up to as many steps they are exact
 
 
@@ -96,7 +100,7 @@ class Summary:
     training_s: Pair
     first_loss: float | None
     last_loss: float | None
-    skipped_steps: int
+    skipped_steps: int | None  # None: not counted
     evaluation: Evaluation | None
     samples: tuple[str, ...]
     ranks: tuple[RankTime, ...]
@@ -125,8 +129,25 @@ def summarize(run: Run, history: RunHistory | None = None, walked: Walk | None =
     """
     history = history if history is not None else RunHistory.open(run)
     walked = walked if walked is not None else walk(run, history)
+    brief = summarize_briefly(run, history, walked)
+    effective = walked.ledger.effective if brief.steps else None
+    return replace(
+        brief,
+        skipped_steps=skipped_steps(run, last=history.last_step),
+        effective_time=replace(brief.effective_time, measured=effective),
+        ledger=walked.ledger,
+        cost=cost(run, history, walked.ledger),
+    )
+
+
+def summarize_briefly(run: Run, history: RunHistory, walked: Walk | None = None) -> Summary:
+    """What the index of a run is enough for: no ledger, no bill, no effective time, no count of skipped steps.
+
+    Without `walked`, what incidents cost is not known either.
+    """
+    walked = walked if walked is not None else _unwalked()
     plan, launch, status = _or_empty(run.plan), _or_empty(run.launch), run.status()
-    told, events = history.supervisor(), history.events()
+    told, events = history.supervisor(), history.events(*RARE)
     found = incidents(run, walked, told)
     steps = _Steps(history)
     ranks = tuple(_ranks(history, plan, steps.settled))
@@ -164,7 +185,7 @@ def summarize(run: Run, history: RunHistory | None = None, walked: Walk | None =
         ),
         first_loss=steps.first_loss,
         last_loss=steps.last_loss,
-        skipped_steps=skipped_steps(run, last=history.last_step),
+        skipped_steps=None,
         evaluation=_evaluation(events, launch),
         samples=_samples(events),
         ranks=ranks,
@@ -177,17 +198,26 @@ def summarize(run: Run, history: RunHistory | None = None, walked: Walk | None =
         unreadable_lines=sum(one.count for one in damage if "line" in one.what),
         incidents=tuple(found),
         recovery_s=_recovery(plan, found),
-        effective_time=Pair(
-            predicted=number(at(plan, "reliability"), "effective_time"),
-            measured=walked.ledger.effective if steps.count else None,
-        ),
+        effective_time=Pair(predicted=number(at(plan, "reliability"), "effective_time")),
         noise_scale=steps.noise_scale,
         utilization=_utilization(history),
         stragglers=tuple(stragglers(history)),
-        ledger=walked.ledger,
-        cost=cost(run, history, walked.ledger),
         damage=damage,
     )
+
+
+def _unwalked() -> Walk:
+    nothing = Ledger(
+        wall_s=0.0,
+        accounts=Accounts(),
+        overlap_s=0.0,
+        steps=0,
+        steps_lost=0,
+        incidents=0,
+        formations=0,
+        unreadable_lines=0,
+    )
+    return Walk(ledger=nothing, trail=[], recoveries=[])
 
 
 class _Steps:

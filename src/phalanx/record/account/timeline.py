@@ -5,10 +5,11 @@ Both come from files that anybody may have written: what is no span is left out,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from phalanx.record.values import at, finite, integer, number
 
 KINDS = ("data", "forward", "backward", "collective", "optimizer", "other")
 MOST_SPANS = 2_000
@@ -68,10 +69,10 @@ def measured(event: Mapping[str, Any]) -> list[Span]:
 def _row(row: object) -> Span | None:
     if not isinstance(row, list) or len(row) < 4 or not isinstance(row[0], str) or not isinstance(row[1], str):
         return None
-    start_s, duration_s = _number(row[2]), _number(row[3])
+    start_s, duration_s = finite(row[2]), finite(row[3])
     if start_s is None or duration_s is None or duration_s < 0:
         return None
-    nbytes = _number(row[4]) if len(row) > 4 else None
+    nbytes = finite(row[4]) if len(row) > 4 else None
     group = row[5] if len(row) > 5 else None
     return Span(
         kind=row[0] if row[0] in KINDS else "other",
@@ -90,11 +91,11 @@ def predicted(plan: Mapping[str, Any], rank: int = 0) -> list[Span]:
     is hidden behind arithmetic is not drawn. A pipeline's bubble lies where 1F1B has it on the rank's stage, whatever
     the schedule.
     """
-    prediction = _mapping(plan.get("prediction"))
-    step_s = _number(prediction.get("step_s"))
+    prediction = at(plan, "prediction")
+    step_s = number(prediction, "step_s")
     if step_s is None or step_s <= 0:
         return []
-    parts = {str(name): _number(value) or 0.0 for name, value in _mapping(prediction.get("breakdown_s")).items()}
+    parts = {str(name): finite(value) or 0.0 for name, value in at(prediction, "breakdown_s").items()}
     parts = {name: value for name, value in parts.items() if value > 0}
     made = [*_rounds(plan, parts, rank), *_closing(parts)]
     known_s = sum(span.duration_s for span in made)
@@ -106,9 +107,9 @@ def predicted(plan: Mapping[str, Any], rank: int = 0) -> list[Span]:
 
 def _rounds(plan: Mapping[str, Any], parts: Mapping[str, float], rank: int) -> Iterator[Span]:
     """Forwards and backwards in the order of 1F1B, with the bubble in between."""
-    layout = _mapping(plan.get("layout"))
-    stages = _count(layout.get("pipeline"))
-    count = _count(layout.get("accumulation"))
+    layout = at(plan, "layout")
+    stages = _count(layout, "pipeline")
+    count = _count(layout, "accumulation")
     drawn = min(count, MOST_MICRO_BATCHES)
     order = _order(drawn, stages, _stage(layout, stages, rank))
     work_s = sum(parts.get(name, 0.0) for name in WORK)
@@ -140,13 +141,13 @@ def _order(count: int, stages: int, stage: int) -> list[tuple[str, float]]:
     ahead = min(count, behind + 1)  # forwards before the first backward
     # A backward is two forwards long. First the pipeline fills, at the turn its end comes back, at last it drains.
     order: list[tuple[str, float]] = [("idle", 1.0 * stage)] if stage else []
-    order += [("forward", number) for number in range(ahead)]
+    order += [("forward", place) for place in range(ahead)]
     order += [("idle", 2.0 * behind)] if behind else []
-    for number in range(count):
-        order.append(("backward", number))
-        if ahead + number < count:
-            order.append(("forward", ahead + number))
-        elif behind and number < count - 1:
+    for place in range(count):
+        order.append(("backward", place))
+        if ahead + place < count:
+            order.append(("forward", ahead + place))
+        elif behind and place < count - 1:
             order.append(("idle", behind / max(1, ahead - 1)))
     return [*order, ("idle", 2.0 * stage)] if stage else order
 
@@ -180,7 +181,7 @@ def _traffic_bytes(plan: Mapping[str, Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     rows = plan.get("mapping")
     for row in rows if isinstance(rows, list) else ():
-        axis, nbytes = _mapping(row).get("axis"), _number(_mapping(row).get("bytes_per_step"))
+        axis, nbytes = at(row).get("axis"), number(at(row), "bytes_per_step")
         if isinstance(axis, str) and nbytes is not None and nbytes >= 0:
             found[axis] = found.get(axis, 0.0) + nbytes
     return found
@@ -188,7 +189,7 @@ def _traffic_bytes(plan: Mapping[str, Any]) -> dict[str, float]:
 
 def _stage(layout: Mapping[str, Any], stages: int, rank: int) -> int:
     """Ranks of a stage are neighbours, the first stage first."""
-    each = _count(layout.get("data")) * _count(layout.get("context")) * _count(layout.get("tensor"))
+    each = _count(layout, "data") * _count(layout, "context") * _count(layout, "tensor")
     return min(max(rank, 0) // each, stages - 1)
 
 
@@ -202,19 +203,6 @@ def _numbers(place: int, drawn: int, count: int) -> str:
     return f"{first + 1}" if first >= last else f"{first + 1}-{last + 1}"
 
 
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _count(value: object) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 2**30 else 1
-
-
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
+def _count(layout: Mapping[str, Any], axis: str) -> int:
+    value = integer(layout, axis)
+    return value if value is not None and 1 <= value <= 2**30 else 1

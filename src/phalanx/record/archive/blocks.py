@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.record.archive.series import FREQUENT, KINDS, SERIES
+from phalanx.record.archive.series import FREQUENT, KINDS, LATER, SERIES
 
 STEPS = 256  # of a block: 150 kB of events, read and parsed in about 3 ms
 MOST_BYTES = 2**20
@@ -53,6 +53,7 @@ def bits_of(kinds: tuple[str, ...]) -> int:
     mask = 0
     for kind in kinds:
         mask |= _BITS.get(kind, UNKNOWN_BIT)
+        mask |= UNKNOWN_BIT if kind in LATER else 0  # whoever wrote the index may not have known it yet
     return mask
 
 
@@ -77,6 +78,7 @@ def number_of(value: Any) -> float:
 class Rows:
     """The events of a block one by one: `step`, `t` and the series, a row each; NaN where an event has none."""
 
+    steps: int  # rows of step events, which come first; the others are of monitors
     step: NDArray[np.int64]
     t: Floats
     values: Floats  # [row, series]
@@ -189,7 +191,7 @@ class BlockMaker:
         """The numbers of the block so far."""
         made = [_spread(self._rows["step"], _STEP_FIELDS), _spread(self._rows["monitor"], _MONITOR_FIELDS)]
         table = np.concatenate(made)
-        return Rows(step=table[:, 0].astype(np.int64), t=table[:, 1], values=table[:, 2:])
+        return Rows(steps=len(made[0]), step=table[:, 0].astype(np.int64), t=table[:, 1], values=table[:, 2:])
 
 
 def _spread(rows: list[list[float]], fields: list[tuple[int, str]]) -> Floats:

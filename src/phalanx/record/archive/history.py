@@ -13,13 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import UserError, mistake, nearest
+from phalanx.record.archive.blocks import MOST_BYTES
 from phalanx.record.archive.buckets import Spans, bucketed, columns_of, join
 from phalanx.record.archive.damage import Damage, folder_damage, of_ranks
-from phalanx.record.archive.digest import Digest, stamp_of
-from phalanx.record.archive.rankfile import RankFile, RowCache
+from phalanx.record.archive.digest import Digest, Stamp, stamp_of
+from phalanx.record.archive.rankfile import RankFile, RowCache, Start
 from phalanx.record.archive.series import COLUMN, MFU, SERIES, unit_of
 from phalanx.record.events import Event, EventReader
 from phalanx.record.run import Run, list_runs, run_in
+from phalanx.record.values import integer
 
 __all__ = ["Curve", "Damage", "Mesh", "RunHistory", "list_runs", "run_in"]
 
@@ -67,6 +69,8 @@ class RunHistory:
         self._parts: dict[int, list[int]] = {}
         self._files: OrderedDict[int, RankFile] = OrderedDict()
         self._cache = RowCache()
+        self._starts: tuple[Start, ...] = ()
+        self._starts_known = False  # since the last refresh
         self._fresh: set[int] = set()  # ranks looked at since the last refresh
         self._digests: dict[int, Digest] = {}
         self._digested_bytes = 0
@@ -93,12 +97,27 @@ class RunHistory:
         self._checked.clear()
         told = self._supervisor.read()[-MOST_SUPERVISOR:]
         self._told = (self._told + told)[-MOST_SUPERVISOR:]
+        self._starts_known = False
         return (bool(self.ranks) and self._rank(self.ranks[0]).changed) or new or bool(told)
+
+    def _began(self) -> tuple[Start, ...]:
+        """Where the formations began, by rank 0, which is in all of them: that undoes steps of ranks that left, too.
+
+        Rank 0 is not read for this where no index covers it: then it is as it was known before.
+        """
+        if not self._starts_known and 0 in self._fresh and self._files[0].unread <= MOST_BYTES:
+            events = self._files[0].events(("run_start",))
+            told = [(integer(event, "epoch"), integer(event, "step")) for event in events]
+            self._starts = tuple((epoch, step) for epoch, step in told if epoch is not None and step is not None)
+            self._starts_known = True
+        return self._starts
 
     def _rank(self, rank: int) -> RankFile:
         """A rank's events, looked at once between two refreshes."""
         file = self._files.pop(rank, None) or RankFile(self.run.events(rank), self._parts[rank], self._cache)
         self._files[rank] = file
+        if rank:  # rank 0 does those steps again itself
+            file.know_starts(self._began())
         if rank not in self._fresh:
             file.refresh()
             self._fresh.add(rank)
@@ -196,14 +215,17 @@ class RunHistory:
 
     def _is_current(self, rank: int, digest: Digest) -> bool:
         """Whether a digest is of the files as they were at the last refresh, or are now."""
-        if rank not in self._checked and digest.stamp == stamp_of(self.run.events(rank), len(self._parts[rank])):
+        if rank not in self._checked and digest.stamp == self._stamp(rank):
             self._checked.add(rank)
         return rank in self._checked
+
+    def _stamp(self, rank: int) -> Stamp:
+        return *stamp_of(self.run.events(rank), len(self._parts[rank])), len(self._began()) if rank else 0
 
     def _digested(self, rank: int, file: RankFile) -> Digest:
         before = self._digests.pop(rank, None)
         self._digested_bytes -= before.nbytes if before is not None else 0
-        digest = Digest.of(file.kept(), stamp_of(self.run.events(rank), len(self._parts[rank])))
+        digest = Digest.of(file.kept(), self._stamp(rank))
         if self._digested_bytes + digest.nbytes <= MOST_DIGEST_BYTES:
             self._digests[rank] = digest
             self._digested_bytes += digest.nbytes

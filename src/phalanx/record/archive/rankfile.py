@@ -13,10 +13,13 @@ from numpy.typing import NDArray
 from phalanx.record.archive.blocks import Rows, bits_of, take
 from phalanx.record.archive.segment import Segment
 from phalanx.record.events import Event, part_path
+from phalanx.record.values import integer
 
 MOST_EVENTS = 20_000  # told at once; a run has a few hundred rare ones per rank
 MOST_CACHED = 256  # blocks whose rows are kept: 16 MB
 FOREVER = 2**62
+
+Start = tuple[int, int]  # epoch, and the step it went on from
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,12 +40,15 @@ class RowCache:
     """The rows of the blocks that were looked at last, of all ranks together."""
 
     def __init__(self) -> None:
-        self._rows: OrderedDict[tuple[Path, int, int], Rows] = OrderedDict()
+        # Not by path: after a rotation the next file has it.
+        self._rows: OrderedDict[tuple[object, int, int], Rows] = OrderedDict()
 
     def get(self, segment: Segment, block: np.void) -> Rows:
-        """The numbers of a block, event by event."""
-        key = (segment.path, int(block["start"]), int(block["end"]))
+        """The numbers of a block, event by event; fewer steps than it has where the file has gone, then not kept."""
+        key = (segment.content, int(block["start"]), int(block["end"]))
         rows = self._rows.pop(key, None) or segment.rows(block)
+        if rows.steps < block["steps"]:
+            return rows
         self._rows[key] = rows
         while len(self._rows) > MOST_CACHED:
             self._rows.popitem(last=False)
@@ -58,6 +64,7 @@ class RankFile:
         self._numbers = list(closed)
         self._parts = [Segment(part_path(path, number)) for number in self._numbers]
         self._live = Segment(path)
+        self._starts: tuple[Start, ...] = ()
         self._kept: Kept | None = None
         self.changed = False  # whether the last refresh found anything
 
@@ -83,12 +90,21 @@ class RankFile:
         return part_path(self._path, self._numbers[-1] + 1 if self._numbers else 1)
 
     def _follow_rotation(self) -> None:
-        """What grew until now may have been closed under another name: what was read of it stays read."""
+        """What grew until now may have been closed under another name: what was read of it stays read.
+
+        Between two refreshes too: the file that begins anew has no blocks before it is refreshed, and the numbers of
+        the others stay.
+        """
         while (closed := self._next_part()).is_file():
             self._live.path = closed
             self._parts.append(self._live)
             self._numbers.append(self._numbers[-1] + 1 if self._numbers else 1)
             self._live = Segment(self._path)
+
+    def know_starts(self, starts: tuple[Start, ...]) -> None:
+        """Where the formations of the run began, as a rank tells that is in all of them."""
+        if starts != self._starts:
+            self._starts, self._kept = starts, None
 
     @property
     def unread(self) -> int:
@@ -101,28 +117,48 @@ class RankFile:
         return sum(segment.held_bytes for segment in self.segments)
 
     def kept(self) -> Kept:
-        """The blocks that count: a restart that goes back undoes the later steps of the start before."""
+        """The blocks that count: a restart that goes back undoes the later steps of the start before.
+
+        Also of a rank that was in no formation since, as far as `know_starts` tells. Of one that left and came back,
+        steps that were undone meanwhile stay where its own restart lies above them.
+        """
         if self._kept is None:
+            self._follow_rotation()
             parts = [segment.blocks() for segment in self.segments]
             blocks = np.concatenate(parts) if len(parts) > 1 else parts[0]  # a copy takes as long as all the rest
             number = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
             first = np.where(blocks["steps"] > 0, blocks["first"], FOREVER)  # a block of other events undoes nothing
             below = np.append(np.minimum.accumulate(first[::-1])[::-1], FOREVER)[1:]
+            below = np.minimum(below, self._undone_from())
             stay = blocks["first"] < below
             if not stay.all():
                 blocks, number, below = take(blocks, stay), number[stay], below[stay]
             self._kept = Kept(blocks=blocks, segment=number, below=below)
         return self._kept
 
+    def _undone_from(self) -> int:
+        """The lowest step that a formation after this rank's last one went on from."""
+        if len(self._starts) < 2 or (start := self.latest("run_start")) is None:
+            return FOREVER
+        epoch = integer(start, "epoch")
+        return min((step for later, step in self._starts if epoch is not None and later > epoch), default=FOREVER)
+
     def rows(self, number: int) -> Rows:
         """The numbers of one of the kept blocks, without the steps that were undone."""
         kept = self.kept()
-        rows = self._cache.get(self.segments[int(kept.segment[number])], kept.blocks[number])
+        place, block = int(kept.segment[number]), kept.blocks[number]
+        if place == len(self._parts):
+            self._follow_rotation()  # it may have been closed since the last refresh, and another have its name
+        rows = self._cache.get(self.segments[place], block)
         stay = rows.step < kept.below[number]
-        return rows if stay.all() else Rows(step=rows.step[stay], t=rows.t[stay], values=rows.values[stay])
+        if stay.all():
+            return rows
+        steps = int(stay[: rows.steps].sum())
+        return Rows(steps=steps, step=rows.step[stay], t=rows.t[stay], values=rows.values[stay])
 
     def steps(self, first: int, last: int) -> Iterator[Event]:
         """The step events of a range, those that stayed."""
+        self._follow_rotation()
         kept = self.kept()
         blocks = kept.blocks
         inside = (blocks["steps"] > 0) & (blocks["last"] >= first) & (blocks["first"] <= last)
@@ -152,6 +188,7 @@ class RankFile:
         return None
 
     def _newest_first(self, kinds: tuple[str, ...]) -> Iterator[tuple[Segment, np.void]]:
+        self._follow_rotation()
         mask = bits_of(kinds) if kinds else 0xFFFFFFFF
         for segment in reversed(self.segments):
             blocks = segment.blocks()

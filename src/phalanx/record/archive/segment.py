@@ -50,6 +50,7 @@ class Segment:
         self.path = path
         self.size = 0
         self.replaced = False  # it once was longer than it is
+        self.content = object()  # tells what it holds from what any other holds or held; stays when it is renamed
         self._index = EMPTY
         self._stamp: tuple[int, int] | None = None
         self._gaps: list[_Gap] = []
@@ -68,7 +69,7 @@ class Segment:
         if (size, stamp) == (self.size, self._stamp):
             return False
         if size < self.size:
-            self.replaced, self._gaps = True, []
+            self.replaced, self.content, self._gaps = True, object(), []
         if stamp != self._stamp or size < self.size:
             self._index, self._stamp = read_index(self.path), stamp
             size = max(size, _size(self.path))  # the index may tell of what came meanwhile

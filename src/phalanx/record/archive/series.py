@@ -58,7 +58,10 @@ SERIES = (
 COLUMN = {series.name: number for number, series in enumerate(SERIES)}
 MFU = "mfu"  # not recorded: derived from tokens/s and the plan
 FREQUENT = ("step", "monitor", "peers")  # kinds whose places in the file are not kept one by one
-# Every kind a rank writes (docs/events.md). The order is that of bits in index files: add at the end.
+# Kinds that came after the first indexes were written: add at the end. An older index has their events among those of
+# unknown kinds, where they are looked for too (`blocks.bits_of`).
+LATER = ("memory",)
+# Every kind a rank writes (docs/events.md), in the order of bits in index files: no place may change.
 KINDS = (
     *FREQUENT,
     "ready",
@@ -70,7 +73,7 @@ KINDS = (
     "run_end",
     "timeline",
     "remark",
-    "memory",
+    *LATER,
 )
 
 

@@ -12,6 +12,8 @@ from phalanx.record.values import integer, number, printable, text
 from phalanx.units import format_bytes, format_count, format_seconds
 
 RECENT = 20  # steps behind the rate and the time that is left
+# What the lines hold on which `remark_of_rank` has something to say.
+REMARKED = (b'"evaluate"', b'"checkpoint"', b'"memory"', b'"ready"')
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,17 +12,17 @@ from phalanx.record.account.ledger import walk
 from phalanx.record.account.stragglers import Scores, scores
 from phalanx.record.account.summary import Summary, summarize
 from phalanx.record.archive.history import RunHistory
-from phalanx.record.events import Event
-from phalanx.record.page.follow import Progress, remark_of_rank, remark_of_supervisor
+from phalanx.record.events import Event, EventReader
+from phalanx.record.over import ENDED, is_over, written
+from phalanx.record.page.follow import REMARKED, Progress, remark_of_rank, remark_of_supervisor
 from phalanx.record.run import Run
 from phalanx.record.values import at, integer, number
 
 RECENT = 20  # steps behind the rate and the time that is left
-SILENT_S = 30.0  # without a word, and without a process that holds the run: it is gone
 # The whole record is read again at most this often, and never for more than a twentieth of the time.
 LEAST_S = 2.0
 SHARE = 0.05
-OVER = ("done", "stopped", "failed")
+OVER = (*ENDED, "gone")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class View:
     @property
     def over(self) -> bool:
         """Whether nothing more is to come."""
-        return self.state in (*OVER, "gone")
+        return self.state in OVER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +62,9 @@ class Watcher:
     def __init__(self, run: Run, *, points: int = 120, clock: Callable[[], float] = time.time) -> None:
         self.run, self._points, self._clock = run, points, clock
         self._history = RunHistory.open(run)
-        self._told = [0, 0]  # events of rank 0 and of the supervisor that were remarked on
-        self._changed_s = _changed(run)
+        # Read on from where they stopped: a long run has more of them than can be looked through twice a second.
+        self._rank, self._supervisor = EventReader(run.events(0)), EventReader(run.supervisor)
+        self._changed_s = written(run)
         self._next_s = 0.0
         self._dear: _Dear | None = None
 
@@ -72,7 +73,7 @@ class Watcher:
         if self._history.refresh():
             self._changed_s = self._clock()
         state = self._state()
-        dear = self._read(force=state in (*OVER, "gone"))
+        dear = self._read(force=state in OVER)
         saved = [event for event in self._history.events("checkpoint") if event.get("path") and not event.get("error")]
         saved_s = number(saved[-1], "t") if saved else None
         return View(
@@ -89,10 +90,8 @@ class Watcher:
 
     def remarks(self) -> list[str]:
         """What happened since the last time this was asked, a line each."""
-        rank, supervisor = self._history.events(), self._history.supervisor()
-        new = [(event, remark_of_rank) for event in rank[self._told[0] :]]
-        new += [(event, remark_of_supervisor) for event in supervisor[self._told[1] :]]
-        self._told = [len(rank), len(supervisor)]
+        new = [(event, remark_of_rank) for event in self._rank.stream(only=REMARKED)]
+        new += [(event, remark_of_supervisor) for event in self._supervisor.stream()]
         new.sort(key=lambda one: number(one[0], "t") or 0.0)
         return [line for event, remark in new for line in remark(event)]
 
@@ -115,9 +114,8 @@ class Watcher:
 
     def _state(self) -> str:
         state = str(self.run.status().get("state", "unknown"))
-        if state in OVER or self._clock() - self._changed_s < SILENT_S or self.run.is_held:
-            return state
-        return "gone"
+        is_gone = state not in ENDED and is_over(self.run, heard_s=self._changed_s, now_s=self._clock())
+        return "gone" if is_gone else state
 
     def _progress(self) -> Progress | None:
         last = self._history.last_step
@@ -144,14 +142,3 @@ class Watcher:
             return told or integer(at(self.run.plan(), "duration"), "steps") or 0
         except PhalanxError:
             return told or 0
-
-
-def _changed(run: Run) -> float:
-    """When the record last grew, by the clock of the disk."""
-    times = []
-    for path in [*run.event_files(), run.supervisor, run.path / "status.json"]:
-        try:
-            times.append(path.stat().st_mtime)
-        except OSError:
-            continue
-    return max(times, default=0.0)

@@ -13,6 +13,7 @@ from typing import Any
 
 from phalanx.record.events import EventWriter
 from phalanx.train.telemetry.sensors import Reading, Sensors
+from phalanx.train.telemetry.sharing import Sharers
 
 LEAVE_S = 0.5  # that the end of a formation waits for the last sample; a driver that hangs is left behind
 
@@ -25,11 +26,11 @@ class Monitor:
         events: EventWriter,
         sensors: Callable[[], Sensors],
         *,
-        ranks: int,
+        sharers: Sharers,
         interval_s: float,
         epoch: int = 0,
     ) -> None:
-        self._events, self._sensors, self._ranks = events, sensors, ranks
+        self._events, self._sensors, self._sharers = events, sensors, sharers
         self._interval_s, self._epoch = interval_s, epoch
         self._energy_j: float | None = None  # of this formation, with the time before it in which nobody looked
         self._closing, self._abandoned = threading.Event(), False
@@ -56,7 +57,7 @@ class Monitor:
                 return
 
     def _sample(self, sensors: Sensors) -> None:
-        fields = self._fields(sensors.read(self._ranks))
+        fields = self._fields(sensors.read(self._sharers))
         if not self._abandoned:
             self._events.write("monitor", epoch=self._epoch, **fields)
 

@@ -42,15 +42,15 @@ class LocalNorms:
         self._counted = counted
         self.enabled, self.every = True, 1  # on all ranks alike
         self.on = False  # in this step
-        self._steps = 0
+        self.next = 0  # number of the next step: a run that is taken up again measures the same steps
         self._calls: dict[object, int] = {}
         self._norms_K: list[list[torch.Tensor]] = []
         self._missed = False
 
     def begin(self) -> None:
         """Before the first backward of a step."""
-        self.on = self.enabled and self._steps % self.every == 0
-        self._steps += 1
+        self.on = self.enabled and self.next % self.every == 0
+        self.next += 1
         self._calls.clear()
         self._norms_K.clear()
         self._missed = False
@@ -99,7 +99,10 @@ class LocalNorms:
 
 
 def norms_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """In float32 or wider. One by one vector_norm is the quicker: 2.4 ms against 4.3 for 146 tensors on an H200."""
+    """In float32 or wider.
+
+    146 tensors on an H200: 1.0 ms in one `_foreach_norm`; one by one 2.4 ms by `vector_norm`, 4.3 by `_foreach_norm`.
+    """
     if not tensors:
         return []
     wide = torch.promote_types(tensors[0].dtype, torch.float32)

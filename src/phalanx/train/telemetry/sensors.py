@@ -15,6 +15,7 @@ from phalanx.hardware.discover import memory_bytes, usable_cores
 from phalanx.hardware.energy import Energy, cpu_energy, gpu_energy
 from phalanx.hardware.nvml import GpuMeter
 from phalanx.hardware.pressure import anonymous_bytes, memory_stall
+from phalanx.train.telemetry.sharing import Sharers, gpu_uuid
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +38,8 @@ class Reading:
 class Sensors(Protocol):
     """Of one process, over all its formations."""
 
-    def read(self, ranks: int) -> Reading:
-        """Look now; `ranks` of the job share this host."""
+    def read(self, sharers: Sharers) -> Reading:
+        """Look now; so many ranks of the job share the host and the device."""
 
 
 class CpuSensors:
@@ -51,16 +52,16 @@ class CpuSensors:
         self._limit_bytes = memory_bytes(root)
         self._first_bytes = anonymous_bytes(root) or 0
 
-    def read(self, ranks: int) -> Reading:
+    def read(self, sharers: Sharers) -> Reading:
         """Memory is what the process took since it began to train; the limit is this rank's share of the host's."""
-        utilization = self._activity.share(ranks)
+        utilization = self._activity.share(sharers.host)
         held_bytes, stall = anonymous_bytes(self._root), memory_stall(self._root)
-        taken_j, mean_w = self._energy.read(utilization, ranks)
+        taken_j, mean_w = self._energy.read(utilization, sharers.host)
         return Reading(
             utilization=utilization,
             utilization_source=self._activity.source,
             memory_bytes=None if held_bytes is None else max(0, held_bytes - self._first_bytes),
-            memory_limit_bytes=self._limit_bytes // ranks,
+            memory_limit_bytes=self._limit_bytes // sharers.host,
             memory_pressure=stall.share if stall else None,
             memory_pressure_source=stall.source if stall else None,
             energy_j=taken_j,
@@ -77,13 +78,12 @@ class GpuSensors:
         self._activity = gpu_activity(meter)
         self._energy = _Meter(gpu_energy(meter, power_w))
 
-    def read(self, ranks: int) -> Reading:
+    def read(self, sharers: Sharers) -> Reading:
         """Memory is what the allocator holds; the pressure is the share of the GPU that anybody holds."""
-        utilization = self._activity.share(ranks)
+        utilization = self._activity.share(sharers.host)
         stats = torch.cuda.memory_stats(self._device)
         used_bytes, limit_bytes, source = self._memory()
-        # As many ranks on one GPU as there are more of them than GPUs.
-        taken_j, mean_w = self._energy.read(utilization, max(1, ranks // max(1, torch.cuda.device_count())))
+        taken_j, mean_w = self._energy.read(utilization, sharers.device)
         return Reading(
             utilization=utilization,
             utilization_source=self._activity.source,
@@ -131,6 +131,4 @@ def sensors_of(device: torch.device, *, power_w: float) -> Sensors:
     """The sensors of a rank's device, of so many watts by the catalogue."""
     if device.type != "cuda":
         return CpuSensors(power_w=power_w)
-    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-    prefix = "" if uuid.startswith(("GPU-", "MIG-")) else "GPU-"  # torch leaves it out
-    return GpuSensors(device, GpuMeter.open(prefix + uuid), power_w=power_w)
+    return GpuSensors(device, GpuMeter.open(gpu_uuid(device)), power_w=power_w)

@@ -6,14 +6,17 @@ are far apart (`telemetry.timeline_every`), and put off when they would cost mor
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from phalanx.record.redact import redact
 from phalanx.train.parallel.dims import Meshes
 from phalanx.train.telemetry.clock import Phase
 from phalanx.train.telemetry.kernels import Kernel, kernels_of, timed_by
@@ -71,6 +74,15 @@ class Sample:
         return [entry | {"seconds": round(entry["seconds"], 6)} for entry in found.values()]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inside:
+    """What is written of the inside of a step; nothing where it was not looked into."""
+
+    collective_s: float | None = None
+    collective_bytes: int | None = None
+    timeline: dict[str, Any] | None = None  # fields of the event
+
+
 def _numbered(phases: Sequence[Phase]) -> Iterator[str]:
     """forward 1, forward 2, …; what happens once has no number."""
     kinds = [phase.kind for phase in phases]
@@ -114,11 +126,13 @@ class TimelineSampler:
         self._device, self._every, self._compiled, self._tell = device, every, compiled, tell
         self._steps = 0
         self._began_s, self._spent_s = time.perf_counter(), 0.0
+        self.opening_s = 0.0  # that the latest step was held up before it began, to be looked into
 
     @contextmanager
     def step(self, number: int) -> Iterator[list[Sample]]:
         """Around one step; when it is over, the list holds a sample if this step was one."""
         self._steps += 1
+        self.opening_s = 0.0
         found: list[Sample] = []
         if not self._is_due(number):
             yield found
@@ -128,12 +142,16 @@ class TimelineSampler:
         with ExitStack() as stack:
             kernels: list[Kernel] = []
             try:
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)  # the last update: this step would wait for it anyway
+                    entered_s = time.perf_counter()
                 stack.enter_context(tap.listening())
                 if self._device.type == "cuda":
                     kernels = stack.enter_context(kernels_of(self._device))
             except Exception as error:
                 self._give_up(error)
             began_s = time.perf_counter()
+            self.opening_s = began_s - entered_s
             yield found
             ended_s = time.perf_counter()
             self._close(stack)
@@ -143,18 +161,22 @@ class TimelineSampler:
                 found.append(Sample(calls, began_s, self._axis))
         except Exception as error:
             self._give_up(error)
-        self._spent_s += time.perf_counter() - ended_s + began_s - entered_s
+        self._spent_s += time.perf_counter() - ended_s + self.opening_s
 
-    def fields(
-        self, sample: Sample, phases: Sequence[Phase], *, data_s: float, before_s: float
-    ) -> dict[str, Any] | None:
-        """Those of the sample's `timeline` event; None where they cannot be had."""
+    def inside(self, samples: Sequence[Sample], phases: Sequence[Phase], *, data_s: float, before_s: float) -> Inside:
+        """What the samples of a step say, ready to be written; nothing where that cannot be had."""
         began_s = time.perf_counter()
         try:
-            return sample.fields(phases, data_s=data_s, before_s=before_s)
+            for sample in samples:
+                return Inside(
+                    collective_s=sample.collective_s,
+                    collective_bytes=sample.collective_bytes,
+                    timeline=sample.fields(phases, data_s=data_s, before_s=before_s),
+                )
+            return Inside()
         except Exception as error:
             self._give_up(error)
-            return None
+            return Inside()
         finally:
             self._spent_s += time.perf_counter() - began_s
 
@@ -171,7 +193,7 @@ class TimelineSampler:
 
     def _give_up(self, error: Exception) -> None:
         self._every = 0
-        lines = str(error).splitlines()
+        lines = redact(str(error), os.environ).splitlines()
         self._tell(f"no more timelines: {type(error).__name__}: {lines[0] if lines else 'no message'}")
 
     def _axis(self, call: Call) -> str | None:

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
 import socket
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from phalanx.job.schema import Telemetry
 from phalanx.plan.layout import Layout
 from phalanx.record.events import EventWriter
+from phalanx.record.redact import redact
 from phalanx.train.parallel.dims import ParallelDims
 from phalanx.train.telemetry.monitor import Monitor
 from phalanx.train.telemetry.peers import Peers
 from phalanx.train.telemetry.sensors import Sensors, sensors_of
+from phalanx.train.telemetry.sharing import SECRET_BYTES, Card, Sharers, card_of, count_sharers, exchange, is_loopback
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,13 +59,16 @@ def watched(
     layout: Layout,
     rank: int,
     epoch: int,
-    ranks_on_host: int,
+    sharers: Sharers,
 ) -> Iterator[None]:
     """Watch this rank for the length of the block; what cannot be started is told and left out."""
     with ExitStack() as stack:
-        monitor = Monitor(events, sensors, ranks=ranks_on_host, interval_s=telemetry.interval_s, epoch=epoch)
-        stack.callback(monitor.close)
-        monitor.start()
+        try:
+            monitor = Monitor(events, sensors, sharers=sharers, interval_s=telemetry.interval_s, epoch=epoch)
+            stack.callback(monitor.close)
+            monitor.start()
+        except Exception as error:
+            remark(events, "the device is not watched", error)
         if meeting is not None and telemetry.peers_every_s and layout.devices > 1:
             try:
                 peers = Peers(
@@ -79,27 +83,55 @@ def watched(
                 )
                 stack.callback(peers.close)
                 peers.start()
-            except OSError as error:
-                print(f"peers: latency is not measured ({error}); training goes on", file=sys.stderr)
+            except Exception as error:
+                remark(events, "the latency to other ranks is not measured", error)
         yield
 
 
-def meet(store: Store, environ: Mapping[str, str]) -> Meeting:
-    """Without an agent: rank 0 draws a secret and tells it to the others, as unprotected as every collective.
+def remark(events: EventWriter, what: str, error: Exception) -> None:
+    """Write down what this formation goes without, and why."""
+    why = (redact(str(error), os.environ).splitlines() or ["no message"])[0]
+    events.write("remark", step=None, text=f"{what} ({type(error).__name__}: {why}); training goes on")
+
+
+def meet(
+    store: Store, environ: Mapping[str, str], device: torch.device, events: EventWriter
+) -> tuple[Meeting | None, Sharers]:
+    """Without an agent: ranks tell each other where they are, and rank 0 a secret, as unprotected as every collective.
 
     Every rank calls this, and listens on the address that leads to MASTER_ADDR.
     """
-    drawn = torch.frombuffer(bytearray(secrets.token_bytes(32)), dtype=torch.uint8)
-    dist.broadcast(drawn, src=0)
-    secret = bytes(drawn.tolist())
+    master = environ.get("MASTER_ADDR", "127.0.0.1")
+    card = card_of(device, address=_address_towards(master), secret=secrets.token_bytes(SECRET_BYTES))
+    try:
+        cards = exchange(card)
+    except Exception as error:  # the group is broken: training will say so itself
+        remark(events, "who shares this host is not known", error)
+        return None, Sharers()
+    secret = cards[0].secret
     # A launcher that starts its ranks again may keep the store, and in it the addresses of the ranks before.
     attempt = hashlib.sha256(secret).hexdigest()[:16]
-    address = _address_towards(environ.get("MASTER_ADDR", "127.0.0.1"))
-    return Meeting(store=PrefixStore(attempt, store), secret=secret, address=address)
+    address = _reachable(card, cards)
+    if is_loopback(address) and any(one.host != card.host for one in cards):
+        text = f"{master} leads to {address} here, which no other host reaches: pings from there will be lost"
+        events.write("remark", step=None, text=text)
+    return Meeting(store=PrefixStore(attempt, store), secret=secret, address=address), count_sharers(card, cards)
+
+
+def _reachable(card: Card, cards: Sequence[Card]) -> str:
+    """This rank's address for the others.
+
+    The first host often knows its own name as 127.0.1.1 (Debian's /etc/hosts); its address is then the one that leads
+    to a rank elsewhere.
+    """
+    if not is_loopback(card.address):
+        return card.address
+    far = (one.address for one in cards if one.host != card.host and not is_loopback(one.address))
+    return next((found for found in map(_address_towards, filter(None, far))), card.address)
 
 
 def _address_towards(host: str) -> str:
-    with suppress(OSError):
+    with suppress(OSError, UnicodeError):
         family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as asking:
             asking.connect(place)  # sends nothing: only the route is looked up

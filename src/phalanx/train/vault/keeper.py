@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from phalanx.record.redact import redact
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.vault.generations import Needs, next_free, next_sequence
 from phalanx.train.vault.replica import BuddyAddress, Replica
@@ -103,7 +105,8 @@ class Keeper:
         now = (self.trouble, is_skipped)
         if now != self._told:
             self._told = now
-            self._tell(step=step, trouble=self.trouble, is_skipped=is_skipped, skipped=self.skipped)
+            trouble = redact(now[0], os.environ)  # the text of a library, or of another host
+            self._tell(step=step, trouble=trouble, is_skipped=is_skipped, skipped=self.skipped)
 
     def _free(self, held: int, *, busy: Collection[int]) -> int | None:
         needs = Needs(epoch=self._epoch, restored=self._restored, held=held)

@@ -10,7 +10,7 @@ from synthetic import TOKENS, write_run
 
 from phalanx.metrics import names
 from phalanx.metrics.point import Point
-from phalanx.metrics.watch import Watcher
+from phalanx.metrics.readings import Readings
 from phalanx.record.events import read_events
 from phalanx.record.run import Run
 
@@ -22,7 +22,7 @@ def values(points: list[Point], metric: names.Metric) -> dict[tuple[str, ...], f
 
 
 def test_numbers_are_those_of_the_record(finished: Run) -> None:
-    points = Watcher(finished).points()
+    points = Readings(finished).points()
     newest = [event for event in read_events(finished.events(0))[0] if event["event"] == "step"][-1]
     for metric in names.STEP:
         if newest[metric.field] is not None:
@@ -44,15 +44,15 @@ def test_numbers_are_those_of_the_record(finished: Run) -> None:
 
 def test_only_what_a_cpu_run_lacks_is_missing(finished: Run) -> None:
     """Every metric of the table has a value in a complete GPU run, apart from those of CPUs and of experts."""
-    there = {one.metric.name for one in Watcher(finished).points()}
+    there = {one.metric.name for one in Readings(finished).points()}
     assert {one.name for one in names.METRICS} - there == {one.name for one in names.CPU} | {"train.expert.imbalance"}
 
 
 def test_ranks_have_series_of_their_own_up_to_a_limit(finished: Run) -> None:
     compute = names.RANK_STEP[0]
-    each = values(Watcher(finished).points(), compute)
+    each = values(Readings(finished).points(), compute)
     assert sorted(each) == [("0", "host-0"), ("1", "host-0"), ("2", "host-1"), ("3", "host-1")]
-    few = Watcher(finished, most_ranks=3).points()
+    few = Readings(finished, most_ranks=3).points()
     spread = values(few, compute)
     assert set(spread) == {("min", ""), ("median", ""), ("max", "")}
     assert spread["min", ""] == min(each.values())
@@ -65,19 +65,19 @@ def test_a_cpu_run_has_process_names(tmp_path: Path) -> None:
     plan = run.plan()
     plan["cluster"]["accelerator"]["family"] = "cpu"
     run.plan_json.write_text(json.dumps(plan))
-    there = {one.metric.name for one in Watcher(run).points()}
+    there = {one.metric.name for one in Readings(run).points()}
     assert {"process.memory.usage", "process.cpu.utilization"} <= there
     assert not any(name.startswith("hw.gpu.") for name in there)
 
 
 def test_tokens_stand_still_while_undone_steps_are_made_up(tmp_path: Path) -> None:
     run = write_run(tmp_path, ranks=1, steps=20, incidents=0, finished=False, hosts=1)
-    watcher = Watcher(run)
-    before = values(watcher.points(), names.TOKENS)[()]
+    readings = Readings(run)
+    before = values(readings.points(), names.TOKENS)[()]
     last = [event for event in read_events(run.events(0))[0] if event["event"] == "step"][-1]
     with run.events(0).open("a") as file:
         file.write(json.dumps({**last, "t": last["t"] + 9, "step": 10, "epoch": 2}) + "\n")
-    points = watcher.points()
+    points = readings.points()
     assert values(points, names.DONE) == {(): 11}
     assert values(points, names.TOKENS) == {(): before}
 
@@ -87,21 +87,21 @@ def test_ranks_that_were_left_behind_are_gone(tmp_path: Path) -> None:
     epoch = {"v": 1, "event": "epoch", "t": 2e9, "rank": -1, "epoch": 2, "world": 3, "layout": {}, "members": []}
     with run.supervisor.open("a") as file:
         file.write(json.dumps(epoch) + "\n")
-    assert len(values(Watcher(run).points(), names.RANK_STEP[0])) == 3
+    assert len(values(Readings(run).points(), names.RANK_STEP[0])) == 3
 
 
 def test_the_story_is_asked_for_seldom(finished: Run) -> None:
     now = [0.0]
-    watcher = Watcher(finished, clock=lambda: now[0])
-    first = [one for one in watcher.points() if one.metric is names.TIME]
-    run_again = [one for one in watcher.points() if one.metric is names.TIME]
+    readings = Readings(finished, clock=lambda: now[0])
+    first = [one for one in readings.points() if one.metric is names.TIME]
+    run_again = [one for one in readings.points() if one.metric is names.TIME]
     assert all(new is old for new, old in zip(run_again, first, strict=True))
     now[0] = 16.0
-    assert all(new is not old for new, old in zip(watcher.points()[-5:], first[-5:], strict=True))
+    assert all(new is not old for new, old in zip(readings.points()[-5:], first[-5:], strict=True))
 
 
 def test_a_damaged_run_tells_what_it_can(damaged: Run) -> None:
-    points = Watcher(damaged).points()
+    points = Readings(damaged).points()
     assert values(points, names.DAMAGE)[()] >= 2
     assert values(points, names.INFO) == {("", "", "", "unknown"): 1}
     assert all("\x1b" not in label for one in points for label in one.labels)

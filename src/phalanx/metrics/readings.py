@@ -24,7 +24,7 @@ MOST_READ = 2048  # ranks looked at for the aggregates, evenly spread: a look ta
 TOKEN_POINTS = 2000  # buckets over which the tokens are added up
 
 
-class Watcher:
+class Readings:
     """Ask `points` as often as you like; not from two threads at once."""
 
     def __init__(self, run: Run, *, most_ranks: int = MOST_RANKS, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,0 +1,81 @@
+"""Pieces of the loop that no whole run would show: by themselves, with stand-ins around them."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from phalanx.errors import Problem, WorldError
+from phalanx.job.schema import Optim
+from phalanx.train import loop as module
+from phalanx.train.engine import NO_WISHES
+from phalanx.train.loop import Loop
+from phalanx.train.telemetry.noise import LocalNorms
+
+
+@pytest.fixture
+def bare():
+    """A loop that was never built; it keeps what it writes."""
+    loop = Loop.__new__(Loop)
+    loop.written = []
+    loop.events = SimpleNamespace(write=lambda kind, **fields: loop.written.append((kind, fields)))
+    loop.orders = SimpleNamespace(epoch=0)
+    loop.hooks = SimpleNamespace(step_begins=lambda step: None)
+    loop.engine = SimpleNamespace(listener=None)
+    return loop
+
+
+def test_what_looking_into_a_step_costs_is_no_part_of_the_step(bare, monkeypatch):
+    now_s = [0.0]
+
+    def passes(seconds, value=None):
+        now_s[0] += seconds
+        return value
+
+    class Timeline:
+        opening_s = 0.0
+
+        @contextmanager
+        def step(self, number):
+            passes(32.0)  # the device ends the last update: this step waits for it in any case
+            passes(16.0)  # the profiler starts
+            self.opening_s = 16.0
+            yield []
+            passes(8.0)
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    result = SimpleNamespace(wishes=NO_WISHES, compute_s=0.5)
+    bare.hooks.step_begins = lambda step: passes(1.0)  # a drill's delay is in the step
+    bare.batches = SimpleNamespace(get=lambda step: passes(2.0, (np.zeros((1, 2), dtype=np.int64),) * 2))
+    bare.batch_plan = SimpleNamespace(tokens_before=lambda step: 0)
+    bare.plan = SimpleNamespace(duration=SimpleNamespace(tokens=100))
+    bare.job = SimpleNamespace(optim=Optim())
+    bare.engine.step = lambda *args, **kwargs: passes(4.0, result)
+    bare.timeline, bare._put = Timeline(), -1
+    taken = bare._step(0)
+    assert (taken.duration_s, taken.before_s, taken.data_s, taken.own_s) == (39.0, 35.0, 2.0, 1.5)
+
+
+def test_a_run_that_is_taken_up_again_measures_the_noise_of_the_same_steps(bare, monkeypatch):
+    norms = LocalNorms(frozenset())
+    bare.engine.listener = SimpleNamespace(norms=norms)
+    bare.batch_plan = SimpleNamespace(steps=6)
+    bare._finish = lambda step, *, stopped: None
+    monkeypatch.setattr(module.dist, "get_world_size", lambda: 1)
+    assert bare.run(6) == "done"
+    assert norms.next == 6
+
+
+def test_a_save_that_failed_is_told_without_keys(bare, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI")
+    bare._is_last = False
+    problem = Problem(where="s3://bucket", what="403 for wJalrXUtnFEMI at https://me:pw@host/x", fix="look")
+    bare._tell_unsaved(3, WorldError(problem))
+    ((kind, fields),) = bare.written
+    assert kind == "checkpoint"
+    assert "[AWS_SECRET_ACCESS_KEY]" in fields["error"]
+    assert "wJalr" not in fields["error"]
+    assert "me:pw" not in fields["error"]
