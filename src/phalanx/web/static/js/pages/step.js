@@ -201,7 +201,7 @@ function collectiveTable(collectives) {
       { head: "Group", cell: (one) => one.group ?? NONE },
       { head: "Calls", kind: "number", cell: (one) => integer(one.count) },
       { head: "Time", kind: "number", cell: (one) => seconds(one.seconds) },
-      { head: "Sent", kind: "number", cell: (one) => bytes(one.bytes) },
+      { head: "Tensors", kind: "number", cell: (one) => bytes(one.bytes) },
       {
         head: "Rate",
         kind: "number",
