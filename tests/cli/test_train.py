@@ -176,9 +176,13 @@ def test_a_failed_rank_is_one_message_and_no_report(train: Train, here: Path) ->
 def test_resume_goes_on_in_the_same_folder(train: Train, here: Path) -> None:
     train("job.toml", ranks="raise")
     run = only_run(here)
+    first_s = json.loads((run / "launch.json").read_text())["launched"]
     code, out, err = train("--resume", str(run))
     assert code == 0, err
     assert only_run(here) == run
+    launches = open_run(run).launches()
+    assert len(launches) == 2
+    assert launches[0] == first_s
     assert f"{run}: done, 10 of 10 steps" in out
     assert not (run / "plan-1.json").exists(), "the plan is the same"
 

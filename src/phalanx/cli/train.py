@@ -164,7 +164,7 @@ def _ready(plan: Plan, args: argparse.Namespace, old: Run | None, *, started: fl
     from phalanx.record.toml import to_toml
 
     job, plan_json = to_dict(plan.job), plan.to_json()
-    made = old
+    made, earlier = old, old.launches() if old is not None else []
     if made is None:
         name = args.name if args.name is not None else plan.job.name
         made = create_run(Path(args.runs), name, job_toml=to_toml(job), job=job, plan_json=plan_json)
@@ -175,6 +175,7 @@ def _ready(plan: Plan, args: argparse.Namespace, old: Run | None, *, started: fl
         world=plan.layout.devices,
         layout=plan.layout.name,
         started=round(started, 3),
+        earlier=earlier,
         data_s=round(args.data_s, 3),  # building or finding the dataset, before any rank starts
         allow_code=args.allow_code,
     )

@@ -6,10 +6,12 @@ docs/events.md lists the events and their units. A file that has grown large is 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -296,9 +298,18 @@ class EventReader:
             yield from self._lines.feed(data)
 
 
+def open_file(path: Path, *, buffering: int = 0) -> BinaryIO:
+    """A file of a run for reading; raises OSError for anything else: a pipe would be waited for for ever."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "not a file", str(path))
+    return os.fdopen(file, "rb", buffering=buffering)
+
+
 def _opened(path: Path) -> BinaryIO | None:
     try:
-        return path.open("rb", buffering=0) if path.is_file() else None
+        return open_file(path)
     except OSError:
         return None
 

@@ -29,8 +29,8 @@ from typing import Any, TextIO
 
 from phalanx.errors import Problem, UserError, WorldError, mistake, nearest
 from phalanx.files import replace_text
-from phalanx.record.events import EventReader
-from phalanx.record.values import at, integer, number
+from phalanx.record.events import EventReader, open_file
+from phalanx.record.values import at, finite, integer, number
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 EVENTS = re.compile(r"events-(\d{5}|[1-9]\d{5,6})(?:-(\d{4,9}))?\.jsonl")
@@ -130,7 +130,7 @@ class Run:
     def is_held(self) -> bool:
         """Whether a process trains in this folder now."""
         try:
-            with open(self.path / "lock", encoding="utf-8") as file:
+            with open_file(self.path / "lock") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment: see `_lock`
         except FileNotFoundError:
             return False
@@ -196,6 +196,17 @@ class Run:
     def set_launch(self, **values: Any) -> None:
         """Replace launch.json."""
         self._write("launch.json", values)
+
+    def launches(self) -> list[float]:
+        """When each launch began, in order, as far as launch.json tells: an old one tells of the last alone."""
+        try:
+            launch = self.launch()
+        except UserError:
+            return []
+        earlier = launch.get("earlier")
+        known = [finite(one) for one in earlier] if isinstance(earlier, list) else []
+        known.append(number(launch, "launched") or number(launch, "started"))
+        return sorted({one for one in known if one})
 
     def status(self) -> dict[str, Any]:
         """status.json; empty before the run was launched or when it is damaged."""

@@ -206,6 +206,18 @@ def test_the_time_between_two_launches_is_nobodys(run: Run) -> None:
     assert found.wall_s == pytest.approx(13.5)
 
 
+def test_every_launch_begins_when_it_was_launched(run: Run) -> None:
+    """Their first words come late: the hosts have to join, the ranks to import."""
+    scribe = Scribe(run).form(2, step=0, source="start").start(0).steps(range(5)).wait(0.5).say("end", state="stopped")
+    again_s = scribe.wait(3600).now_s
+    scribe.wait(4).form(2, step=5, source="disk").start(5).steps(range(5, 10)).say("end", state="stopped")
+    run.set_launch(earlier=[999.0, again_s, None, "x", {}], launched=scribe.wait(60).now_s)
+    scribe.wait(2).form(2, step=10, source="disk").start(10).steps(range(10, 15)).say("end", state="done")
+    found = ledger(run)
+    assert spent(found) == {"productive": 15.0, "init": 1.5 + 4.5 + 2.5, "stopping": 0.5}
+    assert found.closes
+
+
 def test_a_launch_that_nobody_ended(run: Run) -> None:
     """The machine went down: the time until somebody started the run again is not the run's."""
     scribe = Scribe(run).form(2, step=0, source="start").start(0).steps(range(5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -78,12 +79,12 @@ class Book:
     def __init__(
         self,
         *,
-        launched_s: float | None,
+        launches: Sequence[float],
         formations: Sequence[Formation],
         supervised: bool,
         waited: Callable[[int], float],
     ) -> None:
-        self._launched_s, self._formations, self._supervised = launched_s, formations, supervised
+        self._launches, self._formations, self._supervised = sorted(launches), formations, supervised
         self._waited = waited  # seconds of a step that slow ranks cost
         self._numbers = {one.epoch: count for count, one in enumerate(formations)}
         self._spent_s = dict.fromkeys((one.name for one in fields(Accounts)), 0.0)
@@ -123,9 +124,13 @@ class Book:
     # ---- launches
 
     def _is_new_launch(self, time_s: float, event: Event) -> bool:
-        launched = self._launched_s
-        known = launched is not None and self._last_s < launched <= time_s
-        return known or (not self._supervised and event["event"] == "ready" and self._phase == "training")
+        known = self._launched(time_s)
+        return known is not None or (not self._supervised and event["event"] == "ready" and self._phase == "training")
+
+    def _launched(self, time_s: float) -> float | None:
+        """The last launch since the last mark: of those before it nobody lived to say a word."""
+        count = bisect_right(self._launches, time_s)
+        return self._launches[count - 1] if count and self._launches[count - 1] > self._last_s else None
 
     def _begins(self, time_s: float, formation: int, event: Event) -> bool:
         """A launch begins with what an agent or a rank first says; a rank that ends late begins none."""
@@ -136,8 +141,8 @@ class Book:
             return True
         if formation >= 0 and event["event"] not in ("ready", "run_start"):
             return False
-        launched, ready_s = self._launched_s, seconds(event, "seconds") or 0.0
-        known = launched is not None and self._last_s < launched <= time_s <= launched + JUMP_S
+        launched, ready_s = self._launched(time_s), seconds(event, "seconds") or 0.0
+        known = launched is not None and time_s <= launched + JUMP_S
         self._began_s = launched if known and launched is not None else max(self._last_s, time_s - ready_s)
         self._at_s, self._phase = self._began_s, "init"
         return True

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.record.events import MOST_LINE_BYTES, Event, parts
+from phalanx.record.events import MOST_LINE_BYTES, Event, open_file, parts
 from phalanx.record.run import Run
 from phalanx.record.values import integer, number, seconds
 
@@ -181,10 +181,8 @@ class _Clock:
 
 def raw_lines(path: Path) -> Iterator[bytes]:
     """The lines of a file, if there is one; an overlong one comes in pieces."""
-    if not path.is_file():  # a pipe of that name would be waited for for ever
-        return
     try:
-        file = path.open("rb")
+        file = open_file(path, buffering=-1)
     except OSError:
         return
     with file:

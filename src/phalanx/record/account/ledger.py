@@ -11,11 +11,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import UserError
 from phalanx.record.account.book import Accounts, Book, Point, Recovery
 from phalanx.record.account.formations import Lines, formations, timeline
 from phalanx.record.run import Run
-from phalanx.record.values import number
 from phalanx.units import format_seconds
 
 if TYPE_CHECKING:
@@ -104,7 +102,7 @@ def walk(run: Run, history: RunHistory | None = None) -> Walk:
     """The ledger, how it grew, and how long each failure took; `history` spares opening the run again."""
     known, lines = formations(run), Lines()
     supervised = run.supervisor.is_file()
-    book = Book(launched_s=_launched(run), formations=known, supervised=supervised, waited=_waited(run, history))
+    book = Book(launches=run.launches(), formations=known, supervised=supervised, waited=_waited(run, history))
     for time_s, formation, event in timeline(run, known, lines):
         book.take(time_s, formation, event)
     accounts = book.close()
@@ -126,12 +124,3 @@ def _waited(run: Run, history: RunHistory | None) -> Callable[[int], float]:
     from phalanx.record.account.waiting import waited  # reads the other ranks
 
     return waited(run, history)
-
-
-def _launched(run: Run) -> float | None:
-    """When the last launch of the run began."""
-    try:
-        launch = run.launch()
-    except UserError:
-        return None
-    return number(launch, "launched") or number(launch, "started")

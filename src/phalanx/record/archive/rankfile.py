@@ -218,4 +218,5 @@ class RankFile:
             if segment.index.trouble:
                 found[f"index not used: {segment.index.trouble}"] += 1
             found["the file became shorter"] += segment.replaced
+            found["something that is no file in its place"] += segment.is_odd
         return +found

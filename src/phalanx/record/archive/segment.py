@@ -25,7 +25,7 @@ from phalanx.record.archive.blocks import (
 )
 from phalanx.record.archive.index import EMPTY, SUFFIX, Index, is_crowded, read_index
 from phalanx.record.archive.series import FREQUENT, KINDS, SERIES
-from phalanx.record.events import READ_BYTES, Event, LineSplitter, parse
+from phalanx.record.events import READ_BYTES, Event, LineSplitter, open_file, parse
 
 # How our own writer begins a line: enough to leave events of unknown kinds unread.
 _OURS = re.compile(rb'\{"v":\d{1,9},"event":"([\w.-]{1,60})","t":(\d{1,12}(?:\.\d{1,9})?),"rank":')
@@ -50,6 +50,7 @@ class Segment:
         self.path = path
         self.size = 0
         self.replaced = False  # it once was longer than it is
+        self.is_odd = False  # a folder, a pipe or a device has its name
         self.content = object()  # tells what it holds from what any other holds or held; stays when it is renamed
         self._index = EMPTY
         self._stamp: tuple[int, int] | None = None
@@ -65,6 +66,7 @@ class Segment:
     def refresh(self) -> bool:
         """Look what is new; whether there was anything."""
         size = _size(self.path)
+        self.is_odd = not size and self.path.exists() and not self.path.is_file()
         stamp = _stamp(self.path.with_suffix(SUFFIX))
         if (size, stamp) == (self.size, self._stamp):
             return False
@@ -214,7 +216,7 @@ class Segment:
     def _chunks(self, start: int, stop: int) -> Iterator[bytes]:
         """A stretch of the file in pieces; it ends early where the file does, or when a shorter one has its name."""
         try:
-            with self.path.open("rb", buffering=0) as file:
+            with open_file(self.path) as file:
                 if os.fstat(file.fileno()).st_size < self.size:
                     return
                 file.seek(start)

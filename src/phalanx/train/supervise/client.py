@@ -128,7 +128,10 @@ def _prepare(run: Run, hosts: Sequence[HostSpec]) -> None:
     (run.path / "coordinator.json").unlink(missing_ok=True)
     names, slots = [host.name for host in hosts], [host.slots for host in hosts]
     addresses = [host.address for host in hosts]
-    run.set_launch(**{**run.launch(), "hosts": names, "slots": slots, "addresses": addresses, "launched": time.time()})
+    launch = run.launch()
+    earlier = {"earlier": run.launches()} if "launched" in launch else {}  # else whoever wrote it told of them
+    told = {"hosts": names, "slots": slots, "addresses": addresses, "launched": time.time()}
+    run.set_launch(**{**launch, **earlier, **told})
     run.set_status("launching")
 
 
