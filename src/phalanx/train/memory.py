@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 
 class MemoryMeter:
-    """Peak bytes: of the allocator on a GPU; on a CPU what the process itself took since this meter was made.
+    """Peak bytes: of the allocator on a GPU; on a CPU what the process itself took since it made its first meter.
 
-    Pages of libraries do not count: a forked rank shares them, and reads them in only when it first calls them.
+    Pages of libraries do not count: a forked rank shares them, and reads them in only when it first calls them. A
+    process that stays through a recovery makes another meter, and what it holds still is its own: the peak never falls.
     """
 
+    _firsts: ClassVar[dict[int, int]] = {}  # by process: a forked one begins anew
+    _peaks: ClassVar[dict[int, int]] = {}
+
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._first_bytes = _status().get("RssAnon", 0)
+        self._device, self._process = device, os.getpid()
+        self._first_bytes = self._firsts.setdefault(self._process, _status().get("RssAnon", 0))
 
     def peak_bytes(self) -> int:
-        """The most so far."""
+        """The most so far; no less than what is held now."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
         now = _status()
         shared = now.get("RssFile", 0) + now.get("RssShmem", 0)
-        return max(0, now.get("VmHWM", 0) - shared - self._first_bytes)
+        most = max(now.get("VmHWM", 0) - shared, now.get("RssAnon", 0)) - self._first_bytes
+        self._peaks[self._process] = max(0, most, self._peaks.get(self._process, 0))
+        return self._peaks[self._process]
 
 
 def _status() -> dict[str, int]:
