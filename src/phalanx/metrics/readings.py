@@ -80,7 +80,9 @@ class Readings:
             self._counted = last
             curve = self._history.curve("tokens", points=TOKEN_POINTS)
             ends = (*curve.step[1:], last + 1)
-            sums = (mean * (end - first) for first, end, mean in zip(curve.step, ends, curve.mean, strict=True) if mean)
+            sums = (
+                mean * (end - first) for first, end, mean in zip(curve.step, ends, curve.mean, strict=False) if mean
+            )
             total = sum(sums)
             self._tokens = max(self._tokens, round(total) if math.isfinite(total) else 0)
         return self._tokens

@@ -113,7 +113,7 @@ class Exporter:
             begin = end + 1
 
     def _chunk(self, begin: int, end: int, *, is_last: bool) -> None:
-        events = list(self._history.steps(0, begin, end))
+        events = list(self._history.steps(self._history.witness, begin, end))
         rows = [row for event in events if (row := self._row(event)) and row.step % self._every == 0]
         evaluated = list(self._evaluated()) if is_last else []
         if rows or evaluated:
@@ -135,7 +135,8 @@ class Exporter:
         low, high = first, min(last, self._cursor.step) + 1
         while low < high:
             middle = (low + high) // 2
-            event = next(iter(self._history.steps(0, middle, min(last, middle + CHUNK))), {})
+            found = self._history.steps(self._history.witness, middle, min(last, middle + CHUNK))
+            event = next(iter(found), {})
             low, high = (middle + 1, high) if (number(event, "t") or 0.0) <= self._cursor.t else (low, middle)
         return low
 

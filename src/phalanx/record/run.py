@@ -176,6 +176,16 @@ class Run:
                 closed.append(int(match.group(2)))
         return {rank: sorted(found[rank]) for rank in sorted(found)}
 
+    def recorded(self) -> Iterator[int]:
+        """Ranks whose events are more than a name, in order."""
+        for rank, closed in self.event_parts().items():
+            try:
+                found = self.events(rank).stat()
+            except OSError:
+                found = None
+            if closed or (found is not None and found.st_size and stat.S_ISREG(found.st_mode)):
+                yield rank
+
     def event_bytes(self) -> int:
         """Bytes of the events of all ranks."""
         try:

@@ -44,7 +44,7 @@ def progress(run: Run, plan: Json, history: RunHistory) -> Json:
     """Where a run stands after its newest step."""
     state, live = state_of(run)
     last, steps = history.last_step, total_steps(plan, history)
-    recent = [] if last is None else list(history.steps(0, max(0, last - RECENT + 1), last))
+    recent = [] if last is None else list(history.steps(history.witness, max(0, last - RECENT + 1), last))
     timed = [(number(one, "tokens") or 0.0, spent) for one in recent if (spent := number(one, "duration_s"))]
     spent = sum(seconds for _, seconds in timed)
     done = 0 if last is None else last + 1

@@ -55,14 +55,16 @@ def _now(shelf: Shelf, run: Run, wait_s: float) -> Json:
 
 
 def _spent(shelf: Shelf, run: Run, wait_s: float) -> Json:
-    """Dollars, and the share of the time that was of use."""
+    """Dollars, the share of the time that was of use, and of a run that is over its mean rates."""
     told = story(shelf, run, wait_s=wait_s).summary
-    return {"effective": told.effective_time.measured, "usd": told.cost.usd if told.cost else None}
+    means = {"tokens_per_s": told.tokens_per_s.measured, "mfu": told.mfu.measured}
+    spent = {"effective": told.effective_time.measured, "usd": told.cost.usd if told.cost else None}
+    return spent if state_of(run)[1] else spent | means
 
 
 def _stand(shelf: Shelf, run: Run) -> Json:
     """What the run is, and where it stands."""
-    parts = Parts()
+    parts, going = Parts(), state_of(run)[1]
     plan, launch = parts.read("plan.json", run.plan, {}), launch_of(run)
     with shelf.history(run.name) as history:
         now = parts.read("steps", lambda: progress(run, plan, history), {})
@@ -74,12 +76,13 @@ def _stand(shelf: Shelf, run: Run) -> Json:
         "cluster": text(at(plan, "cluster"), "name"),
         "layout": text(launch, "layout"),
         "world": integer(launch, "world"),
-        "started": number(launch, "started"),
+        "started": min((*run.launches(), *filter(None, [number(launch, "started")])), default=None),
         "step": now.get("step"),
         "steps": now.get("steps") or integer(at(plan, "duration"), "steps"),
         "loss": now.get("loss"),
-        "tokens_per_s": now.get("tokens_per_s"),
-        "mfu": mfu(plan, now.get("tokens_per_s")),
+        # As it goes now; once it is over, `_spent` tells what it came to.
+        "tokens_per_s": now.get("tokens_per_s") if going else None,
+        "mfu": mfu(plan, now.get("tokens_per_s")) if going else None,
         "incidents": sum(one.get("event") == "incident" for one in supervisor),
         "damage": len(parts.damage),
     }

@@ -1,6 +1,6 @@
 """Who took part in a run, and what they saw: formations, their witnesses, and one timeline of all marks.
 
-A witness is the lowest rank that did not fall in a formation; its events speak for all.
+A witness is the lowest rank with a record that did not fall in a formation; its events speak for all.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ class Formation:
     world: int
     from_step: int | None = None
     fallen: set[int] = field(default_factory=set)
+    recorded: tuple[int, ...] = ()  # ranks that have a record
     floor: int = NEVER_UNDONE  # steps from here on were undone by a later one
 
     @property
     def witness(self) -> int:
         """The rank whose events are read."""
-        return next((rank for rank in range(self.world) if rank not in self.fallen), 0)
+        here = [rank for rank in self.recorded if rank < self.world]
+        return next((rank for rank in here or range(self.world) if rank not in self.fallen), here[0] if here else 0)
 
 
 def formations(run: Run) -> list[Formation]:
@@ -56,10 +58,12 @@ def formations(run: Run) -> list[Formation]:
 
 def _supervised(run: Run) -> list[Formation]:
     found: dict[int, Formation] = {}
+    recorded = tuple(run.recorded())
     for _, event in Lines().read(parts(run.supervisor)):
         kind, epoch = event["event"], integer(event, "epoch")
         if kind == "epoch" and epoch is not None:
-            found[epoch] = Formation(epoch=epoch, world=max(1, integer(event, "world") or 1))
+            world = max(1, integer(event, "world") or 1)
+            found[epoch] = Formation(epoch=epoch, world=world, recorded=recorded)
         elif kind == "restore" and epoch in found:
             found[epoch].from_step = integer(event, "step")
         elif kind == "incident" and epoch in found:
@@ -75,7 +79,7 @@ def _supervised(run: Run) -> list[Formation]:
 
 
 def _started(run: Run) -> Iterator[Formation]:
-    for count, event in enumerate(_starts(run, 0)):
+    for count, event in enumerate(_starts(run, next(run.recorded(), 0))):
         world = max(1, integer(event, "world") or 1)
         yield Formation(epoch=count, world=world, from_step=integer(event, "step"))
 
@@ -117,9 +121,9 @@ def _marks(run: Run, rank: int, known: Sequence[Formation], numbers: Mapping[int
 
 
 def _unsupervised(run: Run, lines: Lines) -> Iterator[Mark]:
-    """Rank 0 alone; a formation ends where the next start is made ready."""
+    """Rank 0 alone, or the lowest with a record; a formation ends where the next start is made ready."""
     count, started = 0, False
-    for time_s, event in lines.read(files_of(run, 0)):
+    for time_s, event in lines.read(files_of(run, next(run.recorded(), 0))):
         if event["event"] == "ready" and started:
             count, started = count + 1, False
         elif event["event"] == "run_start":

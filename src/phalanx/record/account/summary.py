@@ -130,7 +130,8 @@ def summarize(run: Run, history: RunHistory | None = None, walked: Walk | None =
     history = history if history is not None else RunHistory.open(run)
     walked = walked if walked is not None else walk(run, history)
     brief = summarize_briefly(run, history, walked)
-    effective = walked.ledger.effective if brief.steps else None
+    told = walked.ledger.steps + walked.ledger.steps_lost
+    effective = walked.ledger.effective if brief.steps and told else None
     return replace(
         brief,
         skipped_steps=skipped_steps(run, last=history.last_step),
@@ -235,8 +236,8 @@ class _Steps:
         learnt = _sum(history.curve("tokens", first=self.settled, points=POINTS), last)
         self.tokens_per_s = learnt / spent_s if spent_s and learnt else None
         near = min(10, max(0, self.count - 1))
-        begun = [] if first is None else list(history.steps(0, first, first + near))
-        ended = [] if last is None else list(history.steps(0, last - near, last))
+        begun = [] if first is None else list(history.steps(history.witness, first, first + near))
+        ended = [] if last is None else list(history.steps(history.witness, last - near, last))
         self.ends = begun[:1] + ended[-1:]
         self.first_loss = next((loss for one in begun if (loss := number(one, "loss")) is not None), None)
         self.last_loss = next((loss for one in reversed(ended) if (loss := number(one, "loss")) is not None), None)
@@ -314,7 +315,7 @@ def _first_step(history: RunHistory, launch: Mapping[str, Any]) -> float | None:
     first = history.first_step if named is None else named
     if started is None or first is None:
         return None
-    ends = [end for one in history.steps(0, first, first + 10) if (end := number(one, "t")) is not None]
+    ends = [end for one in history.steps(history.witness, first, first + 10) if (end := number(one, "t")) is not None]
     return min((end - started - data_s for end in ends if end >= started), default=None)
 
 

@@ -66,6 +66,7 @@ class RunHistory:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.ranks: tuple[int, ...] = ()
+        self.witness = 0  # the lowest rank that has a record: it speaks for the run
         self._parts: dict[int, list[int]] = {}
         self._files: OrderedDict[int, RankFile] = OrderedDict()
         self._cache = RowCache()
@@ -93,20 +94,23 @@ class RunHistory:
         """Look for what is new; whether there was anything. Ranks beside the first are read when they are asked for."""
         self._parts = self.run.event_parts()
         new, self.ranks = tuple(self._parts) != self.ranks, tuple(self._parts)
+        self.witness = next(self.run.recorded(), self.ranks[0] if self.ranks else 0)
         self._fresh.clear()
         self._checked.clear()
         told = self._supervisor.read()[-MOST_SUPERVISOR:]
         self._told = (self._told + told)[-MOST_SUPERVISOR:]
         self._starts_known = False
-        return (bool(self.ranks) and self._rank(self.ranks[0]).changed) or new or bool(told)
+        return (bool(self.ranks) and self._rank(self._of(None)).changed) or new or bool(told)
 
     def _began(self) -> tuple[Start, ...]:
         """Where the formations began, by rank 0, which is in all of them: that undoes steps of ranks that left, too.
 
-        Rank 0 is not read for this where no index covers it: then it is as it was known before.
+        (By the witness, where rank 0 has no record.) It is not read for this where no index covers it: then it is as
+        it was known before.
         """
-        if not self._starts_known and 0 in self._fresh and self._files[0].unread <= MOST_BYTES:
-            events = self._files[0].events(("run_start",))
+        known = self._files[self.witness] if self.witness in self._fresh else None
+        if not self._starts_known and known is not None and known.unread <= MOST_BYTES:
+            events = known.events(("run_start",))
             told = [(integer(event, "epoch"), integer(event, "step")) for event in events]
             self._starts = tuple((epoch, step) for epoch, step in told if epoch is not None and step is not None)
             self._starts_known = True
@@ -116,7 +120,7 @@ class RunHistory:
         """A rank's events, looked at once between two refreshes."""
         file = self._files.pop(rank, None) or RankFile(self.run.events(rank), self._parts[rank], self._cache)
         self._files[rank] = file
-        if rank:  # rank 0 does those steps again itself
+        if rank != self.witness:  # that one does those steps again itself
             file.know_starts(self._began())
         if rank not in self._fresh:
             file.refresh()
@@ -124,6 +128,9 @@ class RunHistory:
             self._held[rank] = file.held_bytes
             self._forget()
         return file
+
+    def _of(self, rank: int | None) -> int:
+        return self.witness if rank is None else rank
 
     def _forget(self) -> None:
         """Drop the ranks that nobody has asked for the longest; what was wrong with them is remembered."""
@@ -147,7 +154,7 @@ class RunHistory:
     def _edge(self, which: str) -> int | None:
         if not self.ranks:
             return None
-        kept = self._rank(self.ranks[0]).kept()
+        kept = self._rank(self._of(None)).kept()
         stay = kept.blocks["steps"] > 0
         if not stay.any():
             return None
@@ -161,17 +168,23 @@ class RunHistory:
         """The series that this run has."""
         if not self.ranks:
             return ()
-        counts = self._rank(self.ranks[0]).kept().blocks["series"]["count"].sum(axis=0)
+        counts = self._rank(self._of(None)).kept().blocks["series"]["count"].sum(axis=0)
         found = [series.name for number, series in enumerate(SERIES) if counts[number]]
         return (*found, MFU) if "tokens_per_s" in found and self._mfu_per_token() else tuple(found)
 
     def curve(
-        self, name: str, *, rank: int = 0, first: int | None = None, last: int | None = None, points: int = 800
+        self,
+        name: str,
+        *,
+        rank: int | None = None,
+        first: int | None = None,
+        last: int | None = None,
+        points: int = 800,
     ) -> Curve:
-        """A series of a rank from step `first` to `last`, in at most `points` buckets of steps."""
+        """A series of a rank (the witness's, unless told) from step `first` to `last`, in at most `points` buckets."""
         column, scale = self._column(name)
         spans = Spans.none()
-        if rank in self.ranks:
+        if (rank := self._of(rank)) in self.ranks:
             spans = self._spans(self._rank(rank), column, _span(first, last), raw_steps=RAW_STEPS)
         found = bucketed(spans, max(1, min(points, MOST_POINTS)))
         return Curve(
@@ -220,7 +233,9 @@ class RunHistory:
         return rank in self._checked
 
     def _stamp(self, rank: int) -> Stamp:
-        return *stamp_of(self.run.events(rank), len(self._parts[rank])), len(self._began()) if rank else 0
+        return *stamp_of(self.run.events(rank), len(self._parts[rank])), len(
+            self._began()
+        ) if rank != self.witness else 0
 
     def _digested(self, rank: int, file: RankFile) -> Digest:
         before = self._digests.pop(rank, None)
@@ -268,30 +283,30 @@ class RunHistory:
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
-    def events(self, *kinds: str, rank: int = 0) -> list[Event]:
+    def events(self, *kinds: str, rank: int | None = None) -> list[Event]:
         """The rare events of a rank, oldest first: of these kinds, or all but step, monitor and peers."""
-        return self._rank(rank).events(kinds) if rank in self.ranks else []
+        return self._rank(rank).events(kinds) if (rank := self._of(rank)) in self.ranks else []
 
     def supervisor(self) -> list[Event]:
         """What the supervisor wrote."""
         return list(self._told)
 
-    def latest(self, kind: str, rank: int = 0) -> Event | None:
+    def latest(self, kind: str, rank: int | None = None) -> Event | None:
         """The last event of a kind."""
-        return self._rank(rank).latest(kind) if rank in self.ranks else None
+        return self._rank(rank).latest(kind) if (rank := self._of(rank)) in self.ranks else None
 
     def steps(self, rank: int, first: int, last: int) -> Iterator[Event]:
         """The step events of a short range, those that stayed."""
         return self._rank(rank).steps(first, last) if rank in self.ranks else iter(())
 
-    def steps_with(self, kind: str, rank: int = 0) -> tuple[int, ...]:
+    def steps_with(self, kind: str, rank: int | None = None) -> tuple[int, ...]:
         """The steps for which a rank has an event of a rare kind, without reading them."""
-        found = self._rank(rank).steps_with(kind) if rank in self.ranks else ()
+        found = self._rank(rank).steps_with(kind) if (rank := self._of(rank)) in self.ranks else ()
         return tuple(sorted(step for step in found if step >= 0))
 
-    def at_step(self, kind: str, step: int, rank: int = 0) -> Event | None:
+    def at_step(self, kind: str, step: int, rank: int | None = None) -> Event | None:
         """The newest event of a rare kind for a step."""
-        return self._rank(rank).at_step(kind, step) if rank in self.ranks else None
+        return self._rank(rank).at_step(kind, step) if (rank := self._of(rank)) in self.ranks else None
 
     def damage(self) -> list[Damage]:
         """What cannot be read, as far as the run was looked at; nothing is left out silently."""

@@ -121,7 +121,7 @@ class Watcher:
         last = self._history.last_step
         if last is None:
             return None
-        recent: list[Event] = list(self._history.steps(0, max(0, last - RECENT + 1), last))
+        recent: list[Event] = list(self._history.steps(self._history.witness, max(0, last - RECENT + 1), last))
         timed = [(number(one, "tokens") or 0.0, took) for one in recent if (took := number(one, "duration_s"))]
         spent_s, newest = sum(took for _, took in timed), recent[-1] if recent else {}
         steps = self._steps()

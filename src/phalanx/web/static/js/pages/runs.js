@@ -16,6 +16,12 @@ const number = (key, format, head, hint) => ({
   cell: (run) => format(run[key]),
 });
 
+// Of a run that goes on as it goes now, of one that is over its mean.
+const rate = (key, format, head) => ({
+  ...number(key, format, head, "the mean of the run; while it goes on, of its last 20 steps"),
+  cell: (run) => (run.live && isNumber(run[key]) ? [format(run[key]), h("small", {}, "now")] : format(run[key])),
+});
+
 const COLUMNS = [
   {
     key: "name",
@@ -51,8 +57,8 @@ const COLUMNS = [
     cell: (run) => (isNumber(run.step) ? `${integer(run.step)}${run.steps ? ` / ${integer(run.steps)}` : ""}` : NONE),
   },
   number("loss", (value) => (isNumber(value) ? value.toFixed(3) : NONE), "Loss"),
-  number("tokens_per_s", count, "Tokens/s"),
-  number("mfu", percent, "MFU"),
+  rate("tokens_per_s", count, "Tokens/s"),
+  rate("mfu", percent, "MFU"),
   number("effective", percent, "Effective"),
   number("incidents", (value) => (value ? integer(value) : NONE), "Incidents"),
   number("usd", money, "Cost"),

@@ -51,9 +51,10 @@ export class Axis {
     const kept = { x: [], values: series.map(() => []) };
     times.forEach((t, index) => {
       const x = !isNumber(t) ? null : this.kind === "time" ? t - this.start : this.#near(t);
-      if (!isNumber(x) || x <= (kept.x.at(-1) ?? -Infinity) || (this.zoomed && !this.holds(x))) return;
-      kept.x.push(x);
-      series.forEach((values, order) => kept.values[order].push(values[index] ?? null));
+      if (!isNumber(x) || x < (kept.x.at(-1) ?? -Infinity) || (this.zoomed && !this.holds(x))) return;
+      const place = x === kept.x.at(-1) ? kept.x.length - 1 : kept.x.length; // of one place the latest counts
+      kept.x[place] = x;
+      series.forEach((values, order) => (kept.values[order][place] = values[index] ?? null));
     });
     return kept;
   }
