@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import signal
 import struct
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import termios
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from synthetic import write_run
 from phalanx.cli import watch
 from phalanx.cli.main import main
 from phalanx.cli.watch_screen import frame, spark
+from phalanx.record.account.summary import Pair
 from phalanx.record.over import SILENT_S
 from phalanx.record.page.view import View, Watcher
 from phalanx.record.run import Run
@@ -52,6 +55,17 @@ def test_the_screen(view: View) -> None:
     assert "data 1, tensor 0  straggler" in text
     assert "1; step 30: rank 3 on host-1: killed by signal 9, next step after" in text
     assert lines[-1] == "  step 9: something"
+
+
+def test_tokens_per_second_are_compared_with_the_plan_in_the_mean(view: View) -> None:
+    assert view.progress is not None
+    mean = Pair(predicted=1000.0, measured=900.0)
+    now = replace(view.progress, tokens_per_s=2000.0)
+    over = replace(view, progress=now, summary=replace(view.summary, tokens_per_s=mean))
+    (line,) = (line for line in screen(over) if line.startswith("tokens/s"))
+    assert re.fullmatch(r"tokens/s   900 .*  planned 1\.00k \(-10\.0%\)", line)
+    (line,) = (line for line in screen(replace(over, state="running")) if line.startswith("tokens/s"))
+    assert re.fullmatch(r"tokens/s   2\.00k now .*  mean 900, planned 1\.00k \(-10\.0%\)", line)
 
 
 @pytest.mark.parametrize("width", [12, 40, 60, 80, 200])

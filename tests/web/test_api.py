@@ -36,6 +36,11 @@ def test_the_list_holds_a_row_per_run(page: Dashboard) -> None:
     assert 0.5 < alpha["effective"] < 1
     assert alpha["usd"] > 0
     assert 0.4 < alpha["mfu"] < 0.6
+    whole = page.json("/api/runs/alpha")["summary"]
+    assert [alpha[name] for name in ("tokens_per_s", "mfu")] == [
+        whole[name]["measured"] for name in ("tokens_per_s", "mfu")
+    ], "of a run that is over, the list says what its page says"
+    assert beta["tokens_per_s"] == page.json("/api/runs/beta")["progress"]["tokens_per_s"]
     assert alpha["model"] == "llama-3-8b"
 
 

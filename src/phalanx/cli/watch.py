@@ -106,6 +106,7 @@ def _as_json(view: View) -> dict[str, object]:
         "steps": p.steps if p is not None else None,
         "loss": p.loss if p is not None else None,
         "tokens_per_s": p.tokens_per_s if p is not None else None,
+        "mean_tokens_per_s": s.tokens_per_s.measured,
         "left_s": p.left_s if p is not None else None,
         "mfu": s.mfu.measured,
         "memory_bytes": s.memory_bytes.measured,

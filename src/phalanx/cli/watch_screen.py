@@ -49,12 +49,12 @@ def _head(view: View, name: str) -> list[Text]:
 
 def _curves(view: View, width: int) -> list[Text]:
     s, p = view.summary, view.progress
-    room = max(0, min(60, width - 52)) if width >= NARROW else 0
+    room = max(0, min(60, width - 62)) if width >= NARROW else 0
     if p is None:
         return [Text("no step was finished yet" if not view.over else "no step was finished")]
     rows = [
         ("loss", f"{p.loss:.4f}" if p.loss is not None else "-", view.loss, ""),
-        ("tokens/s", _or(p.tokens_per_s, format_count), view.tokens_per_s, _beside(s.tokens_per_s, format_count)),
+        ("tokens/s", *_rate(view, p.tokens_per_s)),
     ]
     lines = [_row(name, value, spark(values, room), beside) for name, value, values, beside in rows]
     if s.mfu.measured is not None:
@@ -68,6 +68,15 @@ def _curves(view: View, width: int) -> list[Text]:
         share = f"{s.effective_time.measured:.1%}{recent}"
         lines.append(_row("effective", share, "", _beside(s.effective_time, _percent)))
     return lines
+
+
+def _rate(view: View, now: float | None) -> tuple[str, Sequence[float | None], str]:
+    """Tokens per second now; the plan is compared with the mean, and of a run that is over that is all there is."""
+    mean = view.summary.tokens_per_s
+    if view.over or now is None or mean.measured is None:
+        return _or(mean.measured, format_count), view.tokens_per_s, _beside(mean, format_count)
+    parts = [f"mean {format_count(mean.measured)}", _beside(mean, format_count)]
+    return f"{format_count(now)} now", view.tokens_per_s, ", ".join(part for part in parts if part)
 
 
 def _row(name: str, value: str, drawn: str, beside: str) -> Text:

@@ -145,7 +145,7 @@ def mfu(event: Mapping[str, Any], plan: Mapping[str, Any]) -> float | None:
     prediction = at(plan, "prediction")
     planned, rate = number(prediction, "mfu"), number(prediction, "tokens_per_s")
     measured = number(event, "tokens_per_s")
-    return planned * measured / rate if planned and rate and measured is not None else None
+    return planned * measured / rate if planned and rate and measured is not None and measured >= 0.0 else None
 
 
 def plan_of(run: Run) -> Mapping[str, Any]:

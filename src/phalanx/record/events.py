@@ -250,6 +250,11 @@ class EventReader:
         """Lines so far that were no events."""
         return self._bad + self._lines.skipped
 
+    @property
+    def is_torn(self) -> bool:
+        """Whether what was read ends within a line."""
+        return self._lines.held > 0
+
     def read(self) -> list[Event]:
         """The events that are new and complete; a file that does not exist yet has none."""
         return list(self.stream())

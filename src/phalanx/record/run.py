@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import re
 import stat
@@ -217,6 +218,24 @@ class Run:
         known = [finite(one) for one in earlier] if isinstance(earlier, list) else []
         known.append(number(launch, "launched") or number(launch, "started"))
         return sorted({one for one in known if one})
+
+    def world(self) -> int | None:
+        """Ranks by launch.json, or by the plan where that has fewer devices or alone tells; None when nobody does."""
+        known = [planned] if (planned := self.planned_world()) is not None else []
+        try:
+            told = integer(self.launch(), "world")
+        except UserError:
+            told = None
+        return max(0, min([*known, told if told is not None else known[0]])) if known or told is not None else None
+
+    def planned_world(self) -> int | None:
+        """Devices of the plan's layout."""
+        try:
+            layout = at(self.plan(), "layout")
+        except UserError:
+            return None
+        axes = ("data", "tensor", "context", "pipeline")
+        return math.prod(max(1, integer(layout, axis) or 1) for axis in axes) if integer(layout, "data") else None
 
     def status(self) -> dict[str, Any]:
         """status.json; empty before the run was launched or when it is damaged."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.record.archive.history import Curve, RunHistory
 from phalanx.record.over import is_over
 from phalanx.record.run import Run
-from phalanx.record.values import at, integer, number, text
+from phalanx.record.values import at, integer, number, seconds, text
 from phalanx.web.answer import Json
 
 GOING = ("created", "launching", "running")
@@ -45,8 +45,8 @@ def progress(run: Run, plan: Json, history: RunHistory) -> Json:
     state, live = state_of(run)
     last, steps = history.last_step, total_steps(plan, history)
     recent = [] if last is None else list(history.steps(history.witness, max(0, last - RECENT + 1), last))
-    timed = [(number(one, "tokens") or 0.0, spent) for one in recent if (spent := number(one, "duration_s"))]
-    spent = sum(seconds for _, seconds in timed)
+    timed = [(number(one, "tokens") or 0.0, spent) for one in recent if (spent := seconds(one, "duration_s"))]
+    spent = sum(took for _, took in timed)
     done = 0 if last is None else last + 1
     return {
         "step": done,
@@ -64,7 +64,7 @@ def mfu(plan: Json, tokens_per_s: float | None) -> float | None:
     """By the same count of FLOPs and against the same peak as the prediction."""
     prediction = at(plan, "prediction")
     predicted, rate = number(prediction, "mfu"), number(prediction, "tokens_per_s")
-    return predicted * tokens_per_s / rate if predicted and rate and tokens_per_s else None
+    return predicted * tokens_per_s / rate if predicted and rate and tokens_per_s and tokens_per_s > 0.0 else None
 
 
 def curve_json(curve: Curve) -> Json:

@@ -13,7 +13,6 @@ from phalanx.record.events import Event
 from phalanx.record.values import at, integer, number, text
 from phalanx.web.answer import Json, Parts
 from phalanx.web.shelf import Shelf
-from phalanx.web.views import launch_of
 
 MOST_PEERS = 4096  # of an axis
 
@@ -55,7 +54,7 @@ def rank(shelf: Shelf, name: str, number_: int) -> Json:
     plan = parts.read("plan.json", run.plan, {})
     with shelf.history(name) as history:
         sizes = [max(1, integer(at(plan, "layout"), axis) or 1) for axis in AXES]
-        world = integer(launch_of(run), "world") or len(history.ranks) or prod(sizes)
+        world = run.world() or len(history.ranks) or prod(sizes)
         if number_ not in history.ranks and number_ >= world:
             raise NoRankError(f"there is no rank {number_}: this run has {world}")
         events = {kind: parts.read(kind, partial(history.latest, kind, number_)) or {} for kind in _LATEST}

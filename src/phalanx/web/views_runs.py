@@ -69,13 +69,14 @@ def _stand(shelf: Shelf, run: Run) -> Json:
     with shelf.history(run.name) as history:
         now = parts.read("steps", lambda: progress(run, plan, history), {})
         supervisor = parts.read("supervisor.jsonl", history.supervisor, [])
+        history.look()
         parts.note(parts.read("events", history.damage, ()))
     return {
         "model": text(at(plan, "job", "model"), "name"),
         "job": text(at(plan, "job"), "name"),
         "cluster": text(at(plan, "cluster"), "name"),
         "layout": text(launch, "layout"),
-        "world": integer(launch, "world"),
+        "world": run.world(),
         "started": min((*run.launches(), *filter(None, [number(launch, "started")])), default=None),
         "step": now.get("step"),
         "steps": now.get("steps") or integer(at(plan, "duration"), "steps"),

@@ -99,6 +99,27 @@ def test_without_any_counter_the_plan_is_asked_and_it_is_said(tmp_path: Path) ->
     assert found.sources["energy_j"].startswith("no counter: the plan's ")
 
 
+@pytest.mark.parametrize("ranks", [0, 1])
+def test_nothing_is_said_of_energy_until_the_counters_can_have_spoken(tmp_path: Path, ranks: int) -> None:
+    """The plan's power first and a counter then made what was used fall; so did each rank that read its own later."""
+    run = write_run(tmp_path, steps=30, incidents=0, finished=False, monitor=False)
+    for rank in range(ranks):
+        reading = {"v": 1, "event": "monitor", "t": 2e9, "rank": rank, "energy_j": 5.0, "energy_source": "rapl"}
+        with run.events(rank).open("a") as file:
+            file.write(json.dumps(reading) + "\n")
+    plan = run.plan()
+    said = cost(run)
+    assert said.energy_source == ("rapl" if ranks else "plan"), "it is old enough to know that no more will come"
+    plan["job"]["telemetry"] = {"interval_s": said.wall_s}
+    run.plan_json.write_text(json.dumps(plan))
+    found = cost(run)
+    assert (found.energy_j, found.kgco2e, found.projected.energy_j, found.energy_source) == (None, None, None, "")
+    assert found.sources["energy_j"] == "not known yet: the ranks have not read their counters"
+    assert found.usd == said.usd
+    run.set_status("stopped")
+    assert cost(run).energy_j == said.energy_j
+
+
 @pytest.mark.parametrize("bill", [{}, {"usd_per_device_hour": "x", "pue": [], "watts_per_device": None}, 3, None])
 def test_a_bill_that_says_nothing(tmp_path: Path, bill: object) -> None:
     run = write_run(tmp_path, steps=10, incidents=0, monitor=False)

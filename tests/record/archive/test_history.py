@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import tracemalloc
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from synthetic import write_run
 
 from phalanx.errors import UserError
+from phalanx.record.account.ledger import ledger
 from phalanx.record.archive import history as module
 from phalanx.record.archive import rankfile
 from phalanx.record.archive.history import Damage, RunHistory
@@ -377,6 +379,7 @@ def test_an_empty_folder_has_a_history(tmp_path: Path) -> None:
     assert history.damage() == [
         Damage(where="plan.json", what=cannot, count=1),
         Damage(where="launch.json", what=cannot, count=1),
+        Damage(where="status.json", what=cannot, count=1),
     ]
 
 
@@ -384,6 +387,13 @@ def test_missing_ranks_are_named(small: Run) -> None:
     small.events(1).unlink()
     assert told(RunHistory.open(small)) == {"events: no file of rank 1": 1}
     small.set_launch(world=2_000)
+    assert told(RunHistory.open(small)) == {
+        "launch.json: 2,000 ranks, where the plan has 2": 1,
+        "events: no file of rank 1": 1,
+    }
+    plan = small.plan()
+    plan["layout"]["data"] = 2_000
+    small.plan_json.write_text(json.dumps(plan))
     assert told(RunHistory.open(small)) == {"events: no file of 1,999 ranks from 1 to 1999": 1_999}
 
 
@@ -395,6 +405,8 @@ def test_garbage_is_counted_and_the_rest_is_shown(small: Run) -> None:
     small.events(0).write_bytes(b"\n".join(lines) + b'{"v":1,"event":"step","t":12')
     history = RunHistory.open(small)
     assert history.curve("loss").step == tuple(range(12))
+    assert told(history) == {"rank 0: lines that are no events": 7, "rank 0: torn last line": 1}
+    small.set_status("running")  # somebody may complete it
     assert told(history) == {"rank 0: lines that are no events": 7}
 
 
@@ -464,6 +476,63 @@ def test_files_that_are_none(small: Run) -> None:
     assert history.ranks == (0, 1, 2, 3, 4)
     assert [history.curve("loss", rank=rank).step for rank in (1, 2, 3, 4)] == [()] * 4
     assert history.mesh("loss").values[4][0] is None
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(small: Run) -> None:
+    for path in (small.events(1), small.path / "lock"):  # its index, which is read first, stays
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+    small.events(0).with_suffix(".index").unlink()
+    os.mkfifo(small.events(0).with_suffix(".index"))
+    history = RunHistory.open(small)
+    assert (history.mesh("loss").values[1][0], history.last_step, small.is_held) == (None, 11, True)
+    found = told(history)
+    assert found["rank 1: something that is no file in its place"] == 1
+    assert found["rank 0: index not used: not a file"] == 1
+
+
+@pytest.mark.parametrize("how", ["gone", "empty"])
+def test_without_rank_0_the_lowest_rank_with_a_record_speaks(run: Run, tmp_path: Path, how: str) -> None:
+    copy = Run(path=Path(shutil.copytree(run.path, tmp_path / "copy")))
+    copy.events(0).unlink()
+    if how == "empty":
+        copy.events(0).touch()
+    history, whole = RunHistory.open(copy), RunHistory.open(run)
+    assert (history.witness, history.last_step) == (1, 119)
+    assert history.curve("loss").step == whole.curve("loss").step
+    assert history.latest("run_start") == whole.latest("run_start", rank=1)
+    before, after = ledger(run), ledger(copy)
+    assert (after.steps, after.steps_lost, after.formations) == (before.steps, before.steps_lost, before.formations)
+    assert after.effective == pytest.approx(before.effective, abs=0.05)
+
+
+def test_a_missing_supervisor_is_told(small: Run) -> None:
+    what = "incidents and formations are not known"
+    small.supervisor.unlink()
+    small.set_launch(**{key: value for key, value in small.launch().items() if key != "launched"})
+    start = RunHistory.open(small).latest("run_start")
+    assert start is not None
+    if not start.get("epoch"):
+        assert told(RunHistory.open(small)) == {}, "torchrun has no supervisor"
+    small.set_launch(**small.launch(), launched=1000.0)
+    assert told(RunHistory.open(small)) == {f"supervisor.jsonl: is missing: {what}": 1}
+    small.supervisor.mkdir()
+    assert told(RunHistory.open(small)) == {f"supervisor.jsonl: is not a file: {what}": 1}
+    (small.path / "status.json").write_text("{")
+    assert told(RunHistory.open(small))["status.json: is not JSON"] == 1
+
+
+def test_a_record_that_ends_before_the_others_is_told(tmp_path: Path) -> None:
+    run = long_run(tmp_path, starts=((0, 400),))
+    lines = run.events(0).read_bytes().split(b"\n")
+    run.events(0).write_bytes(b"\n".join(lines[:200]) + b"\n" + lines[200][:20])
+    history = RunHistory.open(run)
+    history.look()
+    found = told(history)
+    assert found["rank 0: the record ends 200 steps before that of others"] == 1
+    assert found["rank 0: torn last line"] == 1
+    run.set_status("running")  # it may still write
+    assert not any("ends" in what for what in told(history))
 
 
 def test_a_file_that_becomes_shorter(small: Run) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from synthetic import make_plan, write_run
 
-from phalanx.record.page.diff import Difference, compare, of_job, of_plan, of_run, of_runs, render
+from phalanx.job.rules import rule_of
+from phalanx.job.schema import SECTIONS, Job
+from phalanx.record.page.diff import SPELLING, Difference, compare, of_job, of_plan, of_run, of_runs, render
 
 
 def keys(found: list[Difference], section: str) -> set[str]:
@@ -68,6 +72,31 @@ def test_a_job_has_settings_only(tmp_path: Path) -> None:
     job["optim"]["betas"] = (0.9, 0.95)  # as the loader has it
     found = compare(of_run(run), of_job("job.toml", job | {"name": "other"}))
     assert [(one.section, one.key) for one in found] == [("settings", "name")]
+
+
+def test_a_job_file_and_the_plan_made_of_it() -> None:
+    """A plan spells some settings as the code does, and knows where the corpus was built."""
+    data = {"corpus": "offline-english", "seed": 0}
+    plan = {"job": {"data": data | {"paths": ["/there/offline-english-512-1"]}, "checkpoint": {"asynchronous": True}}}
+    job = {"data": data | {"path": ()}, "checkpoint": {"async": True}}
+    assert compare(of_plan("plan.json", plan), of_job("job.toml", job)) == []
+    other = {"data": data | {"path": ("/mine",)}, "checkpoint": {"async": False}}
+    found = compare(of_plan("plan.json", plan), of_job("job.toml", other))
+    assert [(one.key, one.a, one.b) for one in found] == [
+        ("data.path", [], ["/mine"]),
+        ("checkpoint.async", True, False),
+    ]
+
+
+def test_every_setting_that_has_another_name_in_the_file_is_known() -> None:
+    types = get_type_hints(Job)
+    renamed = {
+        (section, item.name): rule_of(item.metadata).key
+        for section in SECTIONS
+        for item in fields(types[section])
+        if item.metadata and rule_of(item.metadata).key not in ("", item.name)
+    }
+    assert renamed == SPELLING
 
 
 def test_hostile_values() -> None:

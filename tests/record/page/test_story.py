@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import json
 import random
@@ -22,6 +23,7 @@ from phalanx.record.page.report import render
 from phalanx.record.page.story import Story, tell_story
 from phalanx.record.page.view import Watcher
 from phalanx.record.run import Run
+from phalanx.units import format_seconds
 
 EVIL = '<script>alert(1)</script>"\x1b[2J|`*'
 HEADINGS = (
@@ -96,6 +98,18 @@ def test_every_plot_is_well_formed_and_has_words(story: Story) -> None:
     for text in re.findall("<svg.*?</svg>", html.page(story, made=""), re.DOTALL):
         drawn = ElementTree.fromstring(text)
         assert drawn.get("aria-label") or drawn.get("aria-hidden")
+
+
+@pytest.mark.parametrize("span_s", [36_000.0, 1e12])
+def test_time_is_that_of_the_ledger(story: Story, span_s: float) -> None:
+    """Neither a pause before the run was resumed nor a clock that leapt is time that it took."""
+    summary = dataclasses.replace(story.summary, wall_s=span_s)
+    assert summary.ledger is not None
+    took = format_seconds(summary.ledger.wall_s)
+    assert f" tokens in {took}" in render(summary).splitlines()[0]
+    whole = dataclasses.replace(story, summary=summary)
+    assert f" tokens in {took}. " in markdown.page(whole)
+    assert format_seconds(span_s) not in html.page(whole, made="by a test")
 
 
 def test_markdown_tells_the_same(story: Story) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.errors import PhalanxError
 from phalanx.record.account.energy import Used, used
 from phalanx.record.account.ledger import Ledger, ledger
+from phalanx.record.over import is_over
 from phalanx.record.run import Run
 from phalanx.record.values import at, integer, number, text
 from phalanx.units import HOUR_S
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from phalanx.record.archive.history import RunHistory
 
 J_PER_KWH = 3.6e6
+EARLY = "not known yet: the ranks have not read their counters"
+INTERVAL_S = 10.0  # of the counters, where the plan does not say
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,10 +71,11 @@ def cost(run: Run, history: RunHistory | None = None, book: Ledger | None = None
         plan = run.plan()
     except PhalanxError:
         plan = {}
-    rates = _Rates(plan, world=_world(run, plan))
+    rates = _Rates(plan, world=_world(run))
     measured = used(history)
     wall_s = projected_wall_s(run, plan, history, book)
-    energy_j = _energy(measured, rates, book.wall_s)
+    early = _is_early(run, plan, book) and (measured is None or measured.ranks < rates.world)
+    energy_j = None if early else _energy(measured, rates, book.wall_s)
     so_far = rates.amount(book.wall_s, energy_j)
     ahead = wall_s / book.wall_s if wall_s is not None and book.wall_s else None
     projected = (
@@ -86,8 +90,8 @@ def cost(run: Run, history: RunHistory | None = None, book: Ledger | None = None
         device_hours=rates.world * book.wall_s / HOUR_S,
         wall_s=book.wall_s,
         projected_wall_s=wall_s,
-        energy_source=measured.source if measured else ("plan" if energy_j is not None else ""),
-        sources=_sources(plan, rates, measured),
+        energy_source="" if energy_j is None else measured.source if measured else "plan",
+        sources=_sources(plan, rates, measured) | ({"energy_j": EARLY} if early else {}),
     )
 
 
@@ -117,13 +121,15 @@ class _Rates:
         )
 
 
-def _world(run: Run, plan: Mapping[str, Any]) -> int:
-    try:
-        launched = integer(run.launch(), "world")
-    except PhalanxError:
-        launched = None
-    sizes = [max(1, integer(at(plan, "layout"), axis) or 1) for axis in ("data", "tensor", "context", "pipeline")]
-    return max(0, launched if launched is not None else sizes[0] * sizes[1] * sizes[2] * sizes[3])
+def _world(run: Run) -> int:
+    world = run.world()
+    return 1 if world is None else world
+
+
+def _is_early(run: Run, plan: Mapping[str, Any], book: Ledger) -> bool:
+    """Whether counters may still be to come: until then nothing is said, lest energy falls when they do."""
+    interval_s = number(at(plan, "job", "telemetry"), "interval_s") or INTERVAL_S
+    return book.wall_s - book.accounts.init < 2 * interval_s and not is_over(run)
 
 
 def _energy(measured: Used | None, rates: _Rates, wall_s: float) -> float | None:

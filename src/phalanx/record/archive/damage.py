@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from phalanx.errors import UserError
-from phalanx.record.run import Run
+from phalanx.record.run import Run, read_json
+from phalanx.record.values import integer
 
 MOST_NAMED = 8  # ranks named one by one
 
@@ -24,12 +26,16 @@ class Damage:
 def folder_damage(run: Run, ranks: Sequence[int]) -> list[Damage]:
     """Files of the run itself that are missing or broken, and ranks without events."""
     found = []
-    for name, read in (("plan.json", run.plan), ("launch.json", run.launch)):
+    files = {name: partial(read_json, run.path / name) for name in ("plan.json", "launch.json", "status.json")}
+    for name, read in files.items():
         try:
             read()
         except UserError as error:
             found.append(Damage(where=name, what=str(error).splitlines()[0].partition(": ")[2][:200], count=1))
-    if not found:
+    told, planned = _told(run), run.planned_world()
+    if told is not None and planned is not None and told > planned:
+        found.append(Damage(where="launch.json", what=f"{told:,} ranks, where the plan has {planned:,}", count=1))
+    if not any(one.where == "launch.json" and told is None for one in found):
         missing = _missing(run, ranks)
         if missing:
             found.append(Damage(where="events", what=f"no file of {_named(missing)}", count=len(missing)))
@@ -37,11 +43,33 @@ def folder_damage(run: Run, ranks: Sequence[int]) -> list[Damage]:
 
 
 def _missing(run: Run, ranks: Sequence[int]) -> list[int]:
-    world = run.launch().get("world")
-    if type(world) is not int or not 0 < world < 10**7:
+    world = run.world()
+    if world is None or not 0 < world < 10**7:
         return []
-    started = bool(ranks) or run.status().get("state") not in ("created", "launching", None)
-    return sorted(set(range(world)).difference(ranks)) if started else []
+    return sorted(set(range(world)).difference(ranks)) if _has_started(run, ranks) else []
+
+
+def _told(run: Run) -> int | None:
+    try:
+        return integer(run.launch(), "world")
+    except UserError:
+        return None
+
+
+def _has_started(run: Run, ranks: Sequence[int]) -> bool:
+    return bool(ranks) or run.status().get("state") not in ("created", "launching", None)
+
+
+def supervisor_damage(run: Run, ranks: Sequence[int], *, epoch: int) -> list[Damage]:
+    """Whether supervisor.jsonl is missing; `epoch`: of the newest start, which only a supervisor counts up from 0."""
+    try:
+        launched = "launched" in run.launch()
+    except UserError:
+        launched = False
+    if run.supervisor.is_file() or not _has_started(run, ranks) or not (launched or epoch):
+        return []
+    how = "is not a file" if run.supervisor.exists() else "is missing"
+    return [Damage(where=run.supervisor.name, what=f"{how}: incidents and formations are not known", count=1)]
 
 
 def of_ranks(troubles: Mapping[int, Counter[str]]) -> list[Damage]:

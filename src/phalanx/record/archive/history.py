@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from phalanx.errors import UserError, mistake, nearest
 from phalanx.record.archive.blocks import MOST_BYTES
 from phalanx.record.archive.buckets import Spans, bucketed, columns_of, join
-from phalanx.record.archive.damage import Damage, folder_damage, of_ranks
+from phalanx.record.archive.damage import Damage, folder_damage, of_ranks, supervisor_damage
 from phalanx.record.archive.digest import Digest, Stamp, stamp_of
 from phalanx.record.archive.rankfile import RankFile, RowCache, Start
 from phalanx.record.archive.series import COLUMN, MFU, SERIES, unit_of
 from phalanx.record.events import Event, EventReader
+from phalanx.record.over import ENDED
 from phalanx.record.run import Run, list_runs, run_in
 from phalanx.record.values import integer
 
@@ -32,6 +33,9 @@ MOST_HELD_BYTES = 32 * 2**20  # of indexes that stay in memory: 100 ranks of 100
 MOST_DIGEST_BYTES = 96 * 2**20  # of means for meshes: 1,200 such ranks; those beyond are read again for each mesh
 MOST_SCAN_BYTES = 256 * 2**20  # read by one mesh of ranks without an index, about 4 s
 MOST_SUPERVISOR = 50_000
+LOOK_RANKS, LOOK_BYTES = 16, 8 * 2**20
+FEW, FEW_S = 10, 5.0  # steps and seconds that a killed rank may not have written
+TORN = "torn last line"
 TOO_LONG = "not read for the mesh: without an index, and too long to be read for all ranks"
 
 
@@ -312,11 +316,39 @@ class RunHistory:
         """What cannot be read, as far as the run was looked at; nothing is left out silently."""
         for rank, file in self._files.items():
             self._troubles[rank] = file.troubles() | self._troubles.get(rank, Counter())
-        found = [*folder_damage(self.run, self.ranks), *of_ranks(self._troubles)]
-        if self._supervisor.skipped:
+        start = self.latest("run_start") or {}
+        found = folder_damage(self.run, self.ranks)
+        found += supervisor_damage(self.run, self.ranks, epoch=integer(start, "epoch") or 0)
+        found += of_ranks(self._troubles)
+        skipped = self._supervisor.skipped
+        if self.run.status().get("state") in ENDED:  # nobody is going to write more
+            torn = {rank: Counter({TORN: file.torn}) for rank, file in self._files.items() if file.torn}
+            found += [*of_ranks(torn), *of_ranks(self._short())]
+            skipped += self._supervisor.is_torn
+        if skipped:
             what = "lines that are no events"
-            found.append(Damage(where=self.run.supervisor.name, what=what, count=self._supervisor.skipped))
+            found.append(Damage(where=self.run.supervisor.name, what=what, count=skipped))
         return found
+
+    def look(self) -> None:
+        """Read ranks so that `damage` tells of them: few of them, and as much as takes a tenth of a second."""
+        left = LOOK_BYTES
+        for rank in self.ranks[:LOOK_RANKS]:
+            file = self._rank(rank)
+            if (unread := file.unread) <= left:
+                left -= unread
+                file.kept()
+
+    def _short(self) -> dict[int, Counter[str]]:
+        """Ranks of the last formation whose record ends long before the others', of those that were looked at."""
+        told = next((one for one in reversed(self._told) if one["event"] == "epoch"), {})
+        world = integer(told, "world") or self.run.world() or 0
+        ends = {rank: file.end for rank, file in self._files.items() if rank < world and file.unread <= MOST_BYTES}
+        last, last_s = (max((end[which] for end in ends.values()), default=0) for which in (0, 1))
+        short = {rank: last - step for rank, (step, t) in ends.items() if last - step > FEW and last_s - t > FEW_S}
+        return {
+            rank: Counter({f"the record ends {gap:,} steps before that of others": 1}) for rank, gap in short.items()
+        }
 
 
 def _span(first: int | None, last: int | None) -> tuple[int, int]:

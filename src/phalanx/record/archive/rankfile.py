@@ -206,6 +206,20 @@ class RankFile:
                 return found
         return None
 
+    @property
+    def torn(self) -> int:
+        """Lines at the end of its files, as far as read, that are not complete."""
+        return sum(segment.is_torn for segment in self.segments)
+
+    @property
+    def end(self) -> tuple[int, float]:
+        """Its last step that stayed, and the time of its last event."""
+        kept = self.kept()
+        stay = kept.blocks["steps"] > 0
+        last = np.minimum(kept.blocks["last"], kept.below - 1)[stay]
+        times = kept.blocks["t_last"][np.isfinite(kept.blocks["t_last"])]
+        return (int(last[-1]) if len(last) else -1), (float(times.max()) if len(times) else 0.0)
+
     def troubles(self) -> Counter[str]:
         """What of its files could not be read or believed, as far as they were looked at."""
         found: Counter[str] = Counter()

@@ -98,6 +98,11 @@ class Segment:
         return sum((self.size if gap.stop is None else gap.stop) - gap.read_to for gap in self._gaps)
 
     @property
+    def is_torn(self) -> bool:
+        """Whether what was read of it ends within a line."""
+        return any(gap.lines.held > 0 for gap in self._gaps)
+
+    @property
     def known_blocks(self) -> NDArray[np.void]:
         """The blocks that are known without reading more."""
         return self._index.blocks if self._blocks is None else self._blocks

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from phalanx.columns import table
@@ -20,6 +22,9 @@ from phalanx.units import format_bytes, format_count, format_money, format_secon
 ROUNDING = 1e-9  # relative: the same plan made twice
 NEAR = 20  # steps behind a loss that is compared
 WIDEST = 44  # characters of a value in the table
+
+# A plan holds a job under the names of its fields; the file has others for these (tests/record/page/test_diff.py).
+SPELLING = {("data", "paths"): "path", ("checkpoint", "asynchronous"): "async"}
 
 Value = Any  # a JSON value
 
@@ -77,7 +82,7 @@ def of_run(run: Run) -> Side:
 def compare(a: Side, b: Side, *, within: float = 0.0) -> list[Difference]:
     """Everything that both could have and that is not the same; measured numbers may differ by the share `within`."""
     sections: list[tuple[str, Mapping[str, Value], Mapping[str, Value], float]] = [
-        ("settings", a.settings, b.settings, 0.0)
+        ("settings", _as_in_file(a.settings), _as_in_file(b.settings), 0.0)
     ]
     if a.plan and b.plan:
         sections += [
@@ -88,6 +93,28 @@ def compare(a: Side, b: Side, *, within: float = 0.0) -> list[Difference]:
     if a.results and b.results:
         sections.append(("results", a.results, b.results, max(within, ROUNDING)))
     return [one for section in sections for one in _differing(*section)]
+
+
+def _as_in_file(job: Mapping[str, Value]) -> dict[str, Value]:
+    """A job under the names of the job file, without the folder a corpus was built in: each machine has its own."""
+    spelt = {
+        section: {SPELLING.get((section, name), name): value for name, value in settings.items()}
+        if isinstance(settings, Mapping)
+        else settings
+        for section, settings in job.items()
+    }
+    data = spelt.get("data")
+    if isinstance(data, dict) and _is_built(data.get("corpus"), data.get("path")):
+        spelt["data"] = data | {"path": []}
+    return spelt
+
+
+def _is_built(corpus: Value, paths: Value) -> bool:
+    """Whether the only dataset is that of the corpus, and nobody's choice."""
+    if not (isinstance(corpus, str) and corpus and isinstance(paths, list) and len(paths) == 1):
+        return False
+    name = PurePath(paths[0]).name if isinstance(paths[0], str) else ""
+    return re.fullmatch(rf"{re.escape(corpus)}(-\d+)+", name) is not None
 
 
 def _differing(section: str, a: Mapping[str, Value], b: Mapping[str, Value], within: float) -> Iterator[Difference]:

@@ -10,7 +10,7 @@ from html import escape
 from phalanx.record.account.summary import Pair, RankTime, Summary
 from phalanx.record.page.figures import figures
 from phalanx.record.page.plots import stacked
-from phalanx.record.page.report import UNKNOWN, cost_rows, spent_on
+from phalanx.record.page.report import UNKNOWN, cost_rows, spent_on, wall_s
 from phalanx.record.page.story import Story
 from phalanx.record.page.style import CSS
 from phalanx.record.values import printable
@@ -78,7 +78,6 @@ def _head(s: Summary) -> str:
 def _tiles(s: Summary) -> str:
     of = f"of {s.planned_steps:,} steps" if s.planned_steps else "steps"
     usd = s.cost.so_far.usd if s.cost is not None else None
-    wall_s = s.ledger.wall_s if s.ledger is not None and s.ledger.wall_s else s.wall_s
     tiles = [
         (f"{s.steps:,}", of),
         (f"{s.last_loss:.4f}" if s.last_loss is not None else "", f"loss, from {s.first_loss or 0:.4f}"),
@@ -87,7 +86,7 @@ def _tiles(s: Summary) -> str:
         (_or(s.memory_bytes.measured, format_bytes), "memory" + _planned(s.memory_bytes, format_bytes)),
         (_or(s.effective_time.measured, _percent), "effective time" + _planned(s.effective_time, _percent)),
         (_or(usd, format_money), "so far"),
-        (_or(wall_s, format_seconds), f"wall clock, {s.starts} starts" if s.starts > 1 else "wall clock"),
+        (_or(wall_s(s), format_seconds), f"wall clock, {s.starts} starts" if s.starts > 1 else "wall clock"),
     ]
     made = [
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for value, name in tiles if value

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from phalanx.record.account.summary import Pair, Summary
-from phalanx.record.page.report import UNKNOWN, cost_rows, spent_on
+from phalanx.record.page.report import UNKNOWN, cost_rows, spent_on, wall_s
 from phalanx.record.page.story import Story
 from phalanx.record.values import printable
 from phalanx.units import format_bytes, format_count, format_seconds
@@ -45,7 +45,8 @@ def plain(text: object, *, most: int = 500) -> str:
 
 def _head(s: Summary) -> str:
     of = f" of {s.planned_steps:,}" if s.planned_steps else ""
-    spent = f" in {format_seconds(s.wall_s)}" if s.wall_s else ""
+    spent_s = wall_s(s)
+    spent = f" in {format_seconds(spent_s)}" if spent_s else ""
     name = plain(s.run.rstrip("/").rsplit("/", 1)[-1])
     ranks = f"{s.world:,} rank{'s' if s.world != 1 else ''}"
     told = f"**{plain(s.state)}**, {s.steps:,}{of} steps, {format_count(s.tokens)} tokens{spent}. "

@@ -41,12 +41,18 @@ def render(summary: Summary) -> str:
 
 def _headline(s: Summary) -> list[str]:
     of = f" of {s.planned_steps:,}" if s.planned_steps else ""
-    spent = f" in {format_seconds(s.wall_s)}" if s.wall_s else ""
+    spent_s = wall_s(s)
+    spent = f" in {format_seconds(spent_s)}" if spent_s else ""
     starts = f", {s.starts} starts" if s.starts > 1 else ""
     head = f"{s.run}: {s.state}, {s.steps:,}{of} steps, {format_count(s.tokens)} tokens{spent}{starts}"
     why = [f"  {printable(line)}" for line in s.message.splitlines()[:20]] if s.state in ("failed", "gone") else []
     ranks = f"{s.world} rank{'s' if s.world != 1 else ''}"
     return [head, *why, f"{s.model} ({format_count(s.parameters)} parameters) on {s.cluster}, {ranks}: {s.layout}"]
+
+
+def wall_s(s: Summary) -> float | None:
+    """Seconds the run went on, by its ledger: neither pauses between launches nor leaps of a clock count."""
+    return s.ledger.wall_s if s.ledger is not None and s.ledger.wall_s else s.wall_s
 
 
 def _measured(s: Summary) -> list[str]:

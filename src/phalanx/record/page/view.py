@@ -16,7 +16,7 @@ from phalanx.record.events import Event, EventReader
 from phalanx.record.over import ENDED, is_over, written
 from phalanx.record.page.follow import REMARKED, Progress, remark_of_rank, remark_of_supervisor
 from phalanx.record.run import Run
-from phalanx.record.values import at, integer, number
+from phalanx.record.values import at, integer, number, seconds
 
 RECENT = 20  # steps behind the rate and the time that is left
 # The whole record is read again at most this often, and never for more than a twentieth of the time.
@@ -122,7 +122,7 @@ class Watcher:
         if last is None:
             return None
         recent: list[Event] = list(self._history.steps(self._history.witness, max(0, last - RECENT + 1), last))
-        timed = [(number(one, "tokens") or 0.0, took) for one in recent if (took := number(one, "duration_s"))]
+        timed = [(number(one, "tokens") or 0.0, took) for one in recent if (took := seconds(one, "duration_s"))]
         spent_s, newest = sum(took for _, took in timed), recent[-1] if recent else {}
         steps = self._steps()
         return Progress(

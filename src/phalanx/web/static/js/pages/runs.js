@@ -19,7 +19,7 @@ const number = (key, format, head, hint) => ({
 // Of a run that goes on as it goes now, of one that is over its mean.
 const rate = (key, format, head) => ({
   ...number(key, format, head, "the mean of the run; while it goes on, of its last 20 steps"),
-  cell: (run) => (run.live && isNumber(run[key]) ? [format(run[key]), h("small", {}, "now")] : format(run[key])),
+  cell: (run) => (run.live && isNumber(run[key]) ? [format(run[key]), h("small", {}, " now")] : format(run[key])),
 });
 
 const COLUMNS = [
@@ -199,6 +199,7 @@ export class RunsPage {
           "button",
           {
             type: "button",
+            title: column.hint ?? null,
             data: { focus: `sort ${column.key}` },
             onclick: () => this.#change({ sort: column.key === key && !down ? `-${column.key}` : column.key }),
           },
