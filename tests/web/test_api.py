@@ -17,7 +17,8 @@ pytest.importorskip("uvicorn")
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
     root = tmp_path_factory.mktemp("runs")
-    write_run(root, name="alpha", ranks=8, steps=120, straggler=5)
+    alpha = write_run(root, name="alpha", ranks=8, steps=120, straggler=5)
+    alpha.set_launch(**{**alpha.launch(), "earlier": [alpha.launch()["started"] - 60.0]})
     write_run(root, name="beta", ranks=4, steps=60, seed=3, finished=False, incidents=0)
     with dashboard(root) as found:
         yield found
@@ -33,6 +34,7 @@ def test_the_list_holds_a_row_per_run(page: Dashboard) -> None:
     assert (beta["state"], beta["live"], beta["step"], beta["steps"]) == ("running", True, 60, 120)
     assert (alpha["incidents"], beta["incidents"], alpha["damage"]) == (1, 0, 0)
     assert alpha["world"] == 8
+    assert alpha["started"] == page.json("/api/runs/alpha")["launched"] - 60.0, "not when it was last resumed"
     assert 0.5 < alpha["effective"] < 1
     assert alpha["usd"] > 0
     assert 0.4 < alpha["mfu"] < 0.6

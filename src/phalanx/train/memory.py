@@ -8,6 +8,13 @@ from typing import ClassVar
 
 import torch
 
+_firsts: dict[int, int] = {}  # by process: a forked one begins anew
+
+
+def first_bytes(now_bytes: int) -> int:
+    """What this process held when somebody first asked: whoever tells what it took since then starts from the same."""
+    return _firsts.setdefault(os.getpid(), now_bytes)
+
 
 class MemoryMeter:
     """Peak bytes: of the allocator on a GPU; on a CPU what the process itself took since it made its first meter.
@@ -16,12 +23,11 @@ class MemoryMeter:
     process that stays through a recovery makes another meter, and what it holds still is its own: the peak never falls.
     """
 
-    _firsts: ClassVar[dict[int, int]] = {}  # by process: a forked one begins anew
-    _peaks: ClassVar[dict[int, int]] = {}
+    _peaks: ClassVar[dict[int, int]] = {}  # by process: a forked one begins anew
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._process = device, os.getpid()
-        self._first_bytes = self._firsts.setdefault(self._process, _status().get("RssAnon", 0))
+        self._first_bytes = first_bytes(_status().get("RssAnon", 0))
 
     def peak_bytes(self) -> int:
         """The most so far; no less than what is held now."""

@@ -69,7 +69,7 @@ def _stand(shelf: Shelf, run: Run) -> Json:
     with shelf.history(run.name) as history:
         now = parts.read("steps", lambda: progress(run, plan, history), {})
         supervisor = parts.read("supervisor.jsonl", history.supervisor, [])
-        history.look()
+        parts.read("events", history.look, None)
         parts.note(parts.read("events", history.damage, ()))
     return {
         "model": text(at(plan, "job", "model"), "name"),

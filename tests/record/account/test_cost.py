@@ -132,3 +132,10 @@ def test_a_bill_that_says_nothing(tmp_path: Path, bill: object) -> None:
 def test_an_empty_folder(tmp_path: Path) -> None:
     found = cost(Run(path=tmp_path))
     assert (found.usd, found.projected_wall_s, found.device_hours) == (None, None, 0.0)
+
+
+def test_more_ranks_than_the_plan_has_devices_are_not_paid_for(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=60)
+    before = cost(run)
+    run.set_launch(**{**run.launch(), "world": 10**9})
+    assert cost(run) == before

@@ -18,6 +18,8 @@ from phalanx.units import format_bytes, format_count, format_money, format_secon
 
 MOST_ROWS = 64  # ranks, incidents or checkpoints in a table
 MOST_SAMPLE = 4000
+MOST_UNBROKEN = 40  # characters of a cell that stay on one line of a narrow screen
+LONG = ' class="long"'
 STATES = ("created", "launching", "running", "done", "stopped", "failed", "gone")
 
 Row = Sequence[str]
@@ -256,7 +258,11 @@ def _table(
     lines = []
     for place, row in enumerate(rows):
         cells = [cell if safe else escape(cell) for cell in row]
-        made = "".join(f"<td{kind}>{cell}</td>" for cell, kind in zip(cells, number, strict=True))
+        kinds = [
+            kind or (LONG if not safe and len(cell) > MOST_UNBROKEN else "")
+            for cell, kind in zip(row, number, strict=True)
+        ]
+        made = "".join(f"<td{kind}>{cell}</td>" for cell, kind in zip(cells, kinds, strict=True))
         kind = ' class="alarm"' if place in alarms else ""
         lines.append(f"<tr{kind}>{made}</tr>")
     body = "\n".join(lines)

@@ -66,8 +66,10 @@ svg.cell { width: 160px; height: 10px; border-radius: 3px; overflow: hidden; }
 .other { fill: #6f7682; } .compute { fill: var(--s1); } .wait { fill: var(--line); } .rest { fill: none; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 600; font-size: 13px; color: var(--quiet); }
-th, td { padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere; }
-td.n, th.n { text-align: right; white-space: nowrap; }
+th, td { padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+th, td.n { white-space: nowrap; }
+td { overflow-wrap: break-word; } td.long { overflow-wrap: anywhere; min-width: 16em; }
+td.n, th.n { text-align: right; }
 tr.alarm td { color: var(--alarm); }
 .scroll { overflow-x: auto; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--card); border: 1px solid var(--line);
@@ -75,6 +77,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--card); b
 footer { margin-top: 48px; font-size: 13px; }
 @media (max-width: 520px) {
   .plots { grid-template-columns: 1fr; } .tiles { grid-template-columns: 1fr 1fr; } main { padding: 24px 14px; }
+  td { white-space: nowrap; } td.long { white-space: normal; }
 }
 @media print {
   :root { --ground: #fff; --card: #fff; --ink: #000; --quiet: #444; --line: #ccc; --grid: #eee; }

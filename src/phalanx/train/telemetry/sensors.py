@@ -15,6 +15,7 @@ from phalanx.hardware.discover import memory_bytes, usable_cores
 from phalanx.hardware.energy import Energy, cpu_energy, gpu_energy
 from phalanx.hardware.nvml import GpuMeter
 from phalanx.hardware.pressure import anonymous_bytes, memory_stall
+from phalanx.train.memory import first_bytes
 from phalanx.train.telemetry.sharing import Sharers, gpu_uuid
 
 
@@ -50,7 +51,8 @@ class CpuSensors:
         self._activity = CpuTime(usable_cores(root, os.cpu_count() or 1))
         self._energy = _Meter(cpu_energy(power_w, root))
         self._limit_bytes = memory_bytes(root)
-        self._first_bytes = anonymous_bytes(root) or 0
+        held_bytes = anonymous_bytes(root) or 0
+        self._first_bytes = first_bytes(held_bytes) if root == Path("/") else held_bytes
 
     def read(self, sharers: Sharers) -> Reading:
         """Memory is what the process took since it began to train; the limit is this rank's share of the host's."""
