@@ -63,6 +63,10 @@ def _make(run: Run, *, ranks: int, steps: int, copy: bool) -> None:
     run.path.mkdir(parents=True)
     run.plan_json.write_text(json.dumps(make_plan(ranks=ranks, steps=steps, hosts=max(1, ranks // 8))))
     run.set_launch(world=ranks, layout="", started=1e9)
+    run.set_status("running")
+    supervisor = EventWriter(run.supervisor, rank=-1, clock=lambda: 1e9)
+    supervisor.write("epoch", epoch=1, reason="start", world=ranks)
+    supervisor.close()
     _write_rank(run, steps)
     for rank in range(1, ranks):
         (shutil.copyfile if copy else os.link)(run.events(0), run.events(rank))
