@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
 from phalanx.train.guard.spikes import Spikes
+from phalanx.train.models.filling import Filling
 from phalanx.train.models.moe import Moe
 from phalanx.train.optim.base import Optimizer
 from phalanx.train.optim.build import build_optimizer
@@ -207,7 +208,7 @@ class Engine:
         if self.listener is not None:
             self.listener.norms.begin()
         for filling in self._filling:
-            filling.begin(targets_BS.to(self.device), micro=self.settings.layout.micro_batch)
+            filling.begin(targets_BS.to(self.device), micro=self.settings.layout.micro_batch, ignored=IGNORED)
         tokens_BS, targets_BS = self._mine(tokens_BS), self._mine(targets_BS)
         batch_sequences = tokens_BS.shape[0] * self.dims.data
         batch_tokens = batch_sequences * self.settings.sequence
@@ -490,28 +491,6 @@ class Engine:
         for held, piece in zip(self._trained, self.pieces, strict=True):
             held.tensor.grad = None
             piece.tensor.grad = None
-
-
-class Filling:
-    """Tells the mixtures of experts of a stage which sequences of each micro-batch count, and which only fill it up.
-
-    A stage sees its micro-batches in order, whatever the schedule.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._moes = [module for module in model.modules() if isinstance(module, Moe)]
-        self._real_NB: list[torch.Tensor] = []
-        model.register_forward_pre_hook(self._next)
-
-    def begin(self, targets_BS: torch.Tensor, *, micro: int) -> None:
-        """Before a step, with the targets of all its micro-batches."""
-        self._real_NB = list(reversed((targets_BS != IGNORED).any(dim=1).long().split(micro)))
-
-    def _next(self, model: torch.nn.Module, inputs: object) -> None:
-        if torch.is_grad_enabled() and self._real_NB:
-            real_B = self._real_NB.pop()
-            for moe in self._moes:
-                moe.real_B = real_B
 
 
 def summed_loss(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
