@@ -10,7 +10,7 @@ from html import escape
 from phalanx.record.account.summary import Pair, RankTime, Summary
 from phalanx.record.page.figures import figures
 from phalanx.record.page.plots import stacked
-from phalanx.record.page.report import UNKNOWN, cost_rows, spent_on, wall_s
+from phalanx.record.page.report import compared, cost_rows, spent_on, wall_s
 from phalanx.record.page.story import Story
 from phalanx.record.page.style import CSS
 from phalanx.record.values import printable
@@ -109,20 +109,7 @@ def _percent(value: float) -> str:
 
 
 def _measured(s: Summary) -> str:
-    kinds: tuple[tuple[str, Pair, Callable[[float], str]], ...] = (
-        ("step", s.step_s, format_seconds),
-        ("tokens/s", s.tokens_per_s, format_count),
-        ("MFU", s.mfu, _percent),
-        ("memory of the fullest rank", s.memory_bytes, format_bytes),
-        ("training", s.training_s, format_seconds),
-        ("recovery of a failure", s.recovery_s, format_seconds),
-        ("effective training time", s.effective_time, _percent),
-    )
-    rows = []
-    for name, pair, show in kinds:
-        if pair.measured is not None:
-            error = f"{pair.error:+.1%}" if pair.error is not None else ""
-            rows.append((name, _or(pair.predicted, show) or UNKNOWN, show(pair.measured), error))
+    rows = compared(s)
     if not rows:
         return "<p>No step was finished.</p>"
     note = ""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from phalanx.record.account.summary import Pair, Summary
-from phalanx.record.page.report import UNKNOWN, cost_rows, spent_on, wall_s
+from phalanx.record.account.summary import Summary
+from phalanx.record.page.report import UNKNOWN, compared, cost_rows, spent_on, wall_s
 from phalanx.record.page.story import Story
 from phalanx.record.values import printable
 from phalanx.units import format_bytes, format_count, format_seconds
@@ -58,20 +58,7 @@ def _head(s: Summary) -> str:
 
 
 def _measured(s: Summary) -> str:
-    kinds: tuple[tuple[str, Pair, Callable[[float], str]], ...] = (
-        ("step", s.step_s, format_seconds),
-        ("tokens/s", s.tokens_per_s, format_count),
-        ("MFU", s.mfu, _percent),
-        ("memory", s.memory_bytes, format_bytes),
-        ("training", s.training_s, format_seconds),
-        ("recovery", s.recovery_s, format_seconds),
-        ("effective time", s.effective_time, _percent),
-    )
-    rows = []
-    for name, pair, show in kinds:
-        if pair.measured is not None:
-            planned = show(pair.predicted) if pair.predicted is not None else UNKNOWN
-            rows.append((name, planned, show(pair.measured), f"{pair.error:+.1%}" if pair.error is not None else ""))
+    rows = compared(s)
     return _table(("", "predicted", "measured", "difference"), rows) if rows else "No step was finished."
 
 

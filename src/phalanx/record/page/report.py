@@ -207,6 +207,24 @@ def _cost(s: Summary) -> list[str]:
     return [*table([columns, *rows], right=(1, 2, 3)), f"energy: {s.cost.sources.get('energy_j', '')}"]
 
 
+def compared(s: Summary) -> list[tuple[str, str, str, str]]:
+    """Name, predicted, measured, difference, as texts; what was not measured is left out."""
+    kinds: tuple[tuple[str, Pair, Callable[[float | None], str]], ...] = (
+        ("step", s.step_s, _seconds),
+        ("tokens/s", s.tokens_per_s, _count),
+        ("MFU", s.mfu, _share),
+        ("memory of the fullest rank", s.memory_bytes, _bytes),
+        ("training", s.training_s, _seconds),
+        ("recovery of a failure", s.recovery_s, _seconds),
+        ("effective training time", s.effective_time, _share),
+    )
+    return [
+        (name, show(pair.predicted), show(pair.measured), _error(pair))
+        for name, pair, show in kinds
+        if pair.measured is not None
+    ]
+
+
 def cost_rows(cost: Cost) -> list[tuple[str, str, str, str]]:
     """Name, so far, projected, predicted, as texts."""
     kinds: tuple[tuple[str, str, Callable[[float], str]], ...] = (
