@@ -14,7 +14,7 @@ from phalanx.job.check import check, use_multiples
 from phalanx.job.draft import DEFAULT, Draft, Origin, dotted
 from phalanx.job.presets import Preset
 from phalanx.job.rules import kind, rule_of, shown
-from phalanx.job.schema import NAME_PATTERN, SECTIONS, Data, Job, RampStage
+from phalanx.job.schema import NAME_PATTERN, SECTIONS, Data, Job, RampStage, Waiver
 from phalanx.job.shape import resolve_preset, resolve_shape
 from phalanx.job.source import read_source
 
@@ -64,17 +64,19 @@ def load(path: str | Path, *, overrides: Sequence[str] = ()) -> ResolvedJob:
 def _build(draft: Draft) -> Job:
     """A Job of everything that could be read; what was refused is noted, and stood in for so that checks can go on."""
     _refuse_non_tables(draft)
-    draft.refuse_unknown((), draft.table, {*SECTIONS, "spec", "name", "model"})
+    draft.refuse_unknown((), draft.table, {*SECTIONS, "spec", "name", "model", "profile", "waiver"})
     preset = resolve_preset(draft)
     _derive_name(draft)
     top = _values(draft, (), draft.table, _top_fields())
+    _fill_list(draft, top, "waiver", Waiver, example='[[waiver]] with rule, reason and expires = 2026-12-31')
     model = resolve_shape(draft, preset=preset, job_name=str(top.get("name") or "model"))
     sections = {name: _values(draft, (name,), draft.section(name), fields(cls)) for name, cls in SECTIONS.items()}
     _fill_fixed(draft, sections["parallel"])
     _fill_sequence(draft, sections["data"], preset, max_positions=model.max_positions)
     _fill_tokens(draft, sections["data"], preset)
     _fill_batch(draft, sections["batch"], preset, sequence=sections["data"].get("sequence"))
-    _fill_ramp(draft, sections["batch"])
+    example = 'ramp = [{ until_tokens = "100B", global_tokens = "4M" }]'
+    _fill_list(draft, sections["batch"], "batch.ramp", RampStage, example=example)
     _fill_cluster(draft, sections["cluster"])
     built = {name: cls(**_sound(sections[name])) for name, cls in SECTIONS.items()}
     return Job(model=model, **({"name": "refused"} | _sound(top)), **built)
@@ -240,23 +242,23 @@ def _agree(draft: Draft, batch: dict[str, Any], sequence: int) -> None:
         )
 
 
-def _fill_ramp(draft: Draft, batch: dict[str, Any]) -> None:
-    written = batch.get("ramp")
+def _fill_list(draft: Draft, table: dict[str, Any], key: str, kind_of: type[Any], *, example: str) -> None:
+    """A list of tables, each read by the fields of its own dataclass."""
+    name = key.rpartition(".")[2]
+    written = table.get(name)
     if written is None:
         return
-    batch["ramp"] = None
-    if not isinstance(written, list) or not all(isinstance(stage, dict) for stage in written):
-        draft.complain(
-            "batch.ramp",
-            f"batch.ramp = {shown(written)} is {kind(written)}, not a list of stages",
-            fix='use ramp = [{ until_tokens = "100B", global_tokens = "4M" }]',
-        )
+    table[name] = None
+    if not isinstance(written, list) or not all(isinstance(item, dict) for item in written):
+        what = f"{key} = {shown(written)} is {kind(written)}, not a list of tables"
+        draft.complain(key, what, fix=f"use {example}")
         return
-    stages = [_values(draft, ("batch", "ramp", index), stage, fields(RampStage)) for index, stage in enumerate(written)]
-    if all(len(_sound(stage)) == len(fields(RampStage)) for stage in stages):
-        batch["ramp"] = tuple(RampStage(**stage) for stage in stages)
+    path = tuple(key.split("."))
+    items = [_values(draft, (*path, index), item, fields(kind_of)) for index, item in enumerate(written)]
+    if all(len(_sound(item)) == len(fields(kind_of)) for item in items):
+        table[name] = tuple(kind_of(**item) for item in items)
     else:
-        draft.bad.add("batch.ramp")
+        draft.bad.add(key)
 
 
 def _fill_cluster(draft: Draft, cluster: dict[str, Any]) -> None:

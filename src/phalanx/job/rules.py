@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import re
@@ -154,6 +155,23 @@ def pair(note: str, *, least: float, most: float) -> Metadata:
         return float(low), float(high)
 
     return {"rule": Rule(expects=f"two numbers from {least:g} to below {most:g}, as [0.9, 0.95]", read=read, note=note)}
+
+
+def day(note: str) -> Metadata:
+    """A date, as TOML writes it or as text; kept as "2026-12-31"."""
+    expects = "a date, as 2026-12-31"
+
+    def read(value: object) -> object:
+        if isinstance(value, datetime.datetime):
+            raise WrongValue("has a time of day")
+        if isinstance(value, datetime.date):
+            return value.isoformat()
+        try:
+            return datetime.date.fromisoformat(str(value)).isoformat()
+        except ValueError as error:
+            raise WrongValue("is not a date") from error
+
+    return {"rule": Rule(expects=expects, read=read, note=note)}
 
 
 def nested(note: str) -> Metadata:

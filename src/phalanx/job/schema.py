@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from phalanx.job.model import ModelShape
-from phalanx.job.rules import AUTO, MOST_TOKENS, choice, count, flag, nested, number, pair, text, texts
+from phalanx.job.rules import AUTO, MOST_TOKENS, choice, count, day, flag, nested, number, pair, text, texts
 
 Auto = Literal["auto"]
 
@@ -77,6 +77,15 @@ class Precision:
     grad_reduce: str = field(default="fp32", metadata=choice("gradients while they are summed", "fp32", "bf16"))
     optimizer_state: str = field(default="fp32", metadata=choice("optimizer moments", "fp32", "bf16", "int8"))
     master_weights: bool = field(default=True, metadata=flag("keep an fp32 copy of the weights"))
+    loss_scale: float | Auto = field(
+        default=AUTO,
+        metadata=number(
+            'what the loss is multiplied with; "auto" finds it while training in fp16 and is 1 otherwise',
+            above=True,
+            most=2.0**24,
+            auto=True,
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,9 +168,46 @@ class Train:
         default=0.0,
         metadata=number("a step whose gradient norm is so many times the running median is skipped; 0 never", most=1e9),
     )
-    timeout_s: float = field(
-        default=300.0, metadata=number("longest wait for another rank", above=True, most=MOST_SECONDS)
+    timeout_s: float | Auto = field(
+        default=AUTO,
+        metadata=number(
+            'longest wait for another rank once steps are steady; "auto" is five predicted steps, from 30 to 120 s',
+            above=True,
+            most=MOST_SECONDS,
+            auto=True,
+        ),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comm:
+    """How ranks talk to each other."""
+
+    algorithm: str = field(
+        default=AUTO,
+        metadata=choice(
+            'all-reduce of GPUs: "auto" leaves it to NCCL, which knows its links', AUTO, "ring", "tree", "nvls"
+        ),
+    )
+    bucket_mib: float | Auto = field(
+        default=AUTO,
+        metadata=number("gradients that are reduced together, MiB", above=True, most=65536.0, auto=True),
+    )
+    init_timeout_s: float = field(
+        default=300.0,
+        metadata=number("longest wait for another rank until steps are steady", above=True, most=MOST_SECONDS),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waiver:
+    """A rule of the specification that this job breaks on purpose, why, and until when."""
+
+    rule: str = field(
+        metadata=text("id of the rule, as CKP001", pattern=r"[A-Z]{3}[0-9]{3}", expects='an id such as "CKP001"')
+    )
+    reason: str = field(metadata=text("why it is right here", pattern=r".{3,}", expects="a reason in words"))
+    expires: str = field(metadata=day("last day on which it holds"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -300,6 +346,22 @@ class Job:
             expects="lower-case letters, digits, '.', '_' and '-', at most 63, not starting with a sign",
         )
     )
+    profile: str = field(
+        default=AUTO,
+        metadata=choice(
+            'hardware profile of the training specification; "auto" goes by the cluster',
+            AUTO,
+            "cpu-gloo",
+            "nvidia-a100",
+            "nvidia-h100",
+            "nvidia-h200",
+            "nvidia-b200",
+            "amd-mi300x",
+            "tpu",
+            "custom",
+        ),
+    )
+    waiver: tuple[Waiver, ...] = field(default=(), metadata=nested("rules broken on purpose"))
     model: ModelShape
     data: Data
     batch: Batch
@@ -307,6 +369,7 @@ class Job:
     precision: Precision
     parallel: Parallel
     train: Train
+    comm: Comm = Comm()
     numerics: Numerics
     checkpoint: Checkpoint
     fault: Fault
@@ -322,6 +385,7 @@ SECTIONS = {
     "precision": Precision,
     "parallel": Parallel,
     "train": Train,
+    "comm": Comm,
     "numerics": Numerics,
     "checkpoint": Checkpoint,
     "fault": Fault,

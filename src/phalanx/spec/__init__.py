@@ -1,0 +1,1 @@
+"""The training specification as rules a program checks, and what they say of a job, a plan or a run."""

@@ -1,0 +1,133 @@
+"""Everything a rule may look at. Gathered once; rules are pure functions of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import date
+
+from phalanx.errors import Problem
+from phalanx.job.draft import Origin
+from phalanx.job.schema import Job
+from phalanx.plan.plan import Plan
+from phalanx.spec.facts.drill import DrillFacts
+from phalanx.spec.facts.host import HostFacts
+from phalanx.spec.facts.log import LogFacts
+from phalanx.spec.facts.practice import Practice
+from phalanx.spec.outcome import Impact, Spot
+from phalanx.spec.profiles import Profile
+from phalanx.spec.scaling import Scaling
+from phalanx.units import HOUR_S
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unmapped:
+    """A setting of another trainer's configuration that the job schema has no word for."""
+
+    key: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """J job and practice, P plan, L log, H host, D drills; None is missing."""
+
+    target: str  # the file or folder that was named
+    job: Job | None
+    practice: Practice
+    profile: Profile
+    scaling: Scaling
+    today: date
+    origins: Mapping[str, Origin] = field(default_factory=dict)  # dotted key -> where its value was written
+    job_file: str = ""
+    plan: Plan | None = None
+    plan_file: str = ""
+    refusals: tuple[Problem, ...] = ()  # why there is no plan, in the planner's words
+    log: LogFacts | None = None
+    host: HostFacts | None = None
+    drills: tuple[DrillFacts, ...] = ()
+    unmapped: tuple[Unmapped, ...] = ()
+
+    def has(self, letter: str) -> bool:
+        """Whether there is any evidence of a kind."""
+        found = {"J": self.job, "P": self.plan, "L": self.log, "H": self.host, "D": self.drills or None}
+        return found[letter] is not None
+
+    @property
+    def the_job(self) -> Job:
+        """The job, in rules that require J."""
+        assert self.job is not None
+        return self.job
+
+    @property
+    def the_plan(self) -> Plan:
+        """The plan, in rules that require P."""
+        assert self.plan is not None
+        return self.plan
+
+    @property
+    def the_log(self) -> LogFacts:
+        """The log, in rules that require L."""
+        assert self.log is not None
+        return self.log
+
+    @property
+    def the_host(self) -> HostFacts:
+        """The host, in rules that require H."""
+        assert self.host is not None
+        return self.host
+
+    @property
+    def devices(self) -> int:
+        """Devices of the job; 1 where nothing says."""
+        if self.plan is not None:
+            return self.plan.layout.devices
+        return self.log.world if self.log is not None and self.log.world else 1
+
+    @property
+    def usd(self) -> float | None:
+        """What the whole job is expected to cost, at the middle price."""
+        return self.plan.bill.usd[1] if self.plan is not None and self.plan.bill.usd else None
+
+    @property
+    def wall_s(self) -> float | None:
+        """How long the whole job is expected to take."""
+        return self.plan.duration.wall_s if self.plan is not None else None
+
+    def written(self, key: str) -> bool:
+        """Whether a person wrote this key into the job file (or set it)."""
+        return key in self.origins and self.origins[key].by_hand
+
+    def loses(self, share: float, note: str = "") -> Impact:
+        """The impact of losing `share` (0 to 1) of the effective training time of this job."""
+        share = min(1.0, max(0.0, share))
+        usd = self.usd
+        return Impact(points=100 * share, usd=share * usd if usd is not None else None, note=note)
+
+    def loses_once(self, seconds: float, note: str = "") -> Impact:
+        """The impact of losing so many seconds, once, of all devices of this job."""
+        wall_s = self.wall_s
+        if not wall_s or wall_s == float("inf"):
+            return Impact(note=note or f"{seconds / HOUR_S:.1f} h of all devices, once")
+        return self.loses(min(1.0, seconds / wall_s), note or f"{seconds / HOUR_S:.1f} h of all devices, once")
+
+    def place(self, at: str | Spot) -> tuple[str, int]:
+        """File and line (0: the whole file) of what an Outcome points at."""
+        if isinstance(at, Spot):
+            return at.file, at.line
+        if at.startswith("plan:") or not at:
+            return (self.plan_file or self.job_file or self.target), 0
+        return self._line(at)
+
+    def _line(self, key: str) -> tuple[str, int]:
+        """Of a job key: its own line, else that of its section's first key, else the file."""
+        section = key.partition(".")[0]
+        keys = [key, *(one for one in self.origins if one.partition(".")[0] == section)]
+        for one in keys:
+            origin = self.origins.get(one)
+            if origin is not None and origin.kind == "file":
+                file, _, line = origin.where.rpartition(":")
+                if line.isdigit():
+                    return file, int(line)
+        return self.job_file or self.target, 0

@@ -1,0 +1,1 @@
+"""Configurations of other trainers, read into the job schema."""

@@ -1,0 +1,1 @@
+"""A Report as text, JSON, SARIF, GitHub annotations, JUnit or HTML."""

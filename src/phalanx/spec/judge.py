@@ -1,0 +1,166 @@
+"""Run the rules over the evidence: verdicts, waivers, severities, and the exit code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from phalanx.spec.evidence import Evidence, Unmapped
+from phalanx.spec.outcome import Outcome, Severity, Verdict, exempt, unknown
+from phalanx.spec.rule import LETTERS, Limits, Rule
+from phalanx.spec.scaling import at_least
+from phalanx.spec.waivers import Waived, settle
+
+HOW_TO_GET = {
+    "J": "name a job file, or a run that has one",
+    "P": "name a cluster the planner knows (--cluster 8xH100:16), or a plan",
+    "L": "check the run's folder: phalanx check runs/NAME",
+    "H": "check on the machine itself; phalanx probe measures it",
+    "D": "phalanx drill JOB --suite proves it; --drills DIR names records kept elsewhere",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One answer of one rule, placed and weighed."""
+
+    rule: Rule
+    outcome: Outcome
+    verdict: Verdict
+    severity: Severity
+    file: str
+    line: int  # 0: the file as a whole
+    reason: str = ""  # of the waiver
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What the specification says of one target."""
+
+    edition: str
+    target: str
+    profile: str
+    scaling: str
+    devices: int
+    evidence: str  # letters there was something of, as "JPL"
+    usd: float | None
+    findings: tuple[Finding, ...]  # every answer, passes too, in the order of the rules
+    require_evidence: bool = False
+    unmapped: tuple[Unmapped, ...] = ()
+
+    @property
+    def verdicts(self) -> dict[str, Verdict]:
+        """The verdict of each rule: the worst of its answers."""
+        order: dict[str, int] = {"fail": 0, "unknown": 1, "waived": 2, "pass": 3}
+        worst: dict[str, Verdict] = {}
+        for one in self.findings:
+            known = worst.get(one.rule.id, "pass")
+            worst[one.rule.id] = min(known, one.verdict, key=lambda verdict: order[verdict])
+        return worst
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Rules by verdict."""
+        return Counter(self.verdicts.values())
+
+    @property
+    def problems(self) -> tuple[Finding, ...]:
+        """What speaks against it, the worst and dearest first."""
+        rank = {"error": 0, "warning": 1, "info": 2}
+        bad = [one for one in self.findings if one.verdict == "fail" or (self.require_evidence and is_open(one))]
+        return tuple(sorted(bad, key=lambda one: (rank[one.severity], -(one.outcome.impact.points or 0.0))))
+
+    @property
+    def errors(self) -> int:
+        """Findings of the severity that `phalanx train` refuses on."""
+        return sum(one.severity == "error" for one in self.problems)
+
+    @property
+    def exit_code(self) -> int:
+        """0 clean, 1 findings; information alone is no finding."""
+        return int(any(one.severity != "info" for one in self.problems))
+
+
+def is_open(finding: Finding) -> bool:
+    """Whether the evidence was missing."""
+    return finding.verdict == "unknown"
+
+
+def judge(
+    rules: Sequence[Rule], evidence: Evidence, *, edition: str, require_evidence: bool = False, whole: bool = True
+) -> Report:
+    """Every rule over the evidence. `whole` says that all rules are there, so that unused waivers can be told."""
+    found = [finding for rule in rules for finding in _answers(rule, evidence)]
+    found = _waive(found, evidence, whole=whole)
+    return Report(
+        edition=edition,
+        target=evidence.target,
+        profile=evidence.profile.name,
+        scaling=evidence.scaling.name,
+        devices=evidence.devices,
+        evidence="".join(letter for letter in LETTERS if evidence.has(letter)),
+        usd=evidence.usd,
+        findings=tuple(found),
+        require_evidence=require_evidence,
+        unmapped=evidence.unmapped,
+    )
+
+
+def limits_of(rule: Rule, evidence: Evidence) -> Limits:
+    """The limits of a rule for this profile and size."""
+    return Limits(
+        values={name: one.resolve(evidence.profile.name, evidence.scaling) for name, one in rule.limits.items()}
+    )
+
+
+def _answers(rule: Rule, evidence: Evidence) -> list[Finding]:
+    return [_placed(rule, evidence, outcome) for outcome in _outcomes(rule, evidence)]
+
+
+def _outcomes(rule: Rule, evidence: Evidence) -> tuple[Outcome, ...]:
+    if rule.profiles and evidence.profile.name not in rule.profiles:
+        return (exempt(f"does not apply to {evidence.profile.name}"),)
+    missing = [letter for letter in rule.requires if not evidence.has(letter)]
+    if missing:
+        what = f"no evidence from the {' or the '.join(LETTERS[letter] for letter in missing)}"
+        return (unknown(what, fix=HOW_TO_GET[missing[0]]),)
+    result = rule.check(evidence, limits_of(rule, evidence))
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _placed(rule: Rule, evidence: Evidence, outcome: Outcome) -> Finding:
+    file, line = evidence.place(outcome.at)
+    return Finding(
+        rule=rule,
+        outcome=outcome,
+        verdict=outcome.verdict,
+        severity=severity_of(rule, outcome, evidence),
+        file=file,
+        line=line,
+    )
+
+
+def severity_of(rule: Rule, outcome: Outcome, evidence: Evidence) -> Severity:
+    """Of an answer: its own or its rule's, softer in small classes and harder in large ones."""
+    severity = outcome.severity or rule.severity
+    if severity == "error" and evidence.scaling.name in rule.softer_in:
+        return "warning"
+    if severity == "warning" and rule.harder_from and at_least(evidence.scaling, rule.harder_from):
+        return "error"
+    return severity
+
+
+def _waive(found: list[Finding], evidence: Evidence, *, whole: bool) -> list[Finding]:
+    if evidence.job is None:
+        return found
+    settled: Waived = settle(
+        evidence, {one.rule.id for one in found if one.verdict in ("fail", "unknown")}, whole=whole
+    )
+    result = []
+    for one in found:
+        reason = settled.reasons.get(one.rule.id, "")
+        waived = bool(reason) and one.verdict in ("fail", "unknown")
+        result.append(replace(one, verdict="waived", reason=reason) if waived else one)
+    extra = [_placed(settled.rule, evidence, outcome) for outcome in settled.outcomes]
+    return [*result, *extra]

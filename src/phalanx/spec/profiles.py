@@ -1,0 +1,159 @@
+"""Profiles: what a kind of hardware is taken to be where a rule needs to know; measurements go before them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phalanx.errors import mistake, nearest
+from phalanx.hardware.types import Cluster
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """One kind of hardware, as the rules see it. None: there is no published figure, so it must be measured."""
+
+    name: str
+    title: str
+    scale_up: int  # devices of a fast domain; 0 takes the cluster's
+    formats: tuple[str, ...]  # number formats of matrix products
+    mfu_floor: float | None  # None: reported, not judged
+    effective_floor: float | None  # replaces the class's target; None keeps it
+    utilization_sources: tuple[str, ...]  # honest ones, as monitor events name them
+    is_gpu: bool
+    note: str
+    must_measure: bool = False  # verdicts on time and utilization are unknown until `phalanx probe` or a calibration
+
+
+PROFILES: Mapping[str, Profile] = {
+    one.name: one
+    for one in (
+        Profile(
+            name="cpu-gloo",
+            title="CPU ranks over gloo",
+            scale_up=0,
+            formats=("fp32", "bf16"),
+            mfu_floor=None,
+            effective_floor=None,
+            utilization_sources=("cpu-time", "gemm"),
+            is_gpu=False,
+            note="peak is the measured matrix product; a host is the domain; every bit can be checked",
+        ),
+        Profile(
+            name="nvidia-a100",
+            title="NVIDIA A100",
+            scale_up=8,
+            formats=("fp32", "bf16", "fp16"),
+            mfu_floor=0.40,
+            effective_floor=None,
+            utilization_sources=("dcgm-sm", "dcgm-tensor", "gpm-sm", "gpm-tensor"),
+            is_gpu=True,
+            note="DCGM's profiling groups conflict on Ampere: SM and tensor activity by turns",
+        ),
+        Profile(
+            name="nvidia-h100",
+            title="NVIDIA H100, H800, GH200",
+            scale_up=8,
+            formats=("fp32", "bf16", "fp16", "fp8"),
+            mfu_floor=0.35,
+            effective_floor=None,
+            utilization_sources=("gpm-sm", "gpm-tensor", "dcgm-sm", "dcgm-tensor"),
+            is_gpu=True,
+            note="fp8: MFU floor 0.30 over the 16-bit peak",
+        ),
+        Profile(
+            name="nvidia-h200",
+            title="NVIDIA H200",
+            scale_up=8,
+            formats=("fp32", "bf16", "fp16", "fp8"),
+            mfu_floor=0.35,
+            effective_floor=None,
+            utilization_sources=("gpm-sm", "gpm-tensor", "dcgm-sm", "dcgm-tensor"),
+            is_gpu=True,
+            note="as the H100, with 141 GB",
+        ),
+        Profile(
+            name="nvidia-b200",
+            title="NVIDIA B200, B300, GB200, GB300",
+            scale_up=0,
+            formats=("fp32", "bf16", "fp16", "fp8", "fp4"),
+            mfu_floor=0.30,
+            effective_floor=None,
+            utilization_sources=("gpm-sm", "gpm-tensor", "dcgm-sm", "dcgm-tensor"),
+            is_gpu=True,
+            note="domain of 8 (HGX) or 72 (NVL72): the cluster says; failure rates are hearsay, measure yours",
+        ),
+        Profile(
+            name="amd-mi300x",
+            title="AMD MI300X, MI325X",
+            scale_up=8,
+            formats=("fp32", "bf16", "fp16", "fp8"),
+            mfu_floor=None,
+            effective_floor=None,
+            utilization_sources=("amdsmi-gfx",),
+            is_gpu=True,
+            note="no published failure rate or MFU of training jobs: reported, not judged",
+        ),
+        Profile(
+            name="tpu",
+            title="Google TPU",
+            scale_up=0,
+            formats=("fp32", "bf16"),
+            mfu_floor=0.35,
+            effective_floor=0.93,
+            utilization_sources=("libtpu-tensorcore",),
+            is_gpu=False,
+            note="algorithms, timeouts and buffers belong to the compiler and the runtime",
+        ),
+        Profile(
+            name="custom",
+            title="anything else",
+            scale_up=0,
+            formats=("fp32", "bf16", "fp16", "fp8", "fp4"),
+            mfu_floor=None,
+            effective_floor=None,
+            utilization_sources=("gpm-sm", "dcgm-sm", "amdsmi-gfx", "libtpu-tensorcore", "cpu-time", "gemm"),
+            is_gpu=True,
+            note="nothing is assumed: rates must be measured (phalanx probe, phalanx calibrate) or given",
+            must_measure=True,
+        ),
+    )
+}
+
+_BY_NAME = (("A100", "nvidia-a100"), ("A800", "nvidia-a100"), ("H200", "nvidia-h200"), ("H20", "nvidia-h200"))
+_BY_FAMILY = {
+    "cpu": "cpu-gloo",
+    "ampere": "nvidia-a100",
+    "hopper": "nvidia-h100",
+    "blackwell": "nvidia-b200",
+    "cdna3": "amd-mi300x",
+}
+
+
+def profile_of(cluster: Cluster) -> Profile:
+    """The profile of a cluster's accelerator; `custom` for what the specification does not know.
+
+    >>> from phalanx.hardware.cluster import resolve
+    >>> [profile_of(resolve(spec)).name for spec in ("8xH100:2", "72xGB200:1", "8xA100:1", "local-cpu:2")]
+    ['nvidia-h100', 'nvidia-b200', 'nvidia-a100', 'cpu-gloo']
+    """
+    accelerator = cluster.accelerator
+    for prefix, name in _BY_NAME:
+        if accelerator.name.upper().startswith(prefix):
+            return PROFILES[name]
+    if accelerator.vendor == "google":
+        return PROFILES["tpu"]
+    return PROFILES[_BY_FAMILY.get(accelerator.family, "custom")]
+
+
+def find_profile(name: str) -> Profile:
+    """The profile of a name; raises UserError with the nearest one."""
+    if name in PROFILES:
+        return PROFILES[name]
+    close = nearest(name, PROFILES)
+    listed = ", ".join(PROFILES)
+    raise mistake(
+        f"--profile {name[:60]}",
+        "is not a profile",
+        fix=f"did you mean {close}? the profiles are {listed}" if close else f"the profiles are {listed}",
+    )

@@ -1,0 +1,1 @@
+"""One file per rule, or per small family; `edition.py` lists them."""
