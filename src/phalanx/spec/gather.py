@@ -12,7 +12,7 @@ from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve
 from phalanx.hardware.types import Cluster
 from phalanx.job.load import ResolvedJob, load
-from phalanx.plan.make import plan as make_plan
+from phalanx.plan.kept import kept_plan
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run, open_run, read_json
 from phalanx.spec.evidence import Evidence, Unmapped
@@ -79,7 +79,7 @@ def of_job(
     refusals: tuple[Problem, ...] = ()
     plan, cluster = made, made.cluster if made is not None else None
     if plan is None:
-        plan, refusals, cluster = _planned(resolved, request)
+        plan, refusals, cluster = _planned(resolved, request, environ)
     profile = _profile(request, resolved.job.profile, cluster)
     devices = plan.layout.devices if plan is not None else (cluster.devices if cluster is not None else 1)
     return Evidence(
@@ -99,12 +99,14 @@ def of_job(
     )
 
 
-def _planned(resolved: ResolvedJob, request: Request) -> tuple[Plan | None, tuple[Problem, ...], Cluster | None]:
+def _planned(
+    resolved: ResolvedJob, request: Request, environ: dict[str, str]
+) -> tuple[Plan | None, tuple[Problem, ...], Cluster | None]:
     """The plan, or why there is none; a cluster nobody can find is the caller's mistake."""
     target = request.cluster or resolved.job.cluster.target
     cluster = resolve(target, base=None if request.cluster else resolved.path.parent)
     try:
-        return make_plan(resolved, cluster), (), cluster
+        return kept_plan(resolved, cluster, environ=environ), (), cluster
     except UserError as error:
         return None, error.problems, cluster
 

@@ -1,0 +1,76 @@
+"""Kept plans: the same answer without the search, and never a stale or a damaged one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.hardware.cluster import resolve
+from phalanx.job.load import load
+from phalanx.plan import kept
+
+JOB = 'name = "kept"\n[model]\npreset = "llama-3-8b"\n[batch]\nglobal_sequences = 64\n[data]\nsequence = 4096\n'
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    job = tmp_path / "job.toml"
+    job.write_text(JOB, encoding="utf-8")
+    environ = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    monkeypatch.setattr(kept, "LEAST_S", 0.0)
+    searches = []
+    real = kept.make_plan
+
+    def counted(*args):
+        searches.append(1)
+        return real(*args)
+
+    monkeypatch.setattr(kept, "make_plan", counted)
+
+    def ask(*overrides: str, spec: str = "8xH100:2"):
+        return kept.kept_plan(load(job, overrides=overrides), resolve(spec), environ=environ)
+
+    return ask, searches, kept.usual_folder(environ)
+
+
+def test_the_second_time_nothing_is_searched_and_the_plan_is_equal(asked) -> None:
+    ask, searches, _ = asked
+    assert ask() == ask()
+    assert len(searches) == 1
+
+
+def test_another_job_cluster_or_planner_is_planned_anew(asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, searches, _ = asked
+    ask()
+    assert ask("batch.global_sequences=128").job.batch.global_sequences == 128
+    assert ask(spec="8xH100:4").layout.devices == 32
+    monkeypatch.setattr(kept, "_code", lambda: [("plan/step.py", 1, 2)])
+    ask()
+    assert len(searches) == 4
+
+
+def test_a_damaged_file_is_found_again_and_mended(asked) -> None:
+    ask, searches, folder = asked
+    first = ask()
+    (file,) = folder.glob("*.json")
+    file.write_text('{"schema": "phalanx.plan/1"', encoding="utf-8")
+    assert ask().layout == first.layout
+    assert len(searches) == 2
+    assert ask() == ask()
+    assert len(searches) == 2
+
+
+def test_no_more_are_kept_than_allowed(asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, _, folder = asked
+    monkeypatch.setattr(kept, "MOST_KEPT", 2)
+    for count in (64, 128, 256):
+        ask(f"batch.global_sequences={count}")
+    assert len(list(folder.glob("*.json"))) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(asked, tmp_path: Path) -> None:
+    ask, searches, _ = asked
+    (tmp_path / "cache").write_text("a file", encoding="utf-8")
+    assert ask().layout == ask().layout
+    assert len(searches) == 2
