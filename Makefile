@@ -11,8 +11,9 @@ JOB   ?= examples/first-run.toml
 
 .PHONY: run test check setup clean
 
-run: $(READY)  ## build a corpus, plan, train a small Llama on four CPU ranks, report
+run: $(READY)  ## build a corpus, plan, train a small Llama on four CPU ranks, report, check
 	$(BIN)/phalanx train $(JOB)
+	@$(BIN)/phalanx check "$$(ls -td runs/*/ | head -n 1)" || test $$? -eq 1  # findings are told; they are no failure
 
 test: $(DEV) $(TOOLS)  ## run every test and every doctest
 	$(BIN)/python .ci/tests.py

@@ -1,8 +1,9 @@
 """What can go wrong, as one tree.
 
 PhalanxError
-├── UserError      the job, the file or the call is wrong     exit 2
-└── WorldError     the machine, disk or network failed        exit 3
+├── RuleError      the training specification speaks against it  exit 1
+├── UserError      the job, the file or the call is wrong        exit 2
+└── WorldError     the machine, disk or network failed           exit 3
 """
 
 from __future__ import annotations
@@ -35,6 +36,12 @@ class PhalanxError(Exception):
     def __init__(self, problems: Problem | Sequence[Problem]) -> None:
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__("\n".join(problem.render() for problem in self.problems))
+
+
+class RuleError(PhalanxError):
+    """The training specification speaks against what was asked for; the findings were told before."""
+
+    exit_code = 1
 
 
 class UserError(PhalanxError):

@@ -160,6 +160,51 @@ def test_json_alone_on_stdout(train: Train) -> None:
     assert (code, json.loads(out)["planned_steps"]) == (0, 10)
 
 
+BROKEN = ("--set", "precision.loss_scale=1024")  # PRC001: fp32 needs none
+WAIVER = """
+[[waiver]]
+rule = "PRC001"
+reason = "to see what happens"
+expires = 2099-12-31
+"""
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_an_error_of_the_specification_refuses_the_start(train: Train, here: Path, more: tuple[str, ...]) -> None:
+    code, out, err = train("job.toml", *BROKEN, *more)
+    assert (code, out) == (1, "")
+    assert "job.toml: E PRC001 loss-scaling  fp32 has the exponents of fp32" in err
+    assert "explain: phalanx explain PRC001 job.toml" in err
+    assert "job.toml: 1 error against the training specification 2026.1: nothing was started" in err
+    assert not (here / "runs").exists()
+
+
+def test_it_starts_when_that_is_waived_or_unchecked(train: Train, here: Path) -> None:
+    code, _, err = train("job.toml", *BROKEN, "--no-check", "--dry-run")
+    assert code == 0
+    assert "E PRC001" in err  # told all the same
+    (here / "job.toml").write_text(JOB + WAIVER)
+    code, _, err = train("job.toml", *BROKEN)
+    assert code == 0, err
+    assert "E PRC001" not in err
+    assert "1 waived" in err
+    run = only_run(here)
+    assert f"check this run: phalanx check {run.relative_to(here)}" in err.splitlines()
+    code, _, err = train("--resume", str(run), "--set", "precision.loss_scale=512", "--steps", "12", "--dry-run")
+    assert (code, "1 waived" in err) == (0, True)  # the waiver went along with the run
+
+
+def test_a_resumed_run_and_a_plan_are_checked_too(train: Train, here: Path) -> None:
+    train("job.toml")
+    run = only_run(here)
+    code, _, err = train("--resume", str(run), *BROKEN, "--steps", "12")
+    assert code == 1
+    assert f"{run}/job.toml: E PRC001" in err or f"{run.relative_to(here)}/job.toml: E PRC001" in err
+    assert main(["plan", "job.toml", *BROKEN, "--out", "plan.json"]) == 0
+    code, _, err = train("--plan", "plan.json")
+    assert (code, "E PRC001" in err) == (1, True)
+
+
 def test_a_dry_run_starts_nothing(train: Train, here: Path) -> None:
     code, out, _ = train("job.toml", "--dry-run", "--steps", "7")
     assert (code, out) == (0, "4 ranks would train 7 steps: TP1·CP1·PP1·DP4 (ZeRO-1, EP1) mbs8 no-recompute\n")

@@ -155,6 +155,15 @@ def test_settings_without_effect_are_said_to_have_none(write: Write) -> None:
     ]
 
 
+def test_a_loss_scale_outside_fp16_has_no_effect(write: Write) -> None:
+    line = "tensor = 1\n[precision]\ncompute = '{}'\nloss_scale = 1024"
+    found = load(write(JOB.format(preset="llama-3-8b", line=line.format("bf16")))).warnings
+    assert [item.render() for item in found] == [
+        'job.toml:11: precision.loss_scale = 1024 has no effect with compute = "bf16"'
+    ]
+    assert not load(write(JOB.format(preset="llama-3-8b", line=line.format("fp16")))).warnings
+
+
 @given(st.integers(1, 10**6))
 def test_divisors_divide(number: int) -> None:
     found = divisors(number)

@@ -12,7 +12,10 @@ from phalanx.job import schema
 
 PAGE = (Path(__file__).parents[2] / "docs" / "job-file.md").read_text(encoding="utf-8")
 SECTIONS = {
+    "precision": schema.Precision,
     "train": schema.Train,
+    "comm": schema.Comm,
+    "waiver": schema.Waiver,
     "checkpoint": schema.Checkpoint,
     "fault": schema.Fault,
     "telemetry": schema.Telemetry,
@@ -21,7 +24,7 @@ SECTIONS = {
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_every_key_is_on_the_page_with_its_default(section: str) -> None:
-    part = re.search(rf"## `?\[{section}\]`?.*?(?=\n## |\Z)", PAGE, re.DOTALL)
+    part = re.search(rf"## `?\[+{section}\]+`?.*?(?=\n## |\Z)", PAGE, re.DOTALL)
     assert part is not None
     rows = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| ([^|]*) \|", part.group(0), re.MULTILINE))
     known = {field.metadata["rule"].key or field.name: field.default for field in fields(SECTIONS[section])}

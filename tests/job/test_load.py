@@ -54,7 +54,7 @@ def test_every_setting_has_an_origin(write: Write) -> None:
 
 
 def test_every_section_of_job_is_in_the_table() -> None:
-    assert {item.name for item in fields(Job)} == {"spec", "name", "model", *SECTIONS}
+    assert {item.name for item in fields(Job)} == {"spec", "name", "profile", "waiver", "model", *SECTIONS}
 
 
 def test_all_sections_are_read(write: Write) -> None:
@@ -140,11 +140,11 @@ job.toml:1: name = "Bad Name" has the wrong form
   names the run folder
   use lower-case letters, digits, '.', '_' and '-', at most 63, not starting with a sign
 job.toml:2: a job file has no key "colour"
-  the keys are batch, checkpoint, cluster, cost, data, fault, model, name, numerics, optim, parallel, precision, \
-spec, telemetry, train
+  the keys are batch, checkpoint, cluster, comm, cost, data, fault, model, name, numerics, optim, parallel, precision, \
+profile, spec, telemetry, train, waiver
 job.toml:3: a job file has no key "a.b"
-  the keys are batch, checkpoint, cluster, cost, data, fault, model, name, numerics, optim, parallel, precision, \
-spec, telemetry, train
+  the keys are batch, checkpoint, cluster, comm, cost, data, fault, model, name, numerics, optim, parallel, precision, \
+profile, spec, telemetry, train, waiver
 job.toml:7: data.tokens = "lots" is text that is not a number such as 512, 8B or 15T
   tokens to train on; "auto" is 20 per parameter
   use a whole number from 1 to 1e18, or "auto"
@@ -189,7 +189,7 @@ job.toml:16: optim.lr = nan is not a finite number
         ("model.preset = 3", "model.preset = 3 is not a known model\n  known are phalanx-tiny, gpt2"),
         ("model = 3", "model = 3 is a whole number, not a section"),
         ("parallel = 'auto'", 'parallel = "auto" is text, not a section'),
-        ("batch.ramp = 3", "batch.ramp = 3 is a whole number, not a list of stages"),
+        ("batch.ramp = 3", "batch.ramp = 3 is a whole number, not a list of tables"),
         ("batch.ramp = [{ until_tokens = 1 }]", "batch.ramp.0 does not say global_tokens"),
         ("batch.ramp = [{ until_tokens = 1, global_tokens = 0, x = 1 }]", 'section [batch.ramp.0] has no key "x"'),
         ("cluster = { spec = 'a', file = 'b' }", "[cluster] gives both a spec and a file"),

@@ -21,6 +21,7 @@ LAYOUTS = {
     "dp2": {"data": 2},
     "dp2 accumulation 1": {"data": 2, "micro_batch": 4},
     "dp2 accumulation 4": {"data": 2, "micro_batch": 1},
+    "dp2, buckets of one tensor": {"data": 2, "bucket_mib": 1e-6},
     "dp8": {"data": 8, "micro_batch": 1},
     "zero1": {"data": 2, "shard": 2, "zero": 1},
     "zero2": {"data": 2, "shard": 2, "zero": 2},

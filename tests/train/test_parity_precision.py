@@ -62,6 +62,11 @@ def test_float16_overflow_is_skipped_by_all_ranks_and_scaled_away(name, trial):
     assert all(math.isfinite(loss) for loss in found.losses)
 
 
+def test_a_loss_scale_that_the_job_fixes_stays(trial):
+    found = run_trial(trial(kind="fp16", fixed_loss_scale=2.0**24, steps=3))
+    assert (found.loss_scale, found.skipped) == (2.0**24, [True] * 3)
+
+
 def test_a_skipped_step_leaves_no_trace(trial):
     """The parameters after k skipped steps and one that counts are those of that one alone, but for its data."""
     found = run_trial(trial(kind="fp16", loss_scale=2.0**24, steps=12, data=2))

@@ -197,7 +197,8 @@ def _scene(args: argparse.Namespace, plan: Plan) -> Scene:
 
 def _record(args: argparse.Namespace, faults: Sequence[Fault], result: Result) -> Path:
     from phalanx.files import write_text
-    from phalanx.train.drill.record import key, key_path, write_record
+    from phalanx.record.drill import key_path
+    from phalanx.train.drill.record import key, write_record
 
     body = {
         "run": result.run.name,
@@ -256,7 +257,8 @@ def _length_min(faults: Sequence[Fault]) -> float:
 
 
 def _check(path: Path, *, as_json: bool) -> int:
-    from phalanx.train.drill.record import check_record, key, key_path
+    from phalanx.record.drill import check_record, key_path
+    from phalanx.train.drill.record import key
 
     record, wrong = check_record(path, key(key_path(os.environ)))
     failed = [str(verdict["name"]) for verdict in record["verdicts"] if not verdict["ok"]]

@@ -14,6 +14,7 @@ from phalanx.errors import PhalanxError, mistake
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from phalanx.job.load import ResolvedJob
     from phalanx.plan.plan import Plan
     from phalanx.record.run import Run
     from phalanx.train.supervise.client import HostSpec
@@ -31,6 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report", metavar="RUN", help="print the report of a run and do nothing else")
     parser.add_argument("--plan", metavar="FILE", help="use this plan, as phalanx plan --out wrote it")
     parser.add_argument("--dry-run", action="store_true", help="plan and check, start nothing")
+    parser.add_argument("--no-check", action="store_true", help="start against the training specification's errors too")
     parser.add_argument("--hosts", metavar="N", type=int, default=1, help="pretend that this machine is N hosts (1)")
     parser.add_argument("--spares", metavar="N", type=int, default=0, help="idle places kept ready for lost ranks (0)")
     parser.add_argument(
@@ -63,7 +65,6 @@ def run(args: argparse.Namespace) -> int:
     _check_hosts(plan, args)
     check_served(plan.job.telemetry)
     check_checkpoints(plan.job.checkpoint.path, old.path if old is not None else Path(args.runs))
-    _header(plan)
     if args.dry_run:
         return _dry_run(plan, as_json=args.json)
     made = _ready(plan, args, old, started=started)
@@ -98,7 +99,9 @@ def _planned(args: argparse.Namespace, *, here: bool) -> tuple[Plan, Run | None]
     """The plan to launch, and the run it goes on with; `here` says that all its ranks are to run on this machine."""
     from phalanx.train.supervise import prepare
 
-    old, base = None, Path()
+    from phalanx.cli.precheck import check_before
+
+    old: Run | None = None
     if args.resume:
         from phalanx.record.run import open_run
 
@@ -107,27 +110,31 @@ def _planned(args: argparse.Namespace, *, here: bool) -> tuple[Plan, Run | None]
             pass  # somebody else may be training in it: say so before anything is planned or changed
         plan, warnings = prepare.resumed(old, overrides=args.overrides, cluster=args.cluster, steps=args.steps)
         warn(warnings)
+        resolved = prepare.job_of(old, plan)
     else:
-        plan, base = _fresh_plan(args)
+        plan, resolved = _fresh_plan(args)
     prepare.check_code(plan.job, allowed=args.allow_code)
     if here:
         prepare.check_here(plan)
+    _header(plan)
+    check_before(resolved, plan, refuse=not args.no_check)  # before the data: that may take minutes to build
     began = time.time()
-    plan = prepare.with_data(plan, base)
+    plan = prepare.with_data(plan, Path() if old is not None else resolved.path.parent)
     args.data_s = time.time() - began
     warn(prepare.check_data(plan))
     return plan, old
 
 
-def _fresh_plan(args: argparse.Namespace) -> tuple[Plan, Path]:
-    """The plan, and the folder that relative paths in its job start from."""
+def _fresh_plan(args: argparse.Namespace) -> tuple[Plan, ResolvedJob]:
+    """The plan and its job, from whose folder relative paths in it start."""
     from phalanx.train.supervise import prepare
 
     if not args.job:
-        return prepare.read_plan(args.plan, None), Path(args.plan).parent
+        plan = prepare.read_plan(args.plan, None)
+        return plan, prepare.job_in(plan, Path(args.plan))
     resolved = prepare.load_job(args.job, overrides=args.overrides, cluster=args.cluster, steps=args.steps)
     plan = prepare.read_plan(args.plan, resolved) if args.plan else prepare.make(resolved)
-    return plan, resolved.path.parent
+    return plan, resolved
 
 
 def _header(plan: Plan) -> None:
@@ -202,6 +209,7 @@ def _launch(made: Run, plan: Plan, args: argparse.Namespace, *, started: float) 
     if outcome.state != "failed":
         _add_baselines(made, plan)
         _report(made, as_json=args.json)
+        note(f"check this run: phalanx check {made.path}")
     if outcome.message:
         note(outcome.message)
     return outcome.exit_code
@@ -291,7 +299,6 @@ def _join(args: argparse.Namespace) -> int:
     def prepared() -> tuple[Plan, Run]:
         plan, old = _planned(args, here=False)
         check_world(plan, os.environ)
-        _header(plan)
         made = _ready(plan, args, old, started=started)
         if plan.job.telemetry.prometheus:
             note(f"  telemetry.prometheus: under another launcher, run phalanx metrics {made.path} --listen ADDRESS")
@@ -305,4 +312,5 @@ def _join(args: argparse.Namespace) -> int:
         plan, made = done
         _add_baselines(made, plan)
         _report(made, as_json=args.json)
+        note(f"check this run: phalanx check {made.path}")
     return 0

@@ -12,6 +12,7 @@ from phalanx.cli.output import plain
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from phalanx.cli.watch_check import Checker, Known
     from phalanx.record.page.view import View, Watcher
 
 REDRAW_S = 0.5
@@ -30,24 +31,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Follow the run until it ends or Ctrl-C; both are a good end."""
+    from phalanx.cli.watch_check import Checker
     from phalanx.record.page.view import Watcher
     from phalanx.record.run import open_run
 
     watcher = Watcher(open_run(args.run))
+    checker = Checker(watcher.run)
     try:
         if args.json:
-            _objects(watcher)
+            _objects(watcher, checker)
         elif args.plain or not sys.stdout.isatty():
-            _lines(watcher)
+            _lines(watcher, checker)
         else:
-            _screen(watcher)
+            _screen(watcher, checker)
     except KeyboardInterrupt:
         pass
     return 0
 
 
-def _lines(watcher: Watcher) -> None:
+def _lines(watcher: Watcher, checker: Checker) -> None:
     shown, due_s = "", 0.0
+    broken: set[str] = set()  # rules that were told of
     first = True
     while True:
         view = watcher.look()
@@ -62,9 +66,23 @@ def _lines(watcher: Watcher) -> None:
             print(line, flush=True)
             shown, due_s = line, time.monotonic() + PLAIN_S
         if view.over:
+            _judged(checker.last(), broken, last=True)
             _last_words(view)
             return
+        _judged(checker.known, broken)
         time.sleep(REDRAW_S)
+
+
+def _judged(known: Known, broken: set[str], *, last: bool = False) -> None:
+    """Rules that are newly broken, each once; at the end how many there are of each verdict."""
+    from phalanx.record.values import printable
+
+    for one in known.problems():
+        if one.rule.id not in broken:
+            broken.add(one.rule.id)
+            print(f"check: {one.severity} {one.rule.id} {one.rule.slug}: {printable(one.outcome.what)}", flush=True)
+    if last and known.line():
+        print(f"check: {known.line()}", flush=True)
 
 
 def _last_words(view: View) -> None:
@@ -84,11 +102,13 @@ def _last_words(view: View) -> None:
     print(f"{printable(view.state, most=40)}{why}", flush=True)
 
 
-def _objects(watcher: Watcher) -> None:
+def _objects(watcher: Watcher, checker: Checker) -> None:
     shown = ""
     while True:
         view = watcher.look()
-        line = json.dumps(plain(_as_json(view)), ensure_ascii=False, allow_nan=False)
+        known = checker.last() if view.over else checker.known
+        told = _as_json(view) | {"check": known.as_json()}
+        line = json.dumps(plain(told), ensure_ascii=False, allow_nan=False)
         if line != shown:
             print(line, flush=True)
             shown = line
@@ -121,7 +141,7 @@ def _as_json(view: View) -> dict[str, object]:
     }
 
 
-def _screen(watcher: Watcher) -> None:
+def _screen(watcher: Watcher, checker: Checker) -> None:
     from rich.console import Console, Group
     from rich.live import Live
 
@@ -133,9 +153,10 @@ def _screen(watcher: Watcher) -> None:
         while True:
             view = watcher.look()
             kept.extend(watcher.remarks())
-            size = console.size
-            lines = frame(view, kept, name=watcher.run.name, width=size.width, height=size.height - 1)
-            live.update(Group(*lines), refresh=True)
+            for known in (checker.known, *([checker.last()] if view.over and not checker.known.is_last else [])):
+                size = console.size
+                lines = frame(view, kept, name=watcher.run.name, width=size.width, height=size.height - 1, check=known)
+                live.update(Group(*lines), refresh=True)
             if view.over:
                 return
             time.sleep(REDRAW_S)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from phalanx.cli.watch_check import MOST_TOLD, Known
 from phalanx.record.account.summary import Pair, RankTime
 from phalanx.record.page.report import bar, cost_rows, spent_on
 from phalanx.record.page.view import View
@@ -20,9 +21,12 @@ LABEL = 11  # characters of the first column
 NARROW = 60  # columns below which bars and sparklines give way
 
 
-def frame(view: View, remarks: Sequence[str], *, name: str, width: int, height: int) -> list[Text]:
+def frame(
+    view: View, remarks: Sequence[str], *, name: str, width: int, height: int, check: Known | None = None
+) -> list[Text]:
     """At most `height` lines of at most `width` columns, the most important first."""
-    blocks = [_head(view, name), _curves(view, width), _ranks(view, width), _time(view, width), _rest(view)]
+    blocks = [_head(view, name), _curves(view, width), _check(check), _ranks(view, width), _time(view, width)]
+    blocks.append(_rest(view))
     blocks.append([_quiet(f"  {printable(line)}") for line in remarks])
     lines: list[Text] = []
     for block in blocks:
@@ -105,6 +109,20 @@ def spark(values: Sequence[float | None], room: int) -> str:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
+
+
+def _check(known: Known | None) -> list[Text]:
+    """The verdicts of the training specification, and the worst of what it found."""
+    if known is None:
+        return []
+    lines = [_told("check", known.line() or "reading the record …")]
+    problems = known.problems()
+    for one in problems[:MOST_TOLD]:
+        what = f"{one.severity} {one.rule.id} {one.rule.slug}: {printable(one.outcome.what)}"
+        lines.append(Text(f"{'':<{LABEL}}{what}", "red" if one.severity == "error" else "yellow"))
+    if len(problems) > MOST_TOLD:
+        lines.append(_quiet(f"{'':<{LABEL}}and {len(problems) - MOST_TOLD} more: phalanx check RUN"))
+    return lines
 
 
 def _ranks(view: View, width: int) -> list[Text]:

@@ -264,6 +264,9 @@ def without_effect(draft: Draft, job: Job) -> None:
         draft.warn("parallel.shard", f"parallel.shard = {parallel.shard} has no effect with parallel.zero = 0")
     if parallel.pipeline == 1 and parallel.schedule not in ("auto", "1f1b"):
         draft.warn("parallel.schedule", f'parallel.schedule = "{parallel.schedule}" has no effect with one stage')
+    scale, compute = job.precision.loss_scale, job.precision.compute
+    if not isinstance(scale, str) and scale != 1.0 and compute != "fp16":
+        draft.warn("precision.loss_scale", f'precision.loss_scale = {scale:g} has no effect with compute = "{compute}"')
     if job.batch.ramp and job.data.tokens != "auto" and job.batch.ramp[-1].until_tokens > job.data.tokens:
         draft.warn("batch.ramp", "batch.ramp ends after data.tokens: the full batch is never reached")
 
@@ -285,7 +288,10 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     ),
     (("parallel.shard", "parallel.data"), whole_shard_groups),
     (("batch.ramp", "data.sequence"), rising_ramp),
-    (("parallel", "data.tokens", "batch.ramp"), without_effect),
+    (
+        ("parallel", "precision", "precision.loss_scale", "precision.compute", "data.tokens", "batch.ramp"),
+        without_effect,
+    ),
 )
 
 

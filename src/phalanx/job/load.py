@@ -68,7 +68,7 @@ def _build(draft: Draft) -> Job:
     preset = resolve_preset(draft)
     _derive_name(draft)
     top = _values(draft, (), draft.table, _top_fields())
-    _fill_list(draft, top, "waiver", Waiver, example='[[waiver]] with rule, reason and expires = 2026-12-31')
+    _fill_list(draft, top, "waiver", Waiver, example="[[waiver]] with rule, reason and expires = 2026-12-31")
     model = resolve_shape(draft, preset=preset, job_name=str(top.get("name") or "model"))
     sections = {name: _values(draft, (name,), draft.section(name), fields(cls)) for name, cls in SECTIONS.items()}
     _fill_fixed(draft, sections["parallel"])

@@ -269,8 +269,14 @@ class Fault:
         ),
     )
     restarts: int = field(default=3, metadata=count("failures in a row, without a step between, before giving up"))
-    digest_every: int = field(
-        default=0, metadata=count("steps between comparisons of replicated weights; 0 is never", least=0)
+    digest_every: int | Auto = field(
+        default=AUTO,
+        metadata=count(
+            "steps between comparisons of replicated weights; 0 is never, "
+            '"auto" once in a checkpoint interval and in 100 steps',
+            least=0,
+            auto=True,
+        ),
     )
     grace_s: float = field(
         default=30.0, metadata=number("seconds from SIGTERM to the end", above=True, most=MOST_SECONDS)

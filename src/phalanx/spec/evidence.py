@@ -99,6 +99,10 @@ class Evidence:
         """Whether a person wrote this key into the job file (or set it)."""
         return key in self.origins and self.origins[key].by_hand
 
+    def stated(self, key: str) -> bool:
+        """Whether the job's value of a key is what will happen: our defaults say nothing of another trainer."""
+        return self.practice.trainer == "phalanx" or self.written(key)
+
     def loses(self, share: float, note: str = "") -> Impact:
         """The impact of losing `share` (0 to 1) of the effective training time of this job."""
         share = min(1.0, max(0.0, share))

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve
 from phalanx.hardware.types import Cluster
+from phalanx.job.dump import to_dict
 from phalanx.job.load import ResolvedJob, load
+from phalanx.job.schema import Job
 from phalanx.plan.kept import kept_plan
 from phalanx.plan.plan import Plan
-from phalanx.record.run import Run, open_run, read_json
+from phalanx.record.run import EVENTS, Run, open_run, read_json
 from phalanx.spec.evidence import Evidence, Unmapped
 from phalanx.spec.facts.drill import DrillFacts
 from phalanx.spec.facts.host import HostFacts
+from phalanx.spec.facts.log import LogFacts
 from phalanx.spec.facts.look import this_host
 from phalanx.spec.facts.practice import Practice
 from phalanx.spec.facts.practices import practice_of
@@ -25,6 +28,9 @@ from phalanx.spec.facts.records import find_drills
 from phalanx.spec.log.stream import read_log
 from phalanx.spec.profiles import PROFILES, Profile, find_profile, profile_of
 from phalanx.spec.scaling import scaling_of
+
+Progress = Callable[[int, int], None]  # bytes read, bytes in all
+FIRST_BYTES = 2**20  # of a JSON file, in which its schema must stand
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,35 +40,99 @@ class Request:
     overrides: tuple[str, ...] = ()
     cluster: str | None = None
     profile: str | None = None
+    plan: Path | None = None  # of the job that is checked, in place of a new one
     drills: tuple[Path, ...] = ()
     look: bool = True  # at this machine, where the job runs on it
     source: str = ""  # trainer a configuration is of, as "megatron"; empty recognises it
 
 
-def gather(target: str, request: Request, *, today: date, environ: dict[str, str] | None = None) -> Evidence:
+def gather(
+    target: str,
+    request: Request,
+    *,
+    today: date,
+    environ: dict[str, str] | None = None,
+    progress: Progress | None = None,
+) -> Evidence:
     """All evidence about a target; raises UserError when it is nothing that can be checked."""
     environ = dict(os.environ) if environ is None else environ
     path = Path(target)
-    if path.is_dir():
-        return of_run(open_run(target), request, today=today, environ=environ)
-    if not path.exists():
-        raise mistake(target, "there is no such file or folder", fix="name a job file, a plan, or the folder of a run")
-    if _is_plan(path):
+    if _is_folder(path):
+        _refuse_extras(target, request, "a run")
+        return of_run(_run_at(path), request, today=today, environ=environ, progress=progress)
+    if is_plan(path):
+        _refuse_extras(target, request, "a plan")
         return of_plan(path, request, today=today, environ=environ)
     from phalanx.spec.foreign.detect import kind_of
 
     if kind := request.source or kind_of(path):
         return of_foreign(path, kind, request, today=today, environ=environ)
     resolved = load(path, overrides=request.overrides)
-    return of_job(resolved, request, today=today, environ=environ)
+    made = _given_plan(request.plan, resolved) if request.plan is not None else None
+    return of_job(resolved, request, today=today, environ=environ, made=made)
 
 
-def _is_plan(path: Path) -> bool:
-    """Whether a file is a plan as `phalanx plan --out` writes it; its schema stands in its first line."""
-    if path.suffix != ".json":
+def _is_folder(path: Path) -> bool:
+    """Whether a target is a folder; raises UserError when it is not there at all."""
+    try:
+        if path.exists():
+            return path.is_dir()
+    except (OSError, ValueError):  # no right to look, a name that is too long, a NUL byte
+        pass
+    raise mistake(
+        str(path)[:200], "there is no such file or folder", fix="name a job file, a plan, or the folder of a run"
+    )
+
+
+def _refuse_extras(target: str, request: Request, noun: str) -> None:
+    """What was decided cannot be decided again; to say nothing would be to check something else than was asked."""
+    given = {"--set": request.overrides, "--cluster": request.cluster, "--plan": request.plan, "--from": request.source}
+    for option, value in given.items():
+        if value:
+            raise mistake(
+                target, f"{option} does not change {noun}", why="its job is settled", fix="check the job file with it"
+            )
+
+
+def _run_at(path: Path) -> Run:
+    """The run in a folder, also one that lost everything except its events."""
+    try:
+        return open_run(path)
+    except UserError:
+        if any(EVENTS.fullmatch(name) for name in os.listdir(path)):
+            return Run(path=path)
+        raise
+
+
+def is_plan(path: Path) -> bool:
+    """Whether a file is a plan as `phalanx plan --out` writes it."""
+    if path.suffix != ".json" or not path.is_file():
         return False
-    with path.open("rb") as file:
-        return b'"phalanx.plan/' in file.read(200)
+    try:
+        with path.open("rb") as file:
+            return b'"phalanx.plan/' in file.read(FIRST_BYTES)
+    except OSError:
+        return False  # the reader of job files says why
+
+
+def _given_plan(path: Path, resolved: ResolvedJob) -> Plan:
+    """The plan in a file; raises UserError when it is of another job."""
+    plan = Plan.from_dict(read_json(path), where=str(path))
+    changed = _differing(plan.job, resolved.job)
+    if changed:
+        raise mistake(
+            str(path),
+            f"is the plan of another job: {', '.join(changed[:4])} differ from {resolved.path}",
+            fix=f"write it again: phalanx plan {resolved.path} --out {path}",
+        )
+    return plan
+
+
+def _differing(old: Job, new: Job) -> list[str]:
+    """Sections whose values differ; waivers and the profile are the specification's own and change no plan."""
+    before, after = to_dict(old), to_dict(new)
+    ours = ("waiver", "profile")
+    return [key for key in {**before, **after} if key not in ours and before.get(key) != after.get(key)]
 
 
 def of_job(
@@ -128,27 +198,38 @@ def of_plan(path: Path, request: Request, *, today: date, environ: dict[str, str
     )
 
 
-def of_run(run: Run, request: Request, *, today: date, environ: dict[str, str]) -> Evidence:
+def of_run(
+    run: Run, request: Request, *, today: date, environ: dict[str, str], progress: Progress | None = None
+) -> Evidence:
     """A run folder: its resolved job, its plan, and everything its ranks wrote."""
+    return with_log(before_log(run, request, today=today, environ=environ), read_log(run, progress=progress))
+
+
+def before_log(run: Run, request: Request, *, today: date, environ: dict[str, str]) -> Evidence:
+    """What a run says without its events: settled when it began, so that a growing run asks for it once."""
     resolved, plan = _job_of(run), _plan_of(run)
     job = resolved.job if resolved is not None else (plan.job if plan is not None else None)
-    log = read_log(run)
     cluster = plan.cluster if plan is not None else None
     return Evidence(
         target=str(run.path),
         job=job,
         practice=practice_of(job.parallel.framework if job is not None else "phalanx"),
         profile=_profile(request, job.profile if job is not None else "auto", cluster),
-        scaling=scaling_of(max(1, log.world)),
+        scaling=scaling_of(plan.layout.devices if plan is not None else 1),
         today=today,
         origins=resolved.origins if resolved is not None else {},
         job_file=str(run.job_toml) if resolved is not None else "",
         plan=plan,
         plan_file=str(run.plan_json) if plan is not None else "",
-        log=log,
         host=_host(request, cluster),
         drills=_drills(request, environ, beside=run.path.parent),
     )
+
+
+def with_log(evidence: Evidence, log: LogFacts) -> Evidence:
+    """The evidence with what the ranks wrote; the size of the job is the one that ran."""
+    scaling = scaling_of(log.world) if log.world else evidence.scaling
+    return replace(evidence, log=log, scaling=scaling)
 
 
 def _job_of(run: Run) -> ResolvedJob | None:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from phalanx.spec.evidence import Evidence, Unmapped
 from phalanx.spec.outcome import Outcome, Severity, Verdict, exempt, unknown
 from phalanx.spec.rule import LETTERS, Limits, Rule
+from phalanx.spec.rules import spc001_waivers
 from phalanx.spec.scaling import at_least
-from phalanx.spec.waivers import Waived, settle
+from phalanx.spec.waivers import settle
 
 HOW_TO_GET = {
     "J": "name a job file, or a run that has one",
@@ -65,6 +66,12 @@ class Report:
         return Counter(self.verdicts.values())
 
     @property
+    def exempt(self) -> frozenset[str]:
+        """Rules that have nothing to say about this target."""
+        speaking = {one.rule.id for one in self.findings if one.outcome.applies}
+        return frozenset(one.rule.id for one in self.findings) - speaking
+
+    @property
     def problems(self) -> tuple[Finding, ...]:
         """What speaks against it, the worst and dearest first."""
         rank = {"error": 0, "warning": 1, "info": 2}
@@ -90,9 +97,15 @@ def is_open(finding: Finding) -> bool:
 def judge(
     rules: Sequence[Rule], evidence: Evidence, *, edition: str, require_evidence: bool = False, whole: bool = True
 ) -> Report:
-    """Every rule over the evidence. `whole` says that all rules are there, so that unused waivers can be told."""
-    found = [finding for rule in rules for finding in _answers(rule, evidence)]
-    found = _waive(found, evidence, whole=whole)
+    """Every rule over the evidence.
+
+    SPC001 looks at the waivers of the rules that are asked; `whole` says that nobody chose among them, so that a
+    waiver of a rule that does not exist can be told too.
+    """
+    asked = [rule for rule in rules if rule.id != spc001_waivers.RULE.id]
+    found = [finding for rule in asked for finding in _answers(rule, evidence)]
+    if evidence.job is not None:
+        found = _waive(found, evidence, asked, told=len(asked) < len(rules), whole=whole)
     return Report(
         edition=edition,
         target=evidence.target,
@@ -125,7 +138,11 @@ def _outcomes(rule: Rule, evidence: Evidence) -> tuple[Outcome, ...]:
     if missing:
         what = f"no evidence from the {' or the '.join(LETTERS[letter] for letter in missing)}"
         return (unknown(what, fix=HOW_TO_GET[missing[0]]),)
-    result = rule.check(evidence, limits_of(rule, evidence))
+    try:
+        result = rule.check(evidence, limits_of(rule, evidence))
+    except Exception as error:  # a fault of ours in one rule must not hide what the others say, nor count as a pass
+        what = f"the rule itself failed on this evidence: {type(error).__name__}: {str(error)[:200]}"
+        return (unknown(what, fix="this is a fault of Phalanx: report it with the file that was checked"),)
     return result if isinstance(result, tuple) else (result,)
 
 
@@ -151,16 +168,16 @@ def severity_of(rule: Rule, outcome: Outcome, evidence: Evidence) -> Severity:
     return severity
 
 
-def _waive(found: list[Finding], evidence: Evidence, *, whole: bool) -> list[Finding]:
-    if evidence.job is None:
-        return found
-    settled: Waived = settle(
-        evidence, {one.rule.id for one in found if one.verdict in ("fail", "unknown")}, whole=whole
-    )
+def _waive(
+    found: list[Finding], evidence: Evidence, asked: Sequence[Rule], *, told: bool, whole: bool
+) -> list[Finding]:
+    """Open findings that a waiver covers; and, where it is `told`, what is wrong with the waivers."""
+    broken = {one.rule.id for one in found if one.verdict in ("fail", "unknown")}
+    settled = settle(evidence, broken, asked=asked, whole=whole)
     result = []
     for one in found:
         reason = settled.reasons.get(one.rule.id, "")
         waived = bool(reason) and one.verdict in ("fail", "unknown")
         result.append(replace(one, verdict="waived", reason=reason) if waived else one)
-    extra = [_placed(settled.rule, evidence, outcome) for outcome in settled.outcomes]
+    extra = [_placed(spc001_waivers.RULE, evidence, outcome) for outcome in settled.outcomes] if told else []
     return [*result, *extra]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, timedelta
 
+from phalanx.errors import nearest
+from phalanx.job.schema import Waiver
 from phalanx.spec.evidence import Evidence
-from phalanx.spec.outcome import Impact, Outcome, failed, passed
+from phalanx.spec.outcome import Impact, Outcome, Severity, failed, passed
 from phalanx.spec.rule import Rule
 from phalanx.spec.rules import spc001_waivers
 
@@ -20,39 +22,75 @@ class Waived:
 
     reasons: Mapping[str, str]
     outcomes: tuple[Outcome, ...]
-    rule: Rule
 
 
-def settle(evidence: Evidence, open_rules: set[str], *, whole: bool) -> Waived:
-    """Which rules are waived. `open_rules` failed or lack evidence; `whole` says that every rule was asked."""
+def settle(evidence: Evidence, broken: set[str], *, asked: Sequence[Rule], whole: bool) -> Waived:
+    """Which rules are waived. `broken` ones of those `asked` failed or lack evidence; `whole`: all rules were asked."""
+    rules = {rule.id: rule for rule in asked}
     reasons: dict[str, str] = {}
     outcomes: list[Outcome] = []
     for index, waiver in enumerate(evidence.the_job.waiver):
-        at = f"waiver.{index}.expires"
-        if date.fromisoformat(waiver.expires) < evidence.today:
-            outcomes.append(
-                failed(
-                    f"the waiver of {waiver.rule} expired on {waiver.expires}",
-                    value=waiver.expires,
-                    threshold=evidence.today.isoformat(),
-                    impact=NO_TIME,
-                    fix=f"meet {waiver.rule}, or decide again and give a new day",
-                    at=at,
-                )
-            )
-        elif waiver.rule in open_rules:
+        if waiver.rule not in rules:
+            outcomes += [_nothing(waiver, index)] if whole else []
+        elif _is_over(waiver, evidence.today):
+            outcomes.append(_expired(waiver, index, evidence.today))
+        elif waiver.rule in broken:
             reasons[waiver.rule] = waiver.reason
-        elif whole:
-            outcomes.append(
-                failed(
-                    f"the waiver of {waiver.rule} waives nothing",
-                    value=waiver.rule,
-                    impact=NO_TIME,
-                    fix="take it out: the rule is met, or there is no such rule",
-                    at=f"waiver.{index}.rule",
-                )
-            )
+        else:
+            outcomes.append(_unused(waiver, index, rules[waiver.rule], evidence))
     if whole and not outcomes:
         count = len(evidence.the_job.waiver)
         outcomes.append(passed(f"{count} waiver{'s' * (count != 1)}, each with a reason and in force"))
-    return Waived(reasons=reasons, outcomes=tuple(outcomes), rule=spc001_waivers.RULE)
+    return Waived(reasons=reasons, outcomes=tuple(outcomes))
+
+
+def _is_over(waiver: Waiver, today: date) -> bool:
+    days_over = spc001_waivers.RULE.limits["days_over"].value
+    assert isinstance(days_over, int)
+    return today - date.fromisoformat(waiver.expires) > timedelta(days=days_over)
+
+
+def _nothing(waiver: Waiver, index: int) -> Outcome:
+    from phalanx.spec.edition import EDITION, all_rules  # at the top it would be a circle: an edition imports its rules
+
+    titles = {rule.id: rule.slug for rule in all_rules()}
+    if waiver.rule == spc001_waivers.RULE.id:
+        what, fix = f"{waiver.rule} cannot be waived: it is about waivers", "take the waiver out"
+    else:
+        close = nearest(waiver.rule, titles)
+        what = f"{waiver.rule} is no rule of edition {EDITION}"
+        fix = f"did you mean {close} ({titles[close]})?" if close else "phalanx rules lists them"
+    return failed(
+        f"the waiver of {waiver.rule} waives nothing: {what}",
+        value=waiver.rule,
+        impact=NO_TIME,
+        fix=fix,
+        at=f"waiver.{index}.rule",
+    )
+
+
+def _expired(waiver: Waiver, index: int, today: date) -> Outcome:
+    return failed(
+        f"the waiver of {waiver.rule} expired on {waiver.expires}",
+        value=waiver.expires,
+        threshold=today.isoformat(),
+        impact=NO_TIME,
+        fix=f"meet {waiver.rule}, or decide again and give a new day",
+        at=f"waiver.{index}.expires",
+    )
+
+
+def _unused(waiver: Waiver, index: int, rule: Rule, evidence: Evidence) -> Outcome:
+    """Before the run a rule that also looks at the log may still need its waiver: said, and not held against it."""
+    later = "L" in rule.uses and not evidence.has("L")
+    severity: Severity = "info" if later else "warning"
+    told = "waives nothing so far: the rule is met before the run" if later else "waives nothing: the rule is met"
+    fix = "take it out, unless the run is known to need it" if later else "take it out"
+    return failed(
+        f"the waiver of {waiver.rule} {told}",
+        value=waiver.rule,
+        severity=severity,
+        impact=NO_TIME,
+        fix=fix,
+        at=f"waiver.{index}.rule",
+    )

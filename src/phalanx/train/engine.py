@@ -113,7 +113,7 @@ class Engine:
         self.optimizer: Optimizer = build_optimizer(
             self.pieces, optim=optim, state_dtype=state_dtype, decays=matrices.__contains__
         )
-        self.loss_scale = LossScale() if settings.compute == "fp16" else None
+        self.loss_scale = LossScale.of(settings.fixed_loss_scale) if settings.compute == "fp16" else None
         self.expert_loads: torch.Tensor | None = (
             None  # tokens of each expert in the last step, a row per layer held here
         )

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import WorldError
+from phalanx.plan.digests import digest_every
 from phalanx.plan.plan import Plan
 from phalanx.plan.shrink import Dealing
 from phalanx.record.events import EventWriter
@@ -30,6 +31,7 @@ from phalanx.train.memory import MemoryMeter
 from phalanx.train.optim.schedule import learning_rate
 from phalanx.train.orders import Astray, Orders
 from phalanx.train.parallel.expert import imbalance
+from phalanx.train.patience import Patience
 from phalanx.train.sample import sample_texts
 from phalanx.train.state import meta_of, pieces_of, rank_meta_of
 from phalanx.train.supervise.board import Phase
@@ -91,14 +93,14 @@ class Loop:
             epoch=orders.epoch,
             copies=orders.copies,
         )
-        self.memory = memory
+        self.memory, self.patience = memory, Patience.of(plan)
         self._saved_step = self._taken_step = -1
         self.interval = Interval.of(
             plan.reliability, self.job.checkpoint, now_s=time.monotonic() - _since_last_commit(folder, orders.went_s)
         )
         self._skipped, self._is_last = 0, False
         self._put = self._held = -1  # steps of which a copy was made in memory, and is safe there on every rank
-        self.guard = Guard(engine.state, every=self.job.fault.digest_every)
+        self.guard = Guard(engine.state, every=digest_every(self.job.fault, plan.reliability, plan.prediction))
         self._sound = 0  # newest step whose state nothing speaks against
         self._guard_s = 0.0
         self.timeline = TimelineSampler(
@@ -125,6 +127,7 @@ class Loop:
             taken = self._step(step)
             result = taken.result
             step += 1
+            self.patience.stepped(taken.duration_s)
             if self.hooks.records_samples:
                 self.hooks.updated(step - 1, self.engine.pieces, self.engine.optimizer.state())
             self._compare(step)
@@ -202,6 +205,7 @@ class Loop:
     def _await_copies(self, step: int) -> None:
         """Leave a formation only with the step safe in memory everywhere; where it is not kept there, on the disk."""
         keeper = self.orders.keeper
+        self.patience.rest()
         if keeper is None or self._put != step:
             self._save(step)
             self._tell_saved(wait=True)
@@ -210,6 +214,11 @@ class Loop:
             while keeper.safe_step < step and time.monotonic() < until_s:  # else whoever forms next takes an older one
                 time.sleep(0.001)
         dist.barrier()
+
+    def _rest(self, step: int) -> None:
+        """No step for a while: the supervisor and the other ranks are to wait longer."""
+        self.orders.progress(step, Phase.RESTING)
+        self.patience.rest()
 
     def _wishes(self) -> tuple[bool, ...]:
         keeper = self.orders.keeper
@@ -315,7 +324,7 @@ class Loop:
         return bool(every) and step % every == 0 and step < self.batch_plan.steps
 
     def _evaluate(self, step: int) -> None:
-        self.orders.progress(step, Phase.RESTING)
+        self._rest(step)
         score = self.heldout.score()
         if score is not None:
             self.events.write(
@@ -335,7 +344,7 @@ class Loop:
         if step == self._saved_step:
             return
         began_s, self._saved_step = time.monotonic(), step
-        self.orders.progress(step, Phase.RESTING)
+        self._rest(step)
         self._tell_saved()
         meta, rank_meta = self._meta(step), rank_meta_of(self.engine)
         try:
@@ -387,11 +396,11 @@ class Loop:
         self.batches.close()
         if not stopped:
             self._evaluate(step)
-        self.orders.progress(step, Phase.RESTING)
+        self._rest(step)
         self._is_last = True
         self._save(step)
         self._tell_saved(wait=True)
-        self.orders.progress(step, Phase.RESTING)
+        self._rest(step)
         dist.barrier()
         if stopped:
             self.events.write("stop", step=step, reason="asked to stop")

@@ -35,6 +35,8 @@ class Settings:
     compile_backend: str = "inductor"  # tests take "aot_eager": the same graphs without a compiler
     reproducible: bool = False
     seed: int = 0
+    bucket_mib: float | None = None  # of gradients that are summed together; None is the trainer's own choice
+    fixed_loss_scale: float | None = None  # in fp16; None finds it while training
     allow_code: bool = False  # whether a model of the user's own may be imported
 
     @classmethod
@@ -62,6 +64,8 @@ class Settings:
             compile=on_gpu if job.train.compile == "auto" else bool(job.train.compile),
             reproducible=job.numerics.reproducible,
             seed=job.data.seed,
+            bucket_mib=None if isinstance(job.comm.bucket_mib, str) else job.comm.bucket_mib,
+            fixed_loss_scale=None if isinstance(job.precision.loss_scale, str) else job.precision.loss_scale,
             allow_code=allow_code,
         )
 

@@ -130,7 +130,7 @@ def take_weights(engine: Engine, folder: Path) -> None:
 def _take(engine: Engine, optimizer: list[Piece], source: Source) -> None:
     meta, rank, world = source.meta, dist.get_rank(), dist.get_world_size()
     engine.optimizer.load({piece.name: piece.tensor for piece in optimizer}, int(meta["optimizer_steps"]))
-    if engine.loss_scale is not None and meta.get("loss_scale"):
+    if engine.loss_scale is not None and not engine.loss_scale.fixed and meta.get("loss_scale"):
         engine.loss_scale = LossScale.load(meta["loss_scale"])
     if meta.get("spikes"):
         engine.spikes.load(meta["spikes"])

@@ -126,7 +126,7 @@ class Rank:
             go = self.link.go(formation.epoch)
             # By slots, not by ranks: the number of threads changes bits, and ranks come and go.
             device = _device(self.plan, self.vault.slots)
-            place = _store(go["store"], door, timeout_s=self.plan.job.train.timeout_s)
+            place = _store(go["store"], door, timeout_s=self.plan.job.comm.init_timeout_s)
             store = PrefixStore(f"{formation.epoch}", place)
             _join(self.plan, device, rank=rank, world=formation.world, store=store)
             events = EventWriter(self.run.events(rank), rank=rank)
@@ -410,7 +410,10 @@ def _abandon_group() -> None:
 def _join(plan: Plan, device: torch.device, *, rank: int, world: int, store: Store | None) -> None:
     # Gloo beside NCCL: what is kept in host memory is exchanged there too.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    limit_s = plan.job.train.timeout_s
+    if device.type == "cuda" and plan.job.comm.algorithm != "auto":
+        # Of all-reduces only: NCCL has no tree for gathers and scatters (the form is of NCCL 2.24 and later).
+        os.environ["NCCL_ALGO"] = f"allreduce:{plan.job.comm.algorithm}"
+    limit_s = plan.job.comm.init_timeout_s  # train.patience shortens it once steps are steady
     try:
         dist.init_process_group(
             backend,
@@ -428,6 +431,6 @@ def _join(plan: Plan, device: torch.device, *, rank: int, world: int, store: Sto
                 where=f"rank {rank}",
                 what=f"not all of {world} ranks arrived within {limit_s:g} s",
                 why="every rank of the job must be started, with the same MASTER_ADDR and WORLD_SIZE",
-                fix="look at the logs of the ranks that are missing, or raise train.timeout_s",
+                fix="look at the logs of the ranks that are missing, or raise comm.init_timeout_s",
             )
         ) from error

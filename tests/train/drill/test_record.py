@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import UserError
+from phalanx.record.drill import check_record, key_path
 from phalanx.record.run import Run
-from phalanx.train.drill.record import check_record, key, key_path, write_record
+from phalanx.train.drill.record import key, write_record
 
 BODY = {"faults": ["kill"], "verdicts": [{"name": "x", "ok": True, "evidence": ""}]}
 

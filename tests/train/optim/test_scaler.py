@@ -34,3 +34,12 @@ def test_it_stays_in_bounds() -> None:
 def test_a_checkpoint_keeps_it(outcomes: list[bool]) -> None:
     scale = after(outcomes)
     assert LossScale.load(json.loads(json.dumps(scale.state()))) == scale
+
+
+@given(st.lists(st.booleans(), max_size=30))
+def test_a_fixed_scale_never_changes(outcomes: list[bool]) -> None:
+    scale = LossScale.of(1024.0)
+    for finite in outcomes:
+        scale = scale.after(finite=finite)
+    assert scale == LossScale(scale=1024.0, fixed=True)
+    assert LossScale.of(None) == LossScale()

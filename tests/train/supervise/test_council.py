@@ -23,7 +23,7 @@ from phalanx.train.supervise.prepare import load_job, make
 from phalanx.train.vault.held import Held
 
 JOB = Path(__file__).parents[3] / "examples" / "drill.toml"
-DEAD_S, TIMEOUT_S = 5.0, 60.0  # of the job
+DEAD_S, TIMEOUT_S = 5.0, 60.0  # of the job: fault.dead_after_s and comm.init_timeout_s
 Message = dict[str, Any]
 
 

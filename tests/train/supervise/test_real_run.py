@@ -41,8 +41,9 @@ global_tokens = 256
 [precision]
 compute = "fp32"
 [train]
-timeout_s = 60
 sample_tokens = 8
+[comm]
+init_timeout_s = 60
 [cluster]
 spec = "local-cpu:2"
 """

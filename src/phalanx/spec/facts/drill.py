@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrillFacts:
-    """One drill on record. `signed`: its signature and the digests of its evidence are right."""
+    """One drill on record, the newest first. Rules ask `proofs` and `proof` which of them count.
+
+    `signed`: its signature is right, and so are the digests of its evidence where that lies beside it. Kinds of faults
+    are those of docs/drills.md, and beside them `save-kill` (SIGKILL at a point of a save) and `corrupt` (a checkpoint
+    was damaged; in `fired` only when a restore met it and went further back).
+    """
 
     path: str
     signed: bool
@@ -21,3 +27,28 @@ class DrillFacts:
     recovery_s: tuple[float, ...] = ()
     named_right: bool | None = None  # a slow rank was injected and exactly it was named
     wrong: tuple[str, ...] = ()  # what the record or its oracle complains of
+    current: bool = True  # the version is that of the Phalanx that checks
+    save_points: tuple[str, ...] = ()  # points of a save at which a rank was killed
+    part: str = ""  # of the suite
+
+
+def proofs(drills: Sequence[DrillFacts], *, profile: str) -> tuple[DrillFacts, ...]:
+    """The records that count: signed, of this version, and of this profile."""
+    return tuple(one for one in drills if one.signed and one.current and one.profile == profile)
+
+
+def proof(drills: Sequence[DrillFacts], *, profile: str, kind: str) -> DrillFacts | None:
+    """The newest record that counts and in which a fault of this kind happened; clean or not."""
+    return next((one for one in proofs(drills, profile=profile) if kind in one.fired), None)
+
+
+def why_none(drills: Sequence[DrillFacts], *, profile: str) -> str:
+    """Why the records there are do not count, in a clause; empty when there is none, or when some do."""
+    if not drills or proofs(drills, profile=profile):
+        return ""
+    first = drills[0]
+    if not first.signed:
+        return f"the record {first.path} does not count: {first.wrong[0] if first.wrong else 'it is not signed'}"
+    if first.profile != profile:
+        return f"the newest record is of {first.profile or 'an unknown profile'}, not of {profile}"
+    return f"the newest record is of Phalanx {first.version}, not of this one"

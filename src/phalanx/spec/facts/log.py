@@ -48,6 +48,7 @@ class StepFacts:
     skips_differ: Spot | None = None  # a step that one rank skipped and another did not
     worst_jump: float | None = None  # largest loss or gradient norm over its running mean, of steps not skipped
     worst_jump_spot: Spot | None = None
+    worst_loss_jump: float | None = None  # asked by C: of the loss alone; gradients are clipped, the loss is not
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,13 +1,183 @@
-"""Find the records of drills."""
+"""Find the records of drills, verify them, and say what they prove.
+
+A record is sought in the folders that were named, in those beside a run, and in the user's own store. Where the
+evidence lies beside a record its digests are compared; in the store there is none, and the signature alone says that
+the record is what this user's Phalanx wrote. A record of another user, or one that was changed, does not count.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
+from phalanx.errors import PhalanxError
+from phalanx.record.drill import (
+    FOREIGN,
+    MOST_EVIDENCE_BYTES,
+    NAME,
+    differences,
+    evidence_files,
+    is_signed,
+    known_key,
+    read_record,
+    store_path,
+)
+from phalanx.record.values import printable
 from phalanx.spec.facts.drill import DrillFacts
+
+MOST_RECORDS = 24  # the newest ones; each takes some milliseconds
+MOST_LOOKED = 10_000  # entries of a folder
+MOST_ITEMS = 10_000  # faults or verdicts of a record
+SILENT = ("kill", "hang", "mute", "raise", "memory", "host", "freeze", "partition")  # somebody must notice them
 
 
 def find_drills(roots: Sequence[Path], *, environ: Mapping[str, str]) -> tuple[DrillFacts, ...]:
-    """Drills on record under these folders and in the user's own store."""
-    return ()
+    """Drills on record under these folders and in the user's own store, newest first."""
+    store = store_path(environ)
+    paths = {path.resolve(): root == store for root in (*roots, store) for path in _records(root)}
+    newest = sorted(paths, key=_made_s, reverse=True)[:MOST_RECORDS]
+    key, ours = known_key(environ), _version()
+    found = [_read(path, key=key, ours=ours, alone=paths[path]) for path in newest]
+    return tuple(one for one in found if one is not None)
+
+
+def _version() -> str:
+    try:
+        return version("phalanx")
+    except PackageNotFoundError:
+        return "from source"
+
+
+def _records(root: Path) -> Iterator[Path]:
+    """A record itself, or those in a folder and in its folders."""
+    try:
+        if root.is_file():
+            yield root
+            return
+        with os.scandir(root) as entries:
+            for entry in islice(entries, MOST_LOOKED):
+                path = Path(entry.path)
+                if entry.name.endswith(".json") and entry.is_file() and _may_be_record(path):
+                    yield path
+                elif entry.is_dir(follow_symlinks=False) and (path / NAME).is_file():
+                    yield path / NAME
+    except OSError:
+        return
+
+
+def _may_be_record(path: Path) -> bool:
+    """Whether a JSON file begins like a record: a folder of runs may hold others."""
+    with path.open("rb") as file:
+        return b'"v"' in file.read(64)
+
+
+def _made_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _read(path: Path, *, key: bytes | None, ours: str, alone: bool) -> DrillFacts | None:
+    try:
+        record = read_record(path)
+    except (PhalanxError, OSError):
+        return None
+    wrong = _wrong(path, record, key, alone=alone)
+    failed = [_word(one.get("name")) for one in _list(record, "verdicts") if one.get("ok") is not True]
+    outcomes = _list(record, "outcomes")
+    fired = {kind for one in outcomes for kind in _kinds(str(one.get("fault")))}
+    if "corrupt" in fired and not _met_damage(record):
+        fired.discard("corrupt")
+    versions = record.get("versions")
+    made_by = _word(versions.get("phalanx")) if isinstance(versions, dict) else ""
+    return DrillFacts(
+        path=str(path),
+        signed=not wrong,
+        version=made_by,
+        profile=_word(record.get("profile")),
+        faults=_sorted({kind for text in _texts(record, "faults") for kind in _kinds(text)}),
+        fired=_sorted(fired),
+        clean=bool(record.get("verdicts")) and not failed,
+        bitwise=_holds(record, "equal to a fault-free replay"),
+        detect_s=_seconds(outcomes, "detected_s", kinds=SILENT),
+        recovery_s=_seconds(outcomes, "recovered_s"),
+        named_right=record.get("named_right") if isinstance(record.get("named_right"), bool) else None,
+        wrong=(*wrong, *(f"the oracle says no: {name}" for name in failed)),
+        current=made_by == ours,
+        save_points=_sorted({point for one in outcomes if (point := _save_point(str(one.get("fault"))))}),
+        part=_word(record.get("part")),
+    )
+
+
+def _wrong(path: Path, record: Mapping[str, Any], key: bytes | None, *, alone: bool) -> list[str]:
+    """What speaks against the record itself."""
+    if key is None:
+        return ["there is no key of this user to verify it with"]
+    try:
+        if not is_signed(record, key):
+            return [FOREIGN]
+        if alone or path.name != NAME:  # a copy: its evidence is elsewhere
+            return []
+        if sum(one.stat().st_size for one in evidence_files(path.parent)) > MOST_EVIDENCE_BYTES:
+            return [f"its evidence is larger than {MOST_EVIDENCE_BYTES:,} bytes and was not compared"]
+        return [printable(text, most=200) for text in differences(record, path.parent)]
+    except (OSError, ValueError, TypeError, RecursionError):
+        return ["it is damaged"]
+
+
+def _kinds(text: str) -> tuple[str, ...]:
+    """The kinds a fault counts as, from how it is written on the command line.
+
+    >>> _kinds("kill:rank=0,step=12,point=save-commit"), _kinds("damage:step=3")
+    (('kill', 'save-kill'), ('corrupt',))
+    """
+    kind = _word(text.partition(":")[0])
+    if kind == "damage":
+        return ("corrupt",)
+    return (kind, "save-kill") if kind == "kill" and _save_point(text) else (kind,)
+
+
+def _save_point(text: str) -> str:
+    points = [word.removeprefix("point=save-") for word in text.partition(":")[2].split(",")]
+    words = [word for word in points if f"point=save-{word}" in text]
+    return _word(words[0]) if words else ""
+
+
+def _met_damage(record: Mapping[str, Any]) -> bool:
+    """Whether a restore met a damaged checkpoint: `train.drill.refused` writes "epoch 14 refused step-00000099 …"."""
+    told = [one for one in _list(record, "verdicts") if one.get("name") == "damaged files were refused"]
+    return any(one.get("ok") is True and " refused step-" in str(one.get("evidence")) for one in told)
+
+
+def _holds(record: Mapping[str, Any], name: str) -> bool:
+    return any(one.get("name") == name and one.get("ok") is True for one in _list(record, "verdicts"))
+
+
+def _seconds(outcomes: Sequence[Mapping[str, Any]], name: str, kinds: tuple[str, ...] = ()) -> tuple[float, ...]:
+    values = [one.get(name) for one in outcomes if not kinds or one.get("kind") in kinds]
+    numbers = [float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    return tuple(sorted(value for value in numbers if math.isfinite(value) and value >= 0))
+
+
+def _list(record: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    value = record.get(name)
+    return [one for one in value[:MOST_ITEMS] if isinstance(one, dict)] if isinstance(value, list) else []
+
+
+def _texts(record: Mapping[str, Any], name: str) -> list[str]:
+    value = record.get(name)
+    return [one for one in value[:MOST_ITEMS] if isinstance(one, str)] if isinstance(value, list) else []
+
+
+def _word(value: object) -> str:
+    return printable(value, most=80) if isinstance(value, str) else ""
+
+
+def _sorted(words: set[str]) -> tuple[str, ...]:
+    return tuple(sorted(words))

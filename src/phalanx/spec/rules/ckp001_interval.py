@@ -1,44 +1,160 @@
-"""CKP001: the checkpoint interval is near Daly's optimum."""
+"""CKP001: the checkpoint interval is near Daly's optimum, and a last checkpoint fits into the grace of a SIGTERM."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
-from phalanx.plan.reliability import overhead
+from phalanx.plan.plan import Plan
+from phalanx.plan.reliability import daly, overhead
 from phalanx.spec.evidence import Evidence
+from phalanx.spec.facts.log import LogFacts
 from phalanx.spec.outcome import Edit, Outcome, exempt, failed, passed
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.units import format_seconds
 
 
-def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """Interval over optimum, both from the plan."""
-    r, wall_s = evidence.the_plan.reliability, evidence.the_plan.duration.wall_s
-    best_s, interval_s = r.optimal_interval_s, r.interval_s
-    if not math.isfinite(best_s) or wall_s <= best_s:
-        return exempt(f"the job ends in {format_seconds(wall_s)}, before a checkpoint pays: the last one is enough")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Numbers:
+    """What the optimum is made of: from the plan, or as far as possible measured."""
+
+    blocking_s: float  # δ
+    mtbf_s: float  # M
+    lag_s: float  # no optimum is shorter: the checkpoint before must be on disk
+    interval_s: float
+    wall_s: float
+    delta: str  # how the two are told
+    rate: str
+
+    @property
+    def best_s(self) -> float:
+        """Daly's optimum."""
+        return max(daly(self.blocking_s, self.mtbf_s), self.lag_s)
+
+
+def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """The interval, by measured numbers where there are any; and the grace."""
+    plan, log = evidence.the_plan, evidence.log
+    numbers = planned(plan)
+    if log is not None:
+        numbers = measured(evidence, log, limits) or numbers
+    return (_interval(evidence, limits, numbers), *_grace(evidence, limits))
+
+
+def planned(plan: Plan) -> Numbers:
+    """The plan's own numbers."""
+    r = plan.reliability
+    return Numbers(
+        blocking_s=r.blocking_s,
+        mtbf_s=r.mtbf_s,
+        lag_s=r.persist_s if plan.job.checkpoint.asynchronous else 0.0,
+        interval_s=r.interval_s,
+        wall_s=plan.duration.wall_s,
+        delta=f"δ = {r.blocking_s:.3g} s",
+        rate=f"M = 86400 / ({r.hosts:,} hosts × {r.failures_per_host_day:.3g} failures per host and day) = "
+        f"{r.mtbf_s:,.0f} s",
+    )
+
+
+def measured(evidence: Evidence, log: LogFacts, limits: Limits) -> Numbers | None:
+    """The run's numbers; None while it has saved too rarely to tell."""
+    seen, own, least = log.checkpoints, planned(evidence.the_plan), limits.number("least_saves")
+    if seen is None or seen.blocked_s is None or seen.blocked_s.count < least:
+        return None
+    interval = evidence.the_job.checkpoint.interval_s
+    if isinstance(interval, str):  # the trainer follows what it measures: so do we
+        if seen.interval_s is None or seen.interval_s.count < least:
+            return None
+        interval = seen.interval_s.p50
+    count, wall_s, mtbf_s, rate = len(log.incidents), log.wall_s or 0.0, own.mtbf_s, own.rate
+    if count >= limits.number("least_failures") and wall_s > 0:
+        mtbf_s = wall_s / count
+        rate = f"M = {wall_s:,.0f} s / {count} failures of this run = {mtbf_s:,.0f} s"
+    return Numbers(
+        blocking_s=seen.blocked_s.p50,
+        mtbf_s=mtbf_s,
+        lag_s=seen.persist_s.p50 if seen.persist_s is not None else own.lag_s,
+        interval_s=float(interval),
+        wall_s=max(own.wall_s, wall_s),
+        delta=f"δ = {seen.blocked_s.p50:.3g} s measured",
+        rate=rate,
+    )
+
+
+def _interval(evidence: Evidence, limits: Limits, n: Numbers) -> Outcome:
+    best_s, interval_s = n.best_s, n.interval_s
+    if not math.isfinite(best_s) or n.wall_s <= best_s:
+        return exempt(f"the job ends in {format_seconds(n.wall_s)}, before a checkpoint pays: the last one is enough")
+    if best_s <= 0 or interval_s <= 0:
+        return exempt("a checkpoint that costs nothing has no best interval")
     ratio = interval_s / best_s
     off = max(ratio, 1 / ratio)
-    formula = (
-        f"M = 86400 / ({r.hosts:,} hosts × {r.failures_per_host_day:.3g} failures per host and day) = {r.mtbf_s:,.0f} s",
-        f"τ* = Daly(δ = {r.blocking_s:.3g} s, M) = {best_s:,.0f} s;  τ/τ* = {ratio:.2f}",
-    )
+    formula = (n.rate, f"τ* = Daly({n.delta}, M) = {best_s:,.0f} s;  τ/τ* = {ratio:.2f}")
     told = f"interval {interval_s:,.0f} s is {ratio:.2f}x the optimum {best_s:,.0f} s"
     if off <= limits.number("warn_ratio"):
         return passed(told, formula=formula, value=ratio, threshold=limits.number("warn_ratio"), unit="x")
-    lost = overhead(r.blocking_s, interval_s, r.mtbf_s) - overhead(r.blocking_s, best_s, r.mtbf_s)
+    now, best = (overhead(n.blocking_s, one, n.mtbf_s) for one in (interval_s, best_s))
     wrong = off > limits.number("error_ratio")
     return failed(
         told,
-        formula=formula,
+        formula=(*formula, f"overhead δ/τ + τ/2M now {min(1.0, now):.1%}, at the optimum {best:.1%}"),
         value=ratio,
         threshold=limits.number("error_ratio" if wrong else "warn_ratio"),
         unit="x",
         at="checkpoint.interval_s",
         severity="error" if wrong else "warning",
-        impact=evidence.loses(lost, "checkpoints and work redone, beside those at the optimum"),
+        impact=evidence.loses(now - best, "checkpoints and work redone, beside those at the optimum"),
         edits=(Edit(key="checkpoint.interval_s", value=max(1, round(best_s)), safe=True, note="Daly's optimum"),),
     )
+
+
+def _grace(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """The step that runs, and a save, within fault.grace_s; nothing is known of what another trainer does."""
+    key, grace_s = "fault.grace_s", evidence.the_job.fault.grace_s
+    if not evidence.stated(key):
+        return ()
+    need_s, formula = _needed(evidence.the_plan, evidence.log)
+    room = limits.number("grace_room")
+    told = f"step and save take {need_s:.3g} s of the {grace_s:g} s after a SIGTERM"
+    if need_s * room <= grace_s:
+        return (passed(told, formula=(formula,), value=need_s, threshold=grace_s, unit="s", at=key),)
+    half_s = evidence.the_plan.reliability.interval_s / 2
+    return (
+        failed(
+            f"{told}: the last checkpoint is cut off",
+            formula=(formula,),
+            value=need_s,
+            threshold=grace_s / room,
+            unit="s",
+            at=key,
+            severity="warning",
+            impact=evidence.loses_once(
+                half_s, "work since the last checkpoint, for every preemption: half an interval"
+            ),
+            edits=(
+                Edit(
+                    key=key,
+                    value=math.ceil(need_s * room) if math.isfinite(need_s) else 600,
+                    safe=True,
+                    note="if the scheduler waits as long: Slurm's KillWait, a pod's terminationGracePeriodSeconds",
+                ),
+            ),
+        ),
+    )
+
+
+def _needed(plan: Plan, log: LogFacts | None) -> tuple[float, str]:
+    r, seen = plan.reliability, log.checkpoints if log is not None else None
+    if log is None or seen is None or seen.blocked_s is None or seen.persist_s is None:
+        step_s, blocked_s, persist_s, how = plan.prediction.step_s, r.blocking_s, r.persist_s, "predicted"
+        blocked_s = blocked_s if plan.job.checkpoint.asynchronous else 0.0  # a save that blocks is its persisting
+    else:
+        steady = log.steps.duration_s if log.steps is not None else None
+        step_s = steady.p95 if steady is not None else plan.prediction.step_s
+        blocked_s, persist_s, how = seen.blocked_s.p95, seen.persist_s.p95, "measured"
+    total_s = step_s + blocked_s + persist_s
+    parts = f"step {step_s:.3g} s + staging {blocked_s:.3g} s + writing {persist_s:.3g} s"
+    return total_s, f"{parts} = {total_s:.3g} s, {how}"
 
 
 RULE = Rule(
@@ -51,15 +167,21 @@ RULE = Rule(
     why="""
 Too often costs time to save, too rarely costs work redone after a failure. The optimum is √(2δM) to first order, with
 δ the seconds that training stands still for a checkpoint and M the mean time between failures. The curve is flat: twice
-the optimum costs 25 % more overhead, four times 112 % more, ((x + 1/x)/2).
+the optimum costs 25 % more overhead, four times 112 % more, ((x + 1/x)/2). And a job that is asked to leave (SIGTERM) can
+save what it knows, if a step and a save fit into the time it is given.
 """,
     how="""
-`τ* = √(2δM)·[1 + ⅓√(δ/2M) + δ/(18M)] − δ`, `M = 86400 / (hosts · λ)`. A warning where τ/τ* leaves [½, 2], an error
-where it leaves [¼, 4]; a job shorter than τ* needs its last checkpoint only.
+`τ* = √(2δM)·[1 + ⅓√(δ/2M) + δ/(18M)] − δ`, `M = 86400 / (hosts · λ)`, never shorter than a checkpoint takes to be written.
+A warning where τ/τ* leaves [½, 2], an error where it leaves [¼, 4]; a job shorter than τ* needs its last checkpoint only.
+In a run δ is what it measured (from three saves on), M what it saw (from five failures on). A warning where
+step + staging + writing > `fault.grace_s`.
 """,
     limits={
         "warn_ratio": Limit(value=2.0, unit="x", note="25 % more overhead than at the optimum: computed"),
         "error_ratio": Limit(value=4.0, unit="x", note="112 % more overhead than at the optimum: computed"),
+        "least_saves": Limit(value=3, note="saves of a run before their median replaces the prediction: house"),
+        "least_failures": Limit(value=5, note="failures of a run before its own rate replaces the cluster's: house"),
+        "grace_room": Limit(value=1.0, unit="x", note="the grace over step and save: computed, they must fit"),
     },
     bad="""
 [checkpoint]

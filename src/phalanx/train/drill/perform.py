@@ -142,7 +142,7 @@ def _run(scene: Scene, run: Run, faults: Sequence[Fault], *, until_step: int | N
             net=net,
             minutes=minutes,
             until_step=until_step,
-            patience_s=scene.plan.job.train.timeout_s + fault.dead_after_s + BACK_OFF_S,
+            patience_s=scene.plan.job.comm.init_timeout_s + fault.dead_after_s + BACK_OFF_S,
             tell=scene.tell,
         )
         stack.callback(driver.close)

@@ -1,35 +1,26 @@
-"""The record of a drill: what was injected, what came of it, the verdicts, and digests of the evidence; signed.
+"""Write the record of a drill: what was injected, what came of it, the verdicts, and digests of the evidence; signed.
 
-The signature says that this user's Phalanx wrote the record and that nobody changed it since. The key is made once and
-stays in the user's configuration folder; who has it can sign anything, so it proves nothing against its owner.
+`phalanx.record.drill` reads and verifies it, and says what a signature proves.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
-import os
 import platform
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import Problem, UserError, WorldError, mistake
+from phalanx.errors import Problem, UserError, WorldError
 from phalanx.files import replace_text
-from phalanx.record.run import Run, read_json
+from phalanx.record.drill import NAME, VERSION, digests, read_record, sign
+from phalanx.record.run import Run
 from phalanx.train.supervise.secret import make_secret, read_secret
 
-VERSION = 1
-NAME = "drill-record.json"
-EVIDENCE = ("events-*.jsonl", "supervisor.jsonl", "drill.json", "plan.json", "job.json", "drill/fired-*.json")
-
-
-def key_path(environ: Mapping[str, str]) -> Path:
-    """Where the key of this user is kept."""
-    home = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME") or ".", ".config")
-    return Path(home) / "phalanx" / "drill.key"
+MOST_STORED = 16  # copies in the user's store: some kilobytes each
 
 
 def key(path: Path) -> bytes:
@@ -55,44 +46,26 @@ def write_record(run: Run, body: Mapping[str, Any], secret: bytes) -> Path:
     return path
 
 
-def check_record(path: Path, secret: bytes) -> tuple[dict[str, Any], list[str]]:
-    """The record and everything that is wrong with it; raises UserError when it is none at all."""
-    if not path.is_file():
-        raise mistake(str(path), "there is no such file", fix=f"name the {NAME} of a run that phalanx drill made")
-    record = read_json(path)
-    if record.get("v") != VERSION or not isinstance(record.get("files"), dict):
-        raise mistake(str(path), "is no record of a drill", fix=f"name a {NAME} in a run that phalanx drill made")
-    wrong = []
-    body = {name: value for name, value in record.items() if name != "signature"}
-    if not hmac.compare_digest(str(record.get("signature", "")).encode(), sign(body, secret).encode()):
-        wrong.append("the signature is not ours: the record was changed, or another user wrote it")
-    found = digests(path.parent)
-    for name, digest in record["files"].items():
-        if found.get(name) != digest:
-            wrong.append(f"{name} {'has changed' if name in found else 'is missing'}")
-    wrong += [f"{name} is new" for name in found.keys() - record["files"].keys()]
-    return record, wrong
+def store(record: Path, folder: Path) -> Path:
+    """Keep a copy where later checks look, the newest of its kind alone; raises WorldError when it cannot be written."""
+    name = _name(read_record(record))
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        replace_text(folder / name, record.read_text(encoding="utf-8"))
+        kept = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in kept[MOST_STORED:]:
+            with suppress(OSError):
+                path.unlink()
+    except OSError as error:
+        what = f"cannot be written: {error.strerror or error}"
+        raise WorldError(Problem(where=str(folder), what=what, fix="set XDG_DATA_HOME to a writable folder")) from None
+    return folder / name
 
 
-def sign(body: Mapping[str, Any], secret: bytes) -> str:
-    """HMAC-SHA256 over the record as canonical JSON."""
-    text = json.dumps(body, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
-    return hmac.new(secret, text.encode("ascii"), hashlib.sha256).hexdigest()
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file that the verdicts rest on, those of the replay included."""
-    paths = [path for pattern in EVIDENCE for root in _roots(folder) for path in root.glob(pattern) if path.is_file()]
-    return {str(path.relative_to(folder)): _digest(path) for path in sorted(paths)}
-
-
-def _roots(folder: Path) -> list[Path]:
-    return [folder, *sorted(path for path in folder.glob("replay/*") if path.is_dir())]
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _name(record: Mapping[str, Any]) -> str:
+    """One file per profile and part of the suite; drills outside the suite share one."""
+    words = [str(record.get(name) or "other") for name in ("profile", "part")]
+    return "-".join(re.sub(r"[^a-z0-9]+", "-", word.lower())[:40] for word in words) + ".json"
 
 
 def versions() -> dict[str, str]:

@@ -22,13 +22,18 @@ class LossScale:
     >>> scale = LossScale()
     >>> scale.after(finite=False).scale, LossScale.load(scale.state()) == scale
     (32768.0, True)
+    >>> LossScale(scale=1024.0, fixed=True).after(finite=False).scale
+    1024.0
     """
 
     scale: float = FIRST
     finite_steps: int = 0  # since the scale last changed
+    fixed: bool = False  # as the job file says it: never changed
 
     def after(self, *, finite: bool) -> LossScale:
         """The scale for the next step."""
+        if self.fixed:
+            return self
         if not finite:
             return LossScale(scale=max(LEAST, self.scale * BACKOFF))
         if self.finite_steps + 1 < PATIENCE:
@@ -38,6 +43,11 @@ class LossScale:
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps."""
         return {"scale": self.scale, "finite_steps": self.finite_steps}
+
+    @classmethod
+    def of(cls, scale: float | None) -> LossScale:
+        """A scale that the job fixes, or one to be found."""
+        return cls() if scale is None else cls(scale=scale, fixed=True)
 
     @classmethod
     def load(cls, state: Mapping[str, float]) -> LossScale:

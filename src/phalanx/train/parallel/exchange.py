@@ -9,7 +9,7 @@ import torch
 
 from phalanx.train.parallel.compress import Codec, build_codec
 from phalanx.train.parallel.dims import Meshes
-from phalanx.train.parallel.replicate import Ear, Replicas
+from phalanx.train.parallel.replicate import BUCKET_BYTES, Ear, Replicas
 from phalanx.train.parallel.reproducible import TreeReplicas
 
 if TYPE_CHECKING:
@@ -57,7 +57,9 @@ class GradientExchange:
                 else:
                     codec = build_codec(settings.layout.compression) if settings.layout.compression != "none" else None
                     self._codecs += [codec] if codec is not None else []
-                    made = Replicas(members, group, reduce=settings.reduce_dtype, codec=codec)
+                    made = Replicas(
+                        members, group, reduce=settings.reduce_dtype, codec=codec, bucket_bytes=bucket_bytes(settings)
+                    )
                 self._all.append(made)
                 self._of |= {id(tensor): made for tensor in members}
 
@@ -106,6 +108,11 @@ class GradientExchange:
     def gradient(self, param: torch.Tensor) -> torch.Tensor:
         """The summed gradient of a parameter."""
         return self._of[id(param)].gradient(param)
+
+
+def bucket_bytes(settings: Settings) -> int:
+    """Of one bucket: the job's `comm.bucket_mib`, or what DistributedDataParallel takes."""
+    return round(settings.bucket_mib * 2**20) if settings.bucket_mib is not None else BUCKET_BYTES
 
 
 def _is_expert(held: Held, meshes: Meshes) -> bool:

@@ -98,7 +98,7 @@ def may_return(room: Room, formation: Formation, waited_s: float) -> bool:
     if room.wishes:
         kill_all(room, "stopped as asked, while not enough ranks were there to go on")
         return True
-    if room.job.fault.recovery == "shrink" or waited_s > room.job.train.timeout_s:
+    if room.job.fault.recovery == "shrink" or waited_s > room.job.comm.init_timeout_s:
         return False
     alive = set(room.alive())
     return any(seat not in alive and (seat.host not in room.hosts or room.is_usable(seat)) for seat in formation.seats)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT = 29500  # torchrun's
 LOOK_S = 1.0  # between looks for the stop file, which may lie on a slow shared disk
-MEETING_S = 300.0  # for the other ranks to arrive before the plan, and with it train.timeout_s, is known
+MEETING_S = 300.0  # for the other ranks to arrive before the plan, and with it comm.init_timeout_s, is known
 
 
 def join(

@@ -24,7 +24,10 @@ from phalanx.record.run import Run
 
 MOST_RANKS_PER_CORE = 64  # beyond, the ranks only wait for each other
 # What a resumed run may change: how it is computed and watched, never what is learnt from.
-FREE = ("parallel.", "cluster.", "train.", "checkpoint.", "fault.", "telemetry.", "cost.", "batch.micro", "name")
+FREE = (
+    *("parallel.", "cluster.", "train.", "comm.", "checkpoint.", "fault.", "telemetry.", "cost."),
+    *("batch.micro", "name", "profile", "waiver"),
+)
 BENDS_THE_CURVE = ("optim.", "precision.", "numerics.", "data.tokens")  # allowed, with a warning
 FIXED_OPTIM = ("optim.name",)  # its state is in the checkpoint
 
@@ -175,6 +178,19 @@ def read_plan(path: str, resolved: ResolvedJob | None) -> Plan:
         )
     base = resolved.path.parent if resolved is not None else Path(path).parent
     return dataclasses.replace(plan, job=_absolute(plan.job, base))
+
+
+def job_in(plan: Plan, path: Path) -> ResolvedJob:
+    """The job of a plan that came without a job file: no line of it is known."""
+    return ResolvedJob(job=plan.job, path=path, origins={})
+
+
+def job_of(run: Run, plan: Plan) -> ResolvedJob:
+    """The job of a run that goes on, with the lines of its file where they can be read."""
+    try:
+        return dataclasses.replace(load(run.job_toml), job=plan.job)
+    except UserError:  # of an older version: its plan is what counts
+        return job_in(plan, run.job_toml)
 
 
 def check_here(plan: Plan) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
-import stat
 from pathlib import Path
 
-from phalanx.errors import UserError, mistake
-
-SECRET_BYTES = 32
-HEX_BYTES = 2 * SECRET_BYTES
-WHY = "whoever reads it can give orders to every rank of the run"
+from phalanx.errors import mistake
+from phalanx.record.secret import SECRET_BYTES
+from phalanx.record.secret import read_secret as read_secret  # whoever makes secrets reads them too
 
 
 def make_secret(path: Path) -> bytes:
@@ -30,47 +27,3 @@ def make_secret(path: Path) -> bytes:
         file.flush()
         os.fsync(descriptor)
     return secret
-
-
-def read_secret(path: Path) -> bytes:
-    """The secret in `path`; refuses a file that others could have read or written, and one of another size."""
-    try:
-        # NONBLOCK: a pipe put in its place must not make us wait.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise mistake(str(path), f"the run's secret cannot be read: {error.strerror}", fix=_fix(path)) from None
-    try:
-        _check_file(path, os.fstat(descriptor))
-        return _decode(path, os.read(descriptor, HEX_BYTES + 2))
-    finally:
-        os.close(descriptor)
-
-
-def _check_file(path: Path, state: os.stat_result) -> None:
-    mode = stat.S_IMODE(state.st_mode)
-    if not stat.S_ISREG(state.st_mode):
-        raise mistake(str(path), "the run's secret is not a regular file", why=WHY, fix=_fix(path))
-    if state.st_uid != os.geteuid():
-        what = f"the run's secret belongs to user {state.st_uid}, not to {os.geteuid()}"
-        raise mistake(str(path), what, why=WHY, fix="start the run as the user who owns its folder")
-    if mode & 0o177:
-        what = f"the run's secret has mode {mode:04o}, not 0600"
-        raise mistake(str(path), what, why=WHY, fix=f"chmod 600 {path}, or {_fix(path)}")
-
-
-def _decode(path: Path, text: bytes) -> bytes:
-    digits = text.removesuffix(b"\n")
-    if len(digits) != HEX_BYTES:
-        raise _malformed(path, f"{len(digits)}{' or more' if len(text) > HEX_BYTES + 1 else ''} characters")
-    try:
-        return bytes.fromhex(digits.decode("ascii"))
-    except ValueError:
-        raise _malformed(path, "something else") from None
-
-
-def _malformed(path: Path, found: str) -> UserError:
-    return mistake(str(path), f"the run's secret is not {HEX_BYTES} hexadecimal digits but {found}", fix=_fix(path))
-
-
-def _fix(path: Path) -> str:
-    return f"delete {path} and start the run again: phalanx train makes a new one"

@@ -12,7 +12,7 @@ from phalanx.train.supervise.hosts import Host, culprit, is_still, seated
 from phalanx.train.supervise.room import Room
 
 ANSWER_S = 2.0  # for agents to say where their ranks are, and to end one
-MARGIN_S = 10.0  # collectives give up after train.timeout_s themselves, and say more about it than we can
+MARGIN_S = 10.0  # collectives give up after comm.init_timeout_s themselves, and say more about it than we can
 
 
 def look_for_stuck(room: Room) -> None:
@@ -76,7 +76,7 @@ def _is_stuck(room: Room, formation: Formation) -> bool:
 def _patience_s(room: Room, phase: int) -> float:
     if phase == Phase.TRAINING:
         return room.job.fault.dead_after_s + 3 * room.step_s
-    return room.job.train.timeout_s + MARGIN_S
+    return room.job.comm.init_timeout_s + MARGIN_S
 
 
 def _blame(room: Room, formation: Formation) -> None:

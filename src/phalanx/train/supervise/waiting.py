@@ -14,7 +14,7 @@ TAKE_OVER_S = 5.0  # for agents to find a new coordinator, as long as nothing se
 
 
 def wait_for_hosts(room: Room) -> None:
-    patience_s = room.job.train.timeout_s
+    patience_s = room.job.comm.init_timeout_s
     late = room.clock() - room.began_s > patience_s
     refused = room.refused()
     if len(room.alive()) >= room.layout_at(0).devices:

@@ -1,0 +1,108 @@
+"""Read the record of a drill, and say whether it is what was written: signature first, then digests of the evidence.
+
+A signature is HMAC-SHA256 under a key that lies in the user's configuration folder. It says that this user's Phalanx
+wrote the record and that nobody changed it since; who has the key can sign anything, so it proves nothing against its
+owner. A copy in the user's store has no evidence beside it: there the signature alone is checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import UserError, mistake
+from phalanx.record.run import read_json
+from phalanx.record.secret import read_secret
+
+VERSION = 1
+NAME = "drill-record.json"
+EVIDENCE = ("events-*.jsonl", "supervisor.jsonl", "drill.json", "plan.json", "job.json", "drill/fired-*.json")
+MOST_EVIDENCE_BYTES = 2**28  # hashed in a good second; a drill's own evidence is some hundred kilobytes
+FOREIGN = "the signature is not ours: the record was changed, or another user wrote it"
+
+
+def key_path(environ: Mapping[str, str]) -> Path:
+    """Where the key of this user is kept."""
+    home = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME") or ".", ".config")
+    return Path(home) / "phalanx" / "drill.key"
+
+
+def store_path(environ: Mapping[str, str]) -> Path:
+    """Where copies of this user's records are kept, whatever becomes of the runs."""
+    home = environ.get("XDG_DATA_HOME") or os.path.join(environ.get("HOME") or ".", ".local", "share")
+    return Path(home) / "phalanx" / "drills"
+
+
+def known_key(environ: Mapping[str, str]) -> bytes | None:
+    """The key, where there is one that nobody else can read; never made here."""
+    try:
+        return read_secret(key_path(environ))
+    except UserError:
+        return None
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A record as JSON values; raises UserError when it is none at all."""
+    if not path.is_file():
+        raise mistake(str(path), "there is no such file", fix=f"name the {NAME} of a run that phalanx drill made")
+    record = read_json(path)
+    if record.get("v") != VERSION or not isinstance(record.get("files"), dict):
+        raise mistake(str(path), "is no record of a drill", fix=f"name a {NAME} in a run that phalanx drill made")
+    return record
+
+
+def check_record(path: Path, secret: bytes) -> tuple[dict[str, Any], list[str]]:
+    """The record and everything that is wrong with it; raises UserError when it is none at all."""
+    record = read_record(path)
+    return record, [*_unsigned(record, secret), *differences(record, path.parent)]
+
+
+def is_signed(record: Mapping[str, Any], secret: bytes | None) -> bool:
+    """Whether its signature was made with this key."""
+    return secret is not None and not _unsigned(record, secret)
+
+
+def _unsigned(record: Mapping[str, Any], secret: bytes) -> list[str]:
+    body = {name: value for name, value in record.items() if name != "signature"}
+    same = hmac.compare_digest(str(record.get("signature", "")).encode(), sign(body, secret).encode())
+    return [] if same else [FOREIGN]
+
+
+def differences(record: Mapping[str, Any], folder: Path) -> list[str]:
+    """How the evidence in a folder differs from what the record says of it."""
+    try:
+        found = digests(folder)
+    except OSError as error:
+        return [f"the evidence cannot be read: {error.strerror or error}"]
+    wrong = []
+    for name, digest in record["files"].items():
+        if found.get(name) != digest:
+            wrong.append(f"{name} {'has changed' if name in found else 'is missing'}")
+    return wrong + [f"{name} is new" for name in found.keys() - record["files"].keys()]
+
+
+def sign(body: Mapping[str, Any], secret: bytes) -> str:
+    """HMAC-SHA256 over the record as canonical JSON."""
+    text = json.dumps(body, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hmac.new(secret, text.encode("ascii"), hashlib.sha256).hexdigest()
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file that the verdicts rest on, those of the replay included."""
+    return {str(path.relative_to(folder)): _digest(path) for path in evidence_files(folder)}
+
+
+def evidence_files(folder: Path) -> list[Path]:
+    """What the verdicts of a drill rest on, in a run's folder."""
+    roots = [folder, *sorted(path for path in folder.glob("replay/*") if path.is_dir())]
+    return sorted(path for pattern in EVIDENCE for root in roots for path in root.glob(pattern) if path.is_file())
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

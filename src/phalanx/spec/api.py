@@ -1,0 +1,102 @@
+"""The specification for programs: check a target, a plan before it starts, or a run while it grows."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, date, datetime
+
+from phalanx.job.load import ResolvedJob
+from phalanx.plan.plan import Plan
+from phalanx.record.run import Run
+from phalanx.spec.edition import EDITION, all_rules, select
+from phalanx.spec.evidence import Evidence
+from phalanx.spec.formats.plain import report_dict
+from phalanx.spec.gather import Progress, Request, before_log, gather, of_job, with_log
+from phalanx.spec.judge import Finding, Report, judge
+from phalanx.spec.rule import Rule
+from phalanx.spec.rules import spc001_waivers
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx.spec.log.stream import LogStream
+
+__all__ = [
+    "Finding",
+    "Report",
+    "Request",
+    "base_of",
+    "check",
+    "check_evidence",
+    "check_log",
+    "check_plan",
+    "report_dict",
+]
+
+AS_IT_IS = Request()
+BEFORE = frozenset("JP")  # what is there before a run starts
+
+
+def check(
+    target: str,
+    *,
+    request: Request = AS_IT_IS,
+    select: str = "",
+    ignore: str = "",
+    require_evidence: bool = False,
+    today: date | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """What the specification says of a job file, a plan, a run folder, or another trainer's configuration.
+
+    `select` and `ignore` are rule ids or their beginnings, as "CKP,FLT001". Raises UserError when the target is nothing
+    that can be checked.
+    """
+    chosen = rules_of(select, ignore)  # first: a misspelt group should not cost the reading of a log
+    evidence = gather(target, request, today=today or this_day(), progress=progress)
+    return judge(chosen, evidence, edition=EDITION, require_evidence=require_evidence, whole=not select and not ignore)
+
+
+def check_evidence(evidence: Evidence, *, select: str = "", ignore: str = "", require_evidence: bool = False) -> Report:
+    """The same for evidence that is in hand."""
+    chosen = rules_of(select, ignore)
+    return judge(chosen, evidence, edition=EDITION, require_evidence=require_evidence, whole=not select and not ignore)
+
+
+def check_plan(resolved: ResolvedJob, plan: Plan, *, today: date | None = None) -> Report:
+    """The rules that a job and its plan settle: what `phalanx train` asks before it starts."""
+    request = Request(look=False)
+    evidence = of_job(resolved, request, today=today or this_day(), environ=dict(os.environ), made=plan)
+    rules = [rule for rule in all_rules() if set(rule.requires) <= BEFORE]
+    return judge(rules, evidence, edition=EDITION, whole=False)
+
+
+def check_log(
+    run: Run,
+    stream: LogStream,
+    *,
+    base: Evidence | None = None,
+    request: Request = AS_IT_IS,
+    today: date | None = None,
+) -> Report:
+    """A run as far as `stream` has read it. Keep `base_of(run)` and give it again: job and plan do not change."""
+    base = base or base_of(run, request=request, today=today)
+    return judge(all_rules(), with_log(base, stream.facts()), edition=EDITION)
+
+
+def base_of(run: Run, *, request: Request = AS_IT_IS, today: date | None = None) -> Evidence:
+    """What a run says without its events."""
+    return before_log(run, request, today=today or this_day(), environ=dict(os.environ))
+
+
+def rules_of(chosen: str, ignored: str) -> tuple[Rule, ...]:
+    """The rules that are selected. SPC001 comes along, for their waivers, unless it is ignored by name."""
+    rules, ours = select(chosen, ignored), spc001_waivers.RULE
+    dropped = [word.strip().upper() for word in ignored.split(",") if word.strip()]
+    if ours in rules or any(ours.id.startswith(word) for word in dropped):
+        return rules
+    return (*rules, ours)
+
+
+def this_day() -> date:
+    """Today, in UTC: a waiver ends everywhere at once."""
+    return datetime.now(UTC).date()

@@ -1,0 +1,184 @@
+"""The notebook of one translation: what became of every leaf, and what the job will say with its reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from phalanx.errors import Problem
+from phalanx.job.rules import kind, shown
+from phalanx.spec.foreign.leaf import Leaf
+
+Fate = Literal["mapped", "irrelevant", "unmapped"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Said:
+    """A value of the job: where it comes from, and how it was converted."""
+
+    value: object
+    key: str = ""  # of the leaf; empty for a default of the trainer
+    note: str = ""
+    line: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settled:
+    """What became of a leaf; `text` is the job key it went to, or the reason it went nowhere."""
+
+    fate: Fate
+    text: str
+
+
+@dataclass(kw_only=True, slots=True)
+class Book:
+    """Filled by one reader; `names` are words a reader uses for leaves that the file spells differently."""
+
+    file: str
+    title: str  # of the trainer, as "Megatron-LM"
+    leaves: Mapping[str, Leaf]
+    names: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Said] = field(default_factory=dict)
+    settled: dict[str, Settled] = field(default_factory=dict)
+    missing: list[Problem] = field(default_factory=list)  # what no plan can be made without
+    machines: tuple[int, int] = (0, 0)  # hosts and devices of each; 0 is not said
+    practice: dict[str, object] = field(default_factory=dict)  # habits that these settings change
+
+    # ---- looking ----------------------------------------------------------------------------------------------------
+
+    def leaf(self, name: str) -> Leaf | None:
+        """The leaf of a name; a null one counts as absent."""
+        leaf = self.leaves.get(self.names.get(name, name))
+        return leaf if leaf is not None and leaf.value is not None else None
+
+    def has(self, name: str) -> bool:
+        """Whether the file says anything under this name."""
+        return self.leaf(name) is not None
+
+    def whole(self, name: str) -> int | None:
+        """A whole number; one that is none is listed and counts as absent."""
+        value = self.number(name)
+        if value is None or not value.is_integer():
+            return None if value is None else self._refuse(name, "is not a whole number")
+        return int(value)
+
+    def number(self, name: str) -> float | None:
+        """A finite number, also where it stands as text, as 2e-4 does in YAML and everything in an argument list."""
+        leaf = self.leaf(name)
+        if leaf is None:
+            return None
+        if isinstance(leaf.value, bool) or not isinstance(leaf.value, int | float | str):
+            return self._refuse(name, f"is {kind(leaf.value)}, not a number")
+        try:
+            value = float(leaf.value)
+        except (ValueError, OverflowError):
+            return self._refuse(name, "is not a number")
+        return value if math.isfinite(value) and abs(value) < 1e18 else self._refuse(name, "is not a finite number")
+
+    def flag(self, name: str) -> bool | None:
+        """True or false, also as text."""
+        leaf = self.leaf(name)
+        if leaf is None:
+            return None
+        word = str(leaf.value).strip().lower()
+        if word in ("true", "yes", "1", "on", "false", "no", "0", "off", "none"):
+            return word in ("true", "yes", "1", "on")
+        return self._refuse(name, "is not true or false")
+
+    def text(self, name: str) -> str:
+        """A word in lower case; empty where the file says none."""
+        leaf = self.leaf(name)
+        return str(leaf.value).strip().lower()[:200] if leaf is not None else ""
+
+    def _refuse(self, name: str, why: str) -> None:
+        self.lacks(name, why)
+
+    # ---- deciding ---------------------------------------------------------------------------------------------------
+
+    def put(self, job_key: str, value: object, *names: str, note: str = "") -> None:
+        """The job says this, because of these leaves."""
+        said = [leaf for name in names if (leaf := self.leaf(name)) is not None]
+        first = said[0] if said else None
+        self.values[job_key] = Said(
+            value=value, key=first.key if first else "", note=note, line=first.line if first else 0
+        )
+        for leaf in said:
+            self.settled[leaf.key] = Settled(fate="mapped", text=job_key)
+
+    def assume(self, job_key: str, value: object, note: str = "") -> None:
+        """The trainer's own default, where the file says nothing and ours differs."""
+        if job_key not in self.values:
+            text = f"default of {self.title}" + (f": {note}" if note else "")
+            self.values[job_key] = Said(value=value, note=text)
+
+    def skip(self, name: str, reason: str) -> None:
+        """A leaf that no rule of the specification asks about."""
+        self._settle(name, Settled(fate="irrelevant", text=reason))
+
+    def lacks(self, name: str, why: str) -> None:
+        """A leaf that the job schema has no word for."""
+        self._settle(name, Settled(fate="unmapped", text=why))
+
+    def used(self, *names: str, by: str) -> None:
+        """Leaves that went into another value."""
+        for name in names:
+            self._settle(name, Settled(fate="mapped", text=by))
+
+    def _settle(self, name: str, settled: Settled) -> None:
+        key = self.names.get(name, name)
+        if key in self.leaves:
+            self.settled[key] = settled
+
+    def need(self, what: str, fix: str) -> None:
+        """Something that a plan cannot be made without, and the file does not say."""
+        self.missing.append(Problem(where=self.file, what=what, fix=fix))
+
+    def value(self, job_key: str) -> object:
+        """What the job says so far."""
+        said = self.values.get(job_key)
+        return said.value if said is not None else None
+
+    def int_of(self, job_key: str, default: int = 1) -> int:
+        """The same, as a whole number."""
+        value = self.value(job_key)
+        return value if isinstance(value, int) and not isinstance(value, bool) else default
+
+    # ---- tables of words --------------------------------------------------------------------------------------------
+
+    def copy(self, table: Mapping[str, tuple[str, Callable[[Book, str], object]]]) -> None:
+        """Keys that only change their name: name -> (job key, how it is read)."""
+        for name, (job_key, read) in table.items():
+            value = read(self, name)
+            if value is not None and value != "":
+                self.put(job_key, value, name)
+
+    def close(self, *, irrelevant: Mapping[str, str], unmapped: Mapping[str, str], seen: Callable[[str], str]) -> None:
+        """Settle every leaf that is left, by its own key, its last word, or the beginning of its key."""
+        for key, leaf in self.leaves.items():
+            if key in self.settled:
+                continue
+            if leaf.value is None:
+                self.settled[key] = Settled(fate="irrelevant", text=f"null leaves it to {self.title}")
+            elif reason := _found(seen(key), unmapped):
+                self.settled[key] = Settled(fate="unmapped", text=reason)
+            elif reason := _found(seen(key), irrelevant):
+                self.settled[key] = Settled(fate="irrelevant", text=reason)
+            else:
+                self.settled[key] = Settled(fate="unmapped", text="the job schema has no word for it")
+
+
+def _found(key: str, table: Mapping[str, str]) -> str:
+    """Of the entries that are the key, or end in "." or "_" and begin it, the longest."""
+    best = ""
+    for entry in table:
+        if (key == entry or (entry[-1] in "._" and key.startswith(entry))) and len(entry) > len(best):
+            best = entry
+    return table[best] if best else ""
+
+
+def told(value: object) -> str:
+    """A foreign value for a person: short, and without anything a terminal obeys."""
+    text = "null" if value is None else shown(value) if isinstance(value, bool | int | float | str | list) else "{}"
+    return "".join(one if one.isprintable() else "?" for one in text)

@@ -1,0 +1,16 @@
+"""A report as one JSON document; several reports as a list under `reports`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from phalanx.spec.formats.plain import report_dict
+from phalanx.spec.judge import Report
+
+
+def render(reports: Sequence[Report]) -> str:
+    """The document, with a last line break."""
+    documents = [report_dict(one) for one in reports]
+    whole = documents[0] if len(documents) == 1 else {"reports": documents}
+    return json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

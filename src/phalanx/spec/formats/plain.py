@@ -1,0 +1,132 @@
+"""A report as plain values: what `--json` prints, and the few words that every format shares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx.spec.judge import Finding, Report
+from phalanx.spec.outcome import Edit, Impact, Outcome, Scalar
+from phalanx.units import format_money
+
+
+def report_dict(report: Report) -> dict[str, Any]:
+    """The JSON form of one report; numbers that JSON has no word for become null."""
+    return {
+        "edition": report.edition,
+        "target": report.target,
+        "profile": report.profile,
+        "scaling": report.scaling,
+        "devices": report.devices,
+        "evidence": report.evidence,
+        "usd": finite(report.usd),
+        "counts": counts_of(report),
+        "errors": report.errors,
+        "exit_code": report.exit_code,
+        "findings": [finding_dict(one) for one in report.findings],
+        "unmapped": [{"key": one.key, "value": one.value, "why": one.why} for one in report.unmapped],
+    }
+
+
+def counts_of(report: Report) -> dict[str, int]:
+    """Rules by verdict; those that have nothing to say about this job are no passes."""
+    counts = {verdict: report.counts[verdict] for verdict in ("pass", "fail", "unknown", "waived")}
+    return {**counts, "pass": counts["pass"] - len(report.exempt), "exempt": len(report.exempt)}
+
+
+def finding_dict(finding: Finding) -> dict[str, Any]:
+    """One finding, with every field there."""
+    outcome = finding.outcome
+    return {
+        "rule": finding.rule.id,
+        "slug": finding.rule.slug,
+        "group": finding.rule.group,
+        "verdict": finding.verdict,
+        "severity": finding.severity,
+        "what": outcome.what,
+        "formula": list(outcome.formula),
+        "value": finite(outcome.value),
+        "threshold": finite(outcome.threshold),
+        "unit": outcome.unit,
+        "file": finding.file,
+        "line": finding.line,
+        "impact": {
+            "points": finite(outcome.impact.points),
+            "usd": finite(outcome.impact.usd),
+            "note": outcome.impact.note,
+        },
+        "fix": cure_of(outcome),
+        "edits": [{"key": one.key, "value": one.value, "safe": one.safe, "note": one.note} for one in outcome.edits],
+        "reason": finding.reason,
+        "applies": outcome.applies,
+    }
+
+
+def finite(value: Scalar) -> Scalar:
+    """A number that JSON can hold, or None."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def cure_of(outcome: Outcome) -> str:
+    """What to do, in one line: the rule's own words, else its edits."""
+    return outcome.fix or "; ".join(setting(one) for one in outcome.edits)
+
+
+def setting(edit: Edit) -> str:
+    """An edit as a person types it.
+
+    >>> setting(Edit(key="checkpoint.interval_s", value=1418, safe=True))
+    'checkpoint.interval_s = 1418'
+    """
+    return f"{edit.key} = {as_toml(edit.value)}"
+
+
+def as_toml(value: Scalar) -> str:
+    """A value as a job file writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def place_of(finding: Finding) -> str:
+    """file:line, or the file where no line is known."""
+    return f"{finding.file}:{finding.line}" if finding.line else finding.file
+
+
+def cost_of(impact: Impact, job_usd: float | None) -> str:
+    """What a finding costs, in one line; empty where nothing can be told."""
+    parts = []
+    if impact.points is not None and math.isfinite(impact.points):
+        parts.append(f"{_points(impact.points)} of effective training time")
+    if impact.usd is not None and math.isfinite(impact.usd):
+        of = f" of this {format_money(job_usd)} job" if job_usd else ""
+        parts.append(f"about {format_money(impact.usd)}{of}")
+    told = ", ".join(parts)
+    return f"{told}: {impact.note}" if told and impact.note else told or impact.note
+
+
+def _points(points: float) -> str:
+    """Hundredths of the time; tiny ones are said to be so rather than rounded to nothing."""
+    if 0 < points < 0.01:
+        return "below 0.01 points"
+    text = f"{points:.1f}" if points >= 1 else f"{points:.2f}"
+    return f"{text} point{'s' * (text != '1.0')}"
+
+
+def at_stake(report: Report) -> Impact:
+    """All failures together, no more than everything; two that lose the same hour are counted twice."""
+    bad = [one.outcome.impact for one in report.findings if one.verdict == "fail"]
+    points = sum(one.points for one in bad if one.points is not None and math.isfinite(one.points))
+    usd = [one.usd for one in bad if one.usd is not None and math.isfinite(one.usd)]
+    most = report.usd if report.usd is not None else math.inf
+    return Impact(points=min(100.0, points), usd=min(most, sum(usd)) if usd else None)
+
+
+def summary_of(report: Report) -> str:
+    """One line with every count."""
+    counts: Mapping[str, int] = counts_of(report)
+    errors = sum(one.verdict == "fail" and one.severity == "error" for one in report.findings)
+    told = f" ({errors} error{'s' * (errors != 1)})" if errors else ""
+    line = f"{counts['pass']} pass, {counts['fail']} fail{told}, {counts['unknown']} unknown, {counts['waived']} waived"
+    return f"{line}; {counts['exempt']} do{'es' * (counts['exempt'] == 1)} not apply"

@@ -1,0 +1,225 @@
+"""Whether events are as the schema has them: columns of many at once by their types, single ones by the whole schema.
+
+The schema is record/data/events.schema.json. Of it only the words that it uses are known here; a test compares the
+answers with those of a JSON Schema library.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+from phalanx.record.events import Event
+from phalanx.record.schema import load_schema
+from phalanx.record.values import printable
+
+_TYPES: dict[str, frozenset[type]] = {
+    "integer": frozenset((int,)),
+    "number": frozenset((int, float)),
+    "string": frozenset((str,)),
+    "boolean": frozenset((bool,)),
+    "array": frozenset((list,)),
+    "object": frozenset((dict,)),
+    "null": frozenset((type(None),)),
+}
+_NUMBERS = frozenset((int, float))
+COMMON = ("v", "event", "t", "rank")
+Column = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """What a column may hold."""
+
+    types: frozenset[type] | None  # None: anything
+    least: float | None
+    among: frozenset[Any] | None
+
+
+@functools.cache
+def _schema() -> dict[str, Any]:
+    return load_schema()
+
+
+@functools.cache
+def known_kinds() -> frozenset[str]:
+    """Kinds of events that the schema has."""
+    return frozenset(_schema()["$defs"])
+
+
+@functools.cache
+def _fields(kind: str) -> dict[str, Field]:
+    schema = _schema()
+    found = {**schema["properties"], **schema["$defs"][kind]["properties"]}
+    return {name: _field(known) for name, known in found.items() if name != "event"}
+
+
+def _field(known: Mapping[str, Any]) -> Field:
+    names = known.get("type")
+    listed = [names] if isinstance(names, str) else names
+    among = known.get("enum", [known["const"]] if "const" in known else None)
+    types = [_TYPES[name] for name in listed] if listed else [frozenset({type(one)}) for one in among or ()]
+    return Field(
+        types=frozenset().union(*types) if types else None,
+        least=known.get("minimum"),
+        among=frozenset(among) if among is not None else None,
+    )
+
+
+@functools.cache
+def _required(kind: str) -> frozenset[str]:
+    schema = _schema()
+    return frozenset(schema["required"]) | frozenset(schema["$defs"][kind].get("required", ()))
+
+
+class Columns:
+    """The fields of events of one kind, each as a column; a field that an event lacks is None there."""
+
+    def __init__(self, kind: str, events: Sequence[Event]) -> None:
+        self.kind, self.events = kind, events
+        self.names = tuple(events[0])
+        try:
+            rows = map(_getter(self.names), events)
+            self._columns: dict[str, Column] = dict(zip(self.names, zip(*rows, strict=True), strict=True))
+            self.is_even = sum(map(len, events)) == len(events) * len(self.names)
+        except KeyError:
+            self.is_even = False
+        if not self.is_even:  # events of several versions, or with fields of somebody's own
+            self.names = tuple(dict.fromkeys(name for event in events for name in event))[:MOST_FIELDS]
+            self._columns = {name: tuple([event.get(name) for event in events]) for name in self.names}
+        self._nothing: Column = (None,) * len(events)
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def get(self, name: str) -> Column:
+        """A column."""
+        return self._columns.get(name, self._nothing)
+
+    def has(self, name: str) -> bool:
+        """Whether any event has the field."""
+        return name in self._columns
+
+    def doubts(self) -> list[int]:
+        """Places of events that the whole schema must be asked about."""
+        found: set[int] = set()
+        if not self.is_even or not _required(self.kind) <= set(self.names):
+            required = _required(self.kind)
+            found.update(place for place, event in enumerate(self.events) if not required <= event.keys())
+        for name, field in _fields(self.kind).items():
+            column = self._columns.get(name)
+            if column is not None:
+                found.update(_misfits(column, field))
+        return sorted(found)
+
+
+MOST_FIELDS = 1000  # of events of one kind in a piece; somebody else's beyond that
+
+
+def _misfits(column: Column, field: Field) -> Sequence[int]:
+    """Places of what does not belong into a column; of numbers in the middle of others, all that are too small."""
+    types = set(map(type, column))
+    if field.types is not None and not types <= field.types:
+        return [place for place, value in enumerate(column) if type(value) not in field.types]
+    if field.least is not None and types & _NUMBERS:
+        if types <= _NUMBERS and min(column) >= field.least:
+            return ()
+        least = field.least
+        return [place for place, value in enumerate(column) if type(value) in _NUMBERS and value < least]
+    if field.among is not None:
+        allowed = field.among
+        return [place for place, value in enumerate(column) if not _is_among(value, allowed)]
+    return ()
+
+
+def _is_among(value: Any, allowed: frozenset[Any]) -> bool:
+    return not isinstance(value, list | dict) and value in allowed
+
+
+@functools.lru_cache(maxsize=256)
+def _getter(names: tuple[str, ...]) -> Callable[[Event], tuple[Any, ...]]:
+    if len(names) > 1:
+        return itemgetter(*names)
+    return lambda event: (event[names[0]],)
+
+
+# ---- one event, by the whole schema ----------------------------------------------------------------------------------
+
+
+def breaks(event: Event) -> str:
+    """What the schema has against an event, in one line; empty when nothing."""
+    schema = _schema()
+    wrong = _against(event, schema, "")
+    kind = event.get("event")
+    if not wrong and isinstance(kind, str) and kind in schema["$defs"]:
+        wrong = _against(event, schema["$defs"][kind], "")
+    return printable(wrong, most=200)
+
+
+def _against(value: Any, schema: Mapping[str, Any], at: str) -> str:
+    for check in (_type, _value, _table, _list):
+        if wrong := check(value, schema, at):
+            return wrong
+    return ""
+
+
+def _type(value: Any, schema: Mapping[str, Any], at: str) -> str:
+    names = schema.get("type")
+    if names is None:
+        return ""
+    listed = [names] if isinstance(names, str) else names
+    if any(type(value) in _TYPES[name] for name in listed):
+        return ""
+    if "integer" in listed and isinstance(value, float) and value.is_integer():
+        return ""
+    return f"{at or 'the event'} = {_shown(value)} is not {' or '.join(listed)}"
+
+
+def _value(value: Any, schema: Mapping[str, Any], at: str) -> str:
+    among = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if among is not None and not any(_is_same(value, one) for one in among):
+        return f"{at} = {_shown(value)} is none of {', '.join(map(str, among))}"
+    if type(value) in _NUMBERS and value < schema.get("minimum", -float("inf")):
+        return f"{at} = {_shown(value)} is below {schema['minimum']}"
+    if isinstance(value, str) and len(value) < schema.get("minLength", 0):
+        return f"{at} is empty"
+    return ""
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Equal as JSON: 1 and 1.0 are, 1 and true are not."""
+    return (type(value) is type(other) or {type(value), type(other)} <= _NUMBERS) and bool(value == other)
+
+
+def _table(value: Any, schema: Mapping[str, Any], at: str) -> str:
+    if not isinstance(value, dict):
+        return ""
+    if missing := [name for name in schema.get("required", ()) if name not in value]:
+        return f"{at + '.' if at else ''}{missing[0]} is missing"
+    for name, known in schema.get("properties", {}).items():
+        if name in value and (wrong := _against(value[name], known, f"{at}.{name}" if at else name)):
+            return wrong
+    return ""
+
+
+def _list(value: Any, schema: Mapping[str, Any], at: str) -> str:
+    if not isinstance(value, list):
+        return ""
+    if not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)):
+        return f"{at} has {len(value):,} entries"
+    for place, known in enumerate(schema.get("prefixItems", ())[: len(value)]):
+        if wrong := _against(value[place], known, f"{at}[{place}]"):
+            return wrong
+    items = schema.get("items")
+    if items is not None:
+        for place, one in enumerate(value):
+            if wrong := _against(one, items, f"{at}[{place}]"):
+                return wrong
+    return ""
+
+
+def _shown(value: Any) -> str:
+    return printable(repr(value), most=40)

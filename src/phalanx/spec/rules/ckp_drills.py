@@ -1,0 +1,44 @@
+"""What the checkpoint rules ask of drills: was such a fault injected, and did nothing come of it."""
+
+from __future__ import annotations
+
+from phalanx.spec.evidence import Evidence
+from phalanx.spec.facts.drill import DrillFacts, proof, why_none
+from phalanx.spec.outcome import Impact, Outcome, failed, passed, unknown
+
+SUITE = "phalanx drill JOB --suite"
+
+
+def newest(evidence: Evidence, kinds: tuple[str, ...]) -> DrillFacts | None:
+    """The newest record that counts for this trainer and profile and in which one of these faults happened."""
+    if evidence.practice.trainer != "phalanx":
+        return None
+    found = (proof(evidence.drills, profile=evidence.profile.name, kind=kind) for kind in kinds)
+    return next((one for one in found if one is not None), None)
+
+
+def drilled(evidence: Evidence, kinds: tuple[str, ...], *, what: str, harm: Impact) -> Outcome:
+    """The verdict of the newest drill with one of these faults; `what` is the fault in words."""
+    drill = newest(evidence, kinds)
+    if drill is None:
+        return missing(evidence, what)
+    if drill.clean:
+        return passed(f"drilled: {what}, and nothing was lost or wrong ({drill.path})", value=True, threshold=True)
+    return failed(
+        f"drilled: {what}, and it did not go well: {'; '.join(drill.wrong[:3]) or 'the oracle found a fault'}",
+        value=False,
+        threshold=True,
+        impact=harm,
+        fix=f"mend what the record {drill.path} tells, then {SUITE}",
+    )
+
+
+def missing(evidence: Evidence, what: str) -> Outcome:
+    """There is no such drill."""
+    trainer = evidence.practice.trainer
+    if trainer != "phalanx":
+        return unknown(
+            f"no drill shows {what} under {trainer}", fix="drill it there, and waive the rule with the record"
+        )
+    why = why_none(evidence.drills, profile=evidence.profile.name)
+    return unknown(f"no drill shows {what}" + (f": {why}" if why else ""), fix=f"{SUITE} on the hardware of the job")

@@ -1,0 +1,218 @@
+"""COM001: the all-reduce algorithm is near the best one for these groups and sizes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from phalanx.network import collectives, nccl
+from phalanx.plan.plan import Plan
+from phalanx.spec.evidence import Evidence
+from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
+from phalanx.spec.rule import Limit, Limits, Reference, Rule
+from phalanx.spec.rules.com_messages import Message, communicator, messages
+
+AUTO = "auto"
+SWITCHED = ("hopper", "blackwell")  # families whose switch sums (NVLS); NCCL's efficiency for Ampere is 0
+TO_AUTO = Edit(key="comm.algorithm", value=AUTO, safe=True, note="NCCL picks by message and group")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Race:
+    """One message: seconds of every algorithm there is for it, and which one the job takes."""
+
+    message: Message
+    seconds: dict[str, float]
+    taken: str
+
+    @property
+    def best(self) -> str:
+        return min(self.seconds, key=lambda name: self.seconds[name])
+
+    @property
+    def ratio(self) -> float:
+        taken_s, best_s = self.seconds.get(self.taken, math.inf), self.seconds[self.best]
+        return taken_s / best_s if best_s > 0 else 1.0
+
+    @property
+    def line(self) -> str:
+        one = self.message
+        times = ", ".join(f"{name} {1e6 * value:,.0f} µs" for name, value in self.seconds.items())
+        return (
+            f"{one.axis} {one.operation} of {one.size} between {one.ranks:,} ranks, "
+            f"{one.per_domain} in each of {one.domains:,} domains: {times}"
+        )
+
+
+def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
+    """T(algorithm) over the smallest T of all algorithms, for the message that fares worst."""
+    name, wanted = evidence.profile.name, evidence.the_job.comm.algorithm
+    if name == "tpu":
+        return unknown(
+            "the compiler (XLA) owns the algorithms of TPU collectives and does not tell",
+            fix="nothing to set; waive the rule, or compare a profile of the step with phalanx plan",
+        )
+    if name == "cpu-gloo":
+        return _gloo(evidence, wanted)
+    sent = messages(evidence)
+    if not sent:
+        return exempt("no group of this plan sums or gathers anything")
+    if evidence.profile.must_measure and wanted != AUTO:
+        return unknown(
+            f'comm.algorithm = "{wanted}" cannot be compared: no latency or rate of {name} links is published',
+            fix='leave it "auto", or measure both algorithms and waive the rule with the numbers',
+            at="comm.algorithm",
+        )
+    judged = _judge(evidence, limits, sent, wanted)
+    outside = _environment(evidence, wanted)
+    return (judged, outside) if outside is not None else judged
+
+
+def _gloo(evidence: Evidence, wanted: str) -> Outcome:
+    if wanted == AUTO or wanted == "ring":
+        return passed("gloo has one all-reduce, a ring: there is nothing to choose")
+    return failed(
+        f'comm.algorithm = "{wanted}" has no effect: gloo has one all-reduce, a ring',
+        value=wanted,
+        threshold=AUTO,
+        at="comm.algorithm",
+        impact=Impact(note="no time: the setting is ignored"),
+        edits=(TO_AUTO,),
+    )
+
+
+def _judge(evidence: Evidence, limits: Limits, sent: tuple[Message, ...], wanted: str) -> Outcome:
+    two_levels = limits.flag("two_levels")
+    races = [_race(evidence.the_plan, one, wanted, two_levels=two_levels) for one in sent]
+    worst = max(races, key=lambda race: race.ratio)
+    most = limits.number("most_ratio")
+    if worst.ratio <= most:
+        return passed(
+            f"{'NCCL picks' if wanted == AUTO else wanted + ' is'} within {most:.2f}x of the best for every message: "
+            f"{worst.ratio:.2f}x at worst",
+            formula=tuple(race.line for race in races),
+            value=worst.ratio,
+            threshold=most,
+            unit="x",
+        )
+    return _slow(evidence, worst, wanted, most)
+
+
+def _race(plan: Plan, message: Message, wanted: str, *, two_levels: bool) -> _Race:
+    group, cluster = communicator(message, plan.cluster), plan.cluster
+    seconds: dict[str, float] = {
+        name: nccl.seconds(group, name, message.nbytes, operation=message.operation) for name in ("ring", "tree")
+    }
+    if message.domains == 1 and message.ranks > 2 and cluster.accelerator.family in SWITCHED:
+        seconds["nvls"] = _switch(group, message)
+    own = {name: value for name, value in seconds.items() if math.isfinite(value)}
+    taken = min(own, key=lambda name: own[name]) if wanted == AUTO else wanted
+    if two_levels and wanted == AUTO:  # a forced algorithm is held against what NCCL could do instead
+        own["two levels"] = nccl.hierarchical_seconds(
+            domains=message.domains,
+            per_domain=message.per_domain,
+            link_bytes_per_s=cluster.link_bytes_per_s,
+            nic_bytes_per_s=cluster.nic_bytes_per_s,
+            nbytes=message.nbytes,
+            operation=message.operation,
+        )
+    return _Race(message=message, seconds={k: v for k, v in own.items() if math.isfinite(v)}, taken=taken)
+
+
+def _switch(group: nccl.Communicator, message: Message) -> float:
+    """A sum inside the switch: the planner's measured gain over a ring, and its latency."""
+    share = (group.ranks - 1) / group.ranks * (2 if message.operation == "all-reduce" else 1)
+    rate = group.bus_bytes_per_s * collectives.SWITCH_GAIN
+    return share * message.nbytes / rate + collectives.SWITCH_LATENCY_S
+
+
+def _slow(evidence: Evidence, race: _Race, wanted: str, most: float) -> Outcome:
+    one, step_s = race.message, evidence.the_plan.prediction.step_s
+    told = f"{race.taken} takes {race.ratio:.1f}x the time of {race.best} for {one.operation} of {one.size}"
+    impact = evidence.loses(
+        (1 - 1 / race.ratio) * one.wire_s / max(step_s, 1e-30),
+        "at most: the difference, as far as nothing hides it",
+    )
+    if race.taken not in race.seconds:
+        told = f"there is no {race.taken} for {one.operation} between {one.ranks:,} ranks in {one.domains:,} domains"
+        impact = Impact(note="no time: NCCL ends with an error, or (older releases) ignores the setting")
+    return failed(
+        f"{told} ({one.axis} axis)",
+        formula=(race.line, f"T({race.taken}) / T({race.best}) = {race.ratio:.2f}, at most {most:.2f}"),
+        value=race.ratio if math.isfinite(race.ratio) else None,
+        threshold=most,
+        unit="x",
+        at="comm.algorithm" if wanted != AUTO else "parallel.shard",
+        impact=impact,
+        fix="" if wanted != AUTO else _two_levels(one),
+        edits=(TO_AUTO,) if wanted != AUTO else (),
+    )
+
+
+def _two_levels(one: Message) -> str:
+    return (
+        f"use two levels: parallel.shard = {one.per_domain} keeps gathers inside a domain and sums once between "
+        "domains (HSDP), or let NCCL sum in the network (NCCL_COLLNET_ENABLE=1 where the fabric has SHARP)"
+    )
+
+
+def _environment(evidence: Evidence, wanted: str) -> Outcome | None:
+    """NCCL_ALGO outside the job decides for every group and size, and no record of the job shows it."""
+    set_to = (evidence.host.environment or {}).get("NCCL_ALGO", "") if evidence.host is not None else ""
+    if not set_to:
+        return None
+    return failed(
+        f"NCCL_ALGO = {set_to[:40]!r} in the environment decides for every group and every size",
+        value=set_to[:40],
+        threshold="not set",
+        at="comm.algorithm",
+        impact=Impact(note="not known: it may be the best for one message and 4.6x slower for another"),
+        fix="unset NCCL_ALGO"
+        + ("" if wanted != AUTO else "; where one algorithm must be forced, say so in the job file"),
+    )
+
+
+RULE = Rule(
+    id="COM001",
+    slug="algorithm-near-optimal",
+    severity="warning",
+    requires="JP",
+    uses="H",
+    requirement="The algorithm of every collective is within 10 % of the best one for its group and its size.",
+    why="""
+Ring or tree is a question of nodes *and* bytes. In NCCL's own cost model an all-reduce of 64 MiB on nodes of 8 H100 is
+faster as a ring on 2 nodes (434 against 499 µs), a tie on 4, and 4.6 times faster as a tree on 64 (584 against 2,689
+µs). A ring over thousands of ranks pays thousands of latencies. Reduce-scatter and all-gather, the traffic of ZeRO and
+FSDP, have no tree in NCCL at all: forcing one ends in an error, or in nothing.
+""",
+    how="""
+For every sum, gather and scatter of the plan, with its real group and message (gradient bucket, block of layers, or
+activations): `T(algorithm) ≤ 1.10 · min(T_ring, T_tree, T_nvls)`, times from NCCL's tuning model
+(`network/nccl.py`), in-switch sums from the planner's measurement. From 4,096 devices on, what NCCL picks by itself is
+also held against two levels, inside a domain and between domains. `NCCL_ALGO` in the environment is a finding by
+itself. gloo has a ring only; the algorithms of a TPU belong to its compiler, so there the verdict is unknown.
+""",
+    limits={
+        "most_ratio": Limit(value=1.10, unit="x", note="time over that of the best algorithm: house"),
+        "two_levels": Limit(
+            value=False, classes={"S4": True}, note="whether two levels are among the rivals: above 4,096 devices"
+        ),
+    },
+    bad="""
+[comm]
+algorithm = "ring"   # on 64 nodes: 4.6x a tree at 64 MiB
+""",
+    good="""
+[comm]
+algorithm = "auto"
+""",
+    fix='`algorithm = "auto"`: NCCL decides per message. Unset `NCCL_ALGO`.',
+    waive="A fabric on which nccl-tests showed the forced algorithm to be faster: put the numbers in the reason.",
+    references=(
+        Reference(text="NVIDIA/nccl src/graph/tuning.cc, 2.20 and 2.28", mark="read"),
+        Reference(text="table of ring and tree over nodes: our arithmetic from that model", mark="computed"),
+        Reference(text="in-switch sums: 480 against 367 GB/s, stas00/ml-engineering network/README.md", mark="read"),
+    ),
+    check=check,
+    harder_from="S4",
+)

@@ -1,0 +1,182 @@
+"""COM004: collective timeouts are set, and tight once steps are steady."""
+
+from __future__ import annotations
+
+import math
+
+from phalanx.plan.timeouts import bounded, steady_timeout_s
+from phalanx.spec.evidence import Evidence
+from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
+from phalanx.spec.rule import Limit, Limits, Reference, Rule
+from phalanx.units import DAY_S
+
+
+def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """Both timeouts against their bounds; the steady one also against the steps as measured."""
+    if evidence.profile.name == "tpu":
+        return (exempt("the TPU runtime owns the timeouts of its collectives"),)
+    return (_first(evidence, limits), *_steady(evidence, limits))
+
+
+def _first(evidence: Evidence, limits: Limits) -> Outcome:
+    set_s, most_s = evidence.the_job.comm.init_timeout_s, limits.number("init_most_s")
+    told = f"until steps are steady a rank waits {set_s:g} s for another"
+    if set_s <= most_s:
+        return passed(f"{told}, at most {most_s:g}", value=set_s, threshold=most_s, unit="s", at="comm.init_timeout_s")
+    return failed(
+        f"{told}, more than {most_s:g}",
+        value=set_s,
+        threshold=most_s,
+        unit="s",
+        at="comm.init_timeout_s",
+        impact=_per_failure(evidence, set_s - most_s),
+        edits=(Edit(key="comm.init_timeout_s", value=int(most_s), safe=True, note="torchtitan's start"),),
+    )
+
+
+def _steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    step_s, source = _step(evidence)
+    written = evidence.the_job.train.timeout_s
+    if step_s is None:
+        return (_without_steps(written, evidence, limits),)
+    set_s = steady_timeout_s(evidence.the_job, evidence.plan.prediction) if evidence.plan is not None else written
+    if isinstance(set_s, str):
+        set_s = bounded(step_s)
+    least_s = min(limits.number("steps") * step_s, limits.number("train_most_s"))
+    least_s = max(least_s, limits.number("train_least_s"))
+    most_s = max(limits.number("train_most_s"), step_s)
+    wanted_s = bounded(step_s, steps=limits.number("steps"), most_s=limits.number("train_most_s"))
+    formula = (
+        f"from min({limits.number('steps'):g} × {step_s:.3g} s {source}, {limits.number('train_most_s'):g} s) and at "
+        f"least {limits.number('train_least_s'):g} s = {least_s:.3g} s, to {most_s:.3g} s",
+    )
+    told = f"a rank waits {set_s:.4g} s for another in a steady step"
+    if least_s <= set_s <= most_s:
+        return (passed(told, formula=formula, value=set_s, threshold=most_s, unit="s", at="train.timeout_s"),)
+    if set_s > most_s:
+        return (_too_long(evidence, told, set_s, most_s, wanted_s, formula),)
+    return (_too_short(evidence, told, set_s, least_s, wanted_s, formula),)
+
+
+def _without_steps(written: float | str, evidence: Evidence, limits: Limits) -> Outcome:
+    """No plan and no log: a number can still be too long."""
+    most_s = limits.number("train_most_s")
+    if isinstance(written, str) or written <= most_s:
+        return unknown(
+            "how long a step takes is not known, so neither is how long to wait for one",
+            fix="name a cluster the planner knows, or check the run's folder",
+            at="train.timeout_s",
+        )
+    told = f"a rank waits {written:.4g} s for another in a steady step"
+    return _too_long(evidence, told, written, most_s, most_s, ())
+
+
+def _step(evidence: Evidence) -> tuple[float | None, str]:
+    """Seconds of a slow step: measured where there is a log of it, else the slow end of the prediction."""
+    log = evidence.log
+    if log is not None and log.steps is not None and log.steps.duration_s is not None:
+        if math.isfinite(log.steps.duration_s.p99):
+            return log.steps.duration_s.p99, "(measured, 99 of 100 are faster)"
+    if evidence.plan is not None and math.isfinite(evidence.plan.prediction.step_s_high):
+        return evidence.plan.prediction.step_s_high, "(predicted, slow end)"
+    return None, ""
+
+
+def _too_long(
+    evidence: Evidence, told: str, set_s: float, most_s: float, wanted_s: float, formula: tuple[str, ...]
+) -> Outcome:
+    return failed(
+        f"{told}, more than {most_s:.4g}",
+        formula=formula,
+        value=set_s,
+        threshold=most_s,
+        unit="s",
+        at="train.timeout_s",
+        impact=_per_failure(evidence, set_s - wanted_s),
+        edits=(_edit(wanted_s),),
+    )
+
+
+def _too_short(
+    evidence: Evidence, told: str, set_s: float, least_s: float, wanted_s: float, formula: tuple[str, ...]
+) -> Outcome:
+    return failed(
+        f"{told}, less than {least_s:.4g}",
+        formula=formula,
+        value=set_s,
+        threshold=least_s,
+        unit="s",
+        at="train.timeout_s",
+        severity="error" if evidence.log is None else "warning",
+        impact=Impact(note="a healthy run is ended whenever a step or a network card is slow; how often is not known"),
+        edits=(_edit(wanted_s),),
+    )
+
+
+def _edit(wanted_s: float) -> Edit:
+    return Edit(key="train.timeout_s", value=round(wanted_s), safe=True, note="five steps, from 30 to 120 s")
+
+
+def _per_failure(evidence: Evidence, late_s: float) -> Impact:
+    """Every failure is noticed so much later, where the heartbeat does not notice it first."""
+    note = "for every failure that only a timeout notices, as a hang"
+    if evidence.plan is None:
+        return Impact(note=f"{late_s:,.0f} s {note}")
+    r = evidence.plan.reliability
+    return evidence.loses(late_s * r.hosts * r.failures_per_host_day / DAY_S, note)
+
+
+RULE = Rule(
+    id="COM004",
+    slug="timeouts-explicit",
+    severity="error",
+    requires="J",
+    uses="PL",
+    requirement="Collectives give up after at most 300 s at the start, and 120 s once steps are steady.",
+    why="""
+A hang shows only when something stops waiting. PyTorch waits 600 s for NCCL and 1,800 s for gloo (pytorch PR #110947);
+finding a fault by such a timeout takes about 10 minutes where heartbeats take 2 to 60 s (ByteRobust, arXiv:2509.16293
+table 3). Ten minutes instead of 90 s cost 0.3 points of effective time on 1,024 GPUs and 4.5 on 16,384. Too short is
+wrong as well: a network card that flaps comes back within seconds (MegaScale, arXiv:2402.15627).
+""",
+    how="""
+`comm.init_timeout_s ≤ 300` covers start and compilation. `train.timeout_s` lies between `clamp(5 · step, 30 s, 120 s)`
+and 120 s; the step is the 99th percentile of the log's steady ones (the first five of a formation left out), or the
+slow end of the plan's interval before there is a log. `"auto"` is that clamp. A step longer than 120 s moves the upper
+bound to one step (house). CPU ranks may give up after 5 s.
+""",
+    limits={
+        "init_most_s": Limit(value=300.0, unit="s", note="torchtitan's start timeout"),
+        "train_most_s": Limit(value=120.0, unit="s", note="near torchtitan's 100 s: house"),
+        "train_least_s": Limit(
+            value=30.0,
+            unit="s",
+            profiles={"cpu-gloo": 5.0},
+            note="a flap of a network card lasts seconds (MegaScale); gloo: torchft's 5 s",
+        ),
+        "steps": Limit(value=5.0, unit="steps", note="NVIDIA resiliency extension: five times what was observed"),
+    },
+    bad="""
+[comm]
+init_timeout_s = 1800
+
+[train]
+timeout_s = 600
+""",
+    good="""
+[comm]
+init_timeout_s = 300
+
+[train]
+timeout_s = "auto"
+""",
+    fix='`timeout_s = "auto"`; `--fix` writes the number.',
+    waive="Storage or a first compilation that is known to take longer than 300 s: say what takes how long.",
+    references=(
+        Reference(text="pytorch/pytorch PR #110947: defaults of 10 and 30 minutes", mark="read"),
+        Reference(text="pytorch/torchtitan: 300 s at the start, 100 s in training", mark="read"),
+        Reference(text="NVIDIA/nvidia-resiliency-ext: factor 5, 5 warm-up iterations", mark="read"),
+        Reference(text="ByteRobust, arXiv:2509.16293 table 3; MegaScale, arXiv:2402.15627", mark="read"),
+    ),
+    check=check,
+)

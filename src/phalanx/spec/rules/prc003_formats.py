@@ -1,0 +1,112 @@
+"""PRC003: narrow formats only where the hardware has them, away from what they hurt, and with parity shown."""
+
+from __future__ import annotations
+
+from phalanx.spec.evidence import Evidence
+from phalanx.spec.outcome import Edit, Impact, Outcome, failed, passed, unknown
+from phalanx.spec.rule import Limit, Limits, Reference, Rule
+
+SPARED = "embeddings, norms, head and router"
+
+
+def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """Is it there, is it kept away from what it hurts, was it shown to learn as well."""
+    supported = _supported(evidence)
+    if evidence.the_job.precision.compute not in limits.words("narrow_formats") or supported.verdict == "fail":
+        return (supported,)
+    parity = unknown(
+        f"nothing shows that {evidence.the_job.precision.compute} learns as bf16 does on this model",
+        fix="train a hundredth of the tokens in both, compare the losses (a gap of at most 0.25 % is parity), and waive "
+        "the rule with the two runs as the reason",
+        at="precision.compute",
+    )
+    return (supported, _spares(evidence), parity)
+
+
+def _supported(evidence: Evidence) -> Outcome:
+    kind, profile = evidence.the_job.precision.compute, evidence.profile
+    listed = ", ".join(profile.formats)
+    if kind in profile.formats:
+        if profile.must_measure and kind not in ("fp32", "bf16"):
+            return _declared(evidence, kind)
+        return passed(f"{profile.name} multiplies in {kind}", value=kind, threshold=listed, at="precision.compute")
+    nearest = "bf16" if "bf16" in profile.formats else profile.formats[0]
+    return failed(
+        f"{profile.name} does not multiply in {kind}",
+        value=kind,
+        threshold=listed,
+        at="precision.compute",
+        impact=Impact(note="the job does not start, or computes in a wider format than it says"),
+        edits=(Edit(key="precision.compute", value=nearest, safe=False, note=f"{profile.name} has {listed}"),),
+    )
+
+
+def _declared(evidence: Evidence, kind: str) -> Outcome:
+    """Of hardware that the specification does not know: what its own entry declares."""
+    at = "precision.compute"
+    if evidence.plan is None:
+        return unknown(f"nothing is known of {kind} on this hardware", fix="name its profile, or a cluster file", at=at)
+    accelerator = evidence.plan.cluster.accelerator
+    peaks = {"fp8": accelerator.peak_fp8_flops, "fp4": accelerator.peak_fp4_flops, "fp16": accelerator.peak_bf16_flops}
+    if peaks.get(kind, 0.0) > 0:
+        return passed(f"{accelerator.name} declares a peak of {peaks[kind]:.3g} FLOP/s in {kind}", value=kind, at=at)
+    return unknown(f"{accelerator.name} declares no peak in {kind}", fix=f"give peak_{kind}_flops in a file", at=at)
+
+
+def _spares(evidence: Evidence) -> Outcome:
+    practice, at = evidence.practice, "precision.compute"
+    if practice.fp8_spares_sensitive is None:
+        return unknown(
+            f"nothing says what {practice.trainer} leaves in 16 bit",
+            fix=f"look up which modules it converts: {SPARED} must not be among them",
+            at=at,
+        )
+    if practice.fp8_spares_sensitive:
+        return passed(f"{practice.trainer} leaves {SPARED} in 16 bit or more", value=True, threshold=True, at=at)
+    return failed(
+        f"{practice.trainer} converts {SPARED} too",
+        value=False,
+        threshold=True,
+        at=at,
+        impact=Impact(note="not time: the loss is at stake, by an amount only a parity run tells"),
+        fix=f"exclude {SPARED} from the conversion",
+    )
+
+
+RULE = Rule(
+    id="PRC003",
+    slug="format-supported-and-parity",
+    severity="error",
+    requires="J",
+    uses="P",
+    requirement="A format of matrix products is one the hardware has; 8- and 4-bit ones spare sensitive modules and have shown parity.",
+    why="""
+fp8 is in Hopper, Blackwell and CDNA 3, fp4 in Blackwell alone; A100, TPU before v7 and CPUs multiply in neither.
+DeepSeek-V3 trained in fp8 with embedding, head, norms, gates and attention left in bf16 or fp32, and accepted it because
+the loss of two smaller models stayed within 0.25 % of bf16. A model that went through a format nobody compared cannot be
+told from one that learnt less.
+""",
+    how="""
+`precision.compute ∈ formats(profile)`. For fp8 and fp4 also: the trainer spares embeddings, norms, head and router (its
+documentation or code), and a parity run: |loss − loss_bf16| / loss_bf16 ≤ 0.25 %. No file of this edition carries a
+parity run, so that part is `unknown` until it is waived with the runs named.
+""",
+    limits={
+        "narrow_formats": Limit(value=("fp8", "fp4"), note="formats that need parity: arXiv:2412.19437 section 3.3"),
+    },
+    bad="""
+[precision]
+compute = "fp4"
+""",
+    good="""
+[precision]
+compute = "bf16"
+""",
+    fix="A format that the profile lists; `phalanx explain PRC003 JOB` names them for this job.",
+    waive="With the parity run as the reason: same data, same steps, both losses.",
+    references=(
+        Reference(text="DeepSeek-V3, arXiv:2412.19437 section 3.3 (fp8 training, 0.25 %)", mark="recalled"),
+        Reference(text="formats by device: vendors' datasheets", mark="recalled"),
+    ),
+    check=check,
+)
