@@ -76,6 +76,7 @@ def drill(folder: Path, tmp_path: Path) -> Drill:
     """The command in a process of its own; its exit code and what it printed."""
     environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
     environ["XDG_CONFIG_HOME"] = str(tmp_path / "config")
+    environ["XDG_DATA_HOME"] = str(tmp_path / "data")
 
     def run(*words: str, limit_s: float = 280.0) -> tuple[int, dict[str, Any]]:
         command = [sys.executable, "-m", "phalanx", "drill", *words, "--json"]

@@ -22,11 +22,13 @@ from synthetic import write_run
 
 from phalanx.cli import watch
 from phalanx.cli.main import main
+from phalanx.cli.watch_check import Checker, Known
 from phalanx.cli.watch_screen import frame, spark
 from phalanx.record.account.summary import Pair
 from phalanx.record.over import SILENT_S
 from phalanx.record.page.view import View, Watcher
 from phalanx.record.run import Run
+from phalanx.spec.live import LiveCheck
 
 Output = pytest.CaptureFixture[str]
 
@@ -41,8 +43,9 @@ def view(done: Run) -> View:
     return Watcher(done).look()
 
 
-def screen(view: View, *, width: int = 110, height: int = 60) -> list[str]:
-    return [line.plain for line in frame(view, ["step 9: something"], name="run", width=width, height=height)]
+def screen(view: View, *, width: int = 110, height: int = 60, check: Known | None = None) -> list[str]:
+    lines = frame(view, ["step 9: something"], name="run", width=width, height=height, check=check)
+    return [line.plain for line in lines]
 
 
 def test_the_screen(view: View) -> None:
@@ -91,6 +94,9 @@ def test_plain_lines_of_a_run_that_is_over(done: Run, capsys: Output) -> None:
     assert "step 30: fell: rank 3 on host-1: killed by signal 9" in lines
     assert any(line.startswith("step 60/60  loss ") for line in lines)
     assert any(line.startswith("straggler: rank 2 ") for line in lines)
+    assert any(line.startswith("check: warning TEL004 stragglers-named: rank 2 ") for line in lines)
+    (counts,) = (line for line in lines if re.match(r"check: \d+ pass, \d+ fail", line))
+    assert "so far" not in counts
     assert lines[-1] == "done"
 
 
@@ -101,6 +107,41 @@ def test_objects(done: Run, capsys: Output) -> None:
     assert (told["state"], told["step"], told["steps"], told["incidents"]) == ("done", 60, 60, 1)
     assert told["stragglers"][0]["rank"] == 2
     assert told["so_far"]["usd"] > 0
+    check = told["check"]
+    assert (check["so_far"], check["counts"]["fail"] > 0) == (False, True)
+    assert "TEL004" in {one["rule"] for one in check["findings"]}
+
+
+def test_verdicts_on_the_screen(done: Run, view: View) -> None:
+    known = Checker(done).last()
+    lines = screen(view, width=200, check=known)
+    number = next(index for index, line in enumerate(lines) if line.startswith("check "))
+    assert re.match(r"check +\d+ pass, \d+ fail", lines[number])
+    worst = known.problems()[0]
+    assert f"{worst.severity} {worst.rule.id} {worst.rule.slug}: {worst.outcome.what}" in lines[number + 1]
+    assert lines[number + 4].endswith(f"and {len(known.problems()) - 3} more: phalanx check RUN")
+    assert any(line.startswith("check      reading") for line in screen(view, check=Known()))
+
+
+def test_the_screen_never_waits_for_a_verdict(done: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    going = threading.Event()
+    look = LiveCheck.look
+    monkeypatch.setattr(LiveCheck, "look", lambda check: (going.wait(30), look(check, 5_000))[1])
+    checker = Checker(done)
+    assert checker.known == Known()
+    assert checker.last(wait_s=0.05) == Known()
+    going.set()
+    assert checker.last().is_last
+
+
+def test_a_fault_in_a_rule_does_not_end_the_watching(
+    done: Run, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LiveCheck, "look", lambda check: {}["fault"])
+    assert main(["watch", str(done.path), "--plain"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "check: could not be worked out (KeyError)" in lines
+    assert lines[-1] == "done"
 
 
 def append(path: Path, text: str) -> None:

@@ -11,6 +11,8 @@ import pytest
 from dashboard import Dashboard, dashboard
 from synthetic import write_run
 
+from phalanx.spec.live import LiveCheck
+
 pytest.importorskip("uvicorn")
 
 
@@ -137,6 +139,67 @@ def test_ledger_plan_cost_and_findings(page: Dashboard) -> None:
     assert cost["sources"]
 
 
+def test_findings_are_verdicts_by_group(page: Dashboard) -> None:
+    found = page.json("/api/runs/alpha/findings")
+    assert (found["available"], found["settled"], found["so_far"], found["damage"]) == (True, True, False, [])
+    listed = {one["rule"]: one for group in found["groups"] for one in group["findings"] if one["verdict"] == "fail"}
+    slow = listed["TEL004"]
+    assert slow["what"].startswith("rank 5 ")
+    assert "score" in slow["formula"][0]
+    assert slow["fix"]
+    assert slow["impact"]["points"] > 0
+    assert next(group["group"] for group in found["groups"]) == "TOP"
+    assert all(one["group"] == group["group"] for group in found["groups"] for one in group["findings"])
+    counts = page.json("/api/runs/alpha/verdicts")
+    assert counts["counts"] == found["report"]["counts"]
+    assert counts["counts"]["fail"] == len({one["rule"] for one in listed.values()})
+
+
+def test_findings_name_no_place_outside_the_run(page: Dashboard) -> None:
+    found = page.json("/api/runs/alpha/findings")
+    assert str(Path.home()) not in json.dumps(found)
+    assert not any(one["file"].startswith(("/", "..")) for group in found["groups"] for one in group["findings"])
+
+
+def test_a_rule_in_its_own_words(page: Dashboard) -> None:
+    found = page.json("/api/rules/TEL004")
+    assert found["slug"] == "stragglers-named"
+    assert all(found[key] for key in ("requirement", "why", "how", "bad", "good", "fix", "waive", "history"))
+    assert {"name": "score", "value": 0.75}.items() <= found["limits"][0].items()
+    assert page.get("/api/rules/TEL999").status == 404
+    assert page.get("/api/rules/%2e%2e%2fx").status == 404
+
+
+def test_verdicts_follow_a_run_that_grows(tmp_path: Path) -> None:
+    run = write_run(tmp_path, name="going", ranks=2, steps=60, incidents=0, hosts=1, finished=False)
+    with run.held(), dashboard(tmp_path) as page:
+        before = page.json("/api/runs/going/findings")
+        assert before["so_far"]
+        broken = json.dumps({"v": 1, "event": "step", "t": 1.8e9, "rank": 0, "step": "sixty"})
+        with run.events(0).open("a", encoding="utf-8") as file:
+            file.write((broken + "\n") * 3)
+        _until(lambda: _failing(page.json("/api/runs/going/findings")) != _failing(before), 30)
+
+
+def _failing(found: dict[str, Any]) -> set[tuple[str, str]]:
+    listed = [one for group in found["groups"] for one in group["findings"]]
+    return {(one["rule"], one["what"]) for one in listed if one["verdict"] == "fail"}
+
+
+def test_a_long_log_is_judged_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.spec.live.LiveCheck.look", _slowly(LiveCheck.look))
+    write_run(tmp_path, name="long", ranks=4, steps=60)
+    with dashboard(tmp_path) as page:
+        found = page.json("/api/runs/long/findings")
+        assert (found["available"], found["settled"], found["so_far"]) == (True, False, True)
+        _until(lambda: page.json("/api/runs/long/findings")["settled"], 30)
+        assert not page.json("/api/runs/long/findings")["so_far"]
+
+
+def _slowly(look: Any) -> Any:
+    return lambda check: look(check, budget_bytes=20_000)
+
+
 def test_findings_are_the_plans_warnings_and_who_was_shut_out(tmp_path: Path) -> None:
     run = write_run(tmp_path, name="warned", steps=20)
     plan = run.plan() | {"warnings": ["job.toml:3: tensor = 2 costs 9%\n  use 1", 7]}
@@ -153,8 +216,8 @@ def test_findings_are_the_plans_warnings_and_who_was_shut_out(tmp_path: Path) ->
         file.write(json.dumps(event) + "\n")
     with dashboard(tmp_path) as page:
         found = page.json("/api/runs/warned/findings")
-    assert (found["available"], found["damage"]) == (False, [])
-    assert [(one["source"], one["what"], one["hints"]) for one in found["findings"]] == [
+    assert (found["available"], found["damage"]) == (True, [])
+    assert [(one["source"], one["what"], one["hints"]) for one in found["remarks"]] == [
         ("plan", "job.toml:3: tensor = 2 costs 9%", ["use 1"]),
         ("run", "b: no disk", ["mend it"]),
     ]

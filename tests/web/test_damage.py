@@ -31,6 +31,7 @@ PATHS = (
     "/ledger",
     "/plan",
     "/findings",
+    "/verdicts",
     "/cost",
 )
 ODD = ["x", "", None, True, -1, 2**70, 1e308, [], {}, [[1]], {"a": []}, "\x1b[2J<script>alert(1)</script>", "\ud800"]

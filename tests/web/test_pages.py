@@ -33,7 +33,7 @@ PAGES = {
     "step": ("#/runs/alpha/step", ".span-plot canvas >> nth=1"),
     "ledger": ("#/runs/alpha/ledger", ".accounts .meter"),
     "plan": ("#/runs/alpha/plan", "text=Why not another one"),
-    "findings": ("#/runs/alpha/findings", "text=phalanx check"),
+    "findings": ("#/runs/alpha/findings?show=all", ".finding >> nth=20"),
     "cost": ("#/runs/alpha/cost", ".cost-figures"),
     "compare": ("#/compare?runs=alpha,beta&x=tokens", ".chart .u-over"),
     "damaged": ("#/runs/damaged", ".notice"),
@@ -287,3 +287,26 @@ def test_what_is_missing_is_said_in_words(browser: Any, site: Dashboard, tmp_pat
         tab.console.clear()  # the browser itself complains of every 404
     with dashboard(tmp_path) as empty, visit(browser, empty) as tab:
         tab.go("#/", "text=There is no run here yet")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_findings_show_what_is_broken_what_it_costs_and_its_cure(
+    browser: Any, site: Dashboard, screenshots: Path, scheme: str
+) -> None:
+    with visit(browser, site, scheme=scheme) as tab:
+        tab.go("#/runs/alpha/findings", "[data-group=TEL]")
+        slow = tab.page.locator("article.finding", has_text="TEL004 stragglers-named")
+        assert "rank 5" in slow.inner_text()
+        assert "Fix:" in slow.inner_text()
+        assert "points of effective training time" in slow.inner_text()
+        assert not tab.page.locator(".verdict[data-verdict=pass]").count()
+        slow.locator("summary").click()
+        tab.see("text=How it is checked")
+        tab.page.screenshot(path=screenshots / f"findings-{scheme}.png", full_page=True)
+        tab.see(".figures >> text=Specification")
+        tab.page.get_by_role("button", name="Passed").click()
+        tab.see(".verdict[data-verdict=pass]")
+        assert "show=pass" in tab.page.url
+        tab.page.reload()
+        tab.see(".verdict[data-verdict=pass]")
+        assert not tab.page.locator(".verdict[data-verdict=fail]").count()

@@ -39,6 +39,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=[],
         help=f"inject this, as {USUAL}; may be repeated; docs/drills.md lists the kinds",
     )
+    parser.add_argument(
+        "--suite", action="store_true", help="run the standard drills, which answer rules of phalanx check"
+    )
     parser.add_argument("--chaos", action="store_true", help="draw faults at random moments instead")
     parser.add_argument("--rate", metavar="R", type=float, help="faults per minute of --chaos (6)")
     parser.add_argument("--seed", metavar="N", type=int, help="of --chaos; the same seed, the same faults (0)")
@@ -65,23 +68,27 @@ def run(args: argparse.Namespace) -> int:
     _check_call(args)
     if args.check:
         return _check(Path(args.check), as_json=args.json)
+    if args.suite:
+        from phalanx.cli.drill_suite import run_suite
+
+        return run_suite(args)
     from phalanx.train.drill.fault import parse_all
     from phalanx.train.supervise.prepare import need_torch
 
     faults = parse_all(args.faults)  # before anything is planned: a typing error costs nothing
     need_torch()
-    plan = _plan(args)
+    plan = make_plan(args)
     if args.chaos:
         faults = _draw(args, plan)
     elif not faults:
         faults = parse_all([USUAL])
     _check_hosts(args, faults)
-    scene = _scene(args, plan)
+    scene = make_scene(args, plan)
     note(f"drill of {plan.job.name} on {plan.layout.devices} ranks, {plan.layout.name}: {len(faults)} faults")
     from phalanx.train.drill.perform import perform
 
     result = perform(scene, faults)
-    path = _record(args, faults, result)
+    path = keep_record(args, faults, result, profile=profile_name(plan))
     _print(args, result, path)
     if not result.ok and args.chaos and not args.no_shrink:
         _shrink(args, scene, faults, result)
@@ -94,6 +101,8 @@ def _check_call(args: argparse.Namespace) -> None:
         what = "JOB and --check exclude each other" if args.job else "no job file is named"
         raise mistake(where, what, fix="phalanx drill examples/drill.toml, or phalanx drill --check RECORD")
     _refuse_idle(args)
+    if args.suite:
+        _refuse_beside_suite(args)
     if args.chaos and args.faults:
         raise mistake(where, "--chaos and --fault exclude each other", fix="give one of them")
     if args.chaos and not args.minutes:
@@ -138,6 +147,29 @@ def _refuse_idle(args: argparse.Namespace) -> None:
         )
 
 
+def _refuse_beside_suite(args: argparse.Namespace) -> None:
+    """The suite is the same for everybody, or its records could not be compared."""
+    given = {
+        "--check": args.check,
+        "--fault": args.faults,
+        "--chaos": args.chaos,
+        "--minutes": args.minutes,
+        "--steps": args.steps,
+        "--agents": args.agents != 1,
+        "--spares": args.spares,
+        "--no-replay": args.no_replay,
+        "--out": args.out,
+    }
+    idle = [name for name, value in given.items() if value]
+    if idle:
+        raise mistake(
+            "phalanx drill",
+            f"{' and '.join(idle)} with --suite",
+            why="the suite says itself what happens, and when",
+            fix="leave it out; --cluster, --set and --runs go with it",
+        )
+
+
 def _check_hosts(args: argparse.Namespace, faults: Sequence[Fault]) -> None:
     needy = [fault.text for fault in faults if fault.of.host]
     if needy and args.agents < 2:
@@ -149,7 +181,7 @@ def _check_hosts(args: argparse.Namespace, faults: Sequence[Fault]) -> None:
         )
 
 
-def _plan(args: argparse.Namespace) -> Plan:
+def make_plan(args: argparse.Namespace) -> Plan:
     """As phalanx train plans it, with digests on: the proof rests on them."""
     from phalanx.train.supervise import prepare
 
@@ -178,7 +210,7 @@ def _draw(args: argparse.Namespace, plan: Plan) -> tuple[Fault, ...]:
     return draw(rate_per_min=args.rate, minutes=args.minutes, seed=args.seed, stage=stage)
 
 
-def _scene(args: argparse.Namespace, plan: Plan) -> Scene:
+def make_scene(args: argparse.Namespace, plan: Plan) -> Scene:
     from phalanx.train.drill.perform import Scene
     from phalanx.train.supervise.client import rank_environ
 
@@ -195,10 +227,20 @@ def _scene(args: argparse.Namespace, plan: Plan) -> Scene:
     )
 
 
-def _record(args: argparse.Namespace, faults: Sequence[Fault], result: Result) -> Path:
+def profile_name(plan: Plan) -> str:
+    """The specification's profile of what the drill runs on: its record counts for that alone."""
+    from phalanx.spec.profiles import profile_of
+
+    return profile_of(plan.cluster).name
+
+
+def keep_record(
+    args: argparse.Namespace, faults: Sequence[Fault], result: Result, *, profile: str, **more: object
+) -> Path:
+    """Sign and write the record; a copy of one in which every verdict holds goes to the user's store."""
     from phalanx.files import write_text
-    from phalanx.record.drill import key_path
-    from phalanx.train.drill.record import key, write_record
+    from phalanx.record.drill import key_path, store_path
+    from phalanx.train.drill.record import key, store, write_record
 
     body = {
         "run": result.run.name,
@@ -212,8 +254,12 @@ def _record(args: argparse.Namespace, faults: Sequence[Fault], result: Result) -
         "outcomes": plain(result.outcomes),
         "verdicts": plain(result.verdicts),
         "numbers": plain(result.numbers),
+        "profile": profile,
+        **more,
     }
     path = write_record(result.run, body, key(key_path(os.environ)))
+    if result.ok:
+        store(path, store_path(os.environ))
     if args.out:
         write_text(Path(args.out), path.read_text(encoding="utf-8"))
     return path

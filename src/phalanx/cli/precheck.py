@@ -42,6 +42,6 @@ def _refusal(report: Report) -> Problem:
     return Problem(
         where=report.target,
         what=f"{report.errors} {noun} against the training specification {report.edition}: nothing was started",
-        fix=f"mend them (phalanx check {report.target} --fix writes the safe ones), waive them with a [[waiver]] in the "
-        "job file, or start anyway with --no-check",
+        fix=f"mend them (phalanx check {report.target} --fix writes the safe ones), waive them with a [[waiver]] in "
+        "the job file, or start anyway with --no-check",
     )

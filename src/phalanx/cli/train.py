@@ -61,10 +61,11 @@ def run(args: argparse.Namespace) -> int:
     if _is_one_rank(os.environ):
         return _join(args)
     started = time.time()
-    plan, old = _planned(args, here=not args.join)
+    plan, resolved, old = _planned(args, here=not args.join)
     _check_hosts(plan, args)
     check_served(plan.job.telemetry)
     check_checkpoints(plan.job.checkpoint.path, old.path if old is not None else Path(args.runs))
+    plan = _fit_to_start(plan, resolved, args)
     if args.dry_run:
         return _dry_run(plan, as_json=args.json)
     made = _ready(plan, args, old, started=started)
@@ -95,11 +96,9 @@ def _check_call(args: argparse.Namespace) -> None:
         )
 
 
-def _planned(args: argparse.Namespace, *, here: bool) -> tuple[Plan, Run | None]:
-    """The plan to launch, and the run it goes on with; `here` says that all its ranks are to run on this machine."""
+def _planned(args: argparse.Namespace, *, here: bool) -> tuple[Plan, ResolvedJob, Run | None]:
+    """The plan to launch, its job, and the run it goes on with; `here`: all its ranks are to run on this machine."""
     from phalanx.train.supervise import prepare
-
-    from phalanx.cli.precheck import check_before
 
     old: Run | None = None
     if args.resume:
@@ -116,13 +115,21 @@ def _planned(args: argparse.Namespace, *, here: bool) -> tuple[Plan, Run | None]
     prepare.check_code(plan.job, allowed=args.allow_code)
     if here:
         prepare.check_here(plan)
+    return plan, resolved, old
+
+
+def _fit_to_start(plan: Plan, resolved: ResolvedJob, args: argparse.Namespace) -> Plan:
+    """The plan with its data, once the specification has nothing against it; data may take minutes to build."""
+    from phalanx.cli.precheck import check_before
+    from phalanx.train.supervise import prepare
+
     _header(plan)
-    check_before(resolved, plan, refuse=not args.no_check)  # before the data: that may take minutes to build
+    check_before(resolved, plan, refuse=not args.no_check)
     began = time.time()
-    plan = prepare.with_data(plan, Path() if old is not None else resolved.path.parent)
+    plan = prepare.with_data(plan, Path() if args.resume else resolved.path.parent)
     args.data_s = time.time() - began
     warn(prepare.check_data(plan))
-    return plan, old
+    return plan
 
 
 def _fresh_plan(args: argparse.Namespace) -> tuple[Plan, ResolvedJob]:
@@ -167,6 +174,7 @@ def _dry_run(plan: Plan, *, as_json: bool) -> int:
 def _ready(plan: Plan, args: argparse.Namespace, old: Run | None, *, started: float) -> Run:
     """The run folder: a new one, or the old one with what changed written over it."""
     from phalanx.job.dump import to_dict
+    from phalanx.record.provenance import provenance
     from phalanx.record.run import create_run
     from phalanx.record.toml import to_toml
 
@@ -185,6 +193,7 @@ def _ready(plan: Plan, args: argparse.Namespace, old: Run | None, *, started: fl
         earlier=earlier,
         data_s=round(args.data_s, 3),  # building or finding the dataset, before any rank starts
         allow_code=args.allow_code,
+        provenance=provenance(job),
     )
     note(f"  run: {made.path}")
     return made
@@ -297,8 +306,9 @@ def _join(args: argparse.Namespace) -> int:
     started = time.time()
 
     def prepared() -> tuple[Plan, Run]:
-        plan, old = _planned(args, here=False)
+        plan, resolved, old = _planned(args, here=False)
         check_world(plan, os.environ)
+        plan = _fit_to_start(plan, resolved, args)
         made = _ready(plan, args, old, started=started)
         if plan.job.telemetry.prometheus:
             note(f"  telemetry.prometheus: under another launcher, run phalanx metrics {made.path} --listen ADDRESS")

@@ -150,13 +150,17 @@ def _screen(watcher: Watcher, checker: Checker) -> None:
     console = Console(highlight=False, markup=False, emoji=False)
     kept: deque[str] = deque(maxlen=KEPT)
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+
+        def draw(view: View, known: Known) -> None:
+            width, height = console.size
+            lines = frame(view, kept, name=watcher.run.name, width=width, height=height - 1, check=known)
+            live.update(Group(*lines), refresh=True)
+
         while True:
             view = watcher.look()
             kept.extend(watcher.remarks())
-            for known in (checker.known, *([checker.last()] if view.over and not checker.known.is_last else [])):
-                size = console.size
-                lines = frame(view, kept, name=watcher.run.name, width=size.width, height=size.height - 1, check=known)
-                live.update(Group(*lines), refresh=True)
+            draw(view, checker.known)
             if view.over:
+                draw(view, checker.last())
                 return
             time.sleep(REDRAW_S)

@@ -25,11 +25,7 @@ class Known:
 
     verdicts: Verdicts | None = None
     trouble: str = ""
-
-    @property
-    def is_last(self) -> bool:
-        """Whether nothing better is to come."""
-        return bool(self.trouble) or (self.verdicts is not None and self.verdicts.is_last)
+    is_last: bool = False  # nothing better is to come
 
     def line(self) -> str:
         """The counts; empty before the first judgement."""
@@ -37,7 +33,7 @@ class Known:
             return self.trouble
         from phalanx.spec.formats.plain import summary_of
 
-        return summary_of(self.verdicts.report) + ("" if self.verdicts.is_last else "; so far")
+        return summary_of(self.verdicts.report) + ("" if self.is_last else "; so far")
 
     def problems(self) -> tuple[Finding, ...]:
         """What speaks against the run, worst first; remarks left out."""
@@ -56,7 +52,7 @@ class Known:
             "edition": report.edition,
             "counts": counts_of(report),
             "errors": report.errors,
-            "so_far": not self.verdicts.is_last,
+            "so_far": not self.is_last,
             "findings": [
                 {"rule": one.rule.id, "severity": one.severity, "what": one.outcome.what, "fix": cure_of(one.outcome)}
                 for one in self.problems()[:MOST_LISTED]
@@ -71,7 +67,7 @@ class Checker:
         self._run = run
         self._known = Known()
         self._changed = threading.Condition()
-        self._hurry = False
+        self._over = False
         # A daemon: Ctrl-C does not wait for a verdict nobody is going to read.
         threading.Thread(target=self._work, daemon=True, name="phalanx-check").start()
 
@@ -84,7 +80,7 @@ class Checker:
         """The verdicts on a run that is over; what is known by then where that takes longer than `wait_s`."""
         until_s = time.monotonic() + wait_s
         with self._changed:
-            self._hurry = True
+            self._over = True
             self._changed.notify_all()
             while not self._known.is_last and (left_s := until_s - time.monotonic()) > 0:
                 self._changed.wait(left_s)
@@ -94,22 +90,21 @@ class Checker:
         try:
             self._judge()
         except Exception as error:  # a fault of ours must not end the watching
-            self._tell(Known(trouble=f"could not be worked out ({type(error).__name__})"))
+            self._tell(Known(trouble=f"could not be worked out ({type(error).__name__})", is_last=True))
 
     def _judge(self) -> None:
         from phalanx.spec.live import LiveCheck
 
         check = LiveCheck(self._run)
         while not self._known.is_last:
-            began_s = time.monotonic()
+            # Asked before the look: what is written later does not belong to a run that was over then.
+            over, began_s = self._over, time.monotonic()
             verdicts = check.look()
-            self._tell(Known(verdicts=verdicts))
-            took_s = time.monotonic() - began_s
+            last = verdicts.is_last or (over and verdicts.is_settled)
+            self._tell(Known(verdicts=verdicts, is_last=last))
             with self._changed:
-                if not self._hurry:
-                    self._changed.wait(max(LEAST_S, REST * took_s))
-                elif verdicts.is_settled and not verdicts.is_over:
-                    self._changed.wait(LEAST_S / 10)  # the last state of the run is being written
+                if not self._over:
+                    self._changed.wait(max(LEAST_S, REST * (time.monotonic() - began_s)))
 
     def _tell(self, known: Known) -> None:
         with self._changed:

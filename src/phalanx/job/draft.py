@@ -36,6 +36,7 @@ class Draft:
     table: dict[str, object]
     lines: Mapping[scan.Path, int]
     settings: dict[str, str] = field(default_factory=dict)  # dotted key -> the --set that gave it
+    given: Mapping[str, Origin] = field(default_factory=dict)  # dotted key -> origin, of a table that is no file
     origins: dict[str, Origin] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     warnings: list[Problem] = field(default_factory=list)
@@ -51,6 +52,8 @@ class Draft:
         for given, origin_text in self.settings.items():
             if key == given or key.startswith(given + "."):
                 return Origin(kind="set", where=origin_text)
+        if key in self.given:
+            return self.given[key]
         path: scan.Path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
         return Origin(kind="file", where=self.place(path))
 

@@ -54,11 +54,23 @@ def load(path: str | Path, *, overrides: Sequence[str] = ()) -> ResolvedJob:
     source = read_source(Path(path))
     draft = Draft(path=source.path, table=source.table, lines=source.lines)
     override_values.apply(draft, overrides)
+    return _resolved(draft)
+
+
+def load_table(path: Path, table: dict[str, object], origins: Mapping[str, Origin]) -> ResolvedJob:
+    """A job from a table that some other file was translated into; `origins` say which of its lines each key is from.
+
+    `path` is that file: paths in the job are relative to its folder. Raises UserError as `load` does.
+    """
+    return _resolved(Draft(path=path, table=table, lines={}, given=origins))
+
+
+def _resolved(draft: Draft) -> ResolvedJob:
     job = _build(draft)
     check(draft, job)
     if draft.problems:
         raise UserError(_in_order(draft.problems))
-    return ResolvedJob(job=job, path=source.path, origins=draft.origins, warnings=tuple(draft.warnings))
+    return ResolvedJob(job=job, path=draft.path, origins=draft.origins, warnings=tuple(draft.warnings))
 
 
 def _build(draft: Draft) -> Job:

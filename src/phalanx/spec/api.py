@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from datetime import UTC, date, datetime
 
 from phalanx.job.load import ResolvedJob
@@ -51,15 +52,20 @@ def check(
     `select` and `ignore` are rule ids or their beginnings, as "CKP,FLT001". Raises UserError when the target is nothing
     that can be checked.
     """
-    chosen = rules_of(select, ignore)  # first: a misspelt group should not cost the reading of a log
+    rules_of(select, ignore)  # first: a misspelt group should not cost the reading of a log
     evidence = gather(target, request, today=today or this_day(), progress=progress)
-    return judge(chosen, evidence, edition=EDITION, require_evidence=require_evidence, whole=not select and not ignore)
+    return check_evidence(evidence, select=select, ignore=ignore, require_evidence=require_evidence)
 
 
 def check_evidence(evidence: Evidence, *, select: str = "", ignore: str = "", require_evidence: bool = False) -> Report:
     """The same for evidence that is in hand."""
     chosen = rules_of(select, ignore)
-    return judge(chosen, evidence, edition=EDITION, require_evidence=require_evidence, whole=not select and not ignore)
+    if select and _names_ours(select):  # whether a waiver is used is known when its rule was asked, chosen or not
+        report = judge(all_rules(), evidence, edition=EDITION, require_evidence=require_evidence)
+        ids = {rule.id for rule in chosen}
+        return replace(report, findings=tuple(one for one in report.findings if one.rule.id in ids))
+    whole = not select and not ignore
+    return judge(chosen, evidence, edition=EDITION, require_evidence=require_evidence, whole=whole)
 
 
 def check_plan(resolved: ResolvedJob, plan: Plan, *, today: date | None = None) -> Report:
@@ -91,10 +97,12 @@ def base_of(run: Run, *, request: Request = AS_IT_IS, today: date | None = None)
 def rules_of(chosen: str, ignored: str) -> tuple[Rule, ...]:
     """The rules that are selected. SPC001 comes along, for their waivers, unless it is ignored by name."""
     rules, ours = select(chosen, ignored), spc001_waivers.RULE
-    dropped = [word.strip().upper() for word in ignored.split(",") if word.strip()]
-    if ours in rules or any(ours.id.startswith(word) for word in dropped):
-        return rules
-    return (*rules, ours)
+    return rules if ours in rules or _names_ours(ignored) else (*rules, ours)
+
+
+def _names_ours(words: str) -> bool:
+    """Whether SPC001 is among rule ids or their beginnings."""
+    return any(word.strip() and spc001_waivers.RULE.id.startswith(word.strip().upper()) for word in words.split(","))
 
 
 def this_day() -> date:

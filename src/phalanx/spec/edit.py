@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,12 @@ BOM = "\ufeff"
 
 def edited(text: str, edits: Sequence[Edit], *, where: str) -> str:
     """The text with every edit in it; raises UserError when anything else would change with it."""
-    result = text
+    mark, body = (BOM, text[1:]) if text.startswith(BOM) else ("", text)
+    result = body
     for edit in edits:
         result = _put(result, edit, where)
-    _prove(text, result, edits, where)
-    return result
+    _prove(body, result, edits, where)
+    return mark + result
 
 
 def _put(text: str, edit: Edit, where: str) -> str:
@@ -41,6 +42,8 @@ def _put(text: str, edit: Edit, where: str) -> str:
         if section not in document:
             return _append_section(tomlkit.dumps(document), section, f"{name} = {_value(edit, where)}")
         table = document[section]
+    if not isinstance(table, MutableMapping):
+        raise _refusal(where, f"{section} is no section in it")
     if name not in table:
         inserted = _insert(tomlkit.dumps(document), section, f"{name} = {_value(edit, where)}")
         if inserted:
@@ -65,8 +68,9 @@ def _without_partner(text: str, key: str, where: str) -> str:
     for pair in EXCLUSIVE:
         if key in pair:
             section, _, name = pair[1 - pair.index(key)].partition(".")
-            if name in document.get(section, {}):
-                document[section].remove(name)
+            table = document.get(section)
+            if isinstance(table, MutableMapping) and name in table:
+                del table[name]
     return tomlkit.dumps(document)
 
 
@@ -120,7 +124,7 @@ def _line_end(text: str) -> str:
 
 def _prove(before: str, after: str, edits: Sequence[Edit], where: str) -> None:
     """The edited text says what it said, except for the edited keys."""
-    old, new = (_leaves(tomllib.loads(text.removeprefix(BOM))) for text in (before, after))
+    old, new = (_leaves(tomllib.loads(text)) for text in (before, after))
     allowed = {edit.key for edit in edits}
     partners = {pair[1 - pair.index(key)] for key in allowed for pair in EXCLUSIVE if key in pair}
     changed = {key for key in {**old, **new} if old.get(key) != new.get(key) or (key in old) != (key in new)}

@@ -251,6 +251,21 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
     from phalanx.spec.foreign.convert import convert
 
     found = convert(path, kind, cluster=request.cluster, overrides=request.overrides)
+    if found.missing:  # stand-ins hold the place of model, batch or cluster: nothing may be planned from them
+        cluster = resolve(found.cluster, base=path.parent) if found.cluster else None
+        return Evidence(
+            target=str(path),
+            job=found.resolved.job,
+            practice=found.practice,
+            profile=_profile(request, found.resolved.job.profile, cluster),
+            scaling=scaling_of(max(1, found.devices)),
+            today=today,
+            origins=found.resolved.origins,
+            job_file=str(path),
+            refusals=found.missing,
+            drills=_drills(request, environ),
+            unmapped=found.unmapped,
+        )
     return of_job(
         found.resolved, request, today=today, environ=environ, practice=found.practice, unmapped=found.unmapped
     )

@@ -13,8 +13,8 @@ from phalanx.spec.gather import with_log
 from phalanx.spec.judge import Report
 from phalanx.spec.log.stream import LogStream
 
-# Read between two judgements: about a fifth of a second at the 100 MB/s that the reader is built for.
-BUDGET_BYTES = 16 * 2**20
+# Read between two judgements: under a second at the 100 MB/s that the reader is built for.
+BUDGET_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import UserError
 from phalanx.spec.formats.plain import as_toml, setting
-from phalanx.spec.judge import Finding, Report
+from phalanx.spec.judge import Report
 from phalanx.spec.outcome import Edit
 
 MOST_ROUNDS = 5  # a cure may uncover the next finding; no chain of more than two is known
@@ -16,16 +16,30 @@ Judge = Callable[[tuple[str, ...]], Report]  # `--set` texts -> what the rules s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cure:
-    """Edits by the rule that asked for each, and what was left alone and why."""
+class Remedy:
+    """The edits that one finding asks for: taken whole or not at all."""
 
-    edits: Mapping[str, tuple[Edit, str]]  # key -> edit, rule id
+    rule: str
+    edits: tuple[Edit, ...]
+
+    @property
+    def told(self) -> str:
+        """For a person."""
+        return f"{self.rule} asks for {', '.join(setting(edit) for edit in self.edits)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cure:
+    """What is to be edited, and what was left alone and why."""
+
+    remedies: tuple[Remedy, ...]
+    cured: int  # findings that are gone with them; a remedy of one rule may help another
     left: tuple[str, ...] = ()
 
     @property
-    def values(self) -> tuple[Edit, ...]:
-        """The edits alone."""
-        return tuple(edit for edit, _ in self.edits.values())
+    def edits(self) -> tuple[Edit, ...]:
+        """All edits; no key has two."""
+        return tuple(edit for remedy in self.remedies for edit in remedy.edits)
 
 
 def find_cure(judge: Judge, *, unsafe: bool) -> Cure:
@@ -33,60 +47,83 @@ def find_cure(judge: Judge, *, unsafe: bool) -> Cure:
 
     A key that two rules want to have different values is left alone: whoever mends it decides which rule to waive.
     """
-    chosen: dict[str, tuple[Edit, str]] = {}
-    refused: dict[str, str] = {}  # key -> why
-    for _ in range(MOST_ROUNDS):
-        report = _judged(judge, chosen)
-        wanted = _wanted(report, unsafe=unsafe, refused=refused) if report is not None else {}
-        torn = [key for key in wanted if key in chosen]
-        for key in torn:
-            refused[key] = f"{chosen[key][1]} and {wanted[key][1]} want different values of {key}"
-        if torn:
-            chosen = {}
+    chosen: list[Remedy] = []
+    refused: dict[str, str] = {}  # key -> why it is left alone
+    first = report = judge(())
+    for number in range(MOST_ROUNDS):
+        report = judge(_sets(chosen)) if number else first
+        wanted = _wanted(report, unsafe=unsafe, refused=refused)
+        if _tear(chosen, wanted, refused):
+            chosen = []
             continue
-        new = {key: one for key, one in wanted.items() if _holds(judge, chosen, key, one, refused)}
+        new = _that_hold(judge, chosen, wanted, refused)
         if not new:
             break
-        chosen |= new
-    return Cure(edits=chosen, left=tuple(refused.values()))
+        chosen += new
+    else:
+        report = judge(_sets(chosen))
+    cured = max(0, _broken(first) - _broken(report))
+    return Cure(remedies=tuple(chosen), cured=cured, left=tuple(dict.fromkeys(refused.values())))
 
 
-def _wanted(report: Report, *, unsafe: bool, refused: Mapping[str, str]) -> dict[str, tuple[Edit, str]]:
-    """What the findings ask for, the worst first; a cure of several edits is taken whole or not at all."""
-    wanted: dict[str, tuple[Edit, str]] = {}
+def _broken(report: Report) -> int:
+    return sum(one.verdict == "fail" for one in report.findings)
+
+
+def _wanted(report: Report, *, unsafe: bool, refused: Mapping[str, str]) -> list[Remedy]:
+    """What the findings ask for, the worst first; of two that want the same key, the first."""
+    wanted: list[Remedy] = []
+    taken = set(refused)
     for one in report.problems:
         edits = one.outcome.edits
-        free = all((edit.safe or unsafe) and edit.key not in refused and edit.key not in wanted for edit in edits)
-        if one.verdict == "fail" and free:
-            wanted |= {edit.key: (edit, one.rule.id) for edit in edits}
+        if one.verdict == "fail" and edits and all(_allowed(edit, unsafe, taken) for edit in edits):
+            wanted.append(Remedy(rule=one.rule.id, edits=edits))
+            taken |= {edit.key for edit in edits}
     return wanted
 
 
-def _holds(
-    judge: Judge,
-    chosen: Mapping[str, tuple[Edit, str]],
-    key: str,
-    one: tuple[Edit, str],
-    refused: dict[str, str],
-) -> bool:
-    """Whether a job with this edit can be read and no longer asks for it; else it is noted as refused."""
-    report = _judged(judge, {**chosen, key: one})
-    edit, rule = one
-    if report is None:
-        refused[key] = f"{rule} asks for {setting(edit)}, with which the job cannot be read"
-    elif any(asked.rule.id == rule and _asks(asked, edit) for asked in report.findings):
-        refused[key] = f"{rule} asks for {setting(edit)}, which does not cure it"
-    return key not in refused
+def _allowed(edit: Edit, unsafe: bool, taken: set[str]) -> bool:
+    return (edit.safe or unsafe) and edit.key not in taken
 
 
-def _asks(finding: Finding, edit: Edit) -> bool:
-    return finding.verdict == "fail" and edit in finding.outcome.edits
+def _tear(chosen: Sequence[Remedy], wanted: Sequence[Remedy], refused: dict[str, str]) -> bool:
+    """Whether a key that was just set is wanted otherwise; it is refused from here on."""
+    owner = {edit.key: remedy.rule for remedy in chosen for edit in remedy.edits}
+    torn = {edit.key: remedy.rule for remedy in wanted for edit in remedy.edits if edit.key in owner}
+    for key, rule in torn.items():
+        refused[key] = f"{owner[key]} and {rule} want different values of {key}"
+    return bool(torn)
 
 
-def _judged(judge: Judge, chosen: Mapping[str, tuple[Edit, str]]) -> Report | None:
+def _that_hold(
+    judge: Judge, chosen: Sequence[Remedy], wanted: Sequence[Remedy], refused: dict[str, str]
+) -> list[Remedy]:
+    """Remedies with which the job can be read and no longer asks for them; the others are refused from here on."""
+    if not wanted or not _complaints(judge, [*chosen, *wanted], wanted):
+        return list(wanted)
+    held: list[Remedy] = []
+    for remedy in wanted:
+        if complaint := _complaints(judge, [*chosen, *held, remedy], [remedy]):
+            refused |= {edit.key: complaint for edit in remedy.edits}
+        else:
+            held.append(remedy)
+    return held
+
+
+def _complaints(judge: Judge, remedies: Sequence[Remedy], new: Sequence[Remedy]) -> str:
+    """Why the new remedies do not help; empty when they do."""
     try:
-        return judge(tuple(f"{key}={as_toml(edit.value)}" for key, (edit, _) in chosen.items()))
+        report = judge(_sets(remedies))
     except UserError:
-        if not chosen:
-            raise
-        return None
+        return f"{new[0].told}, with which the job cannot be read"
+    again = [
+        remedy
+        for remedy in new
+        for one in report.findings
+        if one.verdict == "fail" and one.rule.id == remedy.rule and set(remedy.edits) & set(one.outcome.edits)
+    ]
+    return f"{again[0].told}, which does not cure it" if again else ""
+
+
+def _sets(remedies: Sequence[Remedy]) -> tuple[str, ...]:
+    return tuple(f"{edit.key}={as_toml(edit.value)}" for remedy in remedies for edit in remedy.edits)

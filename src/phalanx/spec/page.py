@@ -65,6 +65,8 @@ def _by_size(rule: Rule) -> str:
 def _looks_at(rule: Rule) -> str:
     needs = ", ".join(LETTERS[letter] for letter in rule.requires)
     more = ", ".join(LETTERS[letter] for letter in rule.uses)
+    if not needs:
+        return f"Evidence: whatever there is of {more}."
     return f"Evidence: {needs}{f'; where there is any, also {more}' if more else ''}."
 
 
@@ -125,8 +127,8 @@ def index(rules: Sequence[Rule]) -> str:
 def _intro(rules: Sequence[Rule]) -> str:
     letters = ", ".join(f"{letter} {name}" for letter, name in LETTERS.items())
     return (
-        f"{len(rules)} rules. `phalanx check` applies them, `phalanx explain ID [TARGET]` prints a page with the numbers"
-        f" of a job. Evidence: {letters}; letters in brackets are looked at where they are there."
+        f"{len(rules)} rules. `phalanx check` applies them; `phalanx explain ID [TARGET]` prints a page with a job's "
+        f"numbers. Evidence: {letters}; letters in brackets are looked at where they are there."
     )
 
 

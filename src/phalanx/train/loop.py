@@ -354,7 +354,13 @@ class Loop:
         blocked_s, self._taken_step = time.monotonic() - began_s, step
         self.interval.saved(now_s=began_s, blocked_s=blocked_s)
         self.events.write(
-            "checkpoint", step=step, epoch=self.orders.epoch, blocked_s=blocked_s, seconds=None, bytes=None
+            "checkpoint",
+            step=step,
+            epoch=self.orders.epoch,
+            phase="stage",
+            blocked_s=blocked_s,
+            seconds=None,
+            bytes=None,
         )
         if not self.job.checkpoint.asynchronous:
             self._tell_saved(wait=True)
@@ -379,6 +385,7 @@ class Loop:
                 "checkpoint",
                 step=saved.step,
                 epoch=self.orders.epoch,
+                phase="commit",
                 path=saved.path.name,
                 seconds=saved.seconds,
                 bytes=saved.bytes,

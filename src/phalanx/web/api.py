@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from phalanx.errors import PhalanxError
-from phalanx.web import views_mesh, views_plan, views_run, views_runs, views_spent, views_step
+from phalanx.web import views_check, views_mesh, views_plan, views_run, views_runs, views_spent, views_step
 from phalanx.web.answer import encode
 from phalanx.web.memo import NotYetError
 from phalanx.web.shelf import Shelf
@@ -79,7 +79,9 @@ def routes(shelf: Shelf, hub: Hub, *, complain: Callable[[str], None]) -> list[R
         tell(f"{base}/step", _step),
         tell(f"{base}/ledger", _plainly(views_spent.ledger)),
         tell(f"{base}/plan", _plainly(views_plan.plan)),
-        tell(f"{base}/findings", _plainly(views_plan.findings)),
+        tell(f"{base}/findings", _plainly(views_check.findings)),
+        tell(f"{base}/verdicts", _plainly(views_check.counts)),
+        tell("/api/rules/{rule}", _rule),
         tell(f"{base}/cost", _plainly(views_spent.cost)),
         _live(desk, hub, f"{base}/stream"),
     ]
@@ -140,6 +142,11 @@ def _step(shelf: Shelf, request: Request) -> Any:
     query = Query(request.query_params, "step", "rank")
     name, rank = request.path_params["name"], query.whole("rank", 0) or 0
     return views_step.step(shelf, name, rank=rank, step=query.whole("step", None))
+
+
+def _rule(shelf: Shelf, request: Request) -> Any:
+    Query(request.query_params)
+    return views_check.rule(request.path_params["rule"])
 
 
 def _compare(shelf: Shelf, request: Request) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 from phalanx.errors import UserError, mistake
 from phalanx.record.archive.history import RunHistory, list_runs, run_in
 from phalanx.record.run import Run, open_run
+from phalanx.web.checks import Checks
 from phalanx.web.memo import Memo
 
 MOST_OPEN = 24  # histories; ten runs beside each other, and some that were just looked at
@@ -37,6 +38,7 @@ class Shelf:
     def __init__(self, root: Path, *, only: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self.root = root
         self.memo = Memo()
+        self.checks = Checks()
         self._only = only
         self._clock = clock
         self._lock = threading.Lock()

@@ -15,7 +15,7 @@ from phalanx.web.views import launch_of
 # Parts of plan.json as they are. Not the job: it holds paths of the machine that trains.
 PASSED = ("layout", "prediction", "memory", "mapping", "rank_order", "duration", "reliability", "bill", "search")
 LISTED = ("alternatives", "pareto", "warnings")
-MOST_FINDINGS = 200
+MOST_REMARKS = 200
 
 
 def plan(shelf: Shelf, name: str) -> Json:
@@ -55,23 +55,20 @@ def short(layout: Any) -> str:
         return ""
 
 
-def findings(shelf: Shelf, name: str) -> Json:
-    """What speaks against the run: the warnings of its plan, and the places that were shut out while it went on.
-
-    `available` says whether `phalanx check` has looked at it; that comes with the training specification.
-    """
-    parts, run = Parts(), shelf.run(name)
+def remarks(shelf: Shelf, name: str, parts: Parts) -> list[Json]:
+    """The warnings of a run's plan, and the places that were shut out while it went on."""
+    run = shelf.run(name)
     warnings = parts.read("plan.json", run.plan, {}).get("warnings")
     with shelf.history(name) as history:
         shut_out = [
             one for one in parts.read("supervisor.jsonl", history.supervisor, []) if one["event"] == "quarantine"
         ]
-    found = [_finding("plan", one) for one in (warnings if isinstance(warnings, list) else ()) if isinstance(one, str)]
-    found += [_finding("run", f"{text(one, 'host')}: {one.get('reason')}") for one in shut_out]
-    return {"available": False, "findings": found[:MOST_FINDINGS], "damage": parts.damage}
+    found = [_remark("plan", one) for one in (warnings if isinstance(warnings, list) else ()) if isinstance(one, str)]
+    found += [_remark("run", f"{text(one, 'host')}: {one.get('reason')}") for one in shut_out]
+    return found[:MOST_REMARKS]
 
 
-def _finding(source: str, rendered: str) -> Json:
+def _remark(source: str, rendered: str) -> Json:
     """A problem as it was written: what is wrong in its first line, then why and what to do."""
     what, *hints = [printable(line) for line in rendered.splitlines() if line.strip()] or [""]
     return {"source": source, "level": "warning", "what": what, "hints": [hint.strip() for hint in hints]}

@@ -232,7 +232,7 @@ TEL002 = [
         rule="TEL002",
         name="a short run has no hour",
         verdict="pass",
-        evidence=with_log(monitor=good_monitor(lowest_hour=0.2), wall_s=3_599.0),
+        evidence=with_log(monitor=good_monitor(utilization=0.3, lowest_hour=0.2), wall_s=3_599.0),
     ),
     Case(
         rule="TEL002",
@@ -456,6 +456,7 @@ FLIPS = [
     flip("TEL001", "aggregated", False, at_scale),
     flip("TEL002", "mean", 0.9, with_log()),
     flip("TEL002", "hour", 0.86, with_log()),
+    flip("TEL002", "least_wall_s", 60.0, with_log(monitor=good_monitor(utilization=0.3), wall_s=3_599.0)),
     flip("TEL003", "error", 0.0001, with_log()),
     Flip(
         rule="TEL003",

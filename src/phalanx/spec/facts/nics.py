@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from phalanx.hardware.machine import Gpu, Machine, Nic
@@ -46,7 +46,7 @@ def path_kind(first: Sequence[str], second: Sequence[str], *, same_node: bool) -
     >>> path_kind([root, switch, "gpu"], [root, "0000:00:02.0", "nic"], same_node=True)
     'PHB'
     """
-    shared = len(os.path.commonprefix([list(first), list(second)]))
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
     if shared == 0:
         return "NODE" if same_node else "SYS"
     if shared == 1:

@@ -23,7 +23,7 @@ class Practice:
     checkpoint_format: str | None = None  # "safetensors", "dcp", "torch-pickle", "zarr" …
     atomic_commit: bool | None = None  # a checkpoint is visible only when it is complete
     verifies_digests: bool | None = None
-    resumes_exactly: tuple[str, ...] | None = None  # parts of the state that a resume brings back
+    resumes_exactly: tuple[str, ...] | None = None  # parts of the state that a resume brings back, as CKP006 names them
     heartbeat_s: float | None = None  # how often a rank says that it lives; 0: it never does
     memory_copies: str | None = None  # where copies in memory are kept: "other host", "other process", "none"
     preflight: bool | None = None  # every (re)start looks at its hosts first

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -40,6 +40,7 @@ class Book:
     title: str  # of the trainer, as "Megatron-LM"
     leaves: Mapping[str, Leaf]
     names: dict[str, str] = field(default_factory=dict)
+    read_as: dict[str, Leaf] = field(default_factory=dict)  # name -> a leaf with its value put into other words
     values: dict[str, Said] = field(default_factory=dict)
     settled: dict[str, Settled] = field(default_factory=dict)
     missing: list[Problem] = field(default_factory=list)  # what no plan can be made without
@@ -50,7 +51,7 @@ class Book:
 
     def leaf(self, name: str) -> Leaf | None:
         """The leaf of a name; a null one counts as absent."""
-        leaf = self.leaves.get(self.names.get(name, name))
+        leaf = self.read_as.get(name) or self.leaves.get(self.names.get(name, name))
         return leaf if leaf is not None and leaf.value is not None else None
 
     def has(self, name: str) -> bool:
@@ -101,6 +102,7 @@ class Book:
         """The job says this, because of these leaves."""
         said = [leaf for name in names if (leaf := self.leaf(name)) is not None]
         first = said[0] if said else None
+        note = note or ("" if first else f"default of {self.title}")
         self.values[job_key] = Said(
             value=value, key=first.key if first else "", note=note, line=first.line if first else 0
         )
@@ -127,9 +129,15 @@ class Book:
             self._settle(name, Settled(fate="mapped", text=by))
 
     def _settle(self, name: str, settled: Settled) -> None:
-        key = self.names.get(name, name)
+        key = self.read_as[name].key if name in self.read_as else self.names.get(name, name)
         if key in self.leaves:
             self.settled[key] = settled
+
+    def rename(self, name: str, key: str, value: object = None) -> None:
+        """Read the leaf of `key` under a name of ours, with another value where it is said in other words."""
+        leaf = self.leaves.get(key)
+        if leaf is not None and leaf.value is not None and not self.has(name):
+            self.read_as[name] = Leaf(key=key, value=leaf.value if value is None else value, line=leaf.line)
 
     def need(self, what: str, fix: str) -> None:
         """Something that a plan cannot be made without, and the file does not say."""
@@ -155,27 +163,24 @@ class Book:
                 self.put(job_key, value, name)
 
     def close(self, *, irrelevant: Mapping[str, str], unmapped: Mapping[str, str], seen: Callable[[str], str]) -> None:
-        """Settle every leaf that is left, by its own key, its last word, or the beginning of its key."""
+        """Settle every leaf that is left: of all entries that fit what `seen` makes of its key, the longest decides."""
         for key, leaf in self.leaves.items():
             if key in self.settled:
                 continue
             if leaf.value is None:
                 self.settled[key] = Settled(fate="irrelevant", text=f"null leaves it to {self.title}")
-            elif reason := _found(seen(key), unmapped):
-                self.settled[key] = Settled(fate="unmapped", text=reason)
-            elif reason := _found(seen(key), irrelevant):
-                self.settled[key] = Settled(fate="irrelevant", text=reason)
+            elif (name := found_in(seen(key), [*unmapped, *irrelevant])) in unmapped:
+                self.settled[key] = Settled(fate="unmapped", text=unmapped[name])
+            elif name:
+                self.settled[key] = Settled(fate="irrelevant", text=irrelevant[name])
             else:
                 self.settled[key] = Settled(fate="unmapped", text="the job schema has no word for it")
 
 
-def _found(key: str, table: Mapping[str, str]) -> str:
-    """Of the entries that are the key, or end in "." or "_" and begin it, the longest."""
-    best = ""
-    for entry in table:
-        if (key == entry or (entry[-1] in "._" and key.startswith(entry))) and len(entry) > len(best):
-            best = entry
-    return table[best] if best else ""
+def found_in(key: str, entries: Iterable[str]) -> str:
+    """Of the entries that are the key, or end in "." or "_" and begin it, the longest; empty where there is none."""
+    fits = (entry for entry in entries if key == entry or (entry[-1] in "._" and key.startswith(entry)))
+    return max(fits, key=len, default="")
 
 
 def told(value: object) -> str:

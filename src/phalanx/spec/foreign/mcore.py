@@ -95,8 +95,7 @@ def _positions(book: Book) -> None:
     reach = book.whole("max_position_embeddings") or book.whole("seq_length") or 0
     if kind != "learned_absolute":
         book.lacks("position_embedding_type", "the job schema knows rope and learned positions here")
-    note = "" if book.has("position_embedding_type") else "default of Megatron Core: learned_absolute"
-    book.put("model.positions", "learned", "position_embedding_type", note=note)
+    book.put("model.positions", "learned", "position_embedding_type")
     book.put("model.max_positions", reach, "max_position_embeddings")
     book.skip("rotary_base", "positions are learned")
 
@@ -341,8 +340,7 @@ def _optimizer(book: Book) -> None:
     book.assume("optim.weight_decay", 0.01)
     first, second = book.number("adam_beta1"), book.number("adam_beta2")
     betas = [0.9 if first is None else first, 0.999 if second is None else second]
-    note = "" if book.has("adam_beta1") or book.has("adam_beta2") else f"default of {book.title}"
-    book.put("optim.betas", betas, "adam_beta1", "adam_beta2", note=note)
+    book.put("optim.betas", betas, "adam_beta1", "adam_beta2")
 
 
 def _learning_rate(book: Book) -> None:

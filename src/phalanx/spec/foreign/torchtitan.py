@@ -107,9 +107,8 @@ def _degrees(book: Book) -> None:
     if (off := book.flag(f"{p}disable_loss_parallel")) is not None:
         book.put("parallel.loss_parallel", not off, f"{p}disable_loss_parallel")
     rotate = book.text(f"{p}context_parallel_rotate_method") or "allgather"
-    note = "" if book.has(f"{p}context_parallel_rotate_method") else "default of torchtitan"
     kinds = {"allgather": "allgather", "alltoall": "ring"}
-    book.put("parallel.context_kind", kinds.get(rotate, "allgather"), f"{p}context_parallel_rotate_method", note=note)
+    book.put("parallel.context_kind", kinds.get(rotate, "allgather"), f"{p}context_parallel_rotate_method")
     _schedule(book, p, pipeline)
     _recompute(book)
 
@@ -150,7 +149,6 @@ def _schedule(book: Book, p: str, pipeline: int) -> None:
 
 def _recompute(book: Book) -> None:
     mode = book.text("activation_checkpoint.mode") or "selective"
-    note = "" if book.has("activation_checkpoint.mode") else "default of torchtitan"
     option = book.text("activation_checkpoint.selective_ac_option")
     if mode == "selective" and option.isdigit() and int(option) >= 1:
         note = f"every layer of {option}, whole"
@@ -158,19 +156,19 @@ def _recompute(book: Book) -> None:
         book.lacks("activation_checkpoint.selective_ac_option", "the job counts layers per stage, not every n-th")
     else:
         words = {"full": "full", "none": "none", "selective": "selective", "memory_budget": "selective"}
-        book.put("parallel.recompute", words.get(mode, "selective"), "activation_checkpoint.mode", note=note)
+        book.put("parallel.recompute", words.get(mode, "selective"), "activation_checkpoint.mode")
         book.used("activation_checkpoint.selective_ac_option", by="parallel.recompute")
 
 
 def _batch(book: Book) -> None:
     sequence = book.whole("training.seq_len") or 2048
-    book.put("data.sequence", sequence, "training.seq_len", note="" if book.has("training.seq_len") else "default")
+    book.put("data.sequence", sequence, "training.seq_len")
     local = "training.local_batch_size" if book.has("training.local_batch_size") else "training.batch_size"
     size = book.whole(local) or 8
     pipeline = book.int_of("parallel.pipeline")
     micro = (book.whole("parallelism.pipeline_parallel_microbatch_size") or 1) if pipeline > 1 else size
     name = "parallelism.pipeline_parallel_microbatch_size" if pipeline > 1 else local
-    book.put("batch.micro", micro, name, note="" if book.has(name) else "default of torchtitan")
+    book.put("batch.micro", micro, name)
     if pipeline == 1:
         book.skip("parallelism.pipeline_parallel_microbatch_size", "no effect with one stage")
     total = book.whole("training.global_batch_size")
@@ -180,7 +178,7 @@ def _batch(book: Book) -> None:
     else:
         book.put("batch.per_replica", size, local, "training.global_batch_size", note=f"{size} per data rank")
     steps = book.whole("training.steps")
-    book.put("data.steps", steps or 10_000, "training.steps", note="" if steps else "default of torchtitan")
+    book.put("data.steps", steps or 10_000, "training.steps")
     if (seed := book.whole("training.seed")) is not None or (seed := book.whole("debug.seed")) is not None:
         book.put("data.seed", abs(seed), "training.seed" if book.has("training.seed") else "debug.seed")
     for key in ("training.deterministic", "debug.deterministic"):
@@ -267,7 +265,8 @@ def _checkpoint(book: Book) -> None:
         book.skip(f"{c}interval", "checkpoints are off")
     book.copy({f"{c}folder": ("checkpoint.path", _path)})
     keep = book.whole(f"{c}keep_latest_k")
-    book.put("checkpoint.keep", 10**6 if keep == 0 else keep or 10, f"{c}keep_latest_k", note="0 keeps all")
+    note = "0 keeps all" if keep == 0 else ""
+    book.put("checkpoint.keep", 10**6 if keep == 0 else keep or 10, f"{c}keep_latest_k", note=note)
     mode = book.text(f"{c}async_mode") or "disabled"
     book.put("checkpoint.async", mode != "disabled", f"{c}async_mode")
 

@@ -68,8 +68,9 @@ def _tiles(report: Report) -> str:
 def _finding(finding: Finding, report: Report) -> str:
     outcome, rule = finding.outcome, finding.rule
     lines = "\n".join(printable(line, most=MOST_TEXT) for line in outcome.formula)
+    place = f'<span class="quiet">{finding.severity}, {_safe(place_of(finding))}</span>'
     parts = [
-        f"<p><b>{rule.id}</b> {_safe(rule.slug)} <span class='quiet'>{finding.severity}, {_safe(place_of(finding))}</span></p>",
+        f"<p><b>{rule.id}</b> {_safe(rule.slug)} {place}</p>",
         f"<p>{_safe(outcome.what)}</p>",
         f"<pre>{escape(lines)}</pre>" if lines else "",
         *(f"<p>{_safe(text)}</p>" for text in (cost_of(outcome.impact, report.usd), *cures(outcome)) if text),
@@ -97,7 +98,7 @@ def _unmapped(report: Report) -> str:
     if not report.unmapped:
         return ""
     rows = "".join(
-        f"<tr><td>{_safe(one.key)}</td><td>{_safe(one.value)}</td><td class='long'>{_safe(one.why)}</td></tr>"
+        f'<tr><td>{_safe(one.key)}</td><td>{_safe(one.value)}</td><td class="long">{_safe(one.why)}</td></tr>'
         for one in report.unmapped
     )
     return f'<h2>Not checked</h2>\n<div class="scroll"><table>{rows}</table></div>'

@@ -100,10 +100,8 @@ def _message(finding: Finding, report: Report) -> str:
 def _location(finding: Finding, root: str) -> dict[str, Any]:
     uri = as_uri(finding.file, root)
     artifact = {"uri": uri} if uri.startswith("file:") else {"uri": uri, "uriBaseId": "%SRCROOT%"}
-    place: dict[str, Any] = {"artifactLocation": artifact}
-    if finding.line:
-        place["region"] = {"startLine": finding.line}
-    return {"physicalLocation": place}
+    line = max(1, finding.line)  # of the file as a whole: its first, since scanners ask for one
+    return {"physicalLocation": {"artifactLocation": artifact, "region": {"startLine": line}}}
 
 
 def _fingerprint(finding: Finding, root: str, seen: Counter[str]) -> str:

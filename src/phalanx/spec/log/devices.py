@@ -117,17 +117,11 @@ class Peers:
     def take(self, columns: Columns, gaps: Gaps) -> None:
         """Some more of a rank."""
         gaps.take(columns.get("t"), columns.get("epoch"), self._gaps)
-        for pairs in columns.get("pairs"):
-            for pair in pairs if isinstance(pairs, list) else ():
-                if isinstance(pair, dict):
-                    self._pair(pair)
-
-    def _pair(self, pair: dict[str, Any]) -> None:
-        self._answered += min(max(integer(pair, "count") or 0, 0), 10**9)
-        self._lost += min(max(integer(pair, "lost") or 0, 0), 10**9)
-        p99_s = number(pair, "p99_s")
-        if p99_s is not None:
-            self._p99.add([p99_s])
+        told = [pair for pairs in columns.get("pairs") for pair in pairs if isinstance(pair, dict)]
+        self._p99.add([p99_s for pair in told if (p99_s := number(pair, "p99_s")) is not None])
+        for pair in told:
+            self._answered += min(max(integer(pair, "count") or 0, 0), 10**9)
+            self._lost += min(max(integer(pair, "lost") or 0, 0), 10**9)
 
     def facts(self, *, ranks: int) -> PeerFacts | None:
         """None where no rank has told anything."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.record.events import Event
@@ -23,8 +24,18 @@ def _refuse(word: str) -> Any:
     raise ValueError(word)
 
 
+def _float(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse(text)
+
+
+def _int(text: str) -> float:
+    return int(text) if len(text) < 19 else _float(text)
+
+
 def _plain(data: bytes) -> Any:
-    return json.loads(data, parse_constant=_refuse)  # NaN is no JSON
+    """As strict as orjson: NaN is no JSON, and no number is infinite."""
+    return json.loads(data, parse_constant=_refuse, parse_float=_float, parse_int=_int)
 
 
 def _parser() -> Callable[[bytes], Any]:
@@ -44,19 +55,28 @@ class Lines:
 
     def events(self, piece: Piece) -> tuple[list[Event], Sequence[int], list[int]]:
         """Objects with a text `event`; the number of each one's line; the numbers of lines that are none."""
-        count = piece.data.count(b"\n")
-        if _TIMELINE not in piece.data:
-            try:
-                found = self._loads(b"[" + piece.data[:-1].replace(b"\n", b",") + b"]")
-                if len(found) == count and all(type(one["event"]) is str for one in found):
-                    return found, range(piece.line, piece.line + count), []
-            except (ValueError, RecursionError, KeyError, TypeError, IndexError):
-                pass
-        return self._one_by_one(piece)
+        data = self._without_spans(piece.data) if _TIMELINE in piece.data else piece.data
+        count = data.count(b"\n")
+        try:
+            found = self._loads(b"[" + data[:-1].replace(b"\n", b",") + b"]")
+            if len(found) == count and {type(one["event"]) for one in found} == {str}:
+                return found, range(piece.line, piece.line + count), []
+        except (ValueError, RecursionError, KeyError, TypeError, IndexError):
+            pass
+        return self._one_by_one(data, piece.line)
 
-    def _one_by_one(self, piece: Piece) -> tuple[list[Event], list[int], list[int]]:
+    def _without_spans(self, data: bytes) -> bytes:
+        """The same lines, most timelines among them shortened."""
+        parts, done = [], 0
+        while (place := data.find(_TIMELINE, done)) >= 0:
+            begin, end = data.rfind(b"\n", done, place) + 1 or done, data.find(b"\n", place)
+            parts += [data[done:begin], self._shortened(data[begin:end])]
+            done = end
+        return b"".join([*parts, data[done:]])
+
+    def _one_by_one(self, data: bytes, first: int) -> tuple[list[Event], list[int], list[int]]:
         events, numbers, bad = [], [], []
-        for number, line in enumerate(piece.data[:-1].split(b"\n"), piece.line):
+        for number, line in enumerate(data[:-1].split(b"\n"), first):
             event = self._event(line)
             if event is not None:
                 events.append(event)
@@ -66,8 +86,6 @@ class Lines:
         return events, numbers, bad
 
     def _event(self, line: bytes) -> Event | None:
-        if _TIMELINE in line[:60]:
-            line = self._shortened(line)
         try:
             event = self._loads(line)
         except (ValueError, RecursionError):
@@ -83,7 +101,3 @@ class Lines:
         is_even = line.count(b"[") == line.count(b"]") and line.endswith(b"}")
         return head.group() + b"]}" if head and is_even else line
 
-
-def each(piece: Piece) -> Iterator[tuple[int, bytes]]:
-    """The lines of a piece with their numbers."""
-    return enumerate(piece.data[:-1].split(b"\n"), piece.line)

@@ -6,6 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from phalanx.spec.facts.log import NoiseFacts
 from phalanx.spec.log.shape import Columns
 from phalanx.spec.log.sums import Histogram, Sample
@@ -14,9 +17,10 @@ from phalanx.spec.log.sums import Histogram, Sample
 # weighed by, and how many times it a spike is.
 DECAY, SIZE_DECAY, SPIKE = 0.99, 0.9, 16.0
 EVERY = (1, 4)  # steps of one estimate: one of four where micro-batches are compared
-MOST_CHECKED = 20_000  # steps that are computed again: what a formula does in as many it does in all
+MOST_CHECKED = 5_000  # steps that are computed again: what a formula does in as many it does in all
 KEPT = 512  # steps that a restart may go back by and still be followed
 
+Floats = NDArray[np.float64]
 State = tuple[float, float, float]  # running means of trace and squared norm, and the usual size
 
 
@@ -26,7 +30,7 @@ class Noise:
     def __init__(self) -> None:
         self._gaps, self._values = Histogram(), Sample()
         self._count = 0
-        self._last_step: int | None = None
+        self._last_step: float | None = None
         self._last: float | None = None
         self._parts = self._checked = 0
         self._means = [Means(decay=DECAY**every) for every in EVERY]
@@ -43,21 +47,23 @@ class Noise:
         if not columns.has("noise_scale"):
             return
         steps, scales = columns.get("step"), columns.get("noise_scale")
-        told = [(step, scale) for step, scale in zip(steps, scales, strict=True) if scale is not None]
-        if told:
-            self._tell([step for step, _ in told], [scale for _, scale in told])
+        places = [place for place, scale in enumerate(scales) if scale is not None]
+        if places:
+            whole = len(places) == len(scales)
+            self._tell(
+                np.array(steps if whole else [steps[place] for place in places], dtype=np.float64),
+                np.array(scales if whole else [scales[place] for place in places], dtype=np.float64),
+            )
         if self._checked < MOST_CHECKED and columns.has("noise_trace") and columns.has("grad_squared"):
             self._checked += len(columns)
             self._check(columns, steps, scales)
 
-    def _tell(self, steps: Sequence[int], scales: Sequence[float]) -> None:
-        before = [self._last_step, *steps[:-1]] if self._last_step is not None else steps[:-1]
-        self._gaps.add(
-            [float(now - then) for then, now in zip(before, steps[-len(before) :], strict=True)] if before else []
-        )
-        self._values.add([float(step) for step in steps], scales)
+    def _tell(self, steps: Floats, scales: Floats) -> None:
+        before = steps if self._last_step is None else np.concatenate([[self._last_step], steps])
+        self._gaps.add(np.diff(before))
+        self._values.add(scales)
         self._count += len(steps)
-        self._last_step, self._last = steps[-1], float(scales[-1])
+        self._last_step, self._last = float(steps[-1]), float(scales[-1])
 
     def _check(self, columns: Columns, steps: Sequence[int], scales: Sequence[Any]) -> None:
         traces, squares, norms = (columns.get(name) for name in ("noise_trace", "grad_squared", "grad_norm"))
@@ -77,7 +83,7 @@ class Noise:
         errors = [means.error for means in self._means if means.compared]
         return NoiseFacts(
             count=self._count,
-            gap_steps=self._gaps.quantile(0.99),
+            gap_steps=_whole(self._gaps.quantile(0.99)),
             last=self._last,
             growth=self._last / early if early and self._last is not None else None,
             has_parts=self._parts > 0,
@@ -125,6 +131,11 @@ class Means:
             trace = self._decay * trace + (1 - self._decay) * parts[0] / usual
             squared = self._decay * squared + (1 - self._decay) * parts[1] / usual
         self._state = (trace, squared, sized)
+
+
+def _whole(steps: float | None) -> float | None:
+    """Steps are whole: a bin of the histogram is not."""
+    return None if steps is None else float(round(steps))
 
 
 def _off(told: float, computed: float) -> float:

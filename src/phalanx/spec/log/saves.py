@@ -59,7 +59,7 @@ class Saves:
                 self._errors += 1
                 self._error_spot = self._error_spot or spot
                 pending.steps.discard(event["step"])
-            elif event.get("phase") == "stage":
+            elif event.get("phase") == "stage" or (event.get("phase") is None and not event.get("path")):
                 self._stage(event, spot, pending, witness)
             else:
                 self._commit(event, spot, pending, witness)
@@ -77,7 +77,7 @@ class Saves:
 
     def _commit(self, event: Mapping[str, Any], spot: Spot, pending: Pending, witness: bool) -> None:
         step = event["step"]
-        if event.get("phase") == "commit" and step not in pending.steps:
+        if step not in pending.steps:
             self._unstaged += 1
             self._disorder_spot = self._disorder_spot or spot
         pending.steps.discard(step)
@@ -101,9 +101,9 @@ class Saves:
             if len(self._bytes) > NEWEST:
                 del self._bytes[min(self._bytes)]
 
-    def facts(self, run: Run, restores: Sequence[Restore], *, is_over: bool) -> CheckpointFacts:
+    def facts(self, run: Run, restores: Sequence[Restore]) -> CheckpointFacts:
         """What was told, and what is there."""
-        found = look(run, is_over=is_over)
+        found = Folder(run)
         known = self._steps.keys() | set(found.steps)
         lost = [one for one in restores if one[1] == "disk" and one[0] > 0 and one[0] not in known]
         return CheckpointFacts(
@@ -127,10 +127,10 @@ class Saves:
         )
 
 
-class look:  # noqa: N801
+class Folder:
     """The folder of the checkpoints now; None where it is not on this machine."""
 
-    def __init__(self, run: Run, *, is_over: bool) -> None:
+    def __init__(self, run: Run) -> None:
         self.steps: list[int] = []
         self.kept: int | None = None
         self.incomplete: int | None = None

@@ -26,6 +26,7 @@ _TYPES: dict[str, frozenset[type]] = {
     "null": frozenset((type(None),)),
 }
 _NUMBERS = frozenset((int, float))
+_UNHASHABLE = frozenset((list, dict))
 COMMON = ("v", "event", "t", "rank")
 Column = tuple[Any, ...]
 
@@ -131,6 +132,8 @@ def _misfits(column: Column, field: Field) -> Sequence[int]:
         return [place for place, value in enumerate(column) if type(value) in _NUMBERS and value < least]
     if field.among is not None:
         allowed = field.among
+        if not types & _UNHASHABLE and allowed.issuperset(column):
+            return ()
         return [place for place, value in enumerate(column) if not _is_among(value, allowed)]
     return ()
 

@@ -16,6 +16,7 @@ from phalanx.spec.outcome import Spot
 WARM_UP = 5  # steps of a formation that no timing counts: NVRx leaves out as many
 MOST_SIZES = 256  # of batches
 DECAY = 0.99  # of the running means that a jump is measured by: they look back on about 100 steps
+BLOCK = 512  # values whose running mean is computed at once: dⁿ stays far from 0
 FIRST = 16  # steps before the first jump can be told: norms fall fast at the start of a run
 
 
@@ -28,7 +29,7 @@ class Steps:
         self._told = self._again = 0
         self._settling = 0  # steps of this formation so far, up to WARM_UP
         self._durations, self._drift = Histogram(), Sample()
-        self._spent_s = self._steady_s = self._data_s = self._tokens_steady = 0.0
+        self._steady_s = self._data_s = self._tokens_steady = 0.0
         self._sizes: dict[int, int] | None = {}
         self._size_lines: dict[int, Spot] = {}
         self._not_finite = self._skipped = self._row = self._most_in_row = 0
@@ -47,7 +48,7 @@ class Steps:
         self._count(steps)
         taken_s = _floats(columns.get("duration_s"))
         steady = self._steady(columns, taken_s)
-        self._time(columns, steps, taken_s, steady)
+        self._time(columns, taken_s, steady)
         self._batches(columns, file, lines)
         skipped = columns.get("skipped")
         if True in skipped or self._row:
@@ -69,7 +70,7 @@ class Steps:
 
     def _steady(self, columns: Columns, taken_s: Any) -> Any:
         """Which steps count for timings: not the first of a formation, not those that compiled."""
-        steady = np.isfinite(taken_s) & (taken_s >= 0.0)
+        steady = (taken_s >= 0.0) & (taken_s < 1e9)  # false for NaN too
         if self._settling < WARM_UP:
             steady[: WARM_UP - self._settling] = False
             self._settling = min(WARM_UP, self._settling + len(columns))
@@ -78,16 +79,13 @@ class Steps:
             steady &= ~(np.nan_to_num(_floats(compiled)) > 0.0)
         return steady
 
-    def _time(self, columns: Columns, steps: Sequence[int], taken_s: Any, steady: Any) -> None:
+    def _time(self, columns: Columns, taken_s: Any, steady: Any) -> None:
         known_s = taken_s[steady]
         self._durations.add(known_s)
-        self._drift.add([float(step) for step in np.asarray(steps)[steady]], known_s.tolist())
+        self._drift.add(known_s)
         self._steady_s += float(known_s.sum())
-        data_s = _floats(columns.get("data_s"))[steady]
-        self._data_s += float(data_s[data_s >= 0.0].sum())
-        tokens = _floats(columns.get("tokens"))[steady]
-        self._tokens_steady += float(tokens[tokens >= 0.0].sum())
-        self._spent_s += float(np.nansum(taken_s))
+        self._data_s += _sum(columns.get("data_s"), steady)
+        self._tokens_steady += _sum(columns.get("tokens"), steady)
 
     def _batches(self, columns: Columns, file: str, lines: Sequence[int]) -> None:
         if self._sizes is None:
@@ -130,7 +128,7 @@ class Steps:
         if self.first is None or self.last is None:
             return None
         early, late = self._drift.median(0.0, 0.25), self._drift.median(0.75, 1.0)
-        enough = len(self._drift.pairs) >= 4 * WARM_UP and early and late
+        enough = len(self._drift.values) >= 4 * WARM_UP and early and late
         rarest = min(self._sizes, key=lambda size: (self._sizes or {})[size]) if self._sizes else None
         worst = max(self._jumps, key=lambda jump: jump.worst)
         return StepFacts(
@@ -151,6 +149,7 @@ class Steps:
             skipped_in_a_row=self._most_in_row,
             worst_jump=worst.worst or None,
             worst_jump_spot=worst.spot,
+            worst_loss_jump=self._jumps[0].worst or None,
         )
 
     def noise(self) -> NoiseFacts | None:
@@ -165,22 +164,40 @@ class Jump:
         self.field = field
         self.worst = 0.0
         self.spot: Spot | None = None
-        self._mean, self._weight, self._count = 0.0, 0.0, 0
+        self._mean, self._count = 0.0, 0
 
     def take(self, column: Sequence[Any], skipped: Sequence[Any], file: str, lines: Sequence[int]) -> None:
-        """Some more values."""
-        mean, weight, count = self._mean, self._weight, self._count
-        for place, value in enumerate(column):
-            if value is None or skipped[place] is True or not 0.0 <= value < 1e300:
-                continue
-            if count >= FIRST and value * weight > self.worst * mean > 0.0 or (count == FIRST and mean > 0.0):
-                self.worst, self.spot = value * weight / mean, Spot(file=file, line=lines[place])
-            mean, weight, count = DECAY * mean + (1 - DECAY) * value, DECAY * weight + (1 - DECAY), count + 1
-        self._mean, self._weight, self._count = mean, weight, count
+        """Some more values. The running mean of all of them at once: m·dⁿ + (1 − d)·Σ v·dⁿ⁻ⁱ."""
+        values, places = _floats(column), np.arange(len(column))
+        usual = (values >= 0.0) & (values < 1e150)
+        if True in skipped:
+            usual &= np.array([one is not True for one in skipped])
+        values, places = values[usual], places[usual]
+        for begin in range(0, len(values), BLOCK):
+            self._block(values[begin : begin + BLOCK], places[begin : begin + BLOCK], file, lines)
+
+    def _block(self, values: Any, places: Any, file: str, lines: Sequence[int]) -> None:
+        count = len(values)
+        powers = DECAY ** np.arange(count + 1)
+        added = np.concatenate([[0.0], np.cumsum(values / powers[1:])])
+        means = powers * (self._mean + (1 - DECAY) * added)
+        weights = 1.0 - DECAY ** (self._count + np.arange(count))
+        early = max(0, FIRST - self._count)
+        ratios = np.where(means[:-1] > 0.0, values * weights / np.maximum(means[:-1], 1e-300), 0.0)[early:]
+        if len(ratios) and ratios.max() > self.worst:
+            self.worst = float(ratios.max())
+            self.spot = Spot(file=file, line=lines[int(places[early + int(ratios.argmax())])])
+        self._mean, self._count = float(means[-1]), self._count + count
 
 
 def _is_run(steps: Sequence[int]) -> bool:
     return steps[-1] - steps[0] == len(steps) - 1 and steps == tuple(range(steps[0], steps[-1] + 1))
+
+
+def _sum(column: Sequence[Any], steady: Any) -> float:
+    """Of what can be a number of seconds or tokens."""
+    values = _floats(column)[steady]
+    return float(values[(values >= 0.0) & (values < 1e15)].sum())
 
 
 def _floats(column: Sequence[Any]) -> Any:

@@ -1,15 +1,284 @@
-"""Read a run folder once, as a stream."""
+"""A run log as a stream: every line of every rank read once, in constant memory, and read on while the run grows.
+
+    pieces (feed.py)  →  events (lines.py)  →  columns, checked (shape.py, grammar.py)  →  sums of constant size
+
+Of a rank that many others stand beside, little is kept: about a kilobyte. Of the witness, the lowest rank that has a
+record, also how its steps went. What needs the order of time over all of them (the ledger, failures) is the record's
+own (accounts.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
+from phalanx.errors import PhalanxError
+from phalanx.record.account.places import places
+from phalanx.record.archive.history import RunHistory
+from phalanx.record.over import is_over
 from phalanx.record.run import Run
-from phalanx.spec.facts.log import LogFacts
+from phalanx.record.values import at, printable
+from phalanx.spec.facts.log import GrammarFacts, LogFacts, StepFacts
+from phalanx.spec.log import accounts
+from phalanx.spec.log.agree import Layouts, skew, skips_differ
+from phalanx.spec.log.feed import Feed
+from phalanx.spec.log.folder import has_provenance, launch_of, listens
+from phalanx.spec.log.rank import Counted, RankLog
+from phalanx.spec.log.told import Supervisor
+from phalanx.spec.outcome import Spot
+
+TURN_BYTES = 32 * 2**20  # of a rank before the next one has its turn, where there is a budget
+MOST_MISSING = 4096
+# The ledger is walked anew when the run has grown by this share: a look at a run of hours every second costs little.
+AGAIN_SHARE, SMALL_BYTES = 0.05, 4 * 2**20
+# What a log must have, beside the steps themselves.
+BEGINS, TOLD, ENDS = "run_start", ("epoch", "restore"), "run_end"
+
+Progress = Callable[[int, int], None]
 
 
-def read_log(run: Run, *, progress: Callable[[int, int], None] | None = None) -> LogFacts:
+class LogStream:
+    """`refresh`, then `facts`; again and again while a run goes on."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._shown = str(run.path)
+        self._history = RunHistory(run)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._layouts = Layouts(_layout(self.run))
+        self._all = Counted(self._layouts)
+        self._told = Supervisor(self._layouts)
+        self._supervisor = Feed(self.run.supervisor, self._shown)
+        self._ranks: dict[int, RankLog] = {}
+        self._account, self._account_bytes = accounts.Account(), -1
+
+    @property
+    def bytes_read(self) -> int:
+        """So far."""
+        return self._supervisor.read_bytes + sum(one.feed.read_bytes for one in self._ranks.values())
+
+    @property
+    def bytes_left(self) -> int:
+        """That are there and were not read."""
+        return self._supervisor.left_bytes + sum(one.feed.left_bytes for one in self._ranks.values())
+
+    def refresh(self, budget_bytes: int | None = None, *, progress: Progress | None = None) -> bool:
+        """Read what is new, no more than about `budget_bytes`; whether there was anything."""
+        before = self.bytes_read
+        found = list(self.run.recorded())
+        if self._ranks and found and found[0] < min(self._ranks):
+            self._begin()  # a lower rank has come: it is the witness, of all its steps
+        for rank in found:
+            if rank not in self._ranks:
+                feed = Feed(self.run.events(rank), self._shown)
+                self._ranks[rank] = RankLog(rank, feed, self._all, witness=rank == found[0])
+        for piece in self._supervisor.pieces(budget_bytes):
+            self._told.take(piece, self._all.lines, self._all.grammar, self._all.secrets)
+        self._read(before, budget_bytes, progress)
+        return self.bytes_read != before
+
+    def _read(self, before: int, budget_bytes: int | None, progress: Progress | None) -> None:
+        total = before + self.bytes_left if progress is not None else 0
+        for rank in self._turns(before, budget_bytes):
+            left = None if budget_bytes is None else min(TURN_BYTES, before + budget_bytes - self.bytes_read)
+            for piece in rank.feed.pieces(left):
+                rank.take(piece)
+                if progress is not None:
+                    progress(self.bytes_read, total)
+
+    def _turns(self, before: int, budget_bytes: int | None) -> Iterator[RankLog]:
+        """Every rank once; with a budget, again and again as long as it lasts, those first that are behind."""
+        ranks = list(self._ranks.values())
+        if budget_bytes is None:
+            yield from ranks
+            return
+        while ranks and self.bytes_read - before < budget_bytes:
+            waiting = []
+            for rank in ranks:
+                if self.bytes_read - before >= budget_bytes:
+                    return
+                seen = rank.feed.read_bytes
+                yield rank
+                if rank.feed.read_bytes > seen and rank.feed.left_bytes:
+                    waiting.append(rank)
+            ranks = waiting
+
+    # ---- facts -------------------------------------------------------------------------------------------------------
+
+    def facts(self) -> LogFacts:
+        """Everything the rules ask, as far as the run was read."""
+        ended = is_over(self.run)
+        known = self._accounts()
+        steps = self._steps()
+        launch = launch_of(self.run)
+        self._all.secrets.look_around(self.run, self._shown)
+        told = self._told if self._supervisor.read_bytes else None
+        walked = known.walked
+        step_s = steps.duration_s.p50 if steps is not None and steps.duration_s is not None else None
+        made = LogFacts(
+            run=self.run.name,
+            folder=self._shown,
+            state=printable(self.run.status().get("state", ""), most=40),
+            is_over=ended,
+            world=max(self.run.world() or 0, told.world if told else 0, len(self._ranks)),
+            ranks=tuple(self._ranks),
+            wall_s=walked.ledger.wall_s if walked is not None else None,
+            bytes_read=self.bytes_read,
+            bytes_left=self.bytes_left,
+            steps=steps,
+            digests=self._all.digests.facts(),
+            noise=self._all.steps.noise(),
+            formations=(told.formations if told else None) or (walked.ledger.formations if walked else None),
+            preflights=told.preflights if told and told.formations else None,
+            refused_hosts=told.refused if told else 0,
+            incidents=known.incidents,
+            detect_s=accounts.detect_s(walked, told.failures if told else (), step_s),
+            recovery_s=accounts.recovery_s(known.incidents),
+            most_in_a_row=told.most_in_a_row if told else 0,
+            ledger=walked.ledger if walked is not None else None,
+            effective=walked.ledger.effective if walked is not None and walked.ledger.steps else None,
+            lowest_hour=known.lowest_hour,
+            imbalance=self._imbalance(),
+            mfu=accounts.mfu(self.run, steps.tokens_per_s if steps is not None else None),
+            listens=listens(self.run, launch),
+        )
+        return self._rest(self._measured(made), known, provenance=has_provenance(launch))
+
+    def _measured(self, made: LogFacts) -> LogFacts:
+        """What devices, neighbours and checkpoints say."""
+        ranks = self._ranks.values()
+        retries = [one.retries for one in ranks if one.retries is not None]
+        restores = (self._told.restores if self._supervisor.read_bytes else None) or [
+            restore for one in ranks for restore in one.restores
+        ]
+        has_saves = self._all.saves.is_told or restores
+        return replace(
+            made,
+            monitor=self._all.monitors.facts(
+                ranks=sum("monitor" in one.kinds for one in ranks),
+                peak=max((one.peak_bytes for one in ranks), default=0.0),
+                retries=sum(retries) if retries else None,
+                energy_j=sum(one.meter.energy_j for one in ranks),
+            ),
+            peers=self._all.peers.facts(ranks=sum("peers" in one.kinds for one in ranks)),
+            checkpoints=self._all.saves.facts(self.run, restores) if has_saves or made.steps is not None else None,
+        )
+
+    def _rest(self, made: LogFacts, known: accounts.Account, *, provenance: bool | None) -> LogFacts:
+        """Stragglers, money and energy, and the grammar, which looks at all the others."""
+        scored = known.scores
+        paid = known.cost
+        return replace(
+            made,
+            stragglers=scored.named if scored is not None else (),
+            straggler_scores=len(scored.score) if scored is not None and scored.score else None,
+            usd=paid.usd if paid is not None else None,
+            energy_j=paid.energy_j if paid is not None else None,
+            energy_source=paid.energy_source if paid is not None else "",
+            grammar=self._grammar(made, provenance=provenance),
+        )
+
+    def _accounts(self) -> accounts.Account:
+        """The ledger and what goes with it; not again for a run that has hardly grown."""
+        grown = self.bytes_read - self._account_bytes
+        if self._account_bytes < 0 or grown > max(AGAIN_SHARE * self._account_bytes, 0 if grown < 0 else 1) or (
+            grown and self.bytes_read < SMALL_BYTES
+        ):
+            self._account = accounts.account(self.run, self._history)
+            self._account_bytes = self.bytes_read
+        return self._account
+
+    def _steps(self) -> StepFacts | None:
+        ranks = self._ranks.values()
+        took_s = sum(one.took_s for one in ranks)
+        found = self._all.steps.facts(wait_share=sum(one.waited_s for one in ranks) / took_s if took_s else None)
+        if found is None:
+            return None
+        whole = {one.rank: one for one in ranks if one.is_whole and one.spans}
+        skips = {rank: one.skips for rank, one in whole.items() if one.skips}
+        differ = skips_differ(skips, {rank: one.spans for rank, one in whole.items()}) if skips else None
+        return replace(found, skips_differ=differ)
+
+    def _imbalance(self) -> float | None:
+        """The slowest rank's own time over the mean of those that do the same work, in the worst group."""
+        own = {one.rank: (one.took_s - one.waited_s) / one.steps for one in self._ranks.values() if one.steps}
+        known = {rank: own_s for rank, own_s in own.items() if own_s > 0.0}
+        where = places({"layout": _layout(self.run)}, self._history.supervisor())
+        groups = [[known[rank] for rank in group] for group in where.alike(sorted(known))]
+        return max((max(group) * len(group) / sum(group) for group in groups if len(group) > 1), default=None)
+
+    # ---- grammar -----------------------------------------------------------------------------------------------------
+
+    def _grammar(self, made: LogFacts, *, provenance: bool | None) -> GrammarFacts:
+        all_ = self._all.grammar
+        bad, spot = self._damaged(ended=made.is_over)
+        missing, repeated = self._occurrences(made)
+        return GrammarFacts(
+            unreadable=all_.unreadable + bad,
+            unreadable_spot=all_.unreadable_spot or spot,
+            invalid=all_.invalid,
+            invalid_spot=all_.invalid_spot,
+            invalid_text=all_.invalid_text,
+            unknown_kinds=dict(all_.unknown),
+            missing=missing,
+            repeated=repeated,
+            out_of_order=all_.out_of_order,
+            out_of_order_spot=all_.out_of_order_spot,
+            unclosed=self._unclosed(made),
+            skew_s=skew(one.offsets for one in self._ranks.values()),
+            ranks_missing=tuple(rank for rank in range(made.world) if rank not in self._ranks)[:MOST_MISSING],
+            secrets=self._all.secrets.count,
+            secrets_spot=self._all.secrets.spot,
+            has_provenance=provenance,
+        )
+
+    def _damaged(self, *, ended: bool) -> tuple[int, Spot | None]:
+        """Lines that were too long, files that are none, and last lines that nobody will complete."""
+        feeds = [self._supervisor, *(one.feed for one in self._ranks.values())]
+        torn = [feed for feed in feeds if ended and feed.is_torn]
+        spots = [feed.bad_spot for feed in feeds if feed.bad_spot is not None] + [feed.here for feed in torn]
+        return sum(feed.bad for feed in feeds) + len(torn), spots[0] if spots else None
+
+    def _occurrences(self, made: LogFacts) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What must be there once, or at least once; the end of a run that goes on is not missing yet."""
+        missing, repeated = [], []
+        ranks = list(self._ranks.values())
+        if not ranks:
+            missing.append("events of any rank")
+        elif any(BEGINS not in one.kinds for one in ranks):
+            missing.append(BEGINS)
+        if self._supervisor.read_bytes:
+            missing += [kind for kind in TOLD if kind not in self._told.kinds]
+        if made.is_over and made.state == "done" and ranks and ENDS not in ranks[0].kinds:
+            missing.append(ENDS)
+        if made.is_over and self._supervisor.read_bytes and "end" not in self._told.kinds:
+            missing.append("end")
+        starts = max(1, self._told.launches)
+        if self._supervisor.read_bytes and self._told.kinds.get("end", 0) > starts:
+            repeated.append("end")
+        if any(one.states.count("done") > starts for one in ranks):
+            repeated.append(ENDS)
+        return tuple(missing), tuple(repeated)
+
+    def _unclosed(self, made: LogFacts) -> int:
+        """Failures after which neither a step nor the end was told; of a run that goes on, none yet."""
+        if not made.is_over:
+            return 0
+        ended_s = self._told.ended_s
+        return sum(one.recovery_s is None and (ended_s is None or ended_s < one.t) for one in made.incidents)
+
+
+def read_log(run: Run, *, progress: Progress | None = None) -> LogFacts:
     """Everything the rules ask of a run."""
-    return LogFacts(
-        run=run.name, folder=str(run.path), state="", is_over=False, world=0, ranks=(), wall_s=None, bytes_read=0
-    )
+    stream = LogStream(run)
+    stream.refresh(progress=progress)
+    return stream.facts()
+
+
+def _layout(run: Run) -> dict[str, object]:
+    try:
+        return dict(at(run.plan(), "layout"))
+    except PhalanxError:
+        return {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ class Histogram:
         self._bins: np.ndarray[tuple[int], np.dtype[np.int64]] | None = None  # made with the first number
         self.count, self.total, self.most = 0, 0.0, 0.0
 
-    def add(self, values: Sequence[float]) -> None:
+    def add(self, values: Sequence[float] | np.ndarray[Any, np.dtype[np.float64]]) -> None:
         """Take some in."""
         known = np.asarray(values, dtype=np.float64)
         known = known[(known >= 0.0) & (known <= HIGHEST)]  # false for NaN too
@@ -57,27 +58,27 @@ class Histogram:
 
 
 class Sample:
-    """Every n-th of a series of pairs, n doubling when there are too many: evenly spread over all of it."""
+    """Every n-th of a series, n doubling when there are too many: evenly spread over all of it."""
 
-    __slots__ = ("_count", "_every", "_most", "pairs")
+    __slots__ = ("_count", "_every", "_most", "values")
 
     def __init__(self, most: int = 4096) -> None:
-        self.pairs: list[tuple[float, float]] = []
+        self.values: list[float] = []
         self._most, self._every, self._count = most, 1, 0
 
-    def add(self, keys: Sequence[float], values: Sequence[float]) -> None:
+    def add(self, values: np.ndarray[Any, np.dtype[np.float64]]) -> None:
         """The next ones, in order."""
         first = -self._count % self._every
-        self._count += len(keys)
-        self.pairs += zip(keys[first :: self._every], values[first :: self._every], strict=True)
-        while len(self.pairs) > self._most:
-            self.pairs, self._every = self.pairs[::2], 2 * self._every
+        self._count += len(values)
+        self.values += values[first :: self._every].tolist()
+        while len(self.values) > self._most:
+            self.values, self._every = self.values[::2], 2 * self._every
 
     def median(self, begin: float, end: float) -> float | None:
         """Of the part from share `begin` of the series to share `end`."""
-        count = len(self.pairs)
-        values = [value for _, value in self.pairs[int(begin * count) : max(int(begin * count) + 1, int(end * count))]]
-        return float(np.median(values)) if values else None
+        count = len(self.values)
+        some = self.values[int(begin * count) : max(int(begin * count) + 1, int(end * count))]
+        return float(np.median(some)) if some else None
 
 
 class Hours:

@@ -9,7 +9,7 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import daly, overhead
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import LogFacts
-from phalanx.spec.outcome import Edit, Outcome, exempt, failed, passed
+from phalanx.spec.outcome import Edit, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.units import format_seconds
 
@@ -82,6 +82,8 @@ def measured(evidence: Evidence, log: LogFacts, limits: Limits) -> Numbers | Non
 
 
 def _interval(evidence: Evidence, limits: Limits, n: Numbers) -> Outcome:
+    if not (n.blocking_s >= 0 and n.mtbf_s > 0 and 0 <= n.interval_s < math.inf and n.wall_s >= 0):
+        return unknown("a time of the plan is below zero or no number", fix="plan the job again: phalanx plan JOB")
     best_s, interval_s = n.best_s, n.interval_s
     if not math.isfinite(best_s) or n.wall_s <= best_s:
         return exempt(f"the job ends in {format_seconds(n.wall_s)}, before a checkpoint pays: the last one is enough")
@@ -114,6 +116,8 @@ def _grace(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     if not evidence.stated(key):
         return ()
     need_s, formula = _needed(evidence.the_plan, evidence.log)
+    if not math.isfinite(need_s):
+        return (unknown("how long a save takes is no number", fix="plan the job again: phalanx plan JOB", at=key),)
     room = limits.number("grace_room")
     told = f"step and save take {need_s:.3g} s of the {grace_s:g} s after a SIGTERM"
     if need_s * room <= grace_s:
@@ -134,9 +138,9 @@ def _grace(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
             edits=(
                 Edit(
                     key=key,
-                    value=math.ceil(need_s * room) if math.isfinite(need_s) else 600,
+                    value=math.ceil(1.2 * need_s * room),
                     safe=True,
-                    note="if the scheduler waits as long: Slurm's KillWait, a pod's terminationGracePeriodSeconds",
+                    note="a fifth more than they take; the scheduler must wait as long (Slurm: KillWait)",
                 ),
             ),
         ),
@@ -166,15 +170,15 @@ RULE = Rule(
     requirement="The interval between checkpoints is near the optimum for this hardware and this job.",
     why="""
 Too often costs time to save, too rarely costs work redone after a failure. The optimum is √(2δM) to first order, with
-δ the seconds that training stands still for a checkpoint and M the mean time between failures. The curve is flat: twice
-the optimum costs 25 % more overhead, four times 112 % more, ((x + 1/x)/2). And a job that is asked to leave (SIGTERM) can
-save what it knows, if a step and a save fit into the time it is given.
+δ the seconds that training stands still for a checkpoint and M the mean time between failures. The curve is flat:
+twice the optimum costs 25 % more overhead, four times 112 % more, ((x + 1/x)/2). And a job that is asked to leave
+(SIGTERM) can save what it knows, if a step and a save fit into the time it is given.
 """,
     how="""
-`τ* = √(2δM)·[1 + ⅓√(δ/2M) + δ/(18M)] − δ`, `M = 86400 / (hosts · λ)`, never shorter than a checkpoint takes to be written.
-A warning where τ/τ* leaves [½, 2], an error where it leaves [¼, 4]; a job shorter than τ* needs its last checkpoint only.
-In a run δ is what it measured (from three saves on), M what it saw (from five failures on). A warning where
-step + staging + writing > `fault.grace_s`.
+`τ* = √(2δM)·[1 + ⅓√(δ/2M) + δ/(18M)] − δ`, `M = 86400 / (hosts · λ)`, never shorter than a checkpoint takes to be
+written. A warning where τ/τ* leaves [½, 2], an error where it leaves [¼, 4]; a job shorter than τ* needs its last
+checkpoint only. In a run δ is what it measured (from three saves on), M what it saw (from five failures on). A
+warning where step + staging + writing > `fault.grace_s`.
 """,
     limits={
         "warn_ratio": Limit(value=2.0, unit="x", note="25 % more overhead than at the optimum: computed"),

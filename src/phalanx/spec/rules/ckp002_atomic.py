@@ -54,7 +54,7 @@ def _seen(evidence: Evidence, log: CheckpointFacts) -> Outcome:
         threshold=0,
         at=next((spot for spot in bad.values() if spot is not None), ""),
         impact=TORN,
-        fix="do not resume from them: phalanx export RUN --verify names the newest whole one",
+        fix="resume from the newest folder that has its manifest, and not from these",
     )
 
 
@@ -66,15 +66,15 @@ RULE = Rule(
     uses="LD",
     requirement="A checkpoint can be seen only when all of it is written; a restore takes nothing else.",
     why="""
-Jobs are killed while they save, and the newest checkpoint is the one that everybody wants. Orbax writes into a temporary
-folder and renames, or puts a marker last, and since 0.12.3 its readers refuse what has no marker. Torch's distributed
-checkpoint removes the old `.metadata` and renames the new one: overwriting in place there leaves a moment without any, and
-its documentation promises no consistency without `sync_files`.
+Jobs are killed while they save, and the newest checkpoint is the one that everybody wants. Orbax writes into a
+temporary folder and renames, or puts a marker last, and since 0.12.3 its readers refuse what has no marker. Torch's
+distributed checkpoint removes the old `.metadata` and renames the new one: overwriting in place there leaves a moment
+without any, and its documentation promises no consistency without `sync_files`.
 """,
     how="""
-The order stage → write → fsync → digest → manifest → rename → commit, a new folder per step (object stores: a marker in
-place of the rename). From the trainer's documentation or code; in the log no commit without a stage and no restore of
-what was not committed; and a signed drill that killed a rank at a point of a save and lost nothing.
+The order stage → write → fsync → digest → manifest → rename → commit, a new folder per step (object stores: a marker
+in place of the rename). From the trainer's documentation or code; in the log no commit without a stage and no restore
+of what was not committed; and a signed drill that killed a rank at a point of a save and lost nothing.
 """,
     limits={
         "save_faults": Limit(

@@ -38,10 +38,7 @@ class _Race:
     def line(self) -> str:
         one = self.message
         times = ", ".join(f"{name} {1e6 * value:,.0f} µs" for name, value in self.seconds.items())
-        return (
-            f"{one.axis} {one.operation} of {one.size} between {one.ranks:,} ranks, "
-            f"{one.per_domain} in each of {one.domains:,} domains: {times}"
-        )
+        return f"{one.axis} {one.operation} of {one.size} between {one.ranks:,} ranks {one.where}: {times}"
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
@@ -104,7 +101,8 @@ def _race(plan: Plan, message: Message, wanted: str, *, two_levels: bool) -> _Ra
         name: nccl.seconds(group, name, message.nbytes, operation=message.operation) for name in ("ring", "tree")
     }
     if message.domains == 1 and message.ranks > 2 and cluster.accelerator.family in SWITCHED:
-        seconds["nvls"] = _switch(group, message)
+        # The gain is of sums; gathers over the switch are taken to be as fast as the ring.
+        seconds["nvls"] = _switch(group, message) if message.operation == "all-reduce" else seconds["ring"]
     own = {name: value for name, value in seconds.items() if math.isfinite(value)}
     taken = min(own, key=lambda name: own[name]) if wanted == AUTO else wanted
     if two_levels and wanted == AUTO:  # a forced algorithm is held against what NCCL could do instead
@@ -121,7 +119,7 @@ def _race(plan: Plan, message: Message, wanted: str, *, two_levels: bool) -> _Ra
 
 def _switch(group: nccl.Communicator, message: Message) -> float:
     """A sum inside the switch: the planner's measured gain over a ring, and its latency."""
-    share = (group.ranks - 1) / group.ranks * (2 if message.operation == "all-reduce" else 1)
+    share = 2 * (group.ranks - 1) / group.ranks
     rate = group.bus_bytes_per_s * collectives.SWITCH_GAIN
     return share * message.nbytes / rate + collectives.SWITCH_LATENCY_S
 
@@ -134,7 +132,7 @@ def _slow(evidence: Evidence, race: _Race, wanted: str, most: float) -> Outcome:
         "at most: the difference, as far as nothing hides it",
     )
     if race.taken not in race.seconds:
-        told = f"there is no {race.taken} for {one.operation} between {one.ranks:,} ranks in {one.domains:,} domains"
+        told = f"there is no {race.taken} for {one.operation} between {one.ranks:,} ranks {one.where}"
         impact = Impact(note="no time: NCCL ends with an error, or (older releases) ignores the setting")
     return failed(
         f"{told} ({one.axis} axis)",

@@ -73,10 +73,9 @@ def _without_steps(written: float | str, evidence: Evidence, limits: Limits) -> 
 
 def _step(evidence: Evidence) -> tuple[float | None, str]:
     """Seconds of a slow step: measured where there is a log of it, else the slow end of the prediction."""
-    log = evidence.log
-    if log is not None and log.steps is not None and log.steps.duration_s is not None:
-        if math.isfinite(log.steps.duration_s.p99):
-            return log.steps.duration_s.p99, "(measured, 99 of 100 are faster)"
+    steps = evidence.log.steps if evidence.log is not None else None
+    if steps is not None and steps.duration_s is not None and math.isfinite(steps.duration_s.p99):
+        return steps.duration_s.p99, "(measured, 99 of 100 are faster)"
     if evidence.plan is not None and math.isfinite(evidence.plan.prediction.step_s_high):
         return evidence.plan.prediction.step_s_high, "(predicted, slow end)"
     return None, ""

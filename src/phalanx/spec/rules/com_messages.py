@@ -39,6 +39,11 @@ class Message:
         return max(1, math.ceil(self.ranks / max(1, self.per_domain)))
 
     @property
+    def where(self) -> str:
+        """The group's place for people."""
+        return "in one domain" if self.domains == 1 else f"in {self.domains:,} domains, {self.per_domain} in each"
+
+    @property
     def size(self) -> str:
         """The message for people."""
         return f"{self.nbytes / MIB:,.0f} MiB" if self.nbytes >= MIB else f"{self.nbytes / 1024:,.0f} KiB"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.spec.rules.tel_measured import known, still_reading, wall_s
+from phalanx.spec.rules.tel_measured import file_of, known, still_reading, wall_s
 from phalanx.units import HOUR_S, format_seconds
 
 NOT_JUDGED = 0.0
@@ -69,6 +69,7 @@ def _measured(evidence: Evidence, limits: Limits) -> Outcome:
         formula=formula,
         value=value,
         threshold=target,
+        at=file_of(log),
         impact=evidence.loses(target - value, "up to the target of the class"),
         fix=f"the ledger names the accounts: {_dearest(evidence)}",
     )
@@ -94,6 +95,7 @@ def _worst_hour(evidence: Evidence, limits: Limits) -> Outcome:
         formula=formula,
         value=value,
         threshold=least,
+        at=file_of(log),
         impact=evidence.loses_once((least - value) * HOUR_S, "in the worst hour, up to half of it"),
         fix="look at that hour in phalanx web, Run: effective training time over the last hour, with what happened",
     )

@@ -6,7 +6,7 @@ from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Outcome, exempt, failed, passed, unknown
 from phalanx.spec.profiles import PROFILES
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.spec.rules.tel_measured import known, steps_of, still_reading
+from phalanx.spec.rules.tel_measured import file_of, known, steps_of, still_reading
 
 NOT_JUDGED = 0.0
 LOW_BITS = ("fp8", "fp4")
@@ -35,6 +35,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         formula=formula,
         value=value,
         threshold=floor,
+        at=file_of(log),
         impact=evidence.loses(1 - value / floor, "a step at the floor would be this much shorter"),
         fix="phalanx report RUN puts the step beside its prediction; phalanx trace shows where it waits",
     )

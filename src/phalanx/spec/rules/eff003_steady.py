@@ -6,7 +6,7 @@ from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import LogFacts, StepFacts
 from phalanx.spec.outcome import Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.spec.rules.tel_measured import known, still_reading, wall_s
+from phalanx.spec.rules.tel_measured import file_of, known, still_reading, wall_s
 from phalanx.units import format_seconds
 
 NOT_JUDGED = 1.0  # as a share: nothing is larger
@@ -48,6 +48,7 @@ def _spread(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
         value=ratio,
         threshold=most,
         unit="x",
+        at=file_of(evidence.the_log),
         impact=evidence.loses(1 - p50 / mean if mean > p50 else 0.0, "mean step over the median one"),
         fix="look at the slow steps in phalanx web, Step: data, garbage collection, checkpoints, or a busy network",
     )
@@ -67,6 +68,7 @@ def _drift(evidence: Evidence, log: LogFacts, steps: StepFacts, limits: Limits) 
         formula=formula,
         value=drift,
         threshold=most,
+        at=file_of(evidence.the_log),
         impact=evidence.loses(drift / (1 + drift) / 2, "steps that became slower, half of it over the run"),
         fix="look for what grows: logs, caches, fragments in the allocator, clocks that were lowered by heat",
     )
@@ -85,6 +87,7 @@ def _data(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
         formula=formula,
         value=share,
         threshold=most,
+        at=file_of(evidence.the_log),
         impact=evidence.loses(share - most, "waiting for batches"),
         fix="build the data where it is read fast (phalanx data build), on a local disk, in fewer and larger files",
     )
@@ -106,6 +109,7 @@ def _imbalance(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
         formula=formula,
         value=waste,
         threshold=most,
+        at=file_of(evidence.the_log),
         impact=evidence.loses(waste - most, "ranks that wait for the slowest"),
         fix="first the plan (uneven stages, sequences of unequal length), then the machine that TEL004 names",
     )

@@ -6,7 +6,7 @@ from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import LogFacts
 from phalanx.spec.outcome import Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.spec.rules.tel_measured import known, still_reading, too_young
+from phalanx.spec.rules.tel_measured import file_of, known, still_reading, too_young
 
 NO_TIME = Impact(note="costs no time: energy that is not counted cannot be saved, or billed")
 DUE_S = 20.0  # a first sample: TEL001's interval, twice
@@ -49,6 +49,7 @@ def _uncounted(evidence: Evidence, told: str, value: str, counters: tuple[str, .
         value=value,
         threshold=", ".join(counters),
         severity="info" if limits.flag("remark_only") else None,
+        at=file_of(evidence.the_log),
         impact=NO_TIME,
         fix=how or "pip install nvidia-ml-py reads the board's energy counter (Volta and newer)",
     )

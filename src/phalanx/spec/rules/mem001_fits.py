@@ -76,20 +76,19 @@ RULE = Rule(
     requirement="The predicted peak of the fullest device leaves a tenth of its memory free.",
     why="""
 A job that does not fit ends after the devices were taken. A prediction is not a measurement: ours misses the reserved
-memory of published runs by 5.7 % in the median (`phalanx validate`, 2026-11-15), and on a device of 80 GB the driver's
-context, NCCL's buffers and fragmentation take several more. On a host the page cache and everybody else live in the same
-memory, so CPU ranks get 80 %; a TPU's compiler lays memory out exactly and gets 92 %.
+memory of published runs by 5.7 % in the median (`phalanx validate`, 2026-11-15), and on a device of 80 GB the
+driver's context, NCCL's buffers and fragmentation take several more. On a host the page cache and everybody else live
+in the same memory, so CPU ranks get 80 %; a TPU's compiler lays memory out exactly and gets 92 %.
 """,
     how="""
-`weights + gradients + optimizer + activations + logits + gathered + buffers ≤ 0.90 · device memory`, each term by ZeRO
-stage, recompute and schedule as `phalanx plan` prints it; a CPU rank's device is its share of the host. A planner that
-finds no layout that fits is a failure of this rule, in the planner's words.
+`weights + gradients + optimizer + activations + logits + gathered + buffers ≤ 0.90 · device memory`, each term by
+ZeRO stage, recompute and schedule as `phalanx plan` prints it; a CPU rank's device is its share of the host. A
+planner that finds no layout that fits is a failure of this rule, in the planner's words.
 """,
     limits={
         "most_share": Limit(
             value=0.90,
-            note="of the device; cpu 0.80 of the rank's share of RAM, tpu 0.92 (compiler-exact): house, beside a median "
-            "error of 5.7 %",
+            note="of the device; cpu: of the rank's share of RAM; tpu: compiler-exact. House, beside an error of 5.7 %",
             profiles={"cpu-gloo": 0.80, "tpu": 0.92},
         ),
     },
@@ -110,7 +109,8 @@ recompute = "selective"
 zero = 3
 """,
     fix="More sharding, recompute, a smaller micro-batch, or more devices; `phalanx plan JOB` prints every term.",
-    waive="A short run on the same layout whose measured peak fits (`phalanx train JOB --steps 20`), named in the reason.",
+    waive="A short run on the same layout whose measured peak fits (`phalanx train JOB --steps 20`), "
+    "named in the reason.",
     references=(
         Reference(text="Rajbhandari et al., ZeRO, arXiv:1910.02054", mark="recalled"),
         Reference(text="Korthikanti et al., activation memory, arXiv:2205.05198", mark="recalled"),

@@ -100,14 +100,14 @@ RULE = Rule(
     uses="P",
     requirement="The run never ran out of memory nor thrashed for it, and its peak was what the plan said.",
     why="""
-An allocator that is short frees its cache and asks the driver again; every such retry stops the device, and torchtitan
-reports them beside its step times for that reason. On a CPU the kernel says the same by pressure stall information: the
-share of time in which some task waited for memory. A prediction that was off by more than a tenth will choose wrongly
-next time.
+An allocator that is short frees its cache and asks the driver again; every such retry stops the device, and
+torchtitan reports them beside its step times for that reason. On a CPU the kernel says the same by pressure stall
+information: the share of time in which some task waited for memory. A prediction that was off by more than a tenth
+will choose wrongly next time.
 """,
     how="""
-In the log: incidents that name memory = 0; on GPUs `allocation_retries` = 0 and |predicted / peak − 1| ≤ 10 %; on a CPU the
-mean of the kernel's `some` memory pressure ≤ 1 %. Ratios are house choices.
+In the log: incidents that name memory = 0; on GPUs `allocation_retries` = 0 and |predicted / peak − 1| ≤ 10 %; on a
+CPU the mean of the kernel's `some` memory pressure ≤ 1 %. Ratios are house choices.
 """,
     limits={
         "most_retries": Limit(value=0, note="retries of the allocator: house; torchtitan reports the count"),
@@ -115,7 +115,8 @@ mean of the kernel's `some` memory pressure ≤ 1 %. Ratios are house choices.
         "most_error": Limit(value=0.10, note="of the predicted peak: house, beside a median error of 5.7 %"),
         "judge_prediction": Limit(
             value=True,
-            note="whether the peak is held against the plan; cpu: no, private memory of a process holds more than tensors",
+            note="whether the peak is held against the plan; cpu: no, private memory of a process holds "
+            "more than tensors",
             profiles={"cpu-gloo": False},
         ),
     },
@@ -125,8 +126,8 @@ mean of the kernel's `some` memory pressure ≤ 1 %. Ratios are house choices.
     good="""
 {"event":"monitor","rank":3,"memory_bytes":66000000000,"memory_limit_bytes":85000000000,"allocation_retries":0}
 """,
-    fix="A smaller micro-batch, more recompute or sharding; where only the prediction was off, `phalanx trace JOB` tells
-which term.",
+    fix="A smaller micro-batch, more recompute or sharding; where only the prediction was off, "
+    "`phalanx trace JOB` tells which term.",
     waive="A drill that ran out of memory on purpose.",
     references=(
         Reference(text="torchtitan metrics: memory, alloc retries, OOMs", mark="read"),

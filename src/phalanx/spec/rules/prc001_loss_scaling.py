@@ -78,14 +78,14 @@ RULE = Rule(
     requirement="fp16 arithmetic trains with a dynamic loss scale; bf16, fp32 and the 8-bit formats train without one.",
     why="""
 fp16 has five bits of exponent: nothing below 2⁻²⁴ = 6·10⁻⁸ is left of a gradient. The SSD detector of Micikevicius et
-al. diverged in fp16 until the loss was multiplied by 8, and then learnt as in fp32. How
-large the factor may be changes while the model learns, so it has to be searched: doubled after 2,000 good steps, halved
-after an overflow (2,000, 2 and ½ are the numbers of `torch.amp.GradScaler`). bf16 has the exponents of fp32: a scale
-there only adds a way to overflow.
+al. diverged in fp16 until the loss was multiplied by 8, and then learnt as in fp32. How large the factor may be
+changes while the model learns, so it has to be searched: doubled after 2,000 good steps, halved after an overflow
+(2,000, 2 and ½ are the numbers of `torch.amp.GradScaler`). bf16 has the exponents of fp32: a scale there only adds a
+way to overflow.
 """,
     how="""
-`precision.compute = "fp16"` ⇔ the scale is dynamic. `loss_scale = "auto"` is dynamic in fp16 and 1 elsewhere; a number is
-a static scale; 1 is none. Of another trainer its documented default is taken.
+`precision.compute = "fp16"` ⇔ the scale is dynamic. `loss_scale = "auto"` is dynamic in fp16 and 1 elsewhere; a
+number is a static scale; 1 is none. Of another trainer its documented default is taken.
 """,
     limits={
         "scaled_formats": Limit(

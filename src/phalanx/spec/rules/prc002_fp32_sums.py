@@ -94,18 +94,19 @@ RULE = Rule(
     severity="error",
     requires="J",
     uses="P",
-    requirement="Gradients are accumulated and reduced in fp32; master weights and moments are fp32 unless a named recipe says otherwise.",
+    requirement="Gradients are accumulated and reduced in fp32; master weights and moments are fp32 unless "
+    "a named recipe says otherwise.",
     why="""
-A sum in bf16 keeps 8 bits: adding 256 equal terms one by one stops growing, whatever comes after. torchtitan allows no
-other format than fp32 for the reduction (`mixed_precision_reduce: Literal["float32"]`), Megatron-LM has
-`--accumulate-allreduce-grads-in-fp32`. The same holds for the weights: an update below half of the spacing of the format
-is lost, and with bf16 that is every update below 0.2 % of a weight. Moments are forgiving: published recipes keep them in
-bf16 (DeepSeek-V3) or in blocks of 8 bits (8-bit Adam), so they warn.
+A sum in bf16 keeps 8 bits: adding 256 equal terms one by one stops growing, whatever comes after. torchtitan allows
+no other format than fp32 for the reduction (`mixed_precision_reduce: Literal["float32"]`), Megatron-LM has
+`--accumulate-allreduce-grads-in-fp32`. The same holds for the weights: an update below half of the spacing of the
+format is lost, and with bf16 that is every update below 0.2 % of a weight. Moments are forgiving: published recipes
+keep them in bf16 (DeepSeek-V3) or in blocks of 8 bits (8-bit Adam), so they warn.
 """,
     how="""
 `grad_reduce ∈ {fp32}` where data · context · accumulation > 1 (a warning where compression of gradients is declared:
-COM002 weighs that). `master_weights = true` unless `compute = "fp32"`. `optimizer_state ∈ {fp32}`, else a warning that
-names the recipe; `optim.name = "adamw8bit"` is one by name.
+COM002 weighs that). `master_weights = true` unless `compute = "fp32"`. `optimizer_state ∈ {fp32}`, else a warning
+that names the recipe; `optim.name = "adamw8bit"` is one by name.
 """,
     limits={
         "reduce_formats": Limit(value=("fp32",), note="formats of the sum of gradients: torchtitan, Megatron-LM"),
@@ -124,7 +125,8 @@ grad_reduce = "bf16"
 grad_reduce = "fp32"
 """,
     fix='`grad_reduce = "fp32"`, `master_weights = true`, `optimizer_state = "fp32"`.',
-    waive="A published recipe that you follow whole, named in the reason; or a parity run over at least a tenth of the tokens.",
+    waive="A published recipe that you follow whole, named in the reason; or a parity run over at "
+    "least a tenth of the tokens.",
     references=(
         Reference(text='torchtitan: mixed_precision_reduce is Literal["float32"]', mark="read"),
         Reference(text="Megatron-LM: --accumulate-allreduce-grads-in-fp32", mark="read"),

@@ -16,8 +16,8 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
         return (supported,)
     parity = unknown(
         f"nothing shows that {evidence.the_job.precision.compute} learns as bf16 does on this model",
-        fix="train a hundredth of the tokens in both, compare the losses (a gap of at most 0.25 % is parity), and waive "
-        "the rule with the two runs as the reason",
+        fix="train a hundredth of the tokens in both; a gap of at most 0.25 % is parity: waive the "
+        "rule and name the runs",
         at="precision.compute",
     )
     return (supported, _spares(evidence), parity)
@@ -79,17 +79,18 @@ RULE = Rule(
     severity="error",
     requires="J",
     uses="P",
-    requirement="A format of matrix products is one the hardware has; 8- and 4-bit ones spare sensitive modules and have shown parity.",
+    requirement="A format of matrix products is one the hardware has; 8- and 4-bit ones spare sensitive "
+    "modules and have shown parity.",
     why="""
 fp8 is in Hopper, Blackwell and CDNA 3, fp4 in Blackwell alone; A100, TPU before v7 and CPUs multiply in neither.
-DeepSeek-V3 trained in fp8 with embedding, head, norms, gates and attention left in bf16 or fp32, and accepted it because
-the loss of two smaller models stayed within 0.25 % of bf16. A model that went through a format nobody compared cannot be
-told from one that learnt less.
+DeepSeek-V3 trained in fp8 with embedding, head, norms, gates and attention left in bf16 or fp32, and accepted it
+because the loss of two smaller models stayed within 0.25 % of bf16. A model that went through a format nobody
+compared cannot be told from one that learnt less.
 """,
     how="""
-`precision.compute ∈ formats(profile)`. For fp8 and fp4 also: the trainer spares embeddings, norms, head and router (its
-documentation or code), and a parity run: |loss − loss_bf16| / loss_bf16 ≤ 0.25 %. No file of this edition carries a
-parity run, so that part is `unknown` until it is waived with the runs named.
+`precision.compute ∈ formats(profile)`. For fp8 and fp4 also: the trainer spares embeddings, norms, head and router
+(its documentation or code), and a parity run: |loss − loss_bf16| / loss_bf16 ≤ 0.25 %. No file of this edition
+carries a parity run, so that part is `unknown` until it is waived with the runs named.
 """,
     limits={
         "narrow_formats": Limit(value=("fp8", "fp4"), note="formats that need parity: arXiv:2412.19437 section 3.3"),

@@ -141,21 +141,23 @@ RULE = Rule(
     severity="error",
     requires="J",
     uses="PL",
-    requirement="Steps that are not finite are skipped by all ranks together and not for long, and exploding gradients are bounded.",
+    requirement="Steps that are not finite are skipped by all ranks together and not for long, and "
+    "exploding gradients are bounded.",
     why="""
-One NaN that one rank adds to its weights is in all of them a step later. ByteRobust stops a job for inspection when loss
-or gradient norm are NaN or jump to 5 times; from then to the restart a NaN took it 4,289 s. PaLM's loss spiked
+One NaN that one rank adds to its weights is in all of them a step later. ByteRobust stops a job for inspection when
+loss or gradient norm are NaN or jump to 5 times; from then to the restart a NaN took it 4,289 s. PaLM's loss spiked
 about 20 times although gradients were clipped, and going back and leaving out 200 to 500 batches helped.
 
-How many in a row: the proposal was 3; this edition says 10. In fp16 the search for the loss scale skips steps by design
-(from 2¹⁶ to 2⁶ are ten halvings), and a skipped step costs one step, while a stop costs a recovery. A factor on gradient
-norms is not demanded where they are clipped: in our own first-run.toml the norm of step 17 was 43 times the median of the
-16 before it, in the warm-up of a run that ended well (2026-11-15).
+How many in a row: the proposal was 3; this edition says 10. In fp16 the search for the loss scale skips steps by
+design (from 2¹⁶ to 2⁶ are ten halvings), and a skipped step costs one step, while a stop costs a recovery. A factor
+on gradient norms is not demanded where they are clipped: in our own first-run.toml the norm of step 17 was 43 times
+the median of the 16 before it, in the warm-up of a run that ended well (2026-11-15).
 """,
     how="""
-`train.skipped_steps ≤ 10`; ranks decide on numbers that all of them have; `optim.clip > 0` or `train.spike_factor > 0`.
-In a run: no step with a loss or norm that is not finite was taken, no step was skipped by some ranks only, at most 10 in a
-row were skipped, and no loss (nor, without clipping, no gradient norm) over 5 times its running mean was taken (a warning).
+`train.skipped_steps ≤ 10`; ranks decide on numbers that all of them have; `optim.clip > 0` or `train.spike_factor >
+0`. In a run: no step with a loss or norm that is not finite was taken, no step was skipped by some ranks only, at
+most 10 in a row were skipped, and no loss (nor, without clipping, no gradient norm) over 5 times its running mean was
+taken (a warning).
 """,
     limits={
         "most_in_a_row": Limit(value=10, unit="steps", note="skipped steps before the run stops or goes back: house"),
@@ -172,8 +174,10 @@ spike_factor = 0.0
 [optim]
 clip = 1.0
 """,
-    fix="`optim.clip = 1.0`, `train.skipped_steps = 10`; `train.spike_factor = 10.0` where batches are known to be uneven.",
-    waive="An optimizer whose update has a bounded norm by itself, without clipping (Muon, sign descent), named in the reason.",
+    fix="`optim.clip = 1.0`, `train.skipped_steps = 10`; `train.spike_factor = 10.0` where batches "
+    "are known to be uneven.",
+    waive="An optimizer whose update has a bounded norm by itself, without clipping (Muon, sign "
+    "descent), named in the reason.",
     references=(
         Reference(text="ByteRobust, arXiv:2509.16293 (5x jump or NaN; table 6: NaN 4,289 s)", mark="read"),
         Reference(text="PaLM, arXiv:2204.02311 section 5.1", mark="recalled"),

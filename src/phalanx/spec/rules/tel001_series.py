@@ -6,7 +6,7 @@ from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import LogFacts
 from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.spec.rules.tel_measured import known, steps_of, still_reading, too_young, why_no_noise
+from phalanx.spec.rules.tel_measured import file_of, known, steps_of, still_reading, too_young, why_no_noise
 
 BLIND = Impact(note="costs no time by itself; what goes wrong unseen is found by whoever pays for it")
 SERIES = ("utilization", "memory", "peers", "noise", "steps")
@@ -111,6 +111,7 @@ def _steps(log: LogFacts) -> Outcome:
         value=steps.count,
         threshold=span,
         unit="steps",
+        at=file_of(log),
         impact=BLIND,
         fix="look for a disk that was full, or files that were cut: every rank writes every step",
     )
@@ -121,7 +122,7 @@ def _devices(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
     if log.monitor is None:
         return _absent(log, "samples of the devices", "`monitor`", most)
     few = _too_few(evidence, log, log.monitor.ranks, "samples of the devices", limits)
-    return few or _rhythm("devices are sampled", log.monitor.gap_s, most)
+    return few or _rhythm(log, "devices are sampled", log.monitor.gap_s, most)
 
 
 def _peers(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
@@ -134,11 +135,12 @@ def _peers(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
         return failed(
             "every ping between peers was lost",
             value=log.peers.lost_share,
+            at=file_of(log),
             impact=BLIND,
             fix="let UDP between the hosts pass (docs/telemetry.md, peer latency)",
         )
     few = _too_few(evidence, log, log.peers.ranks, "reports of peer latency", limits)
-    return few or _rhythm("peer latency is reported", log.peers.gap_s, most)
+    return few or _rhythm(log, "peer latency is reported", log.peers.gap_s, most)
 
 
 def _noise(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
@@ -154,19 +156,21 @@ def _noise(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
             value=0,
             threshold=most,
             unit="steps",
+            at=file_of(log),
             impact=BLIND,
             fix="phalanx train writes `noise_scale` with every step: look for a `remark` in the rank's events",
         )
     gap = known(noise.gap_steps)
-    told = f"{noise.count:,} values of the gradient noise" + (f", p99 {gap:g} steps apart" if gap is not None else "")
+    told = f"{noise.count:,} values of the gradient noise" + (f", p99 {gap:.0f} steps apart" if gap is not None else "")
     if gap is None or gap <= most:
         return passed(told, value=gap, threshold=most, unit="steps")
     return failed(
         told,
-        formula=(f"p99 of the distance = {gap:g} steps > {most:g}",),
+        formula=(f"p99 of the distance = {gap:.0f} steps > {most:g}",),
         value=gap,
         threshold=most,
         unit="steps",
+        at=file_of(log),
         impact=BLIND,
         fix="look for steps with `noise_scale` null: gradients that are not finite, or a mean below zero",
     )
@@ -181,7 +185,7 @@ def _schema(log: LogFacts) -> Outcome:
         value=bad,
         threshold=0,
         unit="events",
-        at=log.grammar.invalid_spot or "",
+        at=log.grammar.invalid_spot or file_of(log),
         impact=BLIND,
         fix="write events as docs/events.md says: names, types and units",
     )
@@ -194,6 +198,7 @@ def _absent(log: LogFacts, what: str, kind: str, due_s: float) -> Outcome:
         or failed(
             f"the log has no {what}",
             value=0,
+            at=file_of(log),
             impact=BLIND,
             fix=f"every rank writes {kind} events: [telemetry] of the job, and the remarks of the ranks, say why not",
         )
@@ -214,13 +219,13 @@ def _too_few(evidence: Evidence, log: LogFacts, found: int, what: str, limits: L
         formula=(f"{found:,} / {expected:,} = {share:.1%} < {least:.0%}",),
         value=share,
         threshold=least,
-        at="",
+        at=file_of(log),
         impact=BLIND,
         fix="look at the rank's log: a driver that fails is told there once",
     )
 
 
-def _rhythm(told: str, gap_s: float | None, most: float) -> Outcome:
+def _rhythm(log: LogFacts, told: str, gap_s: float | None, most: float) -> Outcome:
     gap = known(gap_s)
     if gap is None:
         return passed(f"{told}, once in each formation", threshold=most, unit="s")
@@ -233,6 +238,7 @@ def _rhythm(told: str, gap_s: float | None, most: float) -> Outcome:
         value=gap,
         threshold=most,
         unit="s",
+        at=file_of(log),
         impact=BLIND,
         fix="shorten [telemetry] interval_s or peers_every_s; where they are short, the host was too busy to look",
     )

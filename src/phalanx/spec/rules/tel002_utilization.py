@@ -6,8 +6,8 @@ from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import LogFacts, MonitorFacts
 from phalanx.spec.outcome import Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.spec.rules.tel_measured import known, still_reading, too_young, wall_s
-from phalanx.units import HOUR_S
+from phalanx.spec.rules.tel_measured import file_of, known, still_reading, too_young, wall_s
+from phalanx.units import HOUR_S, format_seconds
 
 NOT_JUDGED = 0.0
 DUE_S = 20.0  # a first sample: TEL001's interval, twice
@@ -22,7 +22,19 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     source = _source(evidence, log, monitor)
     if source.verdict != "pass" or not monitor.utilization_sources:
         return (source,)
-    return (source, _mean(evidence, monitor, limits), _hour(evidence, log, monitor, limits))
+    return (source, *_levels(evidence, log, monitor, limits))
+
+
+def _levels(evidence: Evidence, log: LogFacts, monitor: MonitorFacts, limits: Limits) -> tuple[Outcome, ...]:
+    value = known(monitor.utilization)
+    if value is None:
+        return (unknown("utilization has a source and no value", fix="look at `utilization` in the monitor events"),)
+    told = f"mean utilization {value:.0%}: reported, not judged"
+    if not _anchored(monitor) or limits.number("mean") <= NOT_JUDGED:
+        return (exempt(f"{told} ({_why(evidence, monitor)})"),)
+    if wall_s(log) < limits.number("least_wall_s"):
+        return (exempt(f"{told} of a run of {format_seconds(wall_s(log))}: start and end weigh too much"),)
+    return (_mean(evidence, value, limits.number("mean")), _hour(evidence, monitor, limits.number("hour")))
 
 
 def _nothing(log: LogFacts) -> Outcome:
@@ -42,6 +54,7 @@ def _source(evidence: Evidence, log: LogFacts, monitor: MonitorFacts) -> Outcome
             formula=(f"{', '.join(wrong)} is not one of {', '.join(honest)} ({profile})",),
             value=", ".join(wrong),
             threshold=", ".join(honest),
+            at=file_of(log),
             impact=Impact(note="costs no time by itself: it hides idle devices behind a resident kernel"),
             fix=f"record {honest[0]} instead; NVML's utilization.gpu is the share of time with any kernel resident",
         )
@@ -59,32 +72,26 @@ def _source(evidence: Evidence, log: LogFacts, monitor: MonitorFacts) -> Outcome
     )
 
 
-def _mean(evidence: Evidence, monitor: MonitorFacts, limits: Limits) -> Outcome:
-    value, least = known(monitor.utilization), limits.number("mean")
-    if value is None:
-        return unknown("utilization has a source and no value", fix="look at `utilization` in the monitor events")
-    if not _anchored(monitor) or least <= NOT_JUDGED:
-        return exempt(f"mean utilization {value:.0%}: reported, not judged ({_why(evidence, monitor)})")
+def _mean(evidence: Evidence, value: float, least: float) -> Outcome:
     told = f"mean utilization {value:.0%}"
     if value >= least:
         return passed(told, formula=(f"{value:.3f} >= {least:g}",), value=value, threshold=least)
     return failed(
         told,
-        formula=(f"mean of {', '.join(monitor.utilization_sources)} = {value:.3f} < {least:g}",),
+        formula=(f"mean over all ranks = {value:.3f} < {least:g}",),
         value=value,
         threshold=least,
         severity="warning",
+        at=file_of(evidence.the_log),
         impact=evidence.loses(least - value, "devices without work, up to the level that is called necessary"),
         fix="phalanx trace shows where a step waits; EFF003 and COM001 to COM003 name the usual causes",
     )
 
 
-def _hour(evidence: Evidence, log: LogFacts, monitor: MonitorFacts, limits: Limits) -> Outcome:
-    value, least = known(monitor.lowest_hour), limits.number("hour")
-    if value is None or not _anchored(monitor) or least <= NOT_JUDGED:
-        return exempt("the lowest hour is reported, not judged")
-    if wall_s(log) < HOUR_S:
-        return exempt(f"the run is shorter than an hour; {value:.0%} over all of it")
+def _hour(evidence: Evidence, monitor: MonitorFacts, least: float) -> Outcome:
+    value = known(monitor.lowest_hour)
+    if value is None:
+        return exempt("no hour to judge by itself")
     told = f"lowest hour {value:.0%}"
     if value >= least:
         return passed(told, formula=(f"{value:.3f} >= {least:g}",), value=value, threshold=least)
@@ -93,6 +100,7 @@ def _hour(evidence: Evidence, log: LogFacts, monitor: MonitorFacts, limits: Limi
         formula=(f"lowest mean of an hour = {value:.3f} < {least:g}",),
         value=value,
         threshold=least,
+        at=file_of(evidence.the_log),
         impact=evidence.loses_once(HOUR_S * (1 - value), "devices without work in that hour"),
         fix="look at that hour in phalanx web: data, checkpoints, or a recovery that did not end",
     )
@@ -124,8 +132,8 @@ is necessary but not sufficient, and that below 0.5 the use is likely ineffectiv
     how="""
 Sources of the run's `monitor` events are those of the profile: `gpm-sm`, `gpm-tensor`, `dcgm-sm`, `dcgm-tensor` on
 NVIDIA, `amdsmi-gfx` beside MFU, `libtpu-tensorcore`, `cpu-time` or `gemm` on CPUs; a device without a counter may stand
-by its MFU. Of SM activity: a warning where the mean is below 0.8, an error where the lowest hour is below 0.5 (runs of
-an hour or more). Tensor, gfx, TPU and CPU activity have no published level, and ranks that share cores cannot all be
+by its MFU. Of SM activity, in runs of an hour or more: a warning where the mean is below 0.8, an error where the lowest
+hour is below 0.5. Tensor, gfx, TPU and CPU activity have no published level, and ranks that share cores cannot all be
 busy: reported, not judged.
 """,
     limits={
@@ -139,6 +147,7 @@ busy: reported, not judged.
             profiles={"cpu-gloo": 0.0, "amd-mi300x": 0.0, "tpu": 0.0},
             note="least SM activity of an hour: NVIDIA's DCGM guide, read; 0 is not judged",
         ),
+        "least_wall_s": Limit(value=3600.0, unit="s", note="before which start and end weigh too much: house"),
     },
     bad='{"event": "monitor", "utilization": 0.99, "utilization_source": "nvml-utilization"}',
     good='{"event": "monitor", "utilization": 0.86, "utilization_source": "gpm-sm"}',

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from phalanx.spec.evidence import Evidence
+from phalanx.spec.facts.log import LogFacts
 from phalanx.spec.outcome import Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.spec.rules.tel_measured import known, steps_of, still_reading, why_no_noise
+from phalanx.spec.rules.tel_measured import file_of, known, steps_of, still_reading, why_no_noise
 
 NO_TIME = Impact(note="costs no time by itself: batch sizes are chosen by this number")
 
@@ -26,13 +27,14 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
             "noise_scale stands alone: without noise_trace and grad_squared nobody can work it out again",
             value=False,
             threshold=True,
+            at=file_of(log),
             impact=NO_TIME,
             fix="write the step's estimates of tr Σ and |G|² beside the quotient (docs/events.md, step)",
         )
-    return _compared(noise.count, known(noise.error), limits.number("error"))
+    return _compared(log, noise.count, known(noise.error), limits.number("error"))
 
 
-def _compared(count: int, error: float | None, most: float) -> Outcome:
+def _compared(log: LogFacts, count: int, error: float | None, most: float) -> Outcome:
     if error is None:
         return exempt(f"{count:,} values, too few with their parts to work out again")
     told = f"the parts give noise_scale within {error:.2%}"
@@ -44,6 +46,7 @@ def _compared(count: int, error: float | None, most: float) -> Outcome:
         formula=formula,
         value=error,
         threshold=most,
+        at=file_of(log),
         impact=NO_TIME,
         fix="keep running means of the two parts and divide these; the mean of the steps' own quotients is biased",
     )

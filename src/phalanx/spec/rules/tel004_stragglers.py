@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
+
 from phalanx.record.account.stragglers import Straggler
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import LogFacts
-from phalanx.spec.outcome import Impact, Outcome, exempt, failed, passed, unknown
+from phalanx.spec.outcome import Impact, Outcome, Spot, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.spec.rules.tel_measured import known, steps_of, still_reading
+from phalanx.spec.rules.tel_measured import file_of, known, steps_of, still_reading
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
@@ -41,6 +43,7 @@ def _scores(log: LogFacts, limits: Limits) -> Outcome:
         formula=(f"{found:,} / {world:,} = {share:.1%} < {least:.0%}",),
         value=share,
         threshold=least,
+        at=file_of(log),
         impact=Impact(note="costs no time by itself: who holds up the others stays unknown"),
         fix="every rank writes compute_s and wait_s with every step; look for ranks without events",
     )
@@ -64,6 +67,7 @@ def _slow(evidence: Evidence, worst: Straggler, relative: float, least: float) -
         formula=(f"score = peers' time / own time = 1 / {worst.score:.2f} = {relative:.2f} < {least:g}",),
         value=relative,
         threshold=least,
+        at=file_of(evidence.the_log, worst.rank),
         impact=evidence.loses(1 - relative, "all ranks wait for the slowest, at most this much"),
         fix=f"look at {where} (temperature, clocks, other processes, its links) before shutting it out: uneven stages "
         "and sequence lengths explain more slow jobs than slow machines do",
@@ -81,10 +85,11 @@ def _drilled(evidence: Evidence) -> tuple[Outcome, ...]:
     if wrong:
         return (
             failed(
-                f"a drill slowed a rank down and another one was named: {wrong[0].path}",
+                f"a drill slowed a rank down and another one was named: {PurePath(wrong[0].path).name}",
                 value=len(wrong),
                 threshold=0,
                 unit="drills",
+                at=Spot(file=wrong[0].path),
                 impact=Impact(note="costs no time by itself: the wrong host would be shut out"),
                 fix="phalanx drill JOB --suite again, with more steps; if it stays, the scores are wrong",
             ),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import LogFacts
-from phalanx.spec.outcome import Impact, Outcome, exempt, failed, passed, unknown
+from phalanx.spec.outcome import Impact, Outcome, Spot, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.spec.rules.tel_measured import known, steps_of
+from phalanx.spec.rules.tel_measured import file_of, known, steps_of
 
 UNTOLD = Impact(note="costs no time by itself: what is not in the log cannot be accounted for or checked")
 MOST_NAMED = 6
@@ -39,20 +39,21 @@ def _empty(log: LogFacts) -> Outcome:
 def _whole(log: LogFacts) -> tuple[Outcome, ...]:
     grammar, found = log.grammar, []
     if grammar.missing:
-        found.append(_listed(f"the log lacks {_names(grammar.missing)}", grammar.missing))
+        found.append(_listed(log, f"the log lacks {_names(grammar.missing)}", grammar.missing))
     if grammar.repeated:
-        found.append(_listed(f"the log has {_names(grammar.repeated)} more than once", grammar.repeated))
+        found.append(_listed(log, f"the log has {_names(grammar.repeated)} more than once", grammar.repeated))
     if grammar.ranks_missing and not log.bytes_left:
         ranks = tuple(f"{one}" for one in grammar.ranks_missing)
-        found.append(_listed(f"of {len(ranks):,} ranks there is no event: {_names(ranks)}", ranks))
+        found.append(_listed(log, f"of {len(ranks):,} ranks there is no event: {_names(ranks)}", ranks))
     return tuple(found)
 
 
-def _listed(told: str, items: tuple[str, ...]) -> Outcome:
+def _listed(log: LogFacts, told: str, items: tuple[str, ...]) -> Outcome:
     return failed(
         told,
         value=len(items),
         threshold=0,
+        at=file_of(log),
         impact=UNTOLD,
         fix="keep the run folder whole when it is copied; where a rank was killed, phalanx train --resume goes on",
     )
@@ -68,7 +69,7 @@ def _ordered(log: LogFacts) -> tuple[Outcome, ...]:
             value=grammar.out_of_order,
             threshold=0,
             unit="events",
-            at=grammar.out_of_order_spot or "",
+            at=grammar.out_of_order_spot or file_of(log),
             impact=UNTOLD,
             fix="look for two processes that write one file, or a clock that was set: order is by (epoch, step)",
         ),
@@ -90,7 +91,7 @@ def _readable(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
             value=grammar.unreadable,
             threshold=torn,
             unit="lines",
-            at=grammar.unreadable_spot or "",
+            at=grammar.unreadable_spot or file_of(log),
             impact=UNTOLD,
             fix="look at the line: a full disk, a second writer, or a file that was edited",
         ),
@@ -107,6 +108,7 @@ def _closed(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
             value=log.grammar.unclosed,
             threshold=allowed,
             unit="incidents",
+            at=Spot(file=f"{log.folder}/supervisor.jsonl"),
             impact=UNTOLD,
             fix="phalanx train --resume goes on from the last checkpoint; a run that is over says so in its end",
         ),
@@ -125,6 +127,7 @@ def _clocks(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
             threshold=most,
             unit="s",
             severity="warning",
+            at=file_of(log),
             impact=UNTOLD,
             fix="run chrony or ntpd on every host; durations stay right, the order between hosts does not",
         ),

@@ -6,9 +6,10 @@ from dataclasses import asdict
 
 from phalanx.record.account.ledger import Ledger
 from phalanx.spec.evidence import Evidence
+from phalanx.spec.facts.log import LogFacts
 from phalanx.spec.outcome import Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.spec.rules.tel_measured import known, still_reading
+from phalanx.spec.rules.tel_measured import file_of, known, still_reading
 
 LOST_TRACK = Impact(note="costs no time by itself: time in no account cannot be won back")
 
@@ -21,10 +22,10 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
         return (missing or unknown("the run has no ledger", fix="its launch.json and events must be readable"),)
     if not known(log.ledger.wall_s) or log.ledger.wall_s <= 0:
         return (exempt("no time has passed on record"),)
-    return (_closes(log.ledger, limits), *_cost(evidence, limits))
+    return (_closes(log, log.ledger, limits), *_cost(evidence, limits))
 
 
-def _closes(ledger: Ledger, limits: Limits) -> Outcome:
+def _closes(log: LogFacts, ledger: Ledger, limits: Limits) -> Outcome:
     wall_s, most = ledger.wall_s, limits.number("gap")
     total_s = float(sum(asdict(ledger.accounts).values()))
     steps = ledger.steps + ledger.steps_lost
@@ -42,6 +43,7 @@ def _closes(ledger: Ledger, limits: Limits) -> Outcome:
                 formula=formula,
                 value=value / wall_s,
                 threshold=bound / wall_s,
+                at=file_of(log),
                 impact=LOST_TRACK,
                 fix="phalanx report RUN names the accounts; look for a clock that jumped, or files that were cut",
             )

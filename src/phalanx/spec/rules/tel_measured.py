@@ -7,7 +7,7 @@ import math
 from phalanx.plan.layout import Layout
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import LogFacts
-from phalanx.spec.outcome import Outcome, exempt, unknown
+from phalanx.spec.outcome import Outcome, Spot, exempt, unknown
 from phalanx.units import format_seconds
 
 
@@ -19,6 +19,12 @@ def known(value: float | None) -> float | None:
 def wall_s(log: LogFacts) -> float:
     """How long the run has gone on, as far as its log tells; 0 where it does not."""
     return max(0.0, known(log.wall_s) or 0.0)
+
+
+def file_of(log: LogFacts, rank: int | None = None) -> Spot:
+    """The events of a rank, of the lowest on record where none is named: what a finding about the log points at."""
+    number = rank if rank is not None else min(log.ranks, default=0)
+    return Spot(file=f"{log.folder}/events-{number:05d}.jsonl")
 
 
 def still_reading(log: LogFacts, what: str) -> Outcome | None:

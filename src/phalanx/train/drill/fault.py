@@ -57,7 +57,10 @@ KINDS: dict[str, Kind] = {
         keys=(*_RANK_AT_STEP, "how", "seed"),
         hows=("weight", "moment", "gradient", "update"),
     ),
-    "crash-loop": Kind(meaning="a rank is killed at its start in every epoch", keys=("rank", "epoch", "times")),
+    "crash-loop": Kind(
+        meaning="a rank is killed at its start in every epoch; with point=restore from the second on",
+        keys=("rank", "point", "epoch", "times"),
+    ),
     "host": Kind(meaning="SIGKILL of an agent and all its ranks", keys=("host", *_OUTSIDE), inside=False, host=True),
     "freeze": Kind(
         meaning="SIGSTOP of an agent and all its ranks; after for_s SIGCONT as zombies",

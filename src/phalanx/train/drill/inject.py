@@ -208,9 +208,7 @@ def _place(fault: Fault) -> str:
             return "rest" if fault.how in ("weight", "moment") else fault.how
         case "disk-full":
             return "disk"
-        case "crash-loop":
-            return "init"
-    return fault.point or "step"
+    return fault.point or "step"  # of a crash loop: `init`, unless another was named
 
 
 def die() -> NoReturn:

@@ -15,6 +15,7 @@ from typing import Any
 from phalanx.errors import PhalanxError
 from phalanx.job.dump import to_dict
 from phalanx.plan.plan import Plan
+from phalanx.record.provenance import provenance
 from phalanx.record.run import Run, create_run
 from phalanx.record.toml import to_toml
 from phalanx.train.drill import fired, oracle
@@ -122,6 +123,7 @@ def _make(scene: Scene, root: Path, faults: Sequence[Fault], more: Mapping[str, 
         data_s=0.0,
         allow_code=scene.allow_code,
         drill=True,
+        provenance=provenance(job),
         **more,
     )
     fired.write_schedule(run, faults)

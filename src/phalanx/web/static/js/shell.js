@@ -116,7 +116,7 @@ export class RunShell {
 
   async #load() {
     try {
-      this.info = { ...(await get(runPath(this.name))), cost: this.cost };
+      this.info = { ...(await get(runPath(this.name))), cost: this.cost, check: this.check };
     } catch (error) {
       this.problem = error;
       if (!this.gone && !this.info) fill(this.notice, h("p", { class: "wrong", role: "alert" }, error.message));
@@ -127,8 +127,12 @@ export class RunShell {
     this.#header();
     this.page?.informed?.(this.info);
     if (this.info.settled === false) this.timer = setTimeout(() => this.#load(), AGAIN_MS);
-    this.info.cost = this.cost = await get(runPath(this.name, "/cost")).catch(() => this.cost);
-    if (!this.gone && this.cost) this.#header();
+    const [cost, check] = await Promise.all(
+      ["/cost", "/verdicts"].map((path) => get(runPath(this.name, path)).catch(() => null)),
+    );
+    this.info.cost = this.cost = cost ?? this.cost;
+    this.info.check = this.check = check ?? this.check;
+    if (!this.gone && (this.cost || this.check)) this.#header();
   }
 
   #recovered() {
@@ -238,5 +242,18 @@ function figures(summary, info) {
       money(cost.usd),
       isNumber(info.cost.projected?.usd) ? `${money(info.cost.projected.usd)} projected` : "",
     ]);
+  if (info.check?.available) rows.push(["Specification", ...checked(info.check)]);
   return rows.filter(([, big, beside]) => big !== NONE || !["", "no prediction"].includes(beside));
+}
+
+function checked({ counts = {}, errors = 0, so_far: more }) {
+  const failed = counts.fail ?? 0;
+  const big = failed ? `${integer(failed)} of ${integer(failed + (counts.pass ?? 0))} fail` : `${integer(counts.pass)} pass`;
+  const beside = [
+    errors && `${integer(errors)} ${errors === 1 ? "error" : "errors"}`,
+    counts.unknown && `${integer(counts.unknown)} unknown`,
+    counts.waived && `${integer(counts.waived)} waived`,
+    more && "so far",
+  ];
+  return [big, beside.filter(Boolean).join(", ")];
 }

@@ -1,0 +1,71 @@
+"""What a run was made of: versions of the packages that compute, the code's commit, and a digest of the job."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("phalanx", "torch", "numpy", "safetensors")
+COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+MOST_BYTES = 2**22  # of packed-refs
+
+
+def provenance(job: Mapping[str, Any]) -> dict[str, Any]:
+    """For `launch.json`; `commit` is empty where the package lies in no git checkout: its version stands for it."""
+    return {
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "commit": commit_of(Path(__file__).resolve().parents[3]),
+        "job_digest": job_digest(job),
+    }
+
+
+def job_digest(job: Mapping[str, Any]) -> str:
+    """SHA-256 over the resolved job, the same whatever the order of its keys.
+
+    >>> job_digest({"a": 1, "b": 2}) == job_digest({"b": 2, "a": 1}) != job_digest({"a": 1})
+    True
+    """
+    text = json.dumps(job, sort_keys=True, separators=(",", ":"), default=str)
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def commit_of(root: Path) -> str:
+    """The commit that is checked out in a folder, read from git's own files; empty where there is none."""
+    try:
+        folder = root / ".git"
+        if folder.is_file():  # a worktree
+            folder = root / folder.read_text(encoding="utf-8").removeprefix("gitdir:").strip()
+        head = (folder / "HEAD").read_text(encoding="utf-8").strip()
+        name = head.removeprefix("ref:").strip()
+        found = head if name == head else _ref(folder, name)
+    except (OSError, ValueError):
+        return ""
+    return found if COMMIT.fullmatch(found) else ""
+
+
+def _ref(folder: Path, name: str) -> str:
+    """Of a branch: its own file, or a line of packed-refs; worktrees keep branches in the folder they share."""
+    shared = folder / "commondir"
+    roots = [folder, *([folder / shared.read_text(encoding="utf-8").strip()] if shared.is_file() else [])]
+    for root in roots:
+        if (root / name).is_file():
+            return (root / name).read_text(encoding="utf-8").strip()
+        packed = root / "packed-refs"
+        if packed.is_file() and packed.stat().st_size <= MOST_BYTES:
+            for line in packed.read_text(encoding="utf-8").splitlines():
+                if line.endswith(f" {name}"):
+                    return line.split(" ")[0]
+    return ""
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,211 @@
+"""What a reader leaves open: sizes per replica, steps and increments become the job's own units once the world is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx.errors import UserError
+from phalanx.job import overrides as override_values
+from phalanx.job.draft import Draft
+from phalanx.job.presets import presets
+from phalanx.job.schema import Data
+from phalanx.spec.foreign.book import Book, Said
+from phalanx.units import parse_count
+
+NEEDED = ("layers", "hidden", "heads", "vocab")
+GIVE_CLUSTER = "give --cluster, as --cluster 8xH100:16"
+GIVE_MODEL = "give --set model.preset=llama-3-8b, or --set model.hf_config=config.json"
+GIVE_BATCH = "give --set batch.global_sequences=512"
+PAIRS = {"batch.global_tokens": "batch.global_sequences", "batch.global_sequences": "batch.global_tokens"}
+
+
+def finish(book: Book, *, devices: int, settings: Sequence[str]) -> None:
+    """Settle the open ends; `devices` is 0 where neither the file nor the caller says."""
+    _set(book, settings)
+    _sequence(book)
+    data = _replicas(book, devices)
+    _batch(book, data)
+    _steps(book)
+    _ramp(book)
+    _sharding(book, data)
+    _habits(book)
+    _model(book)
+
+
+def _set(book: Book, settings: Sequence[str]) -> None:
+    """--set goes before everything the file says."""
+    draft = Draft(path=Path(book.file), table={}, lines={})
+    override_values.apply(draft, settings)
+    if draft.problems:
+        raise UserError(draft.problems)
+    for section, table in draft.table.items():
+        inner = table.items() if isinstance(table, dict) else [("", table)]
+        for name, value in inner:
+            key = f"{section}.{name}" if name else section
+            book.values[key] = Said(value=value, note=draft.settings.get(key, "--set"))
+            if key in PAIRS:
+                for other in (PAIRS[key], "batch.per_replica", "batch.accumulation"):
+                    book.values.pop(other, None)
+
+
+def _sequence(book: Book) -> None:
+    """Said, or published with the model, or our default: never silently."""
+    if "data.sequence" in book.values:
+        return
+    name = book.value("model.preset")
+    known = presets()[name].train.get("sequence") if isinstance(name, str) and name in presets() else None
+    note = f"not said: that of {name}" if known else "not said: the default of Phalanx"
+    book.values["data.sequence"] = Said(value=known or Data().sequence, note=note)
+
+
+def _replicas(book: Book, devices: int) -> int:
+    """Data ranks, or 0."""
+    data = book.value("parallel.data")
+    if isinstance(data, int) and not isinstance(data, bool):
+        return data
+    apart = 1
+    for name in ("tensor", "pipeline", "context"):
+        apart *= max(1, book.int_of(f"parallel.{name}"))
+    return devices // apart if devices and devices % apart == 0 else 0
+
+
+def _batch(book: Book, data: int) -> None:
+    said = book.values.pop("batch.per_replica", None)
+    if said is not None and isinstance(said.value, int):
+        if data:
+            note = f"{said.note} × {data} data ranks"
+            book.values["batch.global_sequences"] = Said(value=said.value * data, key=said.key, note=note, line=said.line)
+        elif book.settled[said.key].text.startswith("batch.per_replica"):
+            book.lacks(said.key, "per data rank: the global batch follows once --cluster says how many there are")
+    for key, settled in list(book.settled.items()):
+        if settled.text == "batch.per_replica":
+            book.used(key, by="batch.global_sequences")
+    _accumulation(book, data)
+
+
+def _accumulation(book: Book, data: int) -> None:
+    said = book.values.pop("batch.accumulation", None)
+    if said is None or not isinstance(said.value, int):
+        return
+    total, share = book.int_of("batch.global_sequences", 0), said.value * data
+    if "batch.micro" not in book.values and total and share and total % share == 0:
+        note = f"{total} / ({data} data ranks × {said.value} passes)"
+        book.values["batch.micro"] = Said(value=total // share, key=said.key, note=note, line=said.line)
+        book.used(said.key, by="batch.micro")
+    elif said.key in book.settled and book.settled[said.key].text == "batch.accumulation":
+        book.lacks(said.key, "passes per step follow from global batch, micro-batch and data ranks: --set batch.micro")
+
+
+def _tokens(book: Book) -> int:
+    """Tokens per step, or 0."""
+    sequence = book.int_of("data.sequence", 0)
+    total = book.value("batch.global_tokens")
+    if isinstance(total, str):
+        try:
+            total = int(parse_count(total))
+        except (ValueError, OverflowError):
+            total = 0
+    return total if isinstance(total, int) and total else book.int_of("batch.global_sequences", 0) * sequence
+
+
+def _steps(book: Book) -> None:
+    each = _tokens(book)
+    for name, ours in (("data.steps", "data.tokens"), ("optim.warmup_steps", "optim.warmup_tokens")):
+        said = book.values.pop(name, None)
+        if said is None or not isinstance(said.value, int) or ours in book.values:
+            continue
+        if each:
+            note = f"{said.value:,} steps × {each:,} tokens" + (f"; {said.note}" if said.note else "")
+            book.values[ours] = Said(value=max(0, said.value) * each, key=said.key, note=note, line=said.line)
+            book.used(said.key, by=ours)
+        elif said.key:
+            book.lacks(said.key, "in steps: tokens follow once the global batch is known")
+
+
+def _ramp(book: Book) -> None:
+    """Megatron's start, increment and length as stages: each increment lasts equally many sequences."""
+    said = book.values.pop("batch.ramp_of", None)
+    if said is None or not isinstance(said.value, list):
+        return
+    total, sequence = book.int_of("batch.global_sequences", 0), book.int_of("data.sequence", 0)
+    stages = _stages(said.value, total) if len(said.value) == 3 else []
+    if not stages or not sequence:
+        book.lacks(said.key, "not a start, an increment and a length that reach the global batch")
+        return
+    value = [{"until_tokens": until * sequence, "global_tokens": size * sequence} for until, size in stages]
+    book.values["batch.ramp"] = Said(value=value, key=said.key, note=f"{len(value)} stages", line=said.line)
+    book.used(said.key, by="batch.ramp")
+
+
+MOST_STAGES = 200
+
+
+def _stages(ramp: list[int], total: int) -> list[tuple[int, int]]:
+    """(sequences seen when it ends, sequences per step) of each stage.
+
+    >>> _stages([16, 16, 90], 64)
+    [(30, 16), (60, 32), (90, 48)]
+    """
+    start, step, length = ramp
+    if step < 1 or start < 1 or total <= start or (total - start) % step or (total - start) // step > MOST_STAGES:
+        return []
+    count = (total - start) // step
+    return [(length * (index + 1) // count, start + index * step) for index in range(count)]
+
+
+def _sharding(book: Book, data: int) -> None:
+    said = book.values.pop("parallel.shard_copies", None)
+    if said is not None and isinstance(said.value, int):
+        if data and said.value > 0 and data % said.value == 0:
+            book.values["parallel.shard"] = Said(
+                value=data // said.value, key=said.key, note=f"{data} data ranks / {said.value}", line=said.line
+            )
+            book.used(said.key, by="parallel.shard")
+        else:
+            book.lacks(said.key, "the shard group follows once --cluster says how many data ranks there are")
+    if book.int_of("parallel.zero", -1) == 0:
+        book.values.pop("parallel.shard", None)
+    if book.int_of("parallel.tensor") == 1 and book.value("parallel.sequence_parallel") is True:
+        key = book.values.pop("parallel.sequence_parallel").key
+        book.skip(key, "no effect without tensor parallelism")
+    if book.int_of("parallel.context") == 1:
+        book.values.pop("parallel.context_kind", None)
+
+
+def _habits(book: Book) -> None:
+    """What Phalanx does by itself and these trainers do not, said in the job's own keys."""
+    limit = book.value("train.timeout_s")
+    book.assume("fault.detect_s", limit, "a rank that hangs is noticed by the timeout of a collective")
+    book.assume("fault.dead_after_s", limit, "no heartbeat: a rank that hangs is noticed by the same timeout")
+    book.assume("fault.recovery", "stop", "a lost rank ends the job; the scheduler starts it again")
+    book.assume("fault.restarts", 1, "torchrun --max-restarts 0")
+    book.assume("fault.spares", 0, "spare hosts are the scheduler's matter")
+    book.assume("checkpoint.memory_every", 0, "no copies in memory")
+    book.assume("fault.digest_every", 0, "replicas are not compared")
+    book.assume("telemetry.peers_every_s", 0, "peer latency is not measured")
+    book.assume("telemetry.timeline_every", 0)
+
+
+def _model(book: Book) -> None:
+    if book.value("model.preset") or book.value("model.hf_config"):
+        return
+    lacking = [name for name in NEEDED if f"model.{name}" not in book.values]
+    if lacking == ["vocab"]:
+        book.need("does not say the size of the vocabulary", "give --set model.vocab=128256")
+    elif lacking:
+        book.need("does not say which model is trained", GIVE_MODEL)
+
+
+def stand_in(book: Book) -> None:
+    """Numbers in place of what is missing, so that the rest can be read as a job; nothing is planned from them."""
+    tensor, stages = book.int_of("parallel.tensor"), book.int_of("parallel.pipeline")
+    chunks = book.int_of("parallel.virtual_pipeline")
+    heads = book.int_of("model.heads", max(1, tensor))
+    model = {"name": "unknown", "layers": max(1, stages * chunks), "heads": heads, "hidden": 64 * heads, "vocab": 1}
+    if not book.value("model.preset") and not book.value("model.hf_config"):
+        for name, value in ({"ffn": 64 * heads, "kv_heads": heads, "head_dim": 64} | model).items():
+            book.values.setdefault(f"model.{name}", Said(value=value, note="a stand-in: the file does not say"))
+    if not book.values.keys() & {"batch.global_sequences", "batch.global_tokens"}:
+        size = book.int_of("batch.micro") * book.int_of("parallel.data")
+        book.values["batch.global_sequences"] = Said(value=size, note="a stand-in: the file does not say")

@@ -1,0 +1,160 @@
+"""Habits of other trainers, with where they are written. What was not read stays None, and never counts as good."""
+
+from __future__ import annotations
+
+from phalanx.spec.facts.practice import Practice
+
+_SOCKETS = "PyTorch SECURITY.md: distributed communication is unauthenticated and for trusted networks; TCPStore binds all"
+_TORCHRUN = "torchrun: --max-restarts is 0 unless given"
+_NO_BEAT = "no heartbeat between ranks: a hang is noticed by the timeout of a collective"
+
+TORCHTITAN = Practice(
+    trainer="torchtitan",
+    loss_scale="none",
+    checkpoint_format="dcp",
+    verifies_digests=False,
+    resumes_exactly=("weights", "moments", "scheduler", "sampler", "tokens"),
+    heartbeat_s=0.0,
+    memory_copies="none",
+    preflight=False,
+    step_transaction=False,
+    bounded_restarts=1,
+    telemetry=("memory", "steps"),
+    listens=("0.0.0.0",),
+    authenticated=False,
+    sources={
+        "loss_scale": "config/job_config.py: mixed_precision_param is bfloat16 or float32, never fp16",
+        "checkpoint_format": "docs/checkpoint.md: torch.distributed.checkpoint",
+        "verifies_digests": "torch.distributed.checkpoint keeps no digests",
+        "resumes_exactly": "components/checkpoint.py: model, optimizer, lr_scheduler, dataloader, train_state; no rng",
+        "heartbeat_s": _NO_BEAT,
+        "memory_copies": "async_with_pinned_mem stages to memory and keeps no copy to restore from",
+        "preflight": "train.py starts without one",
+        "step_transaction": "only with torchft (fault_tolerance.enable)",
+        "bounded_restarts": _TORCHRUN,
+        "telemetry": "components/metrics.py: memory, throughput, TFLOPS, MFU every log_freq steps",
+        "listens": _SOCKETS,
+        "authenticated": _SOCKETS,
+    },
+)
+MEGATRON = Practice(
+    trainer="megatron",
+    loss_scale="dynamic",
+    token_weighted_loss=False,
+    skips_together=True,
+    checkpoint_format="dcp",
+    verifies_digests=False,
+    resumes_exactly=("weights", "moments", "scheduler", "scaler", "rng", "sampler", "tokens", "layout"),
+    heartbeat_s=0.0,
+    memory_copies="none",
+    preflight=False,
+    step_transaction=False,
+    bounded_restarts=1,
+    telemetry=("steps",),
+    listens=("0.0.0.0",),
+    authenticated=False,
+    sources={
+        "loss_scale": "arguments.py: --loss-scale unset is dynamic with --fp16",
+        "token_weighted_loss": "arguments.py: --calculate-per-token-loss is off unless given",
+        "skips_together": "core/optimizer/optimizer.py: found_inf is reduced (max) over the group before the step",
+        "checkpoint_format": "arguments.py: --ckpt-format torch_dist, which is torch.distributed.checkpoint",
+        "verifies_digests": "torch.distributed.checkpoint keeps no digests",
+        "resumes_exactly": "training/checkpointing.py: args, iteration, optimizer, opt_param_scheduler, rng_state",
+        "heartbeat_s": _NO_BEAT + "; --enable-ft-package adds NVRx's",
+        "memory_copies": "--non-persistent-ckpt-type local with --replication adds them",
+        "preflight": "pretrain_gpt.py starts without one",
+        "step_transaction": "every rank steps on its own",
+        "bounded_restarts": _TORCHRUN,
+        "telemetry": "training.py: iteration time, loss, norm every --log-interval iterations",
+        "listens": _SOCKETS,
+        "authenticated": _SOCKETS,
+    },
+)
+DEEPSPEED = Practice(
+    trainer="deepspeed",
+    loss_scale="dynamic",
+    token_weighted_loss=False,
+    checkpoint_format="torch-pickle",
+    verifies_digests=False,
+    heartbeat_s=0.0,
+    memory_copies="none",
+    preflight=False,
+    step_transaction=False,
+    telemetry=("steps",),
+    listens=("0.0.0.0",),
+    authenticated=False,
+    sources={
+        "loss_scale": "runtime/constants.py: fp16.loss_scale 0 is dynamic",
+        "token_weighted_loss": "runtime/engine.py: the loss is divided by gradient_accumulation_steps",
+        "checkpoint_format": "runtime/engine.py: save_checkpoint writes *.pt with torch.save",
+        "verifies_digests": "runtime/engine.py: load_checkpoint compares no digests",
+        "heartbeat_s": _NO_BEAT,
+        "memory_copies": "none documented",
+        "preflight": "the launcher starts without one",
+        "step_transaction": "every rank steps on its own",
+        "telemetry": "monitor/: loss, learning rate, scale every step",
+        "listens": _SOCKETS,
+        "authenticated": _SOCKETS,
+    },
+)
+ACCELERATE = Practice(
+    trainer="accelerate",
+    loss_scale="dynamic",
+    checkpoint_format="torch-pickle",
+    verifies_digests=False,
+    heartbeat_s=0.0,
+    memory_copies="none",
+    preflight=False,
+    step_transaction=False,
+    bounded_restarts=1,
+    listens=("0.0.0.0",),
+    authenticated=False,
+    sources={
+        "loss_scale": "accelerator.py: fp16 uses torch's GradScaler",
+        "checkpoint_format": "checkpointing.py: weights as safetensors, optimizer.bin and random states with torch.save",
+        "verifies_digests": "checkpointing.py: load_state compares no digests",
+        "heartbeat_s": _NO_BEAT,
+        "memory_copies": "none documented",
+        "preflight": "accelerate launch starts without one",
+        "step_transaction": "every rank steps on its own",
+        "bounded_restarts": "accelerate launch: --max_restarts is 0 unless given",
+        "listens": _SOCKETS,
+        "authenticated": _SOCKETS,
+    },
+)
+NEMO = Practice(
+    trainer="nemo",
+    loss_scale="dynamic",
+    skips_together=True,
+    checkpoint_format="dcp",
+    verifies_digests=False,
+    heartbeat_s=0.0,
+    memory_copies="none",
+    preflight=False,
+    step_transaction=False,
+    bounded_restarts=1,
+    telemetry=("steps",),
+    listens=("0.0.0.0",),
+    authenticated=False,
+    sources={
+        "loss_scale": "mixed_precision: loss_scale null is dynamic with fp16",
+        "skips_together": "Megatron Core: core/optimizer/optimizer.py",
+        "checkpoint_format": "checkpoint.ckpt_format torch_dist, which is torch.distributed.checkpoint",
+        "verifies_digests": "torch.distributed.checkpoint keeps no digests",
+        "heartbeat_s": _NO_BEAT + "; the ft section adds NVRx's",
+        "memory_copies": "checkpoint.non_persistent_ckpt_type local with replication adds them",
+        "preflight": "recipes start without one",
+        "step_transaction": "every rank steps on its own",
+        "bounded_restarts": _TORCHRUN,
+        "telemetry": "logger section: iteration time, loss, norm",
+        "listens": _SOCKETS,
+        "authenticated": _SOCKETS,
+    },
+)
+_BY_NAME = {one.trainer: one for one in (TORCHTITAN, MEGATRON, DEEPSPEED, ACCELERATE, NEMO)}
+_BY_FRAMEWORK = {"megatron-core": MEGATRON, "megatron-lm": MEGATRON, "megatron-bridge": NEMO}
+
+
+def habits_of(name: str) -> Practice:
+    """The habits of a trainer or of a framework's name; nothing is assumed of one that is not known."""
+    return _BY_NAME.get(name) or _BY_FRAMEWORK.get(name) or Practice(trainer=name)

@@ -1,0 +1,72 @@
+"""The trainers whose configurations are read: one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.spec.foreign import accelerate, deepspeed, megatron, nemo, torchtitan
+from phalanx.spec.foreign.book import Book
+from phalanx.spec.foreign.leaf import Leaf
+from phalanx.spec.foreign.shell import read_arguments
+from phalanx.spec.foreign.trees import read_tree
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trainer:
+    """A trainer: how its files are read, what their words mean, and as whom the planner knows it."""
+
+    name: str
+    title: str
+    framework: str
+    read: Callable[[Path], dict[str, Leaf]]
+    translate: Callable[[Book], None]
+    example: str  # of its files
+
+
+TRAINERS = {
+    one.name: one
+    for one in (
+        Trainer(
+            name="torchtitan",
+            title="torchtitan",
+            framework="torchtitan",
+            read=read_tree,
+            translate=torchtitan.translate,
+            example="a TOML with [training] and [parallelism], as llama3_8b.toml",
+        ),
+        Trainer(
+            name="megatron",
+            title="Megatron-LM",
+            framework="megatron-core",
+            read=read_arguments,
+            translate=megatron.translate,
+            example="arguments such as --tensor-model-parallel-size 8, alone or in a shell script",
+        ),
+        Trainer(
+            name="deepspeed",
+            title="DeepSpeed",
+            framework="deepspeed",
+            read=read_tree,
+            translate=deepspeed.translate,
+            example='a JSON with "zero_optimization" and "train_batch_size", as ds_config.json',
+        ),
+        Trainer(
+            name="accelerate",
+            title="Accelerate",
+            framework="accelerate",
+            read=read_tree,
+            translate=accelerate.translate,
+            example="a YAML with distributed_type, as accelerate config writes it",
+        ),
+        Trainer(
+            name="nemo",
+            title="NeMo",
+            framework="nemo",
+            read=read_tree,
+            translate=nemo.translate,
+            example="a YAML with trainer: and model:, or Megatron-Bridge's model: and train:",
+        ),
+    )
+}

@@ -1,0 +1,54 @@
+"""What the small files of a run folder say: where it came from, and where it listened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from phalanx.errors import PhalanxError
+from phalanx.record.run import Run, read_json
+from phalanx.record.values import at, printable
+
+MOST_ADDRESSES = 64
+
+
+def launch_of(run: Run) -> Mapping[str, Any]:
+    """launch.json; empty where it is missing or damaged."""
+    return _json(run, "launch.json")
+
+
+def has_provenance(launch: Mapping[str, Any]) -> bool | None:
+    """Whether the launch says which versions ran, and which configuration and code; None where there is no launch.
+
+    The commit may be empty: a package that was installed has none, its version stands for it.
+    """
+    if not launch:
+        return None
+    known = at(launch, "provenance")
+    versions = at(known, "versions")
+    return bool(versions.get("phalanx")) and bool(known.get("job_digest")) and "commit" in known
+
+
+def listens(run: Run, launch: Mapping[str, Any]) -> tuple[str, ...]:
+    """Addresses that the coordinator, the agents, the store and the metrics listened on."""
+    return tuple(sorted(set(_addresses(run, launch)))[:MOST_ADDRESSES])
+
+
+def _addresses(run: Run, launch: Mapping[str, Any]) -> Iterator[str]:
+    seen = _json(run, "coordinator.json")
+    named = launch.get("addresses")
+    yield from (printable(one, most=100) for one in (named if isinstance(named, list) else ()) if isinstance(one, str))
+    go = at(seen, "go")
+    places = [seen.get("address"), go.get("store"), *at(go, "vaults").values(), *at(go, "peers").values()]
+    for place in places[:10_000]:
+        if isinstance(place, list) and place and isinstance(place[0], str):
+            yield printable(place[0], most=100)
+    served = at(launch, "listens")
+    yield from (printable(one, most=100) for one in served.values() if isinstance(one, str))
+
+
+def _json(run: Run, name: str) -> Mapping[str, Any]:
+    try:
+        return read_json(run.path / name)
+    except (PhalanxError, OSError):
+        return {}

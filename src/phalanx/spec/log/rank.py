@@ -1,0 +1,236 @@
+"""One rank's events: checked, put in order, and handed to whoever counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from phalanx.record.events import Event
+from phalanx.spec.log.agree import Clocks, Digests, Key, Layouts
+from phalanx.spec.log.devices import Gaps, Meter, Monitors, Peers
+from phalanx.spec.log.feed import Feed, Piece
+from phalanx.spec.log.grammar import BACK_S, Grammar
+from phalanx.spec.log.lines import Lines
+from phalanx.spec.log.saves import Pending, Restore, Saves, restore_of
+from phalanx.spec.log.secrets import Secrets
+from phalanx.spec.log.shape import Columns, known_kinds
+from phalanx.spec.log.steps import Steps
+from phalanx.spec.outcome import Spot
+
+MOST_SKIPS = 256  # of a rank
+MOST_EPOCHS = 256
+MOST_S = 1e9  # of a step: 30 years are a damaged number
+STARTS = frozenset(("ready", "run_start"))
+# Kinds without free text: nothing of them is looked through for credentials.
+NUMBERS = frozenset(("step", "monitor", "peers", "timeline", "run_start", "run_end", "evaluate"))
+
+
+class Counted:
+    """What all ranks together come to."""
+
+    def __init__(self, layouts: Layouts) -> None:
+        self.layouts = layouts
+        self.lines, self.grammar, self.secrets = Lines(), Grammar(), Secrets()
+        self.digests, self.clocks = Digests(), Clocks()
+        self.monitors, self.peers, self.saves = Monitors(), Peers(), Saves()
+        self.steps = Steps()
+
+
+class RankLog:
+    """Takes pieces of one rank's files, in order."""
+
+    def __init__(self, rank: int, feed: Feed, counted: Counted, *, witness: bool) -> None:
+        self.rank, self.feed, self._all, self._is_witness = rank, feed, counted, witness
+        self._last_s = 0.0
+        self._last_step = -1
+        self._is_begun = True  # a start was told since the last step: the next may be an earlier one
+        self._epoch = -1
+        self.kinds: dict[str, int] = {}  # how many of each known kind
+        self.states: list[str] = []  # of `run_end`
+        self.spans: dict[int, tuple[int, int]] = {}  # epoch to first and last step, while steps follow each other
+        self.is_whole = True  # no line and no step is missing
+        self.skips: dict[Key, Spot] = {}
+        self.offsets: list[float] = []
+        self.took_s = self.waited_s = 0.0
+        self.steps = 0
+        self.peak_bytes = 0.0
+        self.retries: int | None = None
+        self.monitor_gaps, self.peer_gaps, self.meter, self._pending = Gaps(), Gaps(), Meter(), Pending()
+        self.restores: list[Restore] = []
+
+    def take(self, piece: Piece) -> None:
+        """The next lines."""
+        events, lines, bad = self._all.lines.events(piece)
+        if bad:
+            self._all.grammar.unread(piece, bad)
+            self._all.secrets.look_at(piece, bad)
+            self.is_whole = False
+        if not events:
+            return
+        kinds = [event["event"] for event in events]
+        starts = [place for place, kind in enumerate(kinds) if kind in STARTS] if STARTS.intersection(kinds) else []
+        for begin, end in zip([0, *starts], [*starts, len(events)], strict=True):
+            if end > begin:
+                self._segment(events[begin:end], kinds[begin:end], lines[begin:end], piece.file)
+
+    def _segment(self, events: list[Event], kinds: list[str], lines: Sequence[int], file: str) -> None:
+        """Events without a start between them: steps go up."""
+        self._time([event.get("t") for event in events], file, lines)
+        for kind, places in _by_kind(kinds):
+            if kind not in known_kinds():
+                self._all.grammar.strange(kind, len(places))
+                self._all.secrets.look_in([events[place] for place in places], file, lines[places[0]])
+                continue
+            some = events if len(places) == len(events) else [events[place] for place in places]
+            where = lines if len(places) == len(events) else [lines[place] for place in places]
+            self._kind(kind, some, where, file)
+
+    def _kind(self, kind: str, events: Sequence[Event], lines: Sequence[int], file: str) -> None:
+        columns = Columns(kind, events)
+        wrong = self._all.grammar.valid(columns, file, lines)
+        if wrong or set(columns.get("rank")) != {self.rank}:
+            good = [place for place in range(len(events)) if place not in (wrong or ()) and self._is_mine(events[place])]
+            strange = len(events) - len(good) - len(wrong or ())
+            if strange:  # events of another rank in this one's file
+                self._all.grammar.disorder(file, lines[0], strange)
+            self.is_whole = False
+            if not good:
+                return
+            lines = [lines[place] for place in good]
+            columns = Columns(kind, [events[place] for place in good])
+        self.kinds[kind] = self.kinds.get(kind, 0) + len(columns)
+        if kind not in NUMBERS or not columns.is_even:
+            self._all.secrets.look_in(columns.events, file, lines[0])
+        self._hand(kind, columns, file, lines)
+
+    def _is_mine(self, event: Event) -> bool:
+        return bool(event.get("rank") == self.rank)
+
+    def _hand(self, kind: str, columns: Columns, file: str, lines: Sequence[int]) -> None:
+        if kind == "step":
+            self._steps(columns, file, lines)
+        elif kind in STARTS:
+            self._start(kind, columns, file, lines)
+        elif kind == "monitor":
+            self._all.monitors.take(columns, self.monitor_gaps, self.meter)
+            self._retries(columns)
+        elif kind == "peers":
+            self._all.peers.take(columns, self.peer_gaps)
+        elif kind == "checkpoint":
+            self._all.saves.take(columns, file, lines, self._pending, witness=self._is_witness)
+        elif kind == "run_end":
+            self.states = (self.states + [str(state) for state in columns.get("state")])[-16:]
+
+    def _start(self, kind: str, columns: Columns, file: str, lines: Sequence[int]) -> None:
+        self._is_begun = True
+        self.monitor_gaps.last_s = self.peer_gaps.last_s = None  # what lies between is no gap of a thread that slept
+        if self._is_witness:
+            self._all.steps.begin()
+            restore = restore_of(columns.events[0], Spot(file=file, line=lines[0])) if kind == "ready" else None
+            if restore is not None and restore[1] != "start" and len(self.restores) < MOST_EPOCHS:
+                self.restores.append(restore)
+
+    def _retries(self, columns: Columns) -> None:
+        """Counted since the process began: the newest is the most, but for a process that took its place."""
+        known = [one for one in columns.get("allocation_retries") if one is not None]
+        if known:
+            self.retries = max(self.retries or 0, *known)
+
+    # ---- order
+
+    def _time(self, times: Sequence[Any], file: str, lines: Sequence[int]) -> None:
+        try:
+            if times[0] >= self._last_s and times == sorted(times):
+                self._last_s = times[-1]
+                return
+        except TypeError:  # one that is no number is told of by the schema
+            pass
+        for time_s, line in zip(times, lines, strict=True):
+            if type(time_s) not in (int, float):
+                continue
+            if time_s < self._last_s - BACK_S:
+                self._all.grammar.disorder(file, line)
+                self._last_s = time_s  # once for a clock that was set, not for all that follows
+            self._last_s = max(self._last_s, time_s)
+
+    def _steps(self, columns: Columns, file: str, lines: Sequence[int]) -> None:
+        steps, epochs = columns.get("step"), columns.get("epoch")
+        follows = steps[0] == self._last_step + 1 or self._is_begun
+        if not (follows and steps[-1] - steps[0] == len(steps) - 1 and steps == tuple(range(steps[0], steps[-1] + 1))):
+            keep = self._ordered(steps, file, lines)
+            if not keep:
+                return
+            columns, lines = Columns("step", [columns.events[place] for place in keep]), [lines[place] for place in keep]
+            steps, epochs = columns.get("step"), columns.get("epoch")
+        self._is_begun, self._last_step = False, steps[-1]
+        self._note_epochs(steps, epochs, file, lines)
+        self._note_skips(columns, file, lines)
+        self._sum(columns)
+        if columns.has("digest") and any(columns.get("digest")):
+            self._all.digests.take(
+                columns, self.rank, file, lines, where=self._all.layouts, witness=self._is_witness
+            )
+        if self._is_witness:
+            self._all.clocks.know(columns)
+            self._all.steps.take(columns, file, lines)
+        else:
+            self._all.clocks.compare(columns, self.offsets)
+
+    def _ordered(self, steps: Sequence[int], file: str, lines: Sequence[int]) -> list[int]:
+        """Places of the steps that go up: none may go back while nothing says that the run did."""
+        self.is_whole = False
+        keep: list[int] = []
+        last = -1 if self._is_begun else self._last_step
+        for place, step in enumerate(steps):
+            if step > last:
+                keep.append(place)
+                last = step
+            else:
+                self._all.grammar.disorder(file, lines[place])
+        return keep
+
+    def _note_epochs(self, steps: Sequence[int], epochs: Sequence[Any], file: str, lines: Sequence[int]) -> None:
+        for epoch in dict.fromkeys(epochs):
+            first = epochs.index(epoch)
+            last = len(epochs) - 1 - epochs[::-1].index(epoch)
+            known = epoch or 0
+            if known < self._epoch:
+                self._all.digests.stale += epochs.count(epoch)
+                self._all.digests.stale_spot = self._all.digests.stale_spot or Spot(file=file, line=lines[first])
+                self._all.digests.is_told = True
+            self._epoch = max(self._epoch, known)
+            if known in self.spans or len(self.spans) < MOST_EPOCHS:
+                begin = self.spans.get(known, (steps[first], 0))[0]
+                self.spans[known] = (min(begin, steps[first]), steps[last])
+
+    def _note_skips(self, columns: Columns, file: str, lines: Sequence[int]) -> None:
+        skipped = columns.get("skipped")
+        if True not in skipped:
+            return
+        steps, epochs = columns.get("step"), columns.get("epoch")
+        for place, one in enumerate(skipped):
+            if one is True and len(self.skips) < MOST_SKIPS:
+                self.skips[epochs[place] or 0, steps[place]] = Spot(file=file, line=lines[place])
+
+    def _sum(self, columns: Columns) -> None:
+        """Time in steps, and in steps waiting for others; the first steps of a rank are not its usual ones."""
+        took, waited = columns.get("duration_s"), columns.get("wait_s")
+        self.steps += len(columns)
+        if None in waited or None in took:
+            pairs = [(one, other) for one, other in zip(took, waited, strict=True) if None not in (one, other)]
+            took, waited = tuple(one for one, _ in pairs), tuple(other for _, other in pairs)
+        took_s, waited_s = sum(took), sum(waited)
+        if took_s < MOST_S and waited_s < MOST_S:
+            self.took_s += took_s
+            self.waited_s += waited_s
+        peak = max(filter(None, columns.get("memory_bytes")), default=0.0)
+        self.peak_bytes = max(self.peak_bytes, peak if peak < 1e18 else 0.0)
+
+
+def _by_kind(kinds: Sequence[str]) -> Iterable[tuple[str, Sequence[int]]]:
+    if kinds.count(kinds[0]) == len(kinds):
+        return [(kinds[0], range(len(kinds)))]
+    found: dict[str, list[int]] = {}
+    for place, kind in enumerate(kinds):
+        found.setdefault(kind, []).append(place)
+    return found.items()

@@ -1,0 +1,161 @@
+"""CKP005: copies in memory lie outside the failure domain of what they are copies of."""
+
+from __future__ import annotations
+
+import math
+
+from phalanx.spec.evidence import Evidence
+from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
+from phalanx.spec.rule import Limit, Limits, Reference, Rule
+
+
+def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """Is there such a copy, where does it lie, and does the disk still follow."""
+    place, every = evidence.practice.memory_copies, evidence.the_plan.reliability.memory_every
+    if place is None and evidence.practice.trainer == "phalanx" and every:
+        place = "not known"
+    if place is None:
+        return (_unknown(evidence),)
+    if place == "none" or every <= 0:
+        return (_absent(evidence, limits),)
+    return (
+        _unknown(evidence) if place == "not known" else _outside(evidence, limits, place),
+        _persistent(evidence, limits),
+    )
+
+
+def _unknown(evidence: Evidence) -> Outcome:
+    return unknown(
+        f"nothing says where {evidence.practice.trainer} keeps copies in memory",
+        fix="look up whether a lost host's state is held by another host",
+        at="checkpoint.memory_every",
+    )
+
+
+def _absent(evidence: Evidence, limits: Limits) -> Outcome:
+    r = evidence.the_plan.reliability
+    if not limits.flag("required"):
+        return exempt(f"no copies in memory: not required of {evidence.devices:,} devices, the disk is enough")
+    lost = r.interval_s / 2 / r.mtbf_s if math.isfinite(r.interval_s) and r.mtbf_s > 0 else 0.0
+    ours = evidence.practice.trainer == "phalanx"
+    return failed(
+        f"no copies in memory: each failure of these {r.hosts:,} hosts goes back to the disk",
+        formula=(f"τ/2M = {r.interval_s:,.0f} s / (2 × {r.mtbf_s:,.0f} s) = {lost:.2%} of the time is done again",),
+        value="none",
+        threshold="other host",
+        at="checkpoint.memory_every",
+        severity="error",
+        impact=evidence.loses(lost, "work since the last checkpoint on disk, at every failure"),
+        fix="" if ours else f"a trainer, or an addition to {evidence.practice.trainer}, that keeps copies in memory",
+        edits=(Edit(key="checkpoint.memory_every", value="auto", safe=True, note="at most 1 % of the time"),)
+        if ours
+        else (),
+    )
+
+
+def _outside(evidence: Evidence, limits: Limits, place: str) -> Outcome:
+    """A host is the domain; in a rack-scale machine the rack is."""
+    plan, hosts = evidence.the_plan, evidence.the_plan.reliability.hosts
+    racks = max(1, math.ceil(evidence.devices / max(1, plan.cluster.domain_devices)))
+    formula = (f"{hosts:,} hosts in {racks:,} domains of {plan.cluster.domain_devices} devices; copies: {place}",)
+    if hosts <= 1 and place in ("other process", "other host"):
+        return passed("one host: copies outlive every process of it, the disk outlives the host", formula=formula)
+    if place == "other process":
+        return _inside(evidence, f"copies lie on the host they protect, and there are {hosts:,}", formula)
+    rack_scale = plan.cluster.domain_devices >= limits.number("rack_devices") > plan.cluster.host_devices
+    if rack_scale and racks > 1 and place != "other rack":
+        told = f"copies lie on another host, mostly of the same rack of {plan.cluster.domain_devices} devices"
+        return _inside(evidence, told, formula)
+    return passed(f"copies lie on another {'rack' if place == 'other rack' else 'host'}", formula=formula, value=place)
+
+
+def _inside(evidence: Evidence, told: str, formula: tuple[str, ...]) -> Outcome:
+    return failed(
+        told,
+        formula=formula,
+        at="checkpoint.memory_every",
+        impact=Impact(note="the loss of that domain goes back to the disk: half an interval and a restart, each time"),
+        fix="keep the copy outside the domain, or count with the disk: CKP001's interval holds for that failure",
+    )
+
+
+def _persistent(evidence: Evidence, limits: Limits) -> Outcome:
+    r, most = evidence.the_plan.reliability, limits.number("persistent_ratio")
+    best_s = r.optimal_interval_s
+    if not math.isfinite(best_s + r.interval_s) or best_s <= 0 or evidence.the_plan.duration.wall_s <= best_s:
+        return exempt("the job ends before a checkpoint on disk pays: its last one is enough")
+    ratio = r.interval_s / best_s
+    told = f"beside copies in memory the disk gets one every {r.interval_s:,.0f} s"
+    formula = (f"τ/τ* = {r.interval_s:,.0f} s / {best_s:,.0f} s = {ratio:.1f}",)
+    if ratio <= most:
+        return passed(told, formula=formula, value=ratio, threshold=most, unit="x", at="checkpoint.interval_s")
+    return failed(
+        f"{told}, {ratio:.1f}x the optimum",
+        formula=formula,
+        value=ratio,
+        threshold=most,
+        unit="x",
+        at="checkpoint.interval_s",
+        severity="warning",
+        impact=evidence.loses_once(r.interval_s / 2, "half an interval whenever memory does not hold every part"),
+        edits=(
+            Edit(
+                key="checkpoint.interval_s",
+                value=max(1, round(best_s)),
+                safe=True,
+                note="Daly's optimum without copies in memory",
+            ),
+        ),
+    )
+
+
+RULE = Rule(
+    id="CKP005",
+    slug="replica-outside-domain",
+    severity="warning",
+    requires="JP",
+    requirement="Copies of the state in memory lie outside the failure domain of their owner, and the disk "
+    "still follows.",
+    why="""
+A copy in memory makes a failure cost a step in place of half an interval, but only if it outlives the failure: Gemini
+recovers over 13 times faster from the memory of other machines. Hosts die whole, and in a rack-scale machine (72 GPUs
+behind one set of switches) so does a rack. ByteRobust keeps the copy outside the machine and outside the owner's
+tensor, pipeline and data groups, since it evicts whole groups.
+""",
+    how="""
+The trainer keeps copies on another host (its documentation or code) where there are several hosts, on another rack
+where a fast domain spans several hosts and the job several domains; on one host a process that outlives the rank is
+enough. From 1,025 devices on having no copies is an error: τ/2M of the time is done again. The disk gets a checkpoint
+at least every 10 · τ*. Whether the peer is outside the owner's parallel groups is not checked: Phalanx replaces
+single ranks.
+""",
+    limits={
+        "required": Limit(
+            value=False,
+            note="whether a job must keep copies in memory: from class S3 on (over 1,024 devices), spec.md 6.3: house",
+            classes={"S3": True},
+        ),
+        "rack_devices": Limit(
+            value=32,
+            unit="devices",
+            note="a fast domain of so many, in several hosts, falls as one (NVL36, NVL72): house",
+        ),
+        "persistent_ratio": Limit(value=10.0, unit="x", note="of the disk's interval over Daly's optimum: house"),
+    },
+    bad="""
+[checkpoint]
+interval_s = 200000
+""",
+    good="""
+[checkpoint]
+memory_every = "auto"
+""",
+    fix='`memory_every = "auto"`; a peer on another host, or another rack.',
+    waive="A job of one rack whose owner accepts to go back to the disk when it falls.",
+    references=(
+        Reference(text="ByteRobust, arXiv:2509.16293 section 6.3", mark="read"),
+        Reference(text="Gemini, doi 10.1145/3600006.3613145", mark="secondary"),
+        Reference(text="10 τ*, and from which size: our choice", mark="house"),
+    ),
+    check=check,
+)

@@ -1,0 +1,125 @@
+"""FLT004: crash loops stop."""
+
+from __future__ import annotations
+
+from phalanx.spec.evidence import Evidence
+from phalanx.spec.outcome import Edit, Impact, Outcome, failed, passed, unknown
+from phalanx.spec.rule import Limit, Limits, Reference, Rule
+from phalanx.spec.rules.flt_shared import drilled
+
+
+def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """What the job allows, what the run did, and whether a crash loop was seen to end."""
+    return (_allowed(evidence, limits), *_seen(evidence, limits), *_drill(evidence))
+
+
+def _allowed(evidence: Evidence, limits: Limits) -> Outcome:
+    most, practice = limits.number("in_a_row"), evidence.practice
+    stated = evidence.stated("fault.restarts")
+    count = evidence.the_job.fault.restarts if stated else practice.bounded_restarts
+    if count is None:
+        return unknown(
+            f"after how many failures in a row {practice.trainer} gives up is not known",
+            fix="bound it in the launcher: torchrun --max-restarts 3",
+        )
+    told = f"{practice.trainer} gives up after {count} failures in a row without a step"
+    if 0 <= count <= most:
+        return passed(told, value=count, threshold=most, unit="failures", at="fault.restarts" if stated else "")
+    return failed(
+        told if count >= 0 else f"{practice.trainer} never gives up",
+        formula=(f"fault.restarts = {count} > {most:g}",),
+        value=count,
+        threshold=most,
+        unit="failures",
+        at="fault.restarts" if stated else "",
+        impact=Impact(note="time and money of all devices until somebody looks; one job at Meta was requeued 35 times"),
+        edits=(Edit(key="fault.restarts", value=int(most), safe=True, note="NVIDIA's bound"),) if stated else (),
+        fix="" if stated else "bound it in the launcher: torchrun --max-restarts 3",
+    )
+
+
+def _seen(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    log, most = evidence.log, limits.number("in_a_row")
+    if log is None or not log.incidents:
+        return ()
+    row = log.most_in_a_row
+    told = f"at most {row} of {len(log.incidents)} failures came in a row without a step between"
+    nameless = sum(not one.what for one in log.incidents)
+    if row <= most and not nameless:
+        return (passed(told, value=row, threshold=most, unit="failures"),)
+    if row <= most:
+        return (
+            failed(
+                f"{nameless} of {len(log.incidents)} failures have no cause on record",
+                value=nameless,
+                threshold=0,
+                unit="failures",
+                impact=Impact(note="what is not known happens again"),
+                fix="look into logs/ and errors/ of the run; supervisor.jsonl should name the rank and its cause",
+            ),
+        )
+    return (
+        failed(
+            f"{row} failures came in a row without a step between",
+            formula=(f"{row} > {most:g} cycles without a new step",),
+            value=row,
+            threshold=most,
+            unit="failures",
+            at="fault.restarts",
+            impact=evidence.loses_once(row * evidence.the_job.fault.restart_s, "starts that came to nothing"),
+            edits=(Edit(key="fault.restarts", value=int(most), safe=True, note="NVIDIA's bound"),),
+        ),
+    )
+
+
+def _drill(evidence: Evidence) -> tuple[Outcome, ...]:
+    """A crash loop that was drilled is told of; one that did not end is a finding."""
+    one = drilled(evidence, "crash-loop")
+    if one is None:
+        return ()
+    if one.clean:
+        return (passed("a crash loop was drilled, and the run gave up with a reason"),)
+    return (
+        failed(
+            f"a crash loop was drilled and the oracle found: {'; '.join(one.wrong[:2]) or 'something'}",
+            value=one.path,
+            impact=Impact(note="a crash loop may go on for ever"),
+            fix=f"phalanx drill --check {one.path}",
+        ),
+    )
+
+
+RULE = Rule(
+    id="FLT004",
+    slug="bounded-restarts",
+    severity="error",
+    requires="J",
+    uses="LD",
+    requirement="Crash loops stop: at most three failures in a row without a new step, each with its cause on record.",
+    why="""
+A job that fails at its start fails again at the next one, at the price of all its devices. NVIDIA's resiliency
+extension stops after 3 cycles without progress; at Meta one job was requeued 35 times and caused 548 preemptions of
+others (arXiv:2410.21680).
+""",
+    how="""
+`fault.restarts <= 3` (failures in a row, without a step between, before giving up). In a run: `most failures in a row
+<= 3` and every incident names a cause. A drilled crash loop must have ended.
+""",
+    limits={"in_a_row": Limit(value=3, unit="failures", note="NVIDIA resiliency extension: 3 cycles without progress")},
+    bad="""
+[fault]
+restarts = 1000
+""",
+    good="""
+[fault]
+restarts = 3
+""",
+    fix="`fault.restarts = 3`. A failure that a step follows does not count.",
+    waive="A chaos drill, in which by chance more faults follow each other (phalanx drill --chaos takes 10).",
+    references=(
+        Reference(text="NVIDIA/nvidia-resiliency-ext: stops after 3 cycles without progress", mark="read"),
+        Reference(text="Meta RSC, arXiv:2410.21680: 35 requeues", mark="secondary"),
+    ),
+    check=check,
+    softer_in=("S1",),
+)

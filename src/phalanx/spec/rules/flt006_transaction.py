@@ -1,0 +1,164 @@
+"""FLT006: a step is committed by all live replicas or by none, and the past stays out."""
+
+from __future__ import annotations
+
+from phalanx.spec.evidence import Evidence
+from phalanx.spec.facts.log import DigestFacts, LogFacts
+from phalanx.spec.outcome import Impact, Outcome, exempt, failed, passed, unknown
+from phalanx.spec.rule import Limit, Limits, Reference, Rule
+from phalanx.spec.rules.flt_shared import DRILL, drilled, no_drill
+
+CHANGES = ("partition", "freeze", "host", "hang", "kill")  # faults after which somebody of the past could speak
+
+
+def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """What the trainer promises, what the log shows, what drills proved."""
+    if evidence.devices < 2:
+        return (exempt("one rank commits with nobody"),)
+    parts = (_promise(evidence), *_run(evidence, limits), *_drill(evidence, limits))
+    return tuple(part for part in parts if part is not None)
+
+
+def _promise(evidence: Evidence) -> Outcome | None:
+    """Asked before a run; afterwards the log says more."""
+    practice = evidence.practice
+    if evidence.log is not None and evidence.log.digests is not None:
+        return None
+    if practice.step_transaction is None:
+        return unknown(
+            f"whether {practice.trainer} fences ranks of the past is not known",
+            fix="check the log of a run that lost a rank",
+        )
+    if practice.step_transaction:
+        return passed(f"{practice.trainer} numbers its epochs, and refuses a commit of an older one")
+    return failed(
+        f"{practice.trainer} has no epochs: a rank that wakes up late may write over newer work",
+        impact=_a_checkpoint(evidence),
+        fix="end all processes of a job before it is started again, and write checkpoints to a new folder each time",
+    )
+
+
+def _run(evidence: Evidence, limits: Limits) -> tuple[Outcome | None, ...]:
+    log = evidence.log
+    if log is None:
+        return ()
+    if log.digests is None or not log.digests.compared:
+        return (_undigested(evidence, log),)
+    return (_one_digest(evidence, log.digests, limits), _no_past(evidence, log.digests, limits))
+
+
+def _undigested(evidence: Evidence, log: LogFacts) -> Outcome | None:
+    """Nothing was compared: only a run whose members never changed has nothing to prove."""
+    if log.formations is not None and log.formations <= 1:
+        return exempt("the members of the run never changed: nobody could speak from the past")
+    if drilled(evidence, *CHANGES) is not None:
+        return None
+    return unknown(
+        f"the members of the run changed, no digest was compared, and {no_drill(evidence)}",
+        fix=f'fault.digest_every = "auto" for the next run; {DRILL}',
+    )
+
+
+def _one_digest(evidence: Evidence, digests: DigestFacts, limits: Limits) -> Outcome:
+    told = f"{digests.differing} of {digests.compared} compared steps have more than one digest"
+    if digests.differing <= limits.number("differing"):
+        return passed(told, value=digests.differing, threshold=limits.number("differing"), unit="steps")
+    return failed(
+        told,
+        value=digests.differing,
+        threshold=limits.number("differing"),
+        unit="steps",
+        at=digests.differing_spot or "",
+        impact=_a_checkpoint(evidence),
+        fix="go back to a checkpoint before that step: phalanx train --resume RUN after removing newer ones",
+    )
+
+
+def _no_past(evidence: Evidence, digests: DigestFacts, limits: Limits) -> Outcome:
+    told = f"{digests.stale} steps were committed for an epoch that was over"
+    if digests.stale <= limits.number("stale"):
+        return passed(told, value=digests.stale, threshold=limits.number("stale"), unit="steps")
+    return failed(
+        told,
+        value=digests.stale,
+        threshold=limits.number("stale"),
+        unit="steps",
+        at=digests.stale_spot or "",
+        impact=_a_checkpoint(evidence),
+        fix="the fence needs a file system on which flock works between hosts (docs/recovery.md, limits)",
+    )
+
+
+def _drill(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """A drill that went wrong is a finding; the largest jobs need one that went well."""
+    one = drilled(evidence, *CHANGES)
+    if one is None:
+        return (_wanted(evidence),) if limits.flag("must_drill") else ()
+    if one.clean and one.bitwise:
+        return (passed(f"drilled with {', '.join(one.fired)}: every step has the bits of a run without faults"),)
+    if one.clean:
+        return (passed(f"drilled with {', '.join(one.fired)}: the oracle found nothing"),)
+    return (
+        failed(
+            f"a drill found: {'; '.join(one.wrong[:2]) or 'something'}",
+            value=one.path,
+            impact=_a_checkpoint(evidence),
+            fix=f"phalanx drill --check {one.path}",
+        ),
+    )
+
+
+def _wanted(evidence: Evidence) -> Outcome:
+    return unknown(f"{evidence.devices:,} devices lose somebody all the time, and {no_drill(evidence)}", fix=DRILL)
+
+
+def _a_checkpoint(evidence: Evidence) -> Impact:
+    interval_s = evidence.plan.reliability.interval_s if evidence.plan is not None else 3600.0
+    return evidence.loses_once(interval_s, "work since the last sound checkpoint, if somebody notices")
+
+
+RULE = Rule(
+    id="FLT006",
+    slug="step-transaction",
+    severity="error",
+    requires="J",
+    uses="PLD",
+    requirement="A step is committed on all live replicas or on none, and ranks of an older membership are refused.",
+    why="""
+When somebody is lost in the middle of a step, some ranks have updated and others have not; a rank that was only slow
+comes back and writes over newer work. Both leave weights that no step explains, and nothing fails. torchft commits a
+step by a vote of those that are alive; at 100,000 devices, with a failure every 18 minutes (arXiv:2602.00277), this
+happens all day.
+""",
+    how="""
+One digest per (epoch, step) over all ranks that report it; no step reported for an epoch older than one already
+reported. A drill of this version and profile that changed the members (kill, hang, host, freeze, partition) must be
+clean; from 32,769 devices on there must be one. Before a run the trainer's own promise counts.
+""",
+    limits={
+        "differing": Limit(
+            value=0, unit="steps", note="steps with two digests: none, or the replicas are not replicas"
+        ),
+        "stale": Limit(value=0, unit="steps", note="commits from the past: none"),
+        "must_drill": Limit(
+            value=False,
+            note="whether a drill is demanded: from S5 on, where the specification makes elastic steps mandatory",
+            classes={"S5": True},
+        ),
+    },
+    bad="""
+{"event":"step","t":1794750000.0,"rank":0,"epoch":3,"step":4000,"digest":"5f1c00000000000000000000000000aa"}
+{"event":"step","t":1794750000.1,"rank":1,"epoch":3,"step":4000,"digest":"5f1c00000000000000000000000000ab"}
+""",
+    good="""
+{"event":"step","t":1794750000.0,"rank":0,"epoch":3,"step":4000,"digest":"5f1c00000000000000000000000000aa"}
+{"event":"step","t":1794750000.1,"rank":1,"epoch":3,"step":4000,"digest":"5f1c00000000000000000000000000aa"}
+""",
+    fix="`phalanx train` fences by epochs. Where a digest differs: go back behind it, and drill (`phalanx drill`).",
+    waive="Asynchronous or local-SGD training, in which replicas differ by design.",
+    references=(
+        Reference(text="torchft: commit by the living, quorum per step", mark="read"),
+        Reference(text="FT-HSDP, arXiv:2602.00277: a failure every 18 minutes at 100,000 GPUs", mark="secondary"),
+    ),
+    check=check,
+)

@@ -1,0 +1,48 @@
+"""What the rules about faults share: the cost of a second per failure, quantiles of drills, and which drills count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from phalanx.spec.evidence import Evidence
+from phalanx.spec.facts.drill import DrillFacts, proof, proofs, why_none
+from phalanx.spec.outcome import Impact
+from phalanx.units import format_seconds
+
+DRILL = "phalanx drill JOB --suite measures it"
+
+
+def per_failure(evidence: Evidence, seconds: float, note: str) -> Impact:
+    """So many seconds of all devices lost at every failure, at the plan's rate of failures."""
+    mtbf_s = evidence.plan.reliability.mtbf_s if evidence.plan is not None else math.inf
+    if not math.isfinite(mtbf_s) or mtbf_s <= 0 or not math.isfinite(seconds):
+        return Impact(note=f"{note}: {format_seconds(seconds)} of all devices at every failure")
+    return evidence.loses(seconds / mtbf_s, f"{note}, at a failure every {format_seconds(mtbf_s)}")
+
+
+def high(values: Sequence[float]) -> float | None:
+    """The 95th percentile of a few numbers (nearest rank: of fewer than 20 the largest); None without any.
+
+    >>> high([3.0, 1.0]), high([]), high(list(range(1, 101)))
+    (3.0, None, 95)
+    """
+    known = sorted(value for value in values if math.isfinite(value))
+    return known[math.ceil(0.95 * len(known)) - 1] if known else None
+
+
+def counted(evidence: Evidence) -> tuple[DrillFacts, ...]:
+    """Drills that count for this job."""
+    return proofs(evidence.drills, profile=evidence.profile.name)
+
+
+def drilled(evidence: Evidence, *kinds: str) -> DrillFacts | None:
+    """The newest drill that counts and in which a fault of one of these kinds happened."""
+    found = [proof(evidence.drills, profile=evidence.profile.name, kind=kind) for kind in kinds]
+    known = [one for one in found if one is not None]
+    return min(known, key=evidence.drills.index) if known else None
+
+
+def no_drill(evidence: Evidence) -> str:
+    """Why no drill answers, as the end of a sentence."""
+    return why_none(evidence.drills, profile=evidence.profile.name) or "no drill is on record"

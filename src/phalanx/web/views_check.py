@@ -1,0 +1,122 @@
+"""What the training specification says of a run, while it grows and afterwards, and what its rules say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.record.run import Run
+from phalanx.record.values import printable
+from phalanx.spec.edition import EDITION, find_rule
+from phalanx.spec.formats.plain import report_dict
+from phalanx.spec.live import Verdicts
+from phalanx.spec.rule import GROUPS, Limit, Rule
+from phalanx.web.answer import Json, Parts
+from phalanx.web.shelf import Shelf, mark
+from phalanx.web.views import state_of
+from phalanx.web.views_plan import remarks
+
+PATIENCE_S = 5.0
+MOST_FINDINGS = 500
+OTHER = "waivers and the specification itself"
+
+
+def verdicts(shelf: Shelf, run: Run, *, wait_s: float = PATIENCE_S) -> Verdicts:
+    """The newest verdicts on a run; raises NotYetError when they take longer than `wait_s`."""
+    turns, over = shelf.checks.turns(run), not state_of(run)[1]
+    asked = (mark(run), turns.number)
+    found: Verdicts = shelf.memo.get(("check", run.name), asked, turns.take, wait_s=wait_s, now=over)
+    return found
+
+
+def findings(shelf: Shelf, name: str) -> Json:
+    """Every verdict, by group; beside them the plan's warnings and who was shut out."""
+    parts, run = Parts(), shelf.run(name)
+    found = parts.read("check", lambda: verdicts(shelf, run))
+    told = report_dict(found.report) if found is not None else {}
+    listed = told.pop("findings", [])
+    said = remarks(shelf, name, parts)
+    return {
+        **_stand(found),
+        "report": _without_places(told),
+        "groups": _groups(listed, run.path),
+        "remarks": said,
+        "damage": parts.damage,
+    }
+
+
+def counts(shelf: Shelf, name: str) -> Json:
+    """The counts alone, for the head of every page of a run."""
+    parts, run = Parts(), shelf.run(name)
+    found = parts.read("check", lambda: verdicts(shelf, run))
+    told = report_dict(found.report) if found is not None else {"counts": {}, "errors": 0}
+    return {**_stand(found), "counts": told["counts"], "errors": told["errors"], "damage": parts.damage}
+
+
+def _stand(found: Verdicts | None) -> Json:
+    """Whether there is an answer, and whether it is about everything that was written."""
+    settled = found is not None and found.is_settled
+    return {"available": found is not None, "settled": settled, "so_far": not (found is not None and found.is_last)}
+
+
+def _without_places(told: Mapping[str, Any]) -> Json:
+    return {key: value for key, value in told.items() if key not in ("target", "unmapped")}
+
+
+def _groups(listed: Sequence[Json], folder: Path) -> list[Json]:
+    """Findings under the names of their groups, in the order of the specification."""
+    titles = {**GROUPS, "SPC": OTHER}
+    kept = [_told(one, folder) for one in listed[:MOST_FINDINGS]]
+    by_group = {group: [one for one in kept if one["group"] == group] for group in titles}
+    return [{"group": key, "title": titles[key], "findings": found} for key, found in by_group.items() if found]
+
+
+def _told(one: Json, folder: Path) -> Json:
+    """A finding as the page shows it: no control characters, and no path but those inside the run."""
+    cleaned = {key: printable(value) if isinstance(value, str) else value for key, value in one.items()}
+    path = Path(one["file"]) if one["file"] else None
+    inside = path is not None and path.is_relative_to(folder)
+    file = "" if path is None or path == folder else str(path.relative_to(folder)) if inside else path.name
+    return {**cleaned, "file": printable(file), "formula": [printable(line) for line in one["formula"]]}
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+def rule(name: str) -> Json:
+    """A rule's own words; raises UserError for a name that is none."""
+    found = find_rule(name)
+    return {
+        "edition": EDITION,
+        "id": found.id,
+        "slug": found.slug,
+        "group": GROUPS.get(found.group, OTHER),
+        "severity": found.severity,
+        **{key: getattr(found, key).strip() for key in TEXTS},
+        "limits": [_limit(key, one) for key, one in found.limits.items()],
+        "references": [{"text": one.text, "mark": one.mark} for one in found.references],
+        "evidence": _evidence(found),
+    }
+
+
+TEXTS = ("requirement", "why", "how", "bad", "good", "fix", "waive", "history")
+
+
+def _limit(name: str, limit: Limit) -> Json:
+    special = {**limit.classes, **limit.profiles}
+    return {
+        "name": name,
+        "value": _value(limit.value),
+        "unit": limit.unit,
+        "note": limit.note,
+        "special": {key: _value(value) for key, value in special.items()},
+    }
+
+
+def _value(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _evidence(found: Rule) -> Json:
+    return {"requires": found.requires, "uses": found.uses}

@@ -1,0 +1,53 @@
+"""What a run was made of, read without running git."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.record.provenance import commit_of, provenance
+
+ONE, OTHER = "a" * 40, "b" * 40
+PACKED = f"# pack\n{OTHER} refs/heads/mainly\n{ONE} refs/heads/main\n"
+
+
+def checkout(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = root / ".git" / name.replace("__", "/").replace("packed_refs", "packed-refs")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "commit"),
+    [
+        ({"HEAD": f"{ONE}\n"}, ONE),
+        ({"HEAD": "ref: refs/heads/main\n", "refs__heads__main": f"{ONE}\n"}, ONE),
+        ({"HEAD": "ref: refs/heads/main", "packed_refs": PACKED}, ONE),
+        ({"HEAD": "ref: refs/heads/gone\n"}, ""),
+        ({"HEAD": "what\n"}, ""),
+        ({"HEAD": "\x00\x00"}, ""),
+        ({"HEAD": "ref: /etc/hostname"}, ""),
+        ({}, ""),
+    ],
+)  # fmt: skip
+def test_the_commit_of_a_checkout(tmp_path: Path, files: dict[str, str], commit: str) -> None:
+    assert commit_of(checkout(tmp_path, **files)) == commit
+
+
+def test_of_a_worktree(tmp_path: Path) -> None:
+    checkout(
+        tmp_path, refs__heads__side=ONE, worktrees__w__HEAD="ref: refs/heads/side", worktrees__w__commondir="../.."
+    )
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / ".git").write_text(f"gitdir: {tmp_path / '.git' / 'worktrees' / 'w'}\n")
+    assert commit_of(tmp_path / "w") == ONE
+
+
+def test_a_run_says_what_it_was_made_of() -> None:
+    found = provenance({"name": "a"})
+    assert found["versions"]["phalanx"]
+    assert found["versions"]["python"].startswith("3.")
+    assert found["job_digest"] != provenance({"name": "b"})["job_digest"]

@@ -1,0 +1,83 @@
+"""Edits are chosen so that a second look asks for none; rules that pull at one key move nothing."""
+
+from __future__ import annotations
+
+import pytest
+from spec.toy import bad, made, rule
+
+from phalanx.errors import UserError, mistake
+from phalanx.spec.judge import Report
+from phalanx.spec.mend import find_cure
+from phalanx.spec.outcome import Edit, passed
+
+
+class World:
+    """A job of one key per rule: a rule is met when its keys have the values it wants."""
+
+    def __init__(self, **wants: dict[str, int]) -> None:
+        self.wants = wants
+        self.unsafe: set[str] = set()
+        self.fatal: set[str] = set()
+        self.asked = 0
+
+    def judge(self, sets: tuple[str, ...]) -> Report:
+        self.asked += 1
+        held = dict(one.split("=") for one in sets)
+        if self.fatal & held.keys():
+            raise mistake("job.toml", "is refused")
+        return made([rule(self._says(name, held), name) for name in self.wants])
+
+    def _says(self, name: str, held: dict[str, str]):
+        wants = self.wants[name]
+        if all(held.get(key) == str(value) for key, value in wants.items()):
+            return passed("met")
+        return bad(
+            edits=tuple(Edit(key=key, value=value, safe=key not in self.unsafe) for key, value in wants.items())
+        )
+
+
+def keys(cure) -> dict[str, object]:
+    return {edit.key: edit.value for edit in cure.edits}
+
+
+def test_all_cures_are_found_in_three_looks() -> None:
+    world = World(CKP901={"a.x": 1}, CKP902={"b.y": 2, "b.z": 3})
+    cure = find_cure(world.judge, unsafe=False)
+    assert keys(cure) == {"a.x": 1, "b.y": 2, "b.z": 3}
+    assert (cure.cured, cure.left, world.asked) == (2, (), 3)
+
+
+def test_unsafe_cures_wait_for_leave_and_are_taken_whole() -> None:
+    world = World(CKP901={"a.x": 1, "a.y": 2}, CKP902={"b.y": 2})
+    world.unsafe = {"a.y"}
+    assert keys(find_cure(world.judge, unsafe=False)) == {"b.y": 2}
+    assert keys(find_cure(world.judge, unsafe=True)) == {"a.x": 1, "a.y": 2, "b.y": 2}
+
+
+def test_two_rules_that_want_different_values_move_nothing() -> None:
+    cure = find_cure(World(CKP901={"a.x": 1}, CKP902={"a.x": 2}, CKP903={"b.y": 2}).judge, unsafe=False)
+    assert keys(cure) == {"b.y": 2}
+    assert "CKP901" in cure.left[0] and "CKP902" in cure.left[0] and "a.x" in cure.left[0]
+
+
+def test_an_edit_that_ruins_the_job_is_left_out() -> None:
+    world = World(CKP901={"a.x": 1}, CKP902={"b.y": 2})
+    world.fatal = {"a.x"}
+    cure = find_cure(world.judge, unsafe=False)
+    assert keys(cure) == {"b.y": 2}
+    assert cure.left == ("CKP901 asks for a.x = 1, with which the job cannot be read",)
+
+
+def test_an_edit_that_does_not_help_is_left_out() -> None:
+    stubborn = made([rule(bad())])
+    cure = find_cure(lambda sets: stubborn, unsafe=False)
+    assert (keys(cure), cure.cured) == ({}, 0)
+    assert "does not cure it" in cure.left[0]
+
+
+def test_a_job_that_cannot_be_read_at_all_is_the_callers_error() -> None:
+    def refuse(sets):
+        raise mistake("job.toml", "is no job")
+
+    with pytest.raises(UserError, match="is no job"):
+        find_cure(refuse, unsafe=False)
