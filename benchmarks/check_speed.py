@@ -88,7 +88,8 @@ def _told(run: Run, found: dict[str, Any], *, ranks: int) -> str:
     return (
         f"{size:,.0f} MB, {ranks} ranks, {found['steps']:,} steps, {found['wrong']} lines refused: "
         f"stream {stream:.0f} MB/s ({stream / FLOOR:.2f} of the floor), all {all_:.0f} MB/s ({all_ / FLOOR:.2f}); "
-        f"memory {found['before'] / 1e3:.0f} MB before, {found['read'] / 1e3:.0f} MB stream, {found['all'] / 1e3:.0f} MB all"
+        f"memory {found['before'] / 1e3:.0f} MB before, {found['read'] / 1e3:.0f} MB stream, "
+        f"{found['all'] / 1e3:.0f} MB all"
     )
 
 

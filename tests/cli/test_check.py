@@ -33,8 +33,9 @@ def test_a_finding_has_its_line_its_formula_its_cost_and_its_cure(folder, capsys
     assert lines[0].startswith(f"bad.toml:{number}: E CKP001 interval-daly  interval 864,000 s is ")
     assert lines[1].startswith("  M = 86400 / (16 hosts")
     assert any("points of effective training time, about $" in line for line in lines)
-    assert any(line.startswith("  fix (safe, --fix): checkpoint.interval_s = ") for line in lines)
-    assert lines[-2].startswith("bad.toml: 0 pass, 1 fail (1 error), 0 unknown")
+    assert any(line.startswith("  fix (safe): checkpoint.interval_s = ") for line in lines)
+    assert lines[-1] == "  can be mended: 1 with --fix; --diff shows the edits"
+    assert lines[-3].startswith("bad.toml: 0 pass, 1 fail (1 error), 0 unknown")
     assert err == ""
 
 
@@ -49,8 +50,10 @@ def test_several_targets_one_of_them_broken(folder, capsys) -> None:
     (folder / "broken.toml").write_text("name = 3\n[batch]\nmicro = -1\n")
     assert main(["check", "broken.toml", "bad.toml", "good.toml", "--select", "CKP001"]) == 2
     out, err = capsys.readouterr()
-    assert "broken.toml:1: name = 3" in err and "broken.toml:3: batch.micro" in err
-    assert "bad.toml: 0 pass, 1 fail" in out and "good.toml: 1 pass, 0 fail" in out
+    assert "broken.toml:1: name = 3" in err
+    assert "broken.toml:3: batch.micro" in err
+    assert "bad.toml: 0 pass, 1 fail" in out
+    assert "good.toml: 1 pass, 0 fail" in out
 
 
 @pytest.mark.parametrize(
@@ -83,8 +86,10 @@ def test_fix_writes_the_safe_edits_and_keeps_the_rest(folder, capsys) -> None:
     changed = [(old, new) for old, new in zip(BAD.splitlines(), after.splitlines(), strict=True) if old != new]
     assert len(changed) == 1
     assert changed[0][0] == "interval_s = 864000  # ten days"
-    assert changed[0][1].startswith("interval_s = ") and changed[0][1].endswith("  # ten days")
-    assert "bad.toml: CKP001: checkpoint.interval_s = " in err and "bad.toml: 1 finding mended" in err
+    assert changed[0][1].startswith("interval_s = ")
+    assert changed[0][1].endswith("  # ten days")
+    assert "bad.toml: CKP001: checkpoint.interval_s = " in err
+    assert "bad.toml: 1 finding mended" in err
     assert "1 pass, 0 fail" in out
     assert main(["check", "bad.toml", "--fix", "--select", "CKP001"]) == 0
     assert (folder / "bad.toml").read_text() == after
@@ -153,14 +158,26 @@ def test_a_job_is_checked_without_torch_or_scipy(folder) -> None:
 
 
 def test_ctrl_c_says_what_was_read(folder, capsys, monkeypatch) -> None:
-    import phalanx.spec.gather as gathering
+    import phalanx.spec.log.stream as streaming
 
     def interrupted(run, *, progress=None):
         progress(3_000_000, 10_000_000)
         raise KeyboardInterrupt
 
     write_run(folder, ranks=2, steps=10, incidents=0)
-    monkeypatch.setattr(gathering, "read_log", interrupted)
+    monkeypatch.setattr(streaming, "read_log", interrupted)
     assert main(["check", "run"]) == 130
     assert "run: read 3 of 10 MB" in capsys.readouterr().err
     assert Path("run").is_dir()
+
+
+def test_colours_are_for_terminals_only(folder, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert main(["check", "bad.toml", "--select", "CKP001"]) == 1
+    painted = capsys.readouterr().out
+    assert "\x1b[1;31mbad.toml:" in painted
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["check", "bad.toml", "--select", "CKP001"]) == 1
+    assert "\x1b" not in capsys.readouterr().out

@@ -16,6 +16,7 @@ import pytest
 
 from phalanx.cli.drill import _shrink
 from phalanx.cli.main import main
+from phalanx.spec.facts.records import find_drills
 from phalanx.train.data.build import Origin, Recipe, build
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import Progress
@@ -127,6 +128,18 @@ def drill(folder: Path, tmp_path: Path) -> Drill:
             "phalanx drill: --agents 0 is not between 1 and 64\n  use --agents 1\n",
         ),
         (
+            ["job.toml", "--suite", "--fault", "kill", "--agents", "2"],
+            "phalanx drill: --fault and --agents with --suite\n"
+            "  the suite says itself what happens, and when\n"
+            "  leave it out; --cluster, --set and --runs go with it\n",
+        ),
+        (
+            ["job.toml", "--suite", "--cluster", "local-cpu:1", "--set", "parallel.shard=1"],
+            "job.toml: has one rank\n"
+            "  a drill asks what the others do when one is lost\n"
+            "  --cluster local-cpu:4 drills it on four ranks of this machine\n",
+        ),
+        (
             ["job.toml", "--fault", "kil"],
             "--fault kil: 'kil' is no fault that can be injected\n  did you mean kill?\n",
         ),
@@ -201,6 +214,11 @@ def test_kills_hangs_and_poison_leave_no_trace_in_the_bits(drill: Drill, folder:
     record = Path(told["record"])
     assert json.loads(copy.read_text()) == json.loads(record.read_text())
     assert drill("--check", str(record))[0] == 0
+    environ = {"XDG_CONFIG_HOME": str(tmp_path / "config"), "XDG_DATA_HOME": str(tmp_path / "data")}
+    facts = find_drills([record.parent], environ=environ)
+    assert [one.path.endswith("cpu-gloo-other.json") for one in facts] == [True, False], "a copy is kept, and is newer"
+    assert all(one.signed and one.clean and one.bitwise and one.profile == "cpu-gloo" for one in facts)
+    assert {"kill", "save-kill", "hang"} <= set(facts[0].fired)
     with (record.parent / "events-00000.jsonl").open("a") as file:
         file.write('{"event":"step"}\n')
     code, told = drill("--check", str(record))
@@ -246,6 +264,15 @@ def test_chaos_for_two_minutes(drill: Drill, tmp_path: Path) -> None:
     )  # fmt: skip
     assert (code, failed(told["result"])) == (0, [])
     assert len(told["result"]["outcomes"]) > 10
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_the_suite(drill: Drill, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if "nightly" not in str(request.config.getoption("markexpr")):
+        pytest.skip("takes a minute: pytest -m nightly")
+    code, told = drill("job.toml", "--suite", "--runs", str(tmp_path / "runs"), limit_s=600)
+    assert (code, [failed(part["result"]) for part in told["parts"]]) == (0, [[], []])
 
 
 @pytest.mark.nightly

@@ -22,9 +22,9 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     searches = []
     real = kept.make_plan
 
-    def counted(*args):
+    def counted(*args, **settings):
         searches.append(1)
-        return real(*args)
+        return real(*args, **settings)
 
     monkeypatch.setattr(kept, "make_plan", counted)
 

@@ -120,3 +120,8 @@ def test_the_diff_is_one_that_patch_reads() -> None:
     assert told.splitlines()[:2] == ["--- a/job.toml", "+++ b/job.toml"]
     assert told.count("\\ No newline at end of file") == 2
     assert difference("a\n", "a\n", name="job.toml") == ""
+
+
+def test_a_value_that_would_not_come_back_is_refused() -> None:
+    with pytest.raises(UserError, match=r"fault\.dead_after_s would not come out as meant"):
+        put(TEXT, fault__dead_after_s=float("nan"))

@@ -15,7 +15,7 @@ from phalanx.spec.facts.practices import PHALANX
 from phalanx.spec.rule import Rule
 
 # Their fragments speak of other hardware, of a run, or of waivers: their own cases show them.
-ELSEWHERE = {"COM001", "COM003", "BAT003", "EFF001", "SPC001"}
+ELSEWHERE = {"COM001", "COM003", "BAT003", "SPC001"}
 RULES = [rule for rule in all_rules() if rule.bad.strip().startswith("[") and rule.id not in ELSEWHERE]
 
 

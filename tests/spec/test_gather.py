@@ -46,8 +46,9 @@ def run(tmp_path_factory) -> Run:
     return made
 
 
-def gathered(target, *, today: date = TODAY, home: str = "/nonexistent", **request):
-    return gather(str(target), Request(look=False, **request), today=today, environ={"HOME": home})
+def gathered(target, **request):
+    nowhere = {"HOME": "/dev/null"}  # neither drills nor kept plans of whoever runs the test
+    return gather(str(target), Request(look=False, **request), today=TODAY, environ=nowhere)
 
 
 def test_a_job_is_planned_and_every_key_has_its_line(job) -> None:
@@ -90,7 +91,9 @@ def test_a_plan_given_with_its_job_is_used_as_it_is(job, plan_text, tmp_path) ->
 
 def test_a_run_gives_job_plan_and_log(run) -> None:
     found = gathered(run.path)
-    assert found.has("J") and found.has("P") and found.has("L")
+    assert found.has("J")
+    assert found.has("P")
+    assert found.has("L")
     assert found.job_file == str(run.job_toml)
 
 

@@ -37,13 +37,16 @@ def test_docs_are_what_the_rules_say() -> None:
 def test_the_index_names_every_rule() -> None:
     text = index(all_rules())
     assert all(f"[{one.id}]" in text for one in all_rules())
-    assert "`nvidia-h100`" in text and "- S6: " in text
+    assert "`nvidia-h100`" in text
+    assert "- S6: " in text
 
 
 def test_explained_with_the_numbers_of_a_job() -> None:
     told = here(answer(find_rule("CKP001"), evidence("checkpoint.interval_s=86400")))
     assert told.startswith("# CKP001 on ")
-    assert "**fail** (error), " in told and "job.toml" in told and "interval 86,400 s" in told
+    assert "**fail** (error), " in told
+    assert "job.toml" in told
+    assert "interval 86,400 s" in told
     assert "    M = 86400 / (16 hosts" in told
     assert "checkpoint.interval_s = " in told
     assert "Limits for nvidia-h100, 128 devices, class S2:" in told

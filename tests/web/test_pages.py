@@ -75,7 +75,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(root, name="alpha", ranks=8, steps=160, straggler=5)
     write_run(root, name="beta", ranks=4, steps=100, seed=3, incidents=0)
     _damage(write_run(root, name="damaged", ranks=4, steps=60))
-    _poison(write_run(root, name="hostile", ranks=4, steps=60))
+    _poison(write_run(root, name="hostile", ranks=4, steps=60, straggler=3))
     return root
 
 
@@ -269,10 +269,12 @@ def test_runs_are_filtered_sorted_and_compared(browser: Any, site: Dashboard) ->
 
 def test_html_in_a_record_stays_text(browser: Any, site: Dashboard) -> None:
     with visit(browser, site) as tab:
-        for address, sight in (("", ".charts .u-over"), ("/mesh?rank=3", ".ramp"), ("/plan", "text=Why not")):
+        pages = {"": ".charts .u-over", "/mesh?rank=3": ".ramp", "/plan": "text=Why not", "/findings": "text=TEL004"}
+        for address, sight in pages.items():
             tab.go(f"#/runs/hostile{address}", sight)
             tab.see(f"text={HOSTILE}")
             assert tab.page.locator("main img, main b >> text=bold").count() == 0
+        assert HOSTILE in tab.page.locator("[data-group=TEL]").inner_text()  # a host's name
 
 
 def test_what_is_missing_is_said_in_words(browser: Any, site: Dashboard, tmp_path: Path) -> None:

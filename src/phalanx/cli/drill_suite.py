@@ -114,10 +114,9 @@ def _told(one: Played) -> str:
     numbers = one.result.numbers
     head = f"{one.part.name}: {numbers.faults} faults, {numbers.steps} steps; the run is {one.result.state}"
     wrong = [f"  WRONG  {verdict.name}: {verdict.evidence}" for verdict in one.result.verdicts if not verdict.ok]
-    fired = [outcome.fault for outcome in one.result.outcomes]
     lines = [
         f"  {_word(one, happened):<9} {claim:<52} {' '.join(rules)}"
-        for claim, rules, happened in shown(one.part, fired)
+        for claim, rules, happened in shown(one.part, one.result)
     ]
     return "\n".join([head, *wrong, *lines, f"  record: {one.record}"])
 

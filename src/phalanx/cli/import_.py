@@ -35,7 +35,10 @@ def run(args: argparse.Namespace) -> int:
     path, out = Path(args.file), Path(args.out) if args.out else None
     if out is not None and out.exists() and not args.force:
         raise mistake(
-            str(out), "exists already", why="import never overwrites on its own", fix="name another --out, or add --force"
+            str(out),
+            "exists already",
+            why="import never overwrites on its own",
+            fix="name another --out, or add --force",
         )
     kind = args.trainer or _recognised(path)
     found = convert(
@@ -72,7 +75,7 @@ def _recognised(path: Path) -> str:
 
 
 def _refuse_missing(found: Converted) -> None:
-    """A job file without a model or a batch would not load; one without a cluster says so and can be planned elsewhere."""
+    """Without a model or a batch the job file would not load; without a cluster it says so."""
     lacking = [one for one in found.missing if "--cluster" not in one.fix]
     if lacking:
         raise UserError(lacking)

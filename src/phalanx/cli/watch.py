@@ -77,7 +77,9 @@ def _judged(known: Known, broken: set[str], *, last: bool = False) -> None:
     """Rules that are newly broken, each once; at the end how many there are of each verdict."""
     from phalanx.record.values import printable
 
-    for one in known.problems():
+    # What is half read may look broken and not be.
+    whole = last or (known.verdicts is not None and known.verdicts.is_settled)
+    for one in known.problems() if whole else ():
         if one.rule.id not in broken:
             broken.add(one.rule.id)
             print(f"check: {one.severity} {one.rule.id} {one.rule.slug}: {printable(one.outcome.what)}", flush=True)

@@ -14,6 +14,7 @@ _PAGE = """\
 # A Phalanx job: what to train, on what, and what you insist on. The planner chooses the rest.
 #   phalanx show {file}     every value and where it comes from
 #   phalanx plan {file}     the layout, and what it takes in time, memory, money and failures
+#   phalanx check {file}    what the training specification says of it
 spec = "2026.1"
 name = "{name}"
 
@@ -67,6 +68,11 @@ interval_s = 10  # between samples of utilization, memory and energy
 
 # [cost]
 # usd_per_device_hour = 2.5  # left out, a range from the price table is used
+
+# [[waiver]]  # a rule of the training specification that this job breaks on purpose
+# rule = "CKP001"
+# reason = "the store is rationed until the new array arrives"
+# expires = 2027-03-31
 """
 
 

@@ -3,7 +3,7 @@
 Read in NVIDIA/nccl src/graph/tuning.cc (2.20 whole, the constants again in 2.28); formulas and numbers are NCCL's, the
 code is ours. It gives the times at 64 MiB of the specification's table (8 GPUs a node, 400 and 200 Gb/s each) to the
 microsecond, and its crossings of ring and tree within 16 %: the table's own grid was coarser, it seems. Left out: NVLS
-and SHARP (sums inside switches), CollNet, PAT (one rank per node only), congestion.
+and SHARP (sums inside switches), CollNet, PAT (one rank per node only), the latencies of PCIe, congestion.
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ from phalanx.plan.reliability import Reliability
 MOST_STEPS = 100
 
 
-def digest_every(fault: Fault, reliability: Reliability, prediction: Prediction) -> int:
-    """Steps between two comparisons; 0 is never, and only where the job says so."""
+def digest_every(fault: Fault, reliability: Reliability, prediction: Prediction, *, wall_s: float = math.inf) -> int:
+    """Steps between two comparisons; 0 is never, and only where the job says so. `wall_s` is of the whole job."""
     if not isinstance(fault.digest_every, str):
         return fault.digest_every
-    return within(reliability.interval_s, prediction.step_s_high)
+    return within(min(reliability.interval_s, wall_s), prediction.step_s_high)
 
 
 def within(interval_s: float, step_s: float) -> int:

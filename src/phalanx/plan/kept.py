@@ -29,13 +29,16 @@ PARTS = ("job", "hardware", "arch", "network", "plan")  # of the package: what a
 
 
 def kept_plan(resolved: ResolvedJob, cluster: Cluster, *, environ: Mapping[str, str]) -> Plan:
-    """The plan of a job on a cluster, from an earlier search where there was one. Raises what `plan` raises."""
+    """The plan of a job on a cluster, from an earlier search where there was one. Raises what `plan` raises.
+
+    But a run that would never finish is planned too: what is wrong with it can then be told.
+    """
     folder = usual_folder(environ)
     path = folder / f"{_digest(resolved, cluster)}.json"
     known = _read(path)
     if known is not None:
         return known
-    found = make_plan(resolved, cluster)
+    found = make_plan(resolved, cluster, hopeless=True)
     if found.search.seconds >= LEAST_S:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)

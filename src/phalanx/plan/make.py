@@ -42,10 +42,11 @@ def plan(
     cluster: Cluster | str | None = None,
     *,
     calibration: CalibrationNote | None = None,
+    hopeless: bool = False,
 ) -> Plan:
     """Plan a job, or the job in a file, on a cluster (the job's own by default).
 
-    Raises UserError when nothing legal fits.
+    Raises UserError when nothing legal fits, and, unless `hopeless` asks for it, for a run that would never finish.
 
     >>> import phalanx
     >>> job = phalanx.load("examples/llama-3-8b-64xH100.toml")          # doctest: +SKIP
@@ -69,7 +70,8 @@ def plan(
     origins = {key: origin.where for key, origin in job.origins.items()} if isinstance(job, ResolvedJob) else {}
     noted = job.warnings if isinstance(job, ResolvedJob) else ()
     ask, advice = asking.from_job(asked, cluster, origins=origins)
-    return _plan(asked, _with_calibration(ask, calibration), noted=(*noted, *advice), calibration=calibration)
+    noted = (*noted, *advice)
+    return _plan(asked, _with_calibration(ask, calibration), noted=noted, calibration=calibration, hopeless=hopeless)
 
 
 def _with_calibration(ask: Ask, note: CalibrationNote | None) -> Ask:
@@ -80,7 +82,9 @@ def _with_calibration(ask: Ask, note: CalibrationNote | None) -> Ask:
     return replace(ask, calibration=Calibration(**note.scalars))
 
 
-def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: CalibrationNote | None) -> Plan:
+def _plan(
+    job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: CalibrationNote | None, hopeless: bool
+) -> Plan:
     cluster = ask.cluster
     started = time.perf_counter()
     found = search(ask)
@@ -96,7 +100,7 @@ def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: Calibrat
         devices=layout.devices,
         step_s=prediction.step_s,
     )
-    if trouble.effective_time <= 0:
+    if trouble.effective_time <= 0 and not hopeless:
         raise _never(ask, trouble)
     budget = token_budget(job.data.tokens, prediction.parameters)
     lasting, uneven = duration(

@@ -23,6 +23,8 @@ VERSION = 1
 NAME = "drill-record.json"
 EVIDENCE = ("events-*.jsonl", "supervisor.jsonl", "drill.json", "plan.json", "job.json", "drill/fired-*.json")
 MOST_EVIDENCE_BYTES = 2**28  # hashed in a good second; a drill's own evidence is some hundred kilobytes
+REFUSED = "damaged files were refused"  # a verdict of the oracle, and what its evidence says when a restore met one
+MET = " refused step-"
 FOREIGN = "the signature is not ours: the record was changed, or another user wrote it"
 
 

@@ -12,14 +12,10 @@ from phalanx.record.run import Run
 from phalanx.spec.edition import EDITION, all_rules, select
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.formats.plain import report_dict
-from phalanx.spec.gather import Progress, Request, before_log, gather, of_job, with_log
+from phalanx.spec.gather import Progress, Request, before_log, gather, of_job
 from phalanx.spec.judge import Finding, Report, judge
 from phalanx.spec.rule import Rule
 from phalanx.spec.rules import spc001_waivers
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from phalanx.spec.log.stream import LogStream
 
 __all__ = [
     "Finding",
@@ -28,7 +24,6 @@ __all__ = [
     "base_of",
     "check",
     "check_evidence",
-    "check_log",
     "check_plan",
     "report_dict",
 ]
@@ -76,21 +71,8 @@ def check_plan(resolved: ResolvedJob, plan: Plan, *, today: date | None = None) 
     return judge(rules, evidence, edition=EDITION, whole=False)
 
 
-def check_log(
-    run: Run,
-    stream: LogStream,
-    *,
-    base: Evidence | None = None,
-    request: Request = AS_IT_IS,
-    today: date | None = None,
-) -> Report:
-    """A run as far as `stream` has read it. Keep `base_of(run)` and give it again: job and plan do not change."""
-    base = base or base_of(run, request=request, today=today)
-    return judge(all_rules(), with_log(base, stream.facts()), edition=EDITION)
-
-
 def base_of(run: Run, *, request: Request = AS_IT_IS, today: date | None = None) -> Evidence:
-    """What a run says without its events."""
+    """What a run says without its events; `gather.with_log` adds them, as `live.LiveCheck` does while it grows."""
     return before_log(run, request, today=today or this_day(), environ=dict(os.environ))
 
 

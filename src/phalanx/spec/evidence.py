@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date
@@ -87,8 +88,13 @@ class Evidence:
 
     @property
     def usd(self) -> float | None:
-        """What the whole job is expected to cost, at the middle price."""
-        return self.plan.bill.usd[1] if self.plan is not None and self.plan.bill.usd else None
+        """What the whole job is expected to cost, at the middle price; without failures where it would never end."""
+        if self.plan is None or not self.plan.bill.usd or not self.plan.bill.usd_per_device_hour:
+            return None
+        if math.isfinite(self.plan.bill.usd[1]):
+            return self.plan.bill.usd[1]
+        hours = self.plan.duration.training_s / HOUR_S
+        return self.plan.bill.usd_per_device_hour[1] * self.plan.layout.devices * hours
 
     @property
     def wall_s(self) -> float | None:

@@ -25,7 +25,6 @@ from phalanx.spec.facts.look import this_host
 from phalanx.spec.facts.practice import Practice
 from phalanx.spec.facts.practices import practice_of
 from phalanx.spec.facts.records import find_drills
-from phalanx.spec.log.stream import read_log
 from phalanx.spec.profiles import PROFILES, Profile, find_profile, profile_of
 from phalanx.spec.scaling import scaling_of
 
@@ -202,6 +201,8 @@ def of_run(
     run: Run, request: Request, *, today: date, environ: dict[str, str], progress: Progress | None = None
 ) -> Evidence:
     """A run folder: its resolved job, its plan, and everything its ranks wrote."""
+    from phalanx.spec.log.stream import read_log  # not at the top: no job needs the readers of events
+
     return with_log(before_log(run, request, today=today, environ=environ), read_log(run, progress=progress))
 
 

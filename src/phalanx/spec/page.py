@@ -135,7 +135,7 @@ def _intro(rules: Sequence[Rule]) -> str:
 def _list(rules: Sequence[Rule]) -> str:
     rows = ["| rule | severity | evidence | requires |", "|---|---|---|---|"]
     for rule in rules:
-        evidence = f"{rule.requires} ({rule.uses})" if rule.uses else rule.requires
+        evidence = f"{rule.requires} ({rule.uses})".strip() if rule.uses else rule.requires
         link = f"[{rule.id}]({file_of(rule)}) {rule.slug}"
         rows.append(f"| {link} | {rule.severity} | {evidence} | {_cell(rule.requirement)} |")
     return "\n".join(rows)

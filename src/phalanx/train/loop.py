@@ -100,7 +100,9 @@ class Loop:
         )
         self._skipped, self._is_last = 0, False
         self._put = self._held = -1  # steps of which a copy was made in memory, and is safe there on every rank
-        self.guard = Guard(engine.state, every=digest_every(self.job.fault, plan.reliability, plan.prediction))
+        wall_s = plan.duration.wall_s
+        every = digest_every(self.job.fault, plan.reliability, plan.prediction, wall_s=wall_s)
+        self.guard = Guard(engine.state, every=every)
         self._sound = 0  # newest step whose state nothing speaks against
         self._guard_s = 0.0
         self.timeline = TimelineSampler(

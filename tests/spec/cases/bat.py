@@ -91,8 +91,17 @@ CASES = [
         name="mean of means",
         verdict="fail",
         evidence=lambda: trained_by("megatron", False),
-        severity="error",
+        severity="warning",
         says="megatron averages the means of 512 micro-batches",
+    ),
+    Case(
+        rule="BAT002",
+        name="mean of means of unequal sequences",
+        verdict="fail",
+        evidence=lambda: replace(
+            trained_by("megatron", False), log=good_log(steps=good_steps(tokens={BATCH: 10, BATCH - 3: 1}))
+        ),
+        severity="error",
     ),
     Case(rule="BAT002", name="nobody knows", verdict="unknown", evidence=lambda: trained_by("other", None)),
     Case(

@@ -73,9 +73,9 @@ def interval(ratio: float, **log):
     return made
 
 
-def many_failures(count: int):
+def many_failures(count: int, source: str = "disk"):
     """Failures every 1,000 s: the optimum of the run is that of its own rate, far below the plan's."""
-    return interval(1.0, incidents=(incident(),) * count, wall_s=1_000.0 * count)
+    return interval(1.0, incidents=(incident(source=source),) * count, wall_s=1_000.0 * count)
 
 
 def grace(seconds: float):
@@ -125,6 +125,7 @@ CASES = [
         boundary=True,
         severity="error",
     ),
+    Case(rule="CKP001", name="five that memory mended are not", verdict="pass", evidence=many_failures(5, "memory")),
     Case(rule="CKP001", name="a grace that is enough", verdict="pass", evidence=grace(1.01), boundary=True),
     Case(
         rule="CKP001",

@@ -1,4 +1,4 @@
-"""COM001 to COM004: algorithms, compression, buckets, timeouts. Boundaries are found by halving the rule's own value."""
+"""COM001 to COM004: algorithms, compression, buckets, timeouts. Boundaries are found by halving a rule's own value."""
 
 from __future__ import annotations
 
@@ -265,7 +265,16 @@ CASES = [
         verdict="fail",
         evidence=lambda: predicted(2.0, "train.timeout_s=29"),
         boundary=True,
+        severity="error",
         says="less than 30",
+    ),
+    Case(
+        rule="COM004",
+        name="four steps and more than half a minute",
+        verdict="fail",
+        evidence=lambda: predicted(21.3, "train.timeout_s=100"),
+        severity="warning",
+        says="less than 106.5",
     ),
     Case(
         rule="COM004",

@@ -60,6 +60,13 @@ EFF001 = [
     ),
     Case(rule="EFF001", name="no ledger", verdict="unknown", evidence=with_log(effective=None, ledger=None)),
     Case(rule="EFF001", name="nothing", verdict="unknown", evidence=lambda: evidence(plan=None)),
+    Case(
+        rule="EFF001",
+        name="the planner refuses",
+        verdict="unknown",
+        evidence=lambda: evidence("batch.global_sequences=500"),
+        says="there is no plan: ",
+    ),
     Case(rule="EFF001", name="not a number", verdict="unknown", evidence=predicted(math.nan)),
 ]
 EFF002 = [

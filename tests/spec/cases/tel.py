@@ -52,7 +52,7 @@ def slow(score: float) -> tuple[Straggler, ...]:
 
 def drill(*, named_right: bool | None) -> DrillFacts:
     return DrillFacts(
-        path="drills/slow", signed=True, version="0.1", profile="cpu-gloo", faults=("slow",), fired=("slow",),
+        path="drills/slow", signed=True, version="0.1", profile="nvidia-h100", faults=("slow",), fired=("slow",),
         clean=True, bitwise=True, named_right=named_right,
     )  # fmt: skip
 
@@ -93,6 +93,12 @@ TEL001 = [
         evidence=lambda: evidence("telemetry.peers_every_s=0"),
         says="never measured",
         at="telemetry.peers_every_s",
+    ),
+    Case(
+        rule="TEL001",
+        name="no pings and no plan",
+        verdict="fail",
+        evidence=lambda: evidence("telemetry.peers_every_s=0", plan=None),
     ),
     Case(
         rule="TEL001",
@@ -310,7 +316,7 @@ TEL004 = [
         name="a drill named it",
         verdict="pass",
         evidence=lambda: evidence(log=good_log(), drills=(drill(named_right=True), drill(named_right=None))),
-        says="1 drills named",
+        says="a drill named",
     ),
 ]
 TEL005 = [

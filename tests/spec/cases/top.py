@@ -7,6 +7,7 @@ from typing import Any
 
 from spec.kit import JOB, Case, Evidence, Flip, evidence
 
+from phalanx.errors import Problem
 from phalanx.spec.facts.host import HostFacts, NicPath
 
 LARGE = JOB.replace("llama-3-8b", "llama-3.1-405b")
@@ -106,7 +107,15 @@ CASES = [
         name="memory is another rule's",
         verdict="pass",
         evidence=lambda: evidence(cluster="8xA100-40GB:1", text=LARGE),
-        says="MEM001",
+        says="not the degrees",
+    ),
+    Case(
+        rule="TOP001",
+        name="a configuration that does not say",
+        verdict="unknown",
+        evidence=lambda: evidence(
+            plan=None, refusals=(Problem(where="x.yaml", what="does not say which model is trained", fix="give --set"),)
+        ),
     ),
     Case(rule="TOP001", name="no cluster", verdict="unknown", evidence=lambda: evidence(plan=None)),
     Case(rule="TOP002", name="none", verdict="pass", evidence=evidence),
@@ -147,7 +156,13 @@ CASES = [
         says="1 of 2 devices reach their card through the CPU, 1 of them not pinned",
     ),
     Case(rule="TOP003", name="one node", verdict="pass", evidence=lambda: evidence(cluster="8xH100:1")),
-    Case(rule="TOP003", name="Grace", verdict="pass", evidence=lambda: evidence(cluster="72xGB200:8", text=GRACE), says="coherent"),
+    Case(
+        rule="TOP003",
+        name="Grace",
+        verdict="pass",
+        evidence=lambda: evidence(cluster="72xGB200:8", text=GRACE),
+        says="coherent",
+    ),
     Case(rule="TOP003", name="CPU ranks", verdict="pass", evidence=lambda: evidence(profile="cpu-gloo")),
     Case(rule="TOP003", name="no cards", verdict="unknown", evidence=lambda: evidence(host=host())),
     Case(rule="TOP004", name="one axis", verdict="pass", evidence=evidence, says="one axis"),

@@ -14,8 +14,8 @@ job.toml:16: E CKP901 toy-rule  7 toys lie about
   toys = 3 + 4 = 7
   7 > 0
   2.5 points of effective training time, about $1,234 of this {job} job: time lost falling
-  fix (safe, --fix): checkpoint.keep = 3  enough
-  explain: phalanx explain CKP901 job.toml
+  fix (safe): checkpoint.keep = 3 (enough)
+  explain: phalanx explain CKP901 job.toml; source: grandmother
 
 runs/x y/events-00000.jsonl:7: W CKP902 toy-rule  a <b>bold</b> "word" & 50 % of [2J it next, line: ::error::
 """
@@ -28,6 +28,7 @@ waived CKP903  waived one  (it is <my> birthday)
 job.toml: 1 pass, 3 fail (1 error), 1 unknown, 1 waived; 1 does not apply
   edition 2026.1, nvidia-h100, 128 devices (S2); looked at: job, plan; at stake: 5.0 points of effective training time,\
  about $2,469 of this {job} job
+  can be mended: 2 with --fix; --diff shows the edits
 """
 
 
@@ -65,4 +66,5 @@ def test_settings_that_were_not_checked_are_named() -> None:
 
 def test_a_loss_too_small_to_round_is_still_said() -> None:
     assert "below 0.01 points" in render([made([rule(bad(impact=Impact(points=0.004)))])])
+    assert "less than a cent" in render([made([rule(bad(impact=Impact(usd=0.004)))])])
     assert "nan" not in render([made([rule(bad(impact=Impact(points=float("nan"), usd=float("inf"))))])])

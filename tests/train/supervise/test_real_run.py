@@ -19,6 +19,7 @@ from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import read_events
 from phalanx.record.run import Run, open_run
 from phalanx.record.schema import event_fields, load_schema
+from phalanx.spec.api import check
 from phalanx.train.data.build import Origin, Recipe, build
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import Progress
@@ -47,6 +48,7 @@ init_timeout_s = 60
 [cluster]
 spec = "local-cpu:2"
 """
+DRILLED = {"CKP002", "CKP003", "CKP006", "FLT002"}  # rules that a run without a failure cannot answer
 STEPS = 100  # enough to be interrupted on a fast machine
 
 pytestmark = pytest.mark.slow
@@ -96,6 +98,14 @@ def check_record(run: Run) -> None:
     assert history.damage() == []
 
 
+def check_rules(run: Run) -> None:
+    """The training specification finds no error in it; what it does not know only a drill or a probe could tell."""
+    report = check(str(run.path))
+    assert [(one.rule.id, one.outcome.what) for one in report.problems if one.severity == "error"] == []
+    assert not [one for one in report.findings if "the rule itself failed" in one.outcome.what]
+    assert {rule for rule, verdict in report.verdicts.items() if verdict == "unknown"} <= DRILLED
+
+
 def only_run(root: Path) -> Run:
     (found,) = root.iterdir()
     return open_run(found)
@@ -121,6 +131,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(folder: Path) -> None:
     fitted = calibrate_run(only_run(folder / "whole").path)
     assert fitted.median_error_after < fitted.median_error_before
     check_record(only_run(folder / "whole"))
+    check_rules(only_run(folder / "whole"))
 
     broken = start(folder, "job.toml", "--runs", "broken")
     wait_for_step(folder / "broken")
@@ -137,6 +148,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(folder: Path) -> None:
     assert losses(run) == losses(only_run(folder / "whole")), "bit for bit, on the same layout"
     assert run.saved_steps()[-1] == STEPS
     check_record(run)
+    check_rules(run)
 
 
 def test_a_killed_rank_ends_a_run_that_is_not_to_go_on(folder: Path) -> None:

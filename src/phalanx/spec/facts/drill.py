@@ -30,6 +30,7 @@ class DrillFacts:
     current: bool = True  # the version is that of the Phalanx that checks
     save_points: tuple[str, ...] = ()  # points of a save at which a rank was killed
     part: str = ""  # of the suite
+    replayed: bool = True  # a replay without faults was made to compare with; else `bitwise` says nothing
 
 
 def proofs(drills: Sequence[DrillFacts], *, profile: str) -> tuple[DrillFacts, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phalanx.spec.facts.practice import Practice
+from phalanx.spec.foreign.habits import habits_of
 
 # Read in the code on 2026-11-15; each source names the page that describes it, and the page the file.
 PHALANX = Practice(
@@ -51,4 +52,4 @@ PHALANX = Practice(
 
 def practice_of(framework: str) -> Practice:
     """The habits of a trainer; nothing is assumed of one that is not known."""
-    return PHALANX if framework == "phalanx" else Practice(trainer=framework)
+    return PHALANX if framework == "phalanx" else habits_of(framework)

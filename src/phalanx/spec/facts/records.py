@@ -18,8 +18,10 @@ from typing import Any
 from phalanx.errors import PhalanxError
 from phalanx.record.drill import (
     FOREIGN,
+    MET,
     MOST_EVIDENCE_BYTES,
     NAME,
+    REFUSED,
     differences,
     evidence_files,
     is_signed,
@@ -33,6 +35,7 @@ from phalanx.spec.facts.drill import DrillFacts
 MOST_RECORDS = 24  # the newest ones; each takes some milliseconds
 MOST_LOOKED = 10_000  # entries of a folder
 MOST_ITEMS = 10_000  # faults or verdicts of a record
+REPLAY = "equal to a fault-free replay"  # a verdict of the oracle
 SILENT = ("kill", "hang", "mute", "raise", "memory", "host", "freeze", "partition")  # somebody must notice them
 
 
@@ -104,7 +107,7 @@ def _read(path: Path, *, key: bytes | None, ours: str, alone: bool) -> DrillFact
         faults=_sorted({kind for text in _texts(record, "faults") for kind in _kinds(text)}),
         fired=_sorted(fired),
         clean=bool(record.get("verdicts")) and not failed,
-        bitwise=_holds(record, "equal to a fault-free replay"),
+        bitwise=_holds(record, REPLAY),
         detect_s=_seconds(outcomes, "detected_s", kinds=SILENT),
         recovery_s=_seconds(outcomes, "recovered_s"),
         named_right=record.get("named_right") if isinstance(record.get("named_right"), bool) else None,
@@ -112,6 +115,7 @@ def _read(path: Path, *, key: bytes | None, ours: str, alone: bool) -> DrillFact
         current=made_by == ours,
         save_points=_sorted({point for one in outcomes if (point := _save_point(str(one.get("fault"))))}),
         part=_word(record.get("part")),
+        replayed=any(one.get("name") == REPLAY for one in _list(record, "verdicts")),
     )
 
 
@@ -151,8 +155,8 @@ def _save_point(text: str) -> str:
 
 def _met_damage(record: Mapping[str, Any]) -> bool:
     """Whether a restore met a damaged checkpoint: `train.drill.refused` writes "epoch 14 refused step-00000099 …"."""
-    told = [one for one in _list(record, "verdicts") if one.get("name") == "damaged files were refused"]
-    return any(one.get("ok") is True and " refused step-" in str(one.get("evidence")) for one in told)
+    told = [one for one in _list(record, "verdicts") if one.get("name") == REFUSED]
+    return any(one.get("ok") is True and MET in str(one.get("evidence")) for one in told)
 
 
 def _holds(record: Mapping[str, Any], name: str) -> bool:

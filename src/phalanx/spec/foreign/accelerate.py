@@ -65,6 +65,7 @@ def translate(book: Book) -> None:
     else:
         book.put("parallel.zero", 0, "distributed_type", note="DDP")
         book.assume("comm.bucket_mib", 25, "DDP's bucket_cap_mb")
+        book.put("parallel.recompute", "auto", note="not said: the model's own code recomputes or not")
     _dimensions(book)
     _compiled(book)
     limit = 1_800 if kind == "deepspeed" else TIMEOUT_S
@@ -141,6 +142,7 @@ def _deepspeed(book: Book) -> None:
     if not book.has("deepspeed_config_file"):
         book.assume("comm.bucket_mib", round(5e8 * width / 2**20, 1), f"DeepSpeed's 5e8 elements × {width} bytes")
     book.practice["checkpoint_format"] = "torch-pickle"
+    book.put("parallel.recompute", "auto", note="not said: the model's own code recomputes or not")
 
 
 def _megatron(book: Book) -> None:

@@ -11,6 +11,9 @@ from phalanx.errors import Problem
 from phalanx.job.rules import kind, shown
 from phalanx.spec.foreign.leaf import Leaf
 
+MOST = 1e18  # beyond any count of tokens
+NEVER = 0  # steps between checkpoints where none are made
+
 Fate = Literal["mapped", "irrelevant", "unmapped"]
 
 
@@ -61,22 +64,20 @@ class Book:
     def whole(self, name: str) -> int | None:
         """A whole number; one that is none is listed and counts as absent."""
         value = self.number(name)
-        if value is None or not value.is_integer():
-            return None if value is None else self._refuse(name, "is not a whole number")
-        return int(value)
+        if value is None or value.is_integer():
+            return None if value is None else int(value)
+        self.lacks(name, "is not a whole number")
+        return None
 
     def number(self, name: str) -> float | None:
         """A finite number, also where it stands as text, as 2e-4 does in YAML and everything in an argument list."""
         leaf = self.leaf(name)
         if leaf is None:
             return None
-        if isinstance(leaf.value, bool) or not isinstance(leaf.value, int | float | str):
-            return self._refuse(name, f"is {kind(leaf.value)}, not a number")
-        try:
-            value = float(leaf.value)
-        except (ValueError, OverflowError):
-            return self._refuse(name, "is not a number")
-        return value if math.isfinite(value) and abs(value) < 1e18 else self._refuse(name, "is not a finite number")
+        value = _finite(leaf.value)
+        if value is None:
+            self.lacks(name, f"is {kind(leaf.value)}, not a number")
+        return value
 
     def flag(self, name: str) -> bool | None:
         """True or false, also as text."""
@@ -86,15 +87,13 @@ class Book:
         word = str(leaf.value).strip().lower()
         if word in ("true", "yes", "1", "on", "false", "no", "0", "off", "none"):
             return word in ("true", "yes", "1", "on")
-        return self._refuse(name, "is not true or false")
+        self.lacks(name, "is not true or false")
+        return None
 
     def text(self, name: str) -> str:
         """A word in lower case; empty where the file says none."""
         leaf = self.leaf(name)
         return str(leaf.value).strip().lower()[:200] if leaf is not None else ""
-
-    def _refuse(self, name: str, why: str) -> None:
-        self.lacks(name, why)
 
     # ---- deciding ---------------------------------------------------------------------------------------------------
 
@@ -175,6 +174,16 @@ class Book:
                 self.settled[key] = Settled(fate="irrelevant", text=irrelevant[name])
             else:
                 self.settled[key] = Settled(fate="unmapped", text="the job schema has no word for it")
+
+
+def _finite(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str) or len(str(value)[:100]) > 40:
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) and abs(number) < MOST else None
 
 
 def found_in(key: str, entries: Iterable[str]) -> str:

@@ -15,11 +15,12 @@ from phalanx.job.draft import Origin
 from phalanx.job.load import ResolvedJob, load_table
 from phalanx.spec.evidence import Unmapped
 from phalanx.spec.facts.practice import Practice
-from phalanx.spec.foreign.book import Book, Said, told
+from phalanx.spec.foreign.book import NEVER, Book, Said, told
 from phalanx.spec.foreign.finish import GIVE_BATCH, GIVE_CLUSTER, finish, stand_in
 from phalanx.spec.foreign.habits import habits_of
 from phalanx.spec.foreign.trainers import TRAINERS, Trainer
 from phalanx.spec.foreign.write import UNKNOWN_CLUSTER, render
+from phalanx.units import format_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +58,8 @@ def convert(
     finish(book, devices=devices, settings=overrides)
     _cluster(book, spec, found)
     _batch(book)
-    practice = replace(habits_of(trainer.name), **_known(book.practice))
+    habits: dict[str, Any] = book.practice
+    practice = replace(habits_of(trainer.name), **habits)
     return _converted(book, trainer, practice, devices=devices, spec=spec, found=found, folder=folder)
 
 
@@ -75,7 +77,9 @@ def find_trainer(kind: str) -> Trainer:
 
 
 def _cluster_set(overrides: Sequence[str]) -> str:
-    found = [one.partition("=")[2].strip("\"' ") for one in overrides if one.startswith(("cluster.spec=", "cluster.file="))]
+    found = [
+        one.partition("=")[2].strip("\"' ") for one in overrides if one.startswith(("cluster.spec=", "cluster.file="))
+    ]
     return found[-1] if found else ""
 
 
@@ -102,10 +106,6 @@ def _cluster(book: Book, spec: str, found: Cluster | None) -> None:
 def _batch(book: Book) -> None:
     if not book.values.keys() & {"batch.global_sequences", "batch.global_tokens"}:
         book.need("does not say how many sequences a step takes", GIVE_BATCH)
-
-
-def _known(practice: dict[str, object]) -> dict[str, Any]:
-    return dict(practice)
 
 
 def _converted(
@@ -154,15 +154,24 @@ def _with_interval(book: Book, steps: Said | None, found: Cluster | None) -> Res
     from phalanx.plan.make import plan  # numpy: only for those who save by steps
 
     try:
-        step_s = plan(resolved, found).prediction.step_s
+        made = plan(_without_ramp(resolved), found)
     except UserError:
         _leave_steps(book, steps)  # there is no plan, and gathering will say why
         return resolved
+    step_s, wall_s = made.prediction.step_s, made.duration.wall_s
     note = f"{steps.value:,} steps × {step_s:.3g} s as predicted"
-    seconds = round(min(1e9, max(1e-3, steps.value * step_s)), 3)
+    if steps.value == NEVER:
+        note = f"{steps.note}: all {format_seconds(wall_s)} of the run, as predicted, are at stake"
+    seconds = round(min(1e9, max(1e-3, steps.value * step_s if steps.value != NEVER else wall_s)), 3)
     book.values["checkpoint.interval_s"] = Said(value=seconds, key=steps.key, note=note, line=steps.line)
     book.used(steps.key, by="checkpoint.interval_s")
     return _load(book)
+
+
+def _without_ramp(resolved: ResolvedJob) -> ResolvedJob:
+    """Every stage of a ramp is priced on its own; the seconds of a full step need none."""
+    job = resolved.job
+    return replace(resolved, job=replace(job, batch=replace(job.batch, ramp=())))
 
 
 def _leave_steps(book: Book, steps: Said | None) -> None:
@@ -191,6 +200,8 @@ def _origin(book: Book, said: Said) -> Origin:
         return Origin(kind="set", where=said.note)
     if said.key:
         return Origin(kind="file", where=f"{book.file}:{said.line}")
+    if said.note.startswith("default of"):  # as good as written: leaving a key out is how its default is chosen
+        return Origin(kind="file", where=f"{book.file} ({said.note})")
     return Origin(kind="derived", where=said.note or book.title)
 
 

@@ -1,7 +1,7 @@
 """DeepSpeed's JSON. It says how a model is trained, never which one: --set model.preset=… adds that.
 
-Keys and defaults: deepspeed/runtime/constants.py, runtime/zero/config.py, docs/_pages/config-json.md. "auto" is filled in
-by Hugging Face's Trainer from its own arguments.
+Keys and defaults: deepspeed/runtime/constants.py, runtime/zero/config.py, docs/_pages/config-json.md. "auto" is filled
+in by Hugging Face's Trainer from its own arguments.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ ELEMENTS = 500_000_000  # reduce_bucket_size by default
 TIMEOUT_S = 1_800  # DEEPSPEED_TIMEOUT, 30 minutes: deepspeed/constants.py
 
 IRRELEVANT = {
+    "_": "a comment",
+    "comment": "a comment",
     "steps_per_print": "logging",
     "wall_clock_breakdown": "logging",
     "memory_breakdown": "logging",
@@ -239,3 +241,5 @@ def _pipeline(book: Book) -> None:
     every = book.whole("pipeline.activation_checkpoint_interval")
     if every is not None:
         book.put("parallel.recompute", "full" if every else "none", "pipeline.activation_checkpoint_interval")
+    else:
+        book.put("parallel.recompute", "auto", note="not said: the model's own code recomputes or not")

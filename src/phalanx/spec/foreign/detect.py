@@ -41,10 +41,27 @@ SIGNS: dict[str, frozenset[str]] = {
         }
     ),
     "nemo": frozenset(
-        {"trainer", "model", "exp_manager", "train", "ddp", "dist", "checkpoint", "optimizer", "scheduler", "optim", "data"}
+        {
+            "trainer",
+            "model",
+            "exp_manager",
+            "train",
+            "ddp",
+            "dist",
+            "checkpoint",
+            "optimizer",
+            "scheduler",
+            "optim",
+            "data",
+        }
     ),
 }
-FITS = {".toml": ("torchtitan",), ".json": ("deepspeed",), ".yaml": ("accelerate", "nemo"), ".yml": ("accelerate", "nemo")}
+FITS = {
+    ".toml": ("torchtitan",),
+    ".json": ("deepspeed",),
+    ".yaml": ("accelerate", "nemo"),
+    ".yml": ("accelerate", "nemo"),
+}
 OURS = frozenset({"spec", "batch", "parallel", "precision", "cluster", "waiver"})  # sections only our job file has
 FLAGS = ("--tensor-model-parallel-size", "--num-layers", "--micro-batch-size", "--hidden-size", "--global-batch-size")
 MOST_LOOKED = 1 << 20

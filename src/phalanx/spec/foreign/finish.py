@@ -1,8 +1,10 @@
-"""What a reader leaves open: sizes per replica, steps and increments become the job's own units once the world is known."""
+"""What a reader leaves open: sizes per replica, steps and increments in the job's units, once the world is known."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 from phalanx.errors import UserError
@@ -16,6 +18,7 @@ from phalanx.units import parse_count
 NEEDED = ("layers", "hidden", "heads", "vocab")
 GIVE_CLUSTER = "give --cluster, as --cluster 8xH100:16"
 GIVE_MODEL = "give --set model.preset=llama-3-8b, or --set model.hf_config=config.json"
+STAND_IN = "a stand-in: the file does not say"
 GIVE_BATCH = "give --set batch.global_sequences=512"
 PAIRS = {"batch.global_tokens": "batch.global_sequences", "batch.global_sequences": "batch.global_tokens"}
 
@@ -45,7 +48,7 @@ def _set(book: Book, settings: Sequence[str]) -> None:
             key = f"{section}.{name}" if name else section
             book.values[key] = Said(value=value, note=draft.settings.get(key, "--set"))
             if key in PAIRS:
-                for other in (PAIRS[key], "batch.per_replica", "batch.accumulation"):
+                for other in (PAIRS[key], "batch.per_replica"):
                     book.values.pop(other, None)
 
 
@@ -75,7 +78,9 @@ def _batch(book: Book, data: int) -> None:
     if said is not None and isinstance(said.value, int):
         if data:
             note = f"{said.note} × {data} data ranks"
-            book.values["batch.global_sequences"] = Said(value=said.value * data, key=said.key, note=note, line=said.line)
+            book.values["batch.global_sequences"] = Said(
+                value=said.value * data, key=said.key, note=note, line=said.line
+            )
         elif book.settled[said.key].text.startswith("batch.per_replica"):
             book.lacks(said.key, "per data rank: the global batch follows once --cluster says how many there are")
     for key, settled in list(book.settled.items()):
@@ -134,24 +139,30 @@ def _ramp(book: Book) -> None:
         book.lacks(said.key, "not a start, an increment and a length that reach the global batch")
         return
     value = [{"until_tokens": until * sequence, "global_tokens": size * sequence} for until, size in stages]
-    book.values["batch.ramp"] = Said(value=value, key=said.key, note=f"{len(value)} stages", line=said.line)
+    count = (total - said.value[0]) // said.value[1]
+    note = f"{count} increments" + (f" as {len(value)} stages" if len(value) < count else "")
+    book.values["batch.ramp"] = Said(value=value, key=said.key, note=note, line=said.line)
     book.used(said.key, by="batch.ramp")
 
 
-MOST_STAGES = 200
+MOST_STAGES = (
+    8  # GPT-3's 95 increments would be priced one by one: each stage is, and the plan takes a second more per 20
+)
 
 
 def _stages(ramp: list[int], total: int) -> list[tuple[int, int]]:
-    """(sequences seen when it ends, sequences per step) of each stage.
+    """(sequences seen when it ends, sequences per step) of each stage; the middle one stands for many increments.
 
     >>> _stages([16, 16, 90], 64)
     [(30, 16), (60, 32), (90, 48)]
     """
     start, step, length = ramp
-    if step < 1 or start < 1 or total <= start or (total - start) % step or (total - start) // step > MOST_STAGES:
+    if step < 1 or start < 1 or length < 1 or total <= start or (total - start) % step:
         return []
     count = (total - start) // step
-    return [(length * (index + 1) // count, start + index * step) for index in range(count)]
+    number = min(count, MOST_STAGES)
+    edges = [count * index // number for index in range(number + 1)]
+    return [(length * after // count, start + (before + after - 1) // 2 * step) for before, after in pairwise(edges)]
 
 
 def _sharding(book: Book, data: int) -> None:
@@ -164,13 +175,29 @@ def _sharding(book: Book, data: int) -> None:
             book.used(said.key, by="parallel.shard")
         else:
             book.lacks(said.key, "the shard group follows once --cluster says how many data ranks there are")
-    if book.int_of("parallel.zero", -1) == 0:
-        book.values.pop("parallel.shard", None)
+    _shard_group(book, data)
     if book.int_of("parallel.tensor") == 1 and book.value("parallel.sequence_parallel") is True:
         key = book.values.pop("parallel.sequence_parallel").key
         book.skip(key, "no effect without tensor parallelism")
     if book.int_of("parallel.context") == 1:
         book.values.pop("parallel.context_kind", None)
+
+
+def _shard_group(book: Book, data: int) -> None:
+    """Their shard group spans the context ranks too, and all data ranks unless they say otherwise."""
+    said, context = book.values.get("parallel.shard"), book.int_of("parallel.context")
+    if book.int_of("parallel.zero", -1) == 0:
+        book.values.pop("parallel.shard", None)
+    elif said is None and data:
+        book.assume("parallel.shard", data * context, "over all data and context ranks")
+    elif said is not None and isinstance(said.value, int) and context > 1 and not said.note.startswith("--set"):
+        note = f"{said.value} data × {context} context ranks"
+        book.values["parallel.shard"] = replace(said, value=said.value * context, note=note)
+    group, fixed = book.int_of("parallel.shard"), book.value("parallel.data")
+    if isinstance(fixed, int) and fixed % max(
+        1, group
+    ):  # the schema counts groups within data; the devices say the rest
+        book.values.pop("parallel.data")
 
 
 def _habits(book: Book) -> None:
@@ -188,13 +215,18 @@ def _habits(book: Book) -> None:
 
 
 def _model(book: Book) -> None:
-    if book.value("model.preset") or book.value("model.hf_config"):
-        return
-    lacking = [name for name in NEEDED if f"model.{name}" not in book.values]
+    lacking = _lacking(book)
     if lacking == ["vocab"]:
         book.need("does not say the size of the vocabulary", "give --set model.vocab=128256")
     elif lacking:
         book.need("does not say which model is trained", GIVE_MODEL)
+
+
+def _lacking(book: Book) -> list[str]:
+    """Sizes of the model that nothing says."""
+    if book.value("model.preset") or book.value("model.hf_config"):
+        return []
+    return [name for name in NEEDED if f"model.{name}" not in book.values]
 
 
 def stand_in(book: Book) -> None:
@@ -203,9 +235,9 @@ def stand_in(book: Book) -> None:
     chunks = book.int_of("parallel.virtual_pipeline")
     heads = book.int_of("model.heads", max(1, tensor))
     model = {"name": "unknown", "layers": max(1, stages * chunks), "heads": heads, "hidden": 64 * heads, "vocab": 1}
-    if not book.value("model.preset") and not book.value("model.hf_config"):
+    if _lacking(book):
         for name, value in ({"ffn": 64 * heads, "kv_heads": heads, "head_dim": 64} | model).items():
-            book.values.setdefault(f"model.{name}", Said(value=value, note="a stand-in: the file does not say"))
+            book.values.setdefault(f"model.{name}", Said(value=value, note=STAND_IN))
     if not book.values.keys() & {"batch.global_sequences", "batch.global_tokens"}:
         size = book.int_of("batch.micro") * book.int_of("parallel.data")
-        book.values["batch.global_sequences"] = Said(value=size, note="a stand-in: the file does not say")
+        book.values["batch.global_sequences"] = Said(value=size, note=STAND_IN)

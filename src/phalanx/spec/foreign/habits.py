@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from phalanx.spec.facts.practice import Practice
 
-_SOCKETS = "PyTorch SECURITY.md: distributed communication is unauthenticated and for trusted networks; TCPStore binds all"
+_SOCKETS = (
+    "PyTorch SECURITY.md: distributed communication is unauthenticated and for trusted networks; TCPStore binds all"
+)
 _TORCHRUN = "torchrun: --max-restarts is 0 unless given"
+_TE = (
+    "Megatron Core, gpt_layer_specs.py: Transformer Engine's linears inside the layers; embedding, head, router are not"
+)
 _NO_BEAT = "no heartbeat between ranks: a hang is noticed by the timeout of a collective"
 
 TORCHTITAN = Practice(
@@ -13,26 +18,27 @@ TORCHTITAN = Practice(
     loss_scale="none",
     checkpoint_format="dcp",
     verifies_digests=False,
-    resumes_exactly=("weights", "moments", "scheduler", "sampler", "tokens"),
+    resumes_exactly=("weights", "moments", "scheduler", "sampler", "tokens", "layout"),
     heartbeat_s=0.0,
     memory_copies="none",
     preflight=False,
     step_transaction=False,
     bounded_restarts=1,
-    telemetry=("memory", "steps"),
+    telemetry=("utilization", "memory", "steps"),
     listens=("0.0.0.0",),
     authenticated=False,
     sources={
         "loss_scale": "config/job_config.py: mixed_precision_param is bfloat16 or float32, never fp16",
         "checkpoint_format": "docs/checkpoint.md: torch.distributed.checkpoint",
         "verifies_digests": "torch.distributed.checkpoint keeps no digests",
-        "resumes_exactly": "components/checkpoint.py: model, optimizer, lr_scheduler, dataloader, train_state; no rng",
+        "resumes_exactly": "components/checkpoint.py: model, optimizer, lr_scheduler, dataloader, train_state, no rng; "
+        "torch.distributed.checkpoint reshards on load",
         "heartbeat_s": _NO_BEAT,
         "memory_copies": "async_with_pinned_mem stages to memory and keeps no copy to restore from",
         "preflight": "train.py starts without one",
         "step_transaction": "only with torchft (fault_tolerance.enable)",
         "bounded_restarts": _TORCHRUN,
-        "telemetry": "components/metrics.py: memory, throughput, TFLOPS, MFU every log_freq steps",
+        "telemetry": "components/metrics.py: memory, throughput, TFLOPS and MFU every log_freq steps",
         "listens": _SOCKETS,
         "authenticated": _SOCKETS,
     },
@@ -41,6 +47,7 @@ MEGATRON = Practice(
     trainer="megatron",
     loss_scale="dynamic",
     token_weighted_loss=False,
+    fp8_spares_sensitive=True,
     skips_together=True,
     checkpoint_format="dcp",
     verifies_digests=False,
@@ -56,6 +63,7 @@ MEGATRON = Practice(
     sources={
         "loss_scale": "arguments.py: --loss-scale unset is dynamic with --fp16",
         "token_weighted_loss": "arguments.py: --calculate-per-token-loss is off unless given",
+        "fp8_spares_sensitive": _TE,
         "skips_together": "core/optimizer/optimizer.py: found_inf is reduced (max) over the group before the step",
         "checkpoint_format": "arguments.py: --ckpt-format torch_dist, which is torch.distributed.checkpoint",
         "verifies_digests": "torch.distributed.checkpoint keeps no digests",
@@ -111,7 +119,7 @@ ACCELERATE = Practice(
     authenticated=False,
     sources={
         "loss_scale": "accelerator.py: fp16 uses torch's GradScaler",
-        "checkpoint_format": "checkpointing.py: weights as safetensors, optimizer.bin and random states with torch.save",
+        "checkpoint_format": "checkpointing.py: safetensors for weights, torch.save for optimizer and random states",
         "verifies_digests": "checkpointing.py: load_state compares no digests",
         "heartbeat_s": _NO_BEAT,
         "memory_copies": "none documented",
@@ -125,6 +133,7 @@ ACCELERATE = Practice(
 NEMO = Practice(
     trainer="nemo",
     loss_scale="dynamic",
+    fp8_spares_sensitive=True,
     skips_together=True,
     checkpoint_format="dcp",
     verifies_digests=False,
@@ -138,6 +147,7 @@ NEMO = Practice(
     authenticated=False,
     sources={
         "loss_scale": "mixed_precision: loss_scale null is dynamic with fp16",
+        "fp8_spares_sensitive": _TE,
         "skips_together": "Megatron Core: core/optimizer/optimizer.py",
         "checkpoint_format": "checkpoint.ckpt_format torch_dist, which is torch.distributed.checkpoint",
         "verifies_digests": "torch.distributed.checkpoint keeps no digests",

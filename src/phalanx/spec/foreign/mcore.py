@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from phalanx.spec.foreign.book import Book
+from phalanx.spec.foreign.book import NEVER, Book
 
 GPT2_VOCAB = 50_257
 LEAST_BUCKET = 40_000_000  # parameters; max(40e6, 1e6 × data ranks): core/distributed/distributed_data_parallel.py
@@ -41,6 +41,7 @@ def translate(book: Book) -> None:
     _learning_rate(book)
     _checkpoint(book)
     _timeouts(book)
+    _telemetry(book)
 
 
 def _shape(book: Book) -> None:
@@ -143,6 +144,8 @@ def _balance(book: Book) -> None:
         book.put("model.router_bias", True, "moe_router_enable_expert_bias")
         if (rate := book.number("moe_router_bias_update_rate")) is not None:
             book.put("model.balance_rate", rate, "moe_router_bias_update_rate")
+        for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
+            book.lacks(name, "the job schema has one way of balancing, here the bias")
         return
     kind = book.text("moe_router_load_balancing_type") or "aux_loss"
     book.put("model.balance", "none" if kind == "none" else "aux", "moe_router_load_balancing_type")
@@ -350,8 +353,8 @@ def _learning_rate(book: Book) -> None:
     else:
         book.put("optim.schedule", "wsd", "lr_decay_style", note=style)
         whole, tail = book.number("lr_decay_iters"), book.number("lr_wsd_decay_iters")
-        share = tail / whole if style == "wsd" and tail and whole else {"constant": 0.0}.get(style.lower(), 1.0)
-        book.put("optim.decay", min(1.0, share), "lr_wsd_decay_iters", "lr_decay_style")
+        part = tail / whole if style == "wsd" and tail and whole else {"constant": 0.0}.get(style, 1.0)
+        book.put("optim.decay", min(1.0, max(0.0, part)), "lr_wsd_decay_iters", "lr_decay_style")
     least, peak = book.number("min_lr"), book.number("lr")
     if least is not None and peak:
         book.put("optim.final_lr", min(1.0, least / peak), "min_lr", note=f"{least:g} / {peak:g}")
@@ -371,7 +374,7 @@ def _checkpoint(book: Book) -> None:
     if save is not None and every:
         book.put("checkpoint.steps", every, "save_interval")
     elif every or save is None:
-        book.put("checkpoint.interval_s", 10**9, "save_interval", note="nothing is saved")
+        book.put("checkpoint.steps", NEVER, "save_interval", note="nothing is saved")
     if save is not None:
         text = str(save.value)
         good = text.isprintable() and 0 < len(text) < 1000 and "$" not in text
@@ -419,3 +422,13 @@ def _buckets(book: Book) -> None:
     else:
         book.assume("comm.bucket_mib", 65_536.0, "without overlap of the reduction all gradients are one bucket")
     book.used("overlap_grad_reduce", by="comm.bucket_mib")
+
+
+def _telemetry(book: Book) -> None:
+    written = ["steps"]
+    for name, series in (("log_throughput", "utilization"), ("log_energy", "energy")):
+        if book.flag(name):
+            written.append(series)
+            book.used(name, by="practice: telemetry")
+    if len(written) > 1:
+        book.practice["telemetry"] = tuple(written)

@@ -42,8 +42,7 @@ OTHER_NAMES = {
     "activations_checkpoint_num_layers": "recompute_num_layers",
     "random_seed": "seed",
 }
-WORDS = frozenset(
-    """
+_WORDS = """
     num_layers hidden_size ffn_hidden_size num_attention_heads q_lora_rank num_experts moe_ffn_hidden_size
     moe_router_topk num_query_groups kv_channels gated_linear_unit normalization norm_epsilon add_bias_linear
     add_qkv_bias qk_layernorm share_embeddings_and_output_weights position_embedding_type rotary_base
@@ -62,8 +61,8 @@ WORDS = frozenset(
     ckpt_format replication non_persistent_ckpt_type non_persistent_save_interval distributed_timeout_minutes
     distributed_timeout_seconds_after_init bucket_size overlap_grad_reduce
     check_weight_hash_across_dp_replicas_interval
-    """.split()
-)
+"""
+WORDS = frozenset(_WORDS.split())
 # Classes of NeMo 2.0 (nemo/collections/llm/gpt/model) whose shape we know under another name.
 CLASSES = {
     "Llama2Config7B": "llama-2-7b",
@@ -137,7 +136,15 @@ IRRELEVANT = megatron.IRRELEVANT | {
     "optimizer.sgd_": "another optimizer's settings",
     "optimizer.muon_": "another optimizer's settings",
     "rerun_state_machine.": "checks that Megatron runs beside the step",
-    "hidden_dropout": "regularisation",
+    "model.mcore_gpt": "which implementation; the plan assumes Megatron Core",
+    "model.megatron_amp_O2": "weights in the format of the arithmetic, with an fp32 copy: as the job schema has it",
+    "average_in_collective": "the same sum, scaled in the collective",
+    "gradient_as_bucket_view": "memory layout",
+    "params_dtype": "the format of the arithmetic",
+    "pipeline_dtype": "the format of the arithmetic",
+    "autocast_enabled": "the format of the arithmetic",
+    "autocast_dtype": "the format of the arithmetic",
+    "optim.lr_scheduler.": "the shape of the schedule",
     "activation_func": "the gated unit is said beside it",
     "optimizer_config_override_provider.": "code of Megatron-Bridge's",
 }
@@ -264,7 +271,7 @@ def _model(book: Book) -> None:
 
 
 def _precision(book: Book) -> None:
-    """`trainer.precision: bf16-mixed`, `mixed_precision: bf16_with_fp8_current_scaling_mixed`, a plugin's `precision`."""
+    """`trainer.precision: bf16-mixed`, `mixed_precision: bf16_with_fp8_…`, or a plugin's `precision`."""
     for key in ("trainer.precision", "mixed_precision", "trainer.plugins.precision"):
         text = book.text(key)
         if not text:
@@ -285,8 +292,10 @@ def _distributed_adam(book: Book) -> None:
 
 
 def _chunk(book: Book) -> None:
-    if (size := book.number("model.grad_allreduce_chunk_size_mb")) is not None and size > 0:
-        book.put("comm.bucket_mib", size, "model.grad_allreduce_chunk_size_mb")
+    for key in ("model.grad_allreduce_chunk_size_mb", "model.optim.bucket_cap_mb"):
+        if (size := book.number(key)) is not None and size > 0:
+            book.put("comm.bucket_mib", size, key)
+    book.used("model.optim.overlap_grad_sync", by="comm.bucket_mib")
 
 
 def _seen(key: str) -> str:

@@ -7,7 +7,7 @@ on the command line, are what is read here.
 
 from __future__ import annotations
 
-from phalanx.spec.foreign.book import Book
+from phalanx.spec.foreign.book import NEVER, Book
 
 # Flavours with a preset of ours: torchtitan/models/*/__init__.py
 PRESETS = {
@@ -60,7 +60,6 @@ IRRELEVANT = {
 UNMAPPED = {
     "float8.enable_fsdp_float8_all_gather": "weights travel in fp8; the job schema has a word for gradients only",
     "float8.precompute_": "weights travel in fp8; the job schema has a word for gradients only",
-    "float8.filter_fqns": "modules left out of fp8 are the trainer's practice, not a key of the job",
     "parallelism.enable_async_tensor_parallel": "overlap within the tensor group is the efficiency profile's matter",
     "parallelism.enable_compiled_autograd": "the planner knows no compiled autograd",
     "parallelism.pipeline_parallel_split_points": "the planner splits layers evenly",
@@ -191,6 +190,7 @@ def _precision(book: Book) -> None:
     converters = book.text("model.converters")
     if any(word in converters for word in ("float8", "mx", "quantize")):
         book.put("precision.compute", "fp8", "model.converters", note=converters[:60])
+        _spared(book)
         book.used("training.mixed_precision_param", by="precision.compute: what is not fp8")
     else:
         book.put("precision.compute", compute, "training.mixed_precision_param")
@@ -210,6 +210,13 @@ def _precision(book: Book) -> None:
         book.put("parallel.offload", "parameters", "training.enable_cpu_offload")
     elif offload is not None:
         book.used("training.enable_cpu_offload", by="parallel.offload")
+
+
+def _spared(book: Book) -> None:
+    """Linears alone are converted; the head is one, unless it is named (mx leaves it out by default)."""
+    named = "output" in book.text("float8.filter_fqns") or "lm_head" in book.text("float8.filter_fqns")
+    book.practice["fp8_spares_sensitive"] = named or "float8" not in book.text("model.converters")
+    book.used("float8.filter_fqns", by="practice: fp8_spares_sensitive")
 
 
 def _optimizer(book: Book) -> None:
@@ -261,7 +268,7 @@ def _checkpoint(book: Book) -> None:
     if on:
         book.put("checkpoint.steps", steps or 500, f"{c}interval", switch)
     else:
-        book.put("checkpoint.interval_s", 10**9, switch, note="checkpoints are off")
+        book.put("checkpoint.steps", NEVER, switch, note="checkpoints are off")
         book.skip(f"{c}interval", "checkpoints are off")
     book.copy({f"{c}folder": ("checkpoint.path", _path)})
     keep = book.whole(f"{c}keep_latest_k")

@@ -1,4 +1,4 @@
-"""TOML, JSON and YAML of strangers as leaves with lines: plain data only, small, shallow, and without aliases at play."""
+"""TOML, JSON and YAML of strangers as leaves with lines: plain data only, small and shallow."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def render(book: Book, *, name: str, unmapped: tuple[Unmapped, ...], folder: Pat
         said = {key: one for key, one in book.values.items() if key.partition(".")[0] == section and "." in key}
         if said:
             parts += ["", f"[{section}]", *(_line(book, key, one, folder) for key, one in said.items())]
-    parts += ["", *_rest(book, unmapped)]
+    parts += ["", *_habits(book), *_rest(book, unmapped)]
     return "\n".join(parts) + "\n"
 
 
@@ -36,6 +36,15 @@ def _line(book: Book, key: str, said: Said, folder: Path | None) -> str:
     where = f"{Path(book.file).name}:{said.line} {said.key}" if said.key else ""
     note = _comment("; ".join(part for part in (where, said.note) if part))
     return f"{key.partition('.')[2]} = {_toml(value)}" + (f"  # {note}" if note else "")
+
+
+def _habits(book: Book) -> list[str]:
+    """Settings that change how the trainer behaves, which no key of a job says."""
+    head = [
+        "# Habits of the trainer that its configuration changes; phalanx check on that file itself counts with them."
+    ]
+    said = [f"#   {name} = {_comment(str(value))}" for name, value in book.practice.items()]
+    return [*head, *said, ""] if said else []
 
 
 def _rest(book: Book, unmapped: tuple[Unmapped, ...]) -> list[str]:

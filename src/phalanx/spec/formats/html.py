@@ -11,6 +11,7 @@ from phalanx.spec.formats.plain import at_stake, cost_of, counts_of, place_of, s
 from phalanx.spec.formats.text import cures
 from phalanx.spec.judge import Finding, Report
 from phalanx.spec.rule import LETTERS
+from phalanx.units import format_money
 
 MORE_CSS = """
 .finding { background: var(--card); border: 1px solid var(--line); border-left: 4px solid var(--quiet);
@@ -55,7 +56,8 @@ def _tiles(report: Report) -> str:
         "rules met": str(counts["pass"]),
         "rules broken": str(counts["fail"]),
         "without evidence": str(counts["unknown"]),
-        "at stake": cost_of(stake, None) if stake.points or stake.usd else "nothing",
+        "of effective training time at stake": f"{stake.points or 0:.1f} points",
+        "at stake": format_money(stake.usd) if stake.usd is not None else "no price known",
         f"{report.profile}, class {report.scaling}": f"{report.devices:,} device{'s' * (report.devices != 1)}",
         "looked at": seen,
     }

@@ -101,9 +101,13 @@ def cost_of(impact: Impact, job_usd: float | None) -> str:
         parts.append(f"{_points(impact.points)} of effective training time")
     if impact.usd is not None and math.isfinite(impact.usd):
         of = f" of this {format_money(job_usd)} job" if job_usd else ""
-        parts.append(f"about {format_money(impact.usd)}{of}")
+        parts.append(f"{_dollars(impact.usd)}{of}")
     told = ", ".join(parts)
     return f"{told}: {impact.note}" if told and impact.note else told or impact.note
+
+
+def _dollars(usd: float) -> str:
+    return "less than a cent" if 0 < usd < 0.01 else f"about {format_money(usd)}"
 
 
 def _points(points: float) -> str:
@@ -126,7 +130,7 @@ def at_stake(report: Report) -> Impact:
 def summary_of(report: Report) -> str:
     """One line with every count."""
     counts: Mapping[str, int] = counts_of(report)
-    errors = sum(one.verdict == "fail" and one.severity == "error" for one in report.findings)
+    errors = len({one.rule.id for one in report.findings if one.verdict == "fail" and one.severity == "error"})
     told = f" ({errors} error{'s' * (errors != 1)})" if errors else ""
     line = f"{counts['pass']} pass, {counts['fail']} fail{told}, {counts['unknown']} unknown, {counts['waived']} waived"
     return f"{line}; {counts['exempt']} do{'es' * (counts['exempt'] == 1)} not apply"

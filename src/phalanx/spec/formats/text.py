@@ -45,6 +45,8 @@ def _page(report: Report, *, verbose: bool) -> Iterator[Line]:
         yield from _passed(report)
     yield "head", f"{report.target}: {summary_of(report)}"
     yield "quiet", _basis(report)
+    if hint := _by_option(report):
+        yield "quiet", hint
 
 
 def finding_lines(finding: Finding, report: Report) -> Iterator[Line]:
@@ -57,14 +59,14 @@ def finding_lines(finding: Finding, report: Report) -> Iterator[Line]:
     if cost := cost_of(outcome.impact, report.usd):
         yield "", f"  {cost}"
     yield from (("", f"  {line}") for line in cures(outcome))
-    yield "quiet", f"  explain: phalanx explain {rule.id} {report.target}"
+    yield "quiet", f"  explain: phalanx explain {rule.id} {report.target}; source: {rule.references[0].text}"
 
 
 def cures(outcome: Outcome) -> Iterator[str]:
-    """What to do: each edit with what may write it, then the rule's own words."""
+    """What to do: each edit with what it touches, then the rule's own words."""
     for edit in outcome.edits:
-        option = "safe, --fix" if edit.safe else "changes the training, --unsafe-fixes"
-        yield f"fix ({option}): {setting(edit)}{f'  {edit.note}' if edit.note else ''}"
+        kind = "safe" if edit.safe else "changes the training"
+        yield f"fix ({kind}): {setting(edit)}{f' ({edit.note})' if edit.note else ''}"
     if outcome.fix:
         yield f"fix: {outcome.fix}"
 
@@ -95,11 +97,13 @@ def _waived(report: Report) -> Iterator[Line]:
 def _unmapped(report: Report) -> Iterator[Line]:
     if not report.unmapped:
         return
-    yield "info", f"{len(report.unmapped)} settings have no counterpart in the job schema and were not checked"
+    count = len(report.unmapped)
+    have, were = ("setting has", "was") if count == 1 else ("settings have", "were")
+    yield "info", f"{count} {have} no counterpart in the job schema and {were} not checked"
     for one in report.unmapped[:MOST_SHOWN]:
         yield "quiet", f"    {one.key} = {one.value}  {one.why}"
-    if len(report.unmapped) > MOST_SHOWN:
-        yield "quiet", f"    and {len(report.unmapped) - MOST_SHOWN} more: --json lists them"
+    if count > MOST_SHOWN:
+        yield "quiet", f"    and {count - MOST_SHOWN} more: --json lists them"
     yield "", ""
 
 
@@ -118,6 +122,17 @@ def _bound(outcome: Outcome) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float) or not isinstance(limit, int | float):
         return ""
     return f"  [{value:.4g} against {limit:.4g}{f' {outcome.unit}' if outcome.unit else ''}]"
+
+
+def _by_option(report: Report) -> str:
+    """How many findings an option mends; runs and plans are past mending."""
+    if not report.target.endswith(".toml") or "L" in report.evidence:
+        return ""
+    edits = [one.outcome.edits for one in report.findings if one.verdict == "fail" and one.outcome.edits]
+    safe = sum(all(edit.safe for edit in some) for some in edits)
+    told = [f"{safe} with --fix"] if safe else []
+    told += [f"{len(edits) - safe} with --unsafe-fixes"] if len(edits) > safe else []
+    return f"  can be mended: {', '.join(told)}; --diff shows the edits" if told else ""
 
 
 def _basis(report: Report) -> str:

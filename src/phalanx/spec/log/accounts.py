@@ -19,6 +19,7 @@ from phalanx.record.run import Run
 from phalanx.record.values import at, number
 from phalanx.spec.facts.log import Spread
 from phalanx.spec.log.sums import Histogram
+from phalanx.units import HOUR_S
 
 _TROUBLES = (PhalanxError, OSError, KeyError, TypeError, ValueError, ArithmeticError, IndexError)
 
@@ -55,12 +56,14 @@ def account(run: Run, history: RunHistory) -> Account:
 
 
 def _lowest(walked: Walk) -> float | None:
-    """The lowest share of an hour that was effective, of those that are over; the start is no part of any."""
+    """The lowest share of an hour that was effective; of the whole, when it was shorter."""
     if not walked.ledger.steps or not walked.trail:
         return None
     curve = from_trail(walked.trail)
+    if curve.window_s < HOUR_S:
+        return walked.ledger.effective
     began_s = walked.trail[0][0]
-    whole = [share for t, share in zip(curve.t, curve.last_hour, strict=True) if t - began_s >= curve.window_s]
+    whole = [share for t, share in zip(curve.t, curve.last_hour, strict=True) if t - began_s >= HOUR_S]
     return min(whole, default=walked.ledger.effective)
 
 

@@ -143,7 +143,9 @@ class Clocks:
     def _picked(self, columns: Columns) -> Iterable[tuple[int, int, float]]:
         steps, epochs, times = columns.get("step"), columns.get("epoch"), columns.get("t")
         first = -steps[0] % self._every
-        picked = zip(steps[first :: self._every], epochs[first :: self._every], times[first :: self._every], strict=True)
+        picked = zip(
+            steps[first :: self._every], epochs[first :: self._every], times[first :: self._every], strict=True
+        )
         # Where steps are missing, others than multiples come: they meet none.
         return [(step, epoch or 0, time_s) for step, epoch, time_s in picked]
 
@@ -154,7 +156,9 @@ def skew(offsets: Iterable[Sequence[float]]) -> float | None:
     return max(found, default=None)
 
 
-def skips_differ(skips: Mapping[int, Mapping[Key, Spot]], spans: Mapping[int, Mapping[int, tuple[int, int]]]) -> Spot | None:
+def skips_differ(
+    skips: Mapping[int, Mapping[Key, Spot]], spans: Mapping[int, Mapping[int, tuple[int, int]]]
+) -> Spot | None:
     """A step that one rank skipped and another, that tells of the steps around it, did not."""
     keys = {key for some in skips.values() for key in some}
     for key in sorted(keys):

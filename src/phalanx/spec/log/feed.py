@@ -25,6 +25,7 @@ class Piece:
     data: bytes
     file: str
     line: int
+    count: int  # of lines
 
 
 class Feed:
@@ -130,8 +131,8 @@ class Feed:
             start = end
 
     def _piece(self, data: bytes, path: Path) -> Piece:
-        made = Piece(data=data, file=self._spot(path, 0).file, line=self._line + 1)
-        self._line += data.count(b"\n")
+        made = Piece(data=data, file=self._spot(path, 0).file, line=self._line + 1, count=data.count(b"\n"))
+        self._line += made.count
         return made
 
     def _opened(self, path: Path) -> BinaryIO | None:

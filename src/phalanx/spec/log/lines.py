@@ -56,11 +56,10 @@ class Lines:
     def events(self, piece: Piece) -> tuple[list[Event], Sequence[int], list[int]]:
         """Objects with a text `event`; the number of each one's line; the numbers of lines that are none."""
         data = self._without_spans(piece.data) if _TIMELINE in piece.data else piece.data
-        count = data.count(b"\n")
         try:
             found = self._loads(b"[" + data[:-1].replace(b"\n", b",") + b"]")
-            if len(found) == count and {type(one["event"]) for one in found} == {str}:
-                return found, range(piece.line, piece.line + count), []
+            if len(found) == piece.count and {type(one["event"]) for one in found} == {str}:
+                return found, range(piece.line, piece.line + piece.count), []
         except (ValueError, RecursionError, KeyError, TypeError, IndexError):
             pass
         return self._one_by_one(data, piece.line)
@@ -100,4 +99,3 @@ class Lines:
         head = _HEAD.match(line)
         is_even = line.count(b"[") == line.count(b"]") and line.endswith(b"}")
         return head.group() + b"]}" if head and is_even else line
-

@@ -13,8 +13,8 @@ from phalanx.spec.facts.log import NoiseFacts
 from phalanx.spec.log.shape import Columns
 from phalanx.spec.log.sums import Histogram, Sample
 
-# The trainer's own (train/telemetry/noise.py; docs/telemetry.md): decay of the running means, of the size that a step is
-# weighed by, and how many times it a spike is.
+# The trainer's own (train/telemetry/noise.py): decay of the running means, of the size that a step is weighed by, and
+# how many times it a spike is.
 DECAY, SIZE_DECAY, SPIKE = 0.99, 0.9, 16.0
 EVERY = (1, 4)  # steps of one estimate: one of four where micro-batches are compared
 MOST_CHECKED = 5_000  # steps that are computed again: what a formula does in as many it does in all
@@ -60,7 +60,7 @@ class Noise:
 
     def _tell(self, steps: Floats, scales: Floats) -> None:
         before = steps if self._last_step is None else np.concatenate([[self._last_step], steps])
-        self._gaps.add(np.diff(before))
+        self._gaps.add(np.diff(before).tolist())
         self._values.add(scales)
         self._count += len(steps)
         self._last_step, self._last = float(steps[-1]), float(scales[-1])

@@ -89,7 +89,9 @@ class RankLog:
         columns = Columns(kind, events)
         wrong = self._all.grammar.valid(columns, file, lines)
         if wrong or set(columns.get("rank")) != {self.rank}:
-            good = [place for place in range(len(events)) if place not in (wrong or ()) and self._is_mine(events[place])]
+            good = [
+                place for place in range(len(events)) if place not in (wrong or ()) and self._is_mine(events[place])
+            ]
             strange = len(events) - len(good) - len(wrong or ())
             if strange:  # events of another rank in this one's file
                 self._all.grammar.disorder(file, lines[0], strange)
@@ -160,16 +162,17 @@ class RankLog:
             keep = self._ordered(steps, file, lines)
             if not keep:
                 return
-            columns, lines = Columns("step", [columns.events[place] for place in keep]), [lines[place] for place in keep]
+            columns, lines = (
+                Columns("step", [columns.events[place] for place in keep]),
+                [lines[place] for place in keep],
+            )
             steps, epochs = columns.get("step"), columns.get("epoch")
         self._is_begun, self._last_step = False, steps[-1]
         self._note_epochs(steps, epochs, file, lines)
         self._note_skips(columns, file, lines)
         self._sum(columns)
         if columns.has("digest") and any(columns.get("digest")):
-            self._all.digests.take(
-                columns, self.rank, file, lines, where=self._all.layouts, witness=self._is_witness
-            )
+            self._all.digests.take(columns, self.rank, file, lines, where=self._all.layouts, witness=self._is_witness)
         if self._is_witness:
             self._all.clocks.know(columns)
             self._all.steps.take(columns, file, lines)

@@ -27,10 +27,11 @@ Restore = tuple[int, str, Spot]  # step, source, where it was told
 class Pending:
     """The checkpoints of one rank that are taken and not yet safe."""
 
-    __slots__ = ("epoch", "last_s", "steps")
+    __slots__ = ("epoch", "last_s", "late", "steps")
 
     def __init__(self) -> None:
         self.steps: set[int] = set()
+        self.late: set[int] = set()  # those that another was taken after, before they were safe
         self.epoch: Any = None
         self.last_s: float | None = None  # when the last one was safe
 
@@ -54,6 +55,7 @@ class Saves:
             spot = Spot(file=file, line=line)
             if event.get("epoch") != pending.epoch:  # what a formation had not finished nobody will
                 pending.steps.clear()
+                pending.late.clear()
                 pending.epoch = event.get("epoch")
             if event.get("error"):
                 self._errors += 1
@@ -72,15 +74,16 @@ class Saves:
         if pending.steps:
             self._overlapping += 1
             self._disorder_spot = self._disorder_spot or spot
-        if len(pending.steps) < MOST_PENDING:
-            pending.steps.add(event["step"])
+            pending.late = pending.late | pending.steps if len(pending.late) < MOST_PENDING else pending.steps
+        pending.steps = {event["step"]}
 
     def _commit(self, event: Mapping[str, Any], spot: Spot, pending: Pending, witness: bool) -> None:
         step = event["step"]
-        if step not in pending.steps:
+        if step not in pending.steps and step not in pending.late:
             self._unstaged += 1
             self._disorder_spot = self._disorder_spot or spot
         pending.steps.discard(step)
+        pending.late.discard(step)
         took_s, now_s = number(event, "seconds"), number(event, "t")
         if took_s is not None:
             self._persist.add([took_s])

@@ -37,8 +37,8 @@ _NAMED = re.compile(
 _EMPTY = re.compile(r"\[\w+\]|\*+|<.*>|\$.*|\{.*|none|null|true|false|redacted|x+|\.+", re.IGNORECASE)
 # One of these is in every line that can match; most lines have none.
 _WORDS = (
-    b"pass", b"secret", b"token", b"key", b"credential", b"authoriz", b"bearer", b"://", b"akia", b"asia", b"gh", b"hf_",
-    b"sk-", b"xox", b"aiza",
+    b"pass", b"secret", b"token", b"key", b"credential", b"authoriz", b"bearer", b"://", b"akia", b"asia", b"gh",
+    b"hf_", b"sk-", b"xox", b"aiza",
 )  # fmt: skip
 LEAST_BITS = 3.5  # of entropy per character; English words in a row have less, random letters and digits more
 MOST_FILE_BYTES = 8 * 2**20  # of one log
@@ -58,9 +58,9 @@ def is_secret(text: str) -> bool:
     if _FORMS.search(text):
         return True
     for match in _PASSWORD.finditer(text):
-        if "=" in match.group(0) or match.group(1):  # "password: required" is a sentence
-            if not _EMPTY.fullmatch(match.group(2)):
-                return True
+        is_value = "=" in match.group(0) or match.group(1)  # "password: required" is a sentence
+        if is_value and not _EMPTY.fullmatch(match.group(2)):
+            return True
     return any(_is_random(match.group(1)) for match in _NAMED.finditer(text))
 
 

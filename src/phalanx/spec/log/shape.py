@@ -83,14 +83,14 @@ class Columns:
         self.kind, self.events = kind, events
         self.names = tuple(events[0])
         try:
-            rows = map(_getter(self.names), events)
-            self._columns: dict[str, Column] = dict(zip(self.names, zip(*rows, strict=True), strict=True))
+            rows = list(map(_getter(self.names), events))
             self.is_even = sum(map(len, events)) == len(events) * len(self.names)
         except KeyError:
             self.is_even = False
         if not self.is_even:  # events of several versions, or with fields of somebody's own
             self.names = tuple(dict.fromkeys(name for event in events for name in event))[:MOST_FIELDS]
-            self._columns = {name: tuple([event.get(name) for event in events]) for name in self.names}
+            rows = [tuple([event.get(name) for name in self.names]) for event in events]
+        self._columns: dict[str, Column] = dict(zip(self.names, zip(*rows, strict=True), strict=True))
         self._nothing: Column = (None,) * len(events)
 
     def __len__(self) -> int:
@@ -107,8 +107,8 @@ class Columns:
     def doubts(self) -> list[int]:
         """Places of events that the whole schema must be asked about."""
         found: set[int] = set()
-        if not self.is_even or not _required(self.kind) <= set(self.names):
-            required = _required(self.kind)
+        required = _required(self.kind)
+        if not self.is_even or not required <= set(self.names):
             found.update(place for place, event in enumerate(self.events) if not required <= event.keys())
         for name, field in _fields(self.kind).items():
             column = self._columns.get(name)
@@ -122,7 +122,8 @@ MOST_FIELDS = 1000  # of events of one kind in a piece; somebody else's beyond t
 
 def _misfits(column: Column, field: Field) -> Sequence[int]:
     """Places of what does not belong into a column; of numbers in the middle of others, all that are too small."""
-    types = set(map(type, column))
+    is_empty = column[0] is None and column.count(None) == len(column)  # a third of the columns of a step
+    types = {type(None)} if is_empty else set(map(type, column))
     if field.types is not None and not types <= field.types:
         return [place for place, value in enumerate(column) if type(value) not in field.types]
     if field.least is not None and types & _NUMBERS:

@@ -81,7 +81,7 @@ class Steps:
 
     def _time(self, columns: Columns, taken_s: Any, steady: Any) -> None:
         known_s = taken_s[steady]
-        self._durations.add(known_s)
+        self._durations.add(known_s.tolist())
         self._drift.add(known_s)
         self._steady_s += float(known_s.sum())
         self._data_s += _sum(columns.get("data_s"), steady)

@@ -80,7 +80,7 @@ class LogStream:
         return self.bytes_read != before
 
     def _read(self, before: int, budget_bytes: int | None, progress: Progress | None) -> None:
-        total = before + self.bytes_left if progress is not None else 0
+        total = self.bytes_read + self.bytes_left if progress is not None else 0
         for rank in self._turns(before, budget_bytes):
             left = None if budget_bytes is None else min(TURN_BYTES, before + budget_bytes - self.bytes_read)
             for piece in rank.feed.pieces(left):
@@ -183,8 +183,10 @@ class LogStream:
     def _accounts(self) -> accounts.Account:
         """The ledger and what goes with it; not again for a run that has hardly grown."""
         grown = self.bytes_read - self._account_bytes
-        if self._account_bytes < 0 or grown > max(AGAIN_SHARE * self._account_bytes, 0 if grown < 0 else 1) or (
-            grown and self.bytes_read < SMALL_BYTES
+        if (
+            self._account_bytes < 0
+            or grown > max(AGAIN_SHARE * self._account_bytes, 0 if grown < 0 else 1)
+            or (grown and self.bytes_read < SMALL_BYTES)
         ):
             self._account = accounts.account(self.run, self._history)
             self._account_bytes = self.bytes_read

@@ -15,21 +15,29 @@ LOWEST, HIGHEST = 1e-9, 1e12
 # Bins are 1 % wide, so a quantile is off by half of that.
 _WIDTH = math.log(1.01)
 _BINS = 2 + math.ceil(math.log(HIGHEST / LOWEST) / _WIDTH)
+HELD = 1024
 MOST_HOURS = 100_000  # 11 years
 
 
 class Histogram:
     """Numbers from 0 on, in bins of 1 %; what is not finite, or negative, is left out."""
 
-    __slots__ = ("_bins", "count", "most", "total")
+    __slots__ = ("_bins", "_held", "count", "most", "total")
 
     def __init__(self) -> None:
         self._bins: np.ndarray[tuple[int], np.dtype[np.int64]] | None = None  # made with the first number
+        self._held: list[float] = []  # to be put into bins, many at once
         self.count, self.total, self.most = 0, 0.0, 0.0
 
-    def add(self, values: Sequence[float] | np.ndarray[Any, np.dtype[np.float64]]) -> None:
+    def add(self, values: Sequence[float]) -> None:
         """Take some in."""
-        known = np.asarray(values, dtype=np.float64)
+        self._held += values
+        if len(self._held) >= HELD:
+            self._settle()
+
+    def _settle(self) -> None:
+        known = np.array(self._held, dtype=np.float64)
+        self._held = []
         known = known[(known >= 0.0) & (known <= HIGHEST)]  # false for NaN too
         if not len(known):
             return
@@ -43,6 +51,7 @@ class Histogram:
 
     def quantile(self, share: float) -> float | None:
         """The smallest number that this share of them does not exceed; None where there is none."""
+        self._settle()
         if self._bins is None:
             return None
         place = int(np.searchsorted(np.cumsum(self._bins), share * self.count))
@@ -51,6 +60,7 @@ class Histogram:
 
     def spread(self) -> Spread | None:
         """As the rules see it."""
+        self._settle()
         if not self.count:
             return None
         p50, p95, p99 = (self.quantile(share) or 0.0 for share in (0.5, 0.95, 0.99))

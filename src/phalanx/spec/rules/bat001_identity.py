@@ -64,7 +64,7 @@ def _refused(evidence: Evidence) -> tuple[Outcome, ...]:
 
 
 def _measured(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
-    sizes = declared(evidence.the_job.batch)
+    sizes = declared(evidence.the_job.batch, evidence.the_job.data.sequence)
     if not steps.tokens:
         return unknown(
             "the log does not say how many tokens the steps had, or had too many sizes to count",
@@ -90,9 +90,10 @@ def _measured(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
     )
 
 
-def declared(batch: Batch) -> tuple[int, ...]:
-    """Every number of tokens a step may have, in order."""
-    return tuple(sorted({batch.global_tokens, *(stage.global_tokens for stage in batch.ramp)}))
+def declared(batch: Batch, sequence: int) -> tuple[int, ...]:
+    """Every number of tokens a step may have, in order: whole sequences, at least one."""
+    sequences = [batch.global_sequences, *(stage.global_tokens // max(1, sequence) for stage in batch.ramp)]
+    return tuple(sorted({max(1, count) * sequence for count in sequences}))
 
 
 def _is_one(size: int, sizes: tuple[int, ...], tolerance: float) -> bool:

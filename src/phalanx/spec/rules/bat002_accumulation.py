@@ -23,15 +23,25 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     noted = (where,) if where else ()
     if practice.token_weighted_loss:
         return passed(f"{practice.trainer} divides the loss of {over} by all valid tokens", formula=noted)
+    unequal = _unequal(evidence)
     return failed(
-        f"{practice.trainer} averages the means of {over}: tokens of short sequences count more",
+        f"{practice.trainer} averages the means of {over}: tokens of padded or masked sequences count more",
         formula=noted,
         value="mean of means",
         threshold="sum over valid tokens",
         at="batch.micro",
+        severity="error" if unequal else "warning",
         impact=Impact(note="not time: the model learns from other weights than those of one large batch"),
         fix=_cure(practice.trainer),
     )
+
+
+def _unequal(evidence: Evidence) -> bool:
+    """Whether the log shows that sequences are not all full: then the two means really differ."""
+    steps = evidence.log.steps if evidence.log is not None else None
+    if steps is None or not steps.tokens or evidence.job is None:
+        return False
+    return any(size % max(1, evidence.job.data.sequence) for size in steps.tokens)
 
 
 def _parts(evidence: Evidence) -> int | None:
@@ -51,7 +61,7 @@ RULE = Rule(
     slug="accumulation-exact",
     severity="error",
     requires="J",
-    uses="P",
+    uses="PL",
     requirement="The loss of a step is the sum over its valid tokens divided by their number, however it is cut up.",
     why="""
 A mean of micro-batch means weighs a token by how short its neighbours are. Trainers did so for years, until the losses
@@ -60,7 +70,8 @@ sequences all of one length both are the same; with padding or masks they are no
 """,
     how="""
 The trainer's documented habit: the accumulated loss is divided by the valid tokens of all micro-batches and ranks. A
-self-test that proves it: on unequal lengths, `|L(a=k) − L(a=1)| / L ≤ 1e-5` in fp32, 1e-3 in bf16. One micro-batch on
+mean of means is a warning while nothing shows that sequences differ, and an error where the log has steps that are no
+whole number of sequences. A self-test that proves it: on unequal lengths, `|L(a=k) − L(a=1)| / L ≤ 1e-5` in fp32, 1e-3 in bf16. One micro-batch on
 one data rank has nothing to get wrong.
 """,
     limits={

@@ -66,10 +66,12 @@ def measured(evidence: Evidence, log: LogFacts, limits: Limits) -> Numbers | Non
         if seen.interval_s is None or seen.interval_s.count < least:
             return None
         interval = seen.interval_s.p50
-    count, wall_s, mtbf_s, rate = len(log.incidents), log.wall_s or 0.0, own.mtbf_s, own.rate
+    # A rank that comes back from a copy in memory lost a step: no checkpoint on disk would have helped it.
+    count = sum(one.source != "memory" for one in log.incidents)
+    wall_s, mtbf_s, rate = log.wall_s or 0.0, own.mtbf_s, own.rate
     if count >= limits.number("least_failures") and wall_s > 0:
         mtbf_s = wall_s / count
-        rate = f"M = {wall_s:,.0f} s / {count} failures of this run = {mtbf_s:,.0f} s"
+        rate = f"M = {wall_s:,.0f} s / {count} failures of this run that memory did not mend = {mtbf_s:,.0f} s"
     return Numbers(
         blocking_s=seen.blocked_s.p50,
         mtbf_s=mtbf_s,
@@ -91,8 +93,8 @@ def _interval(evidence: Evidence, limits: Limits, n: Numbers) -> Outcome:
         return exempt("a checkpoint that costs nothing has no best interval")
     ratio = interval_s / best_s
     off = max(ratio, 1 / ratio)
-    formula = (n.rate, f"τ* = Daly({n.delta}, M) = {best_s:,.0f} s;  τ/τ* = {ratio:.2f}")
-    told = f"interval {interval_s:,.0f} s is {ratio:.2f}x the optimum {best_s:,.0f} s"
+    formula = (n.rate, f"τ* = Daly({n.delta}, M) = {_told(best_s)};  τ/τ* = {ratio:.2f}")
+    told = f"interval {_told(interval_s)} is {ratio:.2f}x the optimum {_told(best_s)}"
     if off <= limits.number("warn_ratio"):
         return passed(told, formula=formula, value=ratio, threshold=limits.number("warn_ratio"), unit="x")
     now, best = (overhead(n.blocking_s, one, n.mtbf_s) for one in (interval_s, best_s))
@@ -108,6 +110,10 @@ def _interval(evidence: Evidence, limits: Limits, n: Numbers) -> Outcome:
         impact=evidence.loses(now - best, "checkpoints and work redone, beside those at the optimum"),
         edits=(Edit(key="checkpoint.interval_s", value=max(1, round(best_s)), safe=True, note="Daly's optimum"),),
     )
+
+
+def _told(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
 def _grace(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
@@ -177,14 +183,16 @@ twice the optimum costs 25 % more overhead, four times 112 % more, ((x + 1/x)/2)
     how="""
 `τ* = √(2δM)·[1 + ⅓√(δ/2M) + δ/(18M)] − δ`, `M = 86400 / (hosts · λ)`, never shorter than a checkpoint takes to be
 written. A warning where τ/τ* leaves [½, 2], an error where it leaves [¼, 4]; a job shorter than τ* needs its last
-checkpoint only. In a run δ is what it measured (from three saves on), M what it saw (from five failures on). A
-warning where step + staging + writing > `fault.grace_s`.
+checkpoint only. In a run δ is what it measured (from three saves on), M what it saw (from five failures on that
+copies in memory did not mend). A warning where step + staging + writing > `fault.grace_s`.
 """,
     limits={
         "warn_ratio": Limit(value=2.0, unit="x", note="25 % more overhead than at the optimum: computed"),
         "error_ratio": Limit(value=4.0, unit="x", note="112 % more overhead than at the optimum: computed"),
         "least_saves": Limit(value=3, note="saves of a run before their median replaces the prediction: house"),
-        "least_failures": Limit(value=5, note="failures of a run before its own rate replaces the cluster's: house"),
+        "least_failures": Limit(
+            value=5, note="failures, not mended from memory, before a run's own rate counts: house"
+        ),
         "grace_room": Limit(value=1.0, unit="x", note="the grace over step and save: computed, they must fit"),
     },
     bad="""

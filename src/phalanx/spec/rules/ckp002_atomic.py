@@ -6,7 +6,7 @@ from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import CheckpointFacts
 from phalanx.spec.outcome import Impact, Outcome, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.spec.rules.ckp_drills import drilled
+from phalanx.spec.rules.ckp_drills import drilled, is_asked
 
 TORN = Impact(note="a restore may load half a checkpoint, or none: all work since the last whole one is at stake")
 
@@ -15,8 +15,11 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """How it is known to save, what the run's log shows, and what a drill proved."""
     log = evidence.log.checkpoints if evidence.log is not None else None
     seen = (_seen(evidence, log),) if log is not None else ()
+    habit = _habit(evidence)
+    if not is_asked(evidence, habit):
+        return (habit, *seen)
     proof = drilled(evidence, limits.words("save_faults"), what="a rank that dies while it saves", harm=TORN)
-    return (_habit(evidence), *seen, proof)
+    return (habit, *seen, proof)
 
 
 def _habit(evidence: Evidence) -> Outcome:
@@ -47,7 +50,7 @@ def _seen(evidence: Evidence, log: CheckpointFacts) -> Outcome:
     }
     bad = {what: spot for what, (count, spot) in faults.items() if count}
     if not bad:
-        return passed(f"{log.commits:,} commits, {log.restores:,} restores, in order", value=0, threshold=0)
+        return passed(f"commits: {log.commits:,}, restores: {log.restores:,}, in order", value=0, threshold=0)
     return failed(
         "; ".join(f"{faults[what][0]:,} {what}" for what in bad),
         value=sum(count for count, _ in faults.values()),

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Edit, Impact, Outcome, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.spec.rules.ckp_drills import drilled
+from phalanx.spec.rules.ckp_drills import drilled, is_asked
+from phalanx.units import format_seconds
 
 WRONG = Impact(note="a flipped bit is trained on and never seen; what it costs cannot be told")
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """How many are kept, whether they are verified, and whether a damaged one was refused."""
-    proof = drilled(
-        evidence, limits.words("damage_faults"), what="a restore that meets a damaged checkpoint", harm=WRONG
-    )
-    return (_kept(evidence, limits), _verified(evidence), *_left(evidence, limits), proof)
+    kept, verified, left = _kept(evidence, limits), _verified(evidence), _left(evidence, limits)
+    if not is_asked(evidence, verified):
+        return (kept, verified, *left)
+    what = "a restore that meets a damaged checkpoint"
+    return (kept, verified, *left, drilled(evidence, limits.words("damage_faults"), what=what, harm=WRONG))
 
 
 def _kept(evidence: Evidence, limits: Limits) -> Outcome:
@@ -35,11 +39,10 @@ def _kept(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _whole(evidence: Evidence) -> Impact:
-    """On average half of the job is lost with its only checkpoint; how often that happens nobody publishes."""
+    """Half of the job on average; no points, since nobody publishes how often a checkpoint is damaged."""
     wall_s = evidence.wall_s
-    if not wall_s or wall_s == float("inf"):
-        return Impact(note="all work so far, if the only checkpoint is damaged")
-    return evidence.loses_once(wall_s / 2, "half of the job on average, if the only checkpoint is damaged once")
+    half = f", {format_seconds(wall_s / 2)} on average" if wall_s and math.isfinite(wall_s) else ""
+    return Impact(note=f"if it is damaged once, all work so far{half}; how often that happens is not published")
 
 
 def _verified(evidence: Evidence) -> Outcome:
@@ -67,7 +70,7 @@ def _left(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
         return ()
     due = min(seen.commits, evidence.the_job.checkpoint.keep, int(limits.number("least_kept")))
     if seen.kept >= due:
-        return (passed(f"{seen.kept} whole checkpoints are there", value=seen.kept, threshold=due),)
+        return (passed(f"of {seen.commits:,} commits {seen.kept} are kept, whole", value=seen.kept, threshold=due),)
     return (
         failed(
             f"{seen.commits:,} checkpoints were committed and {seen.kept} are there",

@@ -6,7 +6,7 @@ import math
 
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import CheckpointFacts
-from phalanx.spec.outcome import Edit, Outcome, exempt, failed, passed, unknown
+from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.units import format_bytes
 
@@ -117,9 +117,7 @@ def _troubles(evidence: Evidence, seen: CheckpointFacts | None) -> tuple[Outcome
                 threshold=0,
                 at=seen.error_spot or "",
                 severity="warning",
-                impact=evidence.loses_once(
-                    seen.errors * evidence.the_plan.reliability.interval_s / 2, "work at risk while the newest is older"
-                ),
+                impact=_exposed(evidence, seen.errors),
                 fix="the event says why: mostly a full disk or a lost mount",
             )
         )
@@ -136,6 +134,16 @@ def _troubles(evidence: Evidence, seen: CheckpointFacts | None) -> tuple[Outcome
             )
         )
     return tuple(found)
+
+
+def _exposed(evidence: Evidence, count: int) -> Impact:
+    """A failure in the interval after a save that failed costs that interval too: τ with a chance of τ/M, each time."""
+    r = evidence.the_plan.reliability
+    if not (r.mtbf_s > 0 and math.isfinite(r.interval_s)):
+        return Impact(note="the newest checkpoint was older than the interval says")
+    return evidence.loses_once(
+        count * r.interval_s**2 / r.mtbf_s, "failed saves × τ²/M: work that a failure would redo"
+    )
 
 
 def _disk(evidence: Evidence, limits: Limits, seen: CheckpointFacts | None) -> tuple[Outcome, ...]:
@@ -160,7 +168,7 @@ def _disk(evidence: Evidence, limits: Limits, seen: CheckpointFacts | None) -> t
             threshold=free,
             unit="B",
             at="checkpoint.path",
-            impact=evidence.loses_once(evidence.the_plan.reliability.interval_s, "no new checkpoint once it is full"),
+            impact=Impact(note="no new checkpoint once it is full: a failure then costs all work since"),
             fix="a larger disk, or a smaller checkpoint.keep (not below 2: CKP003)",
         ),
     )
@@ -193,7 +201,9 @@ def _memory(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
             unit="B",
             at="plan:reliability",
             severity="warning",
-            impact=evidence.loses_once(r.interval_s, "a host that runs out of memory while it saves: a failure"),
+            impact=Impact(
+                note="a host that runs out of memory while it saves is a failure of its own making, every interval"
+            ),
             fix="more hosts, hosts with more memory, or checkpoint.async = false",
         ),
     )
@@ -210,8 +220,7 @@ RULE = Rule(
     why="""
 ByteRobust saves every step and loses 0.3 to 0.9 % of its utilization by it, with two buffers in host memory; BLOOM
 lost 0.37 %. A checkpoint that is not written when the next is due either blocks training or is dropped, and the
-newest one on disk grows older than the interval says. A disk that fills up ends saving altogether, often in the
-night.
+newest one on disk grows older than the interval says. A disk that fills up ends saving altogether.
 """,
     how="""
 `δ/τ ≤ 1 %` (a warning; 5 % on a CPU), `W ≤ τ`, free space ≥ (keep + 1 − those there) · size where somebody looked

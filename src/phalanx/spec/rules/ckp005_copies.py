@@ -124,10 +124,10 @@ tensor, pipeline and data groups, since it evicts whole groups.
 """,
     how="""
 The trainer keeps copies on another host (its documentation or code) where there are several hosts, on another rack
-where a fast domain spans several hosts and the job several domains; on one host a process that outlives the rank is
-enough. From 1,025 devices on having no copies is an error: τ/2M of the time is done again. The disk gets a checkpoint
-at least every 10 · τ*. Whether the peer is outside the owner's parallel groups is not checked: Phalanx replaces
-single ranks.
+where fast domains of 32 devices and more span several hosts and the job has several of them; on one host a process
+that outlives the rank is enough. From 1,025 devices on having no copies is an error: τ/2M of the time is done again.
+The disk gets a checkpoint at least every 10 · τ*. Whether the peer is outside the owner's parallel groups is not
+checked: Phalanx replaces single ranks.
 """,
     limits={
         "required": Limit(

@@ -33,6 +33,11 @@ def drilled(evidence: Evidence, kinds: tuple[str, ...], *, what: str, harm: Impa
     )
 
 
+def is_asked(evidence: Evidence, habit: Outcome) -> bool:
+    """Whether a drill is asked for: of another trainer only when its habits are known to be good."""
+    return evidence.practice.trainer == "phalanx" or habit.verdict == "pass"
+
+
 def missing(evidence: Evidence, what: str) -> Outcome:
     """There is no such drill."""
     trainer = evidence.practice.trainer

@@ -10,7 +10,7 @@ from phalanx.plan.plan import Plan
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.spec.rules.com_messages import Message, communicator, messages
+from phalanx.spec.rules.com_messages import Message, communicator, damaged, messages, sane
 
 AUTO = "auto"
 SWITCHED = ("hopper", "blackwell")  # families whose switch sums (NVLS); NCCL's efficiency for Ampere is 0
@@ -51,6 +51,8 @@ def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
         )
     if name == "cpu-gloo":
         return _gloo(evidence, wanted)
+    if (torn := damaged(evidence.the_plan)) is not None:
+        return torn
     sent = messages(evidence)
     if not sent:
         return exempt("no group of this plan sums or gathers anything")
@@ -109,8 +111,8 @@ def _race(plan: Plan, message: Message, wanted: str, *, two_levels: bool) -> _Ra
         own["two levels"] = nccl.hierarchical_seconds(
             domains=message.domains,
             per_domain=message.per_domain,
-            link_bytes_per_s=cluster.link_bytes_per_s,
-            nic_bytes_per_s=cluster.nic_bytes_per_s,
+            link_bytes_per_s=sane(cluster.link_bytes_per_s),
+            nic_bytes_per_s=sane(cluster.nic_bytes_per_s),
             nbytes=message.nbytes,
             operation=message.operation,
         )
@@ -149,8 +151,8 @@ def _slow(evidence: Evidence, race: _Race, wanted: str, most: float) -> Outcome:
 
 def _two_levels(one: Message) -> str:
     return (
-        f"use two levels: parallel.shard = {one.per_domain} keeps gathers inside a domain and sums once between "
-        "domains (HSDP), or let NCCL sum in the network (NCCL_COLLNET_ENABLE=1 where the fabric has SHARP)"
+        f"use two levels: parallel.shard = {one.per_domain} gathers inside domains and sums once between them (HSDP), "
+        "where memory allows it; or let NCCL sum in the network (NCCL_COLLNET_ENABLE=1, with SHARP)"
     )
 
 
@@ -198,7 +200,7 @@ itself. gloo has a ring only; the algorithms of a TPU belong to its compiler, so
     },
     bad="""
 [comm]
-algorithm = "ring"   # on 64 nodes: 4.6x a tree at 64 MiB
+algorithm = "tree"   # ZeRO gathers and scatters, and NCCL has no tree for that
 """,
     good="""
 [comm]

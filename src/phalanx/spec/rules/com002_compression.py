@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
+
 from phalanx.errors import UserError
 from phalanx.plan.ask import from_job
 from phalanx.plan.score import price
@@ -87,8 +89,9 @@ def _step_seconds(evidence: Evidence) -> tuple[float, float] | None:
     rows = [plan.layout, replace(plan.layout, compression="none")]
     try:
         ask, _ = from_job(evidence.the_job, plan.cluster)
-        _, times, _ = price(ask, rows)
-    except (UserError, ValueError):  # a plan of a job or a machine that does not match it any more
+        with np.errstate(all="ignore"):
+            _, times, _ = price(ask, rows)
+    except (UserError, ValueError, ArithmeticError):  # a plan of a job or a machine that does not match it any more
         return None
     with_s, without_s = (float(one) for one in times.step_s)
     return (with_s, without_s) if math.isfinite(with_s) and without_s > 0 else None

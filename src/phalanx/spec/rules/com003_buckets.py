@@ -8,7 +8,7 @@ from phalanx.network import nccl
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Edit, Outcome, exempt, failed, passed
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.spec.rules.com_messages import MIB, Message, communicator, gradient_messages
+from phalanx.spec.rules.com_messages import MIB, Message, communicator, damaged, gradient_messages, sane
 
 BACKWARD = 2 / 3  # of a layer's compute: two products for one
 SIZES_MIB = tuple(2.0**power for power in range(13))  # 1 MiB to 4 GiB
@@ -32,6 +32,8 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     """The gradient message of the largest loss."""
     if evidence.profile.name == "tpu":
         return exempt("the compiler merges the collectives of a TPU")
+    if (torn := damaged(evidence.the_plan)) is not None:
+        return torn
     sent = [one for one in gradient_messages(evidence) if one.axis != "expert data"]
     if not sent:
         return exempt("one data rank: no gradients travel")
@@ -73,7 +75,7 @@ def _parts(evidence: Evidence, one: Message) -> tuple[float, float]:
     alpha_s = (host.link_latency_s if host is not None else None) or cluster.link_latency_s
     rate = (host.link_bytes_per_s if host is not None else None) or cluster.link_bytes_per_s
     steps = (one.ranks - 1) * (2 if one.operation == "all-reduce" else 1)
-    return steps * alpha_s, steps / one.ranks * one.nbytes / max(rate, 1.0)
+    return steps * max(0.0, alpha_s), steps / one.ranks * one.nbytes / sane(rate)
 
 
 def _formula(cost: _Cost, one: Message) -> tuple[str, ...]:

@@ -55,7 +55,8 @@ def _steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
         return (passed(told, formula=formula, value=set_s, threshold=most_s, unit="s", at="train.timeout_s"),)
     if set_s > most_s:
         return (_too_long(evidence, told, set_s, most_s, wanted_s, formula),)
-    return (_too_short(evidence, told, set_s, least_s, wanted_s, formula),)
+    floor_s = max(limits.number("train_least_s"), step_s) if evidence.log is None else step_s
+    return (_too_short(told, set_s, least_s, floor_s, wanted_s, formula),)
 
 
 def _without_steps(written: float | str, evidence: Evidence, limits: Limits) -> Outcome:
@@ -97,8 +98,9 @@ def _too_long(
 
 
 def _too_short(
-    evidence: Evidence, told: str, set_s: float, least_s: float, wanted_s: float, formula: tuple[str, ...]
+    told: str, set_s: float, least_s: float, floor_s: float, wanted_s: float, formula: tuple[str, ...]
 ) -> Outcome:
+    """Under the floor, or under one step, it ends healthy runs; else it is only tighter than five steps."""
     return failed(
         f"{told}, less than {least_s:.4g}",
         formula=formula,
@@ -106,7 +108,7 @@ def _too_short(
         threshold=least_s,
         unit="s",
         at="train.timeout_s",
-        severity="error" if evidence.log is None else "warning",
+        severity="error" if set_s < floor_s else "warning",
         impact=Impact(note="a healthy run is ended whenever a step or a network card is slow; how often is not known"),
         edits=(_edit(wanted_s),),
     )
@@ -142,7 +144,8 @@ wrong as well: a network card that flaps comes back within seconds (MegaScale, a
 `comm.init_timeout_s ≤ 300` covers start and compilation. `train.timeout_s` lies between `clamp(5 · step, 30 s, 120 s)`
 and 120 s; the step is the 99th percentile of the log's steady ones (the first five of a formation left out), or the
 slow end of the plan's interval before there is a log. `"auto"` is that clamp. A step longer than 120 s moves the upper
-bound to one step (house). CPU ranks may give up after 5 s.
+bound to one step (house). Too short is an error below 30 s or below one step, else a warning. CPU ranks may give up
+after 5 s.
 """,
     limits={
         "init_most_s": Limit(value=300.0, unit="s", note="torchtitan's start timeout"),

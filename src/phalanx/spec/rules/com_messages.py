@@ -13,10 +13,12 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.mapping import AxisUse
 from phalanx.plan.plan import Plan
 from phalanx.spec.evidence import Evidence
+from phalanx.spec.outcome import Outcome, unknown
 
 MIB = 2.0**20
 # What `comm.bucket_mib = "auto"` is: train/parallel/replicate.py, after DistributedDataParallel's default.
 BUCKET_MIB = 25.0
+FASTEST = 1e15  # bytes per second: no link is
 REDUCING = ("data", "shard", "replica", "expert data")  # axes that sum gradients
 
 
@@ -64,15 +66,28 @@ def members_per_domain(ranks: int, stride: int, *, domain: int, devices: int) ->
     return max(1, min(ranks, domain // stride))
 
 
+def sane(bytes_per_s: float) -> float:
+    """A rate that can be divided by, whatever a cluster file or a plan says."""
+    return max(1.0, min(bytes_per_s, FASTEST)) if math.isfinite(bytes_per_s) else 1.0
+
+
 def communicator(message: Message, cluster: Cluster) -> nccl.Communicator:
     """The message's group, as NCCL sees it."""
     return nccl.communicator(
         ranks=message.ranks,
         per_node=message.per_domain,
-        link_bytes_per_s=max(1.0, cluster.link_bytes_per_s),
-        nic_bytes_per_s=max(1.0, cluster.nic_bytes_per_s),
+        link_bytes_per_s=sane(cluster.link_bytes_per_s),
+        nic_bytes_per_s=sane(cluster.nic_bytes_per_s),
         family=cluster.accelerator.family,
     )
+
+
+def damaged(plan: Plan) -> Outcome | None:
+    """A plan file whose traffic is no traffic: edited by hand, or torn."""
+    numbers = [n for one in plan.mapping for n in (one.bytes_per_step, one.wire_s, one.shown_s, plan.prediction.step_s)]
+    if all(math.isfinite(number) and number >= 0 for number in numbers):
+        return None
+    return unknown("the plan's traffic has numbers that cannot be", fix="plan the job again: phalanx plan JOB --out")
 
 
 def messages(evidence: Evidence) -> tuple[Message, ...]:
@@ -126,7 +141,7 @@ def _size(job: Job, layout: Layout, axis: AxisUse, operation: nccl.Operation) ->
     if layout.zero == 0:
         whole = axis.bytes_per_step * axis.size / (2.0 * (axis.size - 1))
         nbytes = min(bucket_bytes(job), whole)
-        return nbytes, math.ceil(whole / nbytes) if nbytes > 0 else 0.0
+        return nbytes, math.ceil(min(whole / nbytes, 1e15)) if nbytes > 0 else 0.0
     return _shared(_block_parameters(job, layout, axis) * width, axis, operation)
 
 

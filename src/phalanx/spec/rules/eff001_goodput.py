@@ -14,10 +14,18 @@ NOT_JUDGED = 0.0
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """As the plan expects it, as the run measured it, and its worst hour."""
     if evidence.plan is None and evidence.log is None:
-        return (unknown("neither a plan nor a run says how much of the time trains", fix="name a cluster, or a run"),)
+        return (_no_plan(evidence),)
     planned = () if evidence.plan is None else (_predicted(evidence, limits),)
     measured = () if evidence.log is None else (_measured(evidence, limits), _worst_hour(evidence, limits))
     return (*planned, *measured)
+
+
+def _no_plan(evidence: Evidence) -> Outcome:
+    if evidence.refusals:
+        return unknown(
+            f"there is no plan: {evidence.refusals[0].what}", fix="mend that first: TOP001 and MEM001 say how"
+        )
+    return unknown("neither a plan nor a run says how much of the time trains", fix="name a cluster, or a run")
 
 
 def _predicted(evidence: Evidence, limits: Limits) -> Outcome:
@@ -133,11 +141,13 @@ end weigh too much. cpu-gloo is reported, not judged: these are machines to lear
     },
     bad="""
 [fault]
-detect_s = 1800
-restart_s = 3600
+failures_per_host_day = 0.02   # as measured on this cluster
+detect_s = 1800      # the timeout of a collective
+restart_s = 21600    # somebody looks in the morning
 """,
     good="""
 [fault]
+failures_per_host_day = 0.02   # as measured on this cluster
 detect_s = 10
 restart_s = 60
 """,

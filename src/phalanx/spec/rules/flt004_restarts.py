@@ -39,36 +39,44 @@ def _allowed(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _seen(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    log, most = evidence.log, limits.number("in_a_row")
+    log = evidence.log
     if log is None or not log.incidents:
         return ()
-    row = log.most_in_a_row
-    told = f"at most {row} of {len(log.incidents)} failures came in a row without a step between"
+    idle, most = max(0, log.most_in_a_row - 1), limits.number("in_a_row")
+    if idle > most:
+        return (_loop(evidence, idle, most),)
     nameless = sum(not one.what for one in log.incidents)
-    if row <= most and not nameless:
-        return (passed(told, value=row, threshold=most, unit="failures"),)
-    if row <= most:
-        return (
-            failed(
-                f"{nameless} of {len(log.incidents)} failures have no cause on record",
-                value=nameless,
-                threshold=0,
-                unit="failures",
-                impact=Impact(note="what is not known happens again"),
-                fix="look into logs/ and errors/ of the run; supervisor.jsonl should name the rank and its cause",
-            ),
-        )
-    return (
-        failed(
-            f"{row} failures came in a row without a step between",
-            formula=(f"{row} > {most:g} cycles without a new step",),
-            value=row,
-            threshold=most,
-            unit="failures",
-            at="fault.restarts",
-            impact=evidence.loses_once(row * evidence.the_job.fault.restart_s, "starts that came to nothing"),
-            edits=(Edit(key="fault.restarts", value=int(most), safe=True, note="NVIDIA's bound"),),
-        ),
+    if nameless:
+        return (_nameless(nameless, len(log.incidents)),)
+    told = f"of {len(log.incidents)} failures at most {idle} restarts in a row brought no step"
+    return (passed(told, value=idle, threshold=most, unit="restarts"),)
+
+
+def _loop(evidence: Evidence, idle: int, most: float) -> Outcome:
+    allowed = evidence.the_job.fault.restarts
+    return failed(
+        f"{idle} restarts in a row brought no step",
+        formula=(f"{idle + 1} failures without a step between = {idle} idle restarts > {most:g}",),
+        value=idle,
+        threshold=most,
+        unit="restarts",
+        at="fault.restarts",
+        impact=evidence.loses_once(idle * evidence.the_job.fault.restart_s, "starts that came to nothing"),
+        edits=(Edit(key="fault.restarts", value=int(most), safe=True, note="NVIDIA's bound"),)
+        if allowed > most
+        else (),
+        fix="" if allowed > most else "look at what started the run again: fault.restarts of the job is lower",
+    )
+
+
+def _nameless(count: int, total: int) -> Outcome:
+    return failed(
+        f"{count} of {total} failures have no cause on record",
+        value=count,
+        threshold=0,
+        unit="failures",
+        impact=Impact(note="what is not known happens again"),
+        fix="look into logs/ and errors/ of the run; supervisor.jsonl should name the rank and its cause",
     )
 
 
@@ -102,10 +110,11 @@ extension stops after 3 cycles without progress; at Meta one job was requeued 35
 others (arXiv:2410.21680).
 """,
     how="""
-`fault.restarts <= 3` (failures in a row, without a step between, before giving up). In a run: `most failures in a row
-<= 3` and every incident names a cause. A drilled crash loop must have ended.
+`fault.restarts <= 3` (failures in a row, without a step between, before giving up). In a run: at most 3 restarts in a
+row that brought no step (one less than the failures), and every incident names a cause. A drilled crash loop must have
+ended.
 """,
-    limits={"in_a_row": Limit(value=3, unit="failures", note="NVIDIA resiliency extension: 3 cycles without progress")},
+    limits={"in_a_row": Limit(value=3, unit="restarts", note="NVIDIA resiliency extension: 3 cycles without progress")},
     bad="""
 [fault]
 restarts = 1000

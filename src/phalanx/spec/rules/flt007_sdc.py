@@ -32,7 +32,7 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 def _often(evidence: Evidence, limits: Limits) -> Outcome:
     plan, most_s, severity = evidence.the_plan, _most_s(evidence, limits), _severity(evidence, limits)
-    every = digest_every(evidence.the_job.fault, plan.reliability, plan.prediction)
+    every = digest_every(evidence.the_job.fault, plan.reliability, plan.prediction, wall_s=plan.duration.wall_s)
     step_s = plan.prediction.step_s
     if every <= 0:
         return failed(
@@ -118,7 +118,7 @@ def _found(evidence: Evidence, log: LogFacts, limits: Limits) -> tuple[Outcome, 
 def _too_short(evidence: Evidence, log: LogFacts) -> bool:
     """Whether the run had no comparison due yet, or was told to make none (which is a finding already)."""
     plan = evidence.the_plan
-    every = digest_every(evidence.the_job.fault, plan.reliability, plan.prediction)
+    every = digest_every(evidence.the_job.fault, plan.reliability, plan.prediction, wall_s=plan.duration.wall_s)
     return every <= 0 or log.steps is None or log.steps.count <= every
 
 

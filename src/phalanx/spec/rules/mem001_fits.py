@@ -77,8 +77,8 @@ RULE = Rule(
     why="""
 A job that does not fit ends after the devices were taken. A prediction is not a measurement: ours misses the reserved
 memory of published runs by 5.7 % in the median (`phalanx validate`, 2026-11-15), and on a device of 80 GB the
-driver's context, NCCL's buffers and fragmentation take several more. On a host the page cache and everybody else live
-in the same memory, so CPU ranks get 80 %; a TPU's compiler lays memory out exactly and gets 92 %.
+driver's context, NCCL's buffers and fragmentation take several GB more. On a host the page cache and everybody else
+live in the same memory, so CPU ranks get 80 %; a TPU's compiler lays memory out exactly and gets 92 %.
 """,
     how="""
 `weights + gradients + optimizer + activations + logits + gathered + buffers ≤ 0.90 · device memory`, each term by

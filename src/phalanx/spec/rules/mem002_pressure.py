@@ -17,7 +17,9 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """Ends for want of memory, then what the samples say."""
     ends, monitor = _ends(evidence, evidence.the_log), evidence.the_log.monitor
     if monitor is None:
-        missing = unknown("no rank reported its memory", fix="telemetry.interval_s = 10 lets every rank report")
+        missing = unknown(
+            "no rank reported its memory", fix="a run longer than telemetry.interval_s, in which ranks report"
+        )
         return (ends, missing)
     pressed = _retries(evidence, monitor, limits) if evidence.profile.is_gpu else _stalls(evidence, monitor, limits)
     return (ends, pressed, _honest(evidence, monitor, limits))
@@ -75,7 +77,9 @@ def _honest(evidence: Evidence, monitor: MonitorFacts, limits: Limits) -> Outcom
         return exempt("there is no plan to hold the peak against")
     peak, planned = monitor.memory_peak_bytes, evidence.plan.memory.total_bytes
     if not peak or not math.isfinite(peak):
-        return unknown("no rank reported its peak of memory", fix="telemetry.interval_s = 10 lets every rank report")
+        return unknown(
+            "no rank reported its peak of memory", fix="a run longer than telemetry.interval_s, in which ranks report"
+        )
     off, most = planned / peak - 1, limits.number("most_error")
     formula = (f"{format_bytes(planned)} / {format_bytes(peak)} − 1 = {off:+.1%}",)
     told = f"predicted {format_bytes(planned)}, measured {format_bytes(peak)}: {off:+.1%}"

@@ -79,7 +79,7 @@ def _weights(evidence: Evidence, limits: Limits) -> Outcome:
         return passed("the weights that are updated are fp32", value=True, threshold=True, at=at)
     return failed(
         f"{precision.compute} weights are updated without an fp32 copy",
-        formula=("bf16 rounds at 2^-9 = 0.2 % of a weight; an update of lr ~ 1e-4 of it is below that and is lost",),
+        formula=("half the spacing of bf16 is 2^-9 to 2^-8 of a weight (0.2 to 0.4 %): smaller updates are lost",),
         value=False,
         threshold=True,
         at=at,
@@ -100,8 +100,8 @@ RULE = Rule(
 A sum in bf16 keeps 8 bits: adding 256 equal terms one by one stops growing, whatever comes after. torchtitan allows
 no other format than fp32 for the reduction (`mixed_precision_reduce: Literal["float32"]`), Megatron-LM has
 `--accumulate-allreduce-grads-in-fp32`. The same holds for the weights: an update below half of the spacing of the
-format is lost, and with bf16 that is every update below 0.2 % of a weight. Moments are forgiving: published recipes
-keep them in bf16 (DeepSeek-V3) or in blocks of 8 bits (8-bit Adam), so they warn.
+format is lost, and with bf16 that is every update below 0.2 to 0.4 % of a weight. Moments are forgiving: published
+recipes keep them in bf16 (DeepSeek-V3) or in blocks of 8 bits (8-bit Adam), so they warn.
 """,
     how="""
 `grad_reduce ∈ {fp32}` where data · context · accumulation > 1 (a warning where compression of gradients is declared:

@@ -49,7 +49,7 @@ def _together(evidence: Evidence, steps: StepFacts | None) -> Outcome:
         return failed(
             "a step was skipped by one rank and taken by another",
             at=steps.skips_differ,
-            impact=evidence.loses(1.0, "the replicas differ from that step on: what follows is not one model"),
+            impact=Impact(note="the replicas differ from that step on: all that follows is to be done again"),
             fix="decide on the global gradient norm, which every rank has; go back to a checkpoint before that step",
         )
     together = evidence.practice.skips_together
@@ -62,13 +62,16 @@ def _together(evidence: Evidence, steps: StepFacts | None) -> Outcome:
         )
     return failed(
         f"{evidence.practice.trainer} lets each rank decide by itself whether to skip a step",
-        impact=evidence.loses(1.0, "the replicas differ after the first one: what follows is not one model"),
+        impact=Impact(note="the replicas differ after the first such step, and all that follows is to be done again"),
         fix="decide on the global gradient norm, which every rank has",
     )
 
 
 def _guarded(evidence: Evidence) -> Outcome:
     clip, factor = evidence.the_job.optim.clip, evidence.the_job.train.spike_factor
+    if not evidence.stated("optim.clip") and not evidence.written("train.spike_factor"):
+        told = f"nothing says whether {evidence.practice.trainer} clips gradients here"
+        return unknown(told, fix="set optim.clip to the norm it clips to, 0 for none", at="optim.clip")
     formula = (f"optim.clip = {clip:g}; train.spike_factor = {factor:g}",)
     if clip > 0 or factor > 0:
         how = f"clipped to a norm of {clip:g}" if clip > 0 else f"skipped from {factor:g} times the running median"
@@ -94,7 +97,7 @@ def _seen(evidence: Evidence, limits: Limits, steps: StepFacts) -> tuple[Outcome
                 threshold=0,
                 unit="steps",
                 at=steps.not_finite_spot or "",
-                impact=evidence.loses(1.0, "the weights are not finite from the first of them on"),
+                impact=Impact(note="the weights are not finite from then on: all that follows is to be done again"),
                 fix="go back to a checkpoint before the first of them",
             )
         )
@@ -156,8 +159,8 @@ the median of the 16 before it, in the warm-up of a run that ended well (2026-11
     how="""
 `train.skipped_steps ≤ 10`; ranks decide on numbers that all of them have; `optim.clip > 0` or `train.spike_factor >
 0`. In a run: no step with a loss or norm that is not finite was taken, no step was skipped by some ranks only, at
-most 10 in a row were skipped, and no loss (nor, without clipping, no gradient norm) over 5 times its running mean was
-taken (a warning).
+most 10 in a row were skipped, and no step was taken whose loss (without clipping: or gradient norm) was over 5 times
+its running mean (a warning).
 """,
     limits={
         "most_in_a_row": Limit(value=10, unit="steps", note="skipped steps before the run stops or goes back: house"),

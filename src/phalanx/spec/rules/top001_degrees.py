@@ -13,6 +13,7 @@ from phalanx.spec.outcome import Impact, Outcome, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 
 SIZES = re.compile(r"\b(tensor|context|pipeline|data|expert) (\d{1,9})\b")  # as the planner writes them
+SILENT = "does not say"  # a configuration of another trainer, as spec/foreign reads it: nothing is wrong, only missing
 NO_START = Impact(points=100.0, note="the job does not start")
 
 
@@ -20,13 +21,11 @@ def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
     """The layout's arithmetic, or why the planner found no layout."""
     if evidence.plan is not None:
         return _layout(evidence, evidence.plan, limits)
-    refused = tuple(one for one in evidence.refusals if not is_memory(one) and not is_batch(one))
+    refused = tuple(one for one in evidence.refusals if not _of_another_rule(one))
     if refused:
         return tuple(_refusal(evidence, one) for one in refused)
     if evidence.refusals:
-        return passed(
-            "the degrees tile the world; the planner refused the job for its memory or batch (MEM001, BAT001)"
-        )
+        return passed("not the degrees: the planner refused the job for what MEM001, BAT001 or PRC003 tell")
     return unknown(
         "no cluster is known, so neither is the world", fix="name one: [cluster] spec, or --cluster 8xH100:16"
     )
@@ -42,7 +41,13 @@ def is_batch(problem: Problem) -> bool:
     return "global batch" in problem.what or "batch.micro =" in problem.what
 
 
+def _of_another_rule(problem: Problem) -> bool:
+    return is_memory(problem) or is_batch(problem) or "matrix units" in problem.what  # PRC003
+
+
 def _refusal(evidence: Evidence, problem: Problem) -> Outcome:
+    if problem.what.startswith(SILENT):
+        return unknown(f"the configuration {problem.what}", fix=problem.fix)
     told = f"{problem.what}: {problem.why}" if problem.why else problem.what
     return failed(
         told,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Edit, Outcome, exempt, failed, passed
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.spec.rules.com_messages import members_per_domain
+from phalanx.spec.rules.com_messages import members_per_domain, sane
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
@@ -39,7 +39,7 @@ def _lost(evidence: Evidence) -> float:
     """Tensor traffic that shows, less what it would be on the links."""
     plan = evidence.the_plan
     shown_s = sum(one.shown_s for one in plan.mapping if one.axis == "tensor")
-    slower = plan.cluster.link_bytes_per_s / max(plan.cluster.nic_bytes_per_s, 1.0)
+    slower = sane(plan.cluster.link_bytes_per_s) / sane(plan.cluster.nic_bytes_per_s)
     return shown_s * max(0.0, 1.0 - 1.0 / max(slower, 1.0)) / max(plan.prediction.step_s, 1e-30)
 
 

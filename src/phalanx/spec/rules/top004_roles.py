@@ -11,6 +11,7 @@ from phalanx.plan.plan import Plan
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Outcome, exempt, failed, passed
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
+from phalanx.spec.rules.com_messages import damaged, sane
 from phalanx.units import format_seconds
 
 INSIDE_DATA = ("data", "shard", "replica")  # rows of the mapping that are parts of the data axis
@@ -29,6 +30,8 @@ class _Part:
 def check(evidence: Evidence, limits: Limits) -> Outcome:
     """Seconds on the wire in the plan's order of the axes, against the best order."""
     plan = evidence.the_plan
+    if (torn := damaged(plan)) is not None:
+        return torn
     carried = [one for one in plan.mapping if one.size > 1 and one.bytes_per_step > 0]
     if plan.layout.devices <= plan.cluster.domain_devices:
         return exempt("the job stays inside one domain: all links are alike")
@@ -132,12 +135,12 @@ def _rate(plan: Plan, group: list[_Part]) -> float:
     cluster = plan.cluster
     used = [one for one in group if one.size > 1]
     ranks = math.prod(one.size for one in used)
-    domain, link = max(1, cluster.domain_devices), max(1.0, cluster.link_bytes_per_s)
+    domain, link = max(1, cluster.domain_devices), sane(cluster.link_bytes_per_s)
     inside = math.prod(max(1, min(one.size, domain // one.stride)) for one in used)
     span = max((one.size * one.stride for one in used), default=1)
     if 1 < span <= domain and domain % span:  # some groups straddle two domains
         inside = max(1, ranks // 2)
-    return link if inside >= ranks else min(link, inside * max(1.0, cluster.nic_bytes_per_s))
+    return link if inside >= ranks else min(link, inside * sane(cluster.nic_bytes_per_s))
 
 
 RULE = Rule(

@@ -47,7 +47,7 @@ def write_record(run: Run, body: Mapping[str, Any], secret: bytes) -> Path:
 
 
 def store(record: Path, folder: Path) -> Path:
-    """Keep a copy where later checks look, the newest of its kind alone; raises WorldError when it cannot be written."""
+    """Keep a copy where later checks look, the newest of its kind; raises WorldError when it cannot be written."""
     name = _name(read_record(record))
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

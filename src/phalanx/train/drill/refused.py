@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from phalanx.record.drill import REFUSED
 from phalanx.record.events import Event
 from phalanx.train.drill.history import History
 from phalanx.train.drill.oracle import Verdict, because
@@ -31,7 +32,7 @@ def refused(history: History, found: Sequence[Outcome]) -> list[Verdict]:
     text = "; ".join(met) or "no restore met one"
     if unread:
         text += f"; {unread} of {len(hits)} nobody read, which proves nothing of {'it' if unread == 1 else 'them'}"
-    return [Verdict(name="damaged files were refused", ok=not wrong, evidence=because(text, wrong))]
+    return [Verdict(name=REFUSED, ok=not wrong, evidence=because(text, wrong))]
 
 
 def _took(history: History, event: Event, folder: str, *, since_s: float) -> bool:

@@ -7,15 +7,16 @@ faults, bit by bit. In the second a rank is slow, and another falls again at eac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import PhalanxError
 from phalanx.record.account.stragglers import scores
 from phalanx.record.archive.history import RunHistory
+from phalanx.record.drill import MET, REFUSED
 from phalanx.record.run import Run
 from phalanx.train.drill.fault import SAVE_POINTS, Fault, parse_all
 from phalanx.train.drill.oracle import Verdict
+from phalanx.train.drill.perform import Result
 
 LEAST_WORLD = 2
 LEAST_SLEEP_S = 0.2  # of the slow rank in every step: several times what ranks of one machine differ by
@@ -81,7 +82,7 @@ def _recovery() -> Part:
                 rules=("CKP002",),
                 point="save-",
             ),
-            Proof(claim="a damaged checkpoint is refused, the one before taken", kinds=("damage",), rules=("CKP003",)),
+            Proof(claim="a damaged checkpoint is refused", kinds=("damage",), rules=("CKP003",)),
             Proof(claim="steps go on with the same bits", kinds=("kill", "hang", "host"), rules=("CKP006", "FLT006")),
             Proof(claim="a step that is not finite is skipped by all", kinds=("nan",), rules=("PRC004",)),
             Proof(claim="a flipped bit is found and its rank named", kinds=("flip",), rules=("FLT007",)),
@@ -107,7 +108,7 @@ def _limits(step_s: float) -> Part:
         slow_rank=2,
         proofs=(
             Proof(claim="a crash loop ends, with a reason", kinds=("crash-loop",), rules=("FLT004",)),
-            Proof(claim=NAMED.removeprefix("the ").capitalize(), kinds=("slow",), rules=("TEL004",)),
+            Proof(claim="a slow rank is named, and nobody else", kinds=("slow",), rules=("TEL004",)),
         ),
     )
 
@@ -129,9 +130,15 @@ def named(run: Run, *, slow_rank: int, world: int) -> Verdict:
     return Verdict(name=NAMED, ok=who == [rank], evidence=f"rank {rank} was slow; named: {shown}")
 
 
-def shown(part: Part, kinds: Sequence[str]) -> list[tuple[str, tuple[str, ...], bool]]:
-    """(claim, rules, whether its faults happened) of each proof; `kinds` are the texts of what fired."""
-    return [(one.claim, one.rules, any(_is_of(text, one) for text in kinds)) for one in part.proofs]
+def shown(part: Part, result: Result) -> list[tuple[str, tuple[str, ...], bool]]:
+    """(claim, rules, whether it was put to the test) of each proof."""
+    fired = [one.fault for one in result.outcomes if one.kind != "damage" or _met(result)]
+    return [(one.claim, one.rules, any(_is_of(text, one) for text in fired)) for one in part.proofs]
+
+
+def _met(result: Result) -> bool:
+    """Whether a restore met a damaged checkpoint; one that nobody read proves nothing."""
+    return any(one.name == REFUSED and MET in one.evidence for one in result.verdicts)
 
 
 def _is_of(text: str, proof: Proof) -> bool:

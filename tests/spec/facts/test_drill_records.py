@@ -1,0 +1,172 @@
+"""Records of drills: found, verified, read with suspicion, and counted only where they prove something."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.record.drill import NAME, key_path, store_path
+from phalanx.record.run import Run
+from phalanx.spec.facts.drill import DrillFacts, proof, proofs, why_none
+from phalanx.spec.facts.records import MOST_RECORDS, find_drills
+from phalanx.train.drill.record import MOST_STORED, key, store, versions, write_record
+
+FAULTS = ["kill:rank=0,step=12,point=save-commit", "hang:rank=1", "damage:step=9", "flip"]
+BODY: dict[str, Any] = {
+    "faults": FAULTS,
+    "profile": "cpu-gloo",
+    "part": "recovery",
+    "outcomes": [
+        {"fault": FAULTS[0], "kind": "kill", "detected_s": 0.03, "recovered_s": 0.6},
+        {"fault": FAULTS[1], "kind": "hang", "detected_s": 5.0, "recovered_s": 5.6},
+        {"fault": FAULTS[2], "kind": "damage", "detected_s": None, "recovered_s": None},
+        {"fault": FAULTS[3], "kind": "flip", "detected_s": 0.4, "recovered_s": 0.9},
+    ],
+    "verdicts": [
+        {"name": "equal to a fault-free replay", "ok": True, "evidence": "40 steps"},
+        {"name": "damaged files were refused", "ok": True, "evidence": "epoch 2 refused step-00000009 and went back"},
+    ],
+}
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return {"XDG_CONFIG_HOME": str(tmp_path / "config"), "XDG_DATA_HOME": str(tmp_path / "data")}
+
+
+def write(folder: Path, environ: dict[str, str], **changes: Any) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "events-00000.jsonl").write_text('{"event":"step"}\n')
+    return write_record(Run(path=folder), {**BODY, **changes}, key(key_path(environ)))
+
+
+def test_what_a_record_proves(tmp_path: Path, environ: dict[str, str]) -> None:
+    write(tmp_path / "runs" / "a", environ)
+    [found] = find_drills([tmp_path / "runs"], environ=environ)
+    assert (found.signed, found.current, found.clean, found.bitwise, found.wrong) == (True, True, True, True, ())
+    assert found.fired == ("corrupt", "flip", "hang", "kill", "save-kill")
+    assert found.save_points == ("commit",)
+    assert found.detect_s == (0.03, 5.0)  # a flipped bit is found by a comparison, not by a heartbeat
+    assert found.recovery_s == (0.6, 0.9, 5.6)
+    assert (found.version, found.profile, found.part) == (versions()["phalanx"], "cpu-gloo", "recovery")
+
+
+def test_damage_that_nobody_met_is_no_proof(tmp_path: Path, environ: dict[str, str]) -> None:
+    unread = [{"name": "damaged files were refused", "ok": True, "evidence": "no restore met one; 1 of 1 nobody read"}]
+    write(tmp_path / "runs" / "a", environ, verdicts=unread)
+    [found] = find_drills([tmp_path / "runs"], environ=environ)
+    assert "corrupt" in found.faults
+    assert "corrupt" not in found.fired
+    assert not found.bitwise
+
+
+def test_changed_evidence_and_changed_records_do_not_count(tmp_path: Path, environ: dict[str, str]) -> None:
+    first, second = write(tmp_path / "runs" / "a", environ), write(tmp_path / "runs" / "b", environ)
+    (first.parent / "events-00000.jsonl").write_text("")
+    second.write_text(second.read_text().replace("cpu-gloo", "nvidia-h100"))
+    found = find_drills([tmp_path / "runs"], environ=environ)
+    assert {one.wrong for one in found} == {
+        ("events-00000.jsonl has changed",),
+        ("the signature is not ours: the record was changed, or another user wrote it",),
+    }
+    assert not any(one.signed for one in found)
+
+
+def test_a_record_of_somebody_else(tmp_path: Path, environ: dict[str, str]) -> None:
+    write(tmp_path / "runs" / "a", environ)
+    stranger = {**environ, "XDG_CONFIG_HOME": str(tmp_path / "other")}
+    [found] = find_drills([tmp_path / "runs"], environ=stranger)
+    assert (found.signed, found.wrong) == (False, ("there is no key of this user to verify it with",))
+    assert not (tmp_path / "other").exists(), "a check makes no key"
+
+
+def test_the_store_outlives_the_run(tmp_path: Path, environ: dict[str, str]) -> None:
+    path = write(tmp_path / "runs" / "a", environ)
+    kept = store(path, store_path(environ))
+    assert kept.name == "cpu-gloo-recovery.json"
+    (path.parent / "events-00000.jsonl").unlink()
+    path.unlink()
+    [found] = find_drills([], environ=environ)
+    assert (found.signed, found.clean, found.path) == (True, True, str(kept))
+    kept.write_text(kept.read_text().replace('"ok": true', '"ok": false'))
+    assert not find_drills([], environ=environ)[0].signed
+
+
+def test_the_store_is_bounded_and_keeps_the_newest_of_a_part(tmp_path: Path, environ: dict[str, str]) -> None:
+    folder = store_path(environ)
+    for number in range(MOST_STORED + 3):
+        store(write(tmp_path / "runs" / str(number), environ, part=f"part-{number}"), folder)
+    assert len(list(folder.iterdir())) == MOST_STORED
+    store(write(tmp_path / "runs" / "again", environ, part="part-9", faults=["nan"]), folder)
+    assert json.loads((folder / "cpu-gloo-part-9.json").read_text())["faults"] == ["nan"]
+
+
+def test_a_store_name_leads_nowhere(tmp_path: Path, environ: dict[str, str]) -> None:
+    kept = store(write(tmp_path / "runs" / "a", environ, profile="../../etc", part="x/../y"), store_path(environ))
+    assert kept.parent == store_path(environ)
+    assert kept.name == "-etc-x-y.json"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[1]",
+        '{"v":1}',
+        '{"v":2,"files":{}}',
+        '{"v":1,"files":{"../../etc/passwd":"x"},"faults":7,"outcomes":{"a":1},"verdicts":"x","versions":3}',
+        '{"v":1,"files":{},"outcomes":[1,null,{"fault":null,"kind":[],"detected_s":"x","recovered_s":NaN}]}',
+        '{"v":1,"files":{},"profile":"\x1b[2J","signature":[1],"verdicts":[{"name":7}],"named_right":"yes"}',
+        "\x00\xff" * 50,
+        '{"v":1,' * 5000,
+    ],
+)
+def test_anything_may_lie_there(text: str, tmp_path: Path, environ: dict[str, str]) -> None:
+    key(key_path(environ))
+    folder = tmp_path / "runs" / "a"
+    folder.mkdir(parents=True)
+    (folder / NAME).write_bytes(text.encode("utf-8", "replace"))
+    (tmp_path / "runs" / "b").mkdir()
+    (tmp_path / "runs" / "b" / NAME).mkdir()
+    for one in find_drills([tmp_path / "runs", tmp_path / "nowhere", tmp_path / "runs" / "a" / NAME], environ=environ):
+        assert not one.signed
+        assert one.profile.isprintable()
+
+
+def test_only_the_newest_are_read(tmp_path: Path, environ: dict[str, str]) -> None:
+    for number in range(MOST_RECORDS + 2):
+        write(tmp_path / "runs" / f"{number:03}", environ, part=str(number))
+    found = find_drills([tmp_path / "runs"], environ=environ)
+    assert len(found) == MOST_RECORDS
+    assert found[0].part == str(MOST_RECORDS + 1)
+
+
+def fact(**changes: Any) -> DrillFacts:
+    values: dict[str, Any] = {"path": "x", "signed": True, "version": "1", "profile": "cpu-gloo", "faults": ("kill",)}
+    return DrillFacts(**{**values, "fired": ("kill",), "clean": True, "bitwise": True, **changes})
+
+
+def test_which_records_count() -> None:
+    good, old = fact(), fact(current=False)
+    assert proofs((old, good, fact(signed=False), fact(profile="tpu")), profile="cpu-gloo") == (good,)
+    newer = fact(clean=False)
+    assert proof((newer, good), profile="cpu-gloo", kind="kill") is newer
+    assert proof((newer, good), profile="cpu-gloo", kind="nan") is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ((), ""),
+        ((fact(),), ""),
+        ((fact(signed=False, wrong=("it was changed",)),), "the record x does not count: it was changed"),
+        ((fact(profile="tpu"),), "the newest record is of tpu, not of cpu-gloo"),
+        ((fact(current=False),), "the newest record is of Phalanx 1, not of this one"),
+    ],
+)
+def test_why_none_counts(facts: tuple[DrillFacts, ...], said: str) -> None:
+    assert why_none(facts, profile="cpu-gloo") == said

@@ -1,0 +1,283 @@
+"""What a log says, line for line: of whole runs, of runs that grow, and of ranks that disagree."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic import TOKENS, write_run
+
+from phalanx.record.events import EventWriter
+from phalanx.record.run import Run
+from phalanx.spec.facts.log import LogFacts
+from phalanx.spec.log.stream import LogStream, read_log
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
+    """Change every event of a file; None takes it out."""
+    events = [change(json.loads(line)) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(event, separators=(",", ":")) + "\n" for event in events if event is not None))
+
+
+def at_step(number: int, **fields: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def change(event: dict[str, Any]) -> dict[str, Any]:
+        return event | fields if event["event"] == "step" and event["step"] == number else event
+
+    return change
+
+
+def with_digests(run: Run, *, wrong: int | None = None) -> None:
+    """A digest every ten steps; that of rank `wrong` at step 89 is another."""
+
+    def change(event: dict[str, Any]) -> dict[str, Any]:
+        if event["event"] != "step" or event["step"] % 10 != 9:
+            return event
+        tensor = event["rank"] % 2  # tensor ranks hold different halves
+        return event | {"digest": f"{event['step']:031x}{2 if event['rank'] == wrong and event['step'] == 89 else tensor}"}
+
+    for path in run.event_files():
+        edit(path, change)
+
+
+def test_a_good_run_in_numbers(tmp_path):
+    found = read_log(write_run(tmp_path, ranks=4, steps=200, incidents=1))
+    assert (found.state, found.is_over, found.world, found.ranks) == ("done", True, 4, (0, 1, 2, 3))
+    steps = found.steps
+    assert (steps.first, steps.last, steps.count, steps.again) == (0, 199, 200, 3)
+    assert steps.tokens == {TOKENS: 203} and steps.duration_s.count == 203 - 2 * 5
+    assert steps.duration_s.p50 == pytest.approx(6.65, rel=0.02) and abs(steps.drift) < 0.01
+    assert steps.tokens_per_s == pytest.approx(TOKENS / 6.65, rel=0.01)
+    assert 0.3 < steps.wait_share < 0.4 and steps.data_share < 0.003
+    assert (steps.skipped, steps.not_finite, steps.skips_differ) == (0, 0, None) and 1.0 < steps.worst_jump < 1.5
+    assert found.noise.gap_steps == 1.0 and found.noise.has_parts and found.noise.error < 1e-9
+    assert found.monitor.ranks == 4 and found.monitor.utilization_sources == ("gpm-sm",)
+    assert found.monitor.gap_s == pytest.approx(10.0, rel=0.02)
+    assert found.monitor.energy_j == pytest.approx(found.energy_j, rel=1e-6)
+    assert found.peers.gap_s == pytest.approx(30.0, rel=0.02) and found.peers.lost_share == 0.0
+    saved = found.checkpoints
+    assert (saved.stages, saved.commits, saved.kept, saved.restores) == (5, 4, 3, 1)
+    assert (saved.commits_without_stage, saved.overlapping, saved.restored_uncommitted) == (0, 0, 0)
+    assert saved.bytes == pytest.approx(112e9, rel=1e-6) and saved.blocked_s.p50 == pytest.approx(1.6, rel=0.02)
+    assert (found.formations, found.preflights, found.refused_hosts) == (2, 2, 0)
+    assert len(found.incidents) == 1 and found.recovery_s.count == 1 and found.most_in_a_row == 1
+    assert 0.0 < found.detect_s.p95 < 5.0
+    assert found.ledger.closes and found.effective == pytest.approx(found.ledger.effective)
+    assert found.straggler_scores == 4 and found.imbalance == pytest.approx(1.0, abs=0.01)
+    grammar = found.grammar
+    assert (grammar.unreadable, grammar.invalid, grammar.unknown_kinds, grammar.out_of_order) == (0, 0, {}, 0)
+    assert (grammar.missing, grammar.repeated, grammar.unclosed, grammar.ranks_missing) == ((), (), 0, ())
+    assert grammar.skew_s == 0.0 and grammar.secrets == 0
+
+
+def test_a_run_that_grows_is_read_on_and_says_the_same_as_read_whole(tmp_path):
+    whole = write_run(tmp_path, name="whole", ranks=2, steps=120, incidents=1)
+    grown = Run(path=tmp_path / "grown" / "whole")
+    shutil.copytree(whole.path, grown.path)
+    files = [*grown.event_files(), grown.supervisor]
+    texts = {path: path.read_bytes() for path in files}
+    for path in files:
+        path.write_bytes(b"")
+    stream = LogStream(grown)
+    for share in (0.1, 0.101, 0.37, 0.8, 1.0):  # within lines, too
+        for path in files:
+            path.write_bytes(texts[path][: int(share * len(texts[path]))])
+        assert stream.refresh()
+        stream.facts()
+    assert not stream.refresh()
+    found, wanted = stream.facts(), read_log(whole)
+    assert _same(found) == _same(wanted)
+
+
+def _same(found: LogFacts) -> Any:
+    """Without what names the folder, and sums as they are whatever their order."""
+    steps = replace(found.steps, tokens_spot=None, worst_jump_spot=None)
+    saved = replace(found.checkpoints, free_bytes=None)
+    return _rounded(asdict(replace(found, folder="", steps=steps, checkpoints=saved)))
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.9g}")
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return [_rounded(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def test_a_budget_stops_early_and_says_what_is_left(tmp_path):
+    run = write_run(tmp_path, ranks=4, steps=100)
+    stream = LogStream(run)
+    total = run.event_bytes() + run.supervisor.stat().st_size
+    stream.refresh(10_000)
+    first = stream.facts()
+    assert 0 < first.bytes_read < total and first.bytes_left == total - first.bytes_read
+    while stream.refresh(40_000):
+        pass
+    assert stream.facts().bytes_left == 0 and _same(stream.facts()) == _same(read_log(run))
+
+
+def test_closed_parts_are_read_in_order(tmp_path):
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=60, incidents=0)
+    lines = run.events(0).read_text().splitlines()
+    run.events(0).unlink()
+    writer = EventWriter(run.events(0), rank=0, rotate_bytes=10_000, clock=lambda: 0.0)
+    for line in lines:
+        event = json.loads(line)
+        writer._clock = lambda t=event["t"]: t
+        writer.write(event["event"], **{name: event[name] for name in event if name not in ("v", "event", "t", "rank")})
+    writer.close()
+    assert len(list(run.path.glob("events-00000-*.jsonl"))) > 2
+    found = read_log(run)
+    assert found.steps.count == 60 and found.grammar.out_of_order == 0 and found.bytes_left == 0
+
+
+def test_progress_is_told(tmp_path):
+    run, told = write_run(tmp_path, ranks=2, steps=40), []
+    read_log(run, progress=lambda done, total: told.append((done, total)))
+    assert told[-1][0] == told[-1][1] > 0
+
+
+# ---- ranks that disagree ---------------------------------------------------------------------------------------------
+
+
+def test_digests_are_compared_among_ranks_that_hold_the_same(tmp_path):
+    run = write_run(tmp_path, ranks=4, steps=120, incidents=0)
+    _zero(run, 1)
+    with_digests(run)
+    found = read_log(run).digests
+    assert (found.compared, found.every_steps, found.differing, found.stale) == (12, 10, 0, 0)
+
+
+def test_a_digest_that_differs_is_found(tmp_path):
+    run = write_run(tmp_path, ranks=4, steps=120, incidents=0)
+    _zero(run, 1)
+    with_digests(run, wrong=3)
+    found = read_log(run).digests
+    assert found.differing == 1 and found.differing_spot.file.endswith("events-00003.jsonl")
+    line = run.events(3).read_text().splitlines()[found.differing_spot.line - 1]
+    assert json.loads(line)["step"] == 89
+
+
+def test_shards_of_zero_3_are_no_copies(tmp_path):
+    run = write_run(tmp_path, ranks=4, steps=120, incidents=0)
+    with_digests(run, wrong=3)
+    assert read_log(run).digests.differing == 0
+
+
+def _zero(run: Run, stage: int) -> None:
+    edit(run.supervisor, lambda event: event | ({"layout": event["layout"] | {"zero": stage}} if "layout" in event else {}))
+
+
+def test_a_rank_that_speaks_from_an_older_formation_is_stale(tmp_path):
+    run = write_run(tmp_path, ranks=2, steps=60, incidents=1)
+    edit(run.events(1), at_step(55, epoch=1))
+    found = read_log(run).digests
+    assert found.stale == 1 and found.stale_spot.file.endswith("events-00001.jsonl")
+
+
+def test_a_step_that_one_rank_skipped_and_another_did_not(tmp_path):
+    run = write_run(tmp_path, ranks=3, hosts=1, steps=60, incidents=0)
+    for rank in range(3):
+        edit(run.events(rank), at_step(20, skipped=True, loss=None))
+    found = read_log(run).steps
+    assert (found.skipped, found.skipped_in_a_row, found.not_finite, found.skips_differ) == (1, 1, 0, None)
+    edit(run.events(2), at_step(20, skipped=False, loss=3.0))
+    found = read_log(run).steps
+    assert found.skips_differ is not None and found.skips_differ.file.endswith("events-00000.jsonl")
+
+
+def test_a_step_that_is_not_finite_and_was_not_skipped(tmp_path):
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=60, incidents=0)
+    edit(run.events(0), at_step(30, loss=None))
+    found = read_log(run).steps
+    assert found.not_finite == 1
+    assert json.loads(run.events(0).read_text().splitlines()[found.not_finite_spot.line - 1])["step"] == 30
+
+
+def test_the_worst_jump_is_named(tmp_path):
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=80, incidents=0)
+    edit(run.events(0), at_step(50, grad_norm=9.0))
+    edit(run.events(0), at_step(51, grad_norm=90.0, skipped=True))
+    found = read_log(run).steps
+    assert 8.0 < found.worst_jump < 10.0 and found.worst_loss_jump < 2.0
+    assert json.loads(run.events(0).read_text().splitlines()[found.worst_jump_spot.line - 1])["step"] == 50
+
+
+def test_clocks_that_are_apart(tmp_path):
+    run = write_run(tmp_path, ranks=3, hosts=1, steps=60, incidents=0)
+    edit(run.events(2), lambda event: event | {"t": event["t"] + 4.0})
+    assert read_log(run).grammar.skew_s == pytest.approx(4.0, abs=0.01)
+
+
+def test_a_noise_scale_that_its_parts_do_not_give(tmp_path):
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=60, incidents=0)
+    edit(run.events(0), at_step(40, noise_scale=1.0))
+    assert read_log(run).noise.error > 0.5
+
+
+def test_a_batch_of_another_size_is_named(tmp_path):
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=60, incidents=0)
+    edit(run.events(0), at_step(30, tokens=7))
+    found = read_log(run).steps
+    assert found.tokens == {TOKENS: 59, 7: 1}
+    assert json.loads(run.events(0).read_text().splitlines()[found.tokens_spot.line - 1])["step"] == 30
+
+
+# ---- what the supervisor and the folder say --------------------------------------------------------------------------
+
+
+def test_a_host_that_nobody_looked_at_is_no_preflight(tmp_path):
+    run = write_run(tmp_path, ranks=4, steps=60, incidents=1)
+    edit(run.supervisor, lambda event: None if event["event"] == "host" and event["host"] == "host-1" else event)
+    assert (read_log(run).formations, read_log(run).preflights) == (2, 0)
+
+
+def test_a_restore_of_what_was_never_committed(tmp_path):
+    run = write_run(tmp_path, ranks=2, steps=120, incidents=1)
+    edit(run.supervisor, lambda event: event | {"source": "disk"} if event["event"] == "restore" else event)
+    found = read_log(run).checkpoints  # step 57: a copy in memory, no checkpoint
+    assert found.restored_uncommitted == 1 and found.restored_spot.file.endswith("supervisor.jsonl")
+
+
+def test_a_commit_without_a_stage_and_a_stage_before_the_last_was_safe(tmp_path):
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=160, incidents=0)
+
+    def without(event):
+        is_save = event["event"] == "checkpoint"
+        return None if is_save and (event["step"], event["phase"]) in ((50, "stage"), (100, "commit")) else event
+
+    edit(run.events(0), without)
+    found = read_log(run).checkpoints
+    assert (found.commits_without_stage, found.overlapping) == (1, 1) and found.disorder_spot is not None
+
+
+def test_a_checkpoint_folder_without_a_manifest_is_incomplete(tmp_path):
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=120, incidents=0)
+    (run.path / "checkpoints" / "step-00000050" / "manifest.json").unlink()
+    found = read_log(run).checkpoints
+    assert (found.kept, found.incomplete) == (2, 1) and found.free_bytes > 0
+
+
+def test_provenance_and_addresses_are_read_from_the_launch(tmp_path):
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=40)
+    assert read_log(run).grammar.has_provenance is False
+    known = {"versions": {"phalanx": "1"}, "job_digest": "sha256:0", "commit": ""}
+    run.set_launch(**run.launch() | {"provenance": known, "addresses": ["10.0.0.1"]})
+    (run.path / "coordinator.json").write_text('{"address": ["0.0.0.0", 5], "go": {"store": ["127.0.0.1", 6]}}')
+    found = read_log(run)
+    assert found.grammar.has_provenance is True and found.listens == ("0.0.0.0", "10.0.0.1", "127.0.0.1")
+
+
+def test_the_end_of_a_run_that_goes_on_is_not_missing(tmp_path):
+    going = write_run(tmp_path, name="going", ranks=2, steps=40, finished=False)
+    going.set_status("running")
+    found = read_log(going)
+    assert not found.is_over and found.grammar.missing == ()
+    done = write_run(tmp_path, name="done", ranks=2, steps=40)
+    edit(done.events(0), lambda event: None if event["event"] == "run_end" else event)
+    edit(done.supervisor, lambda event: None if event["event"] in ("end", "epoch") else event)
+    assert set(read_log(done).grammar.missing) == {"run_end", "end", "epoch"}
