@@ -60,6 +60,32 @@ def test_two_rules_that_want_different_values_move_nothing() -> None:
     assert "a.x" in cure.left[0]
 
 
+def test_a_rule_may_want_another_value_when_another_edit_moved_its_optimum() -> None:
+    def moving(sets: tuple[str, ...]) -> Report:
+        held = dict(one.split("=") for one in sets)
+        best = 20 if held.get("b.y") == "2" else 10
+        first = passed("met") if held.get("a.x") == str(best) else wants("a.x", best)
+        return made([rule(first), rule(passed("met") if "b.y" in held else wants("b.y", 2), "CKP902")])
+
+    cure = find_cure(moving, unsafe=False)
+    assert keys(cure) == {"a.x": 20, "b.y": 2}
+    assert (cure.cured, cure.left) == (2, ())
+
+
+def test_edits_that_never_settle_are_not_made() -> None:
+    def restless(sets: tuple[str, ...]) -> Report:
+        value = int(dict(one.split("=") for one in sets).get("a.x", 0))
+        return made([rule(wants("a.x", value + 1))])
+
+    cure = find_cure(restless, unsafe=False)
+    assert (keys(cure), cure.cured) == ({}, 0)
+    assert "do not settle" in cure.left[0]
+
+
+def wants(key: str, value: int):
+    return bad(edits=(Edit(key=key, value=value, safe=True),))
+
+
 def test_an_edit_that_ruins_the_job_is_left_out() -> None:
     world = World(CKP901={"a.x": 1}, CKP902={"b.y": 2})
     world.fatal = {"a.x"}

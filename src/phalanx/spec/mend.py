@@ -56,14 +56,21 @@ def find_cure(judge: Judge, *, unsafe: bool) -> Cure:
         if _tear(chosen, wanted, refused):
             chosen = []
             continue
-        new = _that_hold(judge, chosen, wanted, refused)
+        new = _that_hold(judge, _without(chosen, wanted), wanted, refused)
         if not new:
             break
-        chosen += new
-    else:
-        report = judge(_sets(chosen))
+        chosen = [*_without(chosen, new), *new]
+    else:  # they chase each other: better no edit than another one at every call
+        chosen, report = [], first
+        refused["*"] = f"the edits do not settle in {MOST_ROUNDS} rounds"
     cured = max(0, _broken(first) - _broken(report))
     return Cure(remedies=tuple(chosen), cured=cured, left=tuple(dict.fromkeys(refused.values())))
+
+
+def _without(chosen: Sequence[Remedy], newer: Sequence[Remedy]) -> list[Remedy]:
+    """What was chosen, less what its own rule wants otherwise now, as an interval whose optimum another edit moved."""
+    again = {edit.key for remedy in newer for edit in remedy.edits}
+    return [remedy for remedy in chosen if not any(edit.key in again for edit in remedy.edits)]
 
 
 def _broken(report: Report) -> int:
@@ -87,9 +94,10 @@ def _allowed(edit: Edit, unsafe: bool, taken: set[str]) -> bool:
 
 
 def _tear(chosen: Sequence[Remedy], wanted: Sequence[Remedy], refused: dict[str, str]) -> bool:
-    """Whether a key that was just set is wanted otherwise; it is refused from here on."""
+    """Whether a key that one rule had set is wanted otherwise by another; it is refused from here on."""
     owner = {edit.key: remedy.rule for remedy in chosen for edit in remedy.edits}
-    torn = {edit.key: remedy.rule for remedy in wanted for edit in remedy.edits if edit.key in owner}
+    asked = {edit.key: remedy.rule for remedy in wanted for edit in remedy.edits if edit.key in owner}
+    torn = {key: rule for key, rule in asked.items() if rule != owner[key]}
     for key, rule in torn.items():
         refused[key] = f"{owner[key]} and {rule} want different values of {key}"
     return bool(torn)

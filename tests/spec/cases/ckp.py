@@ -18,6 +18,7 @@ OURS = Practice(
 )
 OTHER = Practice(trainer="torchtitan")
 SPOT = Spot(file="events-00000.jsonl", line=7)
+POINTS = ("begin", "data", "index", "done", "all", "manifest", "set-aside", "commit", "prune")
 DRILL = DrillFacts(
     path="runs/drill/drill-record.json",
     signed=True,
@@ -27,6 +28,7 @@ DRILL = DrillFacts(
     fired=("kill", "save-kill", "corrupt"),
     clean=True,
     bitwise=True,
+    save_points=POINTS,
 )
 
 
@@ -151,6 +153,14 @@ CASES = [
     Case(rule="CKP002", name="not drilled", verdict="unknown", evidence=job(drill=None), says="dies while it saves"),
     Case(rule="CKP002", name="drilled elsewhere", verdict="unknown", evidence=drilled(profile="cpu-gloo")),
     Case(rule="CKP002", name="drilled without a save", verdict="unknown", evidence=drilled(fired=("kill",))),
+    Case(
+        rule="CKP002",
+        name="drilled at eight points",
+        verdict="unknown",
+        evidence=drilled(save_points=POINTS[1:]),
+        says="8 of its 9 points",
+        boundary=True,
+    ),
     Case(rule="CKP002", name="a forged record", verdict="unknown", evidence=drilled(signed=False)),
     Case(
         rule="CKP002",
@@ -335,6 +345,14 @@ FLIPS = [
     Flip(rule="CKP001", limit="least_saves", value=100, evidence=interval(2.1), before="fail", after="pass"),
     Flip(rule="CKP001", limit="grace_room", value=2.0, evidence=grace(1.5), before="pass", after="fail"),
     Flip(rule="CKP002", limit="save_faults", value=("disk-full",), evidence=job(), before="pass", after="unknown"),
+    Flip(
+        rule="CKP002",
+        limit="least_points",
+        value=1,
+        evidence=drilled(save_points=("manifest",)),
+        before="unknown",
+        after="pass",
+    ),
     Flip(rule="CKP003", limit="least_kept", value=4, evidence=job(), before="pass", after="fail"),
     Flip(rule="CKP003", limit="damage_faults", value=("flip",), evidence=job(), before="pass", after="unknown"),
     Flip(

@@ -293,11 +293,20 @@ CASES = [
         rule="COM004",
         name="steps slower than planned",
         verdict="fail",
-        evidence=lambda: measured(15.0),
+        evidence=lambda: measured(15.0, "train.timeout_s=30"),
         severity="warning",
         says="waits 30 s for another in a steady step, less than 75",
     ),
-    Case(rule="COM004", name="steps as planned", verdict="pass", evidence=lambda: measured(6.0), boundary=True),
+    Case(
+        rule="COM004",
+        name="steps as planned",
+        verdict="pass",
+        evidence=lambda: measured(6.0, "train.timeout_s=30"),
+        boundary=True,
+    ),
+    Case(
+        rule="COM004", name="auto follows the steps", verdict="pass", evidence=lambda: measured(15.0), says="waits 75 s"
+    ),
     Case(rule="COM004", name="no plan", verdict="unknown", evidence=lambda: evidence(plan=None)),
     Case(
         rule="COM004",
@@ -363,5 +372,12 @@ FLIPS = [
         before="fail",
         after="pass",
     ),
-    Flip(rule="COM004", limit="steps", value=2.0, evidence=lambda: measured(15.0), before="fail", after="pass"),
+    Flip(
+        rule="COM004",
+        limit="steps",
+        value=2.0,
+        evidence=lambda: measured(15.0, "train.timeout_s=30"),
+        before="fail",
+        after="pass",
+    ),
 ]

@@ -159,6 +159,13 @@ FLT002 = [
     ),
     Case(
         rule="FLT002",
+        name="nor of another trainer",
+        verdict="unknown",
+        evidence=lambda: quiet(practice=other(), drills=(drill(),)),
+        says="no drill is on record",
+    ),
+    Case(
+        rule="FLT002",
         name="90 s",
         verdict="pass",
         evidence=lambda: run(recovery_s=spread(90.0, count=1)),

@@ -10,6 +10,7 @@ import pytest
 
 from phalanx.record.drill import NAME, key_path, store_path
 from phalanx.record.run import Run
+from phalanx.spec.facts import records
 from phalanx.spec.facts.drill import DrillFacts, proof, proofs, why_none
 from phalanx.spec.facts.records import MOST_RECORDS, find_drills
 from phalanx.train.drill.record import MOST_STORED, key, store, versions, write_record
@@ -52,6 +53,13 @@ def test_what_a_record_proves(tmp_path: Path, environ: dict[str, str]) -> None:
     assert found.detect_s == (0.03, 5.0)  # a flipped bit is found by a comparison, not by a heartbeat
     assert found.recovery_s == (0.6, 0.9, 5.6)
     assert (found.version, found.profile, found.part) == (versions()["phalanx"], "cpu-gloo", "recovery")
+
+
+def test_a_record_of_another_version(tmp_path: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "runs" / "a", environ)
+    monkeypatch.setattr(records, "_version", lambda: "99.0")
+    [found] = find_drills([tmp_path / "runs"], environ=environ)
+    assert (found.signed, found.current) == (True, False)
 
 
 def test_damage_that_nobody_met_is_no_proof(tmp_path: Path, environ: dict[str, str]) -> None:

@@ -86,8 +86,8 @@ CASES = (
         file="accelerate_deepspeed.yaml",
         trainer="accelerate",
         cluster="8xH100:1",
-        settings=("model.preset=llama-3-8b", "batch.global_sequences=128"),
-        layout="TP1·CP1·PP1·DP8 (ZeRO-3, EP1) mbs4 selective",
+        settings=("model.preset=llama-3-8b", "batch.global_sequences=64"),
+        layout="TP1·CP1·PP1·DP8 (ZeRO-3, EP1) mbs2 full",
     ),
     Published(
         file="nemo1_llama2_70b.yaml",

@@ -10,6 +10,7 @@ from synthetic import write_run
 
 from phalanx.job.load import load
 from phalanx.spec.edition import all_rules
+from phalanx.train.drill import suite
 from phalanx.train.drill.fault import KINDS, SAVE_POINTS
 from phalanx.train.drill.oracle import Verdict
 from phalanx.train.drill.perform import Numbers, Result
@@ -61,6 +62,14 @@ def test_the_slow_rank_is_named(tmp_path: Path) -> None:
     assert wrong.evidence.startswith("rank 1 was slow; named: rank 2 (")
     assert named(write_run(tmp_path / "b", steps=60, incidents=0), slow_rank=2, world=4).evidence.endswith("nobody")
     assert not named(write_run(tmp_path / "c", steps=2, incidents=0, straggler=2), slow_rank=2, world=4).ok
+
+
+def test_nobody_else_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "a", steps=60, incidents=0, straggler=2)
+    first = suite.scores(suite.RunHistory.open(run))
+    both = replace(first, named=(*first.named, replace(first.named[0], rank=3)))
+    monkeypatch.setattr(suite, "scores", lambda history: both)
+    assert not named(run, slow_rank=2, world=4).ok
 
 
 def outcome(fault: str) -> Outcome:

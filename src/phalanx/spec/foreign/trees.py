@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from phalanx.errors import UserError, mistake
 from phalanx.job.source import read_source
 from phalanx.job.textfile import read_text
-from phalanx.spec.foreign.leaf import MOST_DEPTH, MOST_LEAVES, Leaf, leaves_of
+from phalanx.spec.foreign.leaf import MOST_DEPTH, Leaf, leaves_of
 from phalanx.units import KIB
 
 NOUN = "configuration"
@@ -95,23 +97,46 @@ def json_lines(text: str, *, file: str) -> dict[Steps, int]:
 # ---- YAML ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(kw_only=True, slots=True)
+class _Frame:
+    """A mapping or a list that is still open."""
+
+    inner: dict[str, object] | list[object]
+    steps: Steps
+    key: str | None = None  # of a mapping: the key whose value comes next
+
+    def next_steps(self) -> Steps:
+        return (*self.steps, len(self.inner) if isinstance(self.inner, list) else str(self.key))
+
+    def take(self, value: object) -> None:
+        if isinstance(self.inner, list):
+            self.inner.append(value)
+        else:
+            self.inner[str(self.key)] = value
+            self.key = None
+
+
 def _yaml(path: Path) -> dict[str, Leaf]:
     import yaml  # 30 ms: only for those who have one
 
     text = read_text(path, noun=NOUN)
     if len(text.encode()) > MOST_YAML_BYTES:
         raise mistake(str(path), f"is larger than {MOST_YAML_BYTES // KIB} KiB", why="no training configuration is")
+    lines: dict[Steps, int] = {}
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        lines: dict[Steps, int] = {}
-        table = _plain(root, (), lines, [0], path)
+        table = _built(yaml.parse(text, Loader=yaml.SafeLoader), lines, path)
     except yaml.YAMLError as error:
         raise _not_yaml(path, error) from error
-    except RecursionError as error:
-        raise mistake(str(path), f"nests deeper than {MOST_DEPTH} levels") from error
     if not isinstance(table, dict):
         raise mistake(str(path), "is not a YAML mapping", fix="a configuration has keys: name: value")
-    return leaves_of(table, file=str(path), line=lambda steps: lines.get(steps, 0))
+    return leaves_of(table, file=str(path), line=lambda steps: _nearest(lines, steps))
+
+
+def _nearest(lines: Mapping[Steps, int], steps: Steps) -> int:
+    """The line of a path, or of what is around it: below an alias nothing has a line of its own."""
+    while steps and steps not in lines:
+        steps = steps[:-1]
+    return lines.get(steps, 0)
 
 
 def _not_yaml(path: Path, error: Any) -> UserError:
@@ -121,40 +146,59 @@ def _not_yaml(path: Path, error: Any) -> UserError:
     return mistake(where, f"is not YAML: {what[:120]}")
 
 
-def _plain(node: Any, steps: Steps, lines: dict[Steps, int], seen: list[int], path: Path) -> object:
-    """A node as plain data. Every visit counts, so that aliases of aliases cannot grow without end."""
-    import yaml
+def _built(events: Iterable[Any], lines: dict[Steps, int], path: Path) -> object:
+    """Plain data of the parser's events, without recursion. An alias shares what its anchor built: it costs nothing."""
+    frames: list[_Frame] = []
+    anchors: dict[str, object] = {}
+    roots: list[object] = []
+    for event in events:
+        kind, line = type(event).__name__, event.start_mark.line + 1
+        if kind in ("MappingEndEvent", "SequenceEndEvent"):
+            frames.pop()
+        if kind not in ("ScalarEvent", "AliasEvent", "MappingStartEvent", "SequenceStartEvent"):
+            continue
+        top = frames[-1] if frames else None
+        if top is not None and isinstance(top.inner, dict) and top.key is None:
+            top.key = _name(event, f"{path}:{line}")
+            continue
+        steps = top.next_steps() if top is not None else ()
+        lines.setdefault(steps, line)
+        value = _value(event, kind, anchors, frames, f"{path}:{line}")
+        top.take(value) if top is not None else roots.append(value)
+        if isinstance(value, dict | list) and kind != "AliasEvent":
+            frames.append(_Frame(inner=value, steps=steps))
+            if len(frames) > MOST_DEPTH:
+                raise mistake(f"{path}:{line}", f"nests deeper than {MOST_DEPTH} levels")
+    if len(roots) > 1:
+        raise mistake(str(path), "holds more than one document", fix="split it: a configuration is one")
+    return roots[0] if roots else {}
 
-    seen[0] += 1
-    if node is None:
-        return {}
-    if seen[0] > 4 * MOST_LEAVES or len(steps) > MOST_DEPTH:
-        raise mistake(f"{path}:{node.start_mark.line + 1}", "holds more, or deeper, than a configuration does")
-    lines.setdefault(steps, node.start_mark.line + 1)
-    if isinstance(node, yaml.MappingNode):
-        return {
-            name: _plain(inner, (*steps, name), lines, seen, path)
-            for name, inner in ((_name(key, path), value) for key, value in node.value)
-        }
-    if isinstance(node, yaml.SequenceNode):
-        return [_plain(one, (*steps, index), lines, seen, path) for index, one in enumerate(node.value)]
-    return _scalar(node)
+
+def _name(event: Any, where: str) -> str:
+    if type(event).__name__ != "ScalarEvent":
+        raise mistake(where, "uses a list or a mapping as a key")
+    return str(event.value)
 
 
-def _name(node: Any, path: Path) -> str:
-    if not isinstance(node.value, str):
-        raise mistake(f"{path}:{node.start_mark.line + 1}", "uses a list or a mapping as a key")
-    return node.value
+def _value(event: Any, kind: str, anchors: dict[str, object], frames: list[_Frame], where: str) -> object:
+    if kind == "AliasEvent":
+        if event.anchor not in anchors or any(frame.inner is anchors[event.anchor] for frame in frames):
+            raise mistake(where, f"alias *{str(event.anchor)[:60]} names nothing that is finished")
+        return anchors[event.anchor]
+    value: object = {} if kind == "MappingStartEvent" else [] if kind == "SequenceStartEvent" else _scalar(event)
+    if event.anchor:
+        anchors[event.anchor] = value
+    return value
 
 
 _INT = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
 _FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*)?\.?[0-9]+(?:[eE][-+]?[0-9]{1,4})?")
 
 
-def _scalar(node: Any) -> object:
-    """Null, true, a number or text. Tags such as !!python/object are text to us: nothing is built."""
-    text = str(node.value)
-    if node.style in ("'", '"', "|", ">"):
+def _scalar(event: Any) -> object:
+    """Null, true, a number or text. Tags such as !!python/object say nothing to us: no object is built."""
+    text = str(event.value)
+    if event.style in ("'", '"', "|", ">"):
         return text
     if text in ("", "~", "null", "Null", "NULL"):
         return None

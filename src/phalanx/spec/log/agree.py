@@ -35,7 +35,10 @@ class Layouts:
             self._told[epoch] = layout
 
     def holder(self, epoch: int, rank: int) -> Holder:
-        """Along data and context, weights are copies, but for ZeRO 3 and experts, where they are parts."""
+        """Along data and context, weights are copies, but for ZeRO and experts, where they are parts.
+
+        ZeRO of any stage: the weights that a rank updates and digests are its shard (docs/decisions/0010).
+        """
         layout = self._told.get(epoch) or self._planned
         if not layout:
             return (rank,)
@@ -46,7 +49,7 @@ class Layouts:
         split: tuple[int, ...] = (places["tensor"], places["pipeline"])
         if (integer(layout, "expert") or 1) > 1:
             return (*split, places["context"], places["data"])
-        if (integer(layout, "zero") or 0) >= 3:
+        if (integer(layout, "zero") or 0) >= 1:
             return (*split, places["context"], places["data"] % max(1, integer(layout, "shard") or 1))
         return split
 

@@ -7,6 +7,7 @@ answers with those of a JSON Schema library.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -37,6 +38,7 @@ class Field:
 
     types: frozenset[type] | None  # None: anything
     least: float | None
+    most: float | None
     among: frozenset[Any] | None
 
 
@@ -66,6 +68,7 @@ def _field(known: Mapping[str, Any]) -> Field:
     return Field(
         types=frozenset().union(*types) if types else None,
         least=known.get("minimum"),
+        most=known.get("maximum"),
         among=frozenset(among) if among is not None else None,
     )
 
@@ -126,17 +129,23 @@ def _misfits(column: Column, field: Field) -> Sequence[int]:
     types = {type(None)} if is_empty else set(map(type, column))
     if field.types is not None and not types <= field.types:
         return [place for place, value in enumerate(column) if type(value) not in field.types]
-    if field.least is not None and types & _NUMBERS:
-        if types <= _NUMBERS and min(column) >= field.least:
-            return ()
-        least = field.least
-        return [place for place, value in enumerate(column) if type(value) in _NUMBERS and value < least]
+    if (field.least is not None or field.most is not None) and types & _NUMBERS:
+        return _beyond(column, field, types)
     if field.among is not None:
         allowed = field.among
         if not types & _UNHASHABLE and allowed.issuperset(column):
             return ()
         return [place for place, value in enumerate(column) if not _is_among(value, allowed)]
     return ()
+
+
+def _beyond(column: Column, field: Field, types: set[type]) -> Sequence[int]:
+    """Places of numbers that are too small or too large."""
+    least = -math.inf if field.least is None else field.least
+    if field.most is None and types <= _NUMBERS and min(column) >= least:
+        return ()
+    most = math.inf if field.most is None else field.most
+    return [place for place, value in enumerate(column) if type(value) in _NUMBERS and not least <= value <= most]
 
 
 def _is_among(value: Any, allowed: frozenset[Any]) -> bool:
@@ -186,8 +195,10 @@ def _value(value: Any, schema: Mapping[str, Any], at: str) -> str:
     among = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if among is not None and not any(_is_same(value, one) for one in among):
         return f"{at} = {_shown(value)} is none of {', '.join(map(str, among))}"
-    if type(value) in _NUMBERS and value < schema.get("minimum", -float("inf")):
+    if type(value) in _NUMBERS and value < schema.get("minimum", -math.inf):
         return f"{at} = {_shown(value)} is below {schema['minimum']}"
+    if type(value) in _NUMBERS and value > schema.get("maximum", math.inf):
+        return f"{at} = {_shown(value)} is above {schema['maximum']}"
     if isinstance(value, str) and len(value) < schema.get("minLength", 0):
         return f"{at} is empty"
     return ""

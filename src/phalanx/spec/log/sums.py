@@ -16,6 +16,7 @@ LOWEST, HIGHEST = 1e-9, 1e12
 _WIDTH = math.log(1.01)
 _BINS = 2 + math.ceil(math.log(HIGHEST / LOWEST) / _WIDTH)
 HELD = 1024
+MOST_SAMPLE = 4096
 MOST_HOURS = 100_000  # 11 years
 
 
@@ -70,18 +71,18 @@ class Histogram:
 class Sample:
     """Every n-th of a series, n doubling when there are too many: evenly spread over all of it."""
 
-    __slots__ = ("_count", "_every", "_most", "values")
+    __slots__ = ("_count", "_every", "values")
 
-    def __init__(self, most: int = 4096) -> None:
+    def __init__(self) -> None:
         self.values: list[float] = []
-        self._most, self._every, self._count = most, 1, 0
+        self._every, self._count = 1, 0
 
     def add(self, values: np.ndarray[Any, np.dtype[np.float64]]) -> None:
         """The next ones, in order."""
         first = -self._count % self._every
         self._count += len(values)
         self.values += values[first :: self._every].tolist()
-        while len(self.values) > self._most:
+        while len(self.values) > MOST_SAMPLE:
             self.values, self._every = self.values[::2], 2 * self._every
 
     def median(self, begin: float, end: float) -> float | None:

@@ -71,8 +71,8 @@ sequences all of one length both are the same; with padding or masks they are no
     how="""
 The trainer's documented habit: the accumulated loss is divided by the valid tokens of all micro-batches and ranks. A
 mean of means is a warning while nothing shows that sequences differ, and an error where the log has steps that are no
-whole number of sequences. A self-test that proves it: on unequal lengths, `|L(a=k) − L(a=1)| / L ≤ 1e-5` in fp32, 1e-3 in bf16. One micro-batch on
-one data rank has nothing to get wrong.
+whole number of sequences. A self-test that proves it: on unequal lengths, `|L(a=k) − L(a=1)| / L ≤ 1e-5` in fp32, 1e-3
+in bf16. One micro-batch on one data rank has nothing to get wrong.
 """,
     limits={
         "parts": Limit(value=1, unit="micro-batches", note="parts of a step up to which there is no mean of means"),

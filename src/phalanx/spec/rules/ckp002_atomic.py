@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from phalanx.spec.evidence import Evidence
+from phalanx.spec.facts.drill import proofs
 from phalanx.spec.facts.log import CheckpointFacts
 from phalanx.spec.outcome import Impact, Outcome, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.spec.rules.ckp_drills import drilled, is_asked
+from phalanx.spec.rules.ckp_drills import SUITE, drilled, is_asked
 
 TORN = Impact(note="a restore may load half a checkpoint, or none: all work since the last whole one is at stake")
 
@@ -18,8 +19,19 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     habit = _habit(evidence)
     if not is_asked(evidence, habit):
         return (habit, *seen)
-    proof = drilled(evidence, limits.words("save_faults"), what="a rank that dies while it saves", harm=TORN)
-    return (habit, *seen, proof)
+    return (habit, *seen, _drilled(evidence, limits))
+
+
+def _drilled(evidence: Evidence, limits: Limits) -> Outcome:
+    """The newest drill of a save must have gone well, and drills together must have hit every point of it."""
+    found = drilled(evidence, limits.words("save_faults"), what="a rank that dies while it saves", harm=TORN)
+    counted = proofs(evidence.drills, profile=evidence.profile.name)
+    points = {point for one in counted if one.clean for point in one.save_points}
+    least = limits.number("least_points")
+    if found.verdict == "pass" and len(points) < least:
+        hit = ", ".join(sorted(points)) or "none"
+        return unknown(f"drills killed a save at {len(points)} of its {least:.0f} points: {hit}", fix=SUITE)
+    return found
 
 
 def _habit(evidence: Evidence) -> Outcome:
@@ -77,9 +89,14 @@ without any, and its documentation promises no consistency without `sync_files`.
     how="""
 The order stage → write → fsync → digest → manifest → rename → commit, a new folder per step (object stores: a marker
 in place of the rename). From the trainer's documentation or code; in the log no commit without a stage and no restore
-of what was not committed; and a signed drill that killed a rank at a point of a save and lost nothing.
+of what was not committed; and signed drills that killed a rank at each of the nine points of a save and lost nothing.
 """,
     limits={
+        "least_points": Limit(
+            value=9,
+            unit="points",
+            note="of a save at which a rank was killed: all that Phalanx has, begin to prune; house",
+        ),
         "save_faults": Limit(
             value=("save-kill", "disk-full"), note="drills that count: house, one fault inside a save"
         ),

@@ -91,7 +91,7 @@ so a drill need only be clean there; how far losses may part is not judged.
         ),
         "fp16_parts": Limit(value=("scaler",), note="further ones in fp16: the loss scale"),
         "restoring_faults": Limit(
-            value=("kill", "hang", "save-kill", "corrupt", "host", "raise", "memory", "sigterm"),
+            value=("kill", "hang", "save-kill", "corrupt", "host", "raise", "memory", "freeze"),
             note="drills that count: those after which a state is restored",
         ),
         "bitwise": Limit(

@@ -172,6 +172,7 @@ buckets times L, less what the backward pass hides. For CPUs blocks are reported
     },
     bad="""
 [parallel]
+tensor = 8
 zero = 0
 
 [comm]
@@ -179,6 +180,7 @@ bucket_mib = 1
 """,
     good="""
 [parallel]
+tensor = 8
 zero = 0
 
 [comm]

@@ -39,9 +39,7 @@ def _steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     written = evidence.the_job.train.timeout_s
     if step_s is None:
         return (_without_steps(written, evidence, limits),)
-    set_s = steady_timeout_s(evidence.the_job, evidence.plan.prediction) if evidence.plan is not None else written
-    if isinstance(set_s, str):
-        set_s = bounded(step_s)
+    set_s = written if not isinstance(written, str) else _auto(evidence, step_s)
     least_s = min(limits.number("steps") * step_s, limits.number("train_most_s"))
     least_s = max(least_s, limits.number("train_least_s"))
     most_s = max(limits.number("train_most_s"), step_s)
@@ -55,8 +53,16 @@ def _steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
         return (passed(told, formula=formula, value=set_s, threshold=most_s, unit="s", at="train.timeout_s"),)
     if set_s > most_s:
         return (_too_long(evidence, told, set_s, most_s, wanted_s, formula),)
-    floor_s = max(limits.number("train_least_s"), step_s) if evidence.log is None else step_s
+    floor_s = max(limits.number("train_least_s"), step_s)
     return (_too_short(told, set_s, least_s, floor_s, wanted_s, formula),)
+
+
+def _auto(evidence: Evidence, step_s: float) -> float:
+    """What "auto" comes to: from the plan, and while training no less than from the steps seen (train/patience.py)."""
+    planned_s = 0.0
+    if evidence.plan is not None:
+        planned_s = steady_timeout_s(evidence.the_job, evidence.plan.prediction)
+    return max(planned_s, bounded(step_s))
 
 
 def _without_steps(written: float | str, evidence: Evidence, limits: Limits) -> Outcome:

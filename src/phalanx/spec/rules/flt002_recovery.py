@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Outcome, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.spec.rules.flt_shared import DRILL, counted, high, no_drill, per_failure
+from phalanx.spec.rules.flt_shared import counted, high, how_to_see, no_drill, per_failure
 from phalanx.units import format_seconds
 
 
@@ -22,7 +22,9 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     slow_s = high([value for one in drills for value in one.recovery_s])
     if slow_s is None:
         nothing = "nothing fell in this run" if log is not None else "no evidence from the run log"
-        return unknown(f"{nothing}, and {no_drill(evidence)}: how long recovery takes was never seen", fix=DRILL)
+        return unknown(
+            f"{nothing}, and {no_drill(evidence)}: how long recovery takes was never seen", fix=how_to_see(evidence)
+        )
     return _judged(evidence, slow_s, f"in {len(drills)} drills", bound_s, because)
 
 

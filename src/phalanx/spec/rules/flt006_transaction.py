@@ -6,7 +6,7 @@ from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import DigestFacts, LogFacts
 from phalanx.spec.outcome import Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.spec.rules.flt_shared import DRILL, drilled, no_drill
+from phalanx.spec.rules.flt_shared import drilled, how_to_see, no_drill
 
 CHANGES = ("partition", "freeze", "host", "hang", "kill")  # faults after which somebody of the past could speak
 
@@ -53,9 +53,10 @@ def _undigested(evidence: Evidence, log: LogFacts) -> Outcome | None:
         return exempt("the members of the run never changed: nobody could speak from the past")
     if drilled(evidence, *CHANGES) is not None:
         return None
+    changed = "the members of the run changed" if log.formations else "the log does not say who took part"
     return unknown(
-        f"the members of the run changed, no digest was compared, and {no_drill(evidence)}",
-        fix=f'fault.digest_every = "auto" for the next run; {DRILL}',
+        f"{changed}, no digest was compared, and {no_drill(evidence)}",
+        fix=f'fault.digest_every = "auto" for the next run; {how_to_see(evidence)}',
     )
 
 
@@ -109,7 +110,9 @@ def _drill(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _wanted(evidence: Evidence) -> Outcome:
-    return unknown(f"{evidence.devices:,} devices lose somebody all the time, and {no_drill(evidence)}", fix=DRILL)
+    return unknown(
+        f"{evidence.devices:,} devices lose somebody all the time, and {no_drill(evidence)}", fix=how_to_see(evidence)
+    )
 
 
 def _a_checkpoint(evidence: Evidence) -> Impact:

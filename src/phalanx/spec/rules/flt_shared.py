@@ -11,6 +11,7 @@ from phalanx.spec.outcome import Impact
 from phalanx.units import format_seconds
 
 DRILL = "phalanx drill JOB --suite measures it"
+OURS = "phalanx"  # a drill breaks a run of Phalanx, and says nothing of another trainer
 
 
 def per_failure(evidence: Evidence, seconds: float, note: str) -> Impact:
@@ -33,16 +34,25 @@ def high(values: Sequence[float]) -> float | None:
 
 def counted(evidence: Evidence) -> tuple[DrillFacts, ...]:
     """Drills that count for this job."""
-    return proofs(evidence.drills, profile=evidence.profile.name)
+    return proofs(_ours(evidence), profile=evidence.profile.name)
 
 
 def drilled(evidence: Evidence, *kinds: str) -> DrillFacts | None:
     """The newest drill that counts and in which a fault of one of these kinds happened."""
-    found = [proof(evidence.drills, profile=evidence.profile.name, kind=kind) for kind in kinds]
+    found = [proof(_ours(evidence), profile=evidence.profile.name, kind=kind) for kind in kinds]
     known = [one for one in found if one is not None]
     return min(known, key=evidence.drills.index) if known else None
 
 
 def no_drill(evidence: Evidence) -> str:
     """Why no drill answers, as the end of a sentence."""
-    return why_none(evidence.drills, profile=evidence.profile.name) or "no drill is on record"
+    return why_none(_ours(evidence), profile=evidence.profile.name) or "no drill is on record"
+
+
+def how_to_see(evidence: Evidence) -> str:
+    """How a recovery is seen, for the trainer there is."""
+    return DRILL if evidence.practice.trainer == OURS else "check the log of a run in which something fell"
+
+
+def _ours(evidence: Evidence) -> tuple[DrillFacts, ...]:
+    return evidence.drills if evidence.practice.trainer == OURS else ()
