@@ -19,7 +19,8 @@ BAD = JOB + "\n[checkpoint]  # rarely\ninterval_s = 864000  # ten days\nkeep = 3
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("CACHE", "DATA", "CONFIG"):  # neither plans nor drills of whoever runs the test
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
     (tmp_path / "good.toml").write_text(JOB)
     (tmp_path / "bad.toml").write_text(BAD)
     return tmp_path

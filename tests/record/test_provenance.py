@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.record.provenance import commit_of, provenance
+from phalanx.record import provenance as module
+from phalanx.record.provenance import code_digest, commit_of, provenance
 
 ONE, OTHER = "a" * 40, "b" * 40
 PACKED = f"# pack\n{OTHER} refs/heads/mainly\n{ONE} refs/heads/main\n"
@@ -51,3 +52,14 @@ def test_a_run_says_what_it_was_made_of() -> None:
     assert found["versions"]["phalanx"]
     assert found["versions"]["python"].startswith("3.")
     assert found["job_digest"] != provenance({"name": "b"})["job_digest"]
+
+
+def test_a_source_tree_that_was_never_installed_is_known_by_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_version", lambda name: "")
+    assert provenance({})["versions"]["phalanx"].startswith("source sha256:")
+    (tmp_path / "a.py").write_text("1")
+    before = code_digest(tmp_path)
+    (tmp_path / "a.py").rename(tmp_path / "b.py")
+    assert code_digest(tmp_path) != before

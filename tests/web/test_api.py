@@ -196,6 +196,25 @@ def test_a_long_log_is_judged_piece_by_piece(tmp_path: Path, monkeypatch: pytest
         assert not page.json("/api/runs/long/findings")["so_far"]
 
 
+def test_verdicts_that_take_long_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.web.views_check.PATIENCE_S", 0.0)
+    write_run(tmp_path, name="slow", ranks=2, steps=20)
+    with dashboard(tmp_path) as page:
+        found = page.json("/api/runs/slow/verdicts")
+        assert (found["available"], found["settled"], found["damage"]) == (False, False, [])
+        _until(lambda: page.json("/api/runs/slow/verdicts")["settled"], 30)
+        assert page.json("/api/runs/slow/findings")["available"]
+
+
+def test_a_fault_of_ours_is_told_and_not_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.spec.live.LiveCheck.look", lambda check: {}["fault"])
+    write_run(tmp_path, name="odd", ranks=2, steps=20)
+    with dashboard(tmp_path) as page:
+        found = page.json("/api/runs/odd/findings")
+    assert (found["available"], found["settled"], found["groups"]) == (False, True, [])
+    assert [(one["where"], one["what"]) for one in found["damage"]] == [("check", "cannot be read (KeyError)")]
+
+
 def _slowly(look: Any) -> Any:
     return lambda check: look(check, budget_bytes=20_000)
 

@@ -33,7 +33,7 @@ PAGES = {
     "step": ("#/runs/alpha/step", ".span-plot canvas >> nth=1"),
     "ledger": ("#/runs/alpha/ledger", ".accounts .meter"),
     "plan": ("#/runs/alpha/plan", "text=Why not another one"),
-    "findings": ("#/runs/alpha/findings?show=all", ".finding >> nth=20"),
+    "findings": ("#/runs/alpha/findings", ".finding >> nth=3"),
     "cost": ("#/runs/alpha/cost", ".cost-figures"),
     "compare": ("#/compare?runs=alpha,beta&x=tokens", ".chart .u-over"),
     "damaged": ("#/runs/damaged", ".notice"),

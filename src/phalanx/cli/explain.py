@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from phalanx.cli.check import add_sight, request_of
+from phalanx.cli.check import Progress, add_sight, request_of
 from phalanx.cli.options import add_json, add_set
 from phalanx.cli.output import print_json
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from phalanx.spec.formats.plain import finding_dict
     from phalanx.spec.gather import gather
 
-    evidence = gather(args.target, request_of(args), today=this_day())
+    evidence = gather(args.target, request_of(args), today=this_day(), progress=Progress(args.target))
     found = answer(rule, evidence)
     if args.json:
         told = {"limits": dict(found.limits.values), "findings": [finding_dict(one) for one in found.findings]}

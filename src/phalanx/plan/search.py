@@ -129,10 +129,10 @@ def _as_good(scores: Scores, rows: Ints) -> Ints:
         if near.size:
             return near
     held = rows[scores.memory_bytes[rows] <= DEVICE_MEMORY * scores.space.ask.cluster.accelerator.memory_bytes]
-    if held.size:
-        return held[scores.step_s[held] <= scores.step_s[_fastest(scores, held)] * SAME]
-    quick = scores.step_s[rows] <= scores.step_s[fastest] * SAME
-    return rows[quick & (scores.memory_bytes[rows] <= filled)]
+    if not held.size:
+        held = rows[scores.memory_bytes[rows] <= filled]
+    near = held[scores.step_s[held] <= scores.step_s[_fastest(scores, held)] * SAME]
+    return near
 
 
 def complexity(scores: Scores, rows: Ints) -> tuple[Ints, ...]:

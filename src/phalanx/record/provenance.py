@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("phalanx", "torch", "numpy", "safetensors")
+PACKAGES = ("torch", "numpy", "safetensors")
 COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 MOST_BYTES = 2**22  # of packed-refs
 
@@ -19,7 +19,7 @@ MOST_BYTES = 2**22  # of packed-refs
 def provenance(job: Mapping[str, Any]) -> dict[str, Any]:
     """For `launch.json`; `commit` is empty where the package lies in no git checkout: its version stands for it."""
     return {
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}, **_ours()},
         "commit": commit_of(Path(__file__).resolve().parents[3]),
         "job_digest": job_digest(job),
     }
@@ -62,6 +62,20 @@ def _ref(folder: Path, name: str) -> str:
                 if line.endswith(f" {name}"):
                     return line.split(" ")[0]
     return ""
+
+
+def _ours() -> dict[str, str]:
+    """The version of Phalanx; of a source tree that was never installed, a digest of its files."""
+    return {"phalanx": _version("phalanx") or f"source {code_digest(Path(__file__).resolve().parents[1])}"}
+
+
+def code_digest(package: Path) -> str:
+    """SHA-256 over the names and bytes of a package's Python files."""
+    found = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        found.update(f"{path.relative_to(package)}\n".encode())
+        found.update(hashlib.sha256(path.read_bytes()).digest())
+    return f"sha256:{found.hexdigest()}"
 
 
 def _version(name: str) -> str:

@@ -122,6 +122,7 @@ class Loop:
         self.events.write("run_start", step=first, steps=total, world=dist.get_world_size(), epoch=self.orders.epoch)
         step, leaving = first, ""
         self._sound = first
+        self.patience.begin()
         if self.engine.listener is not None:
             self.engine.listener.norms.next = first
         while step < total and not leaving:

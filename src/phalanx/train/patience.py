@@ -1,7 +1,8 @@
 """How long the ranks of a formation wait for each other: long until steps are steady and across a rest, short between.
 
 A collective takes its timeout when it is begun, so a change holds for all that follow; gloo's sends and receives (of
-pipelines on CPUs) keep what their group was made with: there the supervisor finds who is stuck.
+pipelines on CPUs) keep what their group was made with: there the supervisor finds who is stuck. torch gives groups of
+some ranks its own default (30 minutes, 2.13), whatever the group of all was made with.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ class Patience:
         if auto:  # whoever is silent is found by the supervisor, which knows more than that a wait was long
             steady_s = max(steady_s, job.fault.dead_after_s)
         return cls(first_s=job.comm.init_timeout_s, steady_s=steady_s, measured=auto)
+
+    def begin(self) -> None:
+        """All groups are made: none is to wait for longer than the job says."""
+        self._apply(self.timeout_s)
 
     def rest(self) -> None:
         """Ranks evaluate or save, each at its own pace: until the next step is done they may wait long."""

@@ -13,6 +13,7 @@ from phalanx.spec.formats.plain import report_dict
 from phalanx.spec.live import Verdicts
 from phalanx.spec.rule import GROUPS, Limit, Rule
 from phalanx.web.answer import Json, Parts
+from phalanx.web.memo import NotYetError
 from phalanx.web.shelf import Shelf, mark
 from phalanx.web.views import state_of
 from phalanx.web.views_plan import remarks
@@ -22,7 +23,7 @@ MOST_FINDINGS = 500
 OTHER = "waivers and the specification itself"
 
 
-def verdicts(shelf: Shelf, run: Run, *, wait_s: float = PATIENCE_S) -> Verdicts:
+def verdicts(shelf: Shelf, run: Run, *, wait_s: float) -> Verdicts:
     """The newest verdicts on a run; raises NotYetError when they take longer than `wait_s`."""
     turns, over = shelf.checks.turns(run), not state_of(run)[1]
     asked = (mark(run), turns.number)
@@ -30,15 +31,23 @@ def verdicts(shelf: Shelf, run: Run, *, wait_s: float = PATIENCE_S) -> Verdicts:
     return found
 
 
+def soon(shelf: Shelf, run: Run) -> Verdicts | None:
+    """`verdicts`, or None while they are worked out."""
+    try:
+        return verdicts(shelf, run, wait_s=PATIENCE_S)
+    except NotYetError:
+        return None
+
+
 def findings(shelf: Shelf, name: str) -> Json:
     """Every verdict, by group; beside them the plan's warnings and who was shut out."""
     parts, run = Parts(), shelf.run(name)
-    found = parts.read("check", lambda: verdicts(shelf, run))
+    found = parts.read("check", lambda: soon(shelf, run))
     told = report_dict(found.report) if found is not None else {}
     listed = told.pop("findings", [])
     said = remarks(shelf, name, parts)
     return {
-        **_stand(found),
+        **_stand(found, parts),
         "report": _without_places(told),
         "groups": _groups(listed, run.path),
         "remarks": said,
@@ -49,15 +58,19 @@ def findings(shelf: Shelf, name: str) -> Json:
 def counts(shelf: Shelf, name: str) -> Json:
     """The counts alone, for the head of every page of a run."""
     parts, run = Parts(), shelf.run(name)
-    found = parts.read("check", lambda: verdicts(shelf, run))
+    found = parts.read("check", lambda: soon(shelf, run))
     told = report_dict(found.report) if found is not None else {"counts": {}, "errors": 0}
-    return {**_stand(found), "counts": told["counts"], "errors": told["errors"], "damage": parts.damage}
+    return {**_stand(found, parts), "counts": told["counts"], "errors": told["errors"], "damage": parts.damage}
 
 
-def _stand(found: Verdicts | None) -> Json:
-    """Whether there is an answer, and whether it is about everything that was written."""
-    settled = found is not None and found.is_settled
-    return {"available": found is not None, "settled": settled, "so_far": not (found is not None and found.is_last)}
+def _stand(found: Verdicts | None, parts: Parts) -> Json:
+    """Whether there is an answer; `settled` is false while a better one is worked out."""
+    broken = any(one["where"] == "check" for one in parts.damage)
+    return {
+        "available": found is not None,
+        "settled": broken or (found is not None and found.is_settled),
+        "so_far": found is None or not found.is_last,
+    }
 
 
 def _without_places(told: Mapping[str, Any]) -> Json:

@@ -65,6 +65,13 @@ def large(devices: int, found: Evidence) -> Evidence:
     return replace(found, plan=replace(found.the_plan, layout=layout), scaling=scaling_of(devices))
 
 
+def lasting(device_hours: float, found: Evidence) -> Evidence:
+    """The same job, for so long."""
+    plan = found.the_plan
+    wall_s = device_hours * 3600 / plan.layout.devices
+    return replace(found, plan=replace(plan, duration=replace(plan.duration, wall_s=wall_s)))
+
+
 def elastic(*sets: str) -> Evidence:
     """Without spares, on many hosts: `need` of them are down in 1 % of the time."""
     return job("fault.spares=0", *sets)
@@ -413,6 +420,22 @@ FLT007 = [
         verdict="fail",
         evidence=lambda: large(4_097, job("fault.digest_every=0")),
         severity="error",
+    ),
+    Case(
+        rule="FLT007",
+        name="and for a million device-hours",
+        verdict="fail",
+        evidence=lambda: lasting(1.0e6, job("fault.digest_every=0")),
+        severity="error",
+        boundary=True,
+    ),
+    Case(
+        rule="FLT007",
+        name="not for less",
+        verdict="fail",
+        evidence=lambda: lasting(0.99e6, job("fault.digest_every=0")),
+        severity="warning",
+        boundary=True,
     ),
     Case(rule="FLT007", name="a run without a difference", verdict="pass", evidence=run),
     Case(

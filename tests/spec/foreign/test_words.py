@@ -11,6 +11,7 @@ from phalanx.errors import UserError
 from phalanx.job.schema import Job
 from phalanx.spec.foreign import mcore, nemo
 from phalanx.spec.foreign.convert import Converted, convert
+from phalanx.spec.foreign.detect import kind_of
 
 DATA = Path(__file__).parent / "data"
 GPT = (
@@ -156,6 +157,25 @@ def test_accelerate(tmp_path: Path, text: str, key: str, value: object) -> None:
     assert getattr(getattr(accelerate(tmp_path, text), section), name) == value
 
 
+def test_what_deepspeed_leaves_to_the_trainer_is_asked_for_and_not_guessed(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        '{"train_batch_size": 64, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto",'
+        ' "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}'
+    )
+    settings = ("model.preset=gpt2", "data.sequence=1024")
+    found = convert(path, "deepspeed", cluster="8xA100:1", overrides=settings)
+    assert [one.fix for one in found.missing] == ["give --set precision.compute=bf16"]
+    found = convert(path, "deepspeed", cluster="8xA100:1", overrides=(*settings, "precision.compute=bf16"))
+    job = found.resolved.job
+    assert (job.precision.grad_reduce, job.optim.clip, job.comm.bucket_mib) == ("bf16", 1.0, "auto")
+    assert {one.key for one in found.unmapped} == {
+        "bf16.enabled",
+        "gradient_clipping",
+        "zero_optimization.reduce_bucket_size",
+    }
+
+
 def test_steps_between_checkpoints_become_seconds_of_the_predicted_step(tmp_path: Path) -> None:
     found = megatron(tmp_path, "--bf16 --save out --save-interval 50")
     twice = megatron(tmp_path, "--bf16 --save out --save-interval 100")
@@ -214,6 +234,33 @@ def test_the_caller_goes_before_the_file(tmp_path: Path) -> None:
 def test_a_cluster_of_another_size_goes_before_the_files_own(tmp_path: Path) -> None:
     found = convert(DATA / "megatron_gpt3_175b.sh", "megatron", cluster="8xA100:16")
     assert {one.key: one.why for one in found.unmapped}["--nnodes"] == "--cluster has 128 devices and goes before it"
+
+
+def test_megatrons_own_test_recipes_are_read(tmp_path: Path) -> None:
+    """tests/functional_tests/test_cases/gpt/*/model_config.yaml, and Megatron-Bridge's moe_model_zoo."""
+    path = tmp_path / "model_config.yaml"
+    flags = "".join(f"  {flag}: {value}\n" for flag, value in zip(*[iter(GPT.split())] * 2, strict=True))
+    path.write_text(f"ENV_VARS:\n  NCCL_ALGO: Ring\nMODEL_ARGS:\n{flags}  --bf16: true\nTEST_TYPE: regular\n")
+    assert kind_of(path) == "megatron"
+    found = convert(path, "megatron", cluster="8xA100:1")
+    assert found.resolved.job.comm.algorithm == "ring"
+    assert (found.resolved.job.model.layers, found.resolved.job.precision.compute) == (24, "bf16")
+    assert found.unmapped == ()
+
+
+def test_nemo_reads_references_and_leaves_functions_alone(tmp_path: Path) -> None:
+    path = tmp_path / "gpt.yaml"
+    path.write_text(
+        "trainer:\n  devices: 8\n  num_nodes: 1\n  max_steps: 10\n  precision: 16\nmodel:\n  micro_batch_size: 1\n"
+        "  global_batch_size: 8\n  encoder_seq_length: 512\n  max_position_embeddings: ${.encoder_seq_length}\n"
+        "  num_layers: 2\n  hidden_size: 64\n  num_attention_heads: 4\n  ffn_hidden_size: ${multiply:4,64}\n"
+        "  kv_channels: ${model.hidden_size}\n  vocab_size: ${a.b}\n  loop: ${model.loop}\n"
+    )
+    found = convert(path, "nemo", cluster="8xA100:1", overrides=("model.vocab=512",))
+    model = found.resolved.job.model
+    assert (model.max_positions, model.head_dim, model.ffn) == (512, 64, 256)
+    assert found.resolved.job.precision.compute == "fp16"
+    assert {"model.ffn_hidden_size", "model.vocab_size", "model.loop"} <= {one.key for one in found.unmapped}
 
 
 def test_nemo_knows_every_word_that_megatron_core_asks_for() -> None:

@@ -26,8 +26,8 @@ REST = """\
 waived CKP903  waived one  (it is <my> birthday)
 
 job.toml: 1 pass, 3 fail (1 error), 1 unknown, 1 waived; 1 does not apply
-  edition 2026.1, nvidia-h100, 128 devices (S2); looked at: job, plan; at stake: 5.0 points of effective training time,\
- about $2,469 of this {job} job
+  edition 2026.1, nvidia-h100, 128 devices (S2); looked at: job, plan; at stake: 2.5 points of effective training time,\
+ about $1,234 of this {job} job
   can be mended: 2 with --fix; --diff shows the edits
 """
 
@@ -62,6 +62,12 @@ def test_settings_that_were_not_checked_are_named() -> None:
     assert "20 settings have no counterpart" in page
     assert "    --flag-0 = 1  no word\n" in page
     assert "and 8 more: --json lists them" in page
+
+
+def test_findings_that_one_edit_cures_are_at_stake_once() -> None:
+    dear, other = bad(impact=Impact(points=4.0)), bad(edits=(), fix="by hand", impact=Impact(points=1.5))
+    page = render([made([rule((bad(), dear)), rule((other, other), "CKP902")])])
+    assert "at stake: 7.0 points" in page
 
 
 def test_a_loss_too_small_to_round_is_still_said() -> None:

@@ -7,10 +7,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
+from numpy.typing import NDArray
+
 from phalanx.record.account.formations import JUMP_S, Formation
 from phalanx.record.events import Event
 from phalanx.record.values import integer, seconds
 
+Floats = NDArray[np.float64]
 MOST_POINTS = 1024  # of the trail; then every second one goes
 
 
@@ -58,6 +62,18 @@ class Trail:
                 self.points, self._every = self.points[::2], 2 * self._every
         self._count += 1
 
+    def add_all(self, points: Sequence[Point]) -> None:
+        """Many at once; the same are kept as if they had come one by one."""
+        done = 0
+        while done < len(points):
+            skip = -self._count % self._every
+            taken = min(skip, len(points) - done)
+            done, self._count = done + taken, self._count + taken
+            if done < len(points):
+                self.add(points[done])
+                done += 1
+        self._last = points[-1]
+
     def close(self) -> list[Point]:
         """All that was kept, the newest included."""
         last = [self._last] if self._last is not None and self.points[-1] != self._last else []
@@ -71,6 +87,19 @@ class Recovery:
     epoch: int
     before_s: float
     after_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stretch:
+    """Steps of one formation, nothing between them; 0 where an event does not say."""
+
+    time_s: Floats  # Unix times, going up
+    step: NDArray[np.int64]
+    taken_s: Floats
+    copied_s: Floats
+    compared_s: Floats
+    compile_s: Floats
+    data_s: Floats
 
 
 class Book:
@@ -110,6 +139,49 @@ class Book:
             self._supervisor_says(time_s, event)
         elif formation >= self._newest:  # else somebody speaks from the past
             self._rank_says(time_s, self._formation(formation), event)
+
+    def take_steps(self, formation: int, steps: Stretch) -> bool:
+        """Steps that follow each other with no mark between; False where they must be taken one by one.
+
+        The same arithmetic as `_step`, for all at once. It asks that the mark before was a step too: then nothing of a
+        copy, and nothing loose, lies before the first.
+        """
+        at_s, end_s = self._at_s, float(steps.time_s[-1])
+        made = self._formation(formation)
+        plain = self._phase == "training" and formation >= self._newest and at_s == self._stepped_s
+        launched = bisect_right(self._launches, end_s) != bisect_right(self._launches, self._last_s)
+        pending = bool(self._recovering) and self._recovering[0].epoch < made.epoch
+        if not plain or launched or pending or int(steps.step.max()) >= made.floor:
+            return False
+        gap_s = np.diff(steps.time_s, prepend=at_s)
+        if float(gap_s.min()) < 0.0 or float(gap_s.max()) > JUMP_S:
+            return False
+        self._spend_steps(steps, gap_s)
+        self._at_s = self._last_s = self._stepped_s = end_s
+        self._loose_s, self.steps = 0.0, self.steps + len(steps.step)
+        return True
+
+    def _spend_steps(self, steps: Stretch, gap_s: Floats) -> None:
+        spent, time_s = self._spent_s, steps.time_s
+        stepping_s = spent["productive"] + spent["data"] + spent["waiting"]
+        before_s = gap_s - steps.copied_s - steps.taken_s - steps.compared_s
+        self.overlap_s += float(np.maximum(-before_s, 0.0).sum())
+        at_s = time_s - gap_s
+        moved_s = at_s + np.maximum(before_s, 0.0)
+        spent["other"] += float((moved_s - at_s).sum())
+        at_s, moved_s = moved_s, np.minimum(moved_s + steps.copied_s, time_s)
+        spent["checkpoint"] += float((moved_s - at_s).sum())
+        at_s, until_s, grown_s = moved_s, np.maximum(moved_s, time_s - steps.compared_s), np.zeros(len(time_s))
+        waited_s = np.array([self._waited(step) for step in steps.step.tolist()])
+        for account, claimed_s in (("compile", steps.compile_s), ("data", steps.data_s), ("waiting", waited_s)):
+            moved_s = np.minimum(at_s + claimed_s, until_s)
+            spent[account] += float((moved_s - at_s).sum())
+            grown_s += 0.0 if account == "compile" else moved_s - at_s
+            at_s = moved_s
+        spent["productive"] += float((until_s - at_s).sum())
+        spent["guard"] += float((time_s - until_s).sum())
+        wall_s, grown_s = self.wall_s + time_s - self._began_s, stepping_s + np.cumsum(grown_s + until_s - at_s)
+        self.trail.add_all(list(zip(time_s.tolist(), wall_s.tolist(), grown_s.tolist(), strict=True)))
 
     def close(self) -> Accounts:
         """The end of the record."""

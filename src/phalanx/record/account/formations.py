@@ -8,9 +8,15 @@ from __future__ import annotations
 import heapq
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+try:  # four times faster, and a quarter of a walk was parsing
+    import orjson
+except ImportError:
+    orjson = None  # type: ignore[assignment]
 
 from phalanx.record.events import MOST_LINE_BYTES, Event, open_file, parts
 from phalanx.record.run import Run
@@ -26,6 +32,13 @@ TOLD = frozenset(
     b"ready run_start step evaluate checkpoint sample stop run_end host epoch restore incident end".split()
 )
 _KIND = re.compile(rb'"event"\s*:\s*"([^"\\]*)"')
+
+
+def _plain(line: bytes) -> Any:
+    return json.loads(line.decode("utf-8"))  # bytes would be looked at once more for their encoding
+
+
+_loads: Callable[[bytes], Any] = _plain if orjson is None else orjson.loads
 
 
 @dataclass(kw_only=True, slots=True)
@@ -144,7 +157,7 @@ class Lines:
 
     def read(self, paths: Iterable[Path], *, only: bytes = b"") -> Iterator[tuple[float, Event]]:
         """Time and event of every line that tells of accounts; lines without `only` are not looked at."""
-        clock = _Clock()
+        clock = Clock()
         for path in paths:
             for line in raw_lines(path):
                 event = self._event(line) if only in line else None
@@ -161,7 +174,7 @@ class Lines:
         return event
 
 
-class _Clock:
+class Clock:
     """The time of one file's events, made to go forward only."""
 
     def __init__(self) -> None:
@@ -199,7 +212,7 @@ def raw_lines(path: Path) -> Iterator[bytes]:
 
 def _parse(line: bytes) -> Event | None:
     try:
-        event = json.loads(line.decode("utf-8"))  # bytes would be looked at once more for their encoding
+        event = _loads(line)
     except (ValueError, RecursionError):
         return None
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):

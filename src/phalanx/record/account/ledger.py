@@ -7,12 +7,12 @@ nothing has to be remembered of the steps: a run of a million of them needs as m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from phalanx.record.account.book import Accounts, Book, Point, Recovery
-from phalanx.record.account.formations import Lines, formations, timeline
+from phalanx.record.account.formations import Formation, Lines, formations, timeline
 from phalanx.record.run import Run
 from phalanx.units import format_seconds
 
@@ -101,10 +101,20 @@ class Walk:
 def walk(run: Run, history: RunHistory | None = None) -> Walk:
     """The ledger, how it grew, and how long each failure took; `history` spares opening the run again."""
     known, lines = formations(run), Lines()
-    supervised = run.supervisor.is_file()
-    book = Book(launches=run.launches(), formations=known, supervised=supervised, waited=_waited(run, history))
+    book = open_book(run, known, history)
     for time_s, formation, event in timeline(run, known, lines):
         book.take(time_s, formation, event)
+    return closed(book, known, unreadable=lines.unreadable, jumps=lines.jumps)
+
+
+def open_book(run: Run, known: Sequence[Formation], history: RunHistory | None) -> Book:
+    """An empty book for a run."""
+    supervised = run.supervisor.is_file()
+    return Book(launches=run.launches(), formations=known, supervised=supervised, waited=_waited(run, history))
+
+
+def closed(book: Book, known: Sequence[Formation], *, unreadable: int, jumps: int) -> Walk:
+    """What a book that took all marks comes to."""
     accounts = book.close()
     made = Ledger(
         wall_s=round(book.wall_s, 6),
@@ -114,8 +124,8 @@ def walk(run: Run, history: RunHistory | None = None) -> Walk:
         steps_lost=book.lost,
         incidents=book.incidents,
         formations=len(known),
-        unreadable_lines=lines.unreadable,
-        clock_jumps=book.jumps + lines.jumps,
+        unreadable_lines=unreadable,
+        clock_jumps=book.jumps + jumps,
     )
     return Walk(ledger=made, trail=book.trail.close(), recoveries=book.recoveries)
 

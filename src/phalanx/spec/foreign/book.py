@@ -54,7 +54,8 @@ class Book:
 
     def leaf(self, name: str) -> Leaf | None:
         """The leaf of a name; a null one counts as absent."""
-        leaf = self.read_as.get(name) or self.leaves.get(self.names.get(name, name))
+        key = self.names.get(name, name)
+        leaf = self.read_as.get(name) or self.read_as.get(key) or self.leaves.get(key)
         return leaf if leaf is not None and leaf.value is not None else None
 
     def has(self, name: str) -> bool:

@@ -102,6 +102,11 @@ def translate(book: Book) -> None:
     book.close(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: key)
 
 
+def _auto(book: Book, key: str) -> bool:
+    """Whether a key is left to the Trainer."""
+    return key in book.leaves and book.leaves[key].value == "auto"
+
+
 def _zero(book: Book) -> None:
     z = "zero_optimization."
     book.put("parallel.mode", "fixed", note="DeepSpeed searches nothing")
@@ -131,9 +136,8 @@ def _precision(book: Book) -> None:
     half = book.flag("fp16.enabled")
     names = ("bf16.enabled", "bfloat16.enabled", "fp16.enabled")
     compute = "bf16" if brain else "fp16" if half else "fp32"
-    if compute == "fp32" and any(book.leaves.get(n) is not None and book.leaves[n].value == "auto" for n in names):
-        book.assume("precision.compute", "bf16", "left to the Trainer: bf16 assumed")
-        compute = "bf16"
+    if compute == "fp32" and any(_auto(book, name) for name in names):
+        compute = "what it computes in"  # nobody knows yet: `finish` asks for it
     else:
         book.put("precision.compute", compute, *sorted(names, key=lambda name: not book.flag(name)))
     scale = book.number("fp16.loss_scale")
@@ -167,7 +171,7 @@ def _buckets(book: Book) -> None:
     if size:
         mib = min(65_536.0, size * width / 2**20)
         book.put("comm.bucket_mib", round(mib, 1), key, note=f"{size:,.0f} elements × {width} bytes")
-    else:
+    elif not _auto(book, key):
         book.assume("comm.bucket_mib", round(ELEMENTS * width / 2**20, 1), f"5e8 elements × {width} bytes")
 
 
@@ -204,6 +208,8 @@ def _optimizer(book: Book) -> None:
             "gradient_clipping": ("optim.clip", Book.number),
         }
     )
+    if _auto(book, "gradient_clipping"):
+        book.put("optim.clip", 1.0, note="default of Hugging Face's Trainer: max_grad_norm")
     book.assume("optim.clip", 0.0, "no clipping")
     betas = book.leaf("optimizer.params.betas")
     if betas is not None and isinstance(betas.value, list) and len(betas.value) == 2:

@@ -75,7 +75,8 @@ def kind_of(path: Path) -> str:
     if path.suffix == ".toml":
         return _best(_toml_words(path), ".toml")
     if path.suffix in TREES:
-        return _best(_tree_words(path), path.suffix) or _nobody(path)
+        words = _tree_words(path)
+        return "megatron" if "MODEL_ARGS" in words else _best(words, path.suffix) or _nobody(path)
     return "megatron" if _has_flags(path) else ""
 
 

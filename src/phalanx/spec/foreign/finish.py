@@ -34,6 +34,8 @@ def finish(book: Book, *, devices: int, settings: Sequence[str]) -> None:
     _sharding(book, data)
     _habits(book)
     _model(book)
+    if "precision.compute" not in book.values:
+        book.need("does not say in which format it computes", "give --set precision.compute=bf16")
 
 
 def _set(book: Book, settings: Sequence[str]) -> None:
@@ -81,7 +83,7 @@ def _batch(book: Book, data: int) -> None:
             book.values["batch.global_sequences"] = Said(
                 value=said.value * data, key=said.key, note=note, line=said.line
             )
-        elif book.settled[said.key].text.startswith("batch.per_replica"):
+        elif said.key:
             book.lacks(said.key, "per data rank: the global batch follows once --cluster says how many there are")
     for key, settled in list(book.settled.items()):
         if settled.text == "batch.per_replica":

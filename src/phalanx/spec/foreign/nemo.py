@@ -11,6 +11,7 @@ import re
 
 from phalanx.spec.foreign import mcore, megatron
 from phalanx.spec.foreign.book import Book, found_in
+from phalanx.spec.foreign.leaf import Leaf
 
 # Where Megatron's words stand, the strongest first: Bridge's mixed_precision is applied over model, optimizer and ddp.
 PREFIXES = (
@@ -161,6 +162,7 @@ UNMAPPED = megatron.UNMAPPED | {
 
 def translate(book: Book) -> None:
     """Fill the book."""
+    _interpolate(book)
     _machines(book)
     _trainer(book)
     _optimizer_of_one(book)
@@ -173,6 +175,24 @@ def translate(book: Book) -> None:
     _chunk(book)
     _shadowed(book)
     book.close(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=_seen)
+
+
+REFERENCE = re.compile(r"\$\{(\.?)([\w.]+)\}")
+MOST_HOPS = 8
+
+
+def _interpolate(book: Book) -> None:
+    """`${model.encoder_seq_length}` and `${.encoder_seq_length}` as OmegaConf reads them; functions stay."""
+    for key, leaf in book.leaves.items():
+        value, place = leaf.value, key
+        for _ in range(MOST_HOPS):
+            found = REFERENCE.fullmatch(value) if isinstance(value, str) else None
+            if found is None:
+                break
+            place = f"{place.rpartition('.')[0]}.{found.group(2)}" if found.group(1) else found.group(2)
+            value = book.leaves[place].value if place in book.leaves else None
+        if value is not None and value != leaf.value:
+            book.read_as[key] = Leaf(key=key, value=value, line=leaf.line)
 
 
 def word_of(key: str) -> str:

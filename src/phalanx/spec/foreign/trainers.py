@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.spec.foreign import accelerate, deepspeed, megatron, nemo, torchtitan
@@ -25,6 +25,16 @@ class Trainer:
     example: str  # of its files
 
 
+def _arguments(path: Path) -> dict[str, Leaf]:
+    """A script or a text; or Megatron's own test recipes, YAML with MODEL_ARGS and ENV_VARS."""
+    if path.suffix not in (".yaml", ".yml"):
+        return read_arguments(path)
+    short = {
+        key.removeprefix("MODEL_ARGS.").replace("ENV_VARS.", "env."): leaf for key, leaf in read_tree(path).items()
+    }
+    return {key: replace(leaf, key=key) for key, leaf in short.items()}
+
+
 TRAINERS = {
     one.name: one
     for one in (
@@ -40,7 +50,7 @@ TRAINERS = {
             name="megatron",
             title="Megatron-LM",
             framework="megatron-core",
-            read=read_arguments,
+            read=_arguments,
             translate=megatron.translate,
             example="arguments such as --tensor-model-parallel-size 8, alone or in a shell script",
         ),

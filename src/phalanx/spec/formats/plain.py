@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.spec.judge import Finding, Report
@@ -119,12 +119,21 @@ def _points(points: float) -> str:
 
 
 def at_stake(report: Report) -> Impact:
-    """All failures together, no more than everything; two that lose the same hour are counted twice."""
-    bad = [one.outcome.impact for one in report.findings if one.verdict == "fail"]
-    points = sum(one.points for one in bad if one.points is not None and math.isfinite(one.points))
-    usd = [one.usd for one in bad if one.usd is not None and math.isfinite(one.usd)]
+    """All failures together, no more than everything. Those that one edit cures count once, as the dearest of them."""
+    bad = [one.outcome for one in report.findings if one.verdict == "fail"]
+    points, usd = (_summed(bad, name) for name in ("points", "usd"))
     most = report.usd if report.usd is not None else math.inf
-    return Impact(points=min(100.0, points), usd=min(most, sum(usd)) if usd else None)
+    return Impact(points=min(100.0, points or 0.0), usd=min(most, usd) if usd is not None else None)
+
+
+def _summed(outcomes: Sequence[Outcome], name: str) -> float | None:
+    dearest: dict[object, float] = {}
+    for number, one in enumerate(outcomes):
+        value = getattr(one.impact, name)
+        if value is not None and math.isfinite(value):
+            cure = tuple(edit.key for edit in one.edits) or number
+            dearest[cure] = max(value, dearest.get(cure, 0.0))
+    return sum(dearest.values()) if dearest else None
 
 
 def summary_of(report: Report) -> str:

@@ -134,7 +134,7 @@ RULE = Rule(
     uses="L",
     requirement="Replicated weights are compared bit by bit, at least once in a checkpoint interval.",
     why="""
-A device can compute wrongly without failing. Llama 3 lost 6 of 419 interruptions to silent data corruption
+A device can compute wrongly without failing. Of Llama 3's 419 unexpected interruptions 6 were silent data corruption
 (arXiv:2407.21783 table 5), and vendors' own tests find about 70 % of such devices (arXiv:2509.16293): the job has to
 look itself. A difference found within a checkpoint interval costs that interval; later there may be no sound
 checkpoint left.

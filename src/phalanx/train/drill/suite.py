@@ -54,25 +54,25 @@ def parts(step_s: float) -> tuple[Part, ...]:
 
 
 def _recovery() -> Part:
-    saves = tuple(f"kill:rank=0,point=save-{point},step=12" for point in SAVE_POINTS)  # a save each, one after another
+    saves = tuple(f"kill:rank=0,point=save-{point},step=10" for point in SAVE_POINTS)  # a save each, one after another
     return Part(
         name="recovery",
         faults=(
             "kill:rank=2,step=5,point=collective",
-            "nan:rank=0,step=8",
+            "nan:rank=0,step=7",
             *saves,
-            "flip:rank=1,step=45",
-            "hang:rank=3,step=50",
-            "damage:step=60",  # and then every copy in memory goes, so that a restore meets it
-            "host:host=0,step=60",
-            "host:host=1,step=60",
-            "sigterm:step=68",
+            "flip:rank=1,step=36",
+            "hang:rank=3,step=40",
+            "damage:step=48",  # and then every copy in memory goes, so that a restore meets it
+            "host:host=0,step=48",
+            "host:host=1,step=48",
+            "sigterm:step=54",
         ),
-        steps=120,
+        steps=100,
         agents=2,
         spares=1,
         replay=True,
-        overrides=("checkpoint.interval_s=0.2", "checkpoint.keep=3"),
+        overrides=("checkpoint.interval_s=0.05", "checkpoint.keep=3"),
         proofs=(
             Proof(claim="a lost rank is noticed and made good", kinds=("kill",), rules=("FLT001", "FLT002")),
             Proof(claim="a rank that hangs is noticed by its heartbeat", kinds=("hang",), rules=("FLT001", "FLT002")),
@@ -97,7 +97,7 @@ def _limits(step_s: float) -> Part:
         name="limits",
         faults=(
             f"slow:rank=2,step=3,sleep_s={sleep_s:.3g},for_s=3600",
-            "kill:rank=1,step=25",
+            "kill:rank=1,step=20",
             "crash-loop:rank=1,point=restore",  # from the second epoch on
         ),
         steps=60,

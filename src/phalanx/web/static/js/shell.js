@@ -102,6 +102,7 @@ export class RunShell {
     this.gone = true;
     this.refresh.stop();
     clearTimeout(this.timer);
+    clearTimeout(this.checkTimer);
     this.close?.();
     this.page?.leave();
     setLive("off");
@@ -127,12 +128,19 @@ export class RunShell {
     this.#header();
     this.page?.informed?.(this.info);
     if (this.info.settled === false) this.timer = setTimeout(() => this.#load(), AGAIN_MS);
-    const [cost, check] = await Promise.all(
-      ["/cost", "/verdicts"].map((path) => get(runPath(this.name, path)).catch(() => null)),
-    );
-    this.info.cost = this.cost = cost ?? this.cost;
-    this.info.check = this.check = check ?? this.check;
-    if (!this.gone && (this.cost || this.check)) this.#header();
+    this.#add("cost", "/cost");
+    this.#add("check", "/verdicts");
+  }
+
+  // What takes the server longer comes into the header when it is there.
+  async #add(key, path) {
+    const answer = await get(runPath(this.name, path)).catch(() => null);
+    if (this.gone || !answer) return;
+    this.info[key] = this[key] = answer;
+    this.#header();
+    if (key !== "check" || answer.settled !== false) return;
+    clearTimeout(this.checkTimer);
+    this.checkTimer = setTimeout(() => this.#add(key, path), AGAIN_MS);
   }
 
   #recovered() {

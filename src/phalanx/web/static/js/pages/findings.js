@@ -78,8 +78,7 @@ export class FindingsPage {
       this.#draw();
     }
     clearTimeout(this.timer);
-    if (answer.settled === false && !answer.damage?.some((one) => one.where === "check" && !/still/.test(one.what)))
-      this.timer = setTimeout(() => this.#load(), AGAIN_MS);
+    if (answer.settled === false) this.timer = setTimeout(() => this.#load(), AGAIN_MS);
   }
 
   #change(query) {
@@ -93,8 +92,9 @@ export class FindingsPage {
   }
 
   #draw() {
-    const { available, report = {}, groups = [], remarks = [] } = this.answer;
-    say(this.about, available ? summary(report, this.answer) : "The run is being checked; verdicts appear here.");
+    const { available, settled, report = {}, groups = [], remarks = [] } = this.answer;
+    const waiting = settled ? "The run could not be checked." : "The run is being checked; verdicts appear here.";
+    say(this.about, available ? summary(report, this.answer) : waiting);
     const kept = groups
       .map((group) => ({ ...group, findings: group.findings.filter((one) => this.#wants(one)).sort(worst) }))
       .filter((group) => group.findings.length);
