@@ -24,8 +24,9 @@ def plan() -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("device", "algorithm", "told"), [("cuda", "tree", "allreduce:tree"), ("cuda", "auto", "mine"), ("cpu", "tree", "mine")]
-)  # fmt: skip
+    ("device", "algorithm", "told"),
+    [("cuda", "tree", "allreduce:tree"), ("cuda", "auto", "mine"), ("cpu", "tree", "mine")],
+)
 def test_the_job_says_how_gpus_reduce_and_how_long_all_wait(
     plan: Plan, monkeypatch: pytest.MonkeyPatch, device: str, algorithm: str, told: str
 ) -> None:

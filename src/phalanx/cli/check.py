@@ -57,6 +57,12 @@ def add_sight(parser: argparse.ArgumentParser) -> None:
         "--drills", metavar="DIR", action="append", default=[], help="folder with records of drills; may be repeated"
     )
     parser.add_argument(
+        "--parity",
+        metavar="RUN",
+        nargs=2,
+        help="two runs of one training, in fp8 or fp4 and in a wider format, whose losses are compared",
+    )
+    parser.add_argument(
         "--from", dest="source", metavar="TRAINER", default="", help="whose configuration the target is, as megatron"
     )
 
@@ -75,6 +81,7 @@ def request_of(args: argparse.Namespace) -> Request:
         profile=args.profile,
         plan=Path(args.plan) if args.plan else None,
         drills=tuple(_folder(name) for name in args.drills),
+        parity=(Path(args.parity[0]), Path(args.parity[1])) if args.parity else None,
         source=args.source,
     )
 

@@ -14,6 +14,7 @@ from phalanx.plan.plan import Plan
 from phalanx.spec.facts.drill import DrillFacts
 from phalanx.spec.facts.host import HostFacts
 from phalanx.spec.facts.log import LogFacts
+from phalanx.spec.facts.parity import ParityFacts
 from phalanx.spec.facts.practice import Practice
 from phalanx.spec.outcome import Impact, Spot
 from phalanx.spec.profiles import Profile
@@ -48,6 +49,7 @@ class Evidence:
     log: LogFacts | None = None
     host: HostFacts | None = None
     drills: tuple[DrillFacts, ...] = ()
+    parity: ParityFacts | None = None
     unmapped: tuple[Unmapped, ...] = ()
 
     def has(self, letter: str) -> bool:

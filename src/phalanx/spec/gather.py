@@ -22,6 +22,7 @@ from phalanx.spec.facts.drill import DrillFacts
 from phalanx.spec.facts.host import HostFacts
 from phalanx.spec.facts.log import LogFacts
 from phalanx.spec.facts.look import this_host
+from phalanx.spec.facts.parity import parity_of
 from phalanx.spec.facts.practice import Practice
 from phalanx.spec.facts.practices import practice_of
 from phalanx.spec.facts.records import find_drills
@@ -42,6 +43,7 @@ class Request:
     plan: Path | None = None  # of the job that is checked, in place of a new one
     drills: tuple[Path, ...] = ()
     look: bool = True  # at this machine, where the job runs on it
+    parity: tuple[Path, Path] | None = None  # two runs, one in a narrow format
     source: str = ""  # trainer a configuration is of, as "megatron"; empty recognises it
 
 
@@ -55,6 +57,16 @@ def gather(
 ) -> Evidence:
     """All evidence about a target; raises UserError when it is nothing that can be checked."""
     environ = dict(os.environ) if environ is None else environ
+    found = _of_target(target, request, today=today, environ=environ, progress=progress)
+    if request.parity is None:
+        return found
+    first, second = (open_run(path) for path in request.parity)
+    return replace(found, parity=parity_of(first, second))
+
+
+def _of_target(
+    target: str, request: Request, *, today: date, environ: dict[str, str], progress: Progress | None
+) -> Evidence:
     path = Path(target)
     if _is_folder(path):
         _refuse_extras(target, request, "a run")

@@ -7,12 +7,30 @@ from dataclasses import replace
 from spec.kit import Case, Flip, evidence
 from spec.logs import good_log, good_steps
 
+from phalanx.spec.facts.parity import ParityFacts
 from phalanx.spec.facts.practice import Practice
 from phalanx.spec.outcome import Spot
 
 OURS = Practice(trainer="phalanx", loss_scale="dynamic", fp8_spares_sensitive=True, skips_together=True)
 OTHER = Practice(trainer="megatron")
 SPOT = Spot(file="events-00000.jsonl", line=7)
+
+
+def parity(loss: float, **changes):
+    """fp8 with two runs that compare it with bf16, whose loss is 4."""
+    found = ParityFacts(
+        narrow="run-fp8",
+        wide="run-bf16",
+        narrow_format="fp8",
+        wide_format="bf16",
+        model="small",
+        parameters=10**9,
+        tokens=10**10,
+        narrow_loss=loss,
+        wide_loss=4.0,
+        held_out=True,
+    )
+    return lambda: evidence(FP8, practice=OURS, parity=replace(found, **changes))
 
 
 def job(*sets: str, practice: Practice = OURS, **changes):
@@ -153,6 +171,18 @@ CASES = [
         evidence=job(FP8, practice=OTHER),
         says="leaves in 16 bit",
     ),
+    Case(rule="PRC003", name="parity to the line", verdict="pass", evidence=parity(4.0 * 1.0025), boundary=True),
+    Case(rule="PRC003", name="better than bf16", verdict="pass", evidence=parity(3.9)),
+    Case(
+        rule="PRC003",
+        name="no parity",
+        verdict="fail",
+        evidence=parity(4.0 * 1.0026),
+        boundary=True,
+        severity="error",
+        says="fp8 ends +0.260% from bf16",
+    ),
+    Case(rule="PRC003", name="parity of another format", verdict="unknown", evidence=parity(4.0, narrow_format="fp4")),
     Case(rule="PRC003", name="fp16 on TPU", verdict="fail", evidence=job(FP16, profile="tpu")),
     Case(rule="PRC003", name="fp16 of hardware that says so", verdict="pass", evidence=job(FP16, profile="custom")),
     Case(
@@ -257,6 +287,7 @@ FLIPS = [
         before="fail",
         after="pass",
     ),
+    Flip(rule="PRC003", limit="most_gap", value=0.01, evidence=parity(4.02), before="fail", after="pass"),
     Flip(rule="PRC003", limit="narrow_formats", value=("fp4",), evidence=job(FP8), before="unknown", after="pass"),
     Flip(rule="PRC004", limit="most_in_a_row", value=3, evidence=job(), before="pass", after="fail"),
     Flip(rule="PRC004", limit="jump", value=4.0, evidence=ran(worst_loss_jump=4.5), before="pass", after="fail"),

@@ -192,6 +192,17 @@ def test_without_a_cluster_the_steps_stay_steps_and_are_listed(tmp_path: Path) -
     assert 'spec = "unknown"' in found.text
 
 
+def test_a_size_that_is_a_variable_is_asked_for_and_not_replaced_by_a_default(tmp_path: Path) -> None:
+    found = megatron(tmp_path, "--tensor-model-parallel-size $TP --lr $LR --train-samples 100")
+    assert [one.fix for one in found.missing] == ["give --set parallel.tensor=…"]
+    why = {one.key: one.why for one in found.unmapped}
+    assert why["--tensor-model-parallel-size"] == why["--lr"] == "a variable that nothing sets"
+    path = tmp_path / "args.txt"
+    found = convert(path, "megatron", cluster="8xA100:1", overrides=("parallel.tensor=2", "data.sequence=512"))
+    assert found.missing == ()
+    assert (found.resolved.job.parallel.tensor, found.resolved.job.data.tokens) == (2, 100 * 512)
+
+
 def test_a_wrong_degree_is_a_mistake_at_its_own_line(tmp_path: Path) -> None:
     path = tmp_path / "args.txt"
     path.write_text(GPT + "\n--bf16\n--tensor-model-parallel-size 3\n", encoding="utf-8")

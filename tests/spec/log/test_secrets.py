@@ -64,14 +64,18 @@ def test_a_normal_run_has_none_and_a_leak_is_placed(tmp_path):
     assert read_log(run).grammar.secrets == 0
     run.log(1).write_text("fine\nfine\nexport AWS_SECRET_ACCESS_KEY=" + RANDOM * 2 + "\n")
     found = read_log(run).grammar
-    assert found.secrets == 1 and found.secrets_spot.file.endswith("logs/rank-00001.log") and found.secrets_spot.line == 3
+    assert found.secrets == 1
+    assert found.secrets_spot.file.endswith("logs/rank-00001.log")
+    assert found.secrets_spot.line == 3
 
 
 def test_texts_of_events_are_looked_through(tmp_path):
     run = write_run(tmp_path, ranks=1, hosts=1, steps=60)
     with open(run.events(0), "a") as file:
         text = "cannot reach s3://bucket with api_key=" + RANDOM
-        file.write(json.dumps({"v": 1, "event": "remark", "t": 1794709000.0, "rank": 0, "step": 1, "text": text}) + "\n")
+        file.write(
+            json.dumps({"v": 1, "event": "remark", "t": 1794709000.0, "rank": 0, "step": 1, "text": text}) + "\n"
+        )
     with open(run.supervisor, "a") as file:
         end = {"v": 1, "event": "end", "t": 1794709000.0, "rank": -1, "state": "x", "message": "https://a:b@c"}
         file.write(json.dumps(end) + "\n")

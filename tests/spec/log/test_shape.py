@@ -52,5 +52,8 @@ def test_columns_of_events_that_have_different_fields(events):
     steps[1] = {name: steps[1][name] for name in steps[1] if name != "loss"}
     steps[2] = steps[2] | {"mine": 1}
     columns = Columns("step", steps)
-    assert not columns.is_even and columns.get("loss")[1] is None and columns.get("mine") == (None, None, 1, None)
-    assert columns.doubts() == [] and columns.get("nobody's") == (None,) * 4
+    assert not columns.is_even
+    assert columns.get("loss")[1] is None
+    assert columns.get("mine") == (None, None, 1, None)
+    assert columns.doubts() == []
+    assert columns.get("nobody's") == (None,) * 4

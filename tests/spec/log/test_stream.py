@@ -38,7 +38,9 @@ def with_digests(run: Run, *, wrong: int | None = None) -> None:
         if event["event"] != "step" or event["step"] % 10 != 9:
             return event
         tensor = event["rank"] % 2  # tensor ranks hold different halves
-        return event | {"digest": f"{event['step']:031x}{2 if event['rank'] == wrong and event['step'] == 89 else tensor}"}
+        return event | {
+            "digest": f"{event['step']:031x}{2 if event['rank'] == wrong and event['step'] == 89 else tensor}"
+        }
 
     for path in run.event_files():
         edit(path, change)
@@ -49,29 +51,43 @@ def test_a_good_run_in_numbers(tmp_path):
     assert (found.state, found.is_over, found.world, found.ranks) == ("done", True, 4, (0, 1, 2, 3))
     steps = found.steps
     assert (steps.first, steps.last, steps.count, steps.again) == (0, 199, 200, 3)
-    assert steps.tokens == {TOKENS: 203} and steps.duration_s.count == 203 - 2 * 5
-    assert steps.duration_s.p50 == pytest.approx(6.65, rel=0.02) and abs(steps.drift) < 0.01
+    assert steps.tokens == {TOKENS: 203}
+    assert steps.duration_s.count == 203 - 2 * 5
+    assert steps.duration_s.p50 == pytest.approx(6.65, rel=0.02)
+    assert abs(steps.drift) < 0.01
     assert steps.tokens_per_s == pytest.approx(TOKENS / 6.65, rel=0.01)
-    assert 0.3 < steps.wait_share < 0.4 and steps.data_share < 0.003
-    assert (steps.skipped, steps.not_finite, steps.skips_differ) == (0, 0, None) and 1.0 < steps.worst_jump < 1.5
-    assert found.noise.gap_steps == 1.0 and found.noise.has_parts and found.noise.error < 1e-9
-    assert found.monitor.ranks == 4 and found.monitor.utilization_sources == ("gpm-sm",)
+    assert 0.3 < steps.wait_share < 0.4
+    assert steps.data_share < 0.003
+    assert (steps.skipped, steps.not_finite, steps.skips_differ) == (0, 0, None)
+    assert 1.0 < steps.worst_jump < 1.5
+    assert found.noise.gap_steps == 1.0
+    assert found.noise.has_parts
+    assert found.noise.error < 1e-9
+    assert found.monitor.ranks == 4
+    assert found.monitor.utilization_sources == ("gpm-sm",)
     assert found.monitor.gap_s == pytest.approx(10.0, rel=0.02)
     assert found.monitor.energy_j == pytest.approx(found.energy_j, rel=1e-6)
-    assert found.peers.gap_s == pytest.approx(30.0, rel=0.02) and found.peers.lost_share == 0.0
+    assert found.peers.gap_s == pytest.approx(30.0, rel=0.02)
+    assert found.peers.lost_share == 0.0
     saved = found.checkpoints
     assert (saved.stages, saved.commits, saved.kept, saved.restores) == (5, 4, 3, 1)
     assert (saved.commits_without_stage, saved.overlapping, saved.restored_uncommitted) == (0, 0, 0)
-    assert saved.bytes == pytest.approx(112e9, rel=1e-6) and saved.blocked_s.p50 == pytest.approx(1.6, rel=0.02)
+    assert saved.bytes == pytest.approx(112e9, rel=1e-6)
+    assert saved.blocked_s.p50 == pytest.approx(1.6, rel=0.02)
     assert (found.formations, found.preflights, found.refused_hosts) == (2, 2, 0)
-    assert len(found.incidents) == 1 and found.recovery_s.count == 1 and found.most_in_a_row == 1
+    assert len(found.incidents) == 1
+    assert found.recovery_s.count == 1
+    assert found.most_in_a_row == 1
     assert 0.0 < found.detect_s.p95 < 5.0
-    assert found.ledger.closes and found.effective == pytest.approx(found.ledger.effective)
-    assert found.straggler_scores == 4 and found.imbalance == pytest.approx(1.0, abs=0.01)
+    assert found.ledger.closes
+    assert found.effective == pytest.approx(found.ledger.effective)
+    assert found.straggler_scores == 4
+    assert found.imbalance == pytest.approx(1.0, abs=0.01)
     grammar = found.grammar
     assert (grammar.unreadable, grammar.invalid, grammar.unknown_kinds, grammar.out_of_order) == (0, 0, {}, 0)
     assert (grammar.missing, grammar.repeated, grammar.unclosed, grammar.ranks_missing) == ((), (), 0, ())
-    assert grammar.skew_s == 0.0 and grammar.secrets == 0
+    assert grammar.skew_s == 0.0
+    assert grammar.secrets == 0
 
 
 def test_a_run_that_grows_is_read_on_and_says_the_same_as_read_whole(tmp_path):
@@ -114,10 +130,12 @@ def test_a_budget_stops_early_and_says_what_is_left(tmp_path):
     total = run.event_bytes() + run.supervisor.stat().st_size
     stream.refresh(10_000)
     first = stream.facts()
-    assert 0 < first.bytes_read < total and first.bytes_left == total - first.bytes_read
+    assert 0 < first.bytes_read < total
+    assert first.bytes_left == total - first.bytes_read
     while stream.refresh(40_000):
         pass
-    assert stream.facts().bytes_left == 0 and _same(stream.facts()) == _same(read_log(run))
+    assert stream.facts().bytes_left == 0
+    assert _same(stream.facts()) == _same(read_log(run))
 
 
 def test_closed_parts_are_read_in_order(tmp_path):
@@ -132,7 +150,9 @@ def test_closed_parts_are_read_in_order(tmp_path):
     writer.close()
     assert len(list(run.path.glob("events-00000-*.jsonl"))) > 2
     found = read_log(run)
-    assert found.steps.count == 60 and found.grammar.out_of_order == 0 and found.bytes_left == 0
+    assert found.steps.count == 60
+    assert found.grammar.out_of_order == 0
+    assert found.bytes_left == 0
 
 
 def test_progress_is_told(tmp_path):
@@ -157,7 +177,8 @@ def test_a_digest_that_differs_is_found(tmp_path):
     _zero(run, 0)
     with_digests(run, wrong=3)
     found = read_log(run).digests
-    assert found.differing == 1 and found.differing_spot.file.endswith("events-00003.jsonl")
+    assert found.differing == 1
+    assert found.differing_spot.file.endswith("events-00003.jsonl")
     line = run.events(3).read_text().splitlines()[found.differing_spot.line - 1]
     assert json.loads(line)["step"] == 89
 
@@ -171,14 +192,18 @@ def test_shards_of_zero_are_no_copies(tmp_path, stage):
 
 
 def _zero(run: Run, stage: int) -> None:
-    edit(run.supervisor, lambda event: event | ({"layout": event["layout"] | {"zero": stage}} if "layout" in event else {}))
+    edit(
+        run.supervisor,
+        lambda event: event | ({"layout": event["layout"] | {"zero": stage}} if "layout" in event else {}),
+    )
 
 
 def test_a_rank_that_speaks_from_an_older_formation_is_stale(tmp_path):
     run = write_run(tmp_path, ranks=2, steps=60, incidents=1)
     edit(run.events(1), at_step(55, epoch=1))
     found = read_log(run).digests
-    assert found.stale == 1 and found.stale_spot.file.endswith("events-00001.jsonl")
+    assert found.stale == 1
+    assert found.stale_spot.file.endswith("events-00001.jsonl")
 
 
 def test_a_step_that_one_rank_skipped_and_another_did_not(tmp_path):
@@ -189,7 +214,8 @@ def test_a_step_that_one_rank_skipped_and_another_did_not(tmp_path):
     assert (found.skipped, found.skipped_in_a_row, found.not_finite, found.skips_differ) == (1, 1, 0, None)
     edit(run.events(2), at_step(20, skipped=False, loss=3.0))
     found = read_log(run).steps
-    assert found.skips_differ is not None and found.skips_differ.file.endswith("events-00000.jsonl")
+    assert found.skips_differ is not None
+    assert found.skips_differ.file.endswith("events-00000.jsonl")
 
 
 def test_a_step_that_is_not_finite_and_was_not_skipped(tmp_path):
@@ -205,7 +231,8 @@ def test_the_worst_jump_is_named(tmp_path):
     edit(run.events(0), at_step(50, grad_norm=9.0))
     edit(run.events(0), at_step(51, grad_norm=90.0, skipped=True))
     found = read_log(run).steps
-    assert 8.0 < found.worst_jump < 10.0 and found.worst_loss_jump < 2.0
+    assert 8.0 < found.worst_jump < 10.0
+    assert found.worst_loss_jump < 2.0
     assert json.loads(run.events(0).read_text().splitlines()[found.worst_jump_spot.line - 1])["step"] == 50
 
 
@@ -242,7 +269,8 @@ def test_a_restore_of_what_was_never_committed(tmp_path):
     run = write_run(tmp_path, ranks=2, steps=120, incidents=1)
     edit(run.supervisor, lambda event: event | {"source": "disk"} if event["event"] == "restore" else event)
     found = read_log(run).checkpoints  # step 57: a copy in memory, no checkpoint
-    assert found.restored_uncommitted == 1 and found.restored_spot.file.endswith("supervisor.jsonl")
+    assert found.restored_uncommitted == 1
+    assert found.restored_spot.file.endswith("supervisor.jsonl")
 
 
 def test_a_commit_without_a_stage_and_a_stage_before_the_last_was_safe(tmp_path):
@@ -254,14 +282,16 @@ def test_a_commit_without_a_stage_and_a_stage_before_the_last_was_safe(tmp_path)
 
     edit(run.events(0), without)
     found = read_log(run).checkpoints
-    assert (found.commits_without_stage, found.overlapping) == (1, 1) and found.disorder_spot is not None
+    assert (found.commits_without_stage, found.overlapping) == (1, 1)
+    assert found.disorder_spot is not None
 
 
 def test_a_checkpoint_folder_without_a_manifest_is_incomplete(tmp_path):
     run = write_run(tmp_path, ranks=1, hosts=1, steps=120, incidents=0)
     (run.path / "checkpoints" / "step-00000050" / "manifest.json").unlink()
     found = read_log(run).checkpoints
-    assert (found.kept, found.incomplete) == (2, 1) and found.free_bytes > 0
+    assert (found.kept, found.incomplete) == (2, 1)
+    assert found.free_bytes > 0
 
 
 def test_provenance_and_addresses_are_read_from_the_launch(tmp_path):
@@ -271,14 +301,16 @@ def test_provenance_and_addresses_are_read_from_the_launch(tmp_path):
     run.set_launch(**run.launch() | {"provenance": known, "addresses": ["10.0.0.1"]})
     (run.path / "coordinator.json").write_text('{"address": ["0.0.0.0", 5], "go": {"store": ["127.0.0.1", 6]}}')
     found = read_log(run)
-    assert found.grammar.has_provenance is True and found.listens == ("0.0.0.0", "10.0.0.1", "127.0.0.1")
+    assert found.grammar.has_provenance is True
+    assert found.listens == ("0.0.0.0", "10.0.0.1", "127.0.0.1")
 
 
 def test_the_end_of_a_run_that_goes_on_is_not_missing(tmp_path):
     going = write_run(tmp_path, name="going", ranks=2, steps=40, finished=False)
     going.set_status("running")
     found = read_log(going)
-    assert not found.is_over and found.grammar.missing == ()
+    assert not found.is_over
+    assert found.grammar.missing == ()
     done = write_run(tmp_path, name="done", ranks=2, steps=40)
     edit(done.events(0), lambda event: None if event["event"] == "run_end" else event)
     edit(done.supervisor, lambda event: None if event["event"] in ("end", "epoch") else event)

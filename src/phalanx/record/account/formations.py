@@ -195,6 +195,20 @@ class Clock:
         self._last_s = now_s if self._last_s is None else max(now_s, self._last_s)
         return self._last_s
 
+    @property
+    def last_s(self) -> float:
+        """The newest time."""
+        return 0.0 if self._last_s is None else self._last_s
+
+    @property
+    def is_even(self) -> bool:
+        """Whether its times are those of the events: nobody has set it."""
+        return self._shift_s == 0.0
+
+    def follow(self, time_s: float) -> None:
+        """Events up to this time went by in order."""
+        self._last_s = time_s
+
 
 def raw_lines(path: Path) -> Iterator[bytes]:
     """The lines of a file, if there is one; an overlong one comes in pieces."""

@@ -12,6 +12,7 @@ from phalanx.job.rules import kind, shown
 from phalanx.spec.foreign.leaf import Leaf
 
 MOST = 1e18  # beyond any count of tokens
+UNSET = "a variable that nothing sets"
 NEVER = 0  # steps between checkpoints where none are made
 
 Fate = Literal["mapped", "irrelevant", "unmapped"]
@@ -46,6 +47,7 @@ class Book:
     read_as: dict[str, Leaf] = field(default_factory=dict)  # name -> a leaf with its value put into other words
     values: dict[str, Said] = field(default_factory=dict)
     settled: dict[str, Settled] = field(default_factory=dict)
+    unreadable: dict[str, Leaf] = field(default_factory=dict)  # asked for as numbers, and none
     missing: list[Problem] = field(default_factory=list)  # what no plan can be made without
     machines: tuple[int, int] = (0, 0)  # hosts and devices of each; 0 is not said
     practice: dict[str, object] = field(default_factory=dict)  # habits that these settings change
@@ -77,7 +79,9 @@ class Book:
             return None
         value = _finite(leaf.value)
         if value is None:
-            self.lacks(name, f"is {kind(leaf.value)}, not a number")
+            unset = isinstance(leaf.value, str) and "$" in leaf.value
+            self.unreadable[name] = leaf
+            self.lacks(name, UNSET if unset else f"is {kind(leaf.value)}, not a number")
         return value
 
     def flag(self, name: str) -> bool | None:
@@ -100,7 +104,7 @@ class Book:
 
     def put(self, job_key: str, value: object, *names: str, note: str = "") -> None:
         """The job says this, because of these leaves."""
-        said = [leaf for name in names if (leaf := self.leaf(name)) is not None]
+        said = [leaf for name in names if name not in self.unreadable and (leaf := self.leaf(name)) is not None]
         first = said[0] if said else None
         note = note or ("" if first else f"default of {self.title}")
         self.values[job_key] = Said(
@@ -170,7 +174,8 @@ class Book:
             if leaf.value is None:
                 self.settled[key] = Settled(fate="irrelevant", text=f"null leaves it to {self.title}")
             elif (name := found_in(seen(key), [*unmapped, *irrelevant])) in unmapped:
-                self.settled[key] = Settled(fate="unmapped", text=unmapped[name])
+                fate: Fate = "irrelevant" if leaf.value is False else "unmapped"  # what is off needs no word
+                self.settled[key] = Settled(fate=fate, text=unmapped[name])
             elif name:
                 self.settled[key] = Settled(fate="irrelevant", text=irrelevant[name])
             else:

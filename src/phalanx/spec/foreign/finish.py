@@ -12,7 +12,7 @@ from phalanx.job import overrides as override_values
 from phalanx.job.draft import Draft
 from phalanx.job.presets import presets
 from phalanx.job.schema import Data
-from phalanx.spec.foreign.book import Book, Said
+from phalanx.spec.foreign.book import Book, Said, told
 from phalanx.units import parse_count
 
 NEEDED = ("layers", "hidden", "heads", "vocab")
@@ -34,6 +34,7 @@ def finish(book: Book, *, devices: int, settings: Sequence[str]) -> None:
     _sharding(book, data)
     _habits(book)
     _model(book)
+    _decisive(book)
     if "precision.compute" not in book.values:
         book.need("does not say in which format it computes", "give --set precision.compute=bf16")
 
@@ -117,13 +118,18 @@ def _tokens(book: Book) -> int:
 
 
 def _steps(book: Book) -> None:
-    each = _tokens(book)
-    for name, ours in (("data.steps", "data.tokens"), ("optim.warmup_steps", "optim.warmup_tokens")):
+    step, sequence = _tokens(book), book.int_of("data.sequence", 0)
+    for name, ours, unit, each in (
+        ("data.steps", "data.tokens", "steps", step),
+        ("data.samples", "data.tokens", "sequences", sequence),
+        ("optim.warmup_steps", "optim.warmup_tokens", "steps", step),
+        ("optim.warmup_samples", "optim.warmup_tokens", "sequences", sequence),
+    ):
         said = book.values.pop(name, None)
         if said is None or not isinstance(said.value, int) or ours in book.values:
             continue
         if each:
-            note = f"{said.value:,} steps × {each:,} tokens" + (f"; {said.note}" if said.note else "")
+            note = f"{said.value:,} {unit} × {each:,} tokens" + (f"; {said.note}" if said.note else "")
             book.values[ours] = Said(value=max(0, said.value) * each, key=said.key, note=note, line=said.line)
             book.used(said.key, by=ours)
         elif said.key:
@@ -222,6 +228,37 @@ def _model(book: Book) -> None:
         book.need("does not say the size of the vocabulary", "give --set model.vocab=128256")
     elif lacking:
         book.need("does not say which model is trained", GIVE_MODEL)
+
+
+DECISIVE = {
+    "tensor_model_parallel_size": "parallel.tensor",
+    "pipeline_model_parallel_size": "parallel.pipeline",
+    "virtual_pipeline_model_parallel_size": "parallel.virtual_pipeline",
+    "context_parallel_size": "parallel.context",
+    "expert_model_parallel_size": "parallel.expert",
+    "micro_batch_size": "batch.micro",
+    "global_batch_size": "batch.global_sequences",
+    "train_batch_size": "batch.global_sequences",
+    "seq_length": "data.sequence",
+    "num_layers": "model.layers",
+    "hidden_size": "model.hidden",
+    "num_attention_heads": "model.heads",
+    "parallelism.tensor_parallel_degree": "parallel.tensor",
+    "parallelism.pipeline_parallel_degree": "parallel.pipeline",
+    "parallelism.context_parallel_degree": "parallel.context",
+    "parallelism.expert_parallel_degree": "parallel.expert",
+    "training.seq_len": "data.sequence",
+    "zero_optimization.stage": "parallel.zero",
+}
+
+
+def _decisive(book: Book) -> None:
+    """A size that cannot be read must not become the trainer's default: the layout would be another one."""
+    for name, leaf in book.unreadable.items():
+        key = DECISIVE.get(name, "")
+        said = book.values.get(key)
+        if key and not (said is not None and said.note.startswith("--set")):
+            book.need(f"{leaf.key} = {told(leaf.value)} is not a number", f"give --set {key}=…")
 
 
 def _lacking(book: Book) -> list[str]:

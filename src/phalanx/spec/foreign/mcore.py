@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from phalanx.spec.foreign.book import NEVER, Book
+from phalanx.spec.foreign.book import NEVER, UNSET, Book
 
 GPT2_VOCAB = 50_257
 LEAST_BUCKET = 40_000_000  # parameters; max(40e6, 1e6 × data ranks): core/distributed/distributed_data_parallel.py
@@ -275,8 +275,8 @@ def _batch(book: Book) -> None:
         book.put("batch.global_sequences", total, "global_batch_size")
     else:
         book.put("batch.per_replica", book.int_of("batch.micro"), "micro_batch_size", note="one micro-batch each")
-    if (samples := book.whole("train_samples")) and sequence:
-        book.put("data.tokens", samples * sequence, "train_samples", note=f"{samples:,} sequences")
+    if samples := book.whole("train_samples"):
+        book.put("data.samples", samples, "train_samples")
     elif steps := book.whole("train_iters"):
         book.put("data.steps", steps, "train_iters")
     if (seed := book.whole("seed")) is not None:
@@ -361,8 +361,8 @@ def _learning_rate(book: Book) -> None:
     book.assume("optim.final_lr", 0.0)
     if (steps := book.whole("lr_warmup_iters")) is not None:
         book.put("optim.warmup_steps", steps, "lr_warmup_iters")
-    elif (samples := book.whole("lr_warmup_samples")) and book.int_of("data.sequence", 0):
-        book.put("optim.warmup_tokens", samples * book.int_of("data.sequence"), "lr_warmup_samples")
+    elif samples := book.whole("lr_warmup_samples"):
+        book.put("optim.warmup_samples", samples, "lr_warmup_samples")
     elif (share := book.number("lr_warmup_fraction")) is not None and (steps := book.whole("lr_decay_iters")):
         book.put("optim.warmup_steps", round(share * steps), "lr_warmup_fraction", note=f"{share:g} of {steps:,} steps")
     for name in ("lr_decay_iters", "lr_decay_samples"):
@@ -378,7 +378,7 @@ def _checkpoint(book: Book) -> None:
     if save is not None:
         text = str(save.value)
         good = text.isprintable() and 0 < len(text) < 1000 and "$" not in text
-        book.put("checkpoint.path", text, "save") if good else book.lacks("save", "a variable that nothing sets")
+        book.put("checkpoint.path", text, "save") if good else book.lacks("save", UNSET)
     keep = book.whole("most_recent_k")
     book.put("checkpoint.keep", keep if keep and keep > 0 else 10**6, "most_recent_k", note="" if keep else "keeps all")
     book.put("checkpoint.async", bool(book.flag("async_save")), "async_save")

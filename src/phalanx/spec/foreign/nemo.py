@@ -155,6 +155,7 @@ UNMAPPED = megatron.UNMAPPED | {
     "ddp.overlap_param_gather": "overlap is part of the efficiency profile, not of the job",
     "recompute_modules": "the planner's selective recomputation is attention's core only",
     "trainer.callbacks": "callbacks are code; those that train differently are not seen",
+    "ENV_VARS.": "an environment variable that the job schema has no word for",
     "peft.": "the planner knows full training only",
     "exp_manager.checkpoint_callback_params.": "the job schema keeps the newest, not the best",
 }

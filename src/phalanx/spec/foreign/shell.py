@@ -31,7 +31,7 @@ _WORD = re.compile(
     re.DOTALL,
 )
 _ASSIGN = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?::?-([^}]*+))?\})")
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*|\d)(?::?-([^}]*+))?\})")
 _LIST = re.compile(r"\"?\$\{[A-Za-z_]\w*\[[@*]\]\}\"?")
 _SBATCH = re.compile(r"#SBATCH\s+--([a-z-]+)[= ](\S+)")
 _FLAG = re.compile(r"--[A-Za-z][\w.-]*")
@@ -129,7 +129,7 @@ def _assign(script: _Script, name: str, raw: str, line: int, *, exported: bool) 
 
 def _words(raw: str, script: _Script, line: int) -> None:
     text = _bare(raw)
-    if "\n" in text and "--" in text:
+    if re.search(r"\n.*--|^--\S+\s", text, re.DOTALL):  # several words in quotes, as "--fp8-format hybrid"
         _scan(text, script, first_line=line)
         return
     filled = _filled(text, script)

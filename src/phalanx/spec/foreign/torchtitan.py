@@ -65,6 +65,7 @@ UNMAPPED = {
     "parallelism.pipeline_parallel_split_points": "the planner splits layers evenly",
     "parallelism.pipeline_parallel_layers_per_stage": "the planner splits layers evenly",
     "fault_tolerance.": "torchft has no word in the job schema",
+    "parallelism.expert_tensor_parallel_degree": "the planner splits experts whole",
     "experimental.": "code of your own is not read",
 }
 
@@ -214,9 +215,10 @@ def _precision(book: Book) -> None:
 
 def _spared(book: Book) -> None:
     """Linears alone are converted; the head is one, unless it is named (mx leaves it out by default)."""
-    named = "output" in book.text("float8.filter_fqns") or "lm_head" in book.text("float8.filter_fqns")
+    filters = [key for key in book.leaves if key.endswith("float8.filter_fqns")]
+    named = any(word in book.text(key) for key in filters for word in ("output", "lm_head"))
     book.practice["fp8_spares_sensitive"] = named or "float8" not in book.text("model.converters")
-    book.used("float8.filter_fqns", by="practice: fp8_spares_sensitive")
+    book.used(*filters, by="practice: fp8_spares_sensitive")
 
 
 def _optimizer(book: Book) -> None:

@@ -12,13 +12,14 @@ from phalanx.errors import PhalanxError
 from phalanx.record.account.cost import Cost, cost
 from phalanx.record.account.effective import from_trail
 from phalanx.record.account.incidents import Incident, incidents
-from phalanx.record.account.ledger import Walk, walk
+from phalanx.record.account.ledger import Walk
 from phalanx.record.account.stragglers import Scores, scores
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
 from phalanx.record.values import at, number
 from phalanx.spec.facts.log import Spread
 from phalanx.spec.log.sums import Histogram
+from phalanx.spec.log.walk import quick_walk
 from phalanx.units import HOUR_S
 
 _TROUBLES = (PhalanxError, OSError, KeyError, TypeError, ValueError, ArithmeticError, IndexError)
@@ -39,7 +40,7 @@ def account(run: Run, history: RunHistory) -> Account:
     """Read what the stream has not kept; a damaged file costs what it would have told, nothing else."""
     try:
         history.refresh()
-        walked = walk(run, history)
+        walked = quick_walk(run, history)
     except _TROUBLES:
         return Account()
     try:

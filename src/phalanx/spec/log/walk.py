@@ -41,7 +41,9 @@ def quick_walk(run: Run, history: RunHistory, *, least_bytes: int = SMALL_BYTES)
     told = list(lines.read(parts(run.supervisor)))
     going = _Going(open_book(run, known, history), known, told)
     going.take_all(feed)
-    return closed(going.book, known, unreadable=lines.unreadable + going.unreadable, jumps=max(lines.jumps, going.jumps))
+    return closed(
+        going.book, known, unreadable=lines.unreadable + going.unreadable, jumps=max(lines.jumps, going.jumps)
+    )
 
 
 class _Going:
@@ -51,7 +53,7 @@ class _Going:
         self.book, self._told, self._next = book, told, 0
         self._numbers = {one.epoch: count for count, one in enumerate(known)}
         self._epoch: int | None = None
-        self._clock, self._last_s = Clock(), -1.0
+        self._clock = Clock()
         self.unreadable = 0
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Edit, Impact, Outcome, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
+from phalanx.units import format_count
 
 SPARED = "embeddings, norms, head and router"
 
@@ -14,13 +15,36 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     supported = _supported(evidence)
     if evidence.the_job.precision.compute not in limits.words("narrow_formats") or supported.verdict == "fail":
         return (supported,)
-    parity = unknown(
-        f"nothing shows that {evidence.the_job.precision.compute} learns as bf16 does on this model",
-        fix="train a hundredth of the tokens in both; a gap of at most 0.25 % is parity: waive the "
-        "rule and name the runs",
-        at="precision.compute",
+    return (supported, _spares(evidence), _parity(evidence, limits))
+
+
+def _parity(evidence: Evidence, limits: Limits) -> Outcome:
+    """The losses of two runs, in the narrow format and in a wider one; smaller models count, as DeepSeek-V3's did."""
+    kind, found, most = evidence.the_job.precision.compute, evidence.parity, limits.number("most_gap")
+    if found is None or found.narrow_format != kind:
+        return unknown(
+            f"nothing shows that {kind} learns as bf16 does on this model",
+            fix="train a hundredth of the tokens in both, then phalanx check … --parity RUN RUN",
+            at="precision.compute",
+        )
+    text = "held-out" if found.held_out else "last training"
+    formula = (
+        f"{found.model}, {format_count(found.tokens)} tokens: {text} loss {found.narrow_loss:.4f} in {kind} "
+        f"({found.narrow}), {found.wide_loss:.4f} in {found.wide_format} ({found.wide})",
+        f"gap = {found.narrow_loss:.4f} / {found.wide_loss:.4f} - 1 = {found.gap:+.3%}",
     )
-    return (supported, _spares(evidence), parity)
+    told = f"{kind} ends {found.gap:+.3%} from {found.wide_format}"
+    if found.gap <= most:
+        return passed(told, formula=formula, value=found.gap, threshold=most, at="precision.compute")
+    return failed(
+        told,
+        formula=formula,
+        value=found.gap,
+        threshold=most,
+        at="precision.compute",
+        impact=Impact(note="not time: the model learns less from the same tokens"),
+        edits=(Edit(key="precision.compute", value="bf16", safe=False, note="until parity is shown"),),
+    )
 
 
 def _supported(evidence: Evidence) -> Outcome:
@@ -89,10 +113,13 @@ compared cannot be told from one that learnt less.
 """,
     how="""
 `precision.compute ∈ formats(profile)`. For fp8 and fp4 also: the trainer spares embeddings, norms, head and router
-(its documentation or code), and a parity run: |loss − loss_bf16| / loss_bf16 ≤ 0.25 %. No file of this edition
-carries a parity run, so that part is `unknown` until it is waived with the runs named.
+(its documentation or code), and parity: `loss / loss_bf16 − 1 ≤ 0.25 %` of two runs that differ in nothing else,
+named with `--parity RUN RUN`. Runs of a smaller model count; without any that part is `unknown`.
 """,
     limits={
+        "most_gap": Limit(
+            value=0.0025, note="relative loss over that of bf16: DeepSeek-V3, arXiv:2412.19437 section 3.3"
+        ),
         "narrow_formats": Limit(value=("fp8", "fp4"), note="formats that need parity: arXiv:2412.19437 section 3.3"),
     },
     bad="""

@@ -1,0 +1,83 @@
+"""Parity of a narrow number format: two runs of the same training, one in the narrow format, one in a wide one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from phalanx.errors import UserError, mistake
+from phalanx.record.account.summary import Summary, summarize_briefly
+from phalanx.record.archive.history import RunHistory
+from phalanx.record.run import Run
+from phalanx.record.values import at
+
+NARROW = ("fp8", "fp4")
+# What must be equal for two losses to be comparable, beside the format itself.
+SAME = ("model", "data", "batch", "optim")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParityFacts:
+    """The losses of both; `held_out` says that they are of held-out text."""
+
+    narrow: str  # name of the run
+    wide: str
+    narrow_format: str
+    wide_format: str
+    model: str
+    parameters: int
+    tokens: int
+    narrow_loss: float
+    wide_loss: float
+    held_out: bool
+
+    @property
+    def gap(self) -> float:
+        """Relative to the wide one; positive where the narrow one learnt less."""
+        return self.narrow_loss / self.wide_loss - 1.0
+
+
+def parity_of(first: Run, second: Run) -> ParityFacts:
+    """Two runs, in either order; raises UserError where they cannot be compared."""
+    jobs = [at(run.plan(), "job") for run in (first, second)]
+    formats = [str(at(job, "precision").get("compute")) for job in jobs]
+    if (formats[0] in NARROW) == (formats[1] in NARROW):
+        raise _refuse(
+            first, second, f"compute in {formats[0]} and {formats[1]}", "one in fp8 or fp4, one in bf16 or fp32"
+        )
+    order = (0, 1) if formats[0] in NARROW else (1, 0)
+    narrow, wide = ((first, second)[place] for place in order)
+    differing = [name for name in SAME if jobs[0].get(name) != jobs[1].get(name)]
+    if differing:
+        raise _refuse(
+            narrow, wide, f"differ in [{'], ['.join(differing)}]", "train the same job twice, but for precision"
+        )
+    told = [summarize_briefly(run, RunHistory.open(run)) for run in (narrow, wide)]
+    if told[0].tokens != told[1].tokens or not told[0].tokens:
+        what = f"saw {told[0].tokens:,} and {told[1].tokens:,} tokens"
+        raise _refuse(narrow, wide, what, "let both end at the same step")
+    return _facts(narrow, wide, formats=[formats[place] for place in order], told=told)
+
+
+def _facts(narrow: Run, wide: Run, *, formats: list[str], told: list[Summary]) -> ParityFacts:
+    held_out = all(one.evaluation is not None and one.evaluation.loss is not None for one in told)
+    losses = [one.evaluation.loss if held_out and one.evaluation else one.last_loss for one in told]
+    if any(loss is None or not math.isfinite(loss) or loss <= 0 for loss in losses):
+        raise _refuse(narrow, wide, f"have the losses {losses[0]} and {losses[1]}", "runs that end with a finite loss")
+    return ParityFacts(
+        narrow=narrow.name,
+        wide=wide.name,
+        narrow_format=formats[0],
+        wide_format=formats[1],
+        model=told[0].model,
+        parameters=told[0].parameters,
+        tokens=told[0].tokens,
+        narrow_loss=float(losses[0] or 0.0),
+        wide_loss=float(losses[1] or 0.0),
+        held_out=held_out,
+    )
+
+
+def _refuse(first: Run, second: Run, what: str, fix: str) -> UserError:
+    why = "parity is the loss of one training in two formats"
+    return mistake(f"--parity {first.name} {second.name}", what, why=why, fix=fix)
