@@ -133,6 +133,7 @@ def test_how_near_a_card_is(place: str, node: int, kind: str, tmp_path: Path) ->
 
 def test_what_the_tree_does_not_show_is_not_known(tmp_path: Path) -> None:
     assert nic_paths(machine((), (CARD,)), root=tmp_path) == ()
-    assert nic_paths(machine((gpu(0, "0000:13:00.0", 0),), ()), root=tmp_path) == ()
+    virtual = Nic(name="eth0", bytes_per_s=0.0, numa_node=-1, kind="ethernet")
+    assert nic_paths(machine((gpu(0, "0000:13:00.0", 0),), (virtual,)), root=tmp_path) == ()
     for address in ("0000:13:00.0", "", "../../etc"):
         assert nic_paths(machine((gpu(0, address, 0),), (CARD,)), root=tmp_path) is None

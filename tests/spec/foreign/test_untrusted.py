@@ -97,6 +97,13 @@ def test_variables_in_variables_do_not_grow_without_end(tmp_path: Path) -> None:
     assert len(str(found["--num-layers"].value)) <= 4096
 
 
+@pytest.mark.parametrize(
+    "text", ["--num-layers\f4", '"--a \'--b \\"--c d\\"\'"', "--a\\ b --c", "'--a\n--b" * 9, '"--x y' * 99]
+)
+def test_quotes_in_quotes_end(tmp_path: Path, text: str) -> None:
+    assert len(read_arguments(written(tmp_path, "run.sh", text + "\n"))) < 50
+
+
 def test_lines_of_json_keys() -> None:
     text = '{\n "a": [{"b": 1},\n {"b": {"c":\n 2}}],\n "d\\"e": 3}'
     lines = json_lines(text, file="x")

@@ -16,7 +16,8 @@ _ADDRESS = re.compile(r"(?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 def nic_paths(machine: Machine, *, root: Path = Path("/")) -> tuple[NicPath, ...] | None:
     """The nearest card of every GPU; None where the tree does not show it, empty without GPUs or cards."""
-    cards = [nic for nic in machine.nics if nic.kind == "infiniband"] or list(machine.nics)
+    real = [nic for nic in machine.nics if nic.bytes_per_s > 0]  # a virtual card does not say how fast it is
+    cards = [nic for nic in real if nic.kind == "infiniband"] or real
     if not machine.gpus or not cards:
         return ()
     found = [_nearest(gpu, cards, root) for gpu in machine.gpus]

@@ -17,6 +17,7 @@ from phalanx.errors import mistake
 from phalanx.job.textfile import read_text
 from phalanx.spec.foreign.leaf import MOST_LEAVES, Leaf
 
+MOST_NESTED = 3
 MOST_VALUE = 4_096  # characters; substitution of variables in variables could grow without end
 
 # Possessive groups keep the scan linear on hostile text.
@@ -55,6 +56,7 @@ class _Script:
     words: list[Word] = field(default_factory=list)
     environment: dict[str, Leaf] = field(default_factory=dict)
     depth: int = 0  # of if, case and for
+    nested: int = 0  # quotes within quotes that are being read
 
 
 def read_arguments(path: Path) -> dict[str, Leaf]:
@@ -89,6 +91,16 @@ def _scan(text: str, script: _Script, *, first_line: int) -> None:
             fresh = False
 
 
+def _scan_inner(text: str, script: _Script, line: int) -> bool:
+    """Read words in quotes as words, three levels deep; whether that was done."""
+    if script.nested >= MOST_NESTED:
+        return False
+    script.nested += 1
+    _scan(text, script, first_line=line)
+    script.nested -= 1
+    return True
+
+
 def _batch_line(text: str, script: _Script, line: int) -> None:
     if found := _SBATCH.match(text):
         key = f"SBATCH.{found.group(1)}"
@@ -118,7 +130,7 @@ def _assign(script: _Script, name: str, raw: str, line: int, *, exported: bool) 
         return
     text = _bare(raw)
     if "--" in text and (text.lstrip(" \\\n\t").startswith("--")):
-        _scan(text, script, first_line=line)
+        _scan_inner(text, script, line)
         script.variables[name] = ""  # where it is used nothing is left to add
         return
     value = _filled(text, script)
@@ -130,8 +142,8 @@ def _assign(script: _Script, name: str, raw: str, line: int, *, exported: bool) 
 def _words(raw: str, script: _Script, line: int) -> None:
     text = _bare(raw)
     if re.search(r"\n.*--|^--\S+\s", text, re.DOTALL):  # several words in quotes, as "--fp8-format hybrid"
-        _scan(text, script, first_line=line)
-        return
+        if _scan_inner(text, script, line):
+            return
     filled = _filled(text, script)
     if filled or not _VARIABLE.search(text):
         script.words.append(Word(text=filled, line=line, doubtful=script.depth > 0))

@@ -1,0 +1,70 @@
+"""A fabric as values: a folded Clos of equal planes. Counts are per fabric unless a name says otherwise.
+
+Hosts are network interfaces (NICs): a GPU has one. Every NIC is split into `planes` ports of `port_gbps`, and each plane
+is a Clos of its own: T0 switches carry NICs, T1 join T0s, T2 (three tiers) join T1s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Switch:
+    """A switch of the catalogue in one port configuration."""
+
+    name: str  # "Spectrum-5 512x100G"
+    box: str  # "Spectrum-5"
+    radix: int  # ports at `port_gbps`
+    port_gbps: float
+    watts: float  # of the box, with its optics' share left out; 0 is unknown
+    usd: tuple[float, float] | None  # low and high price of the box; None is unknown
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fabric:
+    """Equal planes of a folded Clos."""
+
+    name: str
+    hosts: int  # NICs that are connected
+    nic_gbps: float
+    planes: int
+    tiers: int  # 1, 2, 3 or 4
+    switch: Switch
+    oversubscription: float  # capacity down over capacity up at T0: 1 is full bisection
+    rails: int  # NICs of a server that go to different T0s: 1 is none
+    t0_down: int  # ports of a T0 that carry NICs
+    t0_up: int  # ports of a T0 that go up
+    t0: int  # switches per plane
+    t1: int
+    t2: int = 0
+    t3: int = 0
+    hop_s: float = 0.73e-6  # one more switch and its fibre (arXiv:2605.04333 section 5.2.1: 1.45 µs for two)
+
+    @property
+    def port_gbps(self) -> float:
+        """Speed of a plane's port."""
+        return self.nic_gbps / self.planes
+
+    @property
+    def switches_per_plane(self) -> int:
+        """Of all tiers."""
+        return self.t0 + self.t1 + self.t2 + self.t3
+
+    @property
+    def switches(self) -> int:
+        """Of all planes."""
+        return self.planes * self.switches_per_plane
+
+    @property
+    def hops(self) -> int:
+        """Switches on the longest path."""
+        return 2 * self.tiers - 1
+
+    @property
+    def paths(self) -> int:
+        """Paths between two hosts under different T0s, over all planes."""
+        if self.tiers == 1:
+            return self.planes
+        return self.planes * self.t0_up * (self.switch.radix // 2) ** (self.tiers - 2)
