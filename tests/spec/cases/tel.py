@@ -10,6 +10,8 @@ from typing import Any
 from spec.kit import Case, Flip, evidence
 from spec.logs import good_cpu_log, good_log, good_monitor, good_steps, incident, ledger
 
+from phalanx.record.account.book import Accounts
+from phalanx.record.account.ledger import Ledger
 from phalanx.record.account.stragglers import Straggler
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.drill import DrillFacts
@@ -43,6 +45,12 @@ def noise(**changes: Any) -> NoiseFacts:
 
 def peers(**changes: Any) -> PeerFacts:
     return replace(PeerFacts(ranks=128, gap_s=31.0, lost_share=0.0, p99_s=40e-6), **changes)
+
+
+def starting(init_s: float) -> Ledger:
+    """A run of 50 s of which the launch took so many."""
+    accounts = Accounts(init=init_s, productive=50.0 - init_s)
+    return ledger(wall_s=50.0, accounts=accounts, steps=9, steps_lost=0)
 
 
 def slow(score: float) -> tuple[Straggler, ...]:
@@ -134,6 +142,19 @@ TEL001 = [
         name="no samples in the first seconds",
         verdict="pass",
         evidence=on_cpus(monitor=None, peers=None, wall_s=15.0),
+    ),
+    Case(
+        rule="TEL001",
+        name="no samples while the ranks start",
+        verdict="pass",
+        evidence=on_cpus(monitor=None, peers=None, wall_s=50.0, ledger=starting(35.0)),
+    ),
+    Case(
+        rule="TEL001",
+        name="no samples long after the start",
+        verdict="fail",
+        evidence=on_cpus(monitor=None, peers=None, wall_s=50.0, ledger=starting(5.0)),
+        says="no samples of the devices",
     ),
     Case(
         rule="TEL001",
@@ -489,6 +510,6 @@ FLIPS = [
     flip("TEL006", "unexplained", 0.001, with_log()),
     flip("TEL006", "unexplained_step_s", 0.0, on_cpus(ledger=ledger(
         wall_s=160.0, steps=400, steps_lost=0,
-        accounts=replace(ledger().accounts.__class__(), productive=150.0, other=10.0)))),
+        accounts=Accounts(productive=150.0, other=10.0)))),
     flip("TEL006", "telemetry", 0.001, with_log()),
 ]  # fmt: skip

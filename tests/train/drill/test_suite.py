@@ -26,12 +26,13 @@ def test_every_point_of_a_save_is_hit() -> None:
     assert points == [f"save-{point}" for point in SAVE_POINTS]
 
 
-def test_a_run_is_damaged_only_with_a_checkpoint_to_fall_back_on() -> None:
-    """The hosts fall in the moment of the damage, long after the last save was cut short."""
+def test_the_checkpoint_that_is_damaged_is_the_one_that_is_read() -> None:
+    """Both hosts are down by then, so that nobody saves a newer one; and long ago the last save was cut short."""
     faults = faults_of(RECOVERY)
     [damage] = [fault for fault in faults if fault.kind == "damage"]
     hosts = [fault for fault in faults if fault.kind == "host"]
     assert {fault.host for fault in hosts} == {0, 1}
+    assert max(fault.id for fault in hosts) < damage.id
     assert {fault.step for fault in hosts} == {damage.step}
     assert max(fault.step for fault in faults if fault.point.startswith("save-")) + 30 < damage.step
 

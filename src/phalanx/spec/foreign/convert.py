@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -53,7 +54,8 @@ def convert(
     trainer.translate(book)
     book.values["parallel.framework"] = Said(value=trainer.framework, note="whose efficiency the plan assumes")
     spec = cluster or _cluster_set(overrides)
-    found = resolve(spec, base=path.parent) if spec else None
+    # What stands on the command line is relative to where the caller is, what stands in a job to the job's folder.
+    found = resolve(spec, base=None if cluster else path.parent) if spec else None
     devices = found.devices if found is not None else book.machines[0] * book.machines[1]
     finish(book, devices=devices, settings=overrides)
     _cluster(book, spec, found)
@@ -99,8 +101,11 @@ def _cluster(book: Book, spec: str, found: Cluster | None) -> None:
             if settled.text.startswith("cluster:"):
                 book.lacks(key, f"--cluster has {found.devices:,} devices and goes before it")
     if "cluster.spec" not in book.values and "cluster.file" not in book.values:
-        section = "cluster.file" if spec.endswith(".toml") else "cluster.spec"
-        book.values[section] = Said(value=spec, note=note)
+        if spec.endswith(".toml") or "/" in spec:
+            beside = os.path.relpath(spec, Path(book.file).parent)
+            book.values["cluster.file"] = Said(value=beside, note=note)
+        else:
+            book.values["cluster.spec"] = Said(value=spec, note=note)
 
 
 def _batch(book: Book) -> None:

@@ -18,6 +18,7 @@ from phalanx.job.textfile import read_text
 from phalanx.spec.foreign.leaf import MOST_LEAVES, Leaf
 
 MOST_NESTED = 3
+MOST_TEXT = 1 << 18
 MOST_VALUE = 4_096  # characters; substitution of variables in variables could grow without end
 
 # Possessive groups keep the scan linear on hostile text.
@@ -26,7 +27,7 @@ _WORD = re.compile(
     r"|(?P<newline>\n)"
     r"|(?P<comment>#[^\n]*+)"
     r"|(?P<close>\))"
-    r"|(?P<word>(?:\$\(\([^\n)]*+\)\)|\$\([^\n)]*+\)|\$\{[^}\n]*+\}|\"(?:[^\"\\]|\\.)*+\"|'[^']*+'|\\[^\n]"
+    r"|(?P<word>(?:\$\(\([^\n)]{0,999}+\)\)|\$\([^\n)]{0,999}+\)|\$\{[^}\n]{0,999}+\}|\"(?:[^\"\\]|\\.)*+\"|'[^']*+'|\\[^\n]"
     r"|[^\s\"'\\();&|]|(?<==)\()++)"
     r"|(?P<other>.)",
     re.DOTALL,
@@ -35,6 +36,7 @@ _ASSIGN = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*|\d)(?::?-([^}]*+))?\})")
 _LIST = re.compile(r"\"?\$\{[A-Za-z_]\w*\[[@*]\]\}\"?")
 _SBATCH = re.compile(r"#SBATCH\s+--([a-z-]+)[= ](\S+)")
+_IN_QUOTES = re.compile(r"--\S++\s")  # "--fp8-format hybrid" as one word
 _FLAG = re.compile(r"--[A-Za-z][\w.-]*")
 
 
@@ -62,6 +64,8 @@ class _Script:
 def read_arguments(path: Path) -> dict[str, Leaf]:
     """The leaves of an argument list; of a flag given twice the last one holds, as it does for argparse."""
     text = read_text(path, noun="configuration")
+    if len(text) > MOST_TEXT:
+        raise mistake(str(path), f"is longer than {MOST_TEXT:,} characters", why="no training script is")
     script = _Script()
     _scan(text, script, first_line=1)
     found = dict(script.environment)
@@ -141,9 +145,9 @@ def _assign(script: _Script, name: str, raw: str, line: int, *, exported: bool) 
 
 def _words(raw: str, script: _Script, line: int) -> None:
     text = _bare(raw)
-    if re.search(r"\n.*--|^--\S+\s", text, re.DOTALL):  # several words in quotes, as "--fp8-format hybrid"
-        if _scan_inner(text, script, line):
-            return
+    several = ("\n" in text and "--" in text) or _IN_QUOTES.match(text)
+    if several and _scan_inner(text, script, line):
+        return
     filled = _filled(text, script)
     if filled or not _VARIABLE.search(text):
         script.words.append(Word(text=filled, line=line, doubtful=script.depth > 0))

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from phalanx.errors import UserError, mistake
 from phalanx.job.source import read_source
 from phalanx.job.textfile import read_text
+from phalanx.spec.foreign.book import told
 from phalanx.spec.foreign.leaf import MOST_DEPTH, Leaf, leaves_of
 from phalanx.units import KIB
 
@@ -160,6 +161,8 @@ def _built(events: Iterable[Any], lines: dict[Steps, int], path: Path) -> object
         top = frames[-1] if frames else None
         if top is not None and isinstance(top.inner, dict) and top.key is None:
             top.key = _name(event, f"{path}:{line}")
+            if top.key in top.inner:
+                raise mistake(f"{path}:{line}", f"key {told(top.key)} is given twice", fix="keep one of the two")
             continue
         steps = top.next_steps() if top is not None else ()
         lines.setdefault(steps, line)

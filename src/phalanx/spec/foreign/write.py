@@ -31,7 +31,7 @@ def render(book: Book, *, name: str, unmapped: tuple[Unmapped, ...], folder: Pat
 
 def _line(book: Book, key: str, said: Said, folder: Path | None) -> str:
     value = said.value
-    if key == "model.hf_config" and folder is not None and isinstance(value, str):
+    if key in ("model.hf_config", "cluster.file") and folder is not None and isinstance(value, str):
         value = os.path.relpath(Path(book.file).parent / value, folder)
     where = f"{Path(book.file).name}:{said.line} {said.key}" if said.key else ""
     note = _comment("; ".join(part for part in (where, said.note) if part))

@@ -50,7 +50,7 @@ def _spread(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
         unit="x",
         at=file_of(evidence.the_log),
         impact=evidence.loses(1 - p50 / mean if mean > p50 else 0.0, "mean step over the median one"),
-        fix="look at the slow steps in phalanx web, Step: data, garbage collection, checkpoints, or a busy network",
+        fix="look at slow steps in phalanx web, Step: data, garbage collection, checkpoints, a busy network or host",
     )
 
 

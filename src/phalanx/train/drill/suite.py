@@ -1,7 +1,7 @@
 """The standard drills: two runs of a job in which everything happens that the rules of the specification ask about.
 
 In the first run ranks are killed in a collective and at every point of a save, one hangs, a gradient is poisoned, a bit
-flips, and both hosts fall in the moment after their newest checkpoint was damaged; then SIGTERM. It is replayed without
+flips, and both hosts fall and the newest checkpoint is damaged before they are back; then SIGTERM. It is replayed without
 faults, bit by bit. In the second a rank is slow, and another falls again at each of its starts, until the run gives up.
 """
 
@@ -63,9 +63,11 @@ def _recovery() -> Part:
             *saves,
             "flip:rank=1,step=36",
             "hang:rank=3,step=40",
-            "damage:step=48",  # and then every copy in memory goes, so that a restore meets it
+            # Every copy in memory goes, and nobody is left to save again when the newest checkpoint is damaged: so a
+            # restore meets it.
             "host:host=0,step=48",
             "host:host=1,step=48",
+            "damage:step=48",
             "sigterm:step=54",
         ),
         steps=100,
