@@ -99,3 +99,18 @@ def test_check_reads_the_file_as_it_is(capsys: pytest.CaptureFixture[str]) -> No
     spots = {one["rule"]: (one["file"], one["line"]) for one in found if one["verdict"] == "fail"}
     assert spots["CKP001"] == (str(path), 65)  # the line of --save-interval
     assert "PRC002" in spots  # gradients of fp16 are summed in fp16
+
+
+def test_a_cluster_file_is_named_from_where_the_caller_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ours").mkdir()
+    Path("mine.toml").write_text('accelerator = "H100"\ndomain_devices = 8\ndomains = 8\n')
+    assert main(["import", TITAN, "--cluster", "mine.toml", "--out", "ours/job.toml"]) == 0
+    assert 'file = "../mine.toml"' in Path("ours/job.toml").read_text()
+    assert main(["plan", "ours/job.toml"]) == 0
+
+
+def test_devices_of_a_file_without_a_cluster_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(DATA / "megatron_gpt3_175b.sh"), "--select", "COM004", "--format", "json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert (said["devices"], said["scaling"]) == (1024, "S2")

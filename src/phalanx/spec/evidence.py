@@ -51,6 +51,7 @@ class Evidence:
     drills: tuple[DrillFacts, ...] = ()
     parity: ParityFacts | None = None
     unmapped: tuple[Unmapped, ...] = ()
+    devices_said: int = 0  # by a configuration that cannot be planned; 0 is not said
 
     def has(self, letter: str) -> bool:
         """Whether there is any evidence of a kind."""
@@ -86,7 +87,7 @@ class Evidence:
         """Devices of the job; 1 where nothing says."""
         if self.plan is not None:
             return self.plan.layout.devices
-        return self.log.world if self.log is not None and self.log.world else 1
+        return self.log.world if self.log is not None and self.log.world else max(1, self.devices_said)
 
     @property
     def usd(self) -> float | None:

@@ -276,6 +276,7 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
             origins=found.resolved.origins,
             job_file=str(path),
             refusals=found.missing,
+            devices_said=found.devices,
             drills=_drills(request, environ),
             unmapped=found.unmapped,
         )

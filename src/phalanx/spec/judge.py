@@ -52,12 +52,13 @@ class Report:
 
     @property
     def verdicts(self) -> dict[str, Verdict]:
-        """The verdict of each rule: the worst of its answers."""
+        """The verdict of each rule: the worst of its answers; remarks break no rule."""
         order: dict[str, int] = {"fail": 0, "unknown": 1, "waived": 2, "pass": 3}
         worst: dict[str, Verdict] = {}
         for one in self.findings:
             known = worst.get(one.rule.id, "pass")
-            worst[one.rule.id] = min(known, one.verdict, key=lambda verdict: order[verdict])
+            told: Verdict = "pass" if is_remark(one) else one.verdict
+            worst[one.rule.id] = min(known, told, key=lambda verdict: order[verdict])
         return worst
 
     @property
@@ -87,6 +88,11 @@ class Report:
     def exit_code(self) -> int:
         """0 clean, 1 findings; information alone is no finding."""
         return int(any(one.severity != "info" for one in self.problems))
+
+
+def is_remark(finding: Finding) -> bool:
+    """Whether a finding only informs: its rule is met all the same, and the exit code does not ask for it."""
+    return finding.verdict == "fail" and finding.severity == "info"
 
 
 def is_open(finding: Finding) -> bool:

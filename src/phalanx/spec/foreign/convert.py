@@ -58,7 +58,7 @@ def convert(
     found = resolve(spec, base=None if cluster else path.parent) if spec else None
     devices = found.devices if found is not None else book.machines[0] * book.machines[1]
     finish(book, devices=devices, settings=overrides)
-    _cluster(book, spec, found)
+    _cluster(book, spec, found, named=bool(cluster))
     _batch(book)
     habits: dict[str, Any] = book.practice
     practice = replace(habits_of(trainer.name), **habits)
@@ -85,7 +85,7 @@ def _cluster_set(overrides: Sequence[str]) -> str:
     return found[-1] if found else ""
 
 
-def _cluster(book: Book, spec: str, found: Cluster | None) -> None:
+def _cluster(book: Book, spec: str, found: Cluster | None, *, named: bool) -> None:
     hosts, each = book.machines
     said = f"{hosts} × {each} devices" if hosts and each else ""
     if found is None:
@@ -100,12 +100,14 @@ def _cluster(book: Book, spec: str, found: Cluster | None) -> None:
         for key, settled in book.settled.items():
             if settled.text.startswith("cluster:"):
                 book.lacks(key, f"--cluster has {found.devices:,} devices and goes before it")
-    if "cluster.spec" not in book.values and "cluster.file" not in book.values:
-        if spec.endswith(".toml") or "/" in spec:
-            beside = os.path.relpath(spec, Path(book.file).parent)
-            book.values["cluster.file"] = Said(value=beside, note=note)
-        else:
-            book.values["cluster.spec"] = Said(value=spec, note=note)
+    if not named:  # --set said it, and stands in the job already
+        return
+    for key in ("cluster.spec", "cluster.file"):
+        book.values.pop(key, None)
+    if spec.endswith(".toml") or "/" in spec:
+        book.values["cluster.file"] = Said(value=os.path.relpath(spec, Path(book.file).parent), note=note)
+    else:
+        book.values["cluster.spec"] = Said(value=spec, note=note)
 
 
 def _batch(book: Book) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx.spec.judge import Finding, Report
+from phalanx.spec.judge import Finding, Report, is_remark
 from phalanx.spec.outcome import Edit, Impact, Outcome, Scalar
 from phalanx.units import format_money
 
@@ -142,4 +142,6 @@ def summary_of(report: Report) -> str:
     errors = len({one.rule.id for one in report.findings if one.verdict == "fail" and one.severity == "error"})
     told = f" ({errors} error{'s' * (errors != 1)})" if errors else ""
     line = f"{counts['pass']} pass, {counts['fail']} fail{told}, {counts['unknown']} unknown, {counts['waived']} waived"
+    remarks = sum(is_remark(one) for one in report.findings)
+    line += f"; {remarks} remark{'s' * (remarks != 1)}" if remarks else ""
     return f"{line}; {counts['exempt']} do{'es' * (counts['exempt'] == 1)} not apply"

@@ -23,6 +23,7 @@ from phalanx.spec.log import accounts
 from phalanx.spec.log.agree import Layouts, skew, skips_differ
 from phalanx.spec.log.feed import Feed
 from phalanx.spec.log.folder import has_provenance, launch_of, listens
+from phalanx.spec.log.lines import uncollected
 from phalanx.spec.log.rank import Counted, RankLog
 from phalanx.spec.log.told import Supervisor
 from phalanx.spec.outcome import Spot
@@ -84,7 +85,8 @@ class LogStream:
         for rank in self._turns(before, budget_bytes):
             left = None if budget_bytes is None else min(TURN_BYTES, before + budget_bytes - self.bytes_read)
             for piece in rank.feed.pieces(left):
-                rank.take(piece)
+                with uncollected():
+                    rank.take(piece)
                 if progress is not None:
                     progress(self.bytes_read, total)
 

@@ -19,6 +19,7 @@ from phalanx.record.run import Run
 from phalanx.record.values import finite, integer
 from phalanx.spec.log.feed import Feed
 from phalanx.spec.log.lines import Lines as Parser
+from phalanx.spec.log.lines import uncollected
 from phalanx.spec.log.shape import Columns
 
 SMALL_BYTES = 8 * 2**20  # of the witness: below, nobody waits for the other way
@@ -65,10 +66,12 @@ class _Going:
         """The whole of it."""
         parser = Parser()
         for piece in feed.pieces():
-            events, _, bad = parser.events(piece)
-            self.unreadable += len(bad)
-            for stretch in _stretches(events):
-                self._take(stretch)
+            with uncollected():
+                events, _, bad = parser.events(piece)
+                self.unreadable += len(bad)
+                for stretch in _stretches(events):
+                    self._take(stretch)
+                del events
         self._supervisor(np.inf)
 
     def _take(self, events: Sequence[Event]) -> None:
