@@ -113,6 +113,7 @@ class Loop:
             tell=lambda text: events.write("remark", step=self.step, text=text),
         )
         self._hold_s: float | None = None  # that the copy after the last step held the training up
+        self._telemetry_s = 0.0  # the timeline's `spent_s` at the last step, less what writing that one took
         engine.touch_gradients = self._before_update
         self.step = 0  # steps that are done
 
@@ -260,6 +261,7 @@ class Loop:
         result, noise = taken.result, taken.result.noise
         inside = self.timeline.inside(taken.samples, result.phases, data_s=taken.data_s, before_s=taken.before_s)
         proof, guard_s = self._proof(step)
+        began_s = time.perf_counter()
         self.events.write(
             "step",
             step=step,
@@ -286,11 +288,13 @@ class Loop:
             held=self._held if self._held >= 0 else None,
             hold_s=self._hold_s,
             guard_s=guard_s,
+            telemetry_s=self.timeline.spent_s - self._telemetry_s,
             **proof,
         )
         if inside.timeline is not None:
             fields = {"seconds": taken.duration_s, **inside.timeline}
             self.events.write("timeline", step=step, epoch=self.orders.epoch, **fields)
+        self._telemetry_s = self.timeline.spent_s - (time.perf_counter() - began_s)
         self._hold_s = None
         if self.hooks.records_samples:  # a kill must not take the proof along
             self.events.flush()

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.errors import UserError
 from phalanx.job.schema import Job
-from phalanx.spec.foreign import mcore, nemo
+from phalanx.spec.foreign import mcore, mcore_shape, nemo
 from phalanx.spec.foreign.convert import Converted, convert
 from phalanx.spec.foreign.detect import kind_of
 
@@ -99,6 +99,7 @@ def test_megatron(tmp_path: Path, text: str, key: str, value: object) -> None:
         ("[parallelism]\ndata_parallel_shard_degree = 4\ndata_parallel_replicate_degree = 2", "parallel.data", 8),
         ("[parallelism]\ndata_parallel_shard_degree = 4\ndata_parallel_replicate_degree = 2", "parallel.shard", 4),
         ('[parallelism]\nfsdp_reshard_after_forward = "never"', "parallel.zero", 2),
+        ("[parallelism]\ndata_parallel_replicate_degree = 2", "parallel.shard", 4),  # of eight devices
         ("[training]\nlocal_batch_size = 3", "batch.global_sequences", 24),
         ("[training]\nlocal_batch_size = 3\nglobal_batch_size = 48", "batch.global_sequences", 48),
         ('[activation_checkpoint]\nmode = "none"', "parallel.recompute", "none"),
@@ -192,6 +193,12 @@ def test_without_a_cluster_the_steps_stay_steps_and_are_listed(tmp_path: Path) -
     assert 'spec = "unknown"' in found.text
 
 
+def test_megatrons_bucket_grows_with_the_data_ranks(tmp_path: Path) -> None:
+    (tmp_path / "args.txt").write_text(f"{GPT} --global-batch-size 1024 --bf16 --overlap-grad-reduce\n")
+    found = convert(tmp_path / "args.txt", "megatron", cluster="8xA100:16")
+    assert found.resolved.job.comm.bucket_mib == 488.3  # 128e6 parameters of 4 bytes
+
+
 def test_a_size_that_is_a_variable_is_asked_for_and_not_replaced_by_a_default(tmp_path: Path) -> None:
     found = megatron(tmp_path, "--tensor-model-parallel-size $TP --lr $LR --train-samples 100")
     assert [one.fix for one in found.missing] == ["give --set parallel.tensor=…"]
@@ -275,7 +282,12 @@ def test_nemo_reads_references_and_leaves_functions_alone(tmp_path: Path) -> Non
 
 
 def test_nemo_knows_every_word_that_megatron_core_asks_for() -> None:
-    asked = set(re.findall(r"book\.(?:whole|number|flag|text|has|leaf)\(\"(\w+)\"\)", Path(mcore.__file__).read_text()))
+    asked = set(
+        re.findall(
+            r"book\.(?:whole|number|flag|text|has|leaf)\(\"(\w+)\"\)",
+            Path(mcore.__file__).read_text() + Path(mcore_shape.__file__).read_text(),
+        )
+    )
     only_arguments = {
         "swiglu", "disable_bias_linear", "untie_embeddings_and_output_weights", "group_query_attention",
         "use_rotary_position_embeddings", "padded_vocab_size", "tokenizer_type", "vocab_file", "recompute_activations",

@@ -315,3 +315,11 @@ def test_the_end_of_a_run_that_goes_on_is_not_missing(tmp_path):
     edit(done.events(0), lambda event: None if event["event"] == "run_end" else event)
     edit(done.supervisor, lambda event: None if event["event"] in ("end", "epoch") else event)
     assert set(read_log(done).grammar.missing) == {"run_end", "end", "epoch"}
+
+
+def test_what_telemetry_costs_is_a_share_of_the_steps(tmp_path):
+    run = write_run(tmp_path, ranks=2, hosts=1, steps=60, incidents=0)
+    assert read_log(run).telemetry_share is None  # an older run does not say
+    for path in run.event_files():
+        edit(path, lambda event: event | ({"telemetry_s": 0.01 * event["duration_s"]} if "duration_s" in event else {}))
+    assert read_log(run).telemetry_share == pytest.approx(0.01)

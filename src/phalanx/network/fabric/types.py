@@ -6,6 +6,7 @@ is a Clos of its own: T0 switches carry NICs, T1 join T0s, T2 (three tiers) join
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -40,6 +41,9 @@ class Fabric:
     t1: int
     t2: int = 0
     t3: int = 0
+    pods: int = 1  # equal blocks of T0s and T1s per plane; 1 in two tiers, where every T0 meets every T1
+    t1_up: int = 0  # ports of a T1 that go up; 0 is half of the radix where there is a tier above
+    t2_up: int = 0  # the same of a T2
     hop_s: float = 0.73e-6  # one more switch and its fibre (arXiv:2605.04333 section 5.2.1: 1.45 µs for two)
 
     @property
@@ -67,4 +71,11 @@ class Fabric:
         """Paths between two hosts under different T0s, over all planes."""
         if self.tiers == 1:
             return self.planes
-        return self.planes * self.t0_up * (self.switch.radix // 2) ** (self.tiers - 2)
+        half = self.switch.radix // 2
+        above = (self.t1_up or half, self.t2_up or half)[: self.tiers - 2]
+        return self.planes * self.t0_up * math.prod(above)
+
+    @property
+    def t1_per_pod(self) -> int:
+        """T1s that a T0 meets in its plane."""
+        return self.t1 // self.pods

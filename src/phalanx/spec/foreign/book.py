@@ -50,6 +50,7 @@ class Book:
     unreadable: dict[str, Leaf] = field(default_factory=dict)  # asked for as numbers, and none
     missing: list[Problem] = field(default_factory=list)  # what no plan can be made without
     machines: tuple[int, int] = (0, 0)  # hosts and devices of each; 0 is not said
+    theirs: dict[str, str] = field(default_factory=dict)  # job key -> the key that says it there
     practice: dict[str, object] = field(default_factory=dict)  # habits that these settings change
 
     # ---- looking ----------------------------------------------------------------------------------------------------
@@ -106,6 +107,8 @@ class Book:
         """The job says this, because of these leaves."""
         said = [leaf for name in names if name not in self.unreadable and (leaf := self.leaf(name)) is not None]
         first = said[0] if said else None
+        if names:
+            self.theirs[job_key] = first.key if first else self.names.get(names[0], names[0])
         note = note or ("" if first else f"default of {self.title}")
         self.values[job_key] = Said(
             value=value, key=first.key if first else "", note=note, line=first.line if first else 0
@@ -162,6 +165,7 @@ class Book:
     def copy(self, table: Mapping[str, tuple[str, Callable[[Book, str], object]]]) -> None:
         """Keys that only change their name: name -> (job key, how it is read)."""
         for name, (job_key, read) in table.items():
+            self.theirs[job_key] = self.names.get(name, name)
             value = read(self, name)
             if value is not None and value != "":
                 self.put(job_key, value, name)

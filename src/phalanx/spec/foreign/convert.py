@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from phalanx.spec.facts.practice import Practice
 from phalanx.spec.foreign.book import NEVER, Book, Said, told
 from phalanx.spec.foreign.finish import GIVE_BATCH, GIVE_CLUSTER, finish, stand_in
 from phalanx.spec.foreign.habits import habits_of
+from phalanx.spec.foreign.theirs import their_keys
 from phalanx.spec.foreign.trainers import TRAINERS, Trainer
 from phalanx.spec.foreign.write import UNKNOWN_CLUSTER, render
 from phalanx.units import format_seconds
@@ -41,6 +42,7 @@ class Converted:
     missing: tuple[Problem, ...]
     devices: int  # as the file or the caller says; 0 is not said
     cluster: str  # spec of the job; empty where it is not known
+    their_keys: Mapping[str, str]  # job key -> the key that says it in this trainer's files
 
 
 def convert(
@@ -150,6 +152,7 @@ def _converted(
         missing=tuple(book.missing),
         devices=devices,
         cluster=spec,
+        their_keys=their_keys(book.theirs, title=book.title, arguments=trainer.name == "megatron"),
     )
 
 

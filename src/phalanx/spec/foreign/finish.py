@@ -32,6 +32,7 @@ def finish(book: Book, *, devices: int, settings: Sequence[str]) -> None:
     _steps(book)
     _ramp(book)
     _sharding(book, data)
+    _bucket(book, data)
     _habits(book)
     _model(book)
     _decisive(book)
@@ -206,6 +207,20 @@ def _shard_group(book: Book, data: int) -> None:
         1, group
     ):  # the schema counts groups within data; the devices say the rest
         book.values.pop("parallel.data")
+
+
+LEAST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000  # parameters: core/distributed/distributed_data_parallel.py
+
+
+def _bucket(book: Book, data: int) -> None:
+    """Megatron Core's default, which grows with the data ranks."""
+    said = book.values.pop("comm.bucket_width", None)
+    if said is None or not isinstance(said.value, int):
+        return
+    ranks = data * book.int_of("parallel.context")
+    size = max(LEAST_BUCKET, BUCKET_PER_RANK * ranks)
+    note = f"max(40e6, 1e6 × {ranks or 'data'} ranks) parameters × {said.value} bytes"
+    book.assume("comm.bucket_mib", round(min(65_536.0, size * said.value / 2**20), 1), note)
 
 
 def _habits(book: Book) -> None:

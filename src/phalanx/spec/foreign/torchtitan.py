@@ -127,7 +127,8 @@ def _sharding(book: Book, p: str) -> None:
         book.put("parallel.data", replicas * shard, f"{p}data_parallel_replicate_degree", names[0], note="both degrees")
         book.put("parallel.shard", shard, names[0])
     elif replicas > 1:
-        book.lacks(f"{p}data_parallel_replicate_degree", "with the shard degree left open (-1) it follows the devices")
+        book.put("parallel.shard_copies", replicas, f"{p}data_parallel_replicate_degree")
+        book.used(names[0], by="parallel.shard: the devices that are left")
     else:
         book.used(f"{p}data_parallel_replicate_degree", names[0], by="parallel.data = auto: the devices that are left")
     if shard == 1:

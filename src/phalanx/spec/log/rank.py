@@ -52,6 +52,7 @@ class RankLog:
         self.skips: dict[Key, Spot] = {}
         self.offsets: list[float] = []
         self.took_s = self.waited_s = 0.0
+        self.telemetry_s: float | None = None
         self.steps = 0
         self.peak_bytes = 0.0
         self.retries: int | None = None
@@ -101,7 +102,7 @@ class RankLog:
             lines = [lines[place] for place in good]
             columns = Columns(kind, [events[place] for place in good])
         self.kinds[kind] = self.kinds.get(kind, 0) + len(columns)
-        if kind not in NUMBERS or not columns.is_even:
+        if kind not in NUMBERS or not (columns.is_even or kind == "timeline"):  # those are cut short on purpose
             self._all.secrets.look_in(columns.events, file, lines[0])
         self._hand(kind, columns, file, lines)
 
@@ -226,6 +227,9 @@ class RankLog:
         if took_s < MOST_S and waited_s < MOST_S:
             self.took_s += took_s
             self.waited_s += waited_s
+        if columns.has("telemetry_s"):
+            told_s = sum(filter(None, columns.get("telemetry_s")))
+            self.telemetry_s = (self.telemetry_s or 0.0) + (told_s if told_s < MOST_S else 0.0)
         peak = max(filter(None, columns.get("memory_bytes")), default=0.0)
         self.peak_bytes = max(self.peak_bytes, peak if peak < 1e18 else 0.0)
 

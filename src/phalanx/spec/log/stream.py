@@ -143,6 +143,7 @@ class LogStream:
             effective=walked.ledger.effective if walked is not None and walked.ledger.steps else None,
             lowest_hour=known.lowest_hour,
             imbalance=self._imbalance(),
+            telemetry_share=self._telemetry_share(),
             mfu=accounts.mfu(self.run, steps.tokens_per_s if steps is not None else None),
             listens=listens(self.run, launch),
         )
@@ -204,6 +205,12 @@ class LogStream:
         skips = {rank: one.skips for rank, one in whole.items() if one.skips}
         differ = skips_differ(skips, {rank: one.spans for rank, one in whole.items()}) if skips else None
         return replace(found, skips_differ=differ)
+
+    def _telemetry_share(self) -> float | None:
+        """Of the time in steps, what telemetry held the training up by; of the ranks that tell."""
+        telling = [(one.telemetry_s, one.took_s) for one in self._ranks.values() if one.telemetry_s is not None]
+        took_s = sum(took_s for _, took_s in telling)
+        return sum(spent_s for spent_s, _ in telling) / took_s if took_s else None
 
     def _imbalance(self) -> float | None:
         """The slowest rank's own time over the mean of those that do the same work, in the worst group."""

@@ -1,7 +1,7 @@
 """The standard drills: two runs of a job in which everything happens that the rules of the specification ask about.
 
 In the first run ranks are killed in a collective and at every point of a save, one hangs, a gradient is poisoned, a bit
-flips, and both hosts fall and the newest checkpoint is damaged before they are back; then SIGTERM. It is replayed without
+flips, both hosts fall and the newest checkpoint is damaged before they are back; then SIGTERM. It is replayed without
 faults, bit by bit. In the second a rank is slow, and another falls again at each of its starts, until the run gives up.
 """
 

@@ -163,6 +163,11 @@ class TimelineSampler:
             self._give_up(error)
         self._spent_s += time.perf_counter() - ended_s + self.opening_s
 
+    @property
+    def spent_s(self) -> float:
+        """What looking has held the training up by, since the beginning."""
+        return self._spent_s
+
     def inside(self, samples: Sequence[Sample], phases: Sequence[Phase], *, data_s: float, before_s: float) -> Inside:
         """What the samples of a step say, ready to be written; nothing where that cannot be had."""
         began_s = time.perf_counter()

@@ -1,0 +1,85 @@
+"""What fails and how often: the causes of one published run, scaled to the failures a cluster expects.
+
+`data/failures.csv` holds the 419 interruptions of Llama 3 405B by cause (arXiv 2407.21783, Table 5). Their mix is a
+calibration: it is applied to any cluster, at the rate the plan takes for that cluster.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import importlib.resources
+import io
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.units import DAY_S
+
+# Half of Azure's switch failures lasted less than 6 minutes (Singh et al., CCR 51(2), 2021).
+SWITCH_OUTAGE_S = 360.0
+BLOCK = 4096  # failures drawn at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cause:
+    """One kind of failure. `share` is of all failures; shares add up to 1."""
+
+    name: str
+    share: float
+    unit: str  # what has the failure: a device, a host, a link (one NIC per device)
+    takes_host: bool = False  # the host leaves the job until it is repaired
+    outage_s: float = 0.0  # nothing can start before it is over
+    bearable: bool = False  # edge recovery keeps the job running
+    silent: bool = False  # nobody notices before weights are compared
+
+
+_TRAITS: dict[str, Callable[[float], Cause]] = {
+    "device": lambda share: Cause(name="device", share=share, unit="device", takes_host=True),
+    "memory": lambda share: Cause(name="memory", share=share, unit="device", takes_host=True),
+    "corruption": lambda share: Cause(name="corruption", share=share, unit="device", takes_host=True, silent=True),
+    "host": lambda share: Cause(name="host", share=share, unit="host", takes_host=True),
+    "nic": lambda share: Cause(name="nic", share=share, unit="link", takes_host=True),
+    "link": lambda share: Cause(name="link", share=share, unit="link", takes_host=True, bearable=True),
+    "switch": lambda share: Cause(name="switch", share=share, unit="link", outage_s=SWITCH_OUTAGE_S, bearable=True),
+    "software": lambda share: Cause(name="software", share=share, unit="host"),
+    "unknown": lambda share: Cause(name="unknown", share=share, unit="host"),
+}
+
+
+@functools.cache
+def usual_mix() -> tuple[Cause, ...]:
+    """The causes of Llama 3's interruptions with their shares.
+
+    >>> {one.name: round(419 * one.share, 1) for one in usual_mix()}["device"]  # 148 + 17 + 6
+    171.0
+    """
+    text = (importlib.resources.files("phalanx.sim") / "data" / "failures.csv").read_text(encoding="utf-8")
+    counts = dict.fromkeys(_TRAITS, 0.0)
+    for row in csv.DictReader(io.StringIO(text)):
+        counts[row["cause"]] += float(row["count"])
+    total = sum(counts.values())
+    return tuple(trait(counts[name] / total) for name, trait in _TRAITS.items())
+
+
+def arrivals(
+    mix: Sequence[Cause], *, mtbf_s: float, shape: float, random: np.random.Generator
+) -> Iterator[tuple[float, Cause]]:
+    """Seconds to the next failure of the job and its cause, without end.
+
+    `shape` 1 is a Poisson process. Below 1 the gaps are Weibull with the same mean: failures come in bursts, as in nine
+    years of Los Alamos clusters (Schroeder and Gibson, DSN 2006: Weibull with decreasing hazard).
+    """
+    shares = [one.share for one in mix]
+    scale_s = mtbf_s / math.gamma(1.0 + 1.0 / shape)
+    while True:
+        gaps_s = scale_s * random.weibull(shape, BLOCK)
+        kinds = random.choice(len(mix), BLOCK, p=shares)
+        yield from ((float(gap_s), mix[kind]) for gap_s, kind in zip(gaps_s, kinds, strict=True))
+
+
+def per_day(mtbf_s: float) -> float:
+    """Failures of a day; 0 when there are none."""
+    return DAY_S / mtbf_s if math.isfinite(mtbf_s) else 0.0

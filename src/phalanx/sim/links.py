@@ -1,0 +1,136 @@
+"""Every link of a fabric as a number, so that paths are arrays of integers.
+
+Links are directed. A plane's links follow each other in blocks: NIC up, NIC down, T0 up, T0 down and, with three
+tiers, T1 up, T1 down; planes follow each other. A switch never blocks inside, so a path is the links it takes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.errors import mistake
+from phalanx.network.fabric.types import Fabric
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+MOST_TIERS = 3
+# Capacities take 8 bytes a link and the filling about 30 more: 50 million links are 2 GB. 131,072 NICs in 8 planes
+# have 4.2 million.
+MOST_LINKS = 50_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Links:
+    """Numbers of the links of a fabric. T0s fill with NICs in rank order; with rails, NIC j of a server is on rail j."""
+
+    fabric: Fabric
+    pods: int  # groups of T0s and T1s that reach each other without T2; 1 in two tiers
+    t0_per_pod: int
+    t1_per_pod: int
+    t1_up: int  # 0 in two tiers
+
+    @property
+    def per_plane(self) -> int:
+        """Directed links of a plane."""
+        f = self.fabric
+        up = f.t0 * f.t0_up if f.tiers > 1 else 0
+        return 2 * (f.hosts + up + self.pods * self.t1_per_pod * self.t1_up)
+
+    @property
+    def count(self) -> int:
+        """Directed links of all planes."""
+        return self.fabric.planes * self.per_plane
+
+    def host_t0(self, host: Ints) -> Ints:
+        """The T0 switch, within a plane, that carries a NIC."""
+        f = self.fabric
+        if f.rails == 1:
+            return host // f.t0_down
+        server, rail = host // f.rails, host % f.rails
+        return (server // f.t0_down) * f.rails + rail
+
+    def nic_up(self, plane: Ints, host: Ints) -> Ints:
+        """NIC to T0."""
+        return plane * self.per_plane + host
+
+    def nic_down(self, plane: Ints, host: Ints) -> Ints:
+        """T0 to NIC."""
+        return plane * self.per_plane + self.fabric.hosts + host
+
+    def t0_up(self, plane: Ints, t0: Ints, port: Ints) -> Ints:
+        """T0 to the T1 that `port` goes to."""
+        return plane * self.per_plane + 2 * self.fabric.hosts + t0 * self.fabric.t0_up + port
+
+    def t0_down(self, plane: Ints, t0: Ints, port: Ints) -> Ints:
+        """The T1 on the T0's uplink `port`, back to the T0."""
+        return self.t0_up(plane, t0, port) + self.fabric.t0 * self.fabric.t0_up
+
+    def t1_up_link(self, plane: Ints, t1: Ints, port: Ints) -> Ints:
+        """T1 to the T2 that `port` goes to."""
+        base = 2 * (self.fabric.hosts + self.fabric.t0 * self.fabric.t0_up)
+        return plane * self.per_plane + base + t1 * self.t1_up + port
+
+    def t1_down_link(self, plane: Ints, t1: Ints, port: Ints) -> Ints:
+        """The T2 on the T1's uplink `port`, back to the T1."""
+        return self.t1_up_link(plane, t1, port) + self.pods * self.t1_per_pod * self.t1_up
+
+    def t1_of(self, t0: Ints, port: Ints) -> Ints:
+        """The T1 that a T0's uplink goes to; with fewer T1s than ports several ports go to the same one."""
+        return (t0 // self.t0_per_pod) * self.t1_per_pod + port % self.t1_per_pod
+
+    def t2_of(self, t1: Ints, port: Ints) -> Ints:
+        """The T2 that a T1's uplink goes to: T1s with the same place in their pods share a group of T2s."""
+        return ((t1 % self.t1_per_pod) * self.t1_up + port) % max(self.fabric.t2, 1)
+
+    def capacity(self) -> Floats:
+        """Bits per second of every link when nothing is broken."""
+        return np.full(self.count, self.fabric.port_gbps * 1e9)
+
+
+def links_of(fabric: Fabric) -> Links:
+    """The links of a fabric; raises UserError when it cannot be one."""
+    _check(fabric)
+    deep = fabric.tiers == 3
+    pods = max(1, round(fabric.t1 / fabric.t0_up)) if deep else 1
+    # T1s keep half their ports for T2, as `Fabric.paths` counts them.
+    links = Links(
+        fabric=fabric,
+        pods=pods,
+        t0_per_pod=math.ceil(fabric.t0 / pods),
+        t1_per_pod=max(1, min(fabric.t0_up, math.ceil(fabric.t1 / pods))) if fabric.tiers > 1 else 1,
+        t1_up=fabric.switch.radix // 2 if deep else 0,
+    )
+    if links.count > MOST_LINKS:
+        raise mistake(
+            fabric.name,
+            f"{links.count:,} links are more than the {MOST_LINKS:,} the explicit engine holds in 2 GB",
+            fix="simulate one plane (planes behave alike), or fewer hosts: the shares hardly change with the size",
+        )
+    return links
+
+
+def _check(f: Fabric) -> None:
+    if not 1 <= f.tiers <= MOST_TIERS:
+        raise mistake(f.name, f"{f.tiers} tiers: the explicit engine knows 1 to {MOST_TIERS}", fix="use 2 or 3 tiers")
+    if f.hosts < 1 or f.planes < 1 or f.t0_down < 1 or f.port_gbps <= 0:
+        raise mistake(f.name, f"{f.hosts} hosts in {f.planes} planes of {f.port_gbps:g}G: each must be at least 1")
+    servers = math.ceil(f.hosts / f.rails)
+    needed = math.ceil(servers / f.t0_down) * f.rails
+    if f.t0 < needed:
+        raise mistake(
+            f.name,
+            f"{f.t0} T0 switches with {f.t0_down} ports down cannot carry {f.hosts:,} NICs on {f.rails} rails",
+            why="some hosts would be connected to nothing",
+            fix=f"use {needed} T0 switches, or at most {f.t0 // f.rails * f.t0_down * f.rails:,} hosts",
+        )
+    if f.t0 > 1 and (f.tiers == 1 or f.t0_up < 1 or f.t1 < 1 or (f.tiers == 3 and f.t2 < 1)):
+        raise mistake(
+            f.name,
+            f"{f.t0} T0 switches, but no switches above that join them: the fabric is disconnected",
+            fix="use two tiers with at least one uplink per T0, or hosts that fit one switch",
+        )

@@ -1,0 +1,145 @@
+"""Who sends how much to whom: traffic as arrays of flows between NICs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from phalanx.errors import mistake, nearest
+from phalanx.sim.links import Floats, Ints
+
+# 131,072 hosts to 256 each are 33 million flows: about 2 GB with their paths.
+MOST_FLOWS = 33_600_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flows:
+    """Transfers that start together: `nbytes` of payload from NIC `source` to NIC `target`."""
+
+    source: Ints
+    target: Ints
+    nbytes: Floats
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __post_init__(self) -> None:
+        if not len(self.source) == len(self.target) == len(self.nbytes):
+            raise mistake("flows", f"{len(self.source)} sources, {len(self.target)} targets, {len(self.nbytes)} sizes")
+        if len(self.source) == 0:
+            raise mistake("flows", "there is no flow to simulate", fix="give at least two hosts")
+        if not (self.nbytes > 0).all():
+            raise mistake("flows", f"a transfer of {float(self.nbytes.min()):g} bytes", fix="sizes are above zero")
+        if (self.source == self.target).any():
+            host = int(self.source[self.source == self.target][0])
+            raise mistake("flows", f"host {host} sends to itself", fix="leave it out: it does not touch the network")
+
+
+def flows(source: Any, target: Any, nbytes: Any) -> Flows:
+    """Flows of lists or arrays; one size may stand for all."""
+    src, dst = np.asarray(source, dtype=np.int64), np.asarray(target, dtype=np.int64)
+    return Flows(source=src, target=dst, nbytes=np.broadcast_to(np.asarray(nbytes, dtype=np.float64), src.shape))
+
+
+def permutation(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
+    """Everyone sends to one other and receives from one other, at random."""
+    _least(hosts, 2)
+    order = np.random.default_rng(seed).permutation(hosts).astype(np.int64)
+    # A cycle through all hosts in random order: nobody sends to itself.
+    return flows(order, np.roll(order, -1), nbytes)
+
+
+def shift(hosts: int, nbytes: float, *, seed: int = 0, step: int | None = None) -> Flows:
+    """Everyone sends to the host `step` further, half way round by default: all traffic crosses the top."""
+    _least(hosts, 2)
+    source = np.arange(hosts)
+    return flows(source, (source + (step or hosts // 2)) % hosts, nbytes)
+
+
+def ring(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
+    """Everyone sends to the next: one step of a ring collective."""
+    return shift(hosts, nbytes, seed=seed, step=1)
+
+
+def tree(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
+    """Both directions of a binary tree in heap order: what a pipelined tree all-reduce has under way at once."""
+    _least(hosts, 2)
+    child = np.arange(1, hosts)
+    parent = (child - 1) // 2
+    return flows(np.concatenate([child, parent]), np.concatenate([parent, child]), nbytes)
+
+
+def all_to_all(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
+    """Everyone sends an equal part of `nbytes` to every other."""
+    _least(hosts, 2)
+    if hosts * (hosts - 1) > MOST_FLOWS:
+        raise mistake(
+            "all-to-all",
+            f"{hosts:,} hosts make {hosts * (hosts - 1):,} flows, more than {MOST_FLOWS:,}",
+            why="each needs its own path in memory",
+            fix=f"use at most {int(MOST_FLOWS**0.5):,} hosts, or the permutation a step of it is",
+        )
+    source = np.repeat(np.arange(hosts), hosts - 1)
+    offset = np.tile(np.arange(1, hosts), hosts)
+    return flows(source, (source + offset) % hosts, nbytes / (hosts - 1))
+
+
+def incast(hosts: int, nbytes: float, *, seed: int = 0, senders: int = 7, victim: bool = True) -> Flows:
+    """`senders` hosts to one; the victim is a flow from the last sender to another host beside the crowded one.
+
+    Hosts are drawn at random. The victim, when there is one, is the last flow.
+    """
+    _least(hosts, senders + 1 + victim)
+    if senders < 1:
+        raise mistake("incast", f"{senders} senders", fix="use at least 1")
+    picked = np.random.default_rng(seed).permutation(hosts)[: senders + 1 + victim]
+    source, target = picked[1 : senders + 1], np.full(senders, picked[0])
+    if victim:
+        source, target = np.append(source, picked[senders]), np.append(target, picked[-1])
+    return flows(source, target, nbytes)
+
+
+def hierarchical(hosts: int, nbytes: float, *, seed: int = 0, server: int = 8) -> Flows:
+    """A ring among NICs of the same place in each server: the network part of a hierarchical all-reduce."""
+    _least(hosts, 2 * server)
+    whole = hosts // server * server
+    source = np.arange(whole)
+    return flows(source, (source + server) % whole, nbytes)
+
+
+def pipeline(hosts: int, nbytes: float, *, seed: int = 0, stages: int = 8) -> Flows:
+    """Activations between neighbouring stages, forward and back, when stages are the slowest axis."""
+    _least(hosts, max(stages, 2))
+    width = hosts // stages
+    first = np.arange(width * (stages - 1))
+    return flows(np.concatenate([first, first + width]), np.concatenate([first + width, first]), nbytes)
+
+
+TRAFFIC: dict[str, Callable[..., Flows]] = {
+    "permutation": permutation,
+    "shift": shift,
+    "incast": incast,
+    "all-to-all": all_to_all,
+    "ring": ring,
+    "tree": tree,
+    "hierarchical": hierarchical,
+    "pipeline": pipeline,
+}
+
+
+def traffic(name: str, hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
+    """A traffic matrix by name; raises UserError for one that does not exist."""
+    if name not in TRAFFIC:
+        guess = nearest(name, TRAFFIC)
+        raise mistake("traffic", f"there is no {name!r}", fix=f"use {guess}" if guess else f"use {', '.join(TRAFFIC)}")
+    if not 0 < nbytes < float("inf"):
+        raise mistake("traffic", f"a transfer of {nbytes:g} bytes", fix="sizes are above zero, for instance 2e6")
+    return TRAFFIC[name](hosts, nbytes, seed=seed)
+
+
+def _least(hosts: int, least: int) -> None:
+    if hosts < least:
+        raise mistake("traffic", f"{hosts} hosts are too few", fix=f"this traffic needs at least {least}")

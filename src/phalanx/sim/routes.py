@@ -1,0 +1,177 @@
+"""Paths of flows as arrays: which links each sub-flow takes, chosen by a seeded hash.
+
+Routing is by flow (ECMP), by QP (several hashed paths that each carry their part), or by packet (spraying over a set
+of paths, equal per plane). Per packet comes in two kinds: `oblivious` puts the same share on every path, `adaptive`
+lets each path carry what it can (ECN skips a busy path; arXiv:2605.04333 section 2.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.errors import mistake
+from phalanx.sim.links import Floats, Ints, Links
+from phalanx.sim.matrices import Flows
+
+Recovery = Literal["none", "conventional", "edge"]
+
+# int32 links of a path of two tiers: 16 bytes; 34 million sub-flows are 0.5 GB and as much again in the solver.
+MOST_SUBFLOWS = 33_600_000
+ATTEMPTS = 32  # fresh hashes before a sub-flow counts as cut off: 1 in 4 billion with half of the paths dead
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routing:
+    """How flows choose paths."""
+
+    spread: Literal["flow", "qp", "oblivious", "adaptive"]
+    paths: int = 1  # per flow: QPs or entropy values
+    planes: Literal["hash", "equal"] = "equal"  # which plane a path takes: any, or in turn so that all get the same
+    rails: bool = False  # NVLink first takes data to the NIC on the receiver's rail (NCCL's PXN)
+    recovery: Recovery = "edge"  # who leaves dead paths: nobody, switches that rehash, or the sender
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.paths < 1:
+            raise mistake("routing", f"{self.paths} paths per flow", fix="use at least 1; MRC uses 128 to 256")
+        if self.spread == "flow" and self.paths != 1:
+            raise mistake("routing", f"{self.paths} paths for one flow", fix="by flow there is one: use qp or spray")
+
+
+def by_flow(*, seed: int = 0, recovery: Recovery = "conventional") -> Routing:
+    """ECMP: one hashed path per flow."""
+    return Routing(spread="flow", planes="hash", seed=seed, recovery=recovery)
+
+
+def by_qp(qps: int, *, seed: int = 0, recovery: Recovery = "conventional") -> Routing:
+    """ECMP per QP: a message in `qps` equal parts, each on one hashed path."""
+    return Routing(spread="qp", paths=qps, planes="hash", seed=seed, recovery=recovery)
+
+
+def spray(paths: int, *, adaptive: bool = True, seed: int = 0, recovery: Recovery = "edge") -> Routing:
+    """Packets over `paths` entropy values, as many in every plane."""
+    return Routing(spread="adaptive" if adaptive else "oblivious", paths=paths, seed=seed, recovery=recovery)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routes:
+    """Links of every sub-flow, in the order of travel; -1 where a path is shorter."""
+
+    flow: NDArray[np.int32]
+    links: NDArray[np.int64]  # [sub-flow, hop]
+    cut: NDArray[np.bool_]  # no working path was found
+
+    @property
+    def hops(self) -> Ints:
+        """Links on each path."""
+        return np.asarray((self.links >= 0).sum(axis=1))
+
+
+def route(links: Links, flows: Flows, routing: Routing, left: Floats | None = None) -> Routes:
+    """Paths of all sub-flows; `left` is the share of each link that works."""
+    _check(links, flows, routing)
+    number = np.arange(len(flows) * routing.paths, dtype=np.int64)
+    flow, turn = number // routing.paths, number % routing.paths
+    source, target = flows.source[flow], flows.target[flow]
+    if routing.rails and links.fabric.rails > 1:
+        source = source // links.fabric.rails * links.fabric.rails + target % links.fabric.rails
+    taken = _paths(links, source, target, turn, _hash(number, routing.seed), routing)
+    cut = np.zeros(len(number), dtype=bool)
+    if left is not None:
+        taken, cut = _around(links, source, target, turn, number, routing, taken, left)
+    return Routes(flow=flow.astype(np.int32), links=taken, cut=cut)
+
+
+def _paths(links: Links, source: Ints, target: Ints, turn: Ints, drawn: NDArray[np.uint64], routing: Routing) -> Ints:
+    f = links.fabric
+    plane = _digit(drawn, 0, f.planes) if routing.planes == "hash" else (turn + source) % f.planes
+    near, far = links.host_t0(source), links.host_t0(target)
+    hops = [links.nic_up(plane, source)]
+    if f.tiers > 1:
+        port = _digit(drawn, 1, f.t0_up)
+        leaves = near != far
+        hops.append(np.where(leaves, links.t0_up(plane, near, port), -1))
+        if f.tiers == 3:
+            hops += _top(links, plane, near, far, port, _digit(drawn, 2, links.t1_up))
+        back = _back_port(links, port, _digit(drawn, 3, f.t0_up))
+        hops.append(np.where(leaves, links.t0_down(plane, far, back), -1))
+    hops.append(links.nic_down(plane, target))
+    return np.where((source == target)[:, None], -1, np.stack(hops, axis=1))
+
+
+def _top(links: Links, plane: Ints, near: Ints, far: Ints, port: Ints, up: Ints) -> list[Ints]:
+    """T1 to T2 and back, for pairs in different pods; T2s join T1s of the same place in their pods."""
+    leaves = near // links.t0_per_pod != far // links.t0_per_pod
+    rises = links.t1_up_link(plane, links.t1_of(near, port), up)
+    falls = links.t1_down_link(plane, links.t1_of(far, port), up)
+    return [np.where(leaves, rises, -1), np.where(leaves, falls, -1)]
+
+
+def _back_port(links: Links, port: Ints, drawn: Ints) -> Ints:
+    """Of the T1's cables to the far T0 (several, when T1s are fewer than uplinks), the one its own hash takes."""
+    ports, t1s = links.fabric.t0_up, links.t1_per_pod
+    if ports <= t1s:
+        return port
+    first = port % t1s
+    cables = (ports - first + t1s - 1) // t1s
+    return first + drawn % cables * t1s
+
+
+def _around(
+    links: Links,
+    source: Ints,
+    target: Ints,
+    turn: Ints,
+    number: Ints,
+    routing: Routing,
+    taken: Ints,
+    left: Floats,
+) -> tuple[Ints, NDArray[np.bool_]]:
+    """Draws again for paths over a dead link; switches and senders both do, but only senders change the plane."""
+    dead = _dead(taken, left)
+    for attempt in range(1, ATTEMPTS + 1):
+        if routing.recovery == "none" or not dead.any():
+            break
+        again = np.flatnonzero(dead)
+        moved = turn[again] + attempt if routing.recovery == "edge" else turn[again]
+        drawn = _hash(number[again], routing.seed + attempt * 1_000_003)
+        taken[again] = _paths(links, source[again], target[again], moved, drawn, routing)
+        dead[again] = _dead(taken[again], left)
+    return taken, dead
+
+
+def _dead(taken: Ints, left: Floats) -> NDArray[np.bool_]:
+    works = np.append(left, 1.0)  # -1 reads the last: a hop that is not there works
+    return np.asarray((works[taken] <= 0).any(axis=1))
+
+
+def _hash(number: Ints, seed: int) -> NDArray[np.uint64]:
+    """A well mixed 64-bit word per number (splitmix64, Steele et al. 2014)."""
+    with np.errstate(over="ignore"):
+        x = number.astype(np.uint64) + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) % 2**64)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+
+def _digit(drawn: NDArray[np.uint64], place: int, size: int) -> Ints:
+    """One of `size` from 16 bits of the word; ports are at most a few thousand, so the skew is below 1 %."""
+    bits = (drawn >> np.uint64(16 * place)) & np.uint64(0xFFFF)
+    return ((bits * np.uint64(max(size, 1))) >> np.uint64(16)).astype(np.int64)
+
+
+def _check(links: Links, flows: Flows, routing: Routing) -> None:
+    f = links.fabric
+    highest = int(max(flows.source.max(), flows.target.max()))
+    if highest >= f.hosts or min(flows.source.min(), flows.target.min()) < 0:
+        raise mistake("flows", f"host {highest:,} is not on {f.name}", fix=f"its hosts are 0 to {f.hosts - 1:,}")
+    if len(flows) * routing.paths > MOST_SUBFLOWS:
+        raise mistake(
+            "routing",
+            f"{len(flows):,} flows on {routing.paths} paths are more than the {MOST_SUBFLOWS:,} sub-flows of 2 GB",
+            fix=f"use at most {max(MOST_SUBFLOWS // len(flows), 1):,} paths per flow, or one plane",
+        )
