@@ -114,3 +114,20 @@ def test_devices_of_a_file_without_a_cluster_are_told(capsys: pytest.CaptureFixt
     assert main(["check", str(DATA / "megatron_gpt3_175b.sh"), "--select", "COM004", "--format", "json"]) == 1
     said = json.loads(capsys.readouterr().out)
     assert (said["devices"], said["scaling"]) == (1024, "S2")
+
+
+@pytest.mark.parametrize(
+    ("file", "cluster", "rule", "words"),
+    [
+        ("torchtitan_llama3_405b.toml", "8xH100:16", "COM004", "torchtitan: comm.train_timeout_seconds"),
+        ("megatron_gpt3_175b.sh", "8xA100:128", "CKP001", "Megatron-LM: --save-interval, in steps"),
+        ("megatron_llama3_8b.txt", "8xH100:1", "COM004", "Megatron-LM: --distributed-timeout-seconds-after-init"),
+    ],
+)
+def test_a_cure_is_told_in_the_words_of_the_file(
+    file: str, cluster: str, rule: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(DATA / file), "--cluster", cluster, "--select", rule]) == 1
+    said = capsys.readouterr().out
+    assert words in said
+    assert "--fix" not in said  # only job files are mended

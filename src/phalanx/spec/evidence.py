@@ -51,6 +51,7 @@ class Evidence:
     drills: tuple[DrillFacts, ...] = ()
     parity: ParityFacts | None = None
     unmapped: tuple[Unmapped, ...] = ()
+    their_keys: Mapping[str, str] = field(default_factory=dict)  # job key -> what another trainer's file calls it
     devices_said: int = 0  # by a configuration that cannot be planned; 0 is not said
 
     def has(self, letter: str) -> bool:

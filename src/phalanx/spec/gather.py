@@ -277,12 +277,14 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
             job_file=str(path),
             refusals=found.missing,
             devices_said=found.devices,
+            their_keys=found.their_keys,
             drills=_drills(request, environ),
             unmapped=found.unmapped,
         )
-    return of_job(
+    evidence = of_job(
         found.resolved, request, today=today, environ=environ, practice=found.practice, unmapped=found.unmapped
     )
+    return replace(evidence, their_keys=found.their_keys)
 
 
 def _profile(request: Request, wanted: str, cluster: Cluster | None) -> Profile:

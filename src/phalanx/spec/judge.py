@@ -49,6 +49,7 @@ class Report:
     findings: tuple[Finding, ...]  # every answer, passes too, in the order of the rules
     require_evidence: bool = False
     unmapped: tuple[Unmapped, ...] = ()
+    foreign: bool = False  # another trainer's file, which is not ours to edit
 
     @property
     def verdicts(self) -> dict[str, Verdict]:
@@ -123,6 +124,7 @@ def judge(
         findings=tuple(found),
         require_evidence=require_evidence,
         unmapped=evidence.unmapped,
+        foreign=bool(evidence.their_keys),
     )
 
 
@@ -153,6 +155,7 @@ def _outcomes(rule: Rule, evidence: Evidence) -> tuple[Outcome, ...]:
 
 
 def _placed(rule: Rule, evidence: Evidence, outcome: Outcome) -> Finding:
+    outcome = _in_their_words(evidence, outcome)
     file, line = evidence.place(outcome.at)
     return Finding(
         rule=rule,
@@ -162,6 +165,17 @@ def _placed(rule: Rule, evidence: Evidence, outcome: Outcome) -> Finding:
         file=file,
         line=line,
     )
+
+
+def _in_their_words(evidence: Evidence, outcome: Outcome) -> Outcome:
+    """An edit names a key of the job; of another trainer's file it also says what the key is called there."""
+    if not evidence.their_keys or not outcome.edits:
+        return outcome
+    edits = []
+    for edit in outcome.edits:
+        notes = [edit.note, evidence.their_keys.get(edit.key, "")]
+        edits.append(replace(edit, note="; ".join(one for one in notes if one)))
+    return replace(outcome, edits=tuple(edits))
 
 
 def severity_of(rule: Rule, outcome: Outcome, evidence: Evidence) -> Severity:

@@ -186,7 +186,9 @@ class Rank:
         if not self.plan.reliability.memory_every:
             return None
         hosts = {number: seat.host for number, seat in enumerate(formation.seats)}
-        buddy = buddy_of(rank, hosts)
+        cluster = self.plan.cluster
+        # An NVL72 rack is a domain of 18 hosts that share power, cooling and switches; a domain of one host is itself.
+        buddy = buddy_of(rank, hosts, rack_hosts=max(1, cluster.domain_devices // max(1, cluster.host_devices)))
         where = None
         if buddy is not None:
             host, port = go["vaults"][str(buddy.rank)]

@@ -282,3 +282,11 @@ def test_a_timeline_is_read_without_its_spans_and_checked_where_it_is_odd():
     odd = long.replace(b'"dropped":0', b'"dropped":[')
     events, _, bad = lines.events(feed.Piece(data=odd + b"\n", file="f", line=1, count=1))
     assert (events, bad) == ([], [1])
+
+
+def test_a_world_beyond_all_measure_is_not_counted_through(run):
+    text = run.supervisor.read_text().replace('"world":2,', '"world":4611686018427387904,')
+    run.supervisor.write_text(text)
+    found = read_log(run)
+    assert found.world == 10_000_000
+    assert len(found.grammar.ranks_missing) == 4096

@@ -18,7 +18,7 @@ PHALANX = Practice(
     verifies_digests=True,
     resumes_exactly=("weights", "moments", "scheduler", "scaler", "rng", "sampler", "tokens", "layout"),
     heartbeat_s=0.25,
-    memory_copies="other host",
+    memory_copies="other rack",
     preflight=True,
     step_transaction=True,
     bounded_restarts=3,
@@ -38,7 +38,7 @@ PHALANX = Practice(
         "resumes_exactly": "docs/checkpoints.md: what is remembered; train/state.py",
         "heartbeat_s": "docs/recovery.md; rank to agent 0.1 s (supervise/link.py), agent to coordinator 0.25 s "
         "(supervise/host.py)",
-        "memory_copies": "docs/vault.md: with the next host of the ring; on one host with the agent's process",
+        "memory_copies": "docs/vault.md: on another host, and rack if there are two; else with the agent's process",
         "preflight": "docs/security.md: before a host takes part, and before every later formation",
         "step_transaction": "docs/recovery.md, docs/checkpoints.md: epochs, and the fence of a commit",
         "bounded_restarts": "docs/recovery.md: fault.restarts",

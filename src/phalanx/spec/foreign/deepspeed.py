@@ -97,6 +97,7 @@ def translate(book: Book) -> None:
     _optimizer(book)
     _pipeline(book)
     book.put("checkpoint.async", False, note="default of DeepSpeed: save_checkpoint stands still")
+    book.theirs |= dict.fromkeys(("comm.init_timeout_s", "train.timeout_s"), "DEEPSPEED_TIMEOUT of the environment")
     book.assume("comm.init_timeout_s", TIMEOUT_S, "DEEPSPEED_TIMEOUT, 30 minutes")
     book.assume("train.timeout_s", TIMEOUT_S, "DEEPSPEED_TIMEOUT, 30 minutes")
     book.close(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: key)

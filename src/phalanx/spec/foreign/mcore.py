@@ -248,6 +248,7 @@ def _timeouts(book: Book) -> None:
         book.put("train.timeout_s", after, "distributed_timeout_seconds_after_init")
     else:
         book.put("train.timeout_s", limit, "distributed_timeout_minutes", note=note)
+        book.theirs["train.timeout_s"] = "distributed_timeout_seconds_after_init"
     _buckets(book)
     if every := book.whole("check_weight_hash_across_dp_replicas_interval"):
         book.put("fault.digest_every", every, "check_weight_hash_across_dp_replicas_interval")
@@ -258,6 +259,7 @@ def _timeouts(book: Book) -> None:
 def _buckets(book: Book) -> None:
     width = DTYPES[str(book.value("precision.grad_reduce") or "fp32")]
     overlap = book.flag("overlap_grad_reduce")
+    book.theirs["comm.bucket_mib"] = "ddp_bucket_size" if overlap else "overlap_grad_reduce"
     size = book.whole("bucket_size")
     if size is not None and size > 0:
         mib = size * width / 2**20

@@ -21,6 +21,7 @@ UNITS = {
     "every_n_train_steps": "in steps",
     "distributed_timeout_minutes": "in minutes",
     "distributed-timeout-minutes": "in minutes",
+    "DEEPSPEED_TIMEOUT of the environment": "in minutes",
     "reduce_bucket_size": "in elements",
     "bucket_size": "in parameters",
     "ddp-bucket-size": "in parameters",

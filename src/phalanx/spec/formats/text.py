@@ -125,8 +125,8 @@ def _bound(outcome: Outcome) -> str:
 
 
 def _by_option(report: Report) -> str:
-    """How many findings an option mends; runs and plans are past mending."""
-    if not report.target.endswith(".toml") or "L" in report.evidence:
+    """How many findings an option mends; runs and plans are past mending, other trainers' files are not ours to."""
+    if report.foreign or not report.target.endswith(".toml") or "L" in report.evidence:
         return ""
     edits = [one.outcome.edits for one in report.findings if one.verdict == "fail" and one.outcome.edits]
     safe = sum(all(edit.safe for edit in some) for some in edits)

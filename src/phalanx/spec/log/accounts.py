@@ -90,7 +90,8 @@ def detect_s(walked: Walk | None, failures: Sequence[tuple[float, float]], step_
     if walked is None:
         return None
     found = Histogram()
-    for recovery, (noticed_s, waited_s) in zip(walked.recoveries, failures, strict=False):
+    newest = walked.recoveries[-len(failures) :] if failures else []
+    for recovery, (noticed_s, waited_s) in zip(newest, failures, strict=False):
         gap_s = noticed_s - waited_s - recovery.before_s
         found.add([max(0.0, gap_s - min(gap_s, 0.5 * (step_s or 0.0)))])
     return found.spread()

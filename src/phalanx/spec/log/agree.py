@@ -16,7 +16,7 @@ from phalanx.spec.outcome import Spot
 MOST_DIGESTS = 16_384  # (epoch, step) pairs that are remembered; then every second one
 MOST_TIMES = 4_096  # steps of the witness whose time is
 MOST_OFFSETS = 64  # of a rank
-MOST_GAPS = 1_000
+MOST_GAPS = 1_000  # different distances; skipped steps that are compared
 
 Key = tuple[int, int]  # epoch, step
 Holder = tuple[int, ...]  # ranks of the same holder hold the same weights
@@ -164,7 +164,7 @@ def skips_differ(
 ) -> Spot | None:
     """A step that one rank skipped and another, that tells of the steps around it, did not."""
     keys = {key for some in skips.values() for key in some}
-    for key in sorted(keys):
+    for key in sorted(keys)[:MOST_GAPS]:
         told = [rank for rank, span in spans.items() if _spans(span, key)]
         skipped = [rank for rank in told if key in skips.get(rank, ())]
         if skipped and len(skipped) < len(told):

@@ -43,8 +43,9 @@ def _addresses(run: Run, launch: Mapping[str, Any]) -> Iterator[str]:
     for place in places[:10_000]:
         if isinstance(place, list) and place and isinstance(place[0], str):
             yield printable(place[0], most=100)
-    served = at(launch, "listens")
-    yield from (printable(one, most=100) for one in served.values() if isinstance(one, str))
+    telemetry = at(_json(run, "job.json"), "telemetry")
+    if telemetry.get("prometheus") and isinstance(telemetry.get("listen"), str):
+        yield printable(telemetry["listen"].rpartition(":")[0].strip("[]") or telemetry["listen"], most=100)
 
 
 def _json(run: Run, name: str) -> Mapping[str, Any]:

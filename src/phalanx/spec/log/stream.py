@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 
 from phalanx.errors import PhalanxError
 from phalanx.record.account.places import places
@@ -30,6 +31,7 @@ from phalanx.spec.outcome import Spot
 
 TURN_BYTES = 32 * 2**20  # of a rank before the next one has its turn, where there is a budget
 MOST_MISSING = 4096
+MOST_WORLD = 10_000_000  # files of events have names for as many
 # The ledger is walked anew when the run has grown by this share: a look at a run of hours every second costs little.
 AGAIN_SHARE, SMALL_BYTES = 0.05, 4 * 2**20
 # What a log must have, beside the steps themselves.
@@ -112,7 +114,7 @@ class LogStream:
     def facts(self) -> LogFacts:
         """Everything the rules ask, as far as the run was read."""
         ended = is_over(self.run)
-        known = self._accounts()
+        known = self._accounts(ended=ended)
         steps = self._steps()
         launch = launch_of(self.run)
         self._all.secrets.look_around(self.run, self._shown)
@@ -124,7 +126,7 @@ class LogStream:
             folder=self._shown,
             state=printable(self.run.status().get("state", ""), most=40),
             is_over=ended,
-            world=max(self.run.world() or 0, told.world if told else 0, len(self._ranks)),
+            world=min(max(self.run.world() or 0, told.world if told else 0, len(self._ranks)), MOST_WORLD),
             ranks=tuple(self._ranks),
             wall_s=walked.ledger.wall_s if walked is not None else None,
             bytes_read=self.bytes_read,
@@ -183,16 +185,12 @@ class LogStream:
             grammar=self._grammar(made, provenance=provenance),
         )
 
-    def _accounts(self) -> accounts.Account:
-        """The ledger and what goes with it; not again for a run that has hardly grown."""
-        grown = self.bytes_read - self._account_bytes
-        if (
-            self._account_bytes < 0
-            or grown > max(AGAIN_SHARE * self._account_bytes, 0 if grown < 0 else 1)
-            or (grown and self.bytes_read < SMALL_BYTES)
-        ):
-            self._account = accounts.account(self.run, self._history)
-            self._account_bytes = self.bytes_read
+    def _accounts(self, *, ended: bool) -> accounts.Account:
+        """The ledger and what goes with it; not again for a run that goes on and has hardly grown."""
+        read, before = self.bytes_read, self._account_bytes
+        little = not ended and read >= SMALL_BYTES and read - before <= AGAIN_SHARE * before
+        if before < 0 or (read != before and not little):
+            self._account, self._account_bytes = accounts.account(self.run, self._history), read
         return self._account
 
     def _steps(self) -> StepFacts | None:
@@ -239,7 +237,7 @@ class LogStream:
             out_of_order_spot=all_.out_of_order_spot,
             unclosed=self._unclosed(made),
             skew_s=skew(one.offsets for one in self._ranks.values()),
-            ranks_missing=tuple(rank for rank in range(made.world) if rank not in self._ranks)[:MOST_MISSING],
+            ranks_missing=tuple(islice((rank for rank in range(made.world) if rank not in self._ranks), MOST_MISSING)),
             secrets=self._all.secrets.count,
             secrets_spot=self._all.secrets.spot,
             has_provenance=provenance,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,10 +30,10 @@ class Supervisor:
         self.kinds: dict[str, int] = {}
         self.formations = self.preflights = self.refused = self.most_in_a_row = self.world = 0
         self.launches = 0
-        self.restores: list[Restore] = []
-        self.failures: list[tuple[float, float]] = []  # when noticed, and for how long others were waited for
+        self.restores: deque[Restore] = deque(maxlen=MOST_TOLD)
+        # When noticed, and for how long others were waited for.
+        self.failures: deque[tuple[float, float]] = deque(maxlen=MOST_TOLD)
         self.ended_s: float | None = None  # time of the newest `end`
-        self.stepless: list[str] = []
 
     def take(self, piece: Piece, lines: Lines, grammar: Grammar, secrets: Secrets) -> None:
         """The next lines."""
@@ -57,11 +58,10 @@ class Supervisor:
         elif kind == "restore":
             restore = restore_of(event, spot)
             if restore is not None:
-                self.restores = [*self.restores, restore][-MOST_TOLD:]
+                self.restores.append(restore)
         elif kind == "incident":
             self.most_in_a_row = max(self.most_in_a_row, integer(event, "in_a_row") or 1)
-            noticed = (number(event, "t") or 0.0, number(event, "waited_s") or 0.0)
-            self.failures = [*self.failures, noticed][-MOST_TOLD:]
+            self.failures.append((number(event, "t") or 0.0, number(event, "waited_s") or 0.0))
         elif kind == "quarantine":
             self.refused += 1
         elif kind == "end":

@@ -58,7 +58,7 @@ def _outside(evidence: Evidence, limits: Limits, place: str) -> Outcome:
     plan, hosts = evidence.the_plan, evidence.the_plan.reliability.hosts
     racks = max(1, math.ceil(evidence.devices / max(1, plan.cluster.domain_devices)))
     formula = (f"{hosts:,} hosts in {racks:,} domains of {plan.cluster.domain_devices} devices; copies: {place}",)
-    if hosts <= 1 and place in ("other process", "other host"):
+    if hosts <= 1 and place in ("other process", "other host", "other rack"):
         return passed("one host: copies outlive every process of it, the disk outlives the host", formula=formula)
     if place == "other process":
         return _inside(evidence, f"copies lie on the host they protect, and there are {hosts:,}", formula)
@@ -66,7 +66,9 @@ def _outside(evidence: Evidence, limits: Limits, place: str) -> Outcome:
     if rack_scale and racks > 1 and place != "other rack":
         told = f"copies lie on another host, mostly of the same rack of {plan.cluster.domain_devices} devices"
         return _inside(evidence, told, formula)
-    return passed(f"copies lie on another {'rack' if place == 'other rack' else 'host'}", formula=formula, value=place)
+    return passed(
+        f"copies lie on another {'rack' if rack_scale and racks > 1 else 'host'}", formula=formula, value=place
+    )
 
 
 def _inside(evidence: Evidence, told: str, formula: tuple[str, ...]) -> Outcome:

@@ -1,0 +1,91 @@
+"""What a fabric is made of and what one failure takes away: links, optics, power, money, bandwidth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.network.fabric.types import Fabric
+
+OPTIC_GBPS = 800.0  # optics are counted as 800G modules, whatever the port speed: a module carries several lanes
+# 800G DR8 in volume, and an MPO trunk: luxoptx.com, "800G optical module cost analysis". List prices of one seller.
+OPTIC_USD = (1100.0, 1400.0)
+TRUNK_USD = (50.0, 150.0)
+OPTIC_WATTS = 16.0  # 15 to 17 W per 800G module (AIDC Studio catalogue); 17 to 19 W seen under load (100gmodules.com)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bill:
+    """Parts of a whole fabric. Links are counted at port speed; all of them are taken to be optical."""
+
+    links: tuple[int, ...]  # by tier: NIC-T0, T0-T1, T1-T2, T2-T3
+    cables: int  # links as wide as a NIC: what is pulled, and what fails together
+    optics: int  # link ends at port speed
+    optics_800g: float  # the same capacity in 800G modules
+    watts: float | None  # switches and optics; None where the switch's are unknown
+    usd: tuple[float, float] | None  # switches, optics and trunks, low and high
+    spare_ports: int  # ports of all switches that nothing is plugged into
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """Shares of bandwidth that one failure takes away until it is mended."""
+
+    nic_link: float  # of the NIC: 1 cuts the GPU off, and the job with it
+    t0_t1_link: float  # of what its T0 can send up in that plane
+    t0: float  # of the bandwidth of the hosts under it
+    t0_hosts: int  # how many those are
+    t1: float  # of what the hosts of its pod can send beyond their T0
+
+
+def bill(fabric: Fabric) -> Bill:
+    """Count the parts."""
+    links = tier_links(fabric)
+    total = sum(links)
+    modules = 2 * total * fabric.port_gbps / OPTIC_GBPS
+    return Bill(
+        links=links,
+        cables=total // fabric.planes,
+        optics=2 * total,
+        optics_800g=modules,
+        watts=_watts(fabric, modules),
+        usd=_usd(fabric, modules),
+        spare_ports=fabric.switches * fabric.switch.radix - 2 * total + links[0],
+    )
+
+
+def tier_links(fabric: Fabric) -> tuple[int, ...]:
+    """Links of all planes by tier; above T0 nothing is oversubscribed, so every tier has as many as T0-T1.
+
+    >>> from phalanx.network.fabric.parse import parse_fabric
+    >>> tier_links(parse_fabric("mrc-131k"))
+    (1048576, 1048576)
+    """
+    up = fabric.planes * fabric.t0 * fabric.t0_up
+    return (fabric.planes * fabric.hosts, *([up] * (fabric.tiers - 1)))
+
+
+def loss(fabric: Fabric) -> Loss:
+    """What the loss of one part takes away."""
+    above = fabric.tiers > 1
+    return Loss(
+        nic_link=1 / fabric.planes,
+        t0_t1_link=1 / fabric.t0_up if above else 0.0,
+        t0=1 / fabric.planes,
+        t0_hosts=min(fabric.t0_down, fabric.hosts),
+        t1=1 / (fabric.planes * fabric.t1_per_pod) if above else 0.0,
+    )
+
+
+def _watts(fabric: Fabric, modules: float) -> float | None:
+    return fabric.switches * fabric.switch.watts + modules * OPTIC_WATTS if fabric.switch.watts else None
+
+
+def _usd(fabric: Fabric, modules: float) -> tuple[float, float] | None:
+    if fabric.switch.usd is None:
+        return None
+    trunks = modules / 2
+    low, high = (
+        fabric.switches * box + modules * optic + trunks * trunk
+        for box, optic, trunk in zip(fabric.switch.usd, OPTIC_USD, TRUNK_USD, strict=True)
+    )
+    return low, high

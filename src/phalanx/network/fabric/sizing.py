@@ -1,0 +1,246 @@
+"""How many switches join N hosts: a folded Clos, filled only as far as it must be.
+
+Full: L tiers of radix k join 2·(k/2)^L hosts, each plane with (2L-1)·(k/2)^(L-1) switches (arXiv:2605.04333 section 2).
+Partly full, the rule is: whole T0s, equal pods, and in every tier above the fewest switches such that each switch
+below has the same number of links to each of them (their number divides its uplinks). Equal links are what ECMP,
+spraying and static routes all assume; the price is that some ports above stay empty.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from phalanx.errors import UserError, mistake
+from phalanx.network.fabric.types import Fabric, Switch
+
+MOST_TIERS = 4
+# Beyond any plan, within exact integers: a typing mistake, not a fabric.
+MOST_HOSTS = 10**9
+LEAST_RADIX = 4  # two down and two up
+WHERE = "fabric"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What a person chooses about a fabric beside its hosts and its switch."""
+
+    planes: int
+    tiers: int
+    oversubscription: float = 1.0
+    rails: int = 1
+
+
+def split_t0(radix: int, tiers: int, oversubscription: float) -> tuple[int, int]:
+    """Ports of a T0 down and up; never more down than the oversubscription allows.
+
+    >>> split_t0(512, 2, 1.0), split_t0(64, 2, 3.0), split_t0(64, 2, 2.0), split_t0(64, 1, 1.0)
+    ((256, 256), (48, 16), (42, 22), (64, 0))
+    """
+    if tiers == 1:
+        return radix, 0
+    up = math.ceil(radix / (1 + oversubscription))
+    return min(radix - up, math.floor(up * oversubscription)), up
+
+
+def most_hosts(radix: int, shape: Shape) -> int:
+    """Hosts that fit at most.
+
+    >>> [most_hosts(k, Shape(planes=1, tiers=t)) for k, t in ((512, 2), (256, 2), (144, 2), (64, 3), (64, 4))]
+    [131072, 32768, 10368, 65536, 2097152]
+    """
+    down, _ = split_t0(radix, shape.tiers, shape.oversubscription)
+    if shape.tiers == 1:
+        return down
+    if shape.tiers == 2:
+        return down * _whole(radix, shape.rails)
+    return down * _pod_t0s(radix, shape.rails) * radix * (radix // 2) ** (shape.tiers - 3)
+
+
+def _pod_t0s(radix: int, rails: int) -> int:
+    """T0s that a pod can hold: a T1 has half of its ports for them, and a group of rails lies in one pod."""
+    return _whole(radix // 2, rails)
+
+
+def _whole(number: int, rails: int) -> int:
+    return number - number % rails
+
+
+def size(hosts: int, nic_gbps: float, switch: Switch, shape: Shape, *, name: str = "", where: str = WHERE) -> Fabric:
+    """The smallest fabric of this shape for `hosts` NICs; raises UserError where the box cannot do it."""
+    check(hosts, nic_gbps, shape, where=where)
+    if abs(nic_gbps / shape.planes - switch.port_gbps) > 1e-6:
+        raise _wrong_speed(nic_gbps, shape, switch, where)
+    if switch.radix < LEAST_RADIX:
+        raise mistake(where, f"a switch of {switch.radix} ports cannot branch", fix=f"use {LEAST_RADIX} ports or more")
+    if most_hosts(switch.radix, shape) < hosts:
+        raise too_many(hosts, switch, shape, where=where)
+    down, up = split_t0(switch.radix, shape.tiers, shape.oversubscription)
+    counts = _fill(_whole_t0s(hosts, down, shape.rails), up, switch.radix, shape)
+    return Fabric(
+        name=name or _name(hosts, nic_gbps, switch, shape),
+        hosts=hosts,
+        nic_gbps=nic_gbps,
+        planes=shape.planes,
+        tiers=shape.tiers,
+        switch=switch,
+        oversubscription=down / up if up else 1.0,
+        rails=shape.rails,
+        t0_down=down,
+        t0_up=up,
+        t0=counts.switches[0],
+        t1=counts.switches[1],
+        t2=counts.switches[2],
+        t3=counts.switches[3],
+        pods=counts.pods,
+        t1_up=counts.up[1],
+        t2_up=counts.up[2],
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Counts:
+    switches: tuple[int, int, int, int]  # per plane, by tier
+    up: tuple[int, int, int, int]  # uplinks of one switch, by tier
+    pods: int
+
+
+def _whole_t0s(hosts: int, down: int, rails: int) -> int:
+    """With rails, server i of a group uses T0 r for its NIC r: T0s come in groups of `rails`."""
+    return rails * math.ceil(hosts / (rails * down))
+
+
+def _fill(t0: int, up: int, radix: int, shape: Shape) -> _Counts:
+    """Blocks of equal size from the top down, then the switches of each tier from the bottom up."""
+    if shape.tiers == 1:
+        return _Counts(switches=(1, 0, 0, 0), up=(0, 0, 0, 0), pods=1)
+    half = radix // 2
+    blocks = _blocks(t0, radix, shape)
+    switches, ups, group = [blocks[0]], [up], 1
+    for level in range(shape.tiers - 1):
+        top = level == shape.tiers - 2
+        joined = blocks[level] // blocks[level + 1]  # switches below that one switch above must reach
+        ports = radix if top else half
+        above = _divisor_from(ups[-1], math.ceil(joined * ups[-1] / ports))
+        group *= above
+        switches.append(blocks[level + 1] * group)
+        ups.append(0 if top else joined * ups[-1] // above)
+    padded = (*switches, 0, 0, 0)[:MOST_TIERS]
+    up_padded = (*ups, 0, 0, 0)[:MOST_TIERS]
+    return _Counts(
+        switches=(padded[0], padded[1], padded[2], padded[3]),
+        up=(up_padded[0], up_padded[1], up_padded[2], up_padded[3]),
+        pods=blocks[1],
+    )
+
+
+def _blocks(t0: int, radix: int, shape: Shape) -> list[int]:
+    """How many blocks of each level a plane has: level 0 is a T0, level 1 a pod, and the last one is the plane."""
+    wanted = [t0]
+    for level in range(shape.tiers - 2):
+        most = _pod_t0s(radix, shape.rails) if level == 0 else radix // 2
+        wanted.append(math.ceil(wanted[-1] / most))
+    blocks = [1]
+    for need in reversed(wanted):
+        blocks.insert(0, blocks[0] * math.ceil(need / blocks[0]))
+    per_pod = math.ceil(blocks[0] / blocks[1] / shape.rails) * shape.rails  # a group of rails lies in one pod
+    return [per_pod * blocks[1], *blocks[1:]]
+
+
+def _divisor_from(number: int, least: int) -> int:
+    """The smallest divisor of a number that is not below `least`."""
+    return next(one for one in range(max(1, least), number + 1) if number % one == 0)
+
+
+def check(hosts: int, nic_gbps: float, shape: Shape, *, where: str = WHERE) -> None:
+    """Refuse what no switch can make right."""
+    if not 2 <= hosts <= MOST_HOSTS:
+        fix = "use 2 or more" if hosts < 2 else f"use at most {MOST_HOSTS:,}; the largest fabric reported has 131,072"
+        raise mistake(where, f"{hosts:,} GPUs are not a fabric", fix=fix)
+    if not (math.isfinite(nic_gbps) and nic_gbps > 0):
+        raise mistake(where, f"a NIC of {nic_gbps:g} Gb/s carries nothing", fix="use 100, 200, 400, 800 or 1600")
+    if shape.planes < 1:
+        raise mistake(where, f"{shape.planes} planes", fix="use 1, 2, 4 or 8")
+    if not 1 <= shape.tiers <= MOST_TIERS:
+        raise mistake(where, f"{shape.tiers} tiers", why="a path of five tiers crosses nine switches", fix="use 1 to 4")
+    _check_ratio(shape, where)
+    _check_rails(hosts, shape, where)
+
+
+def _check_ratio(shape: Shape, where: str) -> None:
+    ratio = shape.oversubscription
+    if not (math.isfinite(ratio) and 1 <= ratio <= 64):
+        why = "below 1 a T0 has more uplinks than hosts can fill" if ratio < 1 else "beyond 64 hardly anything goes up"
+        raise mistake(where, f"an oversubscription of {ratio:g}", why=why, fix="use 1 (full bisection), 2 or 4")
+
+
+def _check_rails(hosts: int, shape: Shape, where: str) -> None:
+    rails = shape.rails
+    if rails < 1:
+        raise mistake(where, f"{rails} rails", fix="use 1 for none, or the GPUs of a server, as 8")
+    if rails > 1 and shape.tiers == 1:
+        raise mistake(
+            where,
+            f"one tier with {rails} rails is {rails} islands, not one fabric",
+            why="no switch joins the rails, so only NVLink inside a server does",
+            fix="use 2 tiers, or 1 rail",
+        )
+    if hosts % rails:
+        lower = hosts - hosts % rails
+        near = f"{lower:,} or {lower + rails:,}" if lower else f"{rails:,}"
+        why = f"a server has one GPU on each of {rails} rails"
+        raise mistake(where, f"{hosts:,} GPUs are not whole servers of {rails}", why=why, fix=f"use {near} GPUs")
+
+
+def _wrong_speed(nic_gbps: float, shape: Shape, switch: Switch, where: str) -> UserError:
+    planes = nic_gbps / switch.port_gbps
+    fits = planes >= 1 and planes == int(planes)
+    fix = f"use {int(planes)} planes" if fits else f"use a NIC of a multiple of {switch.port_gbps:g} Gb/s"
+    return mistake(
+        where,
+        f"{shape.planes} planes make ports of {nic_gbps / shape.planes:g} Gb/s of a {nic_gbps:g} Gb/s NIC",
+        why=f"{switch.name} has ports of {switch.port_gbps:g} Gb/s",
+        fix=fix,
+    )
+
+
+def too_many(hosts: int, switch: Switch, shape: Shape, *, where: str = WHERE, fix: str = "") -> UserError:
+    """The message for hosts beyond what the radix reaches."""
+    most = most_hosts(switch.radix, shape)
+    plural = "tier" if shape.tiers == 1 else "tiers"
+    return mistake(
+        where,
+        f"{hosts:,} GPUs do not fit: {shape.tiers} {plural} of {switch.name} join at most {most:,}",
+        why=_reach(switch, shape, most),
+        fix=fix or _deeper(hosts, switch, shape) or "use a switch with more ports, or more planes",
+    )
+
+
+def _reach(switch: Switch, shape: Shape, most: int) -> str:
+    radix = switch.radix
+    limit = ""
+    if switch.lanes > radix:
+        limit = f"; it has {switch.lanes} lanes of {switch.port_gbps:g}G but only {radix} logical ports"
+    if shape.tiers == 1:
+        return f"one switch has {radix} ports{limit}"
+    if shape.oversubscription == 1 and shape.rails == 1:
+        return f"at full bisection it is 2·({radix}/2)^{shape.tiers} = {most:,}{limit}"
+    down, _ = split_t0(radix, shape.tiers, shape.oversubscription)
+    return f"{most // down:,} T0s with {down} ports down{limit}"
+
+
+def _deeper(hosts: int, switch: Switch, shape: Shape) -> str:
+    for tiers in range(shape.tiers + 1, MOST_TIERS + 1):
+        most = most_hosts(
+            switch.radix,
+            Shape(planes=shape.planes, tiers=tiers, oversubscription=shape.oversubscription, rails=shape.rails),
+        )
+        if most >= hosts:
+            return f"use {tiers} tiers, which join up to {most:,}"
+    return ""
+
+
+def _name(hosts: int, nic_gbps: float, switch: Switch, shape: Shape) -> str:
+    ratio = "" if shape.oversubscription == 1 else f"/{shape.oversubscription:g}:1"
+    rails = "" if shape.rails == 1 else f"/{shape.rails}r"
+    return f"clos{shape.tiers}:{hosts}x{nic_gbps:g}G/{shape.planes}p/{switch.radix}{ratio}{rails}"

@@ -1,0 +1,214 @@
+"""One run over days, failure by failure: it falls, notices, waits for a place, starts again, and loses what it must.
+
+Every method that changes how time is spent first settles the time since the last change. A failure during a recovery
+starts that recovery anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from phalanx.sim.causes import Cause, arrivals
+from phalanx.sim.clock import Clock
+from phalanx.sim.ledger import PLANNED, SAVING, Ledger, Outcome
+from phalanx.sim.policy import CABLE_S, FLAP_S, FLAP_SHARE, UNNOTICED_S, Policy
+from phalanx.sim.progress import Progress
+from phalanx.units import DAY_S
+
+NEVER = float("inf")
+
+
+def simulate(policy: Policy, *, days: float, random: np.random.Generator) -> Outcome:
+    """One run of `days`. The same random source gives the same run."""
+    run = _Run(policy, random)
+    run.clock.run(until_s=days * DAY_S)
+    return run.close()
+
+
+class _Run:
+    """What holds now: is the job up, since when, in which phase, with how many hosts."""
+
+    def __init__(self, policy: Policy, random: np.random.Generator) -> None:
+        self.clock = Clock()
+        self._policy, self._random, self._ledger = policy, random, Ledger()
+        self._progress = Progress(policy.saving)
+        self._up, self._since_s, self._fell_s = True, 0.0, 0.0
+        self._cause, self._phase, self._epoch, self._in_a_row = "", "", 0, 0
+        self._missing, self._idle = 0, policy.spares
+        self._outage_until_s = 0.0
+        self._narrow, self._narrow_by = 0, ""
+        self._sound_s: float | None = None  # newest checkpoint from before a corruption that nobody found yet
+        self._arrivals = arrivals(policy.mix, mtbf_s=policy.mtbf_s, shape=policy.shape, random=random)
+        self._next_failure()
+        self._next_planned()
+
+    def close(self) -> Outcome:
+        """Settle what is open."""
+        self._settle()
+        if not self._up:
+            self._end_gap()
+        return self._ledger.close(wall_s=self.clock.now_s, done_s=self._progress.done_s, events=self.clock.events)
+
+    # What happens to the job.
+
+    def _next_failure(self) -> None:
+        if self._policy.mtbf_s < NEVER:
+            gap_s, cause = next(self._arrivals)
+            self.clock.after(gap_s, partial(self._fail, cause))
+
+    def _fail(self, cause: Cause) -> None:
+        self._next_failure()
+        self._settle()
+        self._ledger.failures += 1
+        if cause.silent:
+            self._corrupt(cause)
+        elif cause.bearable and self._policy.narrow_pace is not None:
+            self._bear(cause)
+        else:
+            self._outage_until_s = max(self._outage_until_s, self.clock.now_s + cause.outage_s)
+            self._fall(cause, noticed_s=self._policy.detect_s)
+
+    def _corrupt(self, cause: Cause) -> None:
+        """Weights go wrong and training goes on; idle devices harm nothing."""
+        if self._up and self._sound_s is None:
+            self._sound_s = self._progress.newest_s
+            digest_s = self._policy.digest_s
+            found_s = float(self._random.uniform(0.0, digest_s)) if digest_s < NEVER else UNNOTICED_S
+            self.clock.after(found_s, partial(self._find, cause))
+
+    def _find(self, cause: Cause) -> None:
+        """Digests differ: back to the checkpoint from before, unless another failure went back there already."""
+        self._settle()
+        if self._sound_s is not None:
+            self._ledger.lose(cause.name, "redone", self._progress.roll_back(self._sound_s))
+            self._sound_s = None
+            self._fall(cause, noticed_s=0.0)
+
+    def _bear(self, cause: Cause) -> None:
+        """Other paths take over within microseconds, too few to book; one NIC is narrower until the link is back."""
+        self._ledger.borne += 1
+        self._narrow, self._narrow_by = self._narrow + 1, cause.name
+        hand = cause.outage_s or (FLAP_S if self._random.random() < FLAP_SHARE else CABLE_S)
+        self.clock.after(hand, self._widen)
+
+    def _widen(self) -> None:
+        self._settle()
+        self._narrow -= 1
+
+    def _next_planned(self) -> None:
+        if self._policy.planned_per_day > 0:
+            self.clock.after(float(self._random.exponential(DAY_S / self._policy.planned_per_day)), self._maintain)
+
+    def _maintain(self) -> None:
+        """Save, wait until it is safe, start again. A job that is down anyway is maintained meanwhile."""
+        self._next_planned()
+        self._settle()
+        if self._up:
+            self._ledger.interruptions[PLANNED] += 1
+            saving = self._policy.saving
+            self._down(PLANNED, "checkpoint", saving.blocking_s + saving.lag_s, then=self._saved)
+
+    def _saved(self) -> None:
+        self._progress.save()
+        self._restart()
+
+    # Down, and up again.
+
+    def _fall(self, cause: Cause, *, noticed_s: float) -> None:
+        self._ledger.interruptions[cause.name] += 1
+        if not self._up:
+            self._in_a_row += 1
+            self._ledger.gave_up += self._in_a_row == self._policy.restarts
+        self._ledger.lose(cause.name, "redone", self._progress.restore(self.clock.now_s))
+        if self._sound_s is not None and self._progress.done_s <= self._sound_s:
+            self._sound_s = None
+        if cause.takes_host:
+            self._take_host()
+        if self._policy.recovery == "stop":
+            self._down(cause.name, "stopped", NEVER, then=self._rise)
+        else:
+            self._down(cause.name, "detect", noticed_s, then=self._noticed)
+
+    def _down(self, cause: str, phase: str, seconds: float, *, then: Callable[[], None]) -> None:
+        """Spend seconds of a phase; whatever was under way is given up."""
+        if self._up:
+            self._fell_s = self.clock.now_s
+        self._up, self._cause, self._phase = False, cause, phase
+        self._epoch += 1
+        self.clock.after(seconds, partial(self._then, self._epoch, then))
+
+    def _then(self, epoch: int, action: Callable[[], None]) -> None:
+        if epoch == self._epoch:
+            self._settle()
+            action()
+
+    def _noticed(self) -> None:
+        """Start again if there are places for it and the network is there, else wait."""
+        outage_s = self._outage_until_s - self.clock.now_s
+        if not self._policy.pace(self._missing):
+            self._down(self._cause, "waiting", NEVER, then=self._noticed)
+        elif outage_s > 0:
+            self._down(self._cause, "waiting", outage_s, then=self._noticed)
+        else:
+            self._restart()
+
+    def _restart(self) -> None:
+        self._down(self._cause, "restart", self._policy.restart_s, then=self._rise)
+
+    def _rise(self) -> None:
+        self._end_gap()
+        self._up, self._in_a_row = True, 0
+
+    def _end_gap(self) -> None:
+        self._ledger.longest_gap_s = max(self._ledger.longest_gap_s, self.clock.now_s - self._fell_s)
+
+    # Hosts.
+
+    def _take_host(self) -> None:
+        """A host leaves; a spare takes its place where there is one. Under "shrink" it never comes back."""
+        if self._idle:
+            self._idle -= 1
+            self._ledger.spares_used += 1
+            self._ledger.most_spares = max(self._ledger.most_spares, self._policy.spares - self._idle)
+        else:
+            self._missing += 1
+        if self._policy.recovery != "shrink":
+            self.clock.after(self._policy.repair_s, self._return_host)
+
+    def _return_host(self) -> None:
+        """A repaired host fills a gap in the job, which starts again with it if that makes it faster."""
+        self._settle()
+        if not self._missing:
+            self._idle += 1
+            return
+        before = self._policy.pace(self._missing)
+        self._missing -= 1
+        if self._up and self._policy.pace(self._missing) > before:
+            self._cause = "host"
+            self._restart()
+        elif self._phase == "waiting":
+            self._noticed()
+
+    # Time.
+
+    def _settle(self) -> None:
+        """Book the time since the last change."""
+        start_s, self._since_s = self._since_s, self.clock.now_s
+        seconds = self.clock.now_s - start_s
+        if self._up:
+            self._train(start_s, seconds)
+        else:
+            self._ledger.lose(self._cause, self._phase, seconds)
+
+    def _train(self, start_s: float, seconds: float) -> None:
+        lose, shrunk = self._ledger.lose, self._policy.pace(self._missing)
+        pace = shrunk * (self._policy.narrow_pace or 1.0) if self._narrow else shrunk
+        speed = pace / (1.0 + self._policy.saving.copy_share)
+        worked_s = self._progress.advance(start_s, seconds, speed=speed)
+        lose(SAVING, "checkpoint", seconds - worked_s)
+        lose(SAVING, "copies", worked_s * (pace - speed))
+        lose("host", "degraded", worked_s * (1.0 - shrunk))
+        lose(self._narrow_by, "degraded", worked_s * (shrunk - pace))
