@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.cli.drill import _shrink
+from phalanx.cli.drill import _shrink, keep_record
 from phalanx.cli.main import main
+from phalanx.record.run import Run
 from phalanx.spec.facts.records import find_drills
 from phalanx.train.data.build import Origin, Recipe, build
 from phalanx.train.data.documents import Reading
@@ -181,6 +182,19 @@ def test_a_failing_schedule_is_made_small_and_printed_as_a_command(
         "  phalanx drill job.toml --agents 1 --spares 2 --minutes 0.9 --fault hang:at_s=38 --fault nan:at_s=39",
     ]
     assert max(lengths) < 1.0
+
+
+def test_a_store_that_cannot_be_written_loses_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data").write_text("a file where a folder should be")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    result = SimpleNamespace(run=Run(path=tmp_path), ok=True, state="done", outcomes=(), verdicts=(), numbers=None)
+    args = SimpleNamespace(job="job.toml", chaos=False, agents=1, spares=0, out="", seed=0)
+    path = keep_record(args, (), result, profile="cpu-gloo", part="x")  # type: ignore[arg-type]
+    assert json.loads(path.read_text())["part"] == "x"
+    assert "cannot be written: " in capsys.readouterr().err
 
 
 def failed(result: dict[str, Any]) -> list[str]:

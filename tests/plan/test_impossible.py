@@ -72,3 +72,9 @@ def test_device_counts_with_offload_are_named(make_ask):
     found = re.search(r"use (\d+) such devices with the optimizer in host memory", text)
     assert found is not None
     assert search(make_ask("llama-3-70b", cluster=f"1xH100:{found.group(1)}", sequence=8192, batch=64)).best.fits
+
+
+def test_logits_that_outgrow_their_index_are_named_with_the_largest_micro_batch(make_ask):
+    text = message(make_ask(cluster="8xH100:1", sequence=8192, batch=512, batch__micro=4, parallel__tensor=1))
+    assert "a micro-batch of 4 × 8,192 tokens has 4,202,692,608 logits on a rank" in text
+    assert "use batch.micro = 2 or less" in text

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.cli.options import add_json, add_set
 from phalanx.cli.output import note, plain, print_json, warn
-from phalanx.errors import mistake
+from phalanx.errors import WorldError, mistake
 from phalanx.units import MINUTE_S
 
 if TYPE_CHECKING:
@@ -259,7 +259,10 @@ def keep_record(
     }
     path = write_record(result.run, body, key(key_path(os.environ)))
     if result.ok:
-        store(path, store_path(os.environ))
+        try:
+            store(path, store_path(os.environ))
+        except WorldError as error:  # the record itself is written: its result is worth more than the copy
+            warn(error.problems)
     if args.out:
         write_text(Path(args.out), path.read_text(encoding="utf-8"))
     return path

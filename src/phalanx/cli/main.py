@@ -19,6 +19,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "cluster": ("phalanx.cli.cluster", "describe this machine or a cluster such as 8xH100:16"),
     "probe": ("phalanx.cli.probe", "measure this machine in under 30 s; later plans use the profile"),
     "plan": ("phalanx.cli.plan", "find the best layout, its reasons and its bill"),
+    "sim": ("phalanx.cli.sim", "months of running with failures: what is lost, to what, and its price"),
     "check": ("phalanx.cli.check", "the training specification against a job, a plan or a run"),
     "rules": ("phalanx.cli.rules", "list the rules of the training specification"),
     "explain": ("phalanx.cli.explain", "one rule, with the numbers of a job in it"),

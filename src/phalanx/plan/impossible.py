@@ -10,6 +10,7 @@ import numpy as np
 from phalanx.errors import UserError, mistake
 from phalanx.plan.ask import Ask
 from phalanx.plan.layout import Layout
+from phalanx.plan.memory import INDEX_LIMIT
 from phalanx.plan.score import Scores, score
 from phalanx.plan.space import build, divisors, splits, tensor_sizes
 from phalanx.units import format_bytes
@@ -35,21 +36,32 @@ def no_layout(ask: Ask) -> UserError:
             why="tensor × context × pipeline × data must use every device",
             fix=f"make the product {near:,}, or use a cluster of {_multiple(devices, product):,} devices",
         )
+    if next(build(ask).chunks(), None) is not None:  # legal, and yet nothing of it runs
+        return _cannot_run(ask)
     for release in ("expert", "virtual_pipeline", "schedule", "micro", "shard", "sequence_parallel", "data"):
         if release in fixed and build(_without(ask, release)).rows:
             return _release(ask, release)
-    return _cannot_run(ask) if build(ask).rows else _no_batch(ask)
+    return _no_batch(ask)
 
 
 def _cannot_run(ask: Ask) -> UserError:
     """The sizes multiply up, but a pipeline stage stays empty or a tensor outgrows its index."""
+    micro, tensor = int(ask.fixed.get("micro", 1)), int(ask.fixed.get("tensor", ask.cluster.domain_devices))
+    logits = micro * ask.sequence * ask.model.vocab / tensor
+    if logits > INDEX_LIMIT:
+        most = int(micro * INDEX_LIMIT / logits)
+        return mistake(
+            ask.place("batch.micro"),
+            f"no layout can run: a micro-batch of {micro} × {ask.sequence:,} tokens has {logits:,.0f} logits on a rank",
+            why="a tensor of more than 2^31 elements outgrows its 32-bit index",
+            fix=f"use batch.micro = {most} or less" if most else "use more tensor ranks, or shorter sequences",
+        )
     stages = ask.fixed.get("pipeline", "auto")
     return mistake(
         ask.place("parallel.pipeline"),
-        f"no layout can run: parallel.pipeline = {stages} leaves a stage of the {ask.model.layers} layers empty, "
-        "or the logits of a micro-batch outgrow a 32-bit index",
+        f"no layout can run: parallel.pipeline = {stages} leaves a stage of the {ask.model.layers} layers empty",
         why="every stage holds at least one layer",
-        fix=f"use a pipeline depth that divides {ask.model.layers} or is well below it, and a smaller batch.micro",
+        fix=f"use a pipeline depth that divides {ask.model.layers} or is well below it",
     )
 
 

@@ -74,8 +74,8 @@ def solve(
     case = _case(fabric, flows, routing, broken)
     rates = fill(case.table, case.capacity, engine=engine)
     share = np.bincount(case.owner, weights=rates, minlength=len(flows)) / (fabric.nic_gbps * 1e9)
-    rows = np.repeat(np.arange(len(rates)), np.diff(case.table.start))
-    load = np.bincount(case.table.link, weights=case.table.weight * rates[rows], minlength=len(case.capacity))
+    each = np.repeat(rates, np.diff(case.table.start))
+    load = np.bincount(case.table.link, weights=each, minlength=len(case.capacity))
     load = np.divide(load, case.capacity, out=np.zeros_like(load), where=case.capacity > 0)
     return Rates(share=share, load=load, stalled=int((share <= 0).sum()))
 
@@ -128,7 +128,7 @@ def _drain(case: _Case, parts: _Parts, batch: float, engine: str) -> tuple[Float
     now, rounds = 0.0, 0
     rows = np.arange(len(case.owner))
     while len(rows):
-        rates = fill(_some(case.table, rows), case.capacity, engine=engine)
+        rates = fill(case.table.some(rows), case.capacity, engine=engine)
         speed = np.bincount(parts.of_row[rows], weights=rates, minlength=len(left))
         needs = np.divide(left, speed, out=np.full(len(left), np.inf), where=speed > 0)
         step = float(needs.min())
@@ -144,36 +144,25 @@ def _drain(case: _Case, parts: _Parts, batch: float, engine: str) -> tuple[Float
     return times, rounds
 
 
-def _some(table: Table, rows: Ints) -> Table:
-    """The table of some of its rows."""
-    width = np.diff(table.start)
-    if len(rows) == len(width):
-        return table
-    start = np.concatenate([[0], np.cumsum(width[rows])])
-    entries = np.repeat(table.start[rows] - start[:-1], width[rows]) + np.arange(start[-1])
-    return Table(start=start, link=table.link[entries], weight=table.weight[entries])
-
-
 def _case(fabric: Fabric, flows: Flows, routing: Routing, broken: Broken) -> _Case:
     links = links_of(fabric)
     left = None if broken.nothing else shares(links, broken)
     routes = route(links, flows, routing, left)
     capacity = links.capacity() if left is None else links.capacity() * left
     if routing.spread == "oblivious":
-        return _together(routes, len(flows), routing, capacity)
-    present = routes.links >= 0
+        return _limited(fabric, routes, routing, capacity)
+    return _Case(table=_table(routes.links), owner=routes.flow, capacity=capacity, routes=routes)
+
+
+def _table(links: NDArray[np.int32]) -> Table:
+    present = links >= 0
     start = np.concatenate([[0], np.cumsum(present.sum(axis=1))])
-    link = routes.links[present]
-    table = Table(start=start, link=link, weight=np.ones(len(link)))
-    return _Case(table=table, owner=routes.flow, capacity=capacity, routes=routes)
+    return Table(start=start, link=links[present], pull=np.ones(len(links)))
 
 
-def _together(routes: Routes, flows: int, routing: Routing, capacity: Floats) -> _Case:
-    """One row per flow, whose paths carry equal shares of its rate; what paths have in common is added up."""
-    present = routes.links >= 0
-    pair = (routes.flow.astype(np.int64)[:, None] * len(capacity) + routes.links)[present]
-    found, count = np.unique(pair, return_counts=True)
-    row, link = found // len(capacity), found % len(capacity)
-    start = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=flows))])
-    table = Table(start=start, link=link, weight=count / routing.paths)
-    return _Case(table=table, owner=np.arange(flows, dtype=np.int32), capacity=capacity, routes=routes)
+def _limited(fabric: Fabric, routes: Routes, routing: Routing, capacity: Floats) -> _Case:
+    """Each path behind a link of its own that lets through an equal part of the NIC: senders take paths in turn."""
+    own = np.arange(len(capacity), len(capacity) + len(routes.links), dtype=np.int32)
+    part = np.full(len(own), fabric.nic_gbps * 1e9 / routing.paths)
+    table = _table(np.column_stack([own, routes.links]))
+    return _Case(table=table, owner=routes.flow, capacity=np.concatenate([capacity, part]), routes=routes)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 PHASES = ("checkpoint", "copies", "detect", "restart", "redone", "waiting", "degraded", "stopped")
-SAVING, PLANNED = "saving", "planned"  # causes that are no failures
+SAVING, PLANNED, SHORT = "saving", "planned", "no spare"  # causes that are no failures
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +19,7 @@ class Outcome:
     lost_s: Mapping[tuple[str, str], float]
     interruptions: Mapping[str, int]  # by cause, planned ones included
     borne: int  # failures that edge recovery kept from the job
-    failures: int  # drawn, whatever came of them
+    failures: int  # that struck, borne and silent ones included
     spares_used: int
     most_spares: int  # out at once
     longest_gap_s: float  # without a step

@@ -1,7 +1,7 @@
 """One run over days, failure by failure: it falls, notices, waits for a place, starts again, and loses what it must.
 
 Every method that changes how time is spent first settles the time since the last change. A failure during a recovery
-starts that recovery anew.
+starts that recovery anew; while the job waits for hosts or is stopped its devices are idle, and nothing fails.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from phalanx.sim.causes import Cause, arrivals
 from phalanx.sim.clock import Clock
-from phalanx.sim.ledger import PLANNED, SAVING, Ledger, Outcome
+from phalanx.sim.ledger import PLANNED, SAVING, SHORT, Ledger, Outcome
 from phalanx.sim.policy import CABLE_S, FLAP_S, FLAP_SHARE, UNNOTICED_S, Policy
 from phalanx.sim.progress import Progress
 from phalanx.units import DAY_S
@@ -33,7 +33,9 @@ class _Run:
 
     def __init__(self, policy: Policy, random: np.random.Generator) -> None:
         self.clock = Clock()
-        self._policy, self._random, self._ledger = policy, random, Ledger()
+        self._policy, self._ledger = policy, Ledger()
+        # A source for each, so that another policy meets the same failures: differences between policies are theirs.
+        failing, self._planning, self._random = random.spawn(3)
         self._progress = Progress(policy.saving)
         self._up, self._since_s, self._fell_s = True, 0.0, 0.0
         self._cause, self._phase, self._epoch, self._in_a_row = "", "", 0, 0
@@ -41,7 +43,7 @@ class _Run:
         self._outage_until_s = 0.0
         self._narrow, self._narrow_by = 0, ""
         self._sound_s: float | None = None  # newest checkpoint from before a corruption that nobody found yet
-        self._arrivals = arrivals(policy.mix, mtbf_s=policy.mtbf_s, shape=policy.shape, random=random)
+        self._arrivals = arrivals(policy.mix, mtbf_s=policy.mtbf_s, shape=policy.shape, random=failing)
         self._next_failure()
         self._next_planned()
 
@@ -61,6 +63,8 @@ class _Run:
 
     def _fail(self, cause: Cause) -> None:
         self._next_failure()
+        if not self._up and self._phase in ("waiting", "stopped"):
+            return
         self._settle()
         self._ledger.failures += 1
         if cause.silent:
@@ -100,7 +104,7 @@ class _Run:
 
     def _next_planned(self) -> None:
         if self._policy.planned_per_day > 0:
-            self.clock.after(float(self._random.exponential(DAY_S / self._policy.planned_per_day)), self._maintain)
+            self.clock.after(float(self._planning.exponential(DAY_S / self._policy.planned_per_day)), self._maintain)
 
     def _maintain(self) -> None:
         """Save, wait until it is safe, start again. A job that is down anyway is maintained meanwhile."""
@@ -119,9 +123,8 @@ class _Run:
 
     def _fall(self, cause: Cause, *, noticed_s: float) -> None:
         self._ledger.interruptions[cause.name] += 1
-        if not self._up:
-            self._in_a_row += 1
-            self._ledger.gave_up += self._in_a_row == self._policy.restarts
+        self._in_a_row += 1
+        self._ledger.gave_up += self._in_a_row == self._policy.restarts
         self._ledger.lose(cause.name, "redone", self._progress.restore(self.clock.now_s))
         if self._sound_s is not None and self._progress.done_s <= self._sound_s:
             self._sound_s = None
@@ -160,7 +163,7 @@ class _Run:
 
     def _rise(self) -> None:
         self._end_gap()
-        self._up, self._in_a_row = True, 0
+        self._up, self._in_a_row = True, 0  # the next step is done before the next failure, all but always
 
     def _end_gap(self) -> None:
         self._ledger.longest_gap_s = max(self._ledger.longest_gap_s, self.clock.now_s - self._fell_s)
@@ -187,7 +190,7 @@ class _Run:
         before = self._policy.pace(self._missing)
         self._missing -= 1
         if self._up and self._policy.pace(self._missing) > before:
-            self._cause = "host"
+            self._cause = SHORT
             self._restart()
         elif self._phase == "waiting":
             self._noticed()
@@ -210,5 +213,5 @@ class _Run:
         worked_s = self._progress.advance(start_s, seconds, speed=speed)
         lose(SAVING, "checkpoint", seconds - worked_s)
         lose(SAVING, "copies", worked_s * (pace - speed))
-        lose("host", "degraded", worked_s * (1.0 - shrunk))
+        lose(SHORT, "degraded", worked_s * (1.0 - shrunk))
         lose(self._narrow_by, "degraded", worked_s * (shrunk - pace))

@@ -1,4 +1,4 @@
-"""Everything about a plan that decides how its months go: rates, times, places, and what the job does about failures."""
+"""What decides how the months of a plan go: rates, times, places, and what the job does about failures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Edge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """A job as its months see it. `paces` are the pace at so many missing hosts; a count left out cannot run."""
+    """A job as its months see it. `paces` are the pace at so many missing hosts; 0 and a count left out cannot run."""
 
     mix: tuple[Cause, ...]
     mtbf_s: float
@@ -126,12 +126,14 @@ def _paces(plan: Plan) -> Mapping[int, float]:
     if plan.job.fault.recovery not in ("auto", "shrink"):
         return MappingProxyType(found)
     full, host_devices = plan.layout, plan.cluster.host_devices
-    sequences = full.data * full.micro_batch * full.accumulation
+    each, sequences = full.devices // full.data, full.data * full.micro_batch * full.accumulation
+    by_data: dict[int, float] = {}  # whole data ranks decide: thousands of hosts are a few layouts
     for missing in range(1, plan.reliability.hosts):
-        fewer = shrink(full, ranks=full.devices - missing * host_devices, sequences=sequences)
-        if fewer is None:
-            break
-        found[missing] = full.accumulation / fewer.accumulation
+        ranks = full.devices - missing * host_devices
+        if ranks // each not in by_data:
+            fewer = shrink(full, ranks=ranks, sequences=sequences)
+            by_data[ranks // each] = full.accumulation / fewer.accumulation if fewer else 0.0
+        found[missing] = by_data[ranks // each]
     return MappingProxyType(found)
 
 

@@ -17,6 +17,7 @@ from phalanx.errors import mistake
 from phalanx.sim.links import Floats, Ints, Links
 from phalanx.sim.matrices import Flows
 
+Hops = NDArray[np.int32]  # [sub-flow, hop]
 Recovery = Literal["none", "conventional", "edge"]
 
 # int32 links of a path of two tiers: 16 bytes; 34 million sub-flows are 0.5 GB and as much again in the solver.
@@ -62,7 +63,7 @@ class Routes:
     """Links of every sub-flow, in the order of travel; -1 where a path is shorter."""
 
     flow: NDArray[np.int32]
-    links: NDArray[np.int64]  # [sub-flow, hop]
+    links: Hops
     cut: NDArray[np.bool_]  # no working path was found
 
     @property
@@ -86,7 +87,7 @@ def route(links: Links, flows: Flows, routing: Routing, left: Floats | None = No
     return Routes(flow=flow.astype(np.int32), links=taken, cut=cut)
 
 
-def _paths(links: Links, source: Ints, target: Ints, turn: Ints, drawn: NDArray[np.uint64], routing: Routing) -> Ints:
+def _paths(links: Links, source: Ints, target: Ints, turn: Ints, drawn: NDArray[np.uint64], routing: Routing) -> Hops:
     f = links.fabric
     plane = _digit(drawn, 0, f.planes) if routing.planes == "hash" else (turn + source) % f.planes
     near, far = links.host_t0(source), links.host_t0(target)
@@ -100,7 +101,7 @@ def _paths(links: Links, source: Ints, target: Ints, turn: Ints, drawn: NDArray[
         back = _back_port(links, port, _digit(drawn, 3, f.t0_up))
         hops.append(np.where(leaves, links.t0_down(plane, far, back), -1))
     hops.append(links.nic_down(plane, target))
-    return np.where((source == target)[:, None], -1, np.stack(hops, axis=1))
+    return np.stack(hops, axis=1).astype(np.int32)
 
 
 def _top(links: Links, plane: Ints, near: Ints, far: Ints, port: Ints, up: Ints) -> list[Ints]:
@@ -128,9 +129,9 @@ def _around(
     turn: Ints,
     number: Ints,
     routing: Routing,
-    taken: Ints,
+    taken: Hops,
     left: Floats,
-) -> tuple[Ints, NDArray[np.bool_]]:
+) -> tuple[Hops, NDArray[np.bool_]]:
     """Draws again for paths over a dead link; switches and senders both do, but only senders change the plane."""
     dead = _dead(taken, left)
     for attempt in range(1, ATTEMPTS + 1):
@@ -144,7 +145,7 @@ def _around(
     return taken, dead
 
 
-def _dead(taken: Ints, left: Floats) -> NDArray[np.bool_]:
+def _dead(taken: Hops, left: Floats) -> NDArray[np.bool_]:
     works = np.append(left, 1.0)  # -1 reads the last: a hop that is not there works
     return np.asarray((works[taken] <= 0).any(axis=1))
 

@@ -141,6 +141,7 @@ FLT001 = [
         verdict="fail",
         evidence=lambda: job(practice=other(heartbeat_s=0.0)),
         says="no heartbeat",
+        severity="error",
     ),
     Case(rule="FLT001", name="nobody knows", verdict="unknown", evidence=lambda: job(practice=other())),
 ]
@@ -333,7 +334,13 @@ FLT005 = [
         says="1 of 2 formations",
     ),
     Case(rule="FLT005", name="the log does not say", verdict="unknown", evidence=lambda: run(preflights=None)),
-    Case(rule="FLT005", name="not a habit", verdict="fail", evidence=lambda: job(practice=other(preflight=False))),
+    Case(
+        rule="FLT005",
+        name="not a habit",
+        verdict="fail",
+        evidence=lambda: job(practice=other(preflight=False)),
+        severity="warning",
+    ),
     Case(rule="FLT005", name="nobody knows", verdict="unknown", evidence=lambda: job(practice=other())),
     Case(rule="FLT005", name="torch is there", verdict="pass", evidence=lambda: here(torch="2.13.0")),
     Case(

@@ -91,7 +91,8 @@ def test_lines_that_are_no_events_are_counted(run, line):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"step": -5}, {"step": 2**64 - 1}, {"t": "now"}, {"t": -1e300}, {"rank": 7}, {"rank": None}, {"v": 2},
+        {"step": -5}, {"step": 7.0, "digest": "a"}, {"epoch": 1.0, "skipped": True},
+        {"step": 2**64 - 1}, {"t": "now"}, {"t": -1e300}, {"rank": 7}, {"rank": None}, {"v": 2},
         {"duration_s": -1.0}, {"duration_s": 1e308}, {"tokens": 1.5}, {"tokens": 10**18}, {"loss": 1e308},
         {"noise_trace": 1e308, "grad_squared": 1e-308}, {"epoch": "x"}, {"epoch": -3}, {"digest": 5},
         {"digest": "x" * 1000}, {"skipped": 1}, {"wait_s": 1e308}, {"memory_bytes": 1e308}, {"event": ""},

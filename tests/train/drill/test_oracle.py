@@ -36,6 +36,17 @@ def test_a_survived_fault_is_believed(survived: Story, replayed: Story) -> None:
     assert found["every restore was committed"].evidence == "2 from memory, 1 from start"
 
 
+def test_a_commit_whose_teller_died_is_believed(survived: Story) -> None:
+    """Rank 0 was killed between the commit of step 3 and its line; a rank that had no part in it explains nothing."""
+    find(survived, "restore", epoch=2)["source"] = "disk"
+    find(survived, "checkpoint", epoch=1)["path"] = None
+    assert not verdicts(survived)["every restore was committed"].ok
+    find(survived, "incident", epoch=1)["rank"] = 0
+    assert verdicts(survived)["every restore was committed"].ok
+    find(survived, "restore", epoch=2)["step"] = 5
+    assert not verdicts(survived)["every restore was committed"].ok
+
+
 def test_the_chain_is_what_restores_left(survived: Story) -> None:
     told = history(survived)
     assert [(one.step, one.epoch) for one in told.chain] == [

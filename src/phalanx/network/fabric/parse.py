@@ -1,7 +1,7 @@
 """A fabric from a short form, a TOML file or a name.
 
 Short form: `clos2:131072x800G/8p/512` is two tiers, 131,072 NICs of 800 Gb/s, 8 planes, 512-port switches. After the
-ports may follow an oversubscription (`/2:1`) and rails (`/8r`). Instead of the ports a switch of the catalogue may
+ports may follow an oversubscription (`/2:1`), rails (`/8r`) and `/wide` (a T1 for every uplink of a T0). Instead of the ports a switch of the catalogue may
 stand (`/Spectrum-5`), which adds power and price.
 """
 
@@ -22,7 +22,7 @@ _RAILS = re.compile(r"^(\d+)r$", re.IGNORECASE)
 _RATIO = re.compile(r"^(\d+(?:\.\d+)?):1$")
 _DIGITS = 15  # beyond these a number is a slip, and int() of thousands of digits is refused by Python itself
 EXAMPLE = "clos2:131072x800G/8p/512"
-KEYS = ("hosts", "nic_gbps", "planes", "tiers", "radix", "switch", "oversubscription", "rails", "name")
+KEYS = ("hosts", "nic_gbps", "planes", "tiers", "radix", "switch", "oversubscription", "rails", "wide", "name")
 
 
 def parse_fabric(text: str) -> Fabric:
@@ -53,7 +53,7 @@ def _short(text: str, *, name: str = "") -> Fabric:
             fix=f"write it as {EXAMPLE}",
         )
     tiers, hosts, nic_gbps, rest = int(match[1]), int(match[2].replace("_", "")), float(match[3]), match[4]
-    planes, rails, ratio, box = 1, 1, 1.0, ""
+    planes, rails, ratio, wide, box = 1, 1, 1.0, False, ""
     for part in rest.strip("/").split("/"):
         if found := _PLANES.match(part):
             planes = int(found[1])
@@ -61,13 +61,15 @@ def _short(text: str, *, name: str = "") -> Fabric:
             rails = int(found[1])
         elif found := _RATIO.match(part):
             ratio = float(found[1])
+        elif part.lower() == "wide":
+            wide = True
         elif box:
             raise mistake(f"fabric {text[:80]}", f'two switches: "{box}" and "{part[:40]}"', fix="name one")
         else:
             box = part
     if not box:
         raise mistake(f"fabric {text[:80]}", "it names no switch", fix=f"end with its ports, as {EXAMPLE}")
-    shape = Shape(planes=planes, tiers=tiers, oversubscription=ratio, rails=rails)
+    shape = Shape(planes=planes, tiers=tiers, oversubscription=ratio, rails=rails, wide=wide)
     return _build(hosts, nic_gbps, shape, box, name=name, where=f"fabric {text[:80]}")
 
 
@@ -105,6 +107,7 @@ def _from_file(file: TomlFile) -> Fabric:
         tiers=int(_number(file, "tiers", whole=True)),
         oversubscription=_number(file, "oversubscription", default=1),
         rails=int(_number(file, "rails", default=1, whole=True)),
+        wide=file.data.get("wide") is True,
     )
     box = file.data.get("switch")
     if (box is None) == ("radix" not in file.data):

@@ -9,7 +9,7 @@ spraying and static routes all assume; the price is that some ports above stay e
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.errors import UserError, mistake
 from phalanx.network.fabric.types import Fabric, Switch
@@ -29,6 +29,7 @@ class Shape:
     tiers: int
     oversubscription: float = 1.0
     rails: int = 1
+    wide: bool = False  # as many switches above as uplinks, one link to each, though fewer would do
 
 
 def split_t0(radix: int, tiers: int, oversubscription: float) -> tuple[int, int]:
@@ -121,7 +122,7 @@ def _fill(t0: int, up: int, radix: int, shape: Shape) -> _Counts:
         top = level == shape.tiers - 2
         joined = blocks[level] // blocks[level + 1]  # switches below that one switch above must reach
         ports = radix if top else half
-        above = _divisor_from(ups[-1], math.ceil(joined * ups[-1] / ports))
+        above = ups[-1] if shape.wide else _divisor_from(ups[-1], math.ceil(joined * ups[-1] / ports))
         group *= above
         switches.append(blocks[level + 1] * group)
         ups.append(0 if top else joined * ups[-1] // above)
@@ -231,10 +232,7 @@ def _reach(switch: Switch, shape: Shape, most: int) -> str:
 
 def _deeper(hosts: int, switch: Switch, shape: Shape) -> str:
     for tiers in range(shape.tiers + 1, MOST_TIERS + 1):
-        most = most_hosts(
-            switch.radix,
-            Shape(planes=shape.planes, tiers=tiers, oversubscription=shape.oversubscription, rails=shape.rails),
-        )
+        most = most_hosts(switch.radix, replace(shape, tiers=tiers))
         if most >= hosts:
             return f"use {tiers} tiers, which join up to {most:,}"
     return ""
@@ -243,4 +241,5 @@ def _deeper(hosts: int, switch: Switch, shape: Shape) -> str:
 def _name(hosts: int, nic_gbps: float, switch: Switch, shape: Shape) -> str:
     ratio = "" if shape.oversubscription == 1 else f"/{shape.oversubscription:g}:1"
     rails = "" if shape.rails == 1 else f"/{shape.rails}r"
-    return f"clos{shape.tiers}:{hosts}x{nic_gbps:g}G/{shape.planes}p/{switch.radix}{ratio}{rails}"
+    wide = "/wide" if shape.wide else ""
+    return f"clos{shape.tiers}:{hosts}x{nic_gbps:g}G/{shape.planes}p/{switch.radix}{ratio}{rails}{wide}"

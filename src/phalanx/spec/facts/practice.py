@@ -25,9 +25,7 @@ class Practice:
     verifies_digests: bool | None = None
     resumes_exactly: tuple[str, ...] | None = None  # parts of the state that a resume brings back, as CKP006 names them
     heartbeat_s: float | None = None  # how often a rank says that it lives; 0: it never does
-    memory_copies: str | None = (
-        None  # where copies in memory are kept: "other rack" (where there is one), "other host", "other process", "none"
-    )
+    memory_copies: str | None = None  # where: "other rack" (if there is one), "other host", "other process", "none"
     preflight: bool | None = None  # every (re)start looks at its hosts first
     step_transaction: bool | None = None  # old epochs are fenced, steps commit or do not
     bounded_restarts: int | None = None  # failures in a row before it gives up

@@ -101,6 +101,8 @@ class RankLog:
                 return
             lines = [lines[place] for place in good]
             columns = Columns(kind, [events[place] for place in good])
+        if columns.is_doubted or wrong:
+            columns = columns.whole()
         self.kinds[kind] = self.kinds.get(kind, 0) + len(columns)
         if kind not in NUMBERS or not (columns.is_even or kind == "timeline"):  # those are cut short on purpose
             self._all.secrets.look_in(columns.events, file, lines[0])

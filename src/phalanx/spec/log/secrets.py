@@ -44,6 +44,7 @@ LEAST_BITS = 3.5  # of entropy per character; English words in a row have less, 
 MOST_FILE_BYTES = 8 * 2**20  # of one log
 MOST_BYTES = 64 * 2**20  # of all
 MOST_FILES = 4096
+MOST_EVENTS = 100_000  # with texts; a run has a few hundred per rank
 BLOCK_BYTES = 64 * 2**10
 MOST_TEXT = 10_000  # characters of a line or of a text
 
@@ -79,12 +80,14 @@ class Secrets:
     def __init__(self) -> None:
         self.count = 0
         self.spot: Spot | None = None
+        self._looked = 0
         self._read: dict[Path, int] = {}
         self._bytes = 0
 
     def look_in(self, events: Sequence[Event], file: str, line: int) -> None:
         """The texts of events, the names of their fields included."""
-        for place, event in enumerate(events):
+        self._looked += len(events)
+        for place, event in enumerate(events if self._looked <= MOST_EVENTS else ()):
             if any(_may_be(text.encode(errors="replace")) and is_secret(text) for text in _texts(event)):
                 self._note(Spot(file=file, line=line + place))
 

@@ -95,6 +95,7 @@ class Columns:
             rows = [tuple([event.get(name) for name in self.names]) for event in events]
         self._columns: dict[str, Column] = dict(zip(self.names, zip(*rows, strict=True), strict=True))
         self._nothing: Column = (None,) * len(events)
+        self.is_doubted = False
 
     def __len__(self) -> int:
         return len(self.events)
@@ -117,10 +118,20 @@ class Columns:
             column = self._columns.get(name)
             if column is not None:
                 found.update(_misfits(column, field))
+        self.is_doubted = bool(found)
         return sorted(found)
+
+    def whole(self) -> Columns:
+        """With 5 for 5.0 where the schema wants an integer: to JSON they are the same."""
+        integers = [name for name, field in _fields(self.kind).items() if field.types and not field.types & {float}]
+        return Columns(self.kind, [event | _whole(event, integers) for event in self.events])
 
 
 MOST_FIELDS = 1000  # of events of one kind in a piece; somebody else's beyond that
+
+
+def _whole(event: Event, names: Sequence[str]) -> Event:
+    return {name: int(event[name]) for name in names if isinstance(event.get(name), float) and event[name].is_integer()}
 
 
 def _misfits(column: Column, field: Field) -> Sequence[int]:

@@ -11,7 +11,10 @@ from phalanx.units import format_seconds
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """The trainer's heartbeat, the job's patience, and what was measured."""
-    return (_heartbeat(evidence, limits), _patience(evidence, limits), *_measured(evidence, limits))
+    beat_s = evidence.practice.heartbeat_s
+    silent = beat_s is not None and beat_s <= 0  # then there is no silence to be patient with
+    patience = () if silent else (_patience(evidence, limits),)
+    return (_heartbeat(evidence, limits), *patience, *_measured(evidence, limits))
 
 
 def _heartbeat(evidence: Evidence, limits: Limits) -> Outcome:
@@ -43,6 +46,8 @@ def _timeout_s(evidence: Evidence) -> float:
     job = evidence.the_job
     if evidence.stated("train.timeout_s") and not isinstance(job.train.timeout_s, str):
         return job.train.timeout_s
+    if evidence.stated("fault.dead_after_s"):
+        return job.fault.dead_after_s
     return 1800.0 if evidence.profile.name == "cpu-gloo" else 600.0
 
 

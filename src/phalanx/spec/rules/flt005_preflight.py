@@ -26,6 +26,7 @@ def _habit(evidence: Evidence) -> Outcome:
         return passed(f"{practice.trainer} looks at every host before it takes part, and again before each formation")
     return failed(
         f"{practice.trainer} starts on whatever it is given",
+        severity="warning",  # the scheduler may look, which no configuration of a trainer says
         impact=_a_start(evidence),
         fix="run a health check in the prolog of the scheduler: dcgmi diag -r 1 takes seconds",
     )
@@ -39,7 +40,7 @@ def _run(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
         )
     missing = log.formations - log.preflights
     told = f"{log.preflights} of {log.formations} formations began with a look at every host"
-    told += f"; {log.refused_hosts} hosts were refused" if log.refused_hosts else ""
+    told += f"; {log.refused_hosts} hosts or places were shut out" if log.refused_hosts else ""
     if missing <= limits.number("missed"):
         return passed(told, value=log.preflights, threshold=log.formations, unit="formations")
     return failed(
@@ -92,8 +93,9 @@ Few machines cause most failures: taking lemon nodes out brought failures of lar
 (arXiv:2402.06194). A look takes milliseconds to seconds, a start on a sick host minutes of all devices.
 """,
     how="""
-Before a run: the trainer's habit. Of a run: formations with a look at every member = formations. On the machine
-itself: what the trainer needs is installed. What is looked at: docs/security.md, "before a host takes part".
+Before a run: the trainer's habit (a warning, since a scheduler may do it instead). Of a run: formations with a look
+at every member = formations. On the machine itself: what the trainer needs is installed. What is looked at:
+docs/security.md, "before a host takes part".
 """,
     limits={
         "missed": Limit(value=0, unit="formations", note="formations that may begin without a look: house, none"),

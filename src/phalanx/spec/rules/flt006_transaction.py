@@ -33,6 +33,7 @@ def _promise(evidence: Evidence) -> Outcome | None:
         return passed(f"{practice.trainer} numbers its epochs, and refuses a commit of an older one")
     return failed(
         f"{practice.trainer} has no epochs: a rank that wakes up late may write over newer work",
+        severity="warning",  # a launcher that ends all ranks before it starts them again keeps the past out too
         impact=_a_checkpoint(evidence),
         fix="end all processes of a job before it is started again, and write checkpoints to a new folder each time",
     )
@@ -136,7 +137,7 @@ happens all day.
     how="""
 One digest per (epoch, step) over all ranks that report it; no step reported for an epoch older than one already
 reported. A drill of this version and profile that changed the members (kill, hang, host, freeze, partition) must be
-clean; from 32,769 devices on there must be one. Before a run the trainer's own promise counts.
+clean; from 32,769 devices on there must be one. Before a run the trainer's own promise counts (none is a warning).
 """,
     limits={
         "differing": Limit(

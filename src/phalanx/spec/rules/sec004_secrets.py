@@ -59,8 +59,9 @@ configuration.
 """,
     how="""
 Lines of the events and of the ranks' logs that match known forms of keys (cloud access keys, tokens of hubs, private
-key blocks, passwords in URLs) or that give a secretly named variable a value: none. Provenance is complete.
-Checkpoints hold numbers and the names of tensors alone, so they are not searched.
+key blocks, passwords in URLs), or in which a word of much entropy follows a name that asks for a secret: none. At most
+8 MiB of one log and 64 MiB of all are searched. Provenance is complete. Checkpoints hold numbers and the names of
+tensors alone, so they are not searched.
 """,
     limits={
         "lines": Limit(value=0, unit="lines", note="that look like credentials: house, none"),

@@ -110,7 +110,7 @@ def restores(history: History) -> Verdict:
             counts[source] += 1
             if source == "start" and step:
                 wrong.append(f"epoch {epoch.number} starts afresh at step {step}")
-            if source == "disk" and step not in epoch.kept:
+            if source == "disk" and step not in epoch.kept and not _unsaid(history, before, epoch, done=done):
                 wrong.append(f"epoch {epoch.number} restored step {step}, which was never on the disk")
             if source == "memory" and step > done:
                 wrong.append(f"epoch {epoch.number} restored step {step}, but only {done} were done")
@@ -119,6 +119,14 @@ def restores(history: History) -> Verdict:
         held = min(held, step)
     text = ", ".join(f"{count} from {source}" for source, count in sorted(counts.items())) or "no restore"
     return Verdict(name="every restore was committed", ok=not wrong, evidence=because(text, wrong))
+
+
+def _unsaid(history: History, before: Epoch | None, epoch: Epoch, *, done: int) -> bool:
+    """Whether rank 0 died between a commit and its line: newer than all it told of, and of a step that was done."""
+    if before is None or not max(epoch.kept, default=0) < epoch.restore_step <= done:
+        return False
+    last = [event for event in history.incidents if int(event.get("epoch", -1)) == before.number]
+    return any(0 in (int(event.get("rank", -1)), *(event.get("others") or ())) for event in last)
 
 
 def samples(history: History, expected: Expected | None = None) -> Verdict:

@@ -1,0 +1,152 @@
+"""The reliability budget of a fabric: failures per day by part, and the share of the cluster they cost.
+
+Two field rates that were measured apart agree within a tenth at 131,072 GPUs: 4.9 cable failures a day (Alibaba) and
+5.2 network interruptions (Llama 3). Both are rates of others' networks, not a prediction for yours: give your own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from phalanx.errors import mistake
+from phalanx.network.fabric.bill import bill, loss
+from phalanx.network.fabric.types import Fabric
+from phalanx.units import DAY_S, HOUR_S
+
+MONTH_DAYS = 30.4
+# Alibaba HPN, SIGCOMM'24: 0.057 % of NIC-ToR links fail per month. A link there is a NIC's cable, so we count cables.
+CABLE_PER_DAY = 0.057e-2 / MONTH_DAYS
+# Singh et al., SIGCOMM CCR 51(2), 2021: of 180,000 datacentre switches 98 % ran through their first three months.
+SWITCH_PER_DAY = -math.log(0.98) / (3 * MONTH_DAYS)
+# Llama 3 (arXiv:2407.21783 table 5): 35 interruptions by switch or cable, 16,384 GPUs, 54 days.
+LLAMA_COUNT, LLAMA_GPU_DAYS = 35, 16384 * 54
+RESTART_S = (600.0, 900.0)  # 10 to 15 minutes from failure to the next useful step
+EDGE_RECOVERY_S = 30e-6  # "a few tens of microseconds" (arXiv:2605.04333 section 2.1)
+REPAIR_S = 60.0  # most failed links are back within a minute (openai.com/index/mrc-supercomputer-networking)
+# NCCL gives a connection up after 4.096 us * 2^20 * 7 tries (net_ib: IbTimeout 20, IbRetryCnt 7): a longer stall kills
+# the job, a shorter one only costs its own time.
+GIVE_UP_S = 4.096e-6 * 2**20 * 7
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartRate:
+    """How often one kind of part fails."""
+
+    part: str
+    count: int
+    failures_per_day: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """What network failures cost per day under one way of recovering."""
+
+    seconds_per_event: float
+    lost_share: float  # of the whole cluster's time
+    lost_gpu_hours_per_day: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """Failures and what they cost."""
+
+    parts: tuple[PartRate, ...]
+    cable_failures_per_day: float  # HPN's rate
+    switch_failures_per_day: float
+    interruptions_per_day: float  # Llama 3's rate, which the costs below use
+    interruptions_interval: tuple[float, float]  # 95 %, from the 35 that were counted
+    day_spread: tuple[int, int]  # 95 % of days have this many
+    restart: tuple[Cost, Cost]  # every interruption restarts the job: quick and slow restart
+    edge: Cost  # recovery at the edge
+
+
+def budget(
+    fabric: Fabric,
+    *,
+    recovery_s: float = EDGE_RECOVERY_S,
+    restart_s: tuple[float, float] = RESTART_S,
+    repair_s: float = REPAIR_S,
+) -> Budget:
+    """Failures per day of a fabric and their price, with restarts and with recovery at the edge."""
+    for name, value in (("recovery", recovery_s), ("restart", restart_s[0]), ("repair", repair_s)):
+        if not (math.isfinite(value) and value >= 0):
+            raise mistake("fabric", f"a {name} of {value:g} s", fix="use seconds, 0 or more")
+    parts = part_rates(fabric)
+    per_day = fabric.hosts * LLAMA_COUNT / LLAMA_GPU_DAYS
+    low, high = poisson_interval(LLAMA_COUNT)
+    scale = fabric.hosts / LLAMA_GPU_DAYS
+    quick, slow = (_cost(fabric, per_day, seconds) for seconds in restart_s)
+    return Budget(
+        parts=parts,
+        cable_failures_per_day=sum(one.failures_per_day for one in parts if "cables" in one.part),
+        switch_failures_per_day=sum(one.failures_per_day for one in parts if "switches" in one.part),
+        interruptions_per_day=per_day,
+        interruptions_interval=(low * scale, high * scale),
+        day_spread=poisson_spread(per_day),
+        restart=(quick, slow),
+        edge=_cost(fabric, per_day, event_s(fabric, recovery_s, restart_s=restart_s[0], repair_s=repair_s)),
+    )
+
+
+def part_rates(fabric: Fabric) -> tuple[PartRate, ...]:
+    """Cables and switches by tier."""
+    names = ("NIC-T0", "T0-T1", "T1-T2", "T2-T3")
+    counts = (fabric.t0, fabric.t1, fabric.t2, fabric.t3)
+    cables = [(f"{names[tier]} cables", links // fabric.planes) for tier, links in enumerate(bill(fabric).links)]
+    boxes = [(f"T{tier} switches", fabric.planes * count) for tier, count in enumerate(counts) if count]
+    return tuple(
+        PartRate(part=part, count=count, failures_per_day=count * rate)
+        for rows, rate in ((cables, CABLE_PER_DAY), (boxes, SWITCH_PER_DAY))
+        for part, count in rows
+    )
+
+
+def event_s(fabric: Fabric, recovery_s: float, *, restart_s: float, repair_s: float = REPAIR_S) -> float:
+    """Seconds the whole job loses to one cable failure, averaged over the tiers by their cables.
+
+    After the stall the job runs slower until the cable is mended; we take a job that waits for its slowest host and
+    does nothing but communicate, so this is an upper bound. A NIC with one plane is cut off, and the job restarts.
+    """
+    if recovery_s > GIVE_UP_S:
+        return restart_s
+    lost, links = loss(fabric), bill(fabric).links
+    at_nic = restart_s if fabric.planes == 1 else recovery_s + repair_s * lost.nic_link
+    above = recovery_s + repair_s * lost.t0_t1_link
+    return (links[0] * at_nic + sum(links[1:]) * above) / sum(links)
+
+
+def _cost(fabric: Fabric, per_day: float, seconds: float) -> Cost:
+    share = min(1.0, per_day * seconds / DAY_S)
+    hours = share * fabric.hosts * DAY_S / HOUR_S
+    return Cost(seconds_per_event=seconds, lost_share=share, lost_gpu_hours_per_day=hours)
+
+
+def poisson_interval(count: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Garwood's exact interval for the mean behind a count.
+
+    >>> [round(bound, 1) for bound in poisson_interval(35)]
+    [24.4, 48.7]
+    """
+    from scipy.special import gammaincinv
+
+    tail = (1 - confidence) / 2
+    low = float(gammaincinv(count, tail)) if count else 0.0
+    return low, float(gammaincinv(count + 1, 1 - tail))
+
+
+def poisson_spread(mean: float, confidence: float = CONFIDENCE) -> tuple[int, int]:
+    """The counts that lie between the tails of a Poisson distribution.
+
+    >>> poisson_spread(5.19), poisson_spread(0.0)
+    ((1, 10), (0, 0))
+    """
+    from scipy.special import pdtrik
+
+    tail = (1 - confidence) / 2
+    if mean <= 0:
+        return 0, 0
+    # pdtrik answers with a real number, and below 0 where even a count of 0 is likelier than the tail
+    low, high = (max(0, math.ceil(float(pdtrik(share, mean)) - 1e-9)) for share in (tail, 1 - tail))
+    return low, high

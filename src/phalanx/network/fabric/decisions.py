@@ -1,0 +1,268 @@
+"""The three decisions behind a large training fabric, each with its arithmetic.
+
+1. Planes and radix: splitting a NIC over P planes multiplies the ports of a switch by P, and hosts grow as (k/2)^L.
+2. Packets instead of flows: random choices load links unevenly; the more and the smaller the units, the less.
+3. Recovery at the edge: a step waits for its slowest transfer, so rare delays decide, and each failure costs its stall.
+Sources: arXiv:2605.04333 section 2; formulas in loads.py, budget.py and sizing.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from phalanx.errors import mistake
+from phalanx.network.fabric.budget import (
+    EDGE_RECOVERY_S,
+    REPAIR_S,
+    RESTART_S,
+    Budget,
+    budget,
+    event_s,
+)
+from phalanx.network.fabric.catalogue import find_switches
+from phalanx.network.fabric.loads import idle_share, max_to_mean
+from phalanx.network.fabric.sizing import MOST_TIERS, Shape, check, most_hosts, size
+from phalanx.network.fabric.types import Fabric, Switch
+from phalanx.units import DAY_S, HOUR_S
+
+WHERE = "phalanx fabric decisions"
+BOX = "Spectrum-5"  # 51.2 Tb/s, from 64x800G to 512x100G
+QPS = 16  # queue pairs per connection that operators of RoCE settle at; the paper saw little gain beyond 8
+PACKETS = 4096  # units per link when every packet chooses anew: 16 MB of 4 KB packets per port
+LATE = (1e-7, 1e-6, 1e-5, 1e-4)
+# From one round trip to a slow convergence of routing: "seconds or tens of seconds" is a conventional fabric.
+RECOVERIES_S = (10e-6, 30e-6, 1e-3, 0.1, 1.0, 10.0, 30.0, 60.0)
+EULER = 0.5772156649015329
+MOST_PATHS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlaneRow:
+    """What one number of planes makes of the same box."""
+
+    planes: int
+    switch: str
+    radix: int
+    most_hosts: tuple[int, ...]  # with 2, 3 and 4 tiers, full bisection
+    tiers: int  # the fewest for the hosts asked for; 0 where even four do not reach
+    hops: int
+    switches: int  # for the hosts asked for
+    switches_per_host: float  # of the full fabric
+    optics_per_host: int  # 800G-class module per NIC-wide link end, full fabric
+    hosts_one_switch_away: int
+    lost_per_nic_link: float
+    lost_per_t0_t1_link: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadRow:
+    """How uneven random choices of one kind leave the uplinks."""
+
+    what: str
+    units_per_link: float
+    idle_share: float  # links that carry nothing
+    max_to_mean: float  # expected, over the uplinks of one T0 in one plane
+    worst_of_fabric: float  # expected, over all T0s and planes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LateRow:
+    """One transfer in 1/p is late; so many steps are."""
+
+    transfer: float
+    step: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecoveryRow:
+    """What a time to recover costs."""
+
+    recovery_s: float
+    seconds_per_event: float
+    lost_share: float
+    lost_gpu_hours_per_day: float
+    restarts: bool  # the connection gives up first, and the job restarts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decisions:
+    """All three, for one number of GPUs."""
+
+    gpus: int
+    nic_gbps: float
+    fabric: Fabric
+    paths: int
+    recovery_s: float
+    planes: tuple[PlaneRow, ...]
+    switch_ratio: str  # switches per host of `fabric`'s planes and tiers against one plane in three tiers
+    optics_ratio: str
+    loads: tuple[LoadRow, ...]
+    slowest_to_mean: float  # E[max]/mean of as many exponential delays as GPUs: the harmonic number
+    late: tuple[LateRow, ...]
+    budget: Budget
+    recoveries: tuple[RecoveryRow, ...]
+
+
+def decisions(
+    gpus: int,
+    *,
+    nic_gbps: float = 800.0,
+    box: str = BOX,
+    planes: int | None = None,
+    paths: int = 256,
+    recovery_s: float = EDGE_RECOVERY_S,
+    restart_s: float = RESTART_S[0],
+) -> Decisions:
+    """The numbers of the three decisions; `planes` left open means the most the box can do."""
+    check(gpus, nic_gbps, Shape(planes=1, tiers=2), where=WHERE)
+    _check(paths, recovery_s, restart_s)
+    choices = _choices(box, nic_gbps)
+    chosen = planes if planes is not None else max(choices)
+    if chosen not in choices:
+        given = ", ".join(map(str, sorted(choices)))
+        why = f"{box} splits a {nic_gbps:g} Gb/s NIC only into whole ports"
+        raise mistake(WHERE, f"{chosen} planes", why=why, fix=f"use one of {given}")
+    fabric = _fabric(gpus, nic_gbps, choices[chosen], chosen)
+    rows = tuple(_plane_row(gpus, nic_gbps, choices[count], count) for count in sorted(choices))
+    switch_ratio, optics_ratio = _ratios(fabric, choices[min(choices)], min(choices))
+    slow = max(RESTART_S[1], restart_s)
+    return Decisions(
+        gpus=gpus,
+        nic_gbps=nic_gbps,
+        fabric=fabric,
+        paths=paths,
+        recovery_s=recovery_s,
+        planes=rows,
+        switch_ratio=switch_ratio,
+        optics_ratio=optics_ratio,
+        loads=_loads(fabric, paths),
+        slowest_to_mean=harmonic(gpus),
+        late=tuple(LateRow(transfer=chance, step=late_step(chance, gpus)) for chance in LATE),
+        budget=budget(fabric, recovery_s=recovery_s, restart_s=(restart_s, slow)),
+        recoveries=_recoveries(fabric, recovery_s, restart_s),
+    )
+
+
+def harmonic(number: int) -> float:
+    """1 + 1/2 + ... + 1/N: the expected maximum of N exponential delays over their mean.
+
+    >>> round(harmonic(1024), 1), round(harmonic(131072), 2)
+    (7.5, 12.36)
+    """
+    if number < 1000:
+        return sum(1 / one for one in range(1, number + 1))
+    return math.log(number) + EULER + 1 / (2 * number)
+
+
+def late_step(chance: float, transfers: int) -> float:
+    """Chance that at least one of the transfers of a step is late.
+
+    >>> [f"{late_step(p, 131072):.0%}" for p in (1e-6, 1e-5, 1e-4)]
+    ['12%', '73%', '100%']
+    """
+    return -math.expm1(transfers * math.log1p(-chance))
+
+
+def _check(paths: int, recovery_s: float, restart_s: float) -> None:
+    if not 1 <= paths <= MOST_PATHS:
+        raise mistake(WHERE, f"{paths:,} paths per connection", fix="use 1 (one flow) to 4096; MRC uses 128 to 256")
+    for name, value in (("--recovery-s", recovery_s), ("--restart-s", restart_s)):
+        if not (math.isfinite(value) and value >= 0):
+            raise mistake(WHERE, f"{name} {value:g}", fix="use seconds, 0 or more")
+
+
+def _choices(box: str, nic_gbps: float) -> dict[int, Switch]:
+    """Planes to the configuration of the box that carries them."""
+    found = find_switches(box, where=WHERE)
+    split = {nic_gbps / one.port_gbps: one for one in found}
+    whole = {int(planes): one for planes, one in split.items() if planes >= 1 and planes == int(planes)}
+    if not whole:
+        speeds = ", ".join(f"{one.port_gbps:g}" for one in found)
+        what = f"a NIC of {nic_gbps:g} Gb/s is not a whole number of ports of {box}"
+        raise mistake(WHERE, what, why=f"its port speeds are {speeds} Gb/s", fix=f"use --nic-gbps {found[0].port_gbps:g}")
+    return whole
+
+
+def _fewest_tiers(gpus: int, radix: int, planes: int) -> int:
+    tiers = range(2, MOST_TIERS + 1)
+    return next((one for one in tiers if most_hosts(radix, Shape(planes=planes, tiers=one)) >= gpus), 0)
+
+
+def _fabric(gpus: int, nic_gbps: float, switch: Switch, planes: int) -> Fabric:
+    tiers = _fewest_tiers(gpus, switch.radix, planes) or MOST_TIERS
+    return size(gpus, nic_gbps, switch, Shape(planes=planes, tiers=tiers), where=WHERE)
+
+
+def _plane_row(gpus: int, nic_gbps: float, switch: Switch, planes: int) -> PlaneRow:
+    radix, tiers = switch.radix, _fewest_tiers(gpus, switch.radix, planes)
+    shape = Shape(planes=planes, tiers=tiers or MOST_TIERS)
+    fabric = size(gpus, nic_gbps, switch, shape, where=WHERE) if tiers else None
+    return PlaneRow(
+        planes=planes,
+        switch=switch.name,
+        radix=radix,
+        most_hosts=tuple(most_hosts(radix, replace(shape, tiers=one)) for one in range(2, MOST_TIERS + 1)),
+        tiers=tiers,
+        hops=2 * tiers - 1 if tiers else 0,
+        switches=fabric.switches if fabric else 0,
+        switches_per_host=float(_switches_per_host(radix, shape)),
+        optics_per_host=2 * shape.tiers,
+        hosts_one_switch_away=radix // 2,
+        lost_per_nic_link=1 / planes,
+        lost_per_t0_t1_link=1 / (radix // 2),
+    )
+
+
+def _switches_per_host(radix: int, shape: Shape) -> Fraction:
+    return Fraction(shape.planes * (2 * shape.tiers - 1), radix)
+
+
+def _ratios(fabric: Fabric, flat: Switch, flat_planes: int) -> tuple[str, str]:
+    """Against the conventional three tiers of the widest ports, both full."""
+    mine = _switches_per_host(fabric.switch.radix, Shape(planes=fabric.planes, tiers=fabric.tiers))
+    theirs = _switches_per_host(flat.radix, Shape(planes=flat_planes, tiers=3))
+    return str(mine / theirs), str(Fraction(fabric.tiers, 3))
+
+
+def _loads(fabric: Fabric, paths: int) -> tuple[LoadRow, ...]:
+    """Units per uplink: hosts of a T0 times units per host and plane, over its uplinks."""
+    share = fabric.t0_down / fabric.t0_up
+    per_plane = max(1.0, paths / fabric.planes)
+    kinds = (
+        ("one flow per port (ECMP)", share),
+        (f"{QPS} queue pairs per port", share * QPS),
+        (f"{paths} paths per connection, {per_plane:g} in a plane", share * per_plane),
+        ("every packet by itself", share * PACKETS),
+    )
+    return tuple(_load_row(what, units, fabric) for what, units in kinds)
+
+
+def _load_row(what: str, units: float, fabric: Fabric) -> LoadRow:
+    return LoadRow(
+        what=what,
+        units_per_link=units,
+        idle_share=idle_share(units),
+        max_to_mean=max_to_mean(units, fabric.t0_up),
+        worst_of_fabric=max_to_mean(units, fabric.t0_up, groups=fabric.planes * fabric.t0),
+    )
+
+
+def _recoveries(fabric: Fabric, chosen_s: float, restart_s: float) -> tuple[RecoveryRow, ...]:
+    return tuple(recovery_row(fabric, one, restart_s) for one in sorted({*RECOVERIES_S, chosen_s}))
+
+
+def recovery_row(fabric: Fabric, recovery_s: float, restart_s: float) -> RecoveryRow:
+    """Cost of Llama 3's rate of network failures when each is bypassed after `recovery_s`."""
+    from phalanx.network.fabric.budget import GIVE_UP_S, LLAMA_COUNT, LLAMA_GPU_DAYS
+
+    seconds = event_s(fabric, recovery_s, restart_s=restart_s, repair_s=REPAIR_S)
+    share = min(1.0, fabric.hosts * LLAMA_COUNT / LLAMA_GPU_DAYS * seconds / DAY_S)
+    return RecoveryRow(
+        recovery_s=recovery_s,
+        seconds_per_event=seconds,
+        lost_share=share,
+        lost_gpu_hours_per_day=share * fabric.hosts * DAY_S / HOUR_S,
+        restarts=recovery_s > GIVE_UP_S,
+    )

@@ -1,0 +1,192 @@
+"""Every fabric of the catalogue that joins N GPUs: planes x tiers x oversubscription x rails, counted and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from phalanx.errors import UserError, mistake
+from phalanx.network.fabric.bill import Bill, Loss, bill, loss
+from phalanx.network.fabric.budget import CABLE_PER_DAY, LLAMA_COUNT, LLAMA_GPU_DAYS
+from phalanx.network.fabric.catalogue import find_switches, switches
+from phalanx.network.fabric.sizing import MOST_HOSTS, MOST_TIERS, Shape, check, most_hosts, size, too_many
+from phalanx.network.fabric.types import Fabric, Switch
+
+WHERE = "phalanx fabric design"
+RATIOS = (1.0, 2.0, 4.0)  # full bisection, and what storage and inference networks use
+RAILS = (1, 8)  # none, and one per GPU of a common server
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
+    """What is asked for; None leaves the choice open."""
+
+    gpus: int
+    nic_gbps: float
+    switch: str | None = None
+    tiers: int | None = None
+    planes: int | None = None
+    oversubscription: float | None = None
+    rails: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Design:
+    """One fabric with its parts, its weak points and its failures per day."""
+
+    fabric: Fabric
+    bill: Bill
+    loss: Loss
+    cable_failures_per_day: float  # at Alibaba HPN's rate
+    interruptions_per_day: float  # at Llama 3's rate per GPU
+    pareto: bool  # no other is as good in cost, hops, power, oversubscription and NIC-link loss, and better in one
+
+    @property
+    def usd_middle(self) -> float:
+        """Between the low and the high price; infinite where the box has none."""
+        return sum(self.bill.usd) / 2 if self.bill.usd else float("inf")
+
+
+def designs(wish: Wish) -> tuple[Design, ...]:
+    """All that fit, full bisection first, then by cost, hops and what a NIC link's failure takes; never empty.
+
+    A configuration is shown with the fewest tiers that reach, unless the tiers are given: more tiers of the same boxes
+    are more of everything. Raises UserError with the nearest workable choices where nothing fits.
+    """
+    _check(wish)
+    found = [_count(fabric) for fabric in _fabrics(wish)]
+    if not found:
+        raise _nothing(wish)
+    best = _pareto(found)
+    marked = [replace(one, pareto=flag) for one, flag in zip(found, best, strict=True)]
+    return tuple(sorted(marked, key=_rank))
+
+
+def _check(wish: Wish) -> None:
+    ratio = 1.0 if wish.oversubscription is None else wish.oversubscription
+    tiers = 2 if wish.tiers is None else wish.tiers
+    planes = 1 if wish.planes is None else wish.planes
+    shape = Shape(planes=planes, tiers=tiers, oversubscription=ratio, rails=wish.rails or 1)
+    if wish.rails is not None and wish.rails < 1:
+        shape = replace(shape, rails=wish.rails)
+    check(wish.gpus, wish.nic_gbps, shape, where=WHERE)
+    if not _configurations(wish):
+        raise _no_speed(wish)
+
+
+def _configurations(wish: Wish) -> list[tuple[Switch, int]]:
+    """Switches whose ports split the NIC into whole planes, with the planes."""
+    boxes = find_switches(wish.switch, where=WHERE) if wish.switch is not None else switches()
+    split = [(one, wish.nic_gbps / one.port_gbps) for one in boxes]
+    whole = [(one, int(planes)) for one, planes in split if planes >= 1 and planes == int(planes)]
+    return [(one, planes) for one, planes in whole if wish.planes in (None, planes)]
+
+
+def _fabrics(wish: Wish) -> Iterator[Fabric]:
+    ratios = RATIOS if wish.oversubscription is None else (wish.oversubscription,)
+    for switch, planes in _configurations(wish):
+        for ratio in ratios:
+            for rails in _rails(wish):
+                fabric = _smallest(wish, switch, Shape(planes=planes, tiers=1, oversubscription=ratio, rails=rails))
+                if fabric is not None:
+                    yield fabric
+
+
+def _rails(wish: Wish) -> tuple[int, ...]:
+    if wish.rails is not None:
+        return (wish.rails,)
+    return tuple(one for one in RAILS if wish.gpus % one == 0)
+
+
+def _smallest(wish: Wish, switch: Switch, shape: Shape) -> Fabric | None:
+    tiers = range(1, MOST_TIERS + 1) if wish.tiers is None else (wish.tiers,)
+    for count in tiers:
+        flat = count == 1 and (shape.rails > 1 or shape.oversubscription > 1)  # one tier has no rails and no uplinks
+        if not flat and most_hosts(switch.radix, replace(shape, tiers=count)) >= wish.gpus:
+            if shape.rails > 1 and count > 1 and most_hosts(switch.radix, replace(shape, tiers=1)) >= wish.gpus:
+                return None  # one switch per plane already joins everybody
+            return size(wish.gpus, wish.nic_gbps, switch, replace(shape, tiers=count), where=WHERE)
+    return None
+
+
+def _count(fabric: Fabric) -> Design:
+    parts = bill(fabric)
+    return Design(
+        fabric=fabric,
+        bill=parts,
+        loss=loss(fabric),
+        cable_failures_per_day=parts.cables * CABLE_PER_DAY,
+        interruptions_per_day=fabric.hosts * LLAMA_COUNT / LLAMA_GPU_DAYS,
+        pareto=False,
+    )
+
+
+def _rank(one: Design) -> tuple[float, float, int, float, str]:
+    fabric = one.fabric
+    return round(fabric.oversubscription), one.usd_middle, fabric.hops, one.loss.nic_link, fabric.switch.name
+
+
+def _goals(one: Design) -> tuple[float, ...]:
+    watts = one.bill.watts if one.bill.watts is not None else float("inf")
+    return one.usd_middle, one.fabric.hops, watts, round(one.fabric.oversubscription, 2), one.loss.nic_link
+
+
+def _pareto(found: Sequence[Design]) -> list[bool]:
+    goals = [_goals(one) for one in found]
+    kinds = sorted(set(goals))
+    best = {mine for mine in kinds if not any(_beats(other, mine) for other in kinds)}
+    return [one in best for one in goals]
+
+
+def _beats(other: tuple[float, ...], mine: tuple[float, ...]) -> bool:
+    return other != mine and all(theirs <= ours for theirs, ours in zip(other, mine, strict=True))
+
+
+def _no_speed(wish: Wish) -> UserError:
+    boxes = find_switches(wish.switch, where=WHERE) if wish.switch is not None else switches()
+    name = boxes[0].box if wish.switch is not None else "the catalogue"
+    speeds = ", ".join(f"{speed:g}" for speed in sorted({one.port_gbps for one in boxes}))
+    planes = sorted({count for _, count in _configurations(replace(wish, planes=None))})
+    if wish.planes is not None and planes:
+        what = f"{wish.planes} planes make ports of {wish.nic_gbps / wish.planes:g} Gb/s of a {wish.nic_gbps:g} Gb/s NIC"
+        fix = f"use {' or '.join(map(str, planes))} planes"
+    else:
+        what = f"a NIC of {wish.nic_gbps:g} Gb/s is not a whole number of ports of {name}"
+        near = min((one.port_gbps for one in boxes), key=lambda speed: abs(speed - wish.nic_gbps))
+        fix = f"use --nic-gbps {near:g}, or another --switch"
+    return mistake(WHERE, what, why=f"the port speeds of {name} are {speeds} Gb/s", fix=fix)
+
+
+def _nothing(wish: Wish) -> UserError:
+    """What the most capable of the allowed configurations reaches, and the nearest choices that do."""
+    ratio = 1.0 if wish.oversubscription is None else wish.oversubscription
+    tiers = MOST_TIERS if wish.tiers is None else wish.tiers
+    reach = [
+        (most_hosts(switch.radix, shape), -order, switch, shape)
+        for order, (switch, planes) in enumerate(_configurations(wish))
+        for shape in [Shape(planes=planes, tiers=tiers, oversubscription=ratio, rails=wish.rails or 1)]
+    ]
+    _, _, switch, shape = max(reach, key=lambda one: one[:2])
+    near = " or ".join(_nearest(wish))
+    fix = f"use {near}" if near else f"use at most {most_hosts(switch.radix, shape):,} GPUs"
+    return too_many(wish.gpus, switch, shape, where=WHERE, fix=fix)
+
+
+def _nearest(wish: Wish) -> Iterator[str]:
+    """What would do if one demand were dropped: first more tiers, then other planes, then another switch."""
+    for name in ("tiers", "planes", "switch", "oversubscription"):
+        if getattr(wish, name) is None or wish.gpus > MOST_HOSTS:
+            continue
+        found = sorted(map(_count, _fabrics(replace(wish, **{name: None}))), key=_rank)
+        if not found:
+            continue
+        fabric = found[0].fabric
+        if name == "tiers":
+            yield f"--tiers {fabric.tiers} ({fabric.switch.name})"
+        elif name == "planes":
+            yield f"--planes {fabric.planes} ({fabric.switch.name})"
+        elif name == "switch":
+            planes = "plane" if fabric.planes == 1 else "planes"
+            yield f'--switch "{fabric.switch.name}" ({fabric.planes} {planes}, {fabric.tiers} tiers)'
+        else:
+            yield f"--oversubscription {fabric.oversubscription:g}"

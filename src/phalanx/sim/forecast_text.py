@@ -1,0 +1,177 @@
+"""A forecast as one page of plain text."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping
+
+from phalanx.columns import table
+from phalanx.plan.plan import Plan
+from phalanx.sim.forecast import Forecast, PhaseShare, Spread
+from phalanx.sim.ledger import PHASES
+from phalanx.sim.policy import Policy
+from phalanx.units import DAY_S, format_money, format_seconds
+
+WIDTH = 100
+SMALLEST = 5e-5  # shares that would print as 0.00 % are left out
+NAMES = {
+    "checkpoint": "checkpoints",
+    "copies": "copies in memory",
+    "detect": "noticing",
+    "restart": "restarting",
+    "redone": "work redone",
+    "waiting": "waiting for hosts or switches",
+    "degraded": "running slower",
+    "stopped": "stopped for good",
+}
+
+
+def render(plan: Plan, policy: Policy, made: Forecast) -> str:
+    """The page."""
+    sections = [
+        ("WHERE THE TIME GOES", _ledger(made)),
+        ("BESIDE THE PLANNER'S FORMULA", _formula(policy, made)),
+        ("FAILURES", _failures(made)),
+        ("SPARES AND GAPS", _spares(plan, policy, made)),
+        ("MONEY", _money(plan, made)),
+    ]
+    lines = _headline(plan, made)
+    for title, body in sections:
+        lines += ["", title, *(f"  {part}".rstrip() for line in body for part in _wrap(line))]
+    return "\n".join(lines)
+
+
+def _headline(plan: Plan, made: Forecast) -> list[str]:
+    e, count = made.effective, made.interruptions
+    return [
+        f"{plan.job.name}: {made.days:g} days on {plan.cluster.name} ({made.devices:,} devices), "
+        f"{made.runs:,} {'run' if made.runs == 1 else 'runs'}, seed {made.seed}",
+        f"  effective training time {e.mean:.2%} (90% confidence {e.low:.2%} to {e.high:.2%}; "
+        f"9 of 10 runs {e.run_low:.2%} to {e.run_high:.2%})",
+        f"  unexpected interruptions {_count(count)}; planned {made.planned:.1f}",
+    ]
+
+
+def _count(one: Spread) -> str:
+    return (
+        f"{one.mean:,.1f} (90% confidence {one.low:,.1f} to {one.high:,.1f}; "
+        f"9 of 10 runs {one.run_low:,.0f} to {one.run_high:,.0f})"
+    )
+
+
+def _ledger(made: Forecast) -> list[str]:
+    phases = [phase for phase in PHASES if any(row.get(phase, 0.0) >= SMALLEST for row in made.lost.values())]
+    rows = [("lost to", *phases, "all")]
+    for cause, row in made.lost.items():
+        if sum(row.values()) >= SMALLEST:
+            rows.append((cause, *(_share(row.get(phase, 0.0)) for phase in phases), _share(sum(row.values()))))
+    if len(rows) == 1:
+        return ["nothing was lost"]
+    whole = {phase: sum(row.get(phase, 0.0) for row in made.lost.values()) for phase in phases}
+    rows.append(("all", *(_share(whole[phase]) for phase in phases), _share(1.0 - made.effective.mean)))
+    return table(rows, right=range(1, len(phases) + 2))
+
+
+def _share(value: float) -> str:
+    if value > 1.0:
+        return "all"
+    return f"{value:.2%}" if value >= SMALLEST else "-"
+
+
+def _formula(policy: Policy, made: Forecast) -> list[str]:
+    rows = [("", "formula", "simulated", "difference", "")]
+    for one in made.phases:
+        if max(one.formula, one.simulated) >= SMALLEST:
+            rows.append(
+                (NAMES[one.phase], _share(one.formula), _share(one.simulated), f"{one.simulated - one.formula:+.2%}",
+                 _why(one, policy, made))
+            )  # fmt: skip
+    simulated = made.effective.mean
+    rows.append(("effective", f"{made.formula:.2%}", f"{simulated:.2%}", f"{simulated - made.formula:+.2%}", ""))
+    return table(rows, right=(1, 2, 3))
+
+
+def _why(one: PhaseShare, policy: Policy, made: Forecast) -> str:
+    """What the formula does not see."""
+    if abs(one.simulated - one.formula) < 5e-4:
+        return ""
+    reasons: Mapping[str, str] = {
+        "checkpoint": "more time trains" if one.simulated > one.formula else "less time trains",
+        "copies": "the formula leaves them out",
+        "redone": _why_redone(policy, less=one.simulated < one.formula),
+        "waiting": "spares ran out, or a switch was away",
+        "degraded": "a smaller job, or a narrower link, until the repair",
+        "stopped": 'fault.recovery = "stop"',
+    }
+    return reasons.get(one.phase) or _why_recovery(made, less=one.simulated < one.formula)
+
+
+def _why_redone(policy: Policy, *, less: bool) -> str:
+    if not less:
+        return "corruption goes back to a checkpoint from before it"
+    if math.isfinite(policy.saving.copy_every_s):
+        return f"copies in memory: {format_seconds(policy.saving.copy_every_s / 2)} lost, not half an interval"
+    return "a failure while the job is down loses no work"
+
+
+def _why_recovery(made: Forecast, *, less: bool) -> str:
+    if not less:
+        return f"{made.planned:.0f} planned restarts"
+    borne = f"{made.borne:.0f} network faults were borne; " if made.borne else ""
+    return f"{borne}failures during a recovery overlap"
+
+
+def _failures(made: Forecast) -> list[str]:
+    rows = [("cause", "per day", "per unit and day", "interruptions")]
+    for one in made.rates:
+        each = f"{one.per_unit_day:.2g} per {one.unit}"
+        rows.append((one.cause, f"{one.per_day:.3g}", each, f"{made.by_cause[one.cause]:,.1f}"))
+    lines = table(rows, right=(1, 3))
+    if made.borne:
+        lines.append(f"{made.borne:,.1f} link and switch faults were borne by edge recovery: no interruption")
+    lines.append("mix: Llama 3 405B, 419 interruptions by cause (arXiv 2407.21783 Table 5), at this cluster's rate")
+    return lines
+
+
+def _spares(plan: Plan, policy: Policy, made: Forecast) -> list[str]:
+    gap = made.longest_gap_s
+    lines = [
+        f"{made.spares:,} spare hosts, used {made.spares_used.mean:,.1f} times; all of them out at once in "
+        f"{made.spares_short:.0%} of runs (a repair takes {format_seconds(policy.repair_s)})"
+        if made.spares
+        else "no spare hosts",
+        f"longest gap without a step {format_seconds(gap.mean)} (9 of 10 runs {_seconds(gap.run_low)} to "
+        f"{_seconds(gap.run_high)})"
+        if gap.mean
+        else "no gap: training never stood still",
+    ]
+    if made.gave_up:
+        lines.append(
+            f"{made.gave_up:,.1f} times a run, {policy.restarts} failures came in a row without a step between: "
+            f"fault.restarts = {policy.restarts} would end it there; the simulation goes on"
+        )
+    if plan.duration.wall_s < made.days * DAY_S:
+        lines.append(f"the job's tokens take {format_seconds(plan.duration.wall_s)}; it is simulated as if it went on")
+    return lines
+
+
+def _seconds(value: float) -> str:
+    return format_seconds(value) if value else "none"
+
+
+def _money(plan: Plan, made: Forecast) -> list[str]:
+    if made.lost_usd is None or made.spares_usd is None:
+        return [plan.bill.price_source]
+    low, middle, high = made.lost_usd
+    span = f" ({format_money(low)} to {format_money(high)})" if low < high else ""
+    lines = [f"{format_money(middle)}{span} for time that did not train{spares}; {plan.bill.price_source}"]
+    if made.spares:
+        lines.append(f"{format_money(made.spares_usd[1])} of the bill is for keeping {made.spares:,} spare hosts")
+    return lines
+
+
+def _wrap(text: str) -> list[str]:
+    if text.startswith(" ") or "  " in text:  # a table
+        return [text]
+    return textwrap.wrap(text, WIDTH - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

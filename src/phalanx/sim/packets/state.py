@@ -1,0 +1,121 @@
+"""What the packet engine keeps: named groups of arrays that the compiled loop reads and writes.
+
+A packet is one 64-bit word: its connection, the path it took, whether a queue marked it, and the slot it was sent in.
+Packets of one connection are alike, so a lost one is a number to send again: nothing here counts sequence numbers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Ints = NDArray[np.int64]
+Ints32 = NDArray[np.int32]
+Shorts = NDArray[np.int16]
+Floats = NDArray[np.float64]
+
+# Bits of a packet word, lowest first.
+FLOW_BITS, PATH_BITS = 26, 11
+MARK_BIT = FLOW_BITS + PATH_BITS
+STAMP_BIT = MARK_BIT + 1
+MOST_FLOWS = 1 << FLOW_BITS
+MOST_PATHS = 1 << PATH_BITS
+MOST_SLOTS = 1 << (63 - STAMP_BIT)  # 33.5 million: 11 s at 100 Gb/s
+
+# Path states, as arXiv:2606.18170 section II-A names them. 1 to MOST_SKIP is SKIP: that many rotations left out.
+GOOD, MOST_SKIP, ASSUMED_BAD, DENIED = 0, 15, 254, 255
+
+# What an event at the sender says.
+ACK, TRIMMED, TRIMMED_LAST_HOP, LOST = 0, 1, 2, 3
+
+# Columns of Flows.count
+TODO, IN_FLIGHT, ACKED, ARRIVED, UNACKED, TURN, LOSSES, TOUCHED = range(8)
+# Columns of Flows.window: congestion window and the memory of its control loop, in packets and slots
+WINDOW, MOST, BASE, CREDIT, CALM, FAST, LAST_CUT, LAST_ADD, ACHIEVED, JUDGE_AT, IGNORED, IGNORE, FRESH, ALARM = range(14)
+
+
+class Shape(NamedTuple):
+    """Sizes of the fabric and of the queues; links are numbered as `phalanx.sim.links` numbers them."""
+
+    hosts: int
+    planes: int
+    per_plane: int  # links
+    t0: int
+    t0_up: int
+    t0_per_pod: int
+    t1_per_pod: int
+    t1_up: int
+    wire: int  # slots from the start of sending to arrival
+    back: int  # slots an acknowledgement needs per link
+    host_slots: int  # extra at the two ends together
+    queue: int
+    ring: int  # slots of the calendar
+    timeout: int  # slots from sending to knowing that it was lost
+
+
+class Knobs(NamedTuple):
+    """The transport in slots and packets."""
+
+    paths: int
+    skip: int  # 1: marked and trimmed paths are left out for a rotation
+    edge: int  # 1: a silent loss retires its path at once
+    mark_low: float
+    mark_high: float
+    mark_last_hop: int
+    ack_every: int
+    ack_share: float  # of a slot, that one acknowledgement takes
+    controlled: int  # 0: the window stays where it starts
+    target: float  # queueing delay that the window aims at
+    rtt: float  # of the longest path
+    scale: float  # bandwidth-delay product over the reference's 12 µs at 100 Gb/s
+    gain: float  # proportional increase
+    probe_slots: int
+
+
+class Net(NamedTuple):
+    """Links and their queues."""
+
+    ring: Ints  # [link, queue] packets
+    head: Shorts
+    count: Shorts
+    wire: Ints  # [slot, link] packets on their way, 0 is none
+    share: Floats  # of its speed that a link has
+    loss: Floats  # chance that a packet on it disappears
+    avoided: Bytes  # 1: routing knows that the link is dead
+    trouble: Bytes  # 1: share or loss is not the normal one
+    host_t0: Ints32
+
+
+class Traffic(NamedTuple):
+    """Connections, and which of them a host has."""
+
+    source: Ints32
+    target: Ints32
+    packets: Ints32
+    start: Ints32  # slot
+    done: Ints32  # slot of the last acknowledgement, -1 while running
+    links: Bytes  # links of the path
+    count: Ints32
+    window: Floats
+    path: Bytes  # [connection, path] state
+    turn: Ints32  # [connection, plane] next path
+    mine: Ints32  # connections in order of their source
+    first: Ints32  # [host] where its connections start in `mine`
+    next: Ints32  # [host, plane] whose turn it is
+    debt: Floats  # [host] slots owed to acknowledgements
+
+
+class Calendar(NamedTuple):
+    """Events at senders by slot: linked lists in one pool."""
+
+    first: Ints32  # [slot of the ring] head of the list, -1 is empty
+    word: Ints
+    next: Ints32
+    free: Ints32  # [1] head of the free list
+
+
+# Totals the loop adds to.
+DELIVERED, SENT, TRIMS, LOSSES_SEEN, MARKS, ACTIVE, RANDOM, OVERFLOW, BAD_PATHS, EVENTS = range(10)
