@@ -75,6 +75,8 @@ def test_device_counts_with_offload_are_named(make_ask):
 
 
 def test_logits_that_outgrow_their_index_are_named_with_the_largest_micro_batch(make_ask):
-    text = message(make_ask(cluster="8xH100:1", sequence=8192, batch=512, batch__micro=4, parallel__tensor=1))
+    text = message(
+        make_ask(cluster="8xH100:1", sequence=8192, batch=512, batch__micro=4, parallel__tensor=1, parallel__context=1)
+    )
     assert "a micro-batch of 4 × 8,192 tokens has 4,202,692,608 logits on a rank" in text
     assert "use batch.micro = 2 or less" in text

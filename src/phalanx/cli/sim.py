@@ -122,7 +122,7 @@ def _check(args: argparse.Namespace) -> None:
     found = [
         _outside("--days", args.days, LEAST_DAYS, MOST_DAYS),
         _outside("--runs", args.runs, 1, MOST_RUNS),
-        _outside("--seed", args.seed, 0, 2**63),
+        _outside("--seed", args.seed, 0, 1e9),
         _outside("--weibull", args.weibull, 0.3, 5),
         _outside("--planned-per-day", args.planned_per_day or 0.0, 0, 100),
         _outside("--repair-hours", args.repair_hours, 0, 8760),

@@ -165,6 +165,7 @@ def _money(plan: Plan, made: Forecast) -> list[str]:
         return [plan.bill.price_source]
     low, middle, high = made.lost_usd
     span = f" ({format_money(low)} to {format_money(high)})" if low < high else ""
+    spares = ", spare hosts included" if made.spares else ""
     lines = [f"{format_money(middle)}{span} for time that did not train{spares}; {plan.bill.price_source}"]
     if made.spares:
         lines.append(f"{format_money(made.spares_usd[1])} of the bill is for keeping {made.spares:,} spare hosts")
