@@ -15,6 +15,7 @@ from phalanx.units import DAY_S, format_money, format_seconds
 
 WIDTH = 100
 SMALLEST = 5e-5  # shares that would print as 0.00 % are left out
+IDLE = 0.05  # share of the time without hosts from which that explains the rest
 NAMES = {
     "checkpoint": "checkpoints",
     "copies": "copies in memory",
@@ -118,6 +119,8 @@ def _why_redone(policy: Policy, *, less: bool) -> str:
 def _why_recovery(made: Forecast, *, less: bool) -> str:
     if not less:
         return f"{made.planned:.0f} planned restarts"
+    if sum(one.simulated for one in made.phases if one.phase in ("waiting", "stopped")) > IDLE:
+        return "a job that stands still does not fail"
     borne = f"{made.borne:.0f} network faults were borne; " if made.borne else ""
     return f"{borne}failures during a recovery overlap"
 

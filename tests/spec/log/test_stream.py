@@ -323,3 +323,24 @@ def test_what_telemetry_costs_is_a_share_of_the_steps(tmp_path):
     for path in run.event_files():
         edit(path, lambda event: event | ({"telemetry_s": 0.01 * event["duration_s"]} if "duration_s" in event else {}))
     assert read_log(run).telemetry_share == pytest.approx(0.01)
+
+
+def test_a_run_that_is_just_starting_lacks_nothing_yet(tmp_path):
+    run = write_run(tmp_path, ranks=3, hosts=1, steps=40, finished=False)
+    run.set_status("launching")
+    run.supervisor.write_text(run.supervisor.read_text().splitlines(keepends=True)[0])
+    run.events(0).write_text(run.events(0).read_text().splitlines(keepends=True)[0])
+    for rank in (1, 2):
+        run.events(rank).unlink()
+    found = read_log(run)
+    assert not found.is_over
+    assert (found.grammar.missing, found.grammar.ranks_missing, found.grammar.unreadable) == ((), (), 0)
+
+
+def test_what_was_not_read_yet_is_not_missing(tmp_path):
+    run = write_run(tmp_path, ranks=2, hosts=1, steps=100)
+    stream = LogStream(run)
+    stream.refresh(30_000)
+    found = stream.facts()
+    assert found.bytes_left > 0
+    assert found.grammar.missing == ()

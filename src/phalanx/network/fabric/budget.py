@@ -27,6 +27,9 @@ REPAIR_S = 60.0  # most failed links are back within a minute (openai.com/index/
 # NCCL gives a connection up after 4.096 us * 2^20 * 7 tries (net_ib: IbTimeout 20, IbRetryCnt 7): a longer stall kills
 # the job, a shorter one only costs its own time.
 GIVE_UP_S = 4.096e-6 * 2**20 * 7
+# T0-T1 links flap "several times a minute" during training (the post); a reading note on the paper's figure 5 has one
+# every 2 to 3 minutes. We take the lower, on the 75,000-GPU job of section 5.1. Weak: the figure's job is not named.
+FLAP_PER_CABLE_DAY = DAY_S / 150 / 75000
 CONFIDENCE = 0.95
 
 
@@ -115,6 +118,16 @@ def event_s(fabric: Fabric, recovery_s: float, *, restart_s: float, repair_s: fl
     at_nic = restart_s if fabric.planes == 1 else recovery_s + repair_s * lost.nic_link
     above = recovery_s + repair_s * lost.t0_t1_link
     return (links[0] * at_nic + sum(links[1:]) * above) / sum(links)
+
+
+def flap_share(fabric: Fabric, recovery_s: float) -> float:
+    """Share of the time that a job stands still at most because flapping links above T0 are not yet bypassed.
+
+    Nobody restarts for a flap. An upper bound: every flap is taken to hit the job and to need the whole time, though a
+    switch drops its own dead uplinks sooner than routing converges.
+    """
+    cables = sum(bill(fabric).links[1:]) // fabric.planes
+    return min(1.0, cables * FLAP_PER_CABLE_DAY * min(recovery_s, GIVE_UP_S) / DAY_S)
 
 
 def _cost(fabric: Fabric, per_day: float, seconds: float) -> Cost:

@@ -15,11 +15,14 @@ from fractions import Fraction
 from phalanx.errors import mistake
 from phalanx.network.fabric.budget import (
     EDGE_RECOVERY_S,
-    REPAIR_S,
+    GIVE_UP_S,
+    LLAMA_COUNT,
+    LLAMA_GPU_DAYS,
     RESTART_S,
     Budget,
     budget,
     event_s,
+    flap_share,
 )
 from phalanx.network.fabric.catalogue import find_switches
 from phalanx.network.fabric.loads import idle_share, max_to_mean
@@ -81,8 +84,9 @@ class RecoveryRow:
 
     recovery_s: float
     seconds_per_event: float
-    lost_share: float
+    lost_share: float  # of the cluster, to cables that fail
     lost_gpu_hours_per_day: float
+    flap_share: float  # at most as much again, to links that flap
     restarts: bool  # the connection gives up first, and the job restarts
 
 
@@ -181,7 +185,9 @@ def _choices(box: str, nic_gbps: float) -> dict[int, Switch]:
     if not whole:
         speeds = ", ".join(f"{one.port_gbps:g}" for one in found)
         what = f"a NIC of {nic_gbps:g} Gb/s is not a whole number of ports of {box}"
-        raise mistake(WHERE, what, why=f"its port speeds are {speeds} Gb/s", fix=f"use --nic-gbps {found[0].port_gbps:g}")
+        raise mistake(
+            WHERE, what, why=f"its port speeds are {speeds} Gb/s", fix=f"use --nic-gbps {found[0].port_gbps:g}"
+        )
     return whole
 
 
@@ -254,15 +260,14 @@ def _recoveries(fabric: Fabric, chosen_s: float, restart_s: float) -> tuple[Reco
 
 
 def recovery_row(fabric: Fabric, recovery_s: float, restart_s: float) -> RecoveryRow:
-    """Cost of Llama 3's rate of network failures when each is bypassed after `recovery_s`."""
-    from phalanx.network.fabric.budget import GIVE_UP_S, LLAMA_COUNT, LLAMA_GPU_DAYS
-
-    seconds = event_s(fabric, recovery_s, restart_s=restart_s, repair_s=REPAIR_S)
+    """Cost of Llama 3's rate of network failures, and of flaps, when each is bypassed after `recovery_s`."""
+    seconds = event_s(fabric, recovery_s, restart_s=restart_s)
     share = min(1.0, fabric.hosts * LLAMA_COUNT / LLAMA_GPU_DAYS * seconds / DAY_S)
     return RecoveryRow(
         recovery_s=recovery_s,
         seconds_per_event=seconds,
         lost_share=share,
         lost_gpu_hours_per_day=share * fabric.hosts * DAY_S / HOUR_S,
+        flap_share=flap_share(fabric, recovery_s),
         restarts=recovery_s > GIVE_UP_S,
     )

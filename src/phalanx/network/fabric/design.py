@@ -121,14 +121,21 @@ def _count(fabric: Fabric) -> Design:
     )
 
 
-def _rank(one: Design) -> tuple[float, float, int, float, str]:
+def _rank(one: Design) -> tuple[float, float, int, float, bool, str, int]:
     fabric = one.fabric
-    return round(fabric.oversubscription), one.usd_middle, fabric.hops, one.loss.nic_link, fabric.switch.name
+    weak = fabric.switch.evidence == "weak"
+    ratio = nominal_ratio(fabric)
+    return ratio, one.usd_middle, fabric.hops, one.loss.nic_link, weak, fabric.switch.name, fabric.rails
+
+
+def nominal_ratio(fabric: Fabric) -> float:
+    """The oversubscription that was asked for: 42 ports down and 22 up are meant as 2:1."""
+    return round(2 * fabric.oversubscription) / 2
 
 
 def _goals(one: Design) -> tuple[float, ...]:
     watts = one.bill.watts if one.bill.watts is not None else float("inf")
-    return one.usd_middle, one.fabric.hops, watts, round(one.fabric.oversubscription, 2), one.loss.nic_link
+    return one.usd_middle, one.fabric.hops, watts, nominal_ratio(one.fabric), one.loss.nic_link
 
 
 def _pareto(found: Sequence[Design]) -> list[bool]:
@@ -148,7 +155,9 @@ def _no_speed(wish: Wish) -> UserError:
     speeds = ", ".join(f"{speed:g}" for speed in sorted({one.port_gbps for one in boxes}))
     planes = sorted({count for _, count in _configurations(replace(wish, planes=None))})
     if wish.planes is not None and planes:
-        what = f"{wish.planes} planes make ports of {wish.nic_gbps / wish.planes:g} Gb/s of a {wish.nic_gbps:g} Gb/s NIC"
+        what = (
+            f"{wish.planes} planes make ports of {wish.nic_gbps / wish.planes:g} Gb/s of a {wish.nic_gbps:g} Gb/s NIC"
+        )
         fix = f"use {' or '.join(map(str, planes))} planes"
     else:
         what = f"a NIC of {wish.nic_gbps:g} Gb/s is not a whole number of ports of {name}"

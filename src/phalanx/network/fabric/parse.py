@@ -1,8 +1,8 @@
 """A fabric from a short form, a TOML file or a name.
 
 Short form: `clos2:131072x800G/8p/512` is two tiers, 131,072 NICs of 800 Gb/s, 8 planes, 512-port switches. After the
-ports may follow an oversubscription (`/2:1`), rails (`/8r`) and `/wide` (a T1 for every uplink of a T0). Instead of the ports a switch of the catalogue may
-stand (`/Spectrum-5`), which adds power and price.
+ports may follow an oversubscription (`/2:1`), rails (`/8r`) and `/wide` (a T1 for every uplink of a T0). Instead of the
+ports a switch of the catalogue may stand (`/Spectrum-5`), which adds power and price.
 """
 
 from __future__ import annotations

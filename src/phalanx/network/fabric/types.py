@@ -1,8 +1,8 @@
 """A fabric as values: a folded Clos of equal planes. Counts are per fabric unless a name says otherwise.
 
-Hosts are network interfaces (NICs): a GPU has one. Every NIC is split into `planes` ports of `port_gbps`, and each plane
-is a Clos of its own: T0 switches carry NICs, T1 join T0s, T2 (three tiers) join T1s. Uplink u of a T0 goes to T1
-u mod `t1_per_pod` of its pod; with fewer T1s than uplinks that makes parallel links, equally many to each.
+Hosts are network interfaces (NICs): a GPU has one. Every NIC is split into `planes` ports of `port_gbps`, and each
+plane is a Clos of its own: T0 switches carry NICs, T1 join T0s, T2 (three tiers) join T1s. Uplink u of a T0 goes to
+T1 u mod `t1_per_pod` of its pod; with fewer T1s than uplinks that makes parallel links, equally many to each.
 """
 
 from __future__ import annotations

@@ -485,3 +485,42 @@ def advance(
         serve(shape, knobs, net, traffic, calendar, totals, slot)
         inject(shape, knobs, net, traffic, calendar, totals, slot)
     return end
+
+
+@compiled
+def probe(shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, totals: Ints) -> None:
+    """Try every retired path once; one whose links all carry the probe is good again."""
+    for flow in range(traffic.path.shape[0]):
+        if traffic.done[flow] >= 0:
+            continue
+        for path in range(knobs.paths):
+            if traffic.path[flow, path] == ASSUMED_BAD and alive(shape, net, traffic, totals, flow, path):
+                traffic.path[flow, path] = GOOD
+
+
+@compiled
+def alive(shape: Shape, net: Net, traffic: Traffic, totals: Ints, flow: int, path: int) -> bool:
+    """Whether a probe over a path comes through."""
+    base = (path % shape.planes) * shape.per_plane
+    up = base + 2 * shape.hosts
+    source, target = traffic.source[flow], traffic.target[flow]
+    t0, goal = net.host_t0[source], net.host_t0[target]
+    ok = carries(net, totals, base + source) and carries(net, totals, base + shape.hosts + target)
+    if t0 == goal or not ok:
+        return ok
+    ups = shape.t0 * shape.t0_up
+    port = spread(flow, path, 1, shape.t0_up)
+    ok = carries(net, totals, up + t0 * shape.t0_up + port) and carries(net, totals, up + ups + goal * shape.t0_up + port)
+    if traffic.links[flow] == 4 or not ok:
+        return ok
+    pods_up = (shape.per_plane - 2 * shape.hosts - 2 * ups) // 2
+    turn, place = spread(flow, path, 2, shape.t1_up), port % shape.t1_per_pod
+    here = ((t0 // shape.t0_per_pod) * shape.t1_per_pod + place) * shape.t1_up + turn
+    there = ((goal // shape.t0_per_pod) * shape.t1_per_pod + place) * shape.t1_up + turn
+    return carries(net, totals, up + 2 * ups + here) and carries(net, totals, up + 2 * ups + pods_up + there)
+
+
+@compiled
+def carries(net: Net, totals: Ints, link: int) -> bool:
+    """Whether a probe passes a link."""
+    return net.share[link] > 0 and (net.loss[link] == 0 or draw(totals) >= net.loss[link])

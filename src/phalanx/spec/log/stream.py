@@ -237,7 +237,7 @@ class LogStream:
             out_of_order_spot=all_.out_of_order_spot,
             unclosed=self._unclosed(made),
             skew_s=skew(one.offsets for one in self._ranks.values()),
-            ranks_missing=tuple(islice((rank for rank in range(made.world) if rank not in self._ranks), MOST_MISSING)),
+            ranks_missing=self._missing_ranks(made),
             secrets=self._all.secrets.count,
             secrets_spot=self._all.secrets.spot,
             has_provenance=provenance,
@@ -251,25 +251,33 @@ class LogStream:
         return sum(feed.bad for feed in feeds) + len(torn), spots[0] if spots else None
 
     def _occurrences(self, made: LogFacts) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What must be there once, or at least once; the end of a run that goes on is not missing yet."""
+        """What must be there once, or at least once; what a run that goes on will still tell is not missing yet."""
         missing, repeated = [], []
-        ranks = list(self._ranks.values())
-        if not ranks:
+        ranks, told = list(self._ranks.values()), self._told.kinds
+        begun = made.steps is not None or made.is_over
+        ended = made.is_over and not made.bytes_left
+        if not ranks and made.is_over:
             missing.append("events of any rank")
-        elif any(BEGINS not in one.kinds for one in ranks):
+        if any(BEGINS not in one.kinds for one in ranks if "step" in one.kinds or ended):
             missing.append(BEGINS)
-        if self._supervisor.read_bytes:
-            missing += [kind for kind in TOLD if kind not in self._told.kinds]
-        if made.is_over and made.state == "done" and ranks and ENDS not in ranks[0].kinds:
+        if self._supervisor.read_bytes and begun:
+            missing += [kind for kind in TOLD if kind not in told]
+        if ended and made.state == "done" and ranks and ENDS not in ranks[0].kinds:
             missing.append(ENDS)
-        if made.is_over and self._supervisor.read_bytes and "end" not in self._told.kinds:
+        if ended and self._supervisor.read_bytes and "end" not in told:
             missing.append("end")
         starts = max(1, self._told.launches)
-        if self._supervisor.read_bytes and self._told.kinds.get("end", 0) > starts:
+        if told.get("end", 0) > starts:
             repeated.append("end")
         if any(one.states.count("done") > starts for one in ranks):
             repeated.append(ENDS)
         return tuple(missing), tuple(repeated)
+
+    def _missing_ranks(self, made: LogFacts) -> tuple[int, ...]:
+        """Ranks without a record while others have steps; before those, they may still come."""
+        if made.steps is None and not made.is_over:
+            return ()
+        return tuple(islice((rank for rank in range(made.world) if rank not in self._ranks), MOST_MISSING))
 
     def _unclosed(self, made: LogFacts) -> int:
         """Failures after which neither a step nor the end was told; of a run that goes on, none yet."""

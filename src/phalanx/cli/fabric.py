@@ -1,0 +1,172 @@
+"""`phalanx fabric`: which fabric joins N GPUs, what it costs and loses, and the decisions behind it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phalanx.cli.options import add_json
+from phalanx.cli.output import note, plain, print_json
+from phalanx.errors import mistake
+from phalanx.units import parse_count
+
+if TYPE_CHECKING:
+    from phalanx.network.fabric.types import Fabric
+
+WHERE = "phalanx fabric"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Sub-commands of `phalanx fabric`."""
+    verbs = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    _configure_design(
+        verbs.add_parser("design", help="every fabric of the catalogue that joins N GPUs, cheapest first")
+    )
+    _configure_decisions(
+        verbs.add_parser("decisions", help="planes, paths and recovery: the three decisions in numbers")
+    )
+    show = verbs.add_parser("show", help="one fabric: parts, weak points, failures per day")
+    show.add_argument("fabric", metavar="FABRIC", nargs="?", help="clos2:131072x800G/8p/512, a .toml file or a name")
+    add_json(show)
+
+
+def _configure_design(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpus", metavar="N", required=True, help="GPUs to join, one NIC each, as 131072 or 64k")
+    parser.add_argument("--nic-gbps", metavar="G", type=float, required=True, help="speed of a NIC, as 400 or 800")
+    parser.add_argument("--switch", metavar="NAME", help='a box or one configuration, as "Tomahawk 5"')
+    parser.add_argument("--tiers", metavar="L", type=int, help="exactly this many tiers (the fewest that reach)")
+    parser.add_argument("--planes", metavar="P", type=int, help="exactly this many planes (all the switch can do)")
+    parser.add_argument("--oversubscription", metavar="R", type=float, help="ports down per port up at T0 (1, 2 and 4)")
+    parser.add_argument("--rails", metavar="K", type=int, help="NICs of a server on different T0s (none and 8)")
+    parser.add_argument("--top", metavar="N", type=int, default=6, help="shown of each oversubscription (6)")
+    add_json(parser)
+
+
+def _configure_decisions(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpus", metavar="N", required=True, help="GPUs to join, one NIC each")
+    parser.add_argument("--nic-gbps", metavar="G", type=float, default=800.0, help="speed of a NIC (800)")
+    parser.add_argument("--switch", metavar="NAME", help="the box whose ports are split (Spectrum-5)")
+    parser.add_argument("--planes", metavar="P", type=int, help="planes (the most the box can do)")
+    parser.add_argument("--paths", metavar="K", type=int, default=256, help="paths per connection (256)")
+    parser.add_argument("--recovery-s", metavar="S", type=float, help="from failure to bypass (30e-6)")
+    parser.add_argument("--restart-s", metavar="S", type=float, help="from failure to the next step of a restart (600)")
+    parser.add_argument("--picture", metavar="FILE.svg", help="write the three decisions as a picture")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Design, decide or show."""
+    return {"design": _design, "decisions": _decisions, "show": _show}[args.what](args)
+
+
+def _design(args: argparse.Namespace) -> int:
+    from phalanx.network.fabric.design import Wish, designs
+    from phalanx.network.fabric.text import show_designs
+
+    if args.top < 1:
+        raise mistake(f"{WHERE} design", f"--top {args.top} shows nothing", fix="use 1 or more")
+    found = designs(
+        Wish(
+            gpus=_gpus(args.gpus, "design"),
+            nic_gbps=args.nic_gbps,
+            switch=args.switch,
+            tiers=args.tiers,
+            planes=args.planes,
+            oversubscription=args.oversubscription,
+            rails=args.rails,
+        )
+    )
+    if args.json:
+        print_json([{**_plain(one), "fabric": _fabric(one.fabric)} for one in found])
+    else:
+        print(show_designs(found, top=args.top))
+    return 0
+
+
+def _decisions(args: argparse.Namespace) -> int:
+    from phalanx.network.fabric.budget import EDGE_RECOVERY_S, RESTART_S
+    from phalanx.network.fabric.decisions import BOX, decisions
+    from phalanx.network.fabric.text import show_decisions
+
+    found = decisions(
+        _gpus(args.gpus, "decisions"),
+        nic_gbps=args.nic_gbps,
+        box=args.switch if args.switch is not None else BOX,
+        planes=args.planes,
+        paths=args.paths,
+        recovery_s=EDGE_RECOVERY_S if args.recovery_s is None else args.recovery_s,
+        restart_s=RESTART_S[0] if args.restart_s is None else args.restart_s,
+    )
+    if args.picture:
+        from phalanx.files import write_text
+        from phalanx.network.fabric.picture import picture
+
+        write_text(Path(args.picture), picture(found), fix="name another --picture")
+        note(f"wrote {args.picture}")
+    if args.json:
+        print_json({**_plain(found), "fabric": _fabric(found.fabric)})
+    else:
+        print(show_decisions(found))
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from phalanx.network.fabric.bill import bill, loss
+    from phalanx.network.fabric.budget import budget
+    from phalanx.network.fabric.parse import parse_fabric
+    from phalanx.network.fabric.text import show_fabric
+
+    if args.fabric is None:
+        return _list(args)
+    fabric = parse_fabric(args.fabric)
+    if args.json:
+        print_json({"fabric": _fabric(fabric), "bill": bill(fabric), "loss": loss(fabric), "budget": budget(fabric)})
+    else:
+        print(show_fabric(fabric))
+    return 0
+
+
+def _list(args: argparse.Namespace) -> int:
+    """The catalogue: named fabrics and switches."""
+    from phalanx.network.fabric.catalogue import named_fabrics, switches
+    from phalanx.network.fabric.text import money, table
+
+    if args.json:
+        names = [{"name": name, "spec": spec, "source": source} for name, (spec, source) in named_fabrics().items()]
+        print_json({"fabrics": names, "switches": switches()})
+        return 0
+    fabrics = [(f"  {name}", spec, source) for name, (spec, source) in named_fabrics().items()]
+    boxes = [(f"  {one.name}", f"{one.watts:,.0f} W", money(one.usd), one.evidence) for one in switches()]
+    print("fabrics\n" + table(fabrics, left=3))
+    print("\nswitches (power without optics, list price, how far both can be trusted)\n" + table(boxes))
+    return 0
+
+
+def _gpus(text: str, verb: str) -> int:
+    """Whole GPUs; `64k` is 64,000, as everywhere in Phalanx."""
+    try:
+        number = parse_count(text)
+    except ValueError as error:
+        raise mistake(f"{WHERE} {verb}", f"--gpus: {error}"[:160], fix="write it as 131072") from None
+    if number != number // 1 or abs(number) > 1e18:
+        raise mistake(f"{WHERE} {verb}", f"--gpus {text[:40]} is not a whole number of GPUs", fix="write it as 131072")
+    return int(number)
+
+
+def _fabric(fabric: Fabric) -> dict[str, object]:
+    """A fabric with the numbers that follow from its fields."""
+    derived = {
+        "port_gbps": fabric.port_gbps,
+        "switches": fabric.switches,
+        "hops": fabric.hops,
+        "paths": fabric.paths,
+        "hosts_one_switch_away": min(fabric.t0_down, fabric.hosts),
+    }
+    return {**_plain(fabric), **derived}
+
+
+def _plain(value: object) -> dict[str, object]:
+    made = plain(value)
+    assert isinstance(made, dict)
+    return made

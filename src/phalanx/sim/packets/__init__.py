@@ -1,0 +1,1 @@
+"""Packets in slots: queues, marks, trimming, path states and a congestion window, healthy and broken."""

@@ -1,0 +1,227 @@
+"""Arrays of a simulation from a fabric, connections and a transport."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from phalanx.errors import mistake
+from phalanx.network.fabric.types import Fabric
+from phalanx.sim.links import Links, links_of
+from phalanx.sim.matrices import Flows
+from phalanx.sim.packets.budget import Cost, cost
+from phalanx.sim.packets.state import (
+    ACTIVE,
+    BASE,
+    LAST_ADD,
+    LAST_CUT,
+    MOST,
+    MOST_FLOWS,
+    RANDOM,
+    TODO,
+    WINDOW,
+    Calendar,
+    Ints,
+    Ints32,
+    Knobs,
+    Net,
+    Shape,
+    Traffic,
+)
+from phalanx.sim.packets.transport import Slots, Transport, in_slots
+
+TOTALS = 10
+BYTES_PER_FLOW = 8 * 14 + 4 * 8 + 4 * 8  # window, counters, and the small columns
+BYTES_PER_EVENT = 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """Everything the loop runs on."""
+
+    fabric: Fabric  # of the simulated planes
+    links: Links
+    slots: Slots
+    shape: Shape
+    knobs: Knobs
+    net: Net
+    traffic: Traffic
+    calendar: Calendar
+    totals: Ints
+    copies: int  # planes that each simulated plane stands for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sketch:
+    """What will be simulated, before any large array exists."""
+
+    fabric: Fabric
+    links: Links
+    slots: Slots
+    packets: Ints32
+    hops: Ints32  # links of each connection's path
+    paths: int
+    copies: int
+    pool: int  # events that may wait at once
+    cost: Cost
+
+
+def sketch(fabric: Fabric, flows: Flows, transport: Transport, *, alike: bool) -> Sketch:
+    """Sizes and expected cost. `alike` planes are simulated once: each carries an equal part of every connection."""
+    copies = fabric.planes if alike and transport.paths >= fabric.planes else 1
+    part = replace(fabric, planes=fabric.planes // copies, nic_gbps=fabric.nic_gbps / copies)
+    links = links_of(part)
+    _hosts(fabric, flows)
+    slots = in_slots(part, transport, planes=part.planes)
+    packets = np.ceil(flows.nbytes / transport.payload_bytes / copies).astype(np.int32)
+    hops = _path_links(links, flows)
+    paths = max(1, transport.paths // copies)
+    pool = int(min(len(flows) * math.ceil(slots.window), packets.sum(dtype=np.int64)) + 1024)
+    return Sketch(
+        fabric=part, links=links, slots=slots, packets=packets, hops=hops, paths=paths, copies=copies, pool=pool,
+        cost=_cost(links, flows, slots, packets, hops, paths, pool),
+    )
+
+
+def _cost(links: Links, flows: Flows, slots: Slots, packets: Ints32, hops: Ints32, paths: int, pool: int) -> Cost:
+    per_host = np.bincount(flows.source, weights=packets, minlength=links.fabric.hosts)
+    into_host = np.bincount(flows.target, weights=packets, minlength=links.fabric.hosts)
+    busiest = max(per_host.max(), into_host.max()) / links.fabric.planes
+    memory = links.count * (8 * slots.queue + 8 * slots.wire + 22) + len(flows) * (BYTES_PER_FLOW + paths)
+    return cost(
+        packets=int(packets.sum(dtype=np.int64)),
+        hops=int((packets.astype(np.int64) * hops).sum()),
+        slots=int(busiest + slots.rtt),
+        links=links.count,
+        memory_bytes=memory + pool * BYTES_PER_EVENT,
+    )
+
+
+def build(plan: Sketch, flows: Flows, transport: Transport, *, seed: int) -> World:
+    """The arrays."""
+    links, slots = plan.links, plan.slots
+    shape = _shape(links, slots)
+    totals = np.zeros(TOTALS, dtype=np.int64)
+    # The generator must not start at 0; the odd constant spreads neighbouring seeds.
+    totals[RANDOM] = (seed * 0x9E3779B97F4A7C1 + 0x2545F4914F6CDD1) & 0x7FFFFFFFFFFFFFFF or 1
+    totals[ACTIVE] = len(flows)
+    return World(
+        fabric=plan.fabric, links=links, slots=slots, shape=shape, knobs=_knobs(plan, transport),
+        net=_net(links, shape), traffic=_traffic(plan, flows, seed), calendar=_calendar(shape, plan.pool),
+        totals=totals, copies=plan.copies,
+    )
+
+
+def _shape(links: Links, slots: Slots) -> Shape:
+    f = links.fabric
+    longest = max((f.hops + 2) * slots.back * 2 + slots.host, slots.timeout << 4) + 8
+    return Shape(
+        hosts=f.hosts, planes=f.planes, per_plane=links.per_plane, t0=f.t0, t0_up=f.t0_up if f.tiers > 1 else 0,
+        t0_per_pod=links.t0_per_pod, t1_per_pod=links.t1_per_pod, t1_up=links.t1_up, wire=slots.wire, back=slots.back,
+        host_slots=slots.host, queue=slots.queue, ring=longest, timeout=slots.timeout,
+    )
+
+
+def _knobs(plan: Sketch, transport: Transport) -> Knobs:
+    slots, port_gbps = plan.slots, plan.fabric.port_gbps
+    # uet-htsim @40ccb05: windows scale with the product over 12 µs at 100 Gb/s; the target is 3/4 of a round trip where
+    # queues trim; the proportional gain is 4 at a target of 12 µs.
+    reference = 12e-6 * 100e9 / (8 * transport.packet_bytes)
+    target = 0.75 * slots.rtt
+    scale = slots.product / reference
+    low, high = (math.ceil(share * slots.rtt) for share in transport.marks)
+    return Knobs(
+        paths=plan.paths, skip=int(transport.spray == "skip"), edge=int(transport.recovery == "edge"),
+        mark_low=low, mark_high=max(high, low + 1), mark_last_hop=int(transport.mark_last_hop),
+        ack_every=transport.ack_every, ack_share=transport.ack_bytes / transport.packet_bytes,
+        controlled=int(transport.controlled), target=target, rtt=slots.rtt, scale=scale,
+        gain=4 * scale * target * slots.slot_s / 12e-6,
+        probe_slots=max(1, round(transport.probe_s / (8 * transport.packet_bytes / port_gbps / 1e9))),
+    )
+
+
+def _net(links: Links, shape: Shape) -> Net:
+    count = links.count
+    return Net(
+        ring=np.zeros((count, shape.queue), dtype=np.int64),
+        head=np.zeros(count, dtype=np.int16),
+        count=np.zeros(count, dtype=np.int16),
+        wire=np.zeros((shape.wire, count), dtype=np.int64),
+        share=np.ones(count),
+        loss=np.zeros(count),
+        avoided=np.zeros(count, dtype=np.uint8),
+        trouble=np.zeros(count, dtype=np.uint8),
+        host_t0=links.host_t0(np.arange(links.fabric.hosts)).astype(np.int32),
+    )
+
+
+def _traffic(plan: Sketch, flows: Flows, seed: int) -> Traffic:
+    number, planes, hosts = len(flows), plan.fabric.planes, plan.fabric.hosts
+    random = np.random.default_rng(seed)
+    order = np.argsort(flows.source, kind="stable").astype(np.int32)
+    first = np.searchsorted(flows.source[order], np.arange(hosts + 1)).astype(np.int32)
+    offset = random.integers(0, max(1, plan.paths // planes), (number, planes))
+    return Traffic(
+        source=flows.source.astype(np.int32),
+        target=flows.target.astype(np.int32),
+        packets=plan.packets,
+        start=np.ones(number, dtype=np.int32),
+        done=np.full(number, -1, dtype=np.int32),
+        links=plan.hops.astype(np.uint8),
+        count=_counts(plan),
+        window=_windows(plan),
+        path=np.zeros((number, plan.paths), dtype=np.uint8),
+        turn=(offset << 16).astype(np.int32),
+        mine=order,
+        first=first,
+        next=np.zeros((hosts, planes), dtype=np.int32),
+        debt=np.zeros(hosts),
+    )
+
+
+def _counts(plan: Sketch) -> Ints32:
+    count = np.zeros((len(plan.packets), 8), dtype=np.int32)
+    count[:, TODO] = plan.packets
+    return count
+
+
+def _windows(plan: Sketch) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    slots = plan.slots
+    window = np.zeros((len(plan.packets), 14))
+    base = plan.hops * (slots.wire + slots.back) + slots.host
+    window[:, WINDOW] = slots.window
+    # 1.5 of the connection's own bandwidth-delay product: uet-htsim's bound.
+    window[:, MOST] = np.maximum(1.5 * base * plan.fabric.planes, 1.0)
+    window[:, BASE] = base
+    window[:, LAST_CUT] = window[:, LAST_ADD] = 0.0
+    return window
+
+
+def _calendar(shape: Shape, pool: int) -> Calendar:
+    following = np.arange(1, pool + 1, dtype=np.int32)
+    following[-1] = -1
+    return Calendar(
+        first=np.full(shape.ring, -1, dtype=np.int32),
+        word=np.zeros(pool, dtype=np.int64),
+        next=following,
+        free=np.zeros(1, dtype=np.int32),
+    )
+
+
+def _path_links(links: Links, flows: Flows) -> Ints32:
+    here, there = links.host_t0(flows.source), links.host_t0(flows.target)
+    same_pod = here // links.t0_per_pod == there // links.t0_per_pod
+    return np.where(here == there, 2, np.where(same_pod, 4, 6)).astype(np.int32)
+
+
+def _hosts(fabric: Fabric, flows: Flows) -> None:
+    last = int(max(flows.source.max(), flows.target.max()))
+    if last >= fabric.hosts or min(flows.source.min(), flows.target.min()) < 0:
+        raise mistake(
+            f"traffic on {fabric.name}", f"host {last:,} is named, but there are {fabric.hosts:,}",
+            fix=f"hosts are numbered from 0 to {fabric.hosts - 1:,}",
+        )
+    if len(flows) > MOST_FLOWS:
+        raise mistake(f"traffic on {fabric.name}", f"{len(flows):,} connections", fix=f"use at most {MOST_FLOWS:,}")

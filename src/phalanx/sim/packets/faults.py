@@ -1,0 +1,87 @@
+"""What breaks during a simulation, when, and for how long."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from phalanx.errors import mistake
+from phalanx.sim.broken import Broken, shares
+from phalanx.sim.links import Ints, Links
+
+Part = Literal["link", "t0", "t1", "nic", "transceiver", "everything"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """A part that loses its speed (`left` of it remains) or some of its packets (`loss`) from `at_s` to `until_s`."""
+
+    part: Part
+    number: int = 0  # of the T0 (of a link or a T0), of the T1, or of the host
+    port: int = 0  # uplink of the T0, for a link
+    plane: int = 0
+    at_s: float = 0.0
+    until_s: float = math.inf
+    left: float = 0.0
+    loss: float = 0.0  # above 0 the part keeps its speed: a grey failure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """Links that change in a slot: `routed` ones are only what routing knows."""
+
+    slot: int
+    links: Ints
+    share: float
+    loss: float
+    routed: int | None = None  # 1: routing avoids them from now on; 0: uses them again
+
+
+def changes(links: Links, faults: tuple[Fault, ...], *, slot_s: float, converge_s: float | None) -> list[Change]:
+    """Faults as changes of links in order of time; with `converge_s` routing follows that much later."""
+    found: list[Change] = []
+    for fault in faults:
+        _check(fault)
+        hit = _links(links, fault)
+        grey = fault.loss > 0
+        begin, end = _slot(fault.at_s, slot_s), _slot(fault.until_s, slot_s)
+        found.append(Change(slot=begin, links=hit, share=1.0 if grey else fault.left, loss=fault.loss))
+        # Routing follows a dead link, never a slow or a grey one: the port is up.
+        if converge_s is not None and not grey and fault.left == 0:
+            known = begin + _slot(converge_s, slot_s)
+            if known < end:
+                found.append(Change(slot=known, links=hit, share=0.0, loss=0.0, routed=1))
+            if math.isfinite(fault.until_s):
+                found.append(Change(slot=end, links=hit, share=1.0, loss=0.0, routed=0))
+        if math.isfinite(fault.until_s):
+            found.append(Change(slot=end, links=hit, share=1.0, loss=0.0))
+    return sorted(found, key=lambda change: change.slot)
+
+
+def _slot(time_s: float, slot_s: float) -> int:
+    return 1 + int(min(time_s / slot_s, 2**60))
+
+
+def _links(links: Links, fault: Fault) -> Ints:
+    at = (fault.plane, fault.number)
+    if fault.part == "everything":
+        return np.arange(links.count)
+    broken = {
+        "link": Broken(uplinks=((fault.plane, fault.number, fault.port),)),
+        "t0": Broken(t0=(at,)),
+        "t1": Broken(t1=(at,)),
+        "nic": Broken(nics=(at,)),
+        "transceiver": Broken(nics=tuple((plane, fault.number) for plane in range(links.fabric.planes))),
+    }[fault.part]
+    return np.flatnonzero(shares(links, broken) < 1)
+
+
+def _check(fault: Fault) -> None:
+    where = f"fault of {fault.part} {fault.number}"
+    if not 0 <= fault.at_s < fault.until_s:
+        raise mistake(where, f"from {fault.at_s:g} s until {fault.until_s:g} s", fix="let it end after it begins")
+    if not (0 <= fault.left < 1 and 0 <= fault.loss <= 1):
+        raise mistake(where, f"left = {fault.left:g}, loss = {fault.loss:g}", fix="both are shares: 0 to 1")

@@ -1,0 +1,84 @@
+"""What a packet simulation found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.sim.links import Floats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PacketResult:
+    """Completion times, losses and throughput; of all planes when only one was simulated."""
+
+    transport: str
+    fct_s: Floats  # of each connection until its last acknowledgement; NaN where it did not finish
+    nbytes: float  # asked for
+    packets: int  # to deliver
+    sent: int
+    delivered: int
+    lost: int  # disappeared
+    trimmed: int
+    marked: int
+    touched: int  # connections that lost or had trimmed a packet
+    touched_by_loss: int
+    retired_paths: int
+    time_s: Floats  # end of each sample of the throughput
+    throughput_gbps: Floats  # payload
+    watched_gbps: Floats  # [watched connection, sample]
+    planes_simulated: int
+    simulated_s: float
+    cpu_s: float
+    stopped: str  # why it ended early: "", "interrupted" or "time limit"
+
+    @property
+    def finished(self) -> int:
+        """Connections that finished."""
+        return int(np.isfinite(self.fct_s).sum())
+
+    @property
+    def mean_s(self) -> float:
+        """Mean completion time of those that finished; NaN when none did."""
+        return float(np.nanmean(self.fct_s)) if self.finished else float("nan")
+
+    @property
+    def tail_s(self) -> float:
+        """Slowest completion; infinite while a connection has not finished."""
+        return float(np.max(self.fct_s)) if self.finished == len(self.fct_s) else float("inf")
+
+    @property
+    def best_s(self) -> float:
+        """Fastest completion."""
+        return float(np.nanmin(self.fct_s)) if self.finished else float("nan")
+
+    def summary(self) -> dict[str, object]:
+        """As plain values, for JSON."""
+        return {
+            "transport": self.transport,
+            "connections": len(self.fct_s),
+            "finished": self.finished,
+            "fct_us": {
+                "min": self.best_s * 1e6,
+                "mean": self.mean_s * 1e6,
+                **{f"p{q}": float(np.nanpercentile(self.fct_s, q)) * 1e6 for q in (50, 99) if self.finished},
+                "max": self.tail_s * 1e6,
+            },
+            "packets": self.packets,
+            "sent": self.sent,
+            "delivered": self.delivered,
+            "lost": self.lost,
+            "trimmed": self.trimmed,
+            "marked": self.marked,
+            "connections_touched": self.touched,
+            "connections_touched_by_loss": self.touched_by_loss,
+            "paths_retired": self.retired_paths,
+            "throughput_over_time": [
+                {"until_us": float(t) * 1e6, "gbps": float(g)} for t, g in zip(self.time_s, self.throughput_gbps, strict=True)
+            ],
+            "planes_simulated": self.planes_simulated,
+            "simulated_us": self.simulated_s * 1e6,
+            "cpu_s": self.cpu_s,
+            "stopped": self.stopped,
+        }

@@ -1,0 +1,152 @@
+"""Run connections over a fabric packet by packet."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from phalanx.errors import WorldError, Problem
+from phalanx.network.fabric.types import Fabric
+from phalanx.sim.matrices import Flows
+from phalanx.sim.packets.budget import Budget, afford
+from phalanx.sim.packets.build import World, build, sketch
+from phalanx.sim.packets.faults import Change, Fault, changes
+from phalanx.sim.packets.result import PacketResult
+from phalanx.sim.packets.state import (
+    ACTIVE,
+    ARRIVED,
+    BAD_PATHS,
+    DELIVERED,
+    LOSSES_SEEN,
+    MARKS,
+    MOST_SLOTS,
+    OVERFLOW,
+    SENT,
+    TOUCHED,
+    TRIMS,
+)
+from phalanx.sim.packets.transport import Transport, check
+
+SAMPLE_S = 10e-6
+
+
+def run(
+    fabric: Fabric,
+    traffic: Flows,
+    *,
+    transport: Transport,
+    faults: tuple[Fault, ...] = (),
+    seed: int = 0,
+    budget: Budget = Budget(),
+    limit_s: float = 0.1,
+    sample_s: float = SAMPLE_S,
+    watch: tuple[int, ...] = (),
+) -> PacketResult:
+    """Simulate until every connection has finished, or `limit_s` of simulated time is over.
+
+    `watch` names connections whose throughput is kept over time. Interrupted (Ctrl-C), it returns what was finished.
+    """
+    check(transport)
+    plan = sketch(fabric, traffic, transport, alike=not faults)
+    afford(fabric.name, plan.cost, budget)
+    world = build(plan, traffic, transport, seed=seed)
+    converge_s = transport.converge_s if transport.recovery == "routing" else None
+    todo = changes(world.links, faults, slot_s=world.slots.slot_s, converge_s=converge_s)
+    clock = _Clock(world=world, todo=todo, watch=watch, sample=max(1, round(sample_s / world.slots.slot_s)))
+    started = time.process_time()
+    stopped = clock.run(min(int(limit_s / world.slots.slot_s) + 2, MOST_SLOTS), started + budget.cpu_s)
+    return _result(clock, traffic, transport, stopped, time.process_time() - started)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Clock:
+    """Advances the loop from one thing that happens outside of it to the next."""
+
+    world: World
+    todo: list[Change]
+    watch: tuple[int, ...]
+    sample: int
+    slot: int = 1  # a packet word of 0 is no packet, so nothing is sent in slot 0
+    ends: list[int] = field(default_factory=list)
+    delivered: list[int] = field(default_factory=list)
+    watched: list[Any] = field(default_factory=list)
+    routed: int = 0
+
+    def run(self, limit: int, deadline: float) -> str:
+        from phalanx.sim.packets import kernel
+
+        w, probe = self.world, self.world.knobs.probe_slots
+        next_sample, next_probe = self.slot + self.sample, self.slot + probe
+        try:
+            while w.totals[ACTIVE] > 0 and self.slot < limit:
+                self._apply()
+                ahead = self.todo[0].slot if self.todo else limit
+                end = min(next_sample, next_probe, ahead, limit)
+                self.slot = kernel.advance(
+                    w.shape, w.knobs, w.net, w.traffic, w.calendar, w.totals, self.slot, end, self.routed
+                )
+                if self.slot >= next_sample or w.totals[ACTIVE] == 0:
+                    self._keep()
+                    next_sample = self.slot + self.sample
+                if self.slot >= next_probe:
+                    kernel.probe(w.shape, w.knobs, w.net, w.traffic, w.totals)
+                    next_probe = self.slot + probe
+                if time.process_time() > deadline:
+                    return "CPU budget"
+        except KeyboardInterrupt:
+            return "interrupted"
+        if w.totals[OVERFLOW]:
+            what = f"{int(w.totals[OVERFLOW]):,} events did not fit the calendar"
+            raise WorldError(Problem(where="packet engine", what=what, why="a fault of Phalanx: please report it"))
+        return "" if w.totals[ACTIVE] == 0 else "time limit"
+
+    def _apply(self) -> None:
+        net = self.world.net
+        while self.todo and self.todo[0].slot <= self.slot:
+            change = self.todo.pop(0)
+            if change.routed is not None:
+                net.avoided[change.links] = change.routed
+                self.routed = int(net.avoided.any())
+                continue
+            net.share[change.links] = change.share
+            net.loss[change.links] = change.loss
+            net.trouble[change.links] = int(change.share < 1 or change.loss > 0)
+
+    def _keep(self) -> None:
+        self.ends.append(self.slot)
+        self.delivered.append(int(self.world.totals[DELIVERED]))
+        self.watched.append(self.world.traffic.count[list(self.watch), ARRIVED].copy())
+
+
+def _result(clock: _Clock, flows: Flows, transport: Transport, stopped: str, cpu_s: float) -> PacketResult:
+    w, slot_s = clock.world, clock.world.slots.slot_s
+    ends = np.array(clock.ends, dtype=np.float64)
+    taken_s = np.diff(ends, prepend=1.0) * slot_s
+    bits = 8e-9 * transport.payload_bytes * w.copies
+    done = w.traffic.done.astype(np.float64)
+    watched = np.array(clock.watched, dtype=np.float64).reshape(len(ends), len(clock.watch)).T
+    touched = w.traffic.count[:, TOUCHED]
+    return PacketResult(
+        transport=transport.name,
+        fct_s=np.where(done < 0, np.nan, (done - 1) * slot_s),
+        nbytes=float(flows.nbytes.sum()),
+        packets=int(w.traffic.packets.sum(dtype=np.int64)) * w.copies,
+        sent=int(w.totals[SENT]) * w.copies,
+        delivered=int(w.totals[DELIVERED]) * w.copies,
+        lost=int(w.totals[LOSSES_SEEN]) * w.copies,
+        trimmed=int(w.totals[TRIMS]) * w.copies,
+        marked=int(w.totals[MARKS]) * w.copies,
+        touched=int((touched > 0).sum()),
+        touched_by_loss=int((touched & 1).sum()),
+        retired_paths=int(w.totals[BAD_PATHS]) * w.copies,
+        time_s=(ends - 1) * slot_s,
+        throughput_gbps=np.diff(np.array(clock.delivered, dtype=np.float64), prepend=0.0) * bits / taken_s,
+        watched_gbps=np.diff(watched, axis=1, prepend=0.0) * bits / taken_s,
+        planes_simulated=w.fabric.planes,
+        simulated_s=(clock.slot - 1) * slot_s,
+        cpu_s=cpu_s,
+        stopped=stopped,
+    )

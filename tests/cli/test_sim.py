@@ -1,0 +1,118 @@
+"""`phalanx sim JOB --days N`."""
+
+import json
+
+import pytest
+
+from phalanx.cli.main import main
+from phalanx.sim import forecast
+
+JOB = """\
+name = "small"
+[model]
+preset = "gpt2"
+[data]
+sequence = 1024
+tokens = "2B"
+[batch]
+global_sequences = 64
+[cluster]
+spec = "8xH100:4"
+[fault]
+failures_per_host_day = 0.5
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    return str(path)
+
+
+def test_page_on_stdout_progress_on_stderr(job, capsys):
+    assert main(["sim", job, "--days", "20", "--runs", "3"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(
+        "small: 20 days on 8xH100-80GB-SXM:4 (32 devices), 3 runs, seed 0\n  effective training time "
+    )
+    for title in ("WHERE THE TIME GOES", "BESIDE THE PLANNER'S FORMULA", "FAILURES", "SPARES AND GAPS", "MONEY"):
+        assert f"\n{title}\n" in out
+    assert " failures in " in err
+    assert " per second)" in err
+
+
+def test_json_repeats_with_the_seed(job, capsys):
+    def found(*options):
+        assert main(["sim", job, "--days", "20", "--runs", "3", "--json", *options]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    one = found()
+    assert one == found()
+    assert one["effective"]["low"] <= one["effective"]["mean"] <= one["effective"]["high"] < 1
+    assert one["runs"] == 3
+    assert found("--seed", "1")["effective"] != one["effective"]
+    assert found("--edge-recovery")["borne"] > 0
+    assert found("--planned-per-day", "5")["planned"] > 50
+    assert found("--weibull", "0.6")["interruptions"] != one["interruptions"]
+    assert found("--set", "fault.restart_s=3000")["effective"]["mean"] < one["effective"]["mean"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "phalanx sim: nothing is asked for\n  phalanx sim job.toml --days 90 simulates months of running\n"),
+        (["--days", "0"], "phalanx sim: --days 0 is out of range\n  use 0.01 to 3653\n"),
+        (["--days", "nan"], "phalanx sim: --days nan is out of range\n"),
+        (["--days", "9", "--runs", "0"], "phalanx sim: --runs 0 is out of range\n  use 1 to 10000\n"),
+        (["--days", "9", "--weibull", "0"], "phalanx sim: --weibull 0 is out of range\n  use 0.3 to 5\n"),
+        (
+            ["--days", "9", "--edge-recovery", "--planes", "1"],
+            "phalanx sim: --planes 1 with --edge-recovery\n  a NIC of one plane loses everything with its link",
+        ),
+        (
+            ["--days", "3653", "--runs", "10000", "--cluster", "8xH100:8"],
+            "phalanx sim: 10,000 runs of 3653 days would see 146,120,000 failures\n"
+            "  more than 5,000,000 take minutes\n  use --runs 342\n",
+        ),
+        (["--days", "9", "--cluster", "8xH100:125000000000"], "cluster '8xH100:125000000000': has 1,000,000,000,000"),
+        (["--days", "lots"], "phalanx sim: argument --days: invalid float value: 'lots'\n"),
+    ],
+)
+def test_wrong_calls(job, capsys, options, message):
+    assert main(["sim", job, *options]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(message)
+    assert out == ""
+
+
+def test_all_wrong_options_at_once(job, capsys):
+    assert main(["sim", job, "--days", "-1", "--runs", "0", "--repair-hours", "-2"]) == 2
+    err = capsys.readouterr().err
+    assert all(f"{option} " in err for option in ("--days", "--runs", "--repair-hours"))
+
+
+def stopped_after(monkeypatch, count):
+    simulate, done = forecast.simulate, []
+
+    def step(*args, **options):
+        if len(done) == count:
+            raise KeyboardInterrupt
+        done.append(1)
+        return simulate(*args, **options)
+
+    monkeypatch.setattr(forecast, "simulate", step)
+
+
+def test_ctrl_c_shows_what_is_finished(job, capsys, monkeypatch):
+    stopped_after(monkeypatch, 2)
+    assert main(["sim", job, "--days", "5", "--json"]) == 130
+    out, err = capsys.readouterr()
+    assert json.loads(out)["runs"] == 2
+    assert err == "stopped by Ctrl-C: 2 of 20 runs are finished, and shown\n"
+
+
+def test_ctrl_c_before_anything_is_finished(job, capsys, monkeypatch):
+    stopped_after(monkeypatch, 0)
+    assert main(["sim", job, "--days", "5"]) == 130
+    assert capsys.readouterr() == ("", "stopped by Ctrl-C\n")
