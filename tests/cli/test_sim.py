@@ -5,7 +5,7 @@ import json
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.sim import forecast
+from phalanx.sim.months import run as months
 
 JOB = """\
 name = "small"
@@ -92,8 +92,23 @@ def test_all_wrong_options_at_once(job, capsys):
     assert all(f"{option} " in err for option in ("--days", "--runs", "--repair-hours"))
 
 
+def test_levers(job, capsys):
+    assert main(["sim", job, "--days", "20", "--runs", "3", "--levers"]) == 0
+    assert "\nWHAT WOULD HELP, ONE AT A TIME\n  change " in capsys.readouterr().out
+
+
+def test_one_run_has_no_interval(job, capsys):
+    assert main(["sim", job, "--days", "20", "--runs", "1", "--levers"]) == 0
+    out = capsys.readouterr().out
+    assert "(32 devices), one run, seed 0\n" in out
+    assert "confidence" not in out.partition("WHAT WOULD HELP")[0]
+    assert "nan" not in out
+    assert main(["sim", job, "--days", "20", "--runs", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["effective"]["low"] is None
+
+
 def stopped_after(monkeypatch, count):
-    simulate, done = forecast.simulate, []
+    simulate, done = months.simulate, []
 
     def step(*args, **options):
         if len(done) == count:
@@ -101,7 +116,7 @@ def stopped_after(monkeypatch, count):
         done.append(1)
         return simulate(*args, **options)
 
-    monkeypatch.setattr(forecast, "simulate", step)
+    monkeypatch.setattr(months, "simulate", step)
 
 
 def test_ctrl_c_shows_what_is_finished(job, capsys, monkeypatch):

@@ -13,13 +13,24 @@ import pytest
 from phalanx.job.load import load
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.reliability import daly
-from phalanx.sim import months
-from phalanx.sim.causes import SWITCH_OUTAGE_S, Cause, arrivals, usual_mix
-from phalanx.sim.forecast import Forecast, forecast, formula_shares, runs, spread
-from phalanx.sim.forecast_text import render
-from phalanx.sim.months import simulate
-from phalanx.sim.policy import CABLE_S, FLAP_S, UNNOTICED_S, Edge, Policy, network_share, policy
-from phalanx.sim.progress import Saving
+from phalanx.sim.months import run as months
+from phalanx.sim.months.causes import SWITCH_OUTAGE_S, Cause, arrivals, usual_mix
+from phalanx.sim.months.forecast import Forecast, forecast, formula_shares
+from phalanx.sim.months.levers import levers
+from phalanx.sim.months.policy import (
+    CABLE_S,
+    FLAP_S,
+    UNNOTICED_S,
+    Edge,
+    Policy,
+    network_share,
+    policy,
+    usual_planned_per_day,
+)
+from phalanx.sim.months.progress import Saving
+from phalanx.sim.months.run import runs, simulate
+from phalanx.sim.months.spread import spread
+from phalanx.sim.months.text import render
 from phalanx.units import DAY_S
 
 LLAMA = Path(__file__).parents[2] / "examples" / "llama-3.1-405b-16384xH100.toml"
@@ -160,6 +171,21 @@ def test_planned_maintenance_saves_first(monkeypatch):
     assert one.lost_s["planned", "restart"] == pytest.approx(count * 300.0)
     assert ("planned", "redone") not in one.lost_s
     assert one.unexpected == 0
+
+
+def test_a_failure_after_maintenance_finds_what_it_saved(monkeypatch):
+    def once(run):
+        if run.clock.now_s == 0:
+            run.clock.after(1_500.0, run._maintain)
+
+    monkeypatch.setattr(months._Run, "_next_planned", once)
+    one = scripted(monkeypatch, ALONE, (2_000.0, "software"))
+    # Saved at 1,515 s, going again at 1,815 s.
+    assert one.lost_s["software", "redone"] == pytest.approx(185.0)
+
+
+def test_planned_interruptions_grow_with_the_hosts_up_to_those_of_llama_3():
+    assert [usual_planned_per_day(hosts) * 54 for hosts in (1024, 2048, 16384)] == pytest.approx([23.5, 47, 47])
 
 
 @pytest.mark.parametrize(
@@ -342,3 +368,17 @@ def test_page(llama):
     assert page.startswith("llama-3.1-405b: 10 days on 8xH100-80GB-SXM:2048 (16,384 devices), 3 runs, seed 0\n")
     assert "link and switch faults were borne by edge recovery" in page
     assert max(len(line) for line in page.splitlines()) <= 120
+
+
+def test_levers_meet_the_same_failures(llama):
+    made = policy(llama)
+    outcomes = list(runs(made, days=20.0, count=4, seed=0))
+    found = {one.name: one.gain for one in levers(llama, made, outcomes, days=20.0, seed=0)}
+    assert list(found) == sorted(found, key=lambda name: -found[name].mean)
+    restarts = sum(sum(one.interruptions.values()) for one in outcomes) / 4
+    assert found["restart in 65 s"].mean == pytest.approx(235 * restarts / (20 * DAY_S), rel=0.05)
+    assert found["notice in 10 s"].low > 0.001
+    assert found["no planned restarts"].mean == pytest.approx(300 * 0.87 / DAY_S, rel=0.2)
+    assert 0.001 < found["edge recovery, 8 planes"].mean < 0.006
+    disk = changed(made, saving=dataclasses.replace(made.saving, copy_every_s=math.inf))
+    assert any("copy in memory" in one.name for one in levers(llama, disk, outcomes[:1], days=20.0, seed=0))

@@ -13,13 +13,15 @@ from phalanx.errors import Problem, UserError, mistake
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
-    from phalanx.sim.ledger import Outcome
-    from phalanx.sim.policy import Policy
+    from phalanx.sim.months.ledger import Outcome
+    from phalanx.sim.months.levers import Lever
+    from phalanx.sim.months.policy import Policy
 
 WHERE = "phalanx sim"
 LEAST_DAYS, MOST_DAYS, MOST_RUNS = 0.01, 3653.0, 10_000  # ten years at most
 # About 50,000 failures a second on a busy core (docs/simulation.md): a minute and a half.
 MOST_FAILURES = 5_000_000
+MOST_LEVERS = 7  # changes that --levers tries
 TELL_S = 5.0  # between lines of progress
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
@@ -43,6 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--planned-per-day", metavar="X", type=float, help="planned interruptions (as Llama 3: 47 in 54 days)"
     )
     months.add_argument("--repair-hours", metavar="H", type=float, default=24.0, help="until a host is back (24)")
+    months.add_argument("--levers", action="store_true", help="also what would help: one change at a time")
     add_json(parser)
 
 
@@ -55,14 +58,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _months(args: argparse.Namespace) -> int:
-    from phalanx.sim.forecast import forecast
-    from phalanx.sim.forecast_text import render
+    from phalanx.sim.months.forecast import forecast
+    from phalanx.sim.months.text import render
 
     plan = _plan(args)
     policy = _policy(plan, args)
     _check_size(policy, args)
     outcomes, code = _run_all(policy, args)
-    made = forecast(plan, policy, outcomes, seed=args.seed)
+    made = forecast(plan, policy, outcomes, seed=args.seed, levers=_levers(plan, policy, outcomes, args))
     if args.json:
         print_json(made)
     else:
@@ -82,7 +85,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 def _policy(plan: Plan, args: argparse.Namespace) -> Policy:
-    from phalanx.sim.policy import Edge, policy
+    from phalanx.sim.months.policy import Edge, policy
     from phalanx.units import HOUR_S
 
     return policy(
@@ -96,7 +99,7 @@ def _policy(plan: Plan, args: argparse.Namespace) -> Policy:
 
 def _run_all(policy: Policy, args: argparse.Namespace) -> tuple[list[Outcome], int]:
     """All runs, or those that Ctrl-C left finished, with the exit code that tells which."""
-    from phalanx.sim.forecast import runs
+    from phalanx.sim.months.run import runs
 
     outcomes: list[Outcome] = []  # those before Ctrl-C are kept
     started = told = time.perf_counter()
@@ -115,6 +118,15 @@ def _run_all(policy: Policy, args: argparse.Namespace) -> tuple[list[Outcome], i
     failures = sum(one.failures for one in outcomes)
     note(f"{failures:,} failures in {seconds:.2f} s ({failures / seconds:,.0f} per second)")
     return outcomes, 0
+
+
+def _levers(plan: Plan, policy: Policy, outcomes: list[Outcome], args: argparse.Namespace) -> tuple[Lever, ...]:
+    """What would help, if asked for and if all runs were finished."""
+    from phalanx.sim.months.levers import levers
+
+    if not args.levers or len(outcomes) < args.runs:
+        return ()
+    return levers(plan, policy, outcomes, days=args.days, seed=args.seed)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -150,9 +162,9 @@ def _planes(planes: int) -> Problem:
 
 
 def _check_size(policy: Policy, args: argparse.Namespace) -> None:
-    from phalanx.sim.policy import expected_failures
+    from phalanx.sim.months.policy import expected_failures
 
-    each = expected_failures(policy, args.days)
+    each = expected_failures(policy, args.days) * (1 + MOST_LEVERS * args.levers)
     if each * args.runs <= MOST_FAILURES:
         return
     fewer = math.floor(MOST_FAILURES / each)

@@ -5,7 +5,7 @@ It has no packets, queues or windows: a rate is what fair sharing settles to, an
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,10 @@ from phalanx.sim.broken import NOTHING, Broken, shares
 from phalanx.sim.fill import Table, fill
 from phalanx.sim.links import Floats, Ints, links_of
 from phalanx.sim.matrices import Flows
-from phalanx.sim.overhead import MRC, Overhead
-from phalanx.sim.routes import Routes, Routing, route
+from phalanx.sim.routes import Hops, Routes, Routing, route
+from phalanx.sim.wire import MRC, Wire
+
+FULL = 0.999  # load from which a link counts as full
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,48 +64,14 @@ class _Case:
     """Sub-flows as rows of a table of links, ready to be filled."""
 
     table: Table
-    owner: NDArray[np.int32]  # flow of each row
     capacity: Floats
+    links: int  # of the fabric; capacities beyond are limits of single sub-flows
     routes: Routes
 
-
-def solve(
-    fabric: Fabric, flows: Flows, *, routing: Routing, broken: Broken = NOTHING, engine: str = "auto"
-) -> Rates:
-    """Rates while all flows are active."""
-    case = _case(fabric, flows, routing, broken)
-    rates = fill(case.table, case.capacity, engine=engine)
-    share = np.bincount(case.owner, weights=rates, minlength=len(flows)) / (fabric.nic_gbps * 1e9)
-    each = np.repeat(rates, np.diff(case.table.start))
-    load = np.bincount(case.table.link, weights=each, minlength=len(case.capacity))
-    load = np.divide(load, case.capacity, out=np.zeros_like(load), where=case.capacity > 0)
-    return Rates(share=share, load=load, stalled=int((share <= 0).sum()))
-
-
-def complete(
-    fabric: Fabric,
-    flows: Flows,
-    *,
-    routing: Routing,
-    broken: Broken = NOTHING,
-    overhead: Overhead = MRC,
-    batch: float = 0.005,
-    engine: str = "auto",
-) -> Completion:
-    """Times at which flows are done when finished ones free their share.
-
-    Flows that would finish within `batch` of the next one's remaining time leave together, each at its own time: 0 is
-    exact, and half a per cent bounds the number of rounds to a few hundred at any size.
-    """
-    case = _case(fabric, flows, routing, broken)
-    bits = 8.0 * overhead.wire_bytes(flows.nbytes)
-    parts = _Parts.of(case, bits, whole=routing.spread != "qp")
-    times, rounds = _drain(case, parts, batch, engine)
-    hops = np.zeros(len(flows), dtype=np.int64)
-    np.maximum.at(hops, case.routes.flow, case.routes.hops)
-    done = np.zeros(len(flows))
-    np.maximum.at(done, parts.flow, times)
-    return Completion(times_s=done + overhead.latency_s(hops, fabric.port_gbps), rounds=rounds)
+    @property
+    def owner(self) -> NDArray[np.int32]:
+        """Flow of each row."""
+        return self.routes.flow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,34 +82,89 @@ class _Parts:
     flow: Ints
     bits: Floats
 
-    @classmethod
-    def of(cls, case: _Case, bits: Floats, *, whole: bool) -> _Parts:
-        if whole:
-            return cls(of_row=case.owner.astype(np.int64), flow=np.arange(len(bits)), bits=bits)
-        each = np.bincount(case.owner, minlength=len(bits))
-        rows = np.arange(len(case.owner))
-        return cls(of_row=rows, flow=case.owner.astype(np.int64), bits=(bits / each)[case.owner])
+
+def solve(fabric: Fabric, flows: Flows, *, routing: Routing, broken: Broken = NOTHING, engine: str = "auto") -> Rates:
+    """Rates while all flows are active."""
+    case = _case(fabric, flows, routing, broken)
+    rates = fill(case.table, case.capacity, engine=engine)
+    share = np.bincount(case.owner, weights=rates, minlength=len(flows)) / (fabric.nic_gbps * 1e9)
+    return Rates(share=share, load=_load(case, rates), stalled=int((share <= 0).sum()))
 
 
-def _drain(case: _Case, parts: _Parts, batch: float, engine: str) -> tuple[Floats, int]:
+def complete(
+    fabric: Fabric,
+    flows: Flows,
+    *,
+    routing: Routing,
+    broken: Broken = NOTHING,
+    wire: Wire = MRC,
+    batch: float = 0.01,
+    engine: str = "auto",
+) -> Completion:
+    """Times at which flows are done when finished ones free their share.
+
+    Rates are computed again when time has grown by `batch`, not at every finish: 0 is exact, one per cent needs a few
+    hundred rounds at any size. Flows that finish in between do so at their own time, and free their share at its end.
+    """
+    case = _case(fabric, flows, routing, broken)
+    case = replace(case, table=replace(case.table, pull=wire.pulls(len(case.owner), routing.seed)))
+    parts = _parts(case, 8.0 * wire.wire_bytes(flows.nbytes), routing)
+    rates = fill(case.table, case.capacity, engine=engine)
+    times, rounds = _drain(case, parts, rates, batch, engine)
+    done, hops = np.zeros(len(flows)), np.zeros(len(flows), dtype=np.int64)
+    np.maximum.at(done, parts.flow, times)
+    np.maximum.at(hops, case.owner, case.routes.hops)
+    queued = _queued(case, rates, len(flows))
+    return Completion(times_s=done + wire.latency_s(hops, fabric.port_gbps, queued), rounds=rounds)
+
+
+def _parts(case: _Case, bits: Floats, routing: Routing) -> _Parts:
+    owner = case.owner.astype(np.int64)
+    if routing.spread == "qp":
+        return _Parts(of_row=np.arange(len(owner)), flow=owner, bits=(bits / routing.paths)[owner])
+    return _Parts(of_row=owner, flow=np.arange(len(bits)), bits=bits)
+
+
+def _drain(case: _Case, parts: _Parts, rates: Floats, batch: float, engine: str) -> tuple[Floats, int]:
+    """Finish times of parts, and how often rates were computed."""
     left, times = parts.bits.copy(), np.full(len(parts.bits), np.inf)
-    now, rounds = 0.0, 0
-    rows = np.arange(len(case.owner))
-    while len(rows):
-        rates = fill(case.table.some(rows), case.capacity, engine=engine)
+    now, rounds, rows = 0.0, 1, np.arange(len(case.owner))
+    while True:
         speed = np.bincount(parts.of_row[rows], weights=rates, minlength=len(left))
         needs = np.divide(left, speed, out=np.full(len(left), np.inf), where=speed > 0)
         step = float(needs.min())
-        rounds += 1
+        step += batch * (now + step)
         if not np.isfinite(step):
-            break
-        step *= 1.0 + batch
-        leave = needs <= step
-        times[leave] = now + needs[leave]
-        left = np.where(leave, np.inf, left - speed * step)
+            return times, rounds
+        leaves = needs <= step
+        times[leaves] = now + needs[leaves]
+        left = np.where(leaves, np.inf, left - speed * step)
         now += step
-        rows = rows[~leave[parts.of_row[rows]]]
-    return times, rounds
+        rows = rows[~leaves[parts.of_row[rows]]]
+        if not len(rows):
+            return times, rounds
+        rates = fill(case.table.some(rows), case.capacity, engine=engine)
+        rounds += 1
+
+
+def _load(case: _Case, rates: Floats) -> Floats:
+    each = np.repeat(rates, np.diff(case.table.start))
+    load = np.bincount(case.table.link, weights=each, minlength=len(case.capacity))
+    load = np.divide(load, case.capacity, out=np.zeros_like(load), where=case.capacity > 0)
+    return load[: case.links]
+
+
+def _queued(case: _Case, rates: Floats, flows: int) -> NDArray[np.bool_]:
+    """Flows that meet a full link which is not theirs alone: there packets wait for each other."""
+    owner = np.repeat(case.owner, np.diff(case.table.start))
+    lowest, highest = np.full(len(case.capacity), flows), np.full(len(case.capacity), -1)
+    np.minimum.at(lowest, case.table.link, owner)
+    np.maximum.at(highest, case.table.link, owner)
+    full = np.zeros(len(case.capacity), dtype=bool)
+    full[: case.links] = (_load(case, rates) >= FULL) & (lowest < highest)[: case.links]
+    queued = np.zeros(flows, dtype=bool)
+    queued[owner[full[case.table.link]]] = True
+    return queued
 
 
 def _case(fabric: Fabric, flows: Flows, routing: Routing, broken: Broken) -> _Case:
@@ -149,20 +172,17 @@ def _case(fabric: Fabric, flows: Flows, routing: Routing, broken: Broken) -> _Ca
     left = None if broken.nothing else shares(links, broken)
     routes = route(links, flows, routing, left)
     capacity = links.capacity() if left is None else links.capacity() * left
+    hops = routes.links
     if routing.spread == "oblivious":
-        return _limited(fabric, routes, routing, capacity)
-    return _Case(table=_table(routes.links), owner=routes.flow, capacity=capacity, routes=routes)
+        # Each path begins behind a link of its own that lets an equal part of the NIC through: senders take paths in
+        # turn, and what a full link drops is sent again on the next.
+        own = np.arange(links.count, links.count + len(hops), dtype=np.int32)
+        hops = np.column_stack([own, hops])
+        capacity = np.concatenate([capacity, np.full(len(own), fabric.nic_gbps * 1e9 / routing.paths)])
+    return _Case(table=_table(hops), capacity=capacity, links=links.count, routes=routes)
 
 
-def _table(links: NDArray[np.int32]) -> Table:
-    present = links >= 0
+def _table(hops: Hops) -> Table:
+    present = hops >= 0
     start = np.concatenate([[0], np.cumsum(present.sum(axis=1))])
-    return Table(start=start, link=links[present], pull=np.ones(len(links)))
-
-
-def _limited(fabric: Fabric, routes: Routes, routing: Routing, capacity: Floats) -> _Case:
-    """Each path behind a link of its own that lets through an equal part of the NIC: senders take paths in turn."""
-    own = np.arange(len(capacity), len(capacity) + len(routes.links), dtype=np.int32)
-    part = np.full(len(own), fabric.nic_gbps * 1e9 / routing.paths)
-    table = _table(np.column_stack([own, routes.links]))
-    return _Case(table=table, owner=routes.flow, capacity=np.concatenate([capacity, part]), routes=routes)
+    return Table(start=start, link=hops[present], pull=np.ones(len(hops)))

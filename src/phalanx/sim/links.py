@@ -26,20 +26,20 @@ MOST_LINKS = 50_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
-    """Numbers of the links of a fabric. T0s fill with NICs in rank order; with rails, NIC j of a server is on rail j."""
+    """Numbers of a fabric's links. T0s fill with NICs in rank order; with rails, NIC j of a server is on rail j."""
 
     fabric: Fabric
-    pods: int  # groups of T0s and T1s that reach each other without T2; 1 in two tiers
     t0_per_pod: int
     t1_per_pod: int
-    t1_up: int  # 0 in two tiers
+    t1_up: int  # ports; 0 in two tiers
+    t2_per_t1: int  # T2s that a T1 meets
 
     @property
     def per_plane(self) -> int:
         """Directed links of a plane."""
         f = self.fabric
         up = f.t0 * f.t0_up if f.tiers > 1 else 0
-        return 2 * (f.hosts + up + self.pods * self.t1_per_pod * self.t1_up)
+        return 2 * (f.hosts + up + f.t1 * self.t1_up)
 
     @property
     def count(self) -> int:
@@ -77,7 +77,7 @@ class Links:
 
     def t1_down_link(self, plane: Ints, t1: Ints, port: Ints) -> Ints:
         """The T2 on the T1's uplink `port`, back to the T1."""
-        return self.t1_up_link(plane, t1, port) + self.pods * self.t1_per_pod * self.t1_up
+        return self.t1_up_link(plane, t1, port) + self.fabric.t1 * self.t1_up
 
     def t1_of(self, t0: Ints, port: Ints) -> Ints:
         """The T1 that a T0's uplink goes to; with fewer T1s than ports several ports go to the same one."""
@@ -85,7 +85,7 @@ class Links:
 
     def t2_of(self, t1: Ints, port: Ints) -> Ints:
         """The T2 that a T1's uplink goes to: T1s with the same place in their pods share a group of T2s."""
-        return ((t1 % self.t1_per_pod) * self.t1_up + port) % max(self.fabric.t2, 1)
+        return (t1 % self.t1_per_pod) * self.t2_per_t1 + port % self.t2_per_t1
 
     def capacity(self) -> Floats:
         """Bits per second of every link when nothing is broken."""
@@ -96,19 +96,18 @@ def links_of(fabric: Fabric) -> Links:
     """The links of a fabric; raises UserError when it cannot be one."""
     _check(fabric)
     deep = fabric.tiers == 3
-    pods = max(1, round(fabric.t1 / fabric.t0_up)) if deep else 1
-    # T1s keep half their ports for T2, as `Fabric.paths` counts them.
+    t1_per_pod = max(1, fabric.t1_per_pod)
     links = Links(
         fabric=fabric,
-        pods=pods,
-        t0_per_pod=math.ceil(fabric.t0 / pods),
-        t1_per_pod=max(1, min(fabric.t0_up, math.ceil(fabric.t1 / pods))) if fabric.tiers > 1 else 1,
-        t1_up=fabric.switch.radix // 2 if deep else 0,
+        t0_per_pod=math.ceil(fabric.t0 / fabric.pods),
+        t1_per_pod=t1_per_pod,
+        t1_up=(fabric.t1_up or fabric.switch.radix // 2) if deep else 0,
+        t2_per_t1=max(1, fabric.t2 // t1_per_pod),
     )
     if links.count > MOST_LINKS:
         raise mistake(
             fabric.name,
-            f"{links.count:,} links are more than the {MOST_LINKS:,} the explicit engine holds in 2 GB",
+            f"{links.count:,} links are more than the {MOST_LINKS:,} the fluid engine holds in 2 GB",
             fix="simulate one plane (planes behave alike), or fewer hosts: the shares hardly change with the size",
         )
     return links
@@ -116,7 +115,7 @@ def links_of(fabric: Fabric) -> Links:
 
 def _check(f: Fabric) -> None:
     if not 1 <= f.tiers <= MOST_TIERS:
-        raise mistake(f.name, f"{f.tiers} tiers: the explicit engine knows 1 to {MOST_TIERS}", fix="use 2 or 3 tiers")
+        raise mistake(f.name, f"{f.tiers} tiers: the fluid engine knows 1 to {MOST_TIERS}", fix="use 2 or 3 tiers")
     if f.hosts < 1 or f.planes < 1 or f.t0_down < 1 or f.port_gbps <= 0:
         raise mistake(f.name, f"{f.hosts} hosts in {f.planes} planes of {f.port_gbps:g}G: each must be at least 1")
     servers = math.ceil(f.hosts / f.rails)

@@ -98,7 +98,7 @@ def _paths(links: Links, source: Ints, target: Ints, turn: Ints, drawn: NDArray[
         hops.append(np.where(leaves, links.t0_up(plane, near, port), -1))
         if f.tiers == 3:
             hops += _top(links, plane, near, far, port, _digit(drawn, 2, links.t1_up))
-        back = _back_port(links, port, _digit(drawn, 3, f.t0_up))
+        back = _back_port(port, f.t0_up, links.t1_per_pod, _digit(drawn, 3, f.t0_up))
         hops.append(np.where(leaves, links.t0_down(plane, far, back), -1))
     hops.append(links.nic_down(plane, target))
     return np.stack(hops, axis=1).astype(np.int32)
@@ -112,14 +112,13 @@ def _top(links: Links, plane: Ints, near: Ints, far: Ints, port: Ints, up: Ints)
     return [np.where(leaves, rises, -1), np.where(leaves, falls, -1)]
 
 
-def _back_port(links: Links, port: Ints, drawn: Ints) -> Ints:
-    """Of the T1's cables to the far T0 (several, when T1s are fewer than uplinks), the one its own hash takes."""
-    ports, t1s = links.fabric.t0_up, links.t1_per_pod
-    if ports <= t1s:
+def _back_port(port: Ints, ports: int, switches: int, drawn: Ints) -> Ints:
+    """Of a switch's cables to the far side (several, when it has fewer switches than ports), one by its own hash."""
+    if ports <= switches:
         return port
-    first = port % t1s
-    cables = (ports - first + t1s - 1) // t1s
-    return first + drawn % cables * t1s
+    first = port % switches
+    cables = (ports - first + switches - 1) // switches
+    return first + drawn % cables * switches
 
 
 def _around(

@@ -9,7 +9,7 @@ from phalanx.errors import UserError, mistake
 from phalanx.network.fabric.bill import Bill, Loss, bill, loss
 from phalanx.network.fabric.budget import CABLE_PER_DAY, LLAMA_COUNT, LLAMA_GPU_DAYS
 from phalanx.network.fabric.catalogue import find_switches, switches
-from phalanx.network.fabric.sizing import MOST_HOSTS, MOST_TIERS, Shape, check, most_hosts, size, too_many
+from phalanx.network.fabric.sizing import MOST_TIERS, Shape, check, most_hosts, size, too_many
 from phalanx.network.fabric.types import Fabric, Switch
 
 WHERE = "phalanx fabric design"
@@ -99,12 +99,12 @@ def _rails(wish: Wish) -> tuple[int, ...]:
 
 
 def _smallest(wish: Wish, switch: Switch, shape: Shape) -> Fabric | None:
+    """With the fewest tiers that reach; None where none do, or where one switch per plane makes the shape pointless."""
     tiers = range(1, MOST_TIERS + 1) if wish.tiers is None else (wish.tiers,)
     for count in tiers:
-        flat = count == 1 and (shape.rails > 1 or shape.oversubscription > 1)  # one tier has no rails and no uplinks
-        if not flat and most_hosts(switch.radix, replace(shape, tiers=count)) >= wish.gpus:
-            if shape.rails > 1 and count > 1 and most_hosts(switch.radix, replace(shape, tiers=1)) >= wish.gpus:
-                return None  # one switch per plane already joins everybody
+        if most_hosts(switch.radix, replace(shape, tiers=count)) >= wish.gpus:
+            if count == 1 and (shape.rails > 1 or shape.oversubscription > 1):
+                return None
             return size(wish.gpus, wish.nic_gbps, switch, replace(shape, tiers=count), where=WHERE)
     return None
 
@@ -183,10 +183,14 @@ def _nothing(wish: Wish) -> UserError:
 
 def _nearest(wish: Wish) -> Iterator[str]:
     """What would do if one demand were dropped: first more tiers, then other planes, then another switch."""
-    for name in ("tiers", "planes", "switch", "oversubscription"):
-        if getattr(wish, name) is None or wish.gpus > MOST_HOSTS:
-            continue
-        found = sorted(map(_count, _fabrics(replace(wish, **{name: None}))), key=_rank)
+    relaxed = {
+        "tiers": replace(wish, tiers=None),
+        "planes": replace(wish, planes=None),
+        "switch": replace(wish, switch=None),
+        "oversubscription": replace(wish, oversubscription=None),
+    }
+    for name, other in relaxed.items():
+        found = sorted(map(_count, _fabrics(other)), key=_rank) if other != wish else []
         if not found:
             continue
         fabric = found[0].fabric

@@ -7,6 +7,7 @@ ports a switch of the catalogue may stand (`/Spectrum-5`), which adds power and 
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -123,10 +124,12 @@ def _number(file: TomlFile, key: str, *, default: float | None = None, whole: bo
     value = file.data.get(key, default)
     if value is None:
         raise mistake(str(file.path), f"{key} is missing", fix=f"write {key} = …, as in docs/fabric.md")
-    if isinstance(value, bool) or not isinstance(value, int | float) or (whole and value != int(value)) or value <= 0:
-        kind = "a whole number above 0" if whole else "a number above 0"
-        raise mistake(file.where("", key), f"{key} = {str(value)[:40]} is not {kind}", fix=f"write {kind}")
-    return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = float(min(value, 10**18))  # float() of hundreds of digits would overflow
+    if isinstance(value, float) and math.isfinite(value) and value > 0 and (not whole or value == int(value)):
+        return value
+    kind = "a whole number above 0" if whole else "a number above 0"
+    raise mistake(file.where("", key), f"{key} = {str(value)[:40]} is not {kind}", fix=f"write {kind}")
 
 
 def _unknown(text: str) -> UserError:

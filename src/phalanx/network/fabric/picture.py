@@ -127,13 +127,9 @@ def _lost(one: Decisions) -> list[str]:
     rows = [recovery_row(fabric, time_s, restart_s) for time_s in times]
     hours = [max(row.lost_gpu_hours_per_day, 1e-3) for row in rows]
     across = _Axis(low=times[0], high=times[-1], start=x0, end=x0 + PANEL_W)
-    high = max(*hours, one.budget.restart[1].lost_gpu_hours_per_day)
-    up = _Axis(
-        low=10 ** math.floor(math.log10(min(hours))),
-        high=10 ** math.ceil(math.log10(high)),
-        start=TOP + PANEL_H,
-        end=TOP,
-    )
+    low = 10 ** math.floor(math.log10(min(hours)))
+    high = max(10 * low, *hours, one.budget.restart[1].lost_gpu_hours_per_day)
+    up = _Axis(low=low, high=10 ** math.ceil(math.log10(high)), start=TOP + PANEL_H, end=TOP)
     parts = _frame(x0, "3. Recovery at the edge", "GPU-hours lost per day", up, up.decades(), count=True)
     parts += _ticks_below(across, across.decades(2), format_seconds)
     parts.append(_curve("al", [(across.at(x), up.at(y)) for x, y in zip(times, hours, strict=True)]))

@@ -1,9 +1,7 @@
-"""How many switches join N hosts: a folded Clos, filled only as far as it must be.
+"""Which fabric joins N hosts: a folded Clos of a shape a person chose, and a refusal where the box cannot do it.
 
-Full: L tiers of radix k join 2·(k/2)^L hosts, each plane with (2L-1)·(k/2)^(L-1) switches (arXiv:2605.04333 section 2).
-Partly full, the rule is: whole T0s, equal pods, and in every tier above the fewest switches such that each switch
-below has the same number of links to each of them (their number divides its uplinks). Equal links are what ECMP,
-spraying and static routes all assume; the price is that some ports above stay empty.
+Full, L tiers of radix k join 2·(k/2)^L hosts, each plane with (2L-1)·(k/2)^(L-1) switches (arXiv:2605.04333 section 2).
+Partly full, see filling.py.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from phalanx.errors import UserError, mistake
+from phalanx.network.fabric.filling import fill, whole
 from phalanx.network.fabric.types import Fabric, Switch
 
 MOST_TIERS = 4
@@ -54,17 +53,9 @@ def most_hosts(radix: int, shape: Shape) -> int:
     if shape.tiers == 1:
         return down
     if shape.tiers == 2:
-        return down * _whole(radix, shape.rails)
-    return down * _pod_t0s(radix, shape.rails) * radix * (radix // 2) ** (shape.tiers - 3)
-
-
-def _pod_t0s(radix: int, rails: int) -> int:
-    """T0s that a pod can hold: a T1 has half of its ports for them, and a group of rails lies in one pod."""
-    return _whole(radix // 2, rails)
-
-
-def _whole(number: int, rails: int) -> int:
-    return number - number % rails
+        return down * whole(radix, shape.rails)
+    above: int = (radix // 2) ** (shape.tiers - 3)
+    return down * whole(radix // 2, shape.rails) * radix * above
 
 
 def size(hosts: int, nic_gbps: float, switch: Switch, shape: Shape, *, name: str = "", where: str = WHERE) -> Fabric:
@@ -77,7 +68,8 @@ def size(hosts: int, nic_gbps: float, switch: Switch, shape: Shape, *, name: str
     if most_hosts(switch.radix, shape) < hosts:
         raise too_many(hosts, switch, shape, where=where)
     down, up = split_t0(switch.radix, shape.tiers, shape.oversubscription)
-    counts = _fill(_whole_t0s(hosts, down, shape.rails), up, switch.radix, shape)
+    t0 = shape.rails * math.ceil(hosts / (shape.rails * down))  # server i has NIC r on T0 r of its group
+    counts = fill(t0, up, switch.radix, tiers=shape.tiers, rails=shape.rails, wide=shape.wide)
     return Fabric(
         name=name or _name(hosts, nic_gbps, switch, shape),
         hosts=hosts,
@@ -89,68 +81,14 @@ def size(hosts: int, nic_gbps: float, switch: Switch, shape: Shape, *, name: str
         rails=shape.rails,
         t0_down=down,
         t0_up=up,
-        t0=counts.switches[0],
-        t1=counts.switches[1],
-        t2=counts.switches[2],
-        t3=counts.switches[3],
+        t0=counts.of_tier(0),
+        t1=counts.of_tier(1),
+        t2=counts.of_tier(2),
+        t3=counts.of_tier(3),
         pods=counts.pods,
-        t1_up=counts.up[1],
-        t2_up=counts.up[2],
+        t1_up=counts.up_of_tier(1),
+        t2_up=counts.up_of_tier(2),
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Counts:
-    switches: tuple[int, int, int, int]  # per plane, by tier
-    up: tuple[int, int, int, int]  # uplinks of one switch, by tier
-    pods: int
-
-
-def _whole_t0s(hosts: int, down: int, rails: int) -> int:
-    """With rails, server i of a group uses T0 r for its NIC r: T0s come in groups of `rails`."""
-    return rails * math.ceil(hosts / (rails * down))
-
-
-def _fill(t0: int, up: int, radix: int, shape: Shape) -> _Counts:
-    """Blocks of equal size from the top down, then the switches of each tier from the bottom up."""
-    if shape.tiers == 1:
-        return _Counts(switches=(1, 0, 0, 0), up=(0, 0, 0, 0), pods=1)
-    half = radix // 2
-    blocks = _blocks(t0, radix, shape)
-    switches, ups, group = [blocks[0]], [up], 1
-    for level in range(shape.tiers - 1):
-        top = level == shape.tiers - 2
-        joined = blocks[level] // blocks[level + 1]  # switches below that one switch above must reach
-        ports = radix if top else half
-        above = ups[-1] if shape.wide else _divisor_from(ups[-1], math.ceil(joined * ups[-1] / ports))
-        group *= above
-        switches.append(blocks[level + 1] * group)
-        ups.append(0 if top else joined * ups[-1] // above)
-    padded = (*switches, 0, 0, 0)[:MOST_TIERS]
-    up_padded = (*ups, 0, 0, 0)[:MOST_TIERS]
-    return _Counts(
-        switches=(padded[0], padded[1], padded[2], padded[3]),
-        up=(up_padded[0], up_padded[1], up_padded[2], up_padded[3]),
-        pods=blocks[1],
-    )
-
-
-def _blocks(t0: int, radix: int, shape: Shape) -> list[int]:
-    """How many blocks of each level a plane has: level 0 is a T0, level 1 a pod, and the last one is the plane."""
-    wanted = [t0]
-    for level in range(shape.tiers - 2):
-        most = _pod_t0s(radix, shape.rails) if level == 0 else radix // 2
-        wanted.append(math.ceil(wanted[-1] / most))
-    blocks = [1]
-    for need in reversed(wanted):
-        blocks.insert(0, blocks[0] * math.ceil(need / blocks[0]))
-    per_pod = math.ceil(blocks[0] / blocks[1] / shape.rails) * shape.rails  # a group of rails lies in one pod
-    return [per_pod * blocks[1], *blocks[1:]]
-
-
-def _divisor_from(number: int, least: int) -> int:
-    """The smallest divisor of a number that is not below `least`."""
-    return next(one for one in range(max(1, least), number + 1) if number % one == 0)
 
 
 def check(hosts: int, nic_gbps: float, shape: Shape, *, where: str = WHERE) -> None:
@@ -173,6 +111,8 @@ def _check_ratio(shape: Shape, where: str) -> None:
     if not (math.isfinite(ratio) and 1 <= ratio <= 64):
         why = "below 1 a T0 has more uplinks than hosts can fill" if ratio < 1 else "beyond 64 hardly anything goes up"
         raise mistake(where, f"an oversubscription of {ratio:g}", why=why, fix="use 1 (full bisection), 2 or 4")
+    if ratio > 1 and shape.tiers == 1:
+        raise mistake(where, "one tier has no uplinks to oversubscribe", fix="use 2 tiers, or an oversubscription of 1")
 
 
 def _check_rails(hosts: int, shape: Shape, where: str) -> None:

@@ -33,7 +33,7 @@ from phalanx.sim.packets.state import (
 from phalanx.sim.packets.transport import Slots, Transport, in_slots
 
 TOTALS = 10
-BYTES_PER_FLOW = 8 * 14 + 4 * 8 + 4 * 8  # window, counters, and the small columns
+BYTES_PER_FLOW = 8 * 15 + 4 * 8 + 4 * 8  # window, counters, and the small columns
 BYTES_PER_EVENT = 12
 
 
@@ -89,7 +89,7 @@ def _cost(links: Links, flows: Flows, slots: Slots, packets: Ints32, hops: Ints3
     per_host = np.bincount(flows.source, weights=packets, minlength=links.fabric.hosts)
     into_host = np.bincount(flows.target, weights=packets, minlength=links.fabric.hosts)
     busiest = max(per_host.max(), into_host.max()) / links.fabric.planes
-    memory = links.count * (8 * slots.queue + 8 * slots.wire + 22) + len(flows) * (BYTES_PER_FLOW + paths)
+    memory = links.count * (8 * slots.queue + 8 * slots.wire + 30) + len(flows) * (BYTES_PER_FLOW + paths)
     return cost(
         packets=int(packets.sum(dtype=np.int64)),
         hops=int((packets.astype(np.int64) * hops).sum()),
@@ -153,6 +153,7 @@ def _net(links: Links, shape: Shape) -> Net:
         loss=np.zeros(count),
         avoided=np.zeros(count, dtype=np.uint8),
         trouble=np.zeros(count, dtype=np.uint8),
+        owed=np.zeros(count),
         host_t0=links.host_t0(np.arange(links.fabric.hosts)).astype(np.int32),
     )
 
@@ -189,7 +190,7 @@ def _counts(plan: Sketch) -> Ints32:
 
 def _windows(plan: Sketch) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     slots = plan.slots
-    window = np.zeros((len(plan.packets), 14))
+    window = np.zeros((len(plan.packets), 15))
     base = plan.hops * (slots.wire + slots.back) + slots.host
     window[:, WINDOW] = slots.window
     # 1.5 of the connection's own bandwidth-delay product: uet-htsim's bound.

@@ -15,7 +15,9 @@ from phalanx.sim.packets.state import (
     ACTIVE,
     ALARM,
     ARRIVED,
+    ASK_BIT,
     ASSUMED_BAD,
+    AVERAGE,
     BAD_PATHS,
     BASE,
     CALM,
@@ -68,7 +70,7 @@ MARK = 1 << MARK_BIT
 KIND_BIT, SEEN_BIT, NUMBER_BIT, DELAY_BIT = 37, 39, 40, 50
 MOST_DELAY = (1 << 13) - 1
 MOST_NUMBER = (1 << 10) - 1
-NEVER = -1.0
+SMOOTHING = 0.0125  # of the average delay: uet-htsim @40ccb05
 
 
 @compiled
@@ -122,8 +124,8 @@ def lose(shape: Shape, traffic: Traffic, calendar: Calendar, totals: Ints, slot:
 
 @compiled
 def enter(
-    shape: Shape, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, link: int, packet: int,
-    left: int,
+    shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, link: int,
+    packet: int, left: int,
 ) -> None:
     """Put a packet into a port's queue; a full queue cuts it to its header, which reaches both ends without waiting."""
     count = net.count[link]
@@ -137,6 +139,10 @@ def enter(
     flow = packet & FLOW_MASK
     totals[TRIMS] += 1
     traffic.count[flow, TOUCHED] |= 2
+    net.owed[link] += knobs.ack_share
+    if net.owed[link] >= 1.0:
+        net.owed[link] -= 1.0
+        net.trouble[link] |= 2
     kind = TRIMMED_LAST_HOP if left == 1 else TRIMMED
     later = (left + traffic.links[flow]) * shape.back + shape.host_slots
     tell(shape, calendar, totals, slot + later, (packet & ((1 << KIND_BIT) - 1)) | (kind << KIND_BIT))
@@ -160,7 +166,7 @@ def uplink(shape: Shape, net: Net, base: int, t0: int, goal: int, flow: int, pat
 def deliver(
     shape: Shape, knobs: Knobs, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, packet: int
 ) -> None:
-    """The receiver takes a packet, and acknowledges every few, every marked one, the first and the last."""
+    """The receiver takes a packet, and acknowledges every few, and at once what is marked or asks for it."""
     flow = packet & FLOW_MASK
     count = traffic.count
     totals[DELIVERED] += 1
@@ -169,7 +175,8 @@ def deliver(
     marked = (packet >> MARK_BIT) & 1
     number = count[flow, UNACKED]
     arrived = count[flow, ARRIVED]
-    if marked or number >= knobs.ack_every or arrived == 1 or arrived == traffic.packets[flow]:
+    asked = (packet >> ASK_BIT) & 1
+    if marked or asked or number >= knobs.ack_every or arrived == 1 or arrived == traffic.packets[flow]:
         count[flow, UNACKED] = 0
         links = traffic.links[flow]
         waited = min(slot - (packet >> STAMP_BIT) - links * shape.wire, MOST_DELAY)
@@ -204,7 +211,7 @@ def arrive(
                     path = (packet >> FLOW_BITS) & PATH_MASK
                     port = uplink(shape, net, base, t0, goal, flow, path, routed)
                     link, left = up + t0 * shape.t0_up + port, traffic.links[flow] - 1
-                enter(shape, net, traffic, calendar, totals, slot, link, packet, left)
+                enter(shape, knobs, net, traffic, calendar, totals, slot, link, packet, left)
         for host in range(shape.hosts):  # T0 to NIC
             packet = row[down + host]
             if packet:
@@ -222,13 +229,13 @@ def arrive(
                     path = (packet >> FLOW_BITS) & PATH_MASK
                     t1 = (t0 // shape.t0_per_pod) * shape.t1_per_pod + port % shape.t1_per_pod
                     link, left = over + t1 * shape.t1_up + spread(flow, path, 2, shape.t1_up), 4
-                enter(shape, net, traffic, calendar, totals, slot, link, packet, left)
+                enter(shape, knobs, net, traffic, calendar, totals, slot, link, packet, left)
         for i in range(ups):  # T1 to T0
             index = (i + turn) % ups
             packet = row[fall + index]
             if packet:
                 link = down + traffic.target[packet & FLOW_MASK]
-                enter(shape, net, traffic, calendar, totals, slot, link, packet, 1)
+                enter(shape, knobs, net, traffic, calendar, totals, slot, link, packet, 1)
         for i in range(pods_up):  # T1 to T2
             index = (i + turn) % pods_up
             packet = row[over + index]
@@ -237,7 +244,7 @@ def arrive(
                 t1, port = index // shape.t1_up, index % shape.t1_up
                 there = (goal // shape.t0_per_pod) * shape.t1_per_pod + t1 % shape.t1_per_pod
                 link = over + pods_up + there * shape.t1_up + port
-                enter(shape, net, traffic, calendar, totals, slot, link, packet, 3)
+                enter(shape, knobs, net, traffic, calendar, totals, slot, link, packet, 3)
         for i in range(pods_up):  # T2 to T1
             index = (i + turn) % pods_up
             packet = row[over + pods_up + index]
@@ -247,7 +254,7 @@ def arrive(
                 t1 = index // shape.t1_up
                 port = spread(flow, (packet >> FLOW_BITS) & PATH_MASK, 1, shape.t0_up)
                 port = port - port % shape.t1_per_pod + t1 % shape.t1_per_pod
-                enter(shape, net, traffic, calendar, totals, slot, fall + goal * shape.t0_up + port, packet, 2)
+                enter(shape, knobs, net, traffic, calendar, totals, slot, fall + goal * shape.t0_up + port, packet, 2)
 
 
 @compiled
@@ -265,6 +272,9 @@ def serve(
             if count == 0:
                 continue
             troubled = net.trouble[link]
+            if troubled & 2:
+                net.trouble[link] = troubled & 1
+                continue
             if troubled:
                 share = net.share[link]
                 if 0.0 < share < 1.0 and int((slot + 1) * share) == int(slot * share):
@@ -310,14 +320,17 @@ def judge(knobs: Knobs, w: Floats, in_flight: int, slot: int, bad: bool, marked:
 @compiled
 def grow(knobs: Knobs, w: Floats, in_flight: int, slot: int, marked: int, number: int, waited: float) -> None:
     """The four quadrants of mark × delay (NSCC): grow by the distance to the target, grow fairly, cut, or hold."""
+    # A long wait without a mark is a path that is draining: it counts as a quarter of a round trip.
+    sample = w[BASE] / 4 if waited > knobs.target and not marked else waited
+    w[AVERAGE] += SMOOTHING * (sample - w[AVERAGE])
     if judge(knobs, w, in_flight, slot, False, marked, waited):
         return
     if marked:
         if waited >= knobs.target:
             w[FAST] = 0.0
             w[CALM] = 0.0
-            if slot - w[LAST_CUT] > w[BASE] and waited > 0:
-                w[WINDOW] = w[WINDOW] * max(1 - 0.8 * (waited - knobs.target) / waited, 0.5)
+            if w[AVERAGE] > knobs.target and slot - w[LAST_CUT] > w[BASE]:
+                w[WINDOW] = w[WINDOW] * max(1 - 0.8 * (w[AVERAGE] - knobs.target) / w[AVERAGE], 0.5)
                 w[LAST_CUT] = slot
     elif waited >= knobs.target:
         w[CREDIT] += 5 * knobs.scale * number
@@ -382,6 +395,7 @@ def learn(shape: Shape, knobs: Knobs, traffic: Traffic, totals: Ints, slot: int,
     if knobs.controlled:
         w[IGNORED] += 1
         w[ALARM] = 1.0
+        w[AVERAGE] += SMOOTHING * (knobs.rtt - w[AVERAGE])
         if not judge(knobs, w, count[IN_FLIGHT], slot, True, 1, 0.0):
             w[WINDOW] = max(w[WINDOW] - 1.0, 1.0)
 
@@ -462,7 +476,9 @@ def inject(
                 count[TODO] -= 1
                 count[IN_FLIGHT] += 1
                 totals[SENT] += 1
-                packet = flow | (path << FLOW_BITS) | (slot << STAMP_BIT)
+                # The last that the window or the work allows asks, or both ends would wait for each other.
+                ask = count[TODO] == 0 or count[IN_FLIGHT] + 1 >= traffic.window[flow, WINDOW]
+                packet = flow | (path << FLOW_BITS) | (int(ask) << ASK_BIT) | (slot << STAMP_BIT)
                 if net.trouble[link] and (share == 0.0 or draw(totals) < net.loss[link]):
                     lose(shape, traffic, calendar, totals, slot, packet)
                 else:

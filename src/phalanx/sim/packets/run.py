@@ -113,7 +113,8 @@ class _Clock:
                 continue
             net.share[change.links] = change.share
             net.loss[change.links] = change.loss
-            net.trouble[change.links] = int(change.share < 1 or change.loss > 0)
+            net.trouble[change.links] &= 2
+            net.trouble[change.links] |= int(change.share < 1 or change.loss > 0)
 
     def _keep(self) -> None:
         self.ends.append(self.slot)
@@ -124,7 +125,7 @@ class _Clock:
 def _result(clock: _Clock, flows: Flows, transport: Transport, stopped: str, cpu_s: float) -> PacketResult:
     w, slot_s = clock.world, clock.world.slots.slot_s
     ends = np.array(clock.ends, dtype=np.float64)
-    taken_s = np.diff(ends, prepend=1.0) * slot_s
+    taken_s = np.maximum(np.diff(ends, prepend=1.0), 1.0) * slot_s
     bits = 8e-9 * transport.payload_bytes * w.copies
     done = w.traffic.done.astype(np.float64)
     watched = np.array(clock.watched, dtype=np.float64).reshape(len(ends), len(clock.watch)).T

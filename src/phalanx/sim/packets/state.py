@@ -1,6 +1,7 @@
 """What the packet engine keeps: named groups of arrays that the compiled loop reads and writes.
 
-A packet is one 64-bit word: its connection, the path it took, whether a queue marked it, and the slot it was sent in.
+A packet is one 64-bit word: its connection, the path it took, whether a queue marked it, whether it asks for an
+acknowledgement, and the slot it was sent in.
 Packets of one connection are alike, so a lost one is a number to send again: nothing here counts sequence numbers.
 """
 
@@ -20,10 +21,11 @@ Floats = NDArray[np.float64]
 # Bits of a packet word, lowest first.
 FLOW_BITS, PATH_BITS = 26, 11
 MARK_BIT = FLOW_BITS + PATH_BITS
-STAMP_BIT = MARK_BIT + 1
+ASK_BIT = MARK_BIT + 1
+STAMP_BIT = ASK_BIT + 1
 MOST_FLOWS = 1 << FLOW_BITS
 MOST_PATHS = 1 << PATH_BITS
-MOST_SLOTS = 1 << (63 - STAMP_BIT)  # 33.5 million: 11 s at 100 Gb/s
+MOST_SLOTS = 1 << (63 - STAMP_BIT)  # 16.8 million: 5.6 s at 100 Gb/s
 
 # Path states, as arXiv:2606.18170 section II-A names them. 1 to MOST_SKIP is SKIP: that many rotations left out.
 GOOD, MOST_SKIP, ASSUMED_BAD, DENIED = 0, 15, 254, 255
@@ -34,7 +36,9 @@ ACK, TRIMMED, TRIMMED_LAST_HOP, LOST = 0, 1, 2, 3
 # Columns of Flows.count
 TODO, IN_FLIGHT, ACKED, ARRIVED, UNACKED, TURN, LOSSES, TOUCHED = range(8)
 # Columns of Flows.window: congestion window and the memory of its control loop, in packets and slots
-WINDOW, MOST, BASE, CREDIT, CALM, FAST, LAST_CUT, LAST_ADD, ACHIEVED, JUDGE_AT, IGNORED, IGNORE, FRESH, ALARM = range(14)
+(
+    WINDOW, MOST, BASE, CREDIT, CALM, FAST, LAST_CUT, LAST_ADD, ACHIEVED, JUDGE_AT, IGNORED, IGNORE, FRESH, ALARM, AVERAGE,
+) = range(15)
 
 
 class Shape(NamedTuple):
@@ -85,7 +89,8 @@ class Net(NamedTuple):
     share: Floats  # of its speed that a link has
     loss: Floats  # chance that a packet on it disappears
     avoided: Bytes  # 1: routing knows that the link is dead
-    trouble: Bytes  # 1: share or loss is not the normal one
+    trouble: Bytes  # 1: share or loss is not the normal one, 2: headers are owed a slot
+    owed: Floats  # slots that headers of trimmed packets take on the link
     host_t0: Ints32
 
 

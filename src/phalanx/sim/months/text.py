@@ -8,9 +8,10 @@ from collections.abc import Mapping
 
 from phalanx.columns import table
 from phalanx.plan.plan import Plan
-from phalanx.sim.forecast import Forecast, PhaseShare, Spread
-from phalanx.sim.ledger import PHASES
-from phalanx.sim.policy import Policy
+from phalanx.sim.months.forecast import Forecast, PhaseShare
+from phalanx.sim.months.ledger import PHASES
+from phalanx.sim.months.policy import Policy
+from phalanx.sim.months.spread import Spread
 from phalanx.units import DAY_S, format_money, format_seconds
 
 WIDTH = 100
@@ -36,28 +37,33 @@ def render(plan: Plan, policy: Policy, made: Forecast) -> str:
         ("FAILURES", _failures(made)),
         ("SPARES AND GAPS", _spares(plan, policy, made)),
         ("MONEY", _money(plan, made)),
+        ("WHAT WOULD HELP, ONE AT A TIME", _levers(made)),
     ]
     lines = _headline(plan, made)
     for title, body in sections:
-        lines += ["", title, *(f"  {part}".rstrip() for line in body for part in _wrap(line))]
+        if body:
+            lines += ["", title, *(f"  {part}".rstrip() for line in body for part in _wrap(line))]
     return "\n".join(lines)
 
 
 def _headline(plan: Plan, made: Forecast) -> list[str]:
-    e, count = made.effective, made.interruptions
+    count = "one run" if made.runs == 1 else f"{made.runs:,} runs"
+    e, stops = made.effective, made.interruptions
     return [
-        f"{plan.job.name}: {made.days:g} days on {plan.cluster.name} ({made.devices:,} devices), "
-        f"{made.runs:,} {'run' if made.runs == 1 else 'runs'}, seed {made.seed}",
-        f"  effective training time {e.mean:.2%} (90% confidence {e.low:.2%} to {e.high:.2%}; "
-        f"9 of 10 runs {e.run_low:.2%} to {e.run_high:.2%})",
-        f"  unexpected interruptions {_count(count)}; planned {made.planned:.1f}",
+        f"{plan.job.name}: {made.days:g} days on {plan.cluster.name} ({made.devices:,} devices), {count}, "
+        f"seed {made.seed}",
+        f"  effective training time {e.mean:.2%}{_sure(e, '.2%')}",
+        f"  unexpected interruptions {stops.mean:,.1f}{_sure(stops, ',.1f')}; planned {made.planned:.1f}",
     ]
 
 
-def _count(one: Spread) -> str:
+def _sure(one: Spread, form: str) -> str:
+    """How sure a mean is, and how far runs lie apart; nothing of a single run."""
+    if math.isnan(one.low):
+        return ""
     return (
-        f"{one.mean:,.1f} (90% confidence {one.low:,.1f} to {one.high:,.1f}; "
-        f"9 of 10 runs {one.run_low:,.0f} to {one.run_high:,.0f})"
+        f" (90% confidence {one.low:{form}} to {one.high:{form}}; "
+        f"9 of 10 runs {one.run_low:{form}} to {one.run_high:{form}})"
     )
 
 
@@ -138,17 +144,12 @@ def _failures(made: Forecast) -> list[str]:
 
 
 def _spares(plan: Plan, policy: Policy, made: Forecast) -> list[str]:
-    gap = made.longest_gap_s
-    lines = [
-        f"{made.spares:,} spare hosts, used {made.spares_used.mean:,.1f} times; all of them out at once in "
-        f"{made.spares_short:.0%} of runs (a repair takes {format_seconds(policy.repair_s)})"
-        if made.spares
-        else "no spare hosts",
-        f"longest gap without a step {format_seconds(gap.mean)} (9 of 10 runs {_seconds(gap.run_low)} to "
-        f"{_seconds(gap.run_high)})"
-        if gap.mean
-        else "no gap: training never stood still",
-    ]
+    lines = ["no spare hosts", _gap(made)]
+    if made.spares:
+        lines[0] = (
+            f"{made.spares:,} spare hosts, used {made.spares_used.mean:,.1f} times; all of them out at once in "
+            f"{made.spares_short:.0%} of runs (a repair takes {format_seconds(policy.repair_s)})"
+        )
     if made.gave_up:
         lines.append(
             f"{made.gave_up:,.1f} times a run, {policy.restarts} failures came in a row without a step between: "
@@ -159,8 +160,13 @@ def _spares(plan: Plan, policy: Policy, made: Forecast) -> list[str]:
     return lines
 
 
-def _seconds(value: float) -> str:
-    return format_seconds(value) if value else "none"
+def _gap(made: Forecast) -> str:
+    gap = made.longest_gap_s
+    if not gap.mean:
+        return "no gap: training never stood still"
+    low, high = (format_seconds(value) if value else "none" for value in (gap.run_low, gap.run_high))
+    span = f" (9 of 10 runs {low} to {high})" if made.runs > 1 else ""
+    return f"longest gap without a step {format_seconds(gap.mean)}{span}"
 
 
 def _money(plan: Plan, made: Forecast) -> list[str]:
@@ -173,6 +179,17 @@ def _money(plan: Plan, made: Forecast) -> list[str]:
     if made.spares:
         lines.append(f"{format_money(made.spares_usd[1])} of the bill is for keeping {made.spares:,} spare hosts")
     return lines
+
+
+def _levers(made: Forecast) -> list[str]:
+    if not made.levers:
+        return []
+    rows = [("change", "effective", "90% confidence", "worth")]
+    for one in made.levers:
+        gain, usd = one.gain, made.rent_usd[1] * one.gain.mean if made.rent_usd else None
+        interval = "-" if math.isnan(gain.low) else f"{gain.low:+.2%} to {gain.high:+.2%}"
+        rows.append((one.name, f"{gain.mean:+.2%}", interval, format_money(usd) if usd is not None else "-"))
+    return [*table(rows, right=(1, 2, 3)), "the same failures with one thing changed; worth at the middle price"]
 
 
 def _wrap(text: str) -> list[str]:

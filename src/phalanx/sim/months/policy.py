@@ -12,8 +12,8 @@ from phalanx.plan.digests import digest_every
 from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import HOST_COPY_BYTES_PER_S, REPAIR_S
 from phalanx.plan.shrink import shrink
-from phalanx.sim.causes import Cause, usual_mix
-from phalanx.sim.progress import Saving
+from phalanx.sim.months.causes import Cause, usual_mix
+from phalanx.sim.months.progress import Saving
 from phalanx.units import DAY_S
 
 # Corruption that no digest looks for shows as NaN or a bad loss: ByteRobust took 4,289 s from NaN to the restart
@@ -82,7 +82,7 @@ def policy(
         planned_per_day=planned,
         recovery=fault.recovery,
         restarts=fault.restarts,
-        narrow_pace=_narrow_pace(plan, edge.planes) if edge else None,
+        narrow_pace=narrow_pace(plan, edge.planes) if edge else None,
         paces=_paces(plan),
     )
 
@@ -115,8 +115,8 @@ def network_share(plan: Plan) -> float:
     return min(1.0, shown_s / plan.prediction.step_s)
 
 
-def _narrow_pace(plan: Plan, planes: int) -> float:
-    """One NIC with a plane less is the slowest of all, so every network wait grows with it."""
+def narrow_pace(plan: Plan, planes: int) -> float:
+    """Pace while one NIC lacks a plane: it is the slowest of all, so every network wait grows with it."""
     return 1.0 / (1.0 + network_share(plan) / (planes - 1))
 
 

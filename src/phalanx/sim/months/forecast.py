@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from phalanx.plan.plan import Plan
-from phalanx.sim.causes import Cause
-from phalanx.sim.ledger import PHASES, Outcome
-from phalanx.sim.months import simulate
-from phalanx.sim.policy import Policy, failures_per_unit_day
+from phalanx.sim.months.causes import Cause
+from phalanx.sim.months.ledger import PHASES, Outcome
+from phalanx.sim.months.levers import Lever
+from phalanx.sim.months.policy import Policy, failures_per_unit_day
+from phalanx.sim.months.spread import Spread, spread
 from phalanx.units import DAY_S, HOUR_S
-
-CONFIDENCE = 0.90
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
-    """A number over all runs: its mean with a 90 % confidence interval, and the range that 90 % of runs fall in."""
-
-    mean: float
-    low: float
-    high: float
-    run_low: float
-    run_high: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,19 +56,17 @@ class Forecast:
     spares_short: float  # share of runs in which all spares were out at once
     longest_gap_s: Spread
     gave_up: float  # incidents of a run that fault.restarts would end
-    lost_usd: tuple[float, float, float] | None  # at the low, middle and high price
+    rent_usd: tuple[float, float, float] | None  # of all days, spares included, at the low, middle and high price
+    lost_usd: tuple[float, float, float] | None  # of that, for time that did not train
     spares_usd: tuple[float, float, float] | None
     failures: int  # of all runs
     events: int
+    levers: tuple[Lever, ...] = ()
 
 
-def runs(policy: Policy, *, days: float, count: int, seed: int) -> Iterator[Outcome]:
-    """Runs that differ by their random numbers only; run `i` is the same however many are asked for."""
-    for index in range(count):
-        yield simulate(policy, days=days, random=np.random.default_rng([seed, index]))
-
-
-def forecast(plan: Plan, policy: Policy, outcomes: Sequence[Outcome], *, seed: int) -> Forecast:
+def forecast(
+    plan: Plan, policy: Policy, outcomes: Sequence[Outcome], *, seed: int, levers: tuple[Lever, ...] = ()
+) -> Forecast:
     """What at least one run says."""
     lost = _lost(outcomes)
     effective = spread([one.effective for one in outcomes], most=1.0)
@@ -107,29 +91,13 @@ def forecast(plan: Plan, policy: Policy, outcomes: Sequence[Outcome], *, seed: i
         spares_short=_mean(outcomes, lambda one: one.most_spares >= policy.spares) if policy.spares else 0.0,
         longest_gap_s=spread([one.longest_gap_s for one in outcomes]),
         gave_up=_mean(outcomes, lambda one: one.gave_up),
+        rent_usd=_usd(plan, rented * days),
         lost_usd=_usd(plan, rented * days * (1.0 - effective.mean)),
         spares_usd=_usd(plan, policy.spares * plan.cluster.host_devices * days),
         failures=sum(one.failures for one in outcomes),
         events=sum(one.events for one in outcomes),
+        levers=levers,
     )
-
-
-def spread(values: Sequence[float], *, most: float = math.inf) -> Spread:
-    """Student's interval of the mean, within 0 and `most`, and the middle 90 % of the values.
-
-    >>> one = spread([1.0, 2.0, 3.0])
-    >>> one.mean, round(one.high - one.mean, 2), round(one.run_low, 2)
-    (2.0, 1.69, 1.1)
-    """
-    numbers = np.asarray(values, dtype=float)
-    mean, half = float(numbers.mean()), 0.0
-    if len(numbers) > 1:
-        from scipy.special import stdtrit  # Student's quantile; scipy.stats would take a second to import
-
-        half = float(stdtrit(len(numbers) - 1, (1 + CONFIDENCE) / 2) * numbers.std(ddof=1) / math.sqrt(len(numbers)))
-    run_low, run_high = np.quantile(numbers, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    low, high = max(0.0, mean - half), min(most, mean + half)
-    return Spread(mean=mean, low=low, high=high, run_low=float(run_low), run_high=float(run_high))
 
 
 def _mean(outcomes: Sequence[Outcome], of: Callable[[Outcome], float]) -> float:

@@ -56,7 +56,7 @@ def usual_mix() -> tuple[Cause, ...]:
     >>> {one.name: round(419 * one.share, 1) for one in usual_mix()}["device"]  # 148 + 17 + 6
     171.0
     """
-    text = (importlib.resources.files("phalanx.sim") / "data" / "failures.csv").read_text(encoding="utf-8")
+    text = (importlib.resources.files("phalanx.sim.months") / "data" / "failures.csv").read_text(encoding="utf-8")
     counts = dict.fromkeys(_TRAITS, 0.0)
     for row in csv.DictReader(io.StringIO(text)):
         counts[row["cause"]] += float(row["count"])

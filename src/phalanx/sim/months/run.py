@@ -6,16 +6,16 @@ starts that recovery anew; while the job waits for hosts or is stopped its devic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
 
-from phalanx.sim.causes import Cause, arrivals
-from phalanx.sim.clock import Clock
-from phalanx.sim.ledger import PLANNED, SAVING, SHORT, Ledger, Outcome
-from phalanx.sim.policy import CABLE_S, FLAP_S, FLAP_SHARE, UNNOTICED_S, Policy
-from phalanx.sim.progress import Progress
+from phalanx.sim.months.causes import Cause, arrivals
+from phalanx.sim.months.clock import Clock
+from phalanx.sim.months.ledger import PLANNED, SAVING, SHORT, Ledger, Outcome
+from phalanx.sim.months.policy import CABLE_S, FLAP_S, FLAP_SHARE, UNNOTICED_S, Policy
+from phalanx.sim.months.progress import Progress
 from phalanx.units import DAY_S
 
 NEVER = float("inf")
@@ -26,6 +26,12 @@ def simulate(policy: Policy, *, days: float, random: np.random.Generator) -> Out
     run = _Run(policy, random)
     run.clock.run(until_s=days * DAY_S)
     return run.close()
+
+
+def runs(policy: Policy, *, days: float, count: int, seed: int) -> Iterator[Outcome]:
+    """Runs that differ by their random numbers only; run `i` is the same however many are asked for."""
+    for index in range(count):
+        yield simulate(policy, days=days, random=np.random.default_rng([seed, index]))
 
 
 class _Run:

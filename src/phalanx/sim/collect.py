@@ -1,0 +1,145 @@
+"""The collectives of a plan as flows: ranks in order on the NICs of a fabric, a fast domain's own traffic left inside.
+
+A group with m members in each fast domain uses their m NICs side by side (NCCL builds as many rings), so each NIC
+carries 1/m of what a ring sends, to the member with the same place in the next domain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.errors import mistake
+from phalanx.network.fabric.types import Fabric
+from phalanx.plan.mapping import AxisUse
+from phalanx.plan.plan import Plan
+from phalanx.sim.fluid import complete
+from phalanx.sim.links import Ints
+from phalanx.sim.matrices import MOST_FLOWS, Flows, flows
+from phalanx.sim.routes import Routing
+from phalanx.sim.wire import MRC, Wire
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AxisTraffic:
+    """What one axis of a plan sends over the network in a step; None where all of it stays inside fast domains."""
+
+    axis: str
+    operation: str
+    flows: Flows | None
+    wire_s: float  # the plan's own figure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AxisTime:
+    """An axis alone on a fabric, beside the plan's figure."""
+
+    axis: str
+    operation: str
+    flows: int
+    plan_s: float
+    mean_s: float
+    tail_s: float
+
+
+def collectives(plan: Plan) -> tuple[AxisTraffic, ...]:
+    """Every axis of a plan with the flows of one step."""
+    ranks, domain = plan.layout.devices, plan.cluster.domain_devices
+    return tuple(
+        AxisTraffic(axis=use.axis, operation=use.operation, flows=axis_flows(use, ranks, domain), wire_s=use.wire_s)
+        for use in plan.mapping
+    )
+
+
+def on_fabric(plan: Plan, fabric: Fabric, *, routing: Routing, wire: Wire = MRC) -> tuple[AxisTime, ...]:
+    """Seconds per step of each axis that uses the network, each alone on the fabric: bandwidth, not start-up."""
+    if plan.layout.devices > fabric.hosts:
+        raise mistake(
+            fabric.name,
+            f"the plan runs on {plan.layout.devices:,} devices, the fabric joins {fabric.hosts:,}",
+            fix=f"use a fabric of at least {plan.layout.devices:,} NICs",
+        )
+    return tuple(_timed(one, one.flows, fabric, routing, wire) for one in collectives(plan) if one.flows is not None)
+
+
+def _timed(one: AxisTraffic, sent: Flows, fabric: Fabric, routing: Routing, wire: Wire) -> AxisTime:
+    done = complete(fabric, sent, routing=routing, wire=wire)
+    return AxisTime(
+        axis=one.axis,
+        operation=one.operation,
+        flows=len(sent),
+        plan_s=one.wire_s,
+        mean_s=done.mean_s,
+        tail_s=done.tail_s,
+    )
+
+
+def axis_flows(use: AxisUse, ranks: int, domain: int) -> Flows | None:
+    """The flows of an axis between fast domains; None when there are none."""
+    place = np.arange(ranks) // use.stride % use.size
+    if "all-to-all" in use.operation:
+        return _everyone(use, ranks, domain, place)
+    if use.operation == "send":
+        return _neighbours(use, ranks, domain, place)
+    together = _together(use, domain)
+    step = use.stride * together
+    if together >= use.size or ranks <= domain:
+        return None
+    if use.algorithm == "tree":
+        return _tree(use, ranks, place, together)
+    block = use.stride * use.size
+    source = np.arange(ranks)
+    target = source // block * block + (source % block + step) % block
+    return _between(source, target, _ring_bytes(use, together), domain)
+
+
+def _together(use: AxisUse, domain: int) -> int:
+    """Members of a group in one fast domain."""
+    return max(1, min(use.size, domain // use.stride))
+
+
+def _ring_bytes(use: AxisUse, together: int) -> float:
+    """Bytes a NIC sends: its part of the ring, or of the ring between domains after a sum inside (hierarchical)."""
+    domains = max(1, use.size // together)
+    part = use.bytes_per_step / together
+    if use.algorithm != "hierarchical":
+        return part
+    return part * ((domains - 1) / domains) / ((use.size - 1) / use.size)
+
+
+def _tree(use: AxisUse, ranks: int, place: Ints, together: int) -> Flows:
+    """Both directions of a binary tree of domains, in heap order; every edge carries the NIC's part of the sum."""
+    node, inside = place // together, place % together
+    child = np.flatnonzero(node > 0)
+    parent = child + (((node[child] - 1) // 2 - node[child]) * together) * use.stride
+    # bytes_per_step counts 2 (n-1)/n sums; an edge carries one sum up and one down.
+    whole = use.bytes_per_step / (2 * (use.size - 1) / use.size) / together
+    return flows(np.concatenate([child, parent]), np.concatenate([parent, child]), whole)
+
+
+def _neighbours(use: AxisUse, ranks: int, domain: int, place: Ints) -> Flows | None:
+    """Pipeline: half of the bytes to the next stage, half to the one before; ends have one neighbour."""
+    first = np.flatnonzero(place < use.size - 1)
+    second = first + use.stride
+    source, target = np.concatenate([first, second]), np.concatenate([second, first])
+    return _between(source, target, use.bytes_per_step / 2, domain)
+
+
+def _everyone(use: AxisUse, ranks: int, domain: int, place: Ints) -> Flows | None:
+    if ranks * (use.size - 1) > MOST_FLOWS:
+        raise mistake(
+            use.axis,
+            f"an all-to-all of {use.size:,} among {ranks:,} ranks is more than {MOST_FLOWS:,} flows",
+            fix=f"use groups of at most {MOST_FLOWS // ranks + 1:,}",
+        )
+    source = np.repeat(np.arange(ranks), use.size - 1)
+    away = np.tile(np.arange(1, use.size), ranks)
+    at = place[source]
+    target = source + ((at + away) % use.size - at) * use.stride
+    return _between(source, target, use.bytes_per_step / (use.size - 1), domain)
+
+
+def _between(source: Ints, target: Ints, nbytes: float, domain: int) -> Flows | None:
+    leaves = source // domain != target // domain
+    return flows(source[leaves], target[leaves], nbytes) if leaves.any() and nbytes > 0 else None

@@ -1,0 +1,121 @@
+"""A traffic pattern on a fabric by name, as plain values: what `phalanx fabric simulate` prints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+
+from phalanx.errors import mistake, nearest
+from phalanx.network.fabric.types import Fabric
+from phalanx.sim.broken import Broken, transceiver
+from phalanx.sim.fluid import Completion, Rates, complete, solve
+from phalanx.sim.matrices import traffic
+from phalanx.sim.routes import Recovery, Routing
+from phalanx.sim.wire import HTSIM, IDEAL, MRC, Wire
+
+ROUTINGS = ("flow", "qp", "oblivious", "adaptive")
+RECOVERIES = ("none", "conventional", "edge")
+WIRES: dict[str, Wire] = {"mrc": MRC, "htsim": HTSIM, "ideal": IDEAL}
+PARTS = {"nic": 2, "link": 3, "t0": 2, "t1": 2, "transceiver": 1}
+_PART = re.compile(r"^(?P<kind>[a-z0-9]+):(?P<numbers>\d{1,9}(?:/\d{1,9})*)$")
+
+
+def simulate(
+    fabric: Fabric,
+    traffic_name: str,
+    *,
+    nbytes: float = 2e6,
+    spread: str = "adaptive",
+    paths: int = 0,
+    failed: Sequence[str] = (),
+    left: float = 0.0,
+    recovery: str = "",
+    wire: str = "mrc",
+    seed: int = 0,
+) -> dict[str, object]:
+    """Rates and completion times; `paths` of 0 is one per flow or QP, 16 sprayed in each plane."""
+    routing = routing_of(fabric, spread, paths, recovery, seed)
+    flows = traffic(traffic_name, fabric.hosts, nbytes, seed=seed)
+    broken = broken_of(fabric, failed, left)
+    over = WIRES[_choice("--wire", wire, tuple(WIRES))]
+    rates = solve(fabric, flows, routing=routing, broken=broken)
+    done = complete(fabric, flows, routing=routing, broken=broken, wire=over)
+    asked = {"fabric": fabric.name, "traffic": traffic_name, "bytes": nbytes, "flows": len(flows), "seed": seed}
+    chosen = {"spread": spread, "paths": routing.paths, "recovery": routing.recovery, "wire": wire}
+    return {**asked, **chosen, "failed": list(failed), "left": left, **_rates(rates), **_times(done)}
+
+
+def routing_of(fabric: Fabric, spread: str, paths: int, recovery: str, seed: int) -> Routing:
+    """A routing by its words."""
+    _choice("--routing", spread, ROUTINGS)
+    by_packet = spread in ("oblivious", "adaptive")
+    usual = 16 * fabric.planes if by_packet else 1
+    chosen = _choice("--recovery", recovery, RECOVERIES) if recovery else "edge" if by_packet else "conventional"
+    return Routing(
+        spread=spread,  # type: ignore[arg-type]  # _choice holds it
+        paths=paths or usual,
+        planes="equal" if by_packet else "hash",
+        recovery=cast(Recovery, chosen),
+        seed=seed,
+    )
+
+
+def broken_of(fabric: Fabric, failed: Sequence[str], left: float = 0.0) -> Broken:
+    """Failed parts from words: nic:PLANE/HOST, link:PLANE/T0/PORT, t0:PLANE/N, t1:PLANE/N, transceiver:HOST."""
+    if not 0 <= left < 1:
+        raise mistake("--left", f"{left:g} of the capacity is left", fix="use 0 (dead) to below 1")
+    found: dict[str, list[tuple[int, ...]]] = {kind: [] for kind in PARTS}
+    for text in failed:
+        kind, numbers = _part(text)
+        found[kind].append(numbers)
+    lanes = [lane for (host,) in found["transceiver"] for lane in transceiver(fabric.planes, host)]
+    return Broken(
+        nics=tuple((a, b) for a, b in [*found["nic"], *lanes]),
+        uplinks=tuple((a, b, c) for a, b, c in found["link"]),
+        t0=tuple((a, b) for a, b in found["t0"]),
+        t1=tuple((a, b) for a, b in found["t1"]),
+        left=left,
+    )
+
+
+def _part(text: str) -> tuple[str, tuple[int, ...]]:
+    match = _PART.match(text.strip().lower())
+    numbers = tuple(int(one) for one in match["numbers"].split("/")) if match else ()
+    if match is None or PARTS.get(match["kind"]) != len(numbers):
+        forms = "nic:PLANE/HOST, link:PLANE/T0/PORT, t0:PLANE/N, t1:PLANE/N or transceiver:HOST"
+        raise mistake("--fail", f'"{text[:60]}" names no part of a fabric', fix=f"write {forms}")
+    return match["kind"], numbers
+
+
+def _choice(option: str, word: str, choices: tuple[str, ...]) -> str:
+    if word not in choices:
+        guess = nearest(word, choices)
+        fix = f"use {guess}" if guess else f"use {', '.join(choices)}"
+        raise mistake(option, f'there is no "{word[:40]}"', fix=fix)
+    return word
+
+
+def _rates(rates: Rates) -> dict[str, object]:
+    low, middle = np.percentile(rates.share, [1, 50])
+    return {
+        "rate_mean": rates.mean,
+        "rate_slowest": rates.slowest,
+        "rate_p1": float(low),
+        "rate_median": float(middle),
+        "stalled_flows": rates.stalled,
+        "full_links": int((rates.load >= 0.999).sum()),
+        "idle_links": int((rates.load <= 0).sum()),
+    }
+
+
+def _times(done: Completion) -> dict[str, object]:
+    finite = done.times_s[np.isfinite(done.times_s)]
+    return {
+        "mean_s": done.mean_s,
+        "p99_s": float(np.percentile(finite, 99)) if len(finite) else float("inf"),
+        "tail_s": done.tail_s,
+        "rounds": done.rounds,
+    }

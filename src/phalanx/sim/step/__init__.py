@@ -1,0 +1,1 @@
+"""One step of a plan on a fabric, as a timeline."""

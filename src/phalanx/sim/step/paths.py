@@ -1,0 +1,208 @@
+"""What a fabric gives each axis of a plan: the share of line rate its slowest flow gets, and switches on the way.
+
+Ranks are NICs in rank order. An axis whose group spans several fast domains sends from every NIC to the same place in
+the group's next domain (a ring per place, as NCCL lays its channels); all groups of the axis do so at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from phalanx.errors import mistake
+from phalanx.network.collectives import Group
+from phalanx.network.fabric.types import Fabric, Switch
+from phalanx.plan.traffic import Groups
+from phalanx.sim.broken import NOTHING, Broken
+from phalanx.sim.fluid import solve
+from phalanx.sim.links import Floats, Ints, Links, links_of
+from phalanx.sim.matrices import flows
+from phalanx.sim.routes import Routing
+
+AXES = ("tensor", "context", "data", "shard", "replica", "expert", "expert_data", "pipeline")
+SPRAYED_PATHS = 256  # entropy values per connection, over all planes (arXiv:2605.04333 section 2.1)
+HASHED_QPS = 16  # QPs per connection of the conventional fabric the paper compares with (section 5.2.7)
+# Sub-flows of one solution: about 5 s and 0.5 GB. Larger jobs get fewer paths per flow, which makes the slowest flow
+# look slower than it is.
+MOST_ROWS = 4_200_000
+# Switches between neighbours that the planner's latency per network step stands for: the published runs it was fitted
+# on have two and three tiers. An assumption; it moves a step of a ring by (hops - 3) times 0.73 µs.
+PLANNED_HOPS = 3
+FIRST_T0 = 0  # what breaks is always under, or is, the first T0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transport:
+    """Who chooses paths: senders that spray packets and leave dead paths, or a hash per QP that switches redo."""
+
+    edge: bool = True
+    broken: Broken = NOTHING
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AxisPath:
+    """How one axis fares on the fabric. `share` is of a NIC's line rate, of the slowest flow; 0 is cut off."""
+
+    axis: str
+    share: float
+    hops: int  # switches between the farthest neighbours
+    flows: int
+    crossing: int  # flows that leave their T0
+    stalled: int  # flows without any working path
+
+
+def derived_fabric(devices: int, nic_bytes_per_s: float) -> Fabric:
+    """One switch that carries every NIC: what a cluster without a named fabric is taken for."""
+    gbps = nic_bytes_per_s * 8 / 1e9
+    switch = Switch(name="ideal", box="ideal", radix=devices, port_gbps=gbps, watts=0.0, usd=None)
+    return Fabric(
+        name="non-blocking",
+        hosts=devices,
+        nic_gbps=gbps,
+        planes=1,
+        tiers=1,
+        switch=switch,
+        oversubscription=1.0,
+        rails=1,
+        t0_down=devices,
+        t0_up=0,
+        t0=1,
+        t1=0,
+    )
+
+
+def check_size(fabric: Fabric, devices: int) -> None:
+    """Every device needs a NIC; raises UserError."""
+    if fabric.hosts < devices:
+        raise mistake(
+            f"fabric {fabric.name}",
+            f"it has {fabric.hosts:,} NICs, and the plan has {devices:,} devices with one each",
+            fix=f"name a fabric of {devices:,} NICs or more, or a cluster of at most {fabric.hosts:,} devices",
+        )
+
+
+def axis_paths(fabric: Fabric, groups: Groups, devices: int, transport: Transport) -> dict[str, AxisPath]:
+    """Every axis that leaves its fast domain."""
+    stride = _strides(groups)
+    found = {}
+    for axis in AXES:
+        group: Group = getattr(groups, axis)
+        ranks, inside = int(np.max(group.ranks)), int(np.max(group.per_domain))
+        if ranks > 1 and crosses_network(group, axis):
+            # The farthest phase of an all-to-all, the next domain of a ring.
+            step = ranks // 2 if axis == "expert" else inside
+            pairs = neighbours(ranks, stride[axis], step, devices, wraps=axis != "pipeline")
+            found[axis] = _axis_path(fabric, axis, *pairs, transport)
+    return found
+
+
+def crosses_network(group: Group, axis: str) -> bool:
+    """Whether an axis leaves the fast domain; of a pipeline, whether neighbours do."""
+    if axis == "pipeline":
+        return bool(np.max(group.per_domain) <= 1)
+    return bool(np.max(group.domains) > 1)
+
+
+def _strides(groups: Groups) -> dict[str, int]:
+    """Ranks between neighbours of each axis, as plan.traffic.groups places them."""
+
+    def ranks(name: str) -> int:
+        return int(np.max(getattr(groups, name).ranks))
+
+    tensor = ranks("tensor")
+    return {
+        "tensor": 1,
+        "context": tensor,
+        "data": tensor,
+        "shard": tensor,
+        "replica": tensor * ranks("shard"),
+        "expert": 1,
+        "expert_data": ranks("expert") if ranks("expert") > 1 else tensor,
+        "pipeline": tensor * ranks("data"),
+    }
+
+
+def neighbours(ranks: int, stride: int, step: int, devices: int, *, wraps: bool = True) -> tuple[Ints, Ints]:
+    """(sources, targets): each member to the one `step` places further in its group.
+
+    >>> [side.tolist() for side in neighbours(4, 1, 2, 4)]
+    [[0, 1, 2, 3], [2, 3, 0, 1]]
+    """
+    source = np.arange(devices - devices % (ranks * stride), dtype=np.int64)
+    place = source // stride % ranks
+    after = place + step
+    target = source + (after % ranks - place) * stride
+    keeps = (source != target) & (wraps | (after < ranks))
+    return source[keeps], target[keeps]
+
+
+def _axis_path(fabric: Fabric, axis: str, source: Ints, target: Ints, transport: Transport) -> AxisPath:
+    # Planes behave alike: one is solved, and a second time with what is broken in it.
+    plane = replace(fabric, planes=1, nic_gbps=fabric.port_gbps)
+    links = links_of(plane)
+    near, far = links.host_t0(source), links.host_t0(target)
+    # Under one T0 every NIC has one flow in and one out, so none is slowed: only what breaks there can touch it.
+    counts = near != far
+    if not transport.broken.nothing:
+        counts |= (near == FIRST_T0) | (far == FIRST_T0)
+    shares = np.ones(1)
+    if counts.any():
+        shares = _shares(plane, fabric.planes, source[counts], target[counts], transport)
+    return AxisPath(
+        axis=axis,
+        share=float(shares.min()),
+        hops=_hops(links, near, far),
+        flows=len(source),
+        crossing=int((near != far).sum()),
+        stalled=int((shares <= 0).sum()),
+    )
+
+
+def _shares(plane: Fabric, planes: int, source: Ints, target: Ints, transport: Transport) -> Floats:
+    """Share of line rate of each flow, over all planes."""
+    traffic = flows(source, target, 1e6)
+    routing = _routing(len(source), planes, edge=transport.edge)
+    whole = solve(plane, traffic, routing=routing).share
+    if transport.broken.nothing:
+        return whole
+    left = solve(plane, traffic, routing=routing, broken=transport.broken).share
+    shares = ((planes - 1) * whole + left) / planes
+    # A QP stays on its port: when that is dead, the message never completes. Only a sender can leave a plane.
+    return shares if transport.edge else np.where(left > 0, shares, 0.0)
+
+
+def _routing(count: int, planes: int, *, edge: bool) -> Routing:
+    most = max(MOST_ROWS // count, 1)
+    if edge:
+        return Routing(spread="adaptive", paths=min(max(SPRAYED_PATHS // planes, 1), most), recovery="edge")
+    return Routing(spread="qp", paths=min(max(HASHED_QPS // planes, 1), most), recovery="conventional")
+
+
+def _hops(links: Links, near: Ints, far: Ints) -> int:
+    if (near // links.t0_per_pod != far // links.t0_per_pod).any():
+        return 5
+    return 3 if (near != far).any() else 1
+
+
+def on_fabric(groups: Groups, paths: dict[str, AxisPath], fabric: Fabric, *, nic: float, ideal: bool) -> Groups:
+    """The plan's communicators with the fabric's rates and latencies; `nic` is the share a collective's ends reach.
+
+    An ideal fabric keeps the planner's latency. A stalled axis keeps a rate, for its step is never run.
+    """
+    line_bytes_per_s = fabric.nic_gbps * 1e9 / 8.0 * nic
+
+    def placed(axis: str) -> Group:
+        group: Group = getattr(groups, axis)
+        path = paths.get(axis)
+        if path is None:
+            return group
+        extra_s = 0.0 if ideal else (path.hops - PLANNED_HOPS) * fabric.hop_s
+        return replace(
+            group,
+            nic_bytes_per_s=np.full_like(group.ranks, line_bytes_per_s * (path.share or 1.0)),
+            nic_latency_s=np.maximum(group.nic_latency_s + extra_s, fabric.hop_s),
+            loss=0.0,
+        )
+
+    return Groups(**{axis: placed(axis) for axis in AXES})

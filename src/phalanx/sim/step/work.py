@@ -1,0 +1,154 @@
+"""What every stage of a plan has to do in a step: seconds of compute from the plan, of traffic from the fabric.
+
+Compute is the plan's own (its breakdown per layer and micro-batch), so that what differs from the plan is the network
+and the order of things. Traffic is the planner's arithmetic over groups that have the fabric's rates (paths.on_fabric).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from phalanx.plan import traffic
+from phalanx.plan.compute import Compute, compute
+from phalanx.plan.step import stage_layers
+from phalanx.plan.weights import rank_weights
+from phalanx.sim.step.exchange import Inner, Sharing, inner_traffic, sharing
+from phalanx.sim.step.question import Question, one
+
+# Parts of the plan's step that are work on the device, beside the head.
+COMPUTE_PARTS = ("matmul_s", "attention_s", "elementwise_s", "recompute_s", "launch_s")
+LAYER_PARTS = (*COMPUTE_PARTS, "tensor_s", "context_s", "expert_s")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """One direction through one layer."""
+
+    compute_s: float
+    inner: tuple[Inner, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """A step. Passes are per layer; stage i holds `layers[i]` of them, the last one also the head."""
+
+    schedule: str
+    layers: tuple[int, ...]
+    chunks: int
+    micros: int
+    forward: Pass
+    backward: Pass
+    weight_s: float  # the part of a layer's backward that may wait (zero-bubble)
+    head_forward_s: float
+    head_backward_s: float
+    send_s: float
+    send_exposed: float  # share of a send for which the sender waits
+    send_tier: str
+    host_micro_s: float
+    sharing: tuple[Sharing, ...]  # of each stage
+    optimizer_s: float
+    host_step_s: float
+
+    @property
+    def stages(self) -> int:
+        """Of the pipeline."""
+        return len(self.layers)
+
+
+def work(q: Question, groups: traffic.Groups) -> Work:
+    """The step of a plan with its traffic over `groups`."""
+    c, f, layout = q.cases, q.ask.profile, q.plan.layout
+    done = compute(c, q.ask.physics, f)
+    layers = split_layers(q, done)
+    inner = inner_traffic(q, groups, done)
+    forward_s, backward_s, weight_s = _layer_seconds(q, done)
+    host_micro_s, host_step_s = _host(q)
+    most = sharing(q, groups, rank_weights(c, stage_layers=np.asarray([float(max(layers))])), max(layers))
+    return Work(
+        schedule=layout.schedule,
+        layers=layers,
+        chunks=layout.virtual_pipeline,
+        micros=layout.accumulation,
+        forward=Pass(compute_s=forward_s, inner=inner[0]),
+        backward=Pass(compute_s=backward_s, inner=inner[1]),
+        weight_s=weight_s if layout.schedule == "zero-bubble" and layout.pipeline > 1 else 0.0,
+        head_forward_s=one(done.head.forward) * q.pace("matmul_s"),
+        head_backward_s=one(done.head.backward) * q.pace("matmul_s"),
+        send_s=one(traffic.send_seconds(c, groups)) * q.pace("pipeline_send_s") if layout.pipeline > 1 else 0.0,
+        send_exposed=min(one(f.pipeline_exposed), 1.0),
+        send_tier="nic" if one(groups.pipeline.per_domain) <= 1 else "link",
+        host_micro_s=host_micro_s,
+        sharing=tuple(_scaled(most, number / max(layers)) for number in layers),
+        optimizer_s=q.plan.prediction.breakdown_s["optimizer_s"],
+        host_step_s=host_step_s,
+    )
+
+
+def split_layers(q: Question, done: Compute) -> tuple[int, ...]:
+    """Layers of each stage, as the plan splits them: the last may hold fewer beside the head."""
+    times, total = q.times, q.ask.model.layers
+    per_layer = sum(one(getattr(times, part)) for part in LAYER_PARTS) / _passed(q, done)
+    head_s = one(done.head.forward + done.head.backward)
+    fullest, last = stage_layers(
+        q.cases,
+        head_layers=np.asarray([head_s / max(per_layer, 1e-30)]),
+        balanced=np.asarray(q.ask.profile.balanced_stages),
+    )
+    return spread_layers(total, q.plan.layout.pipeline, most=round(one(fullest)), last=round(one(last)))
+
+
+def spread_layers(total: int, stages: int, *, most: int, last: int) -> tuple[int, ...]:
+    """`last` layers on the last stage, the others filled in order with at most `most` and as evenly as they divide.
+
+    >>> spread_layers(126, 16, most=8, last=6), spread_layers(10, 8, most=2, last=0)
+    ((8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 6), (2, 2, 2, 1, 1, 1, 1, 0))
+    """
+    if stages == 1:
+        return (total,)
+    each, more = divmod(total - last, stages - 1)
+    assert each + (more > 0) <= most
+    return (*(each + (number < more) for number in range(stages - 1)), last)
+
+
+def _passed(q: Question, done: Compute) -> float:
+    """Layers the plan's busiest stage runs forward and backward in a step, over all micro-batches."""
+    passed = one(q.times.matmul_s) / one(done.matmul.forward + done.matmul.backward) * q.ask.model.layers
+    return passed if passed > 0 else float(q.plan.layout.accumulation)  # a last stage that is all head
+
+
+def _layer_seconds(q: Question, done: Compute) -> tuple[float, float, float]:
+    """(forward, backward, the weight gradients in it) of one layer and micro-batch, as the plan's breakdown has them."""
+    breakdown, passed = q.plan.prediction.breakdown_s, _passed(q, done)
+    kinds = {"matmul_s": done.matmul, "attention_s": done.attention, "elementwise_s": done.elementwise}
+    forward = backward = 0.0
+    for part, seconds in kinds.items():
+        both = one(seconds.forward + seconds.backward)
+        share = one(seconds.forward) / both if both > 0 else 0.0
+        forward += share * breakdown[part] / passed
+        backward += (1.0 - share) * breakdown[part] / passed
+    backward += breakdown["recompute_s"] / passed
+    stretch = 1.0 + breakdown["launch_s"] / passed / max(forward + backward, 1e-30)
+    # Half of the backward products are weight gradients, as plan.step counts them for ZB-H1.
+    weight = one(done.matmul.backward) / 2.0 / q.ask.model.layers * q.pace("matmul_s")
+    return forward * stretch, backward * stretch, weight * stretch
+
+
+def _host(q: Question) -> tuple[float, float]:
+    """Host seconds per micro-batch and per step; together they are the plan's overhead."""
+    f, overhead = q.ask.profile, q.plan.prediction.breakdown_s["overhead_s"]
+    once = one(f.step_s) + one(f.step_log_devices_s) * float(np.log2(q.plan.layout.devices))
+    once = min(once * q.pace("overhead_s"), overhead)
+    return (overhead - once) / q.plan.layout.accumulation, once
+
+
+def _scaled(most: Sharing, share: float) -> Sharing:
+    """A stage with fewer layers has as much less to share; a layer's own traffic stays."""
+    return replace(
+        most,
+        reduce_s=most.reduce_s * share,
+        again_s=most.again_s * share,
+        after_s=most.after_s * share,
+        gather_s=most.gather_s * share,
+    )

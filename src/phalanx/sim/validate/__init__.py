@@ -1,0 +1,1 @@
+"""Network claims of others, one row each, against what Phalanx computes."""

@@ -1,0 +1,113 @@
+"""Rows with a measured bus bandwidth of a collective.
+
+A series (the same system, operation and tool at three sizes or more from 16 MiB on) is fitted on its two ends, which
+count as calibrated; the sizes between are held out. Everything else is NCCL's model, which knows nothing of the system
+but its links: a prediction without any fit, meant for sizes from about 1 GiB on.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from phalanx.network.fit import LEAST_BYTES, Point, allowed_error, ends, fit_two, wire_share
+from phalanx.network.nccl_choice import Choice, System, bus_bytes_per_s, choices, choose
+from phalanx.sim.validate.machines import machine
+from phalanx.sim.validate.outcome import Context, Outcome, Reader, calibrated, reproduced, skipped
+from phalanx.sim.validate.table import Row
+from phalanx.sim.validate.words import size_bytes, without_size
+
+Operation = Literal["all-reduce", "all-gather", "reduce-scatter"]
+OPERATIONS: tuple[Operation, ...] = ("all-reduce", "all-gather", "reduce-scatter")
+GB = 1e9
+LARGE = 8 * 2**30  # where a row names no size, it means the plateau
+MODEL_ERROR = 0.10
+
+
+def bus_bandwidth(row: Row, context: Context) -> Outcome | None:
+    """By the two ends of its series, or by NCCL's model."""
+    operation = next((one for one in OPERATIONS if one in row.quantity), None)
+    if operation is None or row.unit != "GB/s":
+        return None
+    words = f"{row.quantity}; {row.conditions}"
+    off = "NVLS off" in row.quantity or "no SHARP" in row.quantity
+    comm = machine(words, nvls=not off)
+    if comm is None:
+        return skipped(row, "its GPUs are not among those of NCCL's model")
+    nbytes = size_bytes(row.conditions)
+    series = _series(row, context) if nbytes is not None and "computed" not in row.source else ()
+    picked = ends(_points(series, operation, comm.ranks))
+    if nbytes is not None and picked is not None:
+        return _fitted(row, comm, operation, nbytes, picked)
+    return _modelled(row, comm, operation, nbytes or LARGE)
+
+
+def _series(row: Row, context: Context) -> tuple[Row, ...]:
+    key = (row.source, row.quantity, without_size(row.conditions))
+    return tuple(
+        one
+        for one in context.rows
+        if (one.source, one.quantity, without_size(one.conditions)) == key and size_bytes(one.conditions)
+    )
+
+
+def _points(series: tuple[Row, ...], operation: Operation, ranks: int) -> tuple[Point, ...]:
+    share = wire_share(operation, ranks)
+    found = []
+    for one in series:
+        nbytes = size_bytes(one.conditions)
+        if nbytes and one.value and one.value > 0:
+            found.append(Point(nbytes=nbytes, seconds=share * nbytes / (one.value * GB)))
+    return tuple(found)
+
+
+def _fitted(row: Row, comm: System, operation: Operation, nbytes: float, picked: tuple[Point, Point]) -> Outcome:
+    if nbytes < LEAST_BYTES:
+        return skipped(row, "below 16 MiB launches and protocols decide, and two points do not tell them")
+    fit = fit_two(picked, ranks=comm.ranks, nodes=comm.nodes, operation=operation)
+    ours = fit.bus_bytes_per_s(nbytes) / GB
+    sizes = " and ".join(_named(one.nbytes) for one in picked)
+    if nbytes in (picked[0].nbytes, picked[1].nbytes):
+        return calibrated(row, ours, "one of the two points its series is fitted on")
+    # the limit is on the time, and the row is a rate: 25 % too long is 20 % too slow, so the wider side is used
+    limit = allowed_error(nbytes)
+    return reproduced(row, ours, f"fitted on {sizes} of its series", tolerance=limit)
+
+
+def _modelled(row: Row, comm: System, operation: Operation, nbytes: float) -> Outcome | None:
+    wanted = _named_algorithm(row.quantity)
+    best = _best(comm, nbytes, operation, wanted)
+    if best is None:
+        return skipped(row, f"NCCL has no {wanted} for it")
+    ours = bus_bytes_per_s(comm, nbytes, best.seconds, operation=operation) / GB
+    picks = f"NCCL's model, no fit: {best.algorithm} {best.protocol}"
+    logged = re.search(r"\balgo (\w+)", row.conditions)
+    if logged is None:
+        return reproduced(row, ours, picks, tolerance=MODEL_ERROR)
+    agrees = logged[1].lower() == best.algorithm.lower()
+    note = f"{picks}, as logged" if agrees else f"{picks}, but {logged[1]} was logged"
+    return reproduced(row, ours, note, tolerance=MODEL_ERROR if agrees else 0.0)
+
+
+def _named_algorithm(quantity: str) -> str | None:
+    rest = quantity.partition("busbw")[2].lower()
+    if "nvls off" in rest or "no sharp" in rest:
+        return None
+    if "nvls" in rest or "sharp" in rest:
+        return "NVLS"
+    return "Ring" if "ring" in rest else None
+
+
+def _best(comm: System, nbytes: float, operation: Operation, wanted: str | None) -> Choice | None:
+    if wanted is None:
+        return choose(comm, nbytes, operation=operation)
+    found = [one for one in choices(comm, nbytes, operation=operation) if one.algorithm == wanted]
+    return min(found, key=lambda one: one.seconds, default=None)
+
+
+def _named(nbytes: float) -> str:
+    mib = nbytes / 2**20
+    return f"{mib / 1024:g} GiB" if mib >= 1024 else f"{mib:g} MiB"
+
+
+READERS: tuple[tuple[str, Reader], ...] = ((r"\b(all-reduce|all-gather|reduce-scatter) busbw", bus_bandwidth),)

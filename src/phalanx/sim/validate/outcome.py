@@ -1,0 +1,68 @@
+"""What became of a row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from phalanx.sim.validate.table import Row
+
+Status = Literal["reproduced", "calibrated", "not attempted"]
+
+# A published figure is rounded, and "12 %" stands for 12.5: what counts as the same number.
+TOLERANCE = 0.05
+_RANGE = re.compile(r"any value ([\d.]+)-([\d.]+) agrees")
+_LEAST = re.compile(r"accept >=\s*([\d.]+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Our number beside the row's, or the reason why there is none."""
+
+    row: Row
+    status: Status
+    ours: float | None = None
+    error: float | None = None  # ours / theirs - 1; their unit where theirs is 0
+    tolerance: float | None = None
+    within: bool | None = None  # the tolerance, or the range the row itself allows
+    note: str = ""  # how it was computed, or why not
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Context:
+    """What a reader may look at beside its row. Other rows' values serve only to fit two points of a system."""
+
+    rows: tuple[Row, ...]
+    simulate: bool = False
+
+
+Reader = Callable[[Row, Context], Outcome | None]
+
+
+def reproduced(row: Row, ours: float, note: str, *, tolerance: float = TOLERANCE) -> Outcome:
+    """A number computed without the row's value."""
+    return _judged(row, "reproduced", ours, note, tolerance)
+
+
+def calibrated(row: Row, ours: float, note: str, *, tolerance: float = TOLERANCE) -> Outcome:
+    """A number of ours that was taken from this source: agreement is no evidence."""
+    return _judged(row, "calibrated", ours, note, tolerance)
+
+
+def skipped(row: Row, reason: str) -> Outcome:
+    """No number."""
+    return Outcome(row=row, status="not attempted", note=reason)
+
+
+def _judged(row: Row, status: Status, ours: float, note: str, tolerance: float) -> Outcome:
+    if row.value is None:
+        return skipped(row, "its value is no number")
+    error = ours / row.value - 1 if row.value else ours
+    within = abs(error) <= tolerance + 1e-12
+    if found := _RANGE.search(row.conditions):
+        within = float(found[1]) <= ours <= float(found[2])
+    elif found := _LEAST.search(row.conditions):
+        within = ours >= float(found[1])
+    return Outcome(row=row, status=status, ours=ours, error=error, tolerance=tolerance, within=within, note=note)

@@ -1,0 +1,67 @@
+"""Parts and losses against the published ratios: 3/5 of the switches, 2/3 of the optics, 0.39 %, 3.1 %, 12.5 %."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.network.fabric.bill import OPTIC_USD, OPTIC_WATTS, TRUNK_USD, bill, loss, tier_links
+from phalanx.network.fabric.parse import parse_fabric
+
+PLANES = parse_fabric("clos2:131072x800G/8p/512")
+CLASSIC = parse_fabric("clos3:65536x800G/1p/64")
+
+
+def test_links_and_optics() -> None:
+    parts = bill(PLANES)
+    assert parts.links == (1048576, 1048576)
+    assert parts.cables == 262144
+    assert parts.optics_800g / PLANES.hosts == 4
+    assert bill(CLASSIC).optics_800g / CLASSIC.hosts == 6
+    assert parts.spare_ports == bill(CLASSIC).spare_ports == 0
+
+
+def test_the_ratios_per_host() -> None:
+    switches = (PLANES.switches / PLANES.hosts) / (CLASSIC.switches / CLASSIC.hosts)
+    assert switches == pytest.approx(3 / 5)
+    optics = (bill(PLANES).optics_800g / PLANES.hosts) / (bill(CLASSIC).optics_800g / CLASSIC.hosts)
+    assert optics == pytest.approx(2 / 3)
+
+
+def test_one_failure() -> None:
+    assert loss(PLANES).nic_link == 1 / 8
+    assert loss(PLANES).t0_t1_link == 1 / 256
+    assert loss(PLANES).t1 == 1 / 2048
+    assert loss(PLANES).t0_hosts == 256
+    assert loss(CLASSIC).nic_link == 1
+    assert loss(CLASSIC).t0_t1_link == 1 / 32
+    assert loss(CLASSIC).t0_hosts == 32
+
+
+def test_money_and_power_add_up() -> None:
+    fabric = parse_fabric("clos2:2048x800G/1p/Tomahawk 5")
+    parts = bill(fabric)
+    assert parts.usd is not None
+    modules = 4 * 2048
+    assert parts.usd[0] == pytest.approx(96 * 50000 + modules * OPTIC_USD[0] + modules / 2 * TRUNK_USD[0])
+    assert parts.watts == pytest.approx(96 * 1066 + modules * OPTIC_WATTS)
+    assert bill(PLANES).usd is None
+    assert bill(PLANES).watts is None
+
+
+def test_oversubscription_thins_the_links_above() -> None:
+    nics, up = tier_links(parse_fabric("clos2:3072x800G/1p/64/3:1"))
+    assert nics == 3072
+    assert up == 3072 // 3
+
+
+def test_losses_of_an_oversubscribed_fabric() -> None:
+    one = loss(parse_fabric("clos2:3072x800G/2p/64/3:1"))
+    assert one.t0_t1_link == 1 / 16
+    assert one.t0_hosts == 48
+    assert one.t1 == 1 / (2 * 16)
+
+
+def test_a_single_switch_has_no_links_above() -> None:
+    fabric = parse_fabric("clos1:64x400G/1p/64")
+    assert bill(fabric).links == (64,)
+    assert loss(fabric).t0_t1_link == loss(fabric).t1 == 0

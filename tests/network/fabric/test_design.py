@@ -1,0 +1,118 @@
+"""What fits is found, ordered and marked; what does not is refused with choices that then work."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from phalanx.errors import UserError
+from phalanx.network.fabric.design import Wish, designs, nominal_ratio
+from phalanx.network.fabric.text import show_designs
+
+FULL = Wish(gpus=131072, nic_gbps=800)
+
+
+def test_the_published_fabric_is_among_them_and_beaten_by_none() -> None:
+    found = [one for one in designs(FULL) if one.fabric.switch.name == "Spectrum-5 512x100G"]
+    one = next(one for one in found if one.fabric.oversubscription == 1 and one.fabric.rails == 1)
+    assert (one.fabric.switches, one.fabric.tiers, one.fabric.planes) == (6144, 2, 8)
+    assert one.pareto
+    assert one.cable_failures_per_day == pytest.approx(4.92, abs=0.01)
+    assert one.interruptions_per_day == pytest.approx(5.19, abs=0.01)
+
+
+def test_full_bisection_first_then_by_cost_then_by_hops() -> None:
+    keys = [(nominal_ratio(one.fabric), one.usd_middle, one.fabric.hops) for one in designs(FULL)]
+    assert keys == sorted(keys)
+    assert {ratio for ratio, _, _ in keys} == {1.0, 2.0, 4.0}
+
+
+def test_a_starred_design_is_beaten_by_no_other() -> None:
+    found = designs(FULL)
+
+    def goals(index: int) -> tuple[float, ...]:
+        one = found[index]
+        assert one.bill.watts is not None
+        return one.usd_middle, one.fabric.hops, one.bill.watts, nominal_ratio(one.fabric), one.loss.nic_link
+
+    for mine, one in enumerate(found):
+        beaten = any(
+            goals(other) != goals(mine) and all(a <= b for a, b in zip(goals(other), goals(mine), strict=True))
+            for other in range(len(found))
+        )
+        assert one.pareto is not beaten
+
+
+def test_every_demand_is_kept() -> None:
+    found = designs(Wish(gpus=4096, nic_gbps=400, tiers=3, planes=2, oversubscription=2, rails=4))
+    assert found
+    for one in found:
+        fabric = one.fabric
+        assert (fabric.tiers, fabric.planes, fabric.rails, nominal_ratio(fabric)) == (3, 2, 4, 2)
+
+
+def test_a_small_cluster_needs_one_switch_per_plane() -> None:
+    best = designs(Wish(gpus=64, nic_gbps=800))[0].fabric
+    assert (best.tiers, best.switches_per_plane, best.rails, best.oversubscription) == (1, 1, 1, 1)
+
+
+def test_a_million_gpus() -> None:
+    assert {one.fabric.tiers for one in designs(Wish(gpus=1_000_000, nic_gbps=800))} == {3, 4}
+
+
+def test_two_tiers_of_tomahawk_5_stop_at_32768() -> None:
+    wish = Wish(gpus=32768, nic_gbps=800, switch="Tomahawk 5", tiers=2, planes=4, oversubscription=1)
+    assert designs(wish)[0].fabric.switches == 4 * 384
+    with pytest.raises(UserError) as error:
+        designs(replace(wish, gpus=131072))
+    assert str(error.value) == (
+        "phalanx fabric design: 131,072 GPUs do not fit: 2 tiers of Tomahawk 5 256x200G join at most 32,768\n"
+        "  at full bisection it is 2·(256/2)^2 = 32,768\n"
+        '  use --tiers 3 (Tomahawk 5 256x200G) or --switch "Tomahawk 6 512x200G" (4 planes, 2 tiers)'
+    )
+
+
+def test_the_nearest_choices_work() -> None:
+    wish = Wish(gpus=131072, nic_gbps=800, switch="Tomahawk 5", tiers=2)
+    with pytest.raises(UserError) as error:
+        designs(wish)
+    tiers = re.search(r"--tiers (\d)", str(error.value))
+    switch = re.search(r'--switch "([^"]+)"', str(error.value))
+    assert tiers is not None
+    assert switch is not None
+    assert designs(replace(wish, tiers=int(tiers[1])))
+    assert designs(replace(wish, switch=switch[1]))
+
+
+def test_a_limit_on_logical_ports_is_named() -> None:
+    with pytest.raises(UserError, match="512 lanes of 100G but only 320 logical ports"):
+        designs(Wish(gpus=131072, nic_gbps=800, switch="Tomahawk 5", tiers=2, planes=8))
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [
+        (Wish(gpus=1024, nic_gbps=800, planes=3), "3 planes make ports of 266.667 Gb/s of a 800 Gb/s NIC"),
+        (Wish(gpus=1024, nic_gbps=800, planes=3), "use 1 or 2 or 4 or 8 planes"),
+        (Wish(gpus=1024, nic_gbps=333), "use --nic-gbps 400"),
+        (Wish(gpus=10**12, nic_gbps=800), "use at most 1,000,000,000"),
+        (Wish(gpus=0, nic_gbps=800), "use 2 or more"),
+        (Wish(gpus=64, nic_gbps=800, rails=0), "0 rails"),
+        (Wish(gpus=5000, nic_gbps=400, switch="Quantum-X800"), "use --nic-gbps 800, or another --switch"),
+        (Wish(gpus=64, nic_gbps=800, switch="Tomahawk 5", tiers=1, oversubscription=2), "one tier has no uplinks"),
+    ],
+)
+def test_bad_wishes(wish: Wish, words: str) -> None:
+    with pytest.raises(UserError) as error:
+        designs(wish)
+    assert words in str(error.value)
+
+
+def test_the_table_merges_rails_that_make_no_difference() -> None:
+    page = show_designs(designs(FULL), top=2)
+    lines = [line for line in page.splitlines() if "Spectrum-5 512x100G" in line]
+    assert re.search(r"\* +Spectrum-5 512x100G +8 +2 +none/8 +4,096 +2,048 +- +6,144 +262,144 +524,288", lines[0])
+    assert "12.5%  0.39%" in lines[0]
+    assert "more with --top" in page
