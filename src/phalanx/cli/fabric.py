@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phalanx.cli import fabric_simulate
 from phalanx.cli.options import add_json
 from phalanx.cli.output import note, plain, print_json
 from phalanx.errors import mistake
@@ -29,6 +30,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     show = verbs.add_parser("show", help="one fabric: parts, weak points, failures per day")
     show.add_argument("fabric", metavar="FABRIC", nargs="?", help="clos2:131072x800G/8p/512, a .toml file or a name")
     add_json(show)
+    simulate = verbs.add_parser("simulate", help="traffic on a fabric, whole or broken: rates and completion times")
+    fabric_simulate.configure(simulate)
 
 
 def _configure_design(parser: argparse.ArgumentParser) -> None:
@@ -56,8 +59,8 @@ def _configure_decisions(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Design, decide or show."""
-    return {"design": _design, "decisions": _decisions, "show": _show}[args.what](args)
+    """Design, decide, show or simulate."""
+    return {"design": _design, "decisions": _decisions, "show": _show, "simulate": fabric_simulate.run}[args.what](args)
 
 
 def _design(args: argparse.Namespace) -> int:

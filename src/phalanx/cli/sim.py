@@ -1,4 +1,4 @@
-"""`phalanx sim`: what becomes of a plan. With --days, months of running with failures."""
+"""`phalanx sim`: what becomes of a plan: one step on a fabric or, with --days, months of running with failures."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
+from phalanx.cli import sim_step
 from phalanx.cli.options import add_job, add_json
 from phalanx.cli.output import note, print_json, warn
 from phalanx.errors import Problem, UserError, mistake
@@ -30,6 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx sim`."""
     add_job(parser)
     parser.add_argument("--cluster", metavar="SPEC", help="on this cluster instead of the job's, as 8xH100:16")
+    sim_step.configure(parser)
     months = parser.add_argument_group("months of running")
     months.add_argument("--days", metavar="N", type=float, help="simulate so many days with failures")
     months.add_argument("--runs", metavar="N", type=int, default=20, help="runs with other random numbers (20)")
@@ -52,7 +54,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate what was asked for."""
     if args.days is None:
-        raise mistake(WHERE, "nothing is asked for", fix="phalanx sim job.toml --days 90 simulates months of running")
+        return sim_step.run_step(_plan(args), args)
+    sim_step.check_days(args, WHERE)
     _check(args)
     return _months(args)
 

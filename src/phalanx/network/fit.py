@@ -67,9 +67,7 @@ def wire_share(operation: Operation, ranks: int) -> float:
     return 1.0 if operation in ("broadcast", "reduce") else (ranks - 1) / ranks
 
 
-def fit_two(
-    points: Sequence[Point], *, ranks: int, nodes: int = 1, operation: Operation = "all-reduce"
-) -> AlphaBeta:
+def fit_two(points: Sequence[Point], *, ranks: int, nodes: int = 1, operation: Operation = "all-reduce") -> AlphaBeta:
     """α and B from two measurements; raises UserError where no α ≥ 0 and B > 0 meet both.
 
     Use a small and a large message, as 16 MiB and 4 GiB: they pin the two numbers apart.

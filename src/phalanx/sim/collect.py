@@ -81,13 +81,13 @@ def axis_flows(use: AxisUse, ranks: int, domain: int) -> Flows | None:
     if "all-to-all" in use.operation:
         return _everyone(use, ranks, domain, place)
     if use.operation == "send":
-        return _neighbours(use, ranks, domain, place)
+        return _neighbours(use, domain, place)
     together = _together(use, domain)
     step = use.stride * together
     if together >= use.size or ranks <= domain:
         return None
     if use.algorithm == "tree":
-        return _tree(use, ranks, place, together)
+        return _tree(use, place, together)
     block = use.stride * use.size
     source = np.arange(ranks)
     target = source // block * block + (source % block + step) % block
@@ -108,9 +108,9 @@ def _ring_bytes(use: AxisUse, together: int) -> float:
     return part * ((domains - 1) / domains) / ((use.size - 1) / use.size)
 
 
-def _tree(use: AxisUse, ranks: int, place: Ints, together: int) -> Flows:
+def _tree(use: AxisUse, place: Ints, together: int) -> Flows:
     """Both directions of a binary tree of domains, in heap order; every edge carries the NIC's part of the sum."""
-    node, inside = place // together, place % together
+    node = place // together
     child = np.flatnonzero(node > 0)
     parent = child + (((node[child] - 1) // 2 - node[child]) * together) * use.stride
     # bytes_per_step counts 2 (n-1)/n sums; an edge carries one sum up and one down.
@@ -118,7 +118,7 @@ def _tree(use: AxisUse, ranks: int, place: Ints, together: int) -> Flows:
     return flows(np.concatenate([child, parent]), np.concatenate([parent, child]), whole)
 
 
-def _neighbours(use: AxisUse, ranks: int, domain: int, place: Ints) -> Flows | None:
+def _neighbours(use: AxisUse, domain: int, place: Ints) -> Flows | None:
     """Pipeline: half of the bytes to the next stage, half to the one before; ends have one neighbour."""
     first = np.flatnonzero(place < use.size - 1)
     second = first + use.stride

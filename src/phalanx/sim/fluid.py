@@ -115,7 +115,7 @@ def complete(
     np.maximum.at(done, parts.flow, times)
     np.maximum.at(hops, case.owner, case.routes.hops)
     queued = _queued(case, rates, len(flows))
-    return Completion(times_s=done + wire.latency_s(hops, fabric.port_gbps, queued), rounds=rounds)
+    return Completion(times_s=done + wire.latency_s(flows.nbytes, hops, fabric.port_gbps, queued), rounds=rounds)
 
 
 def _parts(case: _Case, bits: Floats, routing: Routing) -> _Parts:
@@ -149,9 +149,9 @@ def _drain(case: _Case, parts: _Parts, rates: Floats, batch: float, engine: str)
 
 def _load(case: _Case, rates: Floats) -> Floats:
     each = np.repeat(rates, np.diff(case.table.start))
-    load = np.bincount(case.table.link, weights=each, minlength=len(case.capacity))
-    load = np.divide(load, case.capacity, out=np.zeros_like(load), where=case.capacity > 0)
-    return load[: case.links]
+    bits = np.bincount(case.table.link, weights=each, minlength=len(case.capacity))
+    works = case.capacity > 0
+    return np.asarray(np.divide(bits, case.capacity, out=np.zeros(len(bits)), where=works)[: case.links])
 
 
 def _queued(case: _Case, rates: Floats, flows: int) -> NDArray[np.bool_]:

@@ -20,6 +20,7 @@ ROUTINGS = ("flow", "qp", "oblivious", "adaptive")
 RECOVERIES = ("none", "conventional", "edge")
 WIRES: dict[str, Wire] = {"mrc": MRC, "htsim": HTSIM, "ideal": IDEAL}
 PARTS = {"nic": 2, "link": 3, "t0": 2, "t1": 2, "transceiver": 1}
+ROWS = 1 << 20  # sub-flows that are solved in about two seconds
 _PART = re.compile(r"^(?P<kind>[a-z0-9]+):(?P<numbers>\d{1,9}(?:/\d{1,9})*)$")
 
 
@@ -36,9 +37,9 @@ def simulate(
     wire: str = "mrc",
     seed: int = 0,
 ) -> dict[str, object]:
-    """Rates and completion times; `paths` of 0 is one per flow or QP, 16 sprayed in each plane."""
-    routing = routing_of(fabric, spread, paths, recovery, seed)
+    """Rates and completion times; `paths` of 0 is one per flow, 8 QPs, or as many sprayed as a million rows allow."""
     flows = traffic(traffic_name, fabric.hosts, nbytes, seed=seed)
+    routing = routing_of(fabric, spread, paths or usual_paths(fabric, spread, len(flows)), recovery, seed)
     broken = broken_of(fabric, failed, left)
     over = WIRES[_choice("--wire", wire, tuple(WIRES))]
     rates = solve(fabric, flows, routing=routing, broken=broken)
@@ -48,15 +49,22 @@ def simulate(
     return {**asked, **chosen, "failed": list(failed), "left": left, **_rates(rates), **_times(done)}
 
 
+def usual_paths(fabric: Fabric, spread: str, flows: int) -> int:
+    """Paths per flow when nobody says: as many in each plane, 16 at most, and about a million rows in all."""
+    if spread == "qp":
+        return 8  # "little gain past 8 QPs" (arXiv:2605.04333 section 5.2.7)
+    per_plane = max(1, min(16, ROWS // (flows * fabric.planes)))
+    return 1 if spread == "flow" else per_plane * fabric.planes
+
+
 def routing_of(fabric: Fabric, spread: str, paths: int, recovery: str, seed: int) -> Routing:
     """A routing by its words."""
     _choice("--routing", spread, ROUTINGS)
     by_packet = spread in ("oblivious", "adaptive")
-    usual = 16 * fabric.planes if by_packet else 1
     chosen = _choice("--recovery", recovery, RECOVERIES) if recovery else "edge" if by_packet else "conventional"
     return Routing(
         spread=spread,  # type: ignore[arg-type]  # _choice holds it
-        paths=paths or usual,
+        paths=paths,
         planes="equal" if by_packet else "hash",
         recovery=cast(Recovery, chosen),
         seed=seed,

@@ -35,6 +35,7 @@ def test_one_failure() -> None:
     assert loss(CLASSIC).nic_link == 1
     assert loss(CLASSIC).t0_t1_link == 1 / 32
     assert loss(CLASSIC).t0_hosts == 32
+    assert loss(CLASSIC).t1 == 1 / 32  # one of the 32 T1s of its pod
 
 
 def test_money_and_power_add_up() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,16 +17,28 @@ def test_half_of_the_hosts_need_half_of_the_switches() -> None:
     assert fill(256, 256, 512, tiers=2).switches == (256, 128)
 
 
-def test_switches_above_divide_the_uplinks_even_if_fewer_would_have_the_ports() -> None:
-    # 300 T0s x 256 uplinks fill 150 T1s, but 150 does not divide 256
+def test_a_t1_has_equally_many_links_to_every_t0() -> None:
+    # a T1 of 512 ports has 5 for each of 100 T0s, so 256 uplinks need 52; to each of 300 T0s it has one
+    assert fill(100, 256, 512, tiers=2).switches == (100, 52)
     assert fill(300, 256, 512, tiers=2).switches == (300, 256)
 
 
-def test_a_few_more_t0s_save_many_switches_above() -> None:
-    # 7,813 T0s in 62 pods of 127 would give each T1 127 uplinks, a prime: 127 T2s per group instead of 32
+def test_pods_stay_equal_whatever_that_costs() -> None:
+    # 7,813 T0s are 62 pods of 127; their 127 uplinks per T1 go to 32 T2s of 256 ports, 4 for each pod
     counts = fill(7813, 128, 256, tiers=3)
-    assert counts.pods == 62
-    assert counts.switches == (62 * 128, 62 * 128, 32 * 128)
+    assert (counts.pods, counts.up) == (62, (128, 127, 0))
+    assert counts.switches == (62 * 127, 62 * 128, 32 * 128)
+
+
+def test_a_few_more_t0s_per_pod_where_they_save_switches_above() -> None:
+    # two pods of 5 leave each T1 5 uplinks, a prime; pods of 6 share theirs among far fewer T2s and T3s
+    assert fill(9, 8, 16, tiers=4).switches == (12, 16, 16, 16)
+
+
+def test_paths_count_the_uplinks_that_are_there() -> None:
+    fabric = size(96, 800, unnamed(64, 800), Shape(planes=1, tiers=3))
+    assert (fabric.t0, fabric.t1, fabric.t1_up) == (3, 4, 24)
+    assert fabric.paths == 32 * 24
 
 
 def test_wide_has_a_t1_for_every_uplink() -> None:
@@ -49,14 +63,16 @@ def test_every_port_is_accounted_for(radix: int, tiers: int, ratio: float, rails
     fabric = size(hosts, 800, unnamed(radix, 800), shape)
     assert fabric.t0 * fabric.t0_down >= hosts
     assert fabric.t0 % fabric.pods == fabric.t1 % fabric.pods == 0
-    assert fabric.t0_up % fabric.t1_per_pod == 0  # the same number of links from a T0 to each T1
-    down = fabric.t0 // fabric.pods * fabric.t0_up // fabric.t1_per_pod
+    most = math.ceil(fabric.t0_up / fabric.t1_per_pod)  # links from a T0 to a T1
+    down = fabric.t0 // fabric.pods * most
     assert down + fabric.t1_up <= radix
     if tiers > 2:
+        assert fabric.t0_up % fabric.t1_per_pod == 0
         assert fabric.t1_up == down  # nothing is oversubscribed above T0
         assert fabric.t1 * fabric.t1_up <= fabric.t2 * (radix if tiers == 3 else radix // 2)
     if tiers == 3:
-        assert fabric.t1_up % (fabric.t2 // fabric.t1_per_pod) == 0
+        most = math.ceil(fabric.t1_up / (fabric.t2 // fabric.t1_per_pod))
+        assert fabric.pods * most <= radix  # ports of a T2
     if tiers == 4:
         assert fabric.t2 * fabric.t2_up == fabric.t1 * fabric.t1_up
         assert fabric.t2 * fabric.t2_up <= fabric.t3 * radix

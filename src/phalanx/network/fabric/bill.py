@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from phalanx.network.fabric.types import Fabric
@@ -72,7 +73,7 @@ def loss(fabric: Fabric) -> Loss:
         t0_t1_link=1 / fabric.t0_up if above else 0.0,
         t0=1 / fabric.planes,
         t0_hosts=min(fabric.t0_down, fabric.hosts),
-        t1=1 / (fabric.planes * fabric.t1_per_pod) if above else 0.0,
+        t1=math.ceil(fabric.t0_up / fabric.t1_per_pod) / fabric.t0_up / fabric.planes if above else 0.0,
     )
 
 

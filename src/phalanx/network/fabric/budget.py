@@ -115,7 +115,7 @@ def event_s(fabric: Fabric, recovery_s: float, *, restart_s: float, repair_s: fl
     if recovery_s > GIVE_UP_S:
         return restart_s
     lost, links = loss(fabric), bill(fabric).links
-    at_nic = restart_s if fabric.planes == 0 else recovery_s + repair_s * lost.nic_link
+    at_nic = restart_s if fabric.planes == 1 else recovery_s + repair_s * lost.nic_link
     above = recovery_s + repair_s * lost.t0_t1_link
     return (links[0] * at_nic + sum(links[1:]) * above) / sum(links)
 

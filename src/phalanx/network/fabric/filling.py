@@ -1,9 +1,10 @@
 """How many switches of each tier a partly filled plane needs.
 
-The rule: whole T0s, equal pods, and in every tier above so few switches that each switch below still has the same
-number of links to each of them (their number divides its uplinks). Equal links are what ECMP, spraying and static
-routes all assume; the price is ports that stay empty. Where a few T0s more per pod make the numbers divide better,
-the filling with the fewest switches in all is taken.
+The rule: whole T0s, equal pods, and above them as few switches as have the ports, such that a switch of the top tier
+has equally many links to every switch below (so what goes up by any link can come down), and a switch of a middle tier
+equally many from every switch below as every other of its tier (so pods stay equal). ECMP, spraying and static routes
+all assume that; the price is ports that stay empty. Pods are as few as can be, since a large pod has many T1s to lose
+one of; where a few T0s more per pod make the numbers divide better, the filling with the fewest switches is taken.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ def _splits(t0: int, radix: int, tiers: int, rails: int) -> Iterator[tuple[int, 
     for per_pod in _even(t0, whole(radix // 2, rails), rails):
         pods = math.ceil(t0 / per_pod)
         if tiers == 3:
-            yield per_pod, pods
-            continue
-        for per_block in _even(pods, radix // 2, 1):
-            yield per_pod, per_block, math.ceil(pods / per_block)
+            nested: list[tuple[int, ...]] = [(per_pod, pods)]
+        else:
+            nested = [(per_pod, size, math.ceil(pods / size)) for size in _even(pods, radix // 2, 1)]
+        yield from (one for one in nested if one[-1] <= radix)
 
 
 def _even(number: int, limit: int, step: int) -> list[int]:
-    """Sizes of equal blocks, the smallest that does to the largest allowed, rounded to ever more factors of two."""
+    """Sizes of the fewest equal blocks: the smallest that does, rounded to ever more factors of two."""
     least = math.ceil(number / math.ceil(number / limit))
     factors = [step << power for power in range(limit.bit_length())]
     sizes = {factor * math.ceil(least / factor) for factor in factors} | {limit}
@@ -75,8 +76,12 @@ def _count(joined: Sequence[int], up: int, radix: int, *, wide: bool) -> Counts:
     switches, ups, group = [math.prod(joined)], [up], 1
     for level, below in enumerate(joined):
         top = level == len(joined) - 1
-        ports = radix if top else radix // 2
-        above = ups[-1] if wide else _divisor_from(ups[-1], math.ceil(below * ups[-1] / ports))
+        if wide:
+            above = ups[-1]
+        elif top:
+            above = math.ceil(ups[-1] / (radix // below))  # as many links to each one below as the ports allow
+        else:
+            above = _divisor_from(ups[-1], math.ceil(below * ups[-1] / (radix // 2)))
         group *= above
         switches.append(math.prod(joined[level + 1 :]) * group)
         ups.append(0 if top else below * ups[-1] // above)

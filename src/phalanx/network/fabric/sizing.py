@@ -40,7 +40,7 @@ def split_t0(radix: int, tiers: int, oversubscription: float) -> tuple[int, int]
     if tiers == 1:
         return radix, 0
     up = math.ceil(radix / (1 + oversubscription))
-    return min(radix - up, math.floor(up * oversubscription)), up
+    return radix - up, up
 
 
 def most_hosts(radix: int, shape: Shape) -> int:

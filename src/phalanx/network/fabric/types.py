@@ -2,7 +2,8 @@
 
 Hosts are network interfaces (NICs): a GPU has one. Every NIC is split into `planes` ports of `port_gbps`, and each
 plane is a Clos of its own: T0 switches carry NICs, T1 join T0s, T2 (three tiers) join T1s. Uplink u of a T0 goes to
-T1 u mod `t1_per_pod` of its pod; with fewer T1s than uplinks that makes parallel links, equally many to each.
+T1 u mod `t1_per_pod` of its pod; with fewer T1s than uplinks that makes parallel links, as many as to each other T1
+or one fewer.
 """
 
 from __future__ import annotations

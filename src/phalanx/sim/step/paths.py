@@ -13,12 +13,14 @@ import numpy as np
 from phalanx.errors import mistake
 from phalanx.network.collectives import Group
 from phalanx.network.fabric.types import Fabric, Switch
+from phalanx.plan.layout import Layout
 from phalanx.plan.traffic import Groups
 from phalanx.sim.broken import NOTHING, Broken
+from phalanx.sim.broken import shares as working
 from phalanx.sim.fluid import solve
 from phalanx.sim.links import Floats, Ints, Links, links_of
 from phalanx.sim.matrices import flows
-from phalanx.sim.routes import Routing
+from phalanx.sim.routes import Routing, route
 
 AXES = ("tensor", "context", "data", "shard", "replica", "expert", "expert_data", "pipeline")
 SPRAYED_PATHS = 256  # entropy values per connection, over all planes (arXiv:2605.04333 section 2.1)
@@ -49,6 +51,7 @@ class AxisPath:
     hops: int  # switches between the farthest neighbours
     flows: int
     crossing: int  # flows that leave their T0
+    touched: int  # flows that ran over what is broken
     stalled: int  # flows without any working path
 
 
@@ -82,11 +85,19 @@ def check_size(fabric: Fabric, devices: int) -> None:
         )
 
 
-def axis_paths(fabric: Fabric, groups: Groups, devices: int, transport: Transport) -> dict[str, AxisPath]:
+def used_axes(layout: Layout, *, experts: bool) -> tuple[str, ...]:
+    """Axes that carry traffic under a layout."""
+    sharers = ("data",) if layout.zero == 0 else ("shard", "replica")
+    return ("tensor", "context", *sharers, "pipeline", *(("expert", "expert_data") if experts else ()))
+
+
+def axis_paths(
+    fabric: Fabric, groups: Groups, axes: tuple[str, ...], devices: int, transport: Transport
+) -> dict[str, AxisPath]:
     """Every axis that leaves its fast domain."""
     stride = _strides(groups)
     found = {}
-    for axis in AXES:
+    for axis in axes:
         group: Group = getattr(groups, axis)
         ranks, inside = int(np.max(group.ranks)), int(np.max(group.per_domain))
         if ranks > 1 and crosses_network(group, axis):
@@ -146,30 +157,34 @@ def _axis_path(fabric: Fabric, axis: str, source: Ints, target: Ints, transport:
     counts = near != far
     if not transport.broken.nothing:
         counts |= (near == FIRST_T0) | (far == FIRST_T0)
-    shares = np.ones(1)
+    shares, touched = np.ones(1), 0
     if counts.any():
-        shares = _shares(plane, fabric.planes, source[counts], target[counts], transport)
+        shares, touched = _shares(plane, fabric.planes, source[counts], target[counts], transport)
     return AxisPath(
         axis=axis,
         share=float(shares.min()),
         hops=_hops(links, near, far),
         flows=len(source),
         crossing=int((near != far).sum()),
+        touched=touched,
         stalled=int((shares <= 0).sum()),
     )
 
 
-def _shares(plane: Fabric, planes: int, source: Ints, target: Ints, transport: Transport) -> Floats:
-    """Share of line rate of each flow, over all planes."""
+def _shares(plane: Fabric, planes: int, source: Ints, target: Ints, transport: Transport) -> tuple[Floats, int]:
+    """Share of line rate of each flow, over all planes, and how many ran over what is broken."""
     traffic = flows(source, target, 1e6)
     routing = _routing(len(source), planes, edge=transport.edge)
     whole = solve(plane, traffic, routing=routing).share
     if transport.broken.nothing:
-        return whole
+        return whole, 0
     left = solve(plane, traffic, routing=routing, broken=transport.broken).share
-    shares = ((planes - 1) * whole + left) / planes
+    links = links_of(plane)
+    before = route(links, traffic, replace(routing, recovery="none"), working(links, transport.broken))
+    touched = len(np.unique(before.flow[before.cut]))
+    mixed = ((planes - 1) * whole + left) / planes
     # A QP stays on its port: when that is dead, the message never completes. Only a sender can leave a plane.
-    return shares if transport.edge else np.where(left > 0, shares, 0.0)
+    return (mixed if transport.edge else np.where(left > 0, mixed, 0.0)), touched
 
 
 def _routing(count: int, planes: int, *, edge: bool) -> Routing:

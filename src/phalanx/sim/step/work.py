@@ -119,7 +119,7 @@ def _passed(q: Question, done: Compute) -> float:
 
 
 def _layer_seconds(q: Question, done: Compute) -> tuple[float, float, float]:
-    """(forward, backward, the weight gradients in it) of one layer and micro-batch, as the plan's breakdown has them."""
+    """(forward, backward, weight gradients in it) of one layer and micro-batch, as the plan's breakdown has them."""
     breakdown, passed = q.plan.prediction.breakdown_s, _passed(q, done)
     kinds = {"matmul_s": done.matmul, "attention_s": done.attention, "elementwise_s": done.elementwise}
     forward = backward = 0.0

@@ -69,9 +69,7 @@ def _fitted(row: Row, comm: System, operation: Operation, nbytes: float, picked:
     sizes = " and ".join(_named(one.nbytes) for one in picked)
     if nbytes in (picked[0].nbytes, picked[1].nbytes):
         return calibrated(row, ours, "one of the two points its series is fitted on")
-    # the limit is on the time, and the row is a rate: 25 % too long is 20 % too slow, so the wider side is used
-    limit = allowed_error(nbytes)
-    return reproduced(row, ours, f"fitted on {sizes} of its series", tolerance=limit)
+    return reproduced(row, ours, f"fitted on {sizes}", tolerance=allowed_error(nbytes), inverse=True)
 
 
 def _modelled(row: Row, comm: System, operation: Operation, nbytes: float) -> Outcome | None:

@@ -87,9 +87,7 @@ def _ranked(row: Row) -> System | None:
     family = next((one for one in tables.FAMILIES if one in row.conditions.lower()), "hopper")
     nodes = ranks // per_node
     amd = "AMD" in row.conditions
-    return System(
-        nodes=nodes, per_node=per_node, family=family, ring=ring, nvls=None, cpu="amd" if amd else "intel"
-    )
+    return System(nodes=nodes, per_node=per_node, family=family, ring=ring, nvls=None, cpu="amd" if amd else "intel")
 
 
 def crossing(row: Row, _: Context) -> Outcome | None:

@@ -41,9 +41,9 @@ class Context:
 Reader = Callable[[Row, Context], Outcome | None]
 
 
-def reproduced(row: Row, ours: float, note: str, *, tolerance: float = TOLERANCE) -> Outcome:
-    """A number computed without the row's value."""
-    return _judged(row, "reproduced", ours, note, tolerance)
+def reproduced(row: Row, ours: float, note: str, *, tolerance: float = TOLERANCE, inverse: bool = False) -> Outcome:
+    """A number computed without the row's value; `inverse` judges 1/ours, as the time behind a rate."""
+    return _judged(row, "reproduced", ours, note, tolerance, inverse=inverse)
 
 
 def calibrated(row: Row, ours: float, note: str, *, tolerance: float = TOLERANCE) -> Outcome:
@@ -56,11 +56,12 @@ def skipped(row: Row, reason: str) -> Outcome:
     return Outcome(row=row, status="not attempted", note=reason)
 
 
-def _judged(row: Row, status: Status, ours: float, note: str, tolerance: float) -> Outcome:
+def _judged(row: Row, status: Status, ours: float, note: str, tolerance: float, *, inverse: bool = False) -> Outcome:
     if row.value is None:
         return skipped(row, "its value is no number")
     error = ours / row.value - 1 if row.value else ours
-    within = abs(error) <= tolerance + 1e-12
+    judged = row.value / ours - 1 if inverse and ours else error
+    within = abs(judged) <= tolerance + 1e-12
     if found := _RANGE.search(row.conditions):
         within = float(found[1]) <= ours <= float(found[2])
     elif found := _LEAST.search(row.conditions):

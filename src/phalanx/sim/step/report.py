@@ -1,0 +1,173 @@
+"""A step on a fabric beside the plan's prediction, with the difference in two parts: order and network.
+
+The timeline is run twice: with the plan's own rates, which shows what the order of events changes, and with the
+fabric's, which adds what the network changes. Plan, order and network add up to the step, line by line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from phalanx.network.fabric.types import Fabric
+from phalanx.plan.plan import Plan
+from phalanx.plan.reasons import PARTS
+from phalanx.plan.traffic import Groups
+from phalanx.sim.step.paths import AxisPath, Transport, axis_paths, check_size, derived_fabric, on_fabric, used_axes
+from phalanx.sim.step.question import Question, one, question
+from phalanx.sim.step.timeline import Timeline, simulate
+from phalanx.sim.step.work import COMPUTE_PARTS, work
+
+COMPUTE = "compute_s"
+TRAFFIC = ("tensor_s", "context_s", "expert_s", "pipeline_send_s", "shard_s", "gradient_s")
+LINES = (COMPUTE, *TRAFFIC, "bubble_s", "optimizer_s", "overhead_s")
+# part of the step -> axes whose traffic it is, the first that is in use counts
+AXES_OF = {
+    "tensor_s": ("tensor",),
+    "context_s": ("context",),
+    "expert_s": ("expert",),
+    "pipeline_send_s": ("pipeline",),
+    "shard_s": ("shard",),
+    "gradient_s": ("shard", "data", "expert_data"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One line of the step on the busiest stage: plan + order + network = exposed."""
+
+    part: str
+    name: str
+    wire_s: float
+    hidden_s: float
+    exposed_s: float
+    plan_s: float
+    order_s: float
+    network_s: float
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """A simulated step."""
+
+    job: str
+    layout: str
+    devices: int
+    fabric: Fabric
+    derived: bool  # from the cluster, for want of a named fabric
+    edge: bool  # packets sprayed by senders; otherwise QPs hashed by switches
+    step_s: float
+    plan_step_s: float
+    stage: int
+    stages: int
+    lines: tuple[Line, ...]
+    paths: tuple[AxisPath, ...]
+    stalled: bool  # some flow has no path: the step never ends, and its times are those of the others
+    timeline: Timeline = field(repr=False)
+
+    @property
+    def slowest_share(self) -> float:
+        """Of line rate, over all axes."""
+        return min((path.share for path in self.paths), default=1.0)
+
+
+def step_report(plan: Plan, fabric: Fabric | None, transport: Transport | None = None) -> StepReport:
+    """The plan's step on a fabric, or on a non-blocking one with the cluster's NICs."""
+    return _report(question(plan), fabric, transport or Transport())
+
+
+def _report(q: Question, named: Fabric | None, transport: Transport) -> StepReport:
+    plan, devices = q.plan, q.plan.layout.devices
+    fabric = named or derived_fabric(devices, plan.cluster.nic_bytes_per_s)
+    check_size(fabric, devices)
+    axes = used_axes(plan.layout, experts=q.ask.model.is_moe)
+    paths = axis_paths(fabric, q.groups, axes, devices, transport)
+    groups = on_fabric(q.groups, paths, fabric, nic=one(q.ask.physics.nic), ideal=named is None)
+    ordered, timeline = simulate(work(q, q.groups)), simulate(work(q, groups))
+    return StepReport(
+        job=plan.job.name,
+        layout=plan.layout.name,
+        devices=devices,
+        fabric=fabric,
+        derived=named is None,
+        edge=transport.edge,
+        step_s=timeline.step_s,
+        plan_step_s=plan.prediction.step_s,
+        stage=timeline.busiest,
+        stages=plan.layout.pipeline,
+        lines=_lines(q, groups, paths, ordered, timeline),
+        paths=tuple(paths.values()),
+        stalled=any(path.stalled for path in paths.values()),
+        timeline=timeline,
+    )
+
+
+def _lines(
+    q: Question, groups: Groups, paths: dict[str, AxisPath], ordered: Timeline, timeline: Timeline
+) -> tuple[Line, ...]:
+    stage = timeline.busiest
+    planned = _planned(q.plan)
+    lines = []
+    for part in LINES:
+        exposed, wire = timeline.device_s[stage].get(part, 0.0), timeline.wire_s[stage].get(part, 0.0)
+        if not (exposed or wire or planned[part]):
+            continue
+        in_order = ordered.device_s[stage].get(part, 0.0)
+        line = Line(
+            part=part,
+            name="compute" if part == COMPUTE else PARTS[part],
+            wire_s=wire,
+            hidden_s=max(0.0, wire - exposed),
+            exposed_s=exposed,
+            plan_s=planned[part],
+            order_s=in_order - planned[part],
+            network_s=exposed - in_order,
+            why=_why(q, groups, paths, part),
+        )
+        lines.append(line)
+    return tuple(lines)
+
+
+def _planned(plan: Plan) -> dict[str, float]:
+    """The plan's seconds of each line; all compute is one."""
+    parts = plan.prediction.breakdown_s
+    compute = sum(parts[name] for name in (*COMPUTE_PARTS, "head_s"))
+    return {part: compute if part == COMPUTE else parts[part] for part in LINES}
+
+
+def _why(q: Question, groups: Groups, paths: dict[str, AxisPath], part: str) -> str:
+    """What the simulation does otherwise than the plan on this line."""
+    if part == COMPUTE:
+        return "the plan's own seconds"
+    if part == "bubble_s":
+        return f"stages of {_layers(q)} wait for each other; traffic of a stage that waits anyway costs nothing"
+    if part in ("optimizer_s", "overhead_s"):
+        return "the plan's own seconds"
+    network = _network(q, groups, paths, part)
+    if part == "shard_s":
+        sharp = one(q.ask.profile.shard_sharpness)
+        return f"one layer is fetched ahead; the plan joins compute and traffic by a {sharp:.3g}-norm. {network}"
+    if part == "gradient_s":
+        return f"reduced as each layer's backward ends, in gaps of the pipeline too. {network}"
+    return network
+
+
+def _layers(q: Question) -> str:
+    stages = q.plan.layout.pipeline
+    each = q.ask.model.layers / stages
+    return (
+        f"{each:.3g} layers" if each == int(each) else f"{int(each)} and {int(each) + 1} layers, the head on the last,"
+    )
+
+
+def _network(q: Question, groups: Groups, paths: dict[str, AxisPath], part: str) -> str:
+    axis = next((axis for axis in AXES_OF[part] if axis in paths), None)
+    if axis is None:
+        return "inside a fast domain: no network"
+    path = paths[axis]
+    planned, here = getattr(q.groups, axis), getattr(groups, axis)
+    rate = "nic_bytes_per_s" if part in ("pipeline_send_s", "context_s") else "network_bytes_per_s"
+    return (
+        f"{one(getattr(planned, rate)) / 1e9:.3g} GB/s a NIC in the plan, {one(getattr(here, rate)) / 1e9:.3g} here: "
+        f"slowest flow at {path.share:.2f} of line rate, {path.hops} switch{'es' if path.hops > 1 else ''}"
+    )

@@ -1,0 +1,100 @@
+"""A simulated step as a person reads it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from phalanx.columns import table
+from phalanx.sim.step.breaks import PARTS, Aftermath
+from phalanx.sim.step.paths import HASHED_QPS, SPRAYED_PATHS
+from phalanx.sim.step.report import Line, StepReport
+from phalanx.units import format_seconds
+
+NOTHING = 5e-4  # of the step: smaller differences are not explained
+
+
+def render(report: StepReport) -> str:
+    """The step, where its time goes beside the plan, and why the two differ."""
+    apart = report.step_s / report.plan_step_s - 1.0
+    parts = [
+        f"{report.job}: {report.layout} on {report.devices:,} devices",
+        f"  step      {format_seconds(report.step_s)}; the plan predicts {format_seconds(report.plan_step_s)} "
+        f"({apart:+.1%})",
+        f"  fabric    {_fabric(report)}",
+        f"  busiest   stage {report.stage} of {report.stages}",
+        "",
+        "WHERE THE TIME GOES (seconds of the busiest stage; plan + order + network = shown)",
+        *_lines(report),
+        "",
+        "WHY IT DIFFERS FROM THE PLAN",
+        *_reasons(report),
+    ]
+    return "\n".join(parts)
+
+
+def _fabric(report: StepReport) -> str:
+    f = report.fabric
+    if report.derived:
+        return f"none named: one non-blocking plane, {f.nic_gbps:g} Gb/s per device (name one with --fabric)"
+    route = f"packets over {SPRAYED_PATHS} paths" if report.edge else f"{HASHED_QPS} hashed QPs (ECMP)"
+    planes = f"{f.planes} plane{'s' if f.planes > 1 else ''}"
+    tiers = f"{f.tiers} tier{'s' if f.tiers > 1 else ''}"
+    return f"{f.name}: {f.hosts:,} NICs of {f.nic_gbps:g} Gb/s, {planes}, {tiers}, {route}"
+
+
+def _lines(report: StepReport) -> list[str]:
+    rows: list[tuple[str, ...]] = [("", "wire", "hidden", "shown", "plan", "order", "network")]
+    rows += [_row(line) for line in report.lines]
+    order_s, network_s = sum(line.order_s for line in report.lines), sum(line.network_s for line in report.lines)
+    rows.append(("step", "", "", _s(report.step_s), _s(report.plan_step_s), _change(order_s), _change(network_s)))
+    return [f"  {line}" for line in table(rows, right=range(1, 7))]
+
+
+def _row(line: Line) -> tuple[str, ...]:
+    wires = (_s(line.wire_s), _s(line.hidden_s)) if line.wire_s else ("", "")
+    return (line.name, *wires, _s(line.exposed_s), _s(line.plan_s), _change(line.order_s), _change(line.network_s))
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.4f}"
+
+
+def _change(seconds: float) -> str:
+    return f"{seconds:+.4f}" if abs(seconds) >= 5e-5 else "-"
+
+
+def _reasons(report: StepReport) -> list[str]:
+    told = [
+        f"  {line.name}: {_moves(line)}; {line.why}"
+        for line in report.lines
+        if abs(line.order_s) + abs(line.network_s) > NOTHING * report.plan_step_s
+    ]
+    return told or [f"  no line differs by more than {NOTHING:.2%} of the step"]
+
+
+def _moves(line: Line) -> str:
+    moved = {"order": line.order_s, "network": line.network_s}
+    return ", ".join(f"{name} {_signed(seconds)}" for name, seconds in moved.items() if abs(seconds) >= 5e-5)
+
+
+def _signed(seconds: float) -> str:
+    return f"{'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))}"
+
+
+def render_break(kind: str, found: Sequence[Aftermath]) -> str:
+    """A failure under both ways of recovering, side by side."""
+    rows: list[tuple[str, ...]] = [("", *(one.recovery for one in found))]
+    rows.append(("step before", *(format_seconds(one.healthy_s) for one in found)))
+    rows.append(("step in which it breaks", *(_ends(one.during_s) for one in found)))
+    rows.append(("steps after", *(_ends(one.after_s) for one in found)))
+    rows.append(("connections touched", *(f"{one.touched:,} of {one.flows:,}" for one in found)))
+    rows.append(("left without a path", *(f"{one.stalled:,}" for one in found)))
+    rows.append(("slowest flow, of line rate", *(f"{one.share:.2f}" for one in found)))
+    rows.append(("restart", *(format_seconds(one.restart_s) if one.restart_s else "-" for one in found)))
+    columns = range(1, len(found) + 1)
+    return "\n".join([f"WHEN {PARTS[kind].upper()} BREAKS", *(f"  {line}" for line in table(rows, right=columns))])
+
+
+def _ends(seconds: float) -> str:
+    return format_seconds(seconds) if math.isfinite(seconds) else "job stops"

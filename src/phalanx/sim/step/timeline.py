@@ -1,0 +1,198 @@
+"""The step as events: every stage works down its schedule as soon as what it needs has arrived."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from phalanx.sim.step.lanes import BACKGROUND, BUBBLE, SENDS, Lanes, Span
+from phalanx.sim.step.schedule import Task, order
+from phalanx.sim.step.work import Work
+
+GRADIENT, SHARD, SEND = "gradient_s", "shard_s", "pipeline_send_s"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """A step: when what ran, and of every stage where its time went (`device_s` adds up to the step)."""
+
+    step_s: float
+    spans: tuple[Span, ...]
+    device_s: tuple[dict[str, float], ...]
+    wire_s: tuple[dict[str, float], ...]
+
+    @property
+    def busiest(self) -> int:
+        """The stage that idles least: the one the plan's breakdown is about."""
+        idle = [parts.get(BUBBLE, 0.0) for parts in self.device_s]
+        return idle.index(min(idle))
+
+
+def simulate(work: Work) -> Timeline:
+    """Run one step."""
+    stages = [Lanes(number) for number in range(work.stages)]
+    for lanes in stages:
+        _gather(work, lanes)
+    if work.sharing[0].layer_gather_s > 0:
+        _Sharded(work, stages[0]).run()
+    else:
+        _Pipeline(work, stages).run()
+    return _finish(work, stages)
+
+
+def _gather(work: Work, lanes: Lanes) -> None:
+    """Updated parameters arrive (ZeRO-1 and 2) while the first forward runs, as far as they may."""
+    shared = work.sharing[lanes.stage]
+    forward_s = work.layers[lanes.stage] * work.forward.compute_s
+    lanes.queue(BACKGROUND, 0.0, shared.gather_s, "gather parameters", GRADIENT)
+    hidden = min(shared.gather_s, forward_s) * shared.gather_overlap
+    lanes.busy(shared.gather_s - hidden, "wait for parameters", GRADIENT)
+
+
+def _finish(work: Work, stages: list[Lanes]) -> Timeline:
+    """Gradients that could not hide, the norm that all stages wait for, the update."""
+    for lanes in stages:
+        shared = work.sharing[lanes.stage]
+        late = shared.reduce_s * (1.0 - shared.overlap)
+        done = lanes.queue(BACKGROUND, lanes.now_s, late, "reduce the rest", GRADIENT)
+        lanes.wait(done, SHARD if shared.layer_gather_s > 0 else GRADIENT)
+        lanes.busy(shared.after_s, "factor gradients", GRADIENT)
+    together = max(lanes.now_s for lanes in stages)
+    for lanes in stages:
+        lanes.wait(together, BUBBLE)
+        lanes.busy(work.optimizer_s, "optimizer", "optimizer_s")
+        lanes.busy(work.host_step_s, "host", "overhead_s")
+    return Timeline(
+        step_s=max(lanes.now_s for lanes in stages),
+        spans=tuple(sorted((span for lanes in stages for span in lanes.spans), key=lambda span: span.start_s)),
+        device_s=tuple(dict(lanes.device_s) for lanes in stages),
+        wire_s=tuple(dict(lanes.wire_s) for lanes in stages),
+    )
+
+
+class _Pipeline:
+    """Stages that hand activations forward and gradients back; a pipeline of one stage is the plain case."""
+
+    def __init__(self, work: Work, stages: list[Lanes]) -> None:
+        self.work, self.stages = work, stages
+        shape = {"stages": work.stages, "chunks": work.chunks, "micros": work.micros}
+        self.left = [deque(order(work.schedule, lanes.stage, **shape)) for lanes in stages]
+        self.arrived: dict[tuple[str, int, int], float] = {}  # kind, micro-batch, place in the model -> seconds
+        self.weights: list[deque[Task]] = [deque() for _ in stages]  # weight gradients that wait (zero-bubble)
+
+    def run(self) -> None:
+        """Round after round, each stage as far as it knows when its next input comes."""
+        waiting = True
+        while waiting:
+            moved = [self._advance(lanes) for lanes in self.stages]
+            waiting = any(self.left)
+            assert any(moved) or not waiting, "the schedule waits for itself"
+        for lanes in self.stages:
+            while self.weights[lanes.stage]:
+                self._weight(lanes)
+
+    def _advance(self, lanes: Lanes) -> bool:
+        mine, moved = self.left[lanes.stage], False
+        while mine:
+            ready = self._ready(lanes.stage, mine[0])
+            if ready is None:
+                break
+            pending = self.weights[lanes.stage]
+            # ZB-H1 holds no more than the first stage of 1F1B: stage s has s micro-batches less under way, and so many
+            # weight gradients may wait there (Qi et al., arXiv:2401.10241, section 2.1).
+            if pending and (ready > lanes.now_s or len(pending) > lanes.stage):
+                self._weight(lanes)
+            else:
+                lanes.wait(ready, BUBBLE)
+                self._do(lanes, mine.popleft())
+            moved = True
+        return moved
+
+    def _place(self, stage: int, chunk: int) -> int:
+        return chunk * self.work.stages + stage
+
+    def _last(self) -> int:
+        return self.work.chunks * self.work.stages - 1
+
+    def _ready(self, stage: int, task: Task) -> float | None:
+        """When the input of a task is there; None while nobody knows."""
+        place = self._place(stage, task.chunk)
+        if (task.kind == "F" and place == 0) or (task.kind == "B" and place == self._last()):
+            return 0.0
+        return self.arrived.get((task.kind, task.micro, place))
+
+    def _do(self, lanes: Lanes, task: Task) -> None:
+        work, forward = self.work, task.kind == "F"
+        layers = work.layers[lanes.stage] / work.chunks
+        each = work.forward if forward else work.backward
+        holds_head = self._place(lanes.stage, task.chunk) == self._last()
+        head = (work.head_forward_s if forward else work.head_backward_s) * holds_head
+        if forward:
+            lanes.busy(work.host_micro_s / work.chunks, "host", "overhead_s")
+        name = f"{task.kind}{task.micro}" + (f".{task.chunk}" if work.chunks > 1 else "")
+        start = lanes.now_s
+        later = 0.0 if forward else work.weight_s
+        lanes.run(layers * (each.compute_s - later) + head, each.inner, layers, name)
+        if later > 0:
+            self.weights[lanes.stage].append(task)
+        elif not forward:
+            self._reduce(lanes, task, start)
+        self._send(lanes, task, name)
+
+    def _send(self, lanes: Lanes, task: Task, name: str) -> None:
+        step = 1 if task.kind == "F" else -1
+        place = self._place(lanes.stage, task.chunk) + step
+        if not 0 <= place <= self._last():
+            return
+        arrives = lanes.queue(SENDS, lanes.now_s, self.work.send_s, f"send {name}", SEND)
+        self.arrived[task.kind, task.micro, place] = arrives
+        lanes.busy(self.work.send_s * self.work.send_exposed, f"send {name}", SEND)
+
+    def _weight(self, lanes: Lanes) -> None:
+        task = self.weights[lanes.stage].popleft()
+        start = lanes.now_s
+        lanes.busy(self.work.layers[lanes.stage] / self.work.chunks * self.work.weight_s, f"W{task.micro}", "compute_s")
+        self._reduce(lanes, task, start)
+
+    def _reduce(self, lanes: Lanes, task: Task, start_s: float) -> None:
+        """Buckets of gradients leave while backward makes the next: of the last micro-batch, with ZeRO-2 of each."""
+        shared = self.work.sharing[lanes.stage]
+        last = task.micro == self.work.micros - 1
+        seconds = shared.reduce_s * shared.overlap if last else shared.again_s
+        buckets = max(1, round(self.work.layers[lanes.stage] / self.work.chunks))
+        each = seconds / self.work.chunks / buckets
+        for number in range(buckets if each > 0 else 0):
+            ready = start_s + (lanes.now_s - start_s) * (number + 1) / buckets
+            lanes.queue(BACKGROUND, ready, each, f"reduce {task.micro}", GRADIENT)
+
+
+class _Sharded:
+    """ZeRO-3 without a pipeline: layer by layer, the next layer's parameters under way while this one computes."""
+
+    def __init__(self, work: Work, lanes: Lanes) -> None:
+        self.work, self.lanes = work, lanes
+        self.gather_s = work.sharing[0].layer_gather_s
+        self.scatter_s = work.sharing[0].layer_scatter_s
+
+    def run(self) -> None:
+        work, lanes = self.work, self.lanes
+        for micro in range(work.micros):
+            lanes.busy(work.host_micro_s, "host", "overhead_s")
+            self._direction(f"F{micro}", forward=True)
+            lanes.busy(work.head_forward_s + work.head_backward_s, f"head {micro}", "compute_s")
+            self._direction(f"B{micro}", forward=False)
+
+    def _direction(self, name: str, *, forward: bool) -> None:
+        lanes, each = self.lanes, self.work.forward if forward else self.work.backward
+        layers = self.work.layers[0]
+        here = self._fetch(name)
+        for number in range(layers):
+            lanes.wait(here, SHARD)
+            if number + 1 < layers:
+                here = self._fetch(name)
+            lanes.run(each.compute_s, each.inner, 1.0, name)
+            if not forward:
+                lanes.queue(BACKGROUND, lanes.now_s, self.scatter_s, f"scatter {name}", SHARD)
+
+    def _fetch(self, name: str) -> float:
+        return self.lanes.queue(BACKGROUND, self.lanes.now_s, self.gather_s, f"gather {name}", SHARD)

@@ -1,0 +1,68 @@
+"""The outcomes of a table, for a terminal."""
+
+from __future__ import annotations
+
+from phalanx.columns import table
+from phalanx.sim.validate.outcome import Outcome
+from phalanx.sim.validate.run import NetworkCard, SourceScore
+
+WIDTH = 58  # of a quantity with its conditions
+
+
+def text(card: NetworkCard) -> str:
+    """Rows by source, then the summary."""
+    lines: list[str] = []
+    for score in card.sources:
+        lines += [score.source or "(no source)"]
+        mine = [one for one in card.outcomes if one.row.source == score.source]
+        lines += ["  " + line for line in table([_cells(one) for one in mine], right=(1, 2, 3))]
+        lines += [""]
+    return "\n".join(lines + summary(card))
+
+
+def summary(card: NetworkCard) -> list[str]:
+    """Counts and errors by source."""
+    head = ("source", "rows", "reproduced", "within", "calibrated", "not attempted", "median error", "worst")
+    rows = [head, *(_score(one) for one in (*card.sources, card.total))]
+    return [*table(rows, right=range(1, len(head))), "", *_words(card)]
+
+
+def _words(card: NetworkCard) -> list[str]:
+    whole = card.total
+    return [
+        f"{whole.rows:,} rows: {whole.reproduced:,} reproduced ({whole.within:,} within their tolerance), "
+        f"{whole.calibrated:,} calibrated (we took the number from there: no evidence), "
+        f"{whole.not_attempted:,} not attempted",
+    ]
+
+
+def _cells(one: Outcome) -> tuple[str, ...]:
+    row = one.row
+    named = _cut(f"{row.quantity} | {row.conditions}" if row.conditions else row.quantity)
+    theirs = f"{_number(row.value)} {row.unit}".strip()
+    if one.status == "not attempted":
+        return named, theirs, "", "", f"not attempted: {one.note}"
+    flag = "" if one.within else f", outside ±{100 * (one.tolerance or 0):.3g} %"
+    return named, theirs, _number(one.ours), _error(one), f"{one.status}{flag}: {one.note}"
+
+
+def _cut(words: str) -> str:
+    return words if len(words) <= WIDTH else words[: WIDTH - 1] + "…"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "?"
+    return f"{value:,.0f}" if value == int(value) and abs(value) < 1e12 else f"{value:.4g}"
+
+
+def _error(one: Outcome) -> str:
+    if one.error is None:
+        return ""
+    return f"{100 * one.error:+.1f} %" if one.row.value else f"{one.error:+.3g}"
+
+
+def _score(one: SourceScore) -> tuple[str, ...]:
+    errors = (f"{100 * value:.1f} %" if value is not None else "" for value in (one.median_error, one.worst_error))
+    counts = (one.rows, one.reproduced, one.within, one.calibrated, one.not_attempted)
+    return (_cut(one.source), *(f"{number:,}" for number in counts), *errors)

@@ -1,0 +1,126 @@
+"""Traffic matrices, and the collectives of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from phalanx.errors import UserError
+from phalanx.network.fabric.parse import parse_fabric
+from phalanx.plan.mapping import AxisUse
+from phalanx.sim import collect, fluid, matrices, routes, simulate, wire
+
+
+@pytest.mark.parametrize("name", [name for name in matrices.TRAFFIC if name != "incast"])
+def test_traffic_touches_everyone_evenly(name: str) -> None:
+    flows = matrices.traffic(name, 64, 1e6)
+    assert set(flows.source) == set(flows.target) == set(range(64))
+    assert flows.source.min() >= 0
+    assert flows.target.max() < 64
+
+
+def test_shapes_of_traffic() -> None:
+    assert len(matrices.all_to_all(16, 15.0)) == 240
+    assert matrices.all_to_all(16, 15.0).nbytes[0] == 1.0
+    assert len(matrices.tree(16, 1.0)) == 30
+    assert np.bincount(matrices.tree(16, 1.0).target, minlength=16).max() == 3  # a parent and two children
+    assert (matrices.hierarchical(64, 1.0).target - matrices.hierarchical(64, 1.0).source)[0] == 8
+    incast = matrices.incast(64, 1.0, senders=5)
+    assert len(set(incast.target[:5].tolist())) == 1
+    assert incast.source[5] == incast.source[4]
+    assert incast.target[5] != incast.target[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts", "nbytes", "text"),
+    [
+        ("permutaton", 8, 1.0, "use permutation"),
+        ("ring", 8, 0.0, "0 bytes"),
+        ("ring", 8, float("nan"), "nan bytes"),
+        ("ring", 1, 1.0, "1 hosts are too few"),
+        ("all-to-all", 131_072, 1.0, "use at most"),
+    ],
+)
+def test_bad_traffic_is_refused(name: str, hosts: int, nbytes: float, text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        matrices.traffic(name, hosts, nbytes)
+    assert text in str(caught.value)
+
+
+def use(**changes: object) -> AxisUse:
+    base = AxisUse(
+        axis="data",
+        size=8,
+        stride=4,
+        tier="",
+        operation="all-gather",
+        algorithm="ring",
+        next_best="",
+        bytes_per_step=8e6,
+        wire_s=1.0,
+        shown_s=0.0,
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def test_ring_uses_the_nics_of_all_members_of_a_domain() -> None:
+    flows = collect.axis_flows(use(), ranks=64, domain=8)  # two members in each domain of 8: half each
+    assert flows is not None
+    assert len(flows) == 64
+    assert flows.nbytes[0] == 4e6
+    assert flows.target[:4].tolist() == [8, 9, 10, 11]
+    assert flows.target[flows.source == 31].tolist() == [7]  # the group's end goes round
+    assert collect.axis_flows(use(size=2), ranks=64, domain=8) is None
+
+
+def test_hierarchical_sends_less_than_a_ring_and_a_tree_has_edges() -> None:
+    ring = collect.axis_flows(use(operation="all-reduce"), 64, 8)
+    level = collect.axis_flows(use(operation="all-reduce", algorithm="hierarchical"), 64, 8)
+    tree = collect.axis_flows(use(operation="all-reduce", algorithm="tree"), 64, 8)
+    assert ring is not None
+    assert level is not None
+    assert tree is not None
+    assert level.nbytes[0] == pytest.approx(ring.nbytes[0] * (3 / 4) / (7 / 8))
+    # Four domains make three edges; each of 2 groups' 8 places carries its part of the sum both ways.
+    assert len(tree) == 2 * 3 * 8 * 2
+    assert tree.nbytes[0] == pytest.approx(8e6 / (2 * 7 / 8) / 2)
+    assert set((tree.source // 8 - tree.target // 8).tolist()) <= {-1, 1, -2, 2}
+
+
+def test_pipeline_and_all_to_all_stay_out_of_the_domain() -> None:
+    stages = collect.axis_flows(use(operation="send", algorithm="p2p", size=4, stride=16), 64, 8)
+    assert stages is not None
+    assert len(stages) == 2 * 48
+    everyone = collect.axis_flows(use(operation="all-to-all", algorithm="direct", size=16, stride=1), 64, 8)
+    assert everyone is not None
+    assert len(everyone) == 64 * 8  # the eight in the other domain
+    assert everyone.nbytes[0] == pytest.approx(8e6 / 15)
+
+
+def test_ring_on_a_full_fabric_takes_the_time_of_its_bytes() -> None:
+    fabric = parse_fabric("clos2:64x400G/1p/16/8r")
+    flows = collect.axis_flows(use(), 64, 8)
+    assert flows is not None
+    done = fluid.complete(fabric, flows, routing=routes.spray(64), wire=wire.IDEAL)
+    assert done.tail_s == pytest.approx(4e6 * 8 / 400e9, rel=0.05)
+
+
+def test_simulate_by_name_and_its_mistakes() -> None:
+    fabric = parse_fabric("clos2:64x800G/8p/16")
+    found = simulate.simulate(fabric, "permutation", spread="adaptive", failed=["transceiver:3", "t1:0/2"])
+    assert found["stalled_flows"] == 2
+    assert found["paths"] == 128
+    assert 0 < float(str(found["rate_mean"])) <= 1
+    for call, text in (
+        ({"failed": ["plug:1"]}, '"plug:1" names no part'),
+        ({"failed": ["nic:9/9"]}, "there is no (9, 9)"),
+        ({"spread": "adaptve"}, "use adaptive"),
+        ({"wire": "x"}, "use mrc, htsim, ideal"),
+        ({"left": 2.0}, "2 of the capacity"),
+        ({"paths": -4}, "-4 paths"),
+    ):
+        with pytest.raises(UserError) as caught:
+            simulate.simulate(fabric, "ring", **call)  # type: ignore[arg-type]
+        assert text in str(caught.value)
