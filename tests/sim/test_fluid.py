@@ -71,6 +71,26 @@ def test_recovery_at_the_edge_keeps_what_conventional_routing_loses() -> None:
     assert mean["none"].mean < mean["conventional"].mean <= mean["edge"].mean + 0.02
 
 
+@pytest.mark.parametrize("text", ["clos2:96x100G/1p/16/3:1", "clos3:128x800G/8p/8", "clos2:40x800G/8p/16"])
+def test_all_paths_are_the_limit_of_many(text: str) -> None:
+    fabric = parse_fabric(text)
+    flows = matrices.permutation(fabric.hosts, 1.0, seed=1)
+    limit = fluid.solve(fabric, flows, routing=routes.every_path(fabric.planes))
+    many = fluid.solve(fabric, flows, routing=routes.spray(128 * fabric.planes))
+    assert many.share == pytest.approx(limit.share, abs=0.1)
+    assert (many.mean, limit.mean) == pytest.approx((limit.mean, many.mean), rel=0.02)
+
+
+def test_all_paths_lose_exactly_what_is_broken() -> None:
+    """1/8 of a NIC with one of its ports, and one of a T0's 8 uplinks for the 8 hosts that all cross the top."""
+    fabric = parse_fabric("clos2:64x800G/8p/16/wide")
+    flows, every = matrices.shift(64, 1e6), routes.every_path(8)
+    assert fluid.solve(fabric, flows, routing=every, broken=Broken(nics=((2, 5),))).slowest == pytest.approx(7 / 8)
+    cable = fluid.solve(fabric, flows, routing=every, broken=Broken(uplinks=((0, 0, 0),)))
+    assert cable.slowest == pytest.approx((7 + 7 / 8) / 8)
+    assert (cable.share < 1).sum() == 16  # those under this T0, and those who send to them
+
+
 def test_one_path_permutation_on_leaf_spine() -> None:
     """0.529 of line rate on 1,024 hosts (network_validation.csv): one draw; 200 seeds give 0.524 with sigma 0.0084."""
     found = [

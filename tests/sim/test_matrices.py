@@ -113,6 +113,8 @@ def test_simulate_by_name_and_its_mistakes() -> None:
     assert found["stalled_flows"] == 2
     assert found["paths"] == 128
     assert 0 < float(str(found["rate_mean"])) <= 1
+    ideal = simulate.simulate(fabric, "permutation")
+    assert ideal["rate_slowest"] == pytest.approx(1.0)
     for call, text in (
         ({"failed": ["plug:1"]}, '"plug:1" names no part'),
         ({"failed": ["nic:9/9"]}, "there is no (9, 9)"),

@@ -16,7 +16,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("fabric", metavar="FABRIC", help="clos2:131072x800G/8p/512, a .toml file or a name")
     parser.add_argument("--traffic", metavar="NAME", default="permutation", help="permutation, incast, ring, … ")
     parser.add_argument("--bytes", dest="nbytes", metavar="B", default="2M", help="sent by each host (2M)")
-    parser.add_argument("--routing", metavar="HOW", default="adaptive", help="flow, qp, oblivious or adaptive")
+    parser.add_argument("--routing", metavar="HOW", default="all", help="flow, qp, oblivious, adaptive or all (paths)")
     parser.add_argument("--paths", metavar="K", type=int, default=0, help="per flow: QPs or sprayed paths")
     parser.add_argument(
         "--fail",
@@ -72,7 +72,8 @@ def _text(found: dict[str, Any]) -> str:
         f"  rate      mean {found['rate_mean']:.3f} of line rate, median {found['rate_median']:.3f}, "
         f"slowest 1 % {found['rate_p1']:.3f}, slowest {found['rate_slowest']:.3f}",
         f"  links     {found['full_links']:,} full, {found['idle_links']:,} idle",
-        f"  done      mean {_seconds(found['mean_s'])}, 99 % {_seconds(found['p99_s'])}, last {_seconds(found['tail_s'])}",
+        f"  done      mean {_seconds(found['mean_s'])}, 99 % {_seconds(found['p99_s'])}, "
+        f"last {_seconds(found['tail_s'])}",
     ]
     if found["stalled_flows"]:
         lines.append(f"  stalled   {found['stalled_flows']:,} flows have no working path")

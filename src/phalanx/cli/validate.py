@@ -17,7 +17,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "table",
         metavar="TABLE.csv",
-        help="runs with the columns of throughput_public.csv, or network claims (source,quantity,value,unit,conditions)",
+        help="runs (columns of throughput_public.csv) or network claims (source,quantity,value,unit,conditions)",
     )
     parser.add_argument("--predictions", metavar="OUT.csv", help="write id,step_s,step_s_lo,step_s_hi,mem_gb,fits")
     parser.add_argument(

@@ -1,7 +1,8 @@
 """Constants of NCCL 2.30's tuning model, for every algorithm, protocol and GPU family.
 
 Read in NVIDIA/nccl src/graph/tuning.cc (2.30.7 @5067397c), src/graph/topo.h and src/graph/search.cc; numbers are NCCL's
-(Apache-2.0), the code around them is ours. Microseconds and GB/s; triples are LL / LL128 / Simple or 1 / 2 / more nodes.
+(Apache-2.0), the code around them is ours. Microseconds and GB/s; triples are LL / LL128 / Simple, or one, two and more
+nodes.
 """
 
 from __future__ import annotations

@@ -173,6 +173,8 @@ def _case(fabric: Fabric, flows: Flows, routing: Routing, broken: Broken) -> _Ca
     routes = route(links, flows, routing, left)
     capacity = links.capacity() if left is None else links.capacity() * left
     hops = routes.links
+    if routing.spread == "all":
+        capacity = links.bundled(capacity)
     if routing.spread == "oblivious":
         # Each path begins behind a link of its own that lets an equal part of the NIC through: senders take paths in
         # turn, and what a full link drops is sent again on the next.

@@ -91,6 +91,17 @@ class Links:
         """Bits per second of every link when nothing is broken."""
         return np.full(self.count, self.fabric.port_gbps * 1e9)
 
+    def bundled(self, capacity: Floats) -> Floats:
+        """Capacities with a T0's uplinks, and a pod's, as one link each, which stands in the place of the first."""
+        f, joined = self.fabric, capacity.reshape(self.fabric.planes, self.per_plane).copy()
+        first, pod = 2 * f.hosts, self.t1_per_pod * self.t1_up
+        for size, blocks in ((f.t0_up, 2 * f.t0), (pod, 2 * f.pods)):
+            if f.tiers > 1 and size:
+                part = joined[:, first : first + size * blocks].reshape(f.planes, blocks, size)
+                part[:, :, 0] = part.sum(axis=2)
+                first += size * blocks
+        return joined.reshape(-1)
+
 
 def links_of(fabric: Fabric) -> Links:
     """The links of a fabric; raises UserError when it cannot be one."""

@@ -1,8 +1,9 @@
 """Paths of flows as arrays: which links each sub-flow takes, chosen by a seeded hash.
 
 Routing is by flow (ECMP), by QP (several hashed paths that each carry their part), or by packet (spraying over a set
-of paths, equal per plane). Per packet comes in two kinds: `oblivious` puts the same share on every path, `adaptive`
-lets each path carry what it can (ECN skips a busy path; arXiv:2605.04333 section 2.1).
+of paths, equal per plane). Per packet comes in three kinds: `oblivious` offers the same share to every path, `adaptive`
+lets each path carry what it can (ECN skips a busy path; arXiv:2605.04333 section 2.1), and `all` is where that tends to
+with many paths: every path of a plane is used and the cables between two tiers act as one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from phalanx.sim.links import Floats, Ints, Links
 from phalanx.sim.matrices import Flows
 
 Hops = NDArray[np.int32]  # [sub-flow, hop]
+Spread = Literal["flow", "qp", "oblivious", "adaptive", "all"]
 Recovery = Literal["none", "conventional", "edge"]
 
 # int32 links of a path of two tiers: 16 bytes; 34 million sub-flows are 0.5 GB and as much again in the solver.
@@ -29,8 +31,8 @@ ATTEMPTS = 32  # fresh hashes before a sub-flow counts as cut off: 1 in 4 billio
 class Routing:
     """How flows choose paths."""
 
-    spread: Literal["flow", "qp", "oblivious", "adaptive"]
-    paths: int = 1  # per flow: QPs or entropy values
+    spread: Spread
+    paths: int = 1  # per flow: QPs or entropy values; of `all` one for each plane
     planes: Literal["hash", "equal"] = "equal"  # which plane a path takes: any, or in turn so that all get the same
     rails: bool = False  # NVLink first takes data to the NIC on the receiver's rail (NCCL's PXN)
     recovery: Recovery = "edge"  # who leaves dead paths: nobody, switches that rehash, or the sender
@@ -58,6 +60,11 @@ def spray(paths: int, *, adaptive: bool = True, seed: int = 0, recovery: Recover
     return Routing(spread="adaptive" if adaptive else "oblivious", paths=paths, seed=seed, recovery=recovery)
 
 
+def every_path(planes: int) -> Routing:
+    """Packets over all paths of all planes, evenly."""
+    return Routing(spread="all", paths=planes)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routes:
     """Links of every sub-flow, in the order of travel; -1 where a path is shorter."""
@@ -82,13 +89,15 @@ def route(links: Links, flows: Flows, routing: Routing, left: Floats | None = No
         source = source // links.fabric.rails * links.fabric.rails + target % links.fabric.rails
     taken = _paths(links, source, target, turn, _hash(number, routing.seed), routing)
     cut = np.zeros(len(number), dtype=bool)
-    if left is not None:
+    if left is not None and routing.spread != "all":  # there a bundle of cables is slower, not cut
         taken, cut = _around(links, source, target, turn, number, routing, taken, left)
     return Routes(flow=flow.astype(np.int32), links=taken, cut=cut)
 
 
 def _paths(links: Links, source: Ints, target: Ints, turn: Ints, drawn: NDArray[np.uint64], routing: Routing) -> Hops:
     f = links.fabric
+    if routing.spread == "all":
+        drawn = np.zeros_like(drawn)  # the first cable stands for all
     plane = _digit(drawn, 0, f.planes) if routing.planes == "hash" else (turn + source) % f.planes
     near, far = links.host_t0(source), links.host_t0(target)
     hops = [links.nic_up(plane, source)]
@@ -169,6 +178,8 @@ def _check(links: Links, flows: Flows, routing: Routing) -> None:
     highest = int(max(flows.source.max(), flows.target.max()))
     if highest >= f.hosts or min(flows.source.min(), flows.target.min()) < 0:
         raise mistake("flows", f"host {highest:,} is not on {f.name}", fix=f"its hosts are 0 to {f.hosts - 1:,}")
+    if routing.spread == "all" and routing.paths != f.planes:
+        raise mistake("routing", f"{routing.paths} paths for all of {f.planes} planes", fix="use every_path(planes)")
     if len(flows) * routing.paths > MOST_SUBFLOWS:
         raise mistake(
             "routing",

@@ -16,7 +16,7 @@ from phalanx.sim.matrices import traffic
 from phalanx.sim.routes import Recovery, Routing
 from phalanx.sim.wire import HTSIM, IDEAL, MRC, Wire
 
-ROUTINGS = ("flow", "qp", "oblivious", "adaptive")
+ROUTINGS = ("flow", "qp", "oblivious", "adaptive", "all")
 RECOVERIES = ("none", "conventional", "edge")
 WIRES: dict[str, Wire] = {"mrc": MRC, "htsim": HTSIM, "ideal": IDEAL}
 PARTS = {"nic": 2, "link": 3, "t0": 2, "t1": 2, "transceiver": 1}
@@ -29,7 +29,7 @@ def simulate(
     traffic_name: str,
     *,
     nbytes: float = 2e6,
-    spread: str = "adaptive",
+    spread: str = "all",
     paths: int = 0,
     failed: Sequence[str] = (),
     left: float = 0.0,
@@ -37,13 +37,15 @@ def simulate(
     wire: str = "mrc",
     seed: int = 0,
 ) -> dict[str, object]:
-    """Rates and completion times; `paths` of 0 is one per flow, 8 QPs, or as many sprayed as a million rows allow."""
+    """Rates and completion times; `paths` of 0 is one per flow, 8 QPs, or what a million rows allow."""
     flows = traffic(traffic_name, fabric.hosts, nbytes, seed=seed)
     routing = routing_of(fabric, spread, paths or usual_paths(fabric, spread, len(flows)), recovery, seed)
     broken = broken_of(fabric, failed, left)
     over = WIRES[_choice("--wire", wire, tuple(WIRES))]
     rates = solve(fabric, flows, routing=routing, broken=broken)
-    done = complete(fabric, flows, routing=routing, broken=broken, wire=over)
+    # A hundred rounds of a million rows are minutes: large cases take larger steps.
+    batch = 0.01 if len(flows) * routing.paths <= ROWS // 8 else 0.05
+    done = complete(fabric, flows, routing=routing, broken=broken, wire=over, batch=batch)
     asked = {"fabric": fabric.name, "traffic": traffic_name, "bytes": nbytes, "flows": len(flows), "seed": seed}
     chosen = {"spread": spread, "paths": routing.paths, "recovery": routing.recovery, "wire": wire}
     return {**asked, **chosen, "failed": list(failed), "left": left, **_rates(rates), **_times(done)}
@@ -53,6 +55,8 @@ def usual_paths(fabric: Fabric, spread: str, flows: int) -> int:
     """Paths per flow when nobody says: as many in each plane, 16 at most, and about a million rows in all."""
     if spread == "qp":
         return 8  # "little gain past 8 QPs" (arXiv:2605.04333 section 5.2.7)
+    if spread == "all":
+        return fabric.planes
     per_plane = max(1, min(16, ROWS // (flows * fabric.planes)))
     return 1 if spread == "flow" else per_plane * fabric.planes
 
@@ -60,7 +64,7 @@ def usual_paths(fabric: Fabric, spread: str, flows: int) -> int:
 def routing_of(fabric: Fabric, spread: str, paths: int, recovery: str, seed: int) -> Routing:
     """A routing by its words."""
     _choice("--routing", spread, ROUTINGS)
-    by_packet = spread in ("oblivious", "adaptive")
+    by_packet = spread in ("oblivious", "adaptive", "all")
     chosen = _choice("--recovery", recovery, RECOVERIES) if recovery else "edge" if by_packet else "conventional"
     return Routing(
         spread=spread,  # type: ignore[arg-type]  # _choice holds it

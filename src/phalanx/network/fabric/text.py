@@ -99,7 +99,7 @@ def show_fabric(fabric: Fabric) -> str:
         ("links", ", ".join(f"{n:,} {tiers[i]}" for i, n in enumerate(parts.links))),
         ("optics", f"{parts.optics_800g:,.0f} 800G modules ({parts.optics:,} link ends), {parts.cables:,} cables"),
         ("paths", f"{fabric.paths:,} between hosts of different T0s, {fabric.hops} switches at most"),
-        ("near", f"{lost.t0_hosts:,} hosts one switch away"),
+        ("near", f"{lost.t0_hosts:,} hosts one switch away{_by_rail(fabric)}"),
         (
             "one failure takes",
             f"NIC link {percent(lost.nic_link)} of the NIC, T0-T1 link {percent(lost.t0_t1_link)} of",
@@ -244,6 +244,12 @@ def percent(share: float) -> str:
 def money(usd: tuple[float, float] | None) -> str:
     """A range of dollars, or a question mark."""
     return "unknown" if usd is None else f"{format_money(usd[0])}-{format_money(usd[1])[1:]}"
+
+
+def _by_rail(fabric: Fabric) -> str:
+    """With rails a GPU reaches the other rails of these servers by NVLink and one switch."""
+    reached = min(fabric.hosts, fabric.rails * fabric.t0_down)
+    return "" if fabric.rails == 1 else f", {reached:,} with a step over NVLink first"
 
 
 def _rails(fabric: Fabric) -> str:

@@ -32,7 +32,7 @@ from phalanx.sim.packets.state import (
 )
 from phalanx.sim.packets.transport import Slots, Transport, in_slots
 
-TOTALS = 10
+TOTALS = 9
 BYTES_PER_FLOW = 8 * 15 + 4 * 8 + 4 * 8  # window, counters, and the small columns
 BYTES_PER_EVENT = 12
 
@@ -136,7 +136,7 @@ def _knobs(plan: Sketch, transport: Transport) -> Knobs:
         paths=plan.paths, skip=int(transport.spray == "skip"), edge=int(transport.recovery == "edge"),
         mark_low=low, mark_high=max(high, low + 1), mark_last_hop=int(transport.mark_last_hop),
         ack_every=transport.ack_every, ack_share=transport.ack_bytes / transport.packet_bytes,
-        controlled=int(transport.controlled), target=target, rtt=slots.rtt, scale=scale,
+        controlled=int(transport.controlled), target=target, rtt=slots.rtt, idle=1e-6 / slots.slot_s, scale=scale,
         gain=4 * scale * target * slots.slot_s / 12e-6,
         probe_slots=max(1, round(transport.probe_s / (8 * transport.packet_bytes / port_gbps / 1e9))),
     )
@@ -183,7 +183,7 @@ def _traffic(plan: Sketch, flows: Flows, seed: int) -> Traffic:
 
 
 def _counts(plan: Sketch) -> Ints32:
-    count = np.zeros((len(plan.packets), 8), dtype=np.int32)
+    count = np.zeros((len(plan.packets), 7), dtype=np.int32)
     count[:, TODO] = plan.packets
     return count
 

@@ -34,7 +34,8 @@ GOOD, MOST_SKIP, ASSUMED_BAD, DENIED = 0, 15, 254, 255
 ACK, TRIMMED, TRIMMED_LAST_HOP, LOST = 0, 1, 2, 3
 
 # Columns of Flows.count
-TODO, IN_FLIGHT, ACKED, ARRIVED, UNACKED, TURN, LOSSES, TOUCHED = range(8)
+# TOUCHED: 1 a packet disappeared, 2 one was trimmed
+TODO, IN_FLIGHT, ACKED, ARRIVED, UNACKED, LOSSES, TOUCHED = range(7)
 # Columns of Flows.window: congestion window and the memory of its control loop, in packets and slots
 (
     WINDOW, MOST, BASE, CREDIT, CALM, FAST, LAST_CUT, LAST_ADD, ACHIEVED, JUDGE_AT, IGNORED, IGNORE, FRESH, ALARM, AVERAGE,
@@ -74,6 +75,7 @@ class Knobs(NamedTuple):
     controlled: int  # 0: the window stays where it starts
     target: float  # queueing delay that the window aims at
     rtt: float  # of the longest path
+    idle: float  # a delay below it is an idle path
     scale: float  # bandwidth-delay product over the reference's 12 µs at 100 Gb/s
     gain: float  # proportional increase
     probe_slots: int
@@ -123,4 +125,4 @@ class Calendar(NamedTuple):
 
 
 # Totals the loop adds to.
-DELIVERED, SENT, TRIMS, LOSSES_SEEN, MARKS, ACTIVE, RANDOM, OVERFLOW, BAD_PATHS, EVENTS = range(10)
+DELIVERED, SENT, TRIMS, LOSSES_SEEN, MARKS, ACTIVE, RANDOM, OVERFLOW, BAD_PATHS = range(9)

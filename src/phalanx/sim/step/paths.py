@@ -72,6 +72,7 @@ def derived_fabric(devices: int, nic_bytes_per_s: float) -> Fabric:
         t0_up=0,
         t0=1,
         t1=0,
+        hop_s=0.0,  # keeps the planner's latency
     )
 
 
@@ -200,10 +201,10 @@ def _hops(links: Links, near: Ints, far: Ints) -> int:
     return 3 if (near != far).any() else 1
 
 
-def on_fabric(groups: Groups, paths: dict[str, AxisPath], fabric: Fabric, *, nic: float, ideal: bool) -> Groups:
+def on_fabric(groups: Groups, paths: dict[str, AxisPath], fabric: Fabric, *, nic: float) -> Groups:
     """The plan's communicators with the fabric's rates and latencies; `nic` is the share a collective's ends reach.
 
-    An ideal fabric keeps the planner's latency. A stalled axis keeps a rate, for its step is never run.
+    A stalled axis keeps a rate, for its step is never run.
     """
     line_bytes_per_s = fabric.nic_gbps * 1e9 / 8.0 * nic
 
@@ -212,11 +213,14 @@ def on_fabric(groups: Groups, paths: dict[str, AxisPath], fabric: Fabric, *, nic
         path = paths.get(axis)
         if path is None:
             return group
-        extra_s = 0.0 if ideal else (path.hops - PLANNED_HOPS) * fabric.hop_s
+        latency_s = group.nic_latency_s + (path.hops - PLANNED_HOPS) * fabric.hop_s
         return replace(
             group,
+            # A ring of keys and values moves at the pace of its slowest hop, and one hop leaves the domain. The planner
+            # prices the hops inside.
+            per_domain=np.ones_like(group.ranks) if axis == "context" else group.per_domain,
             nic_bytes_per_s=np.full_like(group.ranks, line_bytes_per_s * (path.share or 1.0)),
-            nic_latency_s=np.maximum(group.nic_latency_s + extra_s, fabric.hop_s),
+            nic_latency_s=np.maximum(latency_s, fabric.hop_s),
             loss=0.0,
         )
 

@@ -14,7 +14,7 @@ from phalanx.plan.reasons import PARTS
 from phalanx.plan.traffic import Groups
 from phalanx.sim.step.paths import AxisPath, Transport, axis_paths, check_size, derived_fabric, on_fabric, used_axes
 from phalanx.sim.step.question import Question, one, question
-from phalanx.sim.step.timeline import Timeline, simulate
+from phalanx.sim.step.timeline import Timeline, check_spans, simulate
 from phalanx.sim.step.work import COMPUTE_PARTS, work
 
 COMPUTE = "compute_s"
@@ -80,10 +80,12 @@ def _report(q: Question, named: Fabric | None, transport: Transport) -> StepRepo
     plan, devices = q.plan, q.plan.layout.devices
     fabric = named or derived_fabric(devices, plan.cluster.nic_bytes_per_s)
     check_size(fabric, devices)
+    check_spans(plan.layout, q.ask.model.layers)
     axes = used_axes(plan.layout, experts=q.ask.model.is_moe)
     paths = axis_paths(fabric, q.groups, axes, devices, transport)
-    groups = on_fabric(q.groups, paths, fabric, nic=one(q.ask.physics.nic), ideal=named is None)
-    ordered, timeline = simulate(work(q, q.groups)), simulate(work(q, groups))
+    groups = on_fabric(q.groups, paths, fabric, nic=one(q.ask.physics.nic))
+    planned, here = work(q, q.groups), work(q, groups)
+    ordered, timeline = simulate(planned), simulate(here)
     return StepReport(
         job=plan.job.name,
         layout=plan.layout.name,
@@ -147,6 +149,8 @@ def _why(q: Question, groups: Groups, paths: dict[str, AxisPath], part: str) -> 
     if part == "shard_s":
         sharp = one(q.ask.profile.shard_sharpness)
         return f"one layer is fetched ahead; the plan joins compute and traffic by a {sharp:.3g}-norm. {network}"
+    if part == "context_s":
+        return f"every hop waits for the one that leaves the domain. {network}" if "context" in paths else network
     if part == "gradient_s":
         return f"reduced as each layer's backward ends, in gaps of the pipeline too. {network}"
     return network

@@ -24,7 +24,7 @@ def render(report: StepReport) -> str:
         f"  fabric    {_fabric(report)}",
         f"  busiest   stage {report.stage} of {report.stages}",
         "",
-        "WHERE THE TIME GOES (seconds of the busiest stage; plan + order + network = shown)",
+        f"WHERE THE TIME GOES ({_unit(report)[0]} of the busiest stage; plan + order + network = shown)",
         *_lines(report),
         "",
         "WHY IT DIFFERS FROM THE PLAN",
@@ -43,39 +43,48 @@ def _fabric(report: StepReport) -> str:
     return f"{f.name}: {f.hosts:,} NICs of {f.nic_gbps:g} Gb/s, {planes}, {tiers}, {route}"
 
 
+def _unit(report: StepReport) -> tuple[str, float]:
+    """Name and size of the unit of the table."""
+    return ("seconds", 1.0) if report.step_s >= 1.0 else ("milliseconds", 1e-3)
+
+
 def _lines(report: StepReport) -> list[str]:
+    unit_s = _unit(report)[1]
     rows: list[tuple[str, ...]] = [("", "wire", "hidden", "shown", "plan", "order", "network")]
-    rows += [_row(line) for line in report.lines]
-    order_s, network_s = sum(line.order_s for line in report.lines), sum(line.network_s for line in report.lines)
-    rows.append(("step", "", "", _s(report.step_s), _s(report.plan_step_s), _change(order_s), _change(network_s)))
+    rows += [_row(line, unit_s) for line in report.lines]
+    changes = (sum(line.order_s for line in report.lines), sum(line.network_s for line in report.lines))
+    shown = (_number(report.step_s / unit_s), _number(report.plan_step_s / unit_s))
+    rows.append(("step", "", "", *shown, *(_change(one / unit_s) for one in changes)))
     return [f"  {line}" for line in table(rows, right=range(1, 7))]
 
 
-def _row(line: Line) -> tuple[str, ...]:
-    wires = (_s(line.wire_s), _s(line.hidden_s)) if line.wire_s else ("", "")
-    return (line.name, *wires, _s(line.exposed_s), _s(line.plan_s), _change(line.order_s), _change(line.network_s))
+def _row(line: Line, unit_s: float) -> tuple[str, ...]:
+    wires = [line.wire_s, line.hidden_s] if line.wire_s else []
+    cells = [_number(value / unit_s) for value in (*wires, line.exposed_s, line.plan_s)]
+    changes = [_change(value / unit_s) for value in (line.order_s, line.network_s)]
+    return (line.name, *([] if wires else ["", ""]), *cells, *changes)
 
 
-def _s(seconds: float) -> str:
-    return f"{seconds:.4f}"
+def _number(value: float) -> str:
+    return f"{value:.4f}"
 
 
-def _change(seconds: float) -> str:
-    return f"{seconds:+.4f}" if abs(seconds) >= 5e-5 else "-"
+def _change(value: float) -> str:
+    return f"{value:+.4f}" if abs(value) >= 5e-5 else "-"
 
 
 def _reasons(report: StepReport) -> list[str]:
     told = [
-        f"  {line.name}: {_moves(line)}; {line.why}"
+        f"  {line.name}: {moves}; {line.why}"
         for line in report.lines
-        if abs(line.order_s) + abs(line.network_s) > NOTHING * report.plan_step_s
+        if (moves := _moves(line, NOTHING * report.plan_step_s))
     ]
     return told or [f"  no line differs by more than {NOTHING:.2%} of the step"]
 
 
-def _moves(line: Line) -> str:
+def _moves(line: Line, least_s: float) -> str:
     moved = {"order": line.order_s, "network": line.network_s}
-    return ", ".join(f"{name} {_signed(seconds)}" for name, seconds in moved.items() if abs(seconds) >= 5e-5)
+    return ", ".join(f"{name} {_signed(seconds)}" for name, seconds in moved.items() if abs(seconds) >= least_s)
 
 
 def _signed(seconds: float) -> str:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from phalanx.errors import mistake
+from phalanx.plan.layout import Layout
 from phalanx.sim.step.lanes import BACKGROUND, BUBBLE, SENDS, Lanes, Span
 from phalanx.sim.step.schedule import Task, order
 from phalanx.sim.step.work import Work
 
 GRADIENT, SHARD, SEND = "gradient_s", "shard_s", "pipeline_send_s"
+# Passes of a step, each a few spans: 500,000 take about half a minute and 0.5 GB on a busy core.
+MOST_PASSES = 500_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +30,21 @@ class Timeline:
         """The stage that idles least: the one the plan's breakdown is about."""
         idle = [parts.get(BUBBLE, 0.0) for parts in self.device_s]
         return idle.index(min(idle))
+
+
+def check_spans(layout: Layout, layers: int) -> None:
+    """Refuses a step that would take minutes, before it starts; raises UserError."""
+    each = 2 * (layers if layout.zero == 3 and layout.pipeline == 1 else layout.pipeline * layout.virtual_pipeline)
+    if each * layout.accumulation <= MOST_PASSES:
+        return
+    micros = MOST_PASSES // each
+    sequences = micros * layout.micro_batch * layout.data
+    raise mistake(
+        "phalanx sim",
+        f"{layout.accumulation:,} micro-batches make {each * layout.accumulation:,} passes, more than {MOST_PASSES:,}",
+        why="they take minutes and gigabytes, and one micro-batch is like another",
+        fix=f"simulate a smaller batch: --set batch.global_sequences={sequences}",
+    )
 
 
 def simulate(work: Work) -> Timeline:

@@ -84,7 +84,8 @@ def _ranked(row: Row) -> System | None:
     found = re.search(r"(\d+) ch x ([\d.]+) GB/s", row.conditions)
     speed = float(found[2]) if found else 24.0
     ring = Channels(count=int(found[1]) if found else 16, inside_gb=speed, across_gb=speed)
-    family = next((one for one in tables.FAMILIES if one in row.conditions.lower()), "hopper")
+    named = (one for one in tables.FAMILIES if one in row.conditions.lower())
+    family: tables.Family = next(named, "hopper")
     nodes = ranks // per_node
     amd = "AMD" in row.conditions
     return System(nodes=nodes, per_node=per_node, family=family, ring=ring, nvls=None, cpu="amd" if amd else "intel")

@@ -13,7 +13,6 @@ REASONS = (
     (r"^entropy values per QP, low", "the other end of a range; ours is the upper one"),
     (r"^NIC port failure QP remap", "the remapping of queue pairs by a NIC is not modelled"),
     (r"^RoCE 1 QP fraction|^RoCE QPs beyond", "where the 64 hosts of that cluster were plugged in is not published"),
-    (r"at 0?\.?\d+ percent loss", "phalanx sim runs it (grey loss on everything); not part of this table's runs"),
     (r"^victim flow loss MRC", "phalanx sim runs it (incast with a victim); not part of this table's runs"),
     (r"^EV injected loss", "an input of an experiment"),
     (r"^packets lost when T1|^T1 forwarding restored|^QPs affected by T1 stop", "the job's fabric is not published"),

@@ -12,6 +12,7 @@ from phalanx.sim.validate import (
     fabric_rows,
     fluid_rows,
     given_rows,
+    loss_rows,
     nccl_rows,
     packet_rows,
     reasons,
@@ -26,6 +27,7 @@ READERS = (
     *collective_rows.READERS,
     *fluid_rows.READERS,
     *packet_rows.READERS,
+    *loss_rows.READERS,
     *reasons.READERS,
 )
 

@@ -35,7 +35,7 @@ def is_network_table(path: Path) -> bool:
     except (OSError, UnicodeDecodeError):
         return False
     names = {name.strip().strip('"').lower() for name in header.split(",")}
-    return len(names & set(COLUMNS)) >= 3 and "quantity" in names
+    return "quantity" in names and len(names & set(COLUMNS)) > 1
 
 
 def read_rows(path: Path) -> tuple[Row, ...]:

@@ -1,0 +1,112 @@
+"""Speed of the fluid engine at full scale, and its anchors: published means of uet-htsim, load of sprayed links.
+
+    python benchmarks/fluid_speed.py [--quick]
+
+Seconds are CPU-seconds of this process. The first call compiles (or loads the compiled code) and is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from phalanx.network.fabric.parse import parse_fabric
+from phalanx.sim import fluid, matrices, routes, spray, wire
+
+FULL = 131_072
+# Means of uet-htsim @40ccb05 (network_validation.csv): 1,024 hosts, permutation of 2 MB, 100G, oblivious spraying.
+HTSIM_US = {
+    "clos2:1024x100G/1p/64": {1: 348.093, 4: 254.452, 16: 213.512, 64: 194.428, 256: 187.563},
+    "clos3:1024x100G/1p/16": {1: 403.38, 4: 281.315, 8: 255.217, 16: 232.321, 32: 216.135, 64: 206.682, 256: 195.652},
+}
+BITMAP_US = {64: 185.9, 256: 186.549}  # leaf-spine, `bitmap`: a path that was marked is skipped
+WORST_LOAD = {128: 2.375, 256: 1.906, 2048: 1.332}  # of T0-T1 links, oblivious, network_validation.csv
+
+
+def timed(call: Callable[[], fluid.Rates]) -> tuple[fluid.Rates, float]:
+    start = time.process_time()
+    found = call()
+    return found, time.process_time() - start
+
+
+def rates() -> None:
+    print("| case | rows | mean of line rate | slowest | CPU s |\n|---|---|---|---|---|")
+    flows = matrices.permutation(FULL, 2e6, seed=1)
+    one, eight = f"clos2:{FULL}x100G/1p/512", f"clos2:{FULL}x800G/8p/512"
+    cases = (
+        ("one path, one plane", one, routes.by_flow(seed=2)),
+        ("one path, one plane, another seed", one, routes.by_flow(seed=3)),
+        ("8 QPs hashed over 8 planes", eight, routes.by_qp(8, seed=2)),
+        ("one path in each of 8 planes", eight, routes.spray(8, seed=2)),
+        ("32 paths, adaptive, one plane", one, routes.spray(32, seed=2)),
+        ("all paths of 8 planes", eight, routes.every_path(8)),
+    )
+    for name, text, routing in cases:
+        fabric = parse_fabric(text)
+        found, seconds = timed(lambda f=fabric, r=routing: fluid.solve(f, flows, routing=r))  # type: ignore[misc]
+        rows = FULL * routing.paths
+        print(f"| {name} | {rows:,} | {found.mean:.4f} | {found.slowest:.4f} | {seconds:.2f} |", flush=True)
+
+
+def completions() -> None:
+    print(
+        "\n| fabric | paths | uet-htsim mean µs | fluid mean µs | difference | fluid tail µs |\n|---|---|---|---|---|---|"
+    )
+    for text, row in HTSIM_US.items():
+        for paths, mean_us in row.items():
+            routing = routes.by_flow if paths == 1 else lambda k=paths, **kw: routes.spray(k, adaptive=False, **kw)
+            compare(text, str(paths), mean_us, routing)
+    for paths, mean_us in BITMAP_US.items():
+        compare("clos2:1024x100G/1p/64", f"{paths} adaptive", mean_us, lambda k=paths, **kw: routes.spray(k, **kw))
+
+
+def compare(text: str, name: str, mean_us: float, routing: Callable[..., routes.Routing]) -> None:
+    seeds = range(2 if "256" in name or "64" in name else 4)
+    runs = [
+        fluid.complete(
+            parse_fabric(text),
+            matrices.permutation(1024, 2e6, seed=seed),
+            routing=routing(seed=seed),
+            wire=wire.HTSIM,
+        )
+        for seed in seeds
+    ]
+    mean = 1e6 * float(np.mean([run.mean_s for run in runs]))
+    tail = 1e6 * float(np.mean([run.tail_s for run in runs]))
+    print(f"| {text} | {name} | {mean_us:.1f} | {mean:.1f} | {mean / mean_us - 1:+.1%} | {tail:.0f} |", flush=True)
+
+
+def loads(quick: bool) -> None:
+    print("\n| paths per flow | worst T0-T1 load, table | ours, two seeds | CPU s |\n|---|---|---|---|")
+    fabric, start = parse_fabric(f"clos2:{FULL}x800G/8p/512"), time.process_time()
+    for paths, expected in WORST_LOAD.items():
+        if quick and paths > 256:
+            continue
+        start = time.process_time()
+        worst = [
+            spray.offered(
+                fabric, matrices.permutation(FULL, 1.0, seed=seed), routing=routes.spray(paths, seed=seed)
+            ).worst_fabric
+            for seed in ((1, 2) if paths <= 256 else (1,))
+        ]
+        seconds = (time.process_time() - start) / len(worst)
+        print(f"| {paths} | {expected} | {', '.join(f'{one:.3f}' for one in worst)} | {seconds:.1f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="leave out the load of 2,048 paths")
+    args = parser.parse_args()
+    fluid.solve(parse_fabric("clos2:64x100G/1p/16"), matrices.ring(64, 1.0), routing=routes.by_flow())
+    rates()
+    completions()
+    loads(args.quick)
+    print(f"\nmost memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB")
+
+
+if __name__ == "__main__":
+    main()
