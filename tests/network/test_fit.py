@@ -58,7 +58,7 @@ def test_both_points_are_met(nodes: int) -> None:
 
 def test_between_nodes_it_is_a_line() -> None:
     fit = fit_two((Point(nbytes=1e8, seconds=3e-3), Point(nbytes=2e8, seconds=5e-3)), ranks=2, nodes=2)
-    assert (fit.alpha_s, fit.bytes_per_s) == (pytest.approx(1e-3), pytest.approx(5e10))
+    assert (fit.alpha_s, fit.bytes_per_s) == pytest.approx((1e-3, 5e10))
 
 
 def test_ends_wait_for_a_third_size_to_judge_by() -> None:

@@ -11,8 +11,8 @@ from phalanx.network import nccl_tables as tables
 MIB, GIB = 2**20, 2**30
 
 
-def board(family: tables.Family, gpus: int, **options: bool) -> nccl.System:
-    return nccl.system(nodes=1, per_node=gpus, family=family, **options)
+def board(family: tables.Family, gpus: int, *, nvls: bool = True) -> nccl.System:
+    return nccl.system(nodes=1, per_node=gpus, family=family, nvls=nvls)
 
 
 def pick(comm: nccl.System, nbytes: float, operation: nccl.Operation = "all-reduce") -> tuple[str, str]:

@@ -74,3 +74,20 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(asked, tmp_path: P
     (tmp_path / "cache").write_text("a file", encoding="utf-8")
     assert ask().layout == ask().layout
     assert len(searches) == 2
+
+
+def test_a_plan_of_another_job_under_our_name_is_not_believed(asked) -> None:
+    ask, searches, folder = asked
+    ask()
+    (ours,) = folder.glob("*.json")
+    ask("batch.global_sequences=128")
+    (other,) = set(folder.glob("*.json")) - {ours}
+    ours.write_text(other.read_text(encoding="utf-8"), encoding="utf-8")
+    assert ask().job.batch.global_sequences == 64
+    assert len(searches) == 3
+
+
+def test_without_a_home_nothing_is_kept_in_the_current_folder() -> None:
+    assert kept.usual_folder({}) is None
+    assert kept.usual_folder({"XDG_CACHE_HOME": "relative"}) is None
+    assert kept.usual_folder({"HOME": "/home/a"}) == Path("/home/a/.cache/phalanx/plans")

@@ -153,3 +153,14 @@ def test_before_a_run_only_job_and_plan_are_asked(job) -> None:
     asked = {one.rule.id: set(one.rule.requires) for one in report.findings}
     assert all(letters <= set("JP") for letters in asked.values())
     assert asked["CKP001"]
+
+
+def test_whose_efficiency_predicts_a_step_does_not_say_who_trains(tmp_path: Path) -> None:
+    """`parallel.framework` is a profile of speed; a job file is trained by Phalanx."""
+    job = tmp_path / "job.toml"
+    job.write_text(
+        'name = "a"\n[model]\npreset = "llama-3-8b"\n[batch]\nglobal_sequences = 64\n[parallel]\nframework = "torchtitan"\n',
+        encoding="utf-8",
+    )
+    found = gather(str(job), Request(cluster="8xH100:2", look=False), today=date(2026, 11, 15))
+    assert found.practice.trainer == "phalanx"

@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
 
     if is_network_table(Path(args.table)):
         return _network(args)
+    if args.simulate:
+        raise mistake("--simulate", "is for tables of network claims", fix="leave it out")
     if args.draw < 0 or (args.draw and args.calibrate):
         raise mistake("--draw", "needs a positive number and excludes --calibrate", fix="use one of the two")
     rows = read_table(Path(args.table)).rows
@@ -72,6 +74,8 @@ def _network(args: argparse.Namespace) -> int:
 
     if args.predictions or args.calibrate or args.draw:
         raise mistake(args.table, "is a table of network claims", fix="leave --predictions, --calibrate and --draw out")
+    if args.simulate:
+        note("simulating packets: about a minute of CPU for 50 rows; Ctrl-C keeps what is finished")
     card = validate(read_rows(Path(args.table)), simulate=args.simulate)
     if args.json:
         print_json(card)

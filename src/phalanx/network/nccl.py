@@ -2,8 +2,9 @@
 
 Read in NVIDIA/nccl src/graph/tuning.cc (2.20 whole, the constants again in 2.28); formulas and numbers are NCCL's, the
 code is ours. It gives the times at 64 MiB of the specification's table (8 GPUs a node, 400 and 200 Gb/s each) to the
-microsecond, and its crossings of ring and tree within 16 %: the table's own grid was coarser, it seems. Left out: NVLS
-and SHARP (sums inside switches), CollNet, PAT (one rank per node only), the latencies of PCIe, congestion.
+microsecond, and its crossings of ring and tree within 16 %: the table's own grid was coarser, it seems. This is the
+short form that the specification's rules ask, for ring and tree on AMD hosts; `nccl_choice.py` has all algorithms, and
+the constants are in `nccl_tables.py`.
 """
 
 from __future__ import annotations
@@ -13,18 +14,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from phalanx.network import nccl_tables as tables
+from phalanx.network.nccl_tables import PROTOCOLS
+
 Algorithm = Literal["ring", "tree"]
 Operation = Literal["all-reduce", "reduce-scatter", "all-gather"]
-Protocol = Literal["LL", "LL128", "Simple"]
 
-PROTOCOLS: tuple[Protocol, ...] = ("LL", "LL128", "Simple")
+_LATENCY = tables.LATENCY_US
 US = 1e-6
 GB = 1e9
 
 # Microseconds, LL / LL128 / Simple. Tree Simple 8.4, 4 and 14: since 2.21 or so; before, NCCL charged 28 a hop.
-BASE_US: Mapping[Algorithm, tuple[float, float, float]] = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4)}
-LINK_US: Mapping[Algorithm, tuple[float, float, float]] = {"ring": (0.6, 1.9, 3.4), "tree": (0.6, 1.25, 4.0)}
-NET_US: Mapping[Algorithm, tuple[float, float, float]] = {"ring": (2.7, 4.0, 14.0), "tree": (5.0, 8.5, 14.0)}
+BASE_US: Mapping[Algorithm, tables.Triple] = {"ring": _LATENCY["base"]["Ring"], "tree": _LATENCY["base"]["Tree"]}
+LINK_US: Mapping[Algorithm, tables.Triple] = {"ring": _LATENCY["NVLINK"]["Ring"], "tree": _LATENCY["NVLINK"]["Tree"]}
+NET_US: Mapping[Algorithm, tables.Triple] = {"ring": _LATENCY["NET"]["Ring"], "tree": _LATENCY["NET"]["Tree"]}
 # A rank posts every step of a ring that leaves the node: 2 µs on AMD hosts, 1 on others, three times that for Simple.
 POST_US = 2.0
 POST_SIMPLE = 3.0
@@ -35,24 +38,27 @@ RING_SHARE = (1 / 2, 0.92, 1.0)
 TREE_SHARE = 0.92
 TREE_PROTOCOL_SHARE = (1 / 3.8, 120 / 128, 1.0)
 TREE_PROTOCOL_SHARE_ALONE = (1 / 3.8, 7 / 9, 1.0)  # inside one node
-LL_MOST_GB = (141.0, 22.5, 19.0)  # inside a Hopper node; between nodes with AMD hosts
+LL_MOST_GB = (
+    tables.LL_MOST_GB["hopper"][0],
+    *tables.LL_MOST_GB["ampere"][1:],
+)  # inside a Hopper node; between nodes with AMD hosts
 TREE_PATTERN = 0.85  # a plain tree, where the two directions share a card; not of balanced or split trees
 
 # Most a channel carries, GB/s, on one, two and more nodes.
-RING_LL128_CHANNEL_GB = {"ampere": (20.0, 20.0, 20.0), "hopper": (36.7, 36.7, 36.7)}
-TREE_LL128_CHANNEL_GB = {"ampere": (20.0, 20.0, 20.0), "hopper": (36.7, 36.7, 29.0)}
-TREE_CHANNEL_GB = {"ampere": (24.0, 23.6, 17.8), "hopper": (38.7, 41.4, 36.0)}
+RING_LL128_CHANNEL_GB: Mapping[str, tables.Triple] = {
+    str(one): most for one, most in tables.RING_LL128_CHANNEL_GB.items()
+}
+TREE_LL128_CHANNEL_GB: Mapping[str, tables.Triple] = {
+    str(one): most for one, most in tables.TREE_LL128_CHANNEL_GB.items()
+}
+TREE_CHANNEL_GB: Mapping[str, tables.Triple] = {str(one): most for one, most in tables.TREE_CHANNEL_GB.items()}
 # Rings reach so much of a card's line rate in whole channels: 384 of 8 x 50 GB/s, 192 of 8 x 25.
 NET_SHARE = 0.96
 LINK_SHARE = 0.82  # of NVLink: 20.6 of 25 GB/s a link on Hopper, 20.0 on Ampere (src/graph/topo.h)
 CHANNEL_GB = 24.0  # of one channel: 16 make the 384 GB/s of an H100 node, 8 the 192 of an A100 node
 
 # c(S): trees are slower than the model in the middle. By power of two from 64 B to 256 MiB; larger messages have none.
-TREE_CORRECTION: tuple[tuple[float, ...], ...] = (
-    (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1),
-    (1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1),
-    (0.9,) * 7 + (0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9),
-)
+TREE_CORRECTION = tuple(tables.TREE_CORRECTION[protocol][:23] for protocol in PROTOCOLS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -34,9 +35,11 @@ def kept_plan(resolved: ResolvedJob, cluster: Cluster, *, environ: Mapping[str, 
     But a run that would never finish is planned too: what is wrong with it can then be told.
     """
     folder = usual_folder(environ)
+    if folder is None:
+        return make_plan(resolved, cluster, hopeless=True)
     path = folder / f"{_digest(resolved, cluster)}.json"
     known = _read(path)
-    if known is not None:
+    if known is not None and known.job == resolved.job and known.cluster == cluster:
         return known
     found = make_plan(resolved, cluster, hopeless=True)
     if found.search.seconds >= LEAST_S:
@@ -47,15 +50,17 @@ def kept_plan(resolved: ResolvedJob, cluster: Cluster, *, environ: Mapping[str, 
     return found
 
 
-def usual_folder(environ: Mapping[str, str]) -> Path:
-    """Where plans are kept."""
-    home = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME") or ".", ".cache")
-    return Path(home) / "phalanx" / "plans"
+def usual_folder(environ: Mapping[str, str]) -> Path | None:
+    """Where plans are kept; None for a user without a home: the current folder may be a stranger's."""
+    home = environ.get("HOME", "")
+    cache = environ.get("XDG_CACHE_HOME") or (os.path.join(home, ".cache") if home else "")
+    return Path(cache) / "phalanx" / "plans" if os.path.isabs(cache) else None
 
 
 def _read(path: Path) -> Plan | None:
     try:
-        if not path.is_file() or path.stat().st_size > MOST_BYTES:
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES or found.st_uid != os.getuid():
             return None
         return Plan.from_json(path.read_text(encoding="utf-8"), where=str(path))
     except (OSError, ValueError, PhalanxError):
@@ -74,7 +79,7 @@ def _code() -> list[tuple[str, int, int]]:
     """Every file of the planner with its size and time, so that a changed planner plans again."""
     root = Path(str(resources.files("phalanx")))
     files = sorted(path for part in PARTS for path in (root / part).rglob("*") if path.suffix in _COUNTED)
-    return [(str(path.relative_to(root)), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]
+    return [(str(path.relative_to(root)), (one := path.stat()).st_size, one.st_mtime_ns) for path in files]
 
 
 _COUNTED = (".py", ".csv", ".json", ".toml")

@@ -24,7 +24,7 @@ from phalanx.spec.facts.log import LogFacts
 from phalanx.spec.facts.look import this_host
 from phalanx.spec.facts.parity import parity_of
 from phalanx.spec.facts.practice import Practice
-from phalanx.spec.facts.practices import practice_of
+from phalanx.spec.facts.practices import PHALANX
 from phalanx.spec.facts.records import find_drills
 from phalanx.spec.profiles import PROFILES, Profile, find_profile, profile_of
 from phalanx.spec.scaling import scaling_of
@@ -166,7 +166,7 @@ def of_job(
     return Evidence(
         target=str(resolved.path),
         job=resolved.job,
-        practice=practice or practice_of(resolved.job.parallel.framework),
+        practice=practice or PHALANX,
         profile=profile,
         scaling=scaling_of(devices),
         today=today,
@@ -198,7 +198,7 @@ def of_plan(path: Path, request: Request, *, today: date, environ: dict[str, str
     return Evidence(
         target=str(path),
         job=plan.job,
-        practice=practice_of(plan.job.parallel.framework),
+        practice=PHALANX,
         profile=_profile(request, plan.job.profile, plan.cluster),
         scaling=scaling_of(plan.layout.devices),
         today=today,
@@ -226,7 +226,7 @@ def before_log(run: Run, request: Request, *, today: date, environ: dict[str, st
     return Evidence(
         target=str(run.path),
         job=job,
-        practice=practice_of(job.parallel.framework if job is not None else "phalanx"),
+        practice=PHALANX,
         profile=_profile(request, job.profile if job is not None else "auto", cluster),
         scaling=scaling_of(plan.layout.devices if plan is not None else 1),
         today=today,

@@ -182,7 +182,8 @@ def test_interrupted_it_keeps_what_was_finished(monkeypatch: pytest.MonkeyPatch)
     assert card([]).total.rows == 0
 
 
-QUANTITIES = sorted({quantity for quantity, _, _ in ARITHMETIC}) + [
+QUANTITIES = [
+    *sorted({quantity for quantity, _, _ in ARITHMETIC}),
     "all-reduce busbw default",
     "ring first beats tree",
     "tree LL latency",

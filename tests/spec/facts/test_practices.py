@@ -7,7 +7,8 @@ from pathlib import Path
 
 from phalanx.job.schema import Fault, Telemetry
 from phalanx.spec.facts.practice import Practice
-from phalanx.spec.facts.practices import PHALANX, practice_of
+from phalanx.spec.facts.practices import PHALANX
+from phalanx.spec.foreign.habits import habits_of
 from phalanx.train.models.hf_weights import SINGLE
 from phalanx.train.supervise import council, host, link
 
@@ -38,5 +39,4 @@ def test_numbers_are_those_of_the_code() -> None:
 
 
 def test_nothing_is_assumed_of_others() -> None:
-    assert practice_of("phalanx") is PHALANX
-    assert practice_of("somebody") == Practice(trainer="somebody")
+    assert habits_of("somebody") == Practice(trainer="somebody")

@@ -1,9 +1,8 @@
-"""The habits of trainers, with where they are written."""
+"""Our own trainer's habits, with where they are written; those of others are in spec/foreign/habits.py."""
 
 from __future__ import annotations
 
 from phalanx.spec.facts.practice import Practice
-from phalanx.spec.foreign.habits import habits_of
 
 # Read in the code on 2026-11-15; each source names the page that describes it, and the page the file.
 PHALANX = Practice(
@@ -48,8 +47,3 @@ PHALANX = Practice(
         "collectives are torch's own and are not",
     },
 )
-
-
-def practice_of(framework: str) -> Practice:
-    """The habits of a trainer; nothing is assumed of one that is not known."""
-    return PHALANX if framework == "phalanx" else habits_of(framework)

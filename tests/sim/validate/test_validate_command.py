@@ -1,0 +1,55 @@
+"""`phalanx validate` on a table of network claims."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.main import main
+
+TABLE = """\
+source,quantity,value,unit,conditions
+paper,hosts at full bisection,131072,NICs,"2 tiers, 8 planes x 100G, 512-port switches"
+paper,NVLS efficiency,0.85,ratio,Hopper
+elsewhere,shoe size,43,EU,
+elsewhere,tail FCT,176.2,us,./htsim_uec -tm connection_matrices/one.cm -sender_cc_only
+"""
+
+
+@pytest.fixture
+def claims(tmp_path: Path) -> str:
+    path = tmp_path / "claims.csv"
+    path.write_text(TABLE)
+    return str(path)
+
+
+def test_the_page(claims: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", claims]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("paper\n  hosts at full bisection | 2 tiers, 8 planes x 100G, 512-p…  131,072 NICs  131,072")
+    assert "not attempted: no reader for 'shoe size'\n" in out
+    assert "not attempted: needs --simulate\n" in out
+    assert "\n4 rows: 1 reproduced (1 within their tolerance), 1 calibrated" in out
+
+
+def test_json_holds_every_row(claims: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", claims, "--json", "--simulate"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["status"] for one in found["outcomes"]] == ["reproduced", "calibrated", "not attempted", "reproduced"]
+    assert found["outcomes"][0]["ours"] == 131072
+    assert found["outcomes"][3]["within"] is True
+    assert found["total"]["rows"] == 4
+
+
+def test_wrong_calls(claims: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", claims, "--draw", "3"]) == 2
+    assert "is a table of network claims\n  leave --predictions, --calibrate and --draw out" in capsys.readouterr().err
+    bad = tmp_path / "bad.csv"
+    bad.write_text("source,quantity,valu,unit,conditions\nx,y,1,m,z\n")
+    assert main(["validate", str(bad)]) == 2
+    assert 'lacks the column value\n  is "valu" meant to be value?' in capsys.readouterr().err
+    bad.write_text("id,layers,hidden,seq,gpu,gpus,global_batch\nx,1,1,1,H100,1,1\n")
+    assert main(["validate", str(bad), "--simulate"]) == 2
+    assert "--simulate: " in capsys.readouterr().err
