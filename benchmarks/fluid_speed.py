@@ -54,7 +54,8 @@ def rates() -> None:
 
 def completions() -> None:
     print(
-        "\n| fabric | paths | uet-htsim mean µs | fluid mean µs | difference | fluid tail µs |\n|---|---|---|---|---|---|"
+        "\n| fabric | paths | uet-htsim mean µs | fluid mean µs | difference | fluid tail µs |"
+        "\n|---|---|---|---|---|---|"
     )
     for text, row in HTSIM_US.items():
         for paths, mean_us in row.items():
@@ -82,7 +83,7 @@ def compare(text: str, name: str, mean_us: float, routing: Callable[..., routes.
 
 def loads(quick: bool) -> None:
     print("\n| paths per flow | worst T0-T1 load, table | ours, two seeds | CPU s |\n|---|---|---|---|")
-    fabric, start = parse_fabric(f"clos2:{FULL}x800G/8p/512"), time.process_time()
+    fabric = parse_fabric(f"clos2:{FULL}x800G/8p/512")
     for paths, expected in WORST_LOAD.items():
         if quick and paths > 256:
             continue

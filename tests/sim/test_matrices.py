@@ -75,6 +75,13 @@ def test_ring_uses_the_nics_of_all_members_of_a_domain() -> None:
     assert collect.axis_flows(use(size=2), ranks=64, domain=8) is None
 
 
+def test_ring_attention_crosses_only_at_the_edge_of_a_domain() -> None:
+    flows = collect.axis_flows(use(operation="ring send", algorithm="p2p"), ranks=64, domain=8)
+    assert flows is not None
+    assert len(flows) == 32  # one of the two members in a domain; the other passes over NVLink
+    assert flows.nbytes[0] == 8e6
+
+
 def test_hierarchical_sends_less_than_a_ring_and_a_tree_has_edges() -> None:
     ring = collect.axis_flows(use(operation="all-reduce"), 64, 8)
     level = collect.axis_flows(use(operation="all-reduce", algorithm="hierarchical"), 64, 8)

@@ -159,7 +159,7 @@ def test_whose_efficiency_predicts_a_step_does_not_say_who_trains(tmp_path: Path
     """`parallel.framework` is a profile of speed; a job file is trained by Phalanx."""
     job = tmp_path / "job.toml"
     job.write_text(
-        'name = "a"\n[model]\npreset = "llama-3-8b"\n[batch]\nglobal_sequences = 64\n[parallel]\nframework = "torchtitan"\n',
+        JOB.replace("[parallel]", '[parallel]\nframework = "torchtitan"'),
         encoding="utf-8",
     )
     found = gather(str(job), Request(cluster="8xH100:2", look=False), today=date(2026, 11, 15))

@@ -82,7 +82,8 @@ def axis_flows(use: AxisUse, ranks: int, domain: int) -> Flows | None:
         return _everyone(use, ranks, domain, place)
     if use.operation == "send":
         return _neighbours(use, domain, place)
-    together = _together(use, domain)
+    # Ring attention passes whole blocks from rank to rank; only collectives run several rings side by side.
+    together = 1 if use.operation == "ring send" else _together(use, domain)
     step = use.stride * together
     if together >= use.size or ranks <= domain:
         return None

@@ -61,7 +61,8 @@ def _sizes(plan: Plan) -> Iterator[str]:
         yield f"the layout takes {product} = {layout.devices:,} devices, and the cluster has {have:,}"
     hosts = max(1, math.ceil(layout.devices / max(1, plan.cluster.host_devices)))
     if hosts != plan.reliability.hosts:
-        yield f"the layout takes {layout.devices:,} devices on {hosts:,} hosts, and failures are those of {plan.reliability.hosts:,}"
+        counted = plan.reliability.hosts
+        yield f"the layout takes {layout.devices:,} devices on {hosts:,} hosts, and failures are counted of {counted:,}"
     for name, value in (
         ("prediction.step_s", plan.prediction.step_s),
         ("duration.training_s", plan.duration.training_s),
@@ -81,7 +82,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield f"memory.usable_bytes is {memory.usable_bytes:g}"
     whole = sum(memory.parts_bytes.values())
     if not _near(whole, memory.total_bytes):
-        yield f"the parts of the memory add up to {whole:.4g} bytes, and memory.total_bytes says {memory.total_bytes:.4g}"
+        yield f"parts of the memory add up to {whole:.4g} bytes, and memory.total_bytes says {memory.total_bytes:.4g}"
 
 
 def _reliability(plan: Plan) -> Iterator[str]:
@@ -105,8 +106,9 @@ def _reliability(plan: Plan) -> Iterator[str]:
 
 
 def _duration(plan: Plan) -> Iterator[str]:
-    if plan.duration.wall_s < plan.duration.training_s:
-        yield f"duration.wall_s {plan.duration.wall_s:.4g} s is shorter than the training {plan.duration.training_s:.4g} s"
+    wall_s, training_s = plan.duration.wall_s, plan.duration.training_s
+    if wall_s < training_s:
+        yield f"duration.wall_s is {wall_s:.4g} s, shorter than its training_s of {training_s:.4g} s"
 
 
 def _near(one: float, other: float, *, or_none: bool = False) -> bool:

@@ -43,11 +43,15 @@ def select(chosen: str = "", ignored: str = "") -> tuple[Rule, ...]:
             raise mistake(
                 word[:60], "selects no rule", fix=f"did you mean {close}?" if close else "phalanx rules lists them"
             )
-    return tuple(
+    found = tuple(
         rule
         for rule in all_rules()
         if (not wanted or rule.id.startswith(wanted)) and not (dropped and rule.id.startswith(dropped))
     )
+    if not found:
+        names = f"--select {chosen[:60]} --ignore {ignored[:60]}" if wanted else f"--ignore {ignored[:60]}"
+        raise mistake(names, "leaves no rule to ask", why="nothing asked is nothing passed", fix="ignore fewer rules")
+    return found
 
 
 def _words(text: str) -> tuple[str, ...]:

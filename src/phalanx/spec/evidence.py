@@ -9,7 +9,7 @@ from datetime import date
 
 from phalanx.errors import Problem
 from phalanx.job.draft import Origin
-from phalanx.job.schema import Job
+from phalanx.job.schema import Job, Waiver
 from phalanx.plan.plan import Plan
 from phalanx.spec.facts.drill import DrillFacts
 from phalanx.spec.facts.host import HostFacts
@@ -52,7 +52,9 @@ class Evidence:
     parity: ParityFacts | None = None
     unmapped: tuple[Unmapped, ...] = ()
     their_keys: Mapping[str, str] = field(default_factory=dict)  # job key -> what another trainer's file calls it
-    devices_said: int = 0  # by a configuration that cannot be planned; 0 is not said
+    devices_said: int = 0  # of a job that cannot be planned, by its cluster or file; 0 is not said
+    waivers: tuple[Waiver, ...] = ()  # beside the job's own, from a file of them
+    damaged: Mapping[str, Problem] = field(default_factory=dict)  # letter -> why its file of a run cannot be used
 
     def has(self, letter: str) -> bool:
         """Whether there is any evidence of a kind."""
@@ -86,9 +88,19 @@ class Evidence:
     @property
     def devices(self) -> int:
         """Devices of the job; 1 where nothing says."""
+        return max(1, self.known_devices)
+
+    @property
+    def known_devices(self) -> int:
+        """Devices of the job; 0 where nothing says."""
         if self.plan is not None:
             return self.plan.layout.devices
-        return self.log.world if self.log is not None and self.log.world else max(1, self.devices_said)
+        return self.log.world if self.log is not None and self.log.world else max(0, self.devices_said)
+
+    @property
+    def all_waivers(self) -> tuple[Waiver, ...]:
+        """The job's own and those given beside it; `waiver.N` of `origins` counts them in this order."""
+        return (*(self.job.waiver if self.job is not None else ()), *self.waivers)
 
     @property
     def usd(self) -> float | None:
@@ -135,9 +147,12 @@ class Evidence:
         return self._line(at)
 
     def _line(self, key: str) -> tuple[str, int]:
-        """Of a job key: its own line, else that of its section's first key, else the file."""
-        section = key.partition(".")[0]
-        keys = [key, *(one for one in self.origins if one.partition(".")[0] == section)]
+        """Of a job key: its own line, else that of its section's first key, else the file.
+
+        Another trainer's file has other sections: what stands beside the key there is about something else.
+        """
+        section = "" if self.their_keys else key.partition(".")[0]
+        keys = [key, *(one for one in self.origins if section and one.partition(".")[0] == section)]
         for one in keys:
             origin = self.origins.get(one)
             if origin is not None and origin.kind == "file":

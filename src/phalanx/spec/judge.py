@@ -43,12 +43,13 @@ class Report:
     target: str
     profile: str
     scaling: str
-    devices: int
+    devices: int  # 0 is not known
     evidence: str  # letters there was something of, as "JPL"
     usd: float | None
     findings: tuple[Finding, ...]  # every answer, passes too, in the order of the rules
     require_evidence: bool = False
     unmapped: tuple[Unmapped, ...] = ()
+    notes: tuple[str, ...] = ()  # about the target: files of it that could not be used
     foreign: bool = False  # another trainer's file, which is not ours to edit
 
     @property
@@ -111,19 +112,20 @@ def judge(
     """
     asked = [rule for rule in rules if rule.id != spc001_waivers.RULE.id]
     found = [finding for rule in asked for finding in _answers(rule, evidence)]
-    if evidence.job is not None:
+    if evidence.job is not None or evidence.waivers:
         found = _waive(found, evidence, asked, told=len(asked) < len(rules), whole=whole)
     return Report(
         edition=edition,
         target=evidence.target,
         profile=evidence.profile.name,
         scaling=evidence.scaling.name,
-        devices=evidence.devices,
+        devices=evidence.known_devices,
         evidence="".join(letter for letter in LETTERS if evidence.has(letter)),
         usd=evidence.usd,
         findings=tuple(found),
         require_evidence=require_evidence,
         unmapped=evidence.unmapped,
+        notes=tuple(f"{one.where}: {one.what}" for one in evidence.damaged.values()),
         foreign=bool(evidence.their_keys),
     )
 
@@ -144,14 +146,22 @@ def _outcomes(rule: Rule, evidence: Evidence) -> tuple[Outcome, ...]:
         return (exempt(f"does not apply to {evidence.profile.name}"),)
     missing = [letter for letter in rule.requires if not evidence.has(letter)]
     if missing:
-        what = f"no evidence from the {' or the '.join(LETTERS[letter] for letter in missing)}"
-        return (unknown(what, fix=HOW_TO_GET[missing[0]]),)
+        return (_missing(missing, evidence),)
     try:
         result = rule.check(evidence, limits_of(rule, evidence))
     except Exception as error:  # a fault of ours in one rule must not hide what the others say, nor count as a pass
         what = f"the rule itself failed on this evidence: {type(error).__name__}: {str(error)[:200]}"
         return (unknown(what, fix="this is a fault of Phalanx: report it with the file that was checked"),)
     return result if isinstance(result, tuple) else (result,)
+
+
+def _missing(letters: Sequence[str], evidence: Evidence) -> Outcome:
+    """Evidence that is not there, and how to get it; a file that is there and damaged is named."""
+    what = f"no evidence from the {' or the '.join(LETTERS[letter] for letter in letters)}"
+    damage = evidence.damaged.get(letters[0])
+    if damage is None:
+        return unknown(what, fix=HOW_TO_GET[letters[0]])
+    return unknown(f"{what}: {damage.where} {damage.what}", fix=damage.fix)
 
 
 def _placed(rule: Rule, evidence: Evidence, outcome: Outcome) -> Finding:

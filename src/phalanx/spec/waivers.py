@@ -29,7 +29,7 @@ def settle(evidence: Evidence, broken: set[str], *, asked: Sequence[Rule], whole
     rules = {rule.id: rule for rule in asked}
     reasons: dict[str, str] = {}
     outcomes: list[Outcome] = []
-    for index, waiver in enumerate(evidence.the_job.waiver):
+    for index, waiver in enumerate(evidence.all_waivers):
         if waiver.rule not in rules:
             outcomes += [_nothing(waiver, index)] if whole else []
         elif _is_over(waiver, evidence.today):
@@ -39,7 +39,7 @@ def settle(evidence: Evidence, broken: set[str], *, asked: Sequence[Rule], whole
         else:
             outcomes.append(_unused(waiver, index, rules[waiver.rule], evidence))
     if whole and not outcomes:
-        count = len(evidence.the_job.waiver)
+        count = len(evidence.all_waivers)
         outcomes.append(passed(f"{count} waiver{'s' * (count != 1)}, each with a reason and in force"))
     return Waived(reasons=reasons, outcomes=tuple(outcomes))
 

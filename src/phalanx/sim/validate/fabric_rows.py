@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from phalanx.network.fabric.bill import loss, tier_links
+from phalanx.network.fabric.bill import bill, loss, tier_links
 from phalanx.network.fabric.catalogue import unnamed
-from phalanx.network.fabric.decisions import decisions, harmonic
-from phalanx.network.fabric.loads import max_to_mean
+from phalanx.network.fabric.decisions import decisions, harmonic, late_step
+from phalanx.network.fabric.loads import idle_share, max_to_mean
 from phalanx.network.fabric.sizing import Shape, most_hosts, size, split_t0
 from phalanx.network.fabric.types import Fabric
 from phalanx.sim.validate.outcome import Context, Outcome, Reader, reproduced
@@ -105,10 +105,24 @@ def total(row: Row, _: Context) -> Outcome | None:
     fabric = _fabric(row)
     if fabric is None:
         return None
-    if row.quantity.startswith("switches"):
-        return reproduced(row, fabric.switches, "fabric/sizing", tolerance=EXACT)
-    tier = 0 if row.quantity.startswith("NIC") else 1
+    boxes = {"switches": fabric.switches, "T0 switches": fabric.planes * fabric.t0}
+    boxes["T1 switches"] = fabric.planes * fabric.t1
+    name = row.quantity.rpartition(" total")[0]
+    if name in boxes:
+        return reproduced(row, boxes[name], "fabric/sizing", tolerance=EXACT)
+    tier = 0 if name.startswith("NIC") else 1
     return reproduced(row, tier_links(fabric)[tier], "fabric/bill", tolerance=EXACT)
+
+
+def per_host(row: Row, _: Context) -> Outcome | None:
+    """Switches or 800G-class optics for one NIC of a full fabric."""
+    tiers, radix = count(f"{row.quantity}, {row.conditions}", "tiers?"), _radix(row)
+    if tiers is None or radix is None or not 2 <= tiers <= 4:
+        return None
+    shape = Shape(planes=_planes(row), tiers=tiers)
+    fabric = size(most_hosts(radix, shape), NIC_GBPS, unnamed(radix, NIC_GBPS / shape.planes), shape)
+    whole = fabric.switches if row.quantity.startswith("switches") else bill(fabric).optics_800g
+    return reproduced(row, whole / fabric.hosts, "fabric/bill", tolerance=EXACT)
 
 
 def paths(row: Row, _: Context) -> Outcome | None:
@@ -144,6 +158,23 @@ def spray_load(row: Row, _: Context) -> Outcome | None:
     return reproduced(row, ours, "fabric/loads over all T0s, planes and directions")
 
 
+def idle_links(row: Row, _: Context) -> Outcome | None:
+    """Links on which nothing falls."""
+    units = count(row.conditions, "(?:units?|flows?) per link")
+    scale = 100.0 if row.unit == "percent" else 1.0
+    return None if not units else reproduced(row, scale * idle_share(units), "fabric/loads", tolerance=SAMPLED)
+
+
+def late(row: Row, _: Context) -> Outcome | None:
+    """Chance that one of N transfers is late."""
+    words = f"{row.quantity}, {row.conditions}"
+    chance, flows = number(words, r"p ?= ?([\d.]+(?:e-?\d+)?)"), number(words, r"N ?= ?([\d,]+)")
+    if chance is None or not flows or not 0 <= chance < 1:
+        return None
+    scale = 100.0 if row.unit == "percent" else 1.0
+    return reproduced(row, scale * late_step(chance, int(flows)), "fabric/decisions")
+
+
 def slowest(row: Row, _: Context) -> Outcome | None:
     """The harmonic number."""
     flows = number(row.conditions, r"N ?= ?([\d,]+)")
@@ -160,7 +191,10 @@ READERS: tuple[tuple[str, Reader], ...] = (
     (r"^hosts under one T0", under_t0),
     (r"^capacity lost per T0-T1 link", uplink_loss),
     (r"^NIC bandwidth lost per NIC-T0 link", nic_loss),
-    (r"^(switches|T0-T1 links|NIC-T0 links) total", total),
+    (r"^(switches|T0 switches|T1 switches|T0-T1 links|NIC-T0 links) total", total),
+    (r"^(switches|optics) per host", per_host),
+    (r"^(links|share of links) idle|^idle links", idle_links),
+    (r"\bstep\b.*\blate\b|^late steps", late),
     (r"^paths between hosts", paths),
     (r"^QPs touched by one T1", touched),
     (r"^max link load", link_load),

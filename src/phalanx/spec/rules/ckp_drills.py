@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from phalanx.spec.evidence import Evidence
-from phalanx.spec.facts.drill import DrillFacts, proof, why_none
+from phalanx.spec.facts.drill import why_none
 from phalanx.spec.outcome import Impact, Outcome, failed, passed, unknown
+from phalanx.spec.rules.flt_shared import drilled as newest
 
 SUITE = "phalanx drill JOB --suite"
 
 
-def newest(evidence: Evidence, kinds: tuple[str, ...]) -> DrillFacts | None:
-    """The newest record that counts for this trainer and profile and in which one of these faults happened."""
-    if evidence.practice.trainer != "phalanx":
-        return None
-    found = (proof(evidence.drills, profile=evidence.profile.name, kind=kind) for kind in kinds)
-    return next((one for one in found if one is not None), None)
-
-
 def drilled(evidence: Evidence, kinds: tuple[str, ...], *, what: str, harm: Impact) -> Outcome:
     """The verdict of the newest drill with one of these faults; `what` is the fault in words."""
-    drill = newest(evidence, kinds)
+    drill = newest(evidence, *kinds)
     if drill is None:
         return missing(evidence, what)
     if drill.clean:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from phalanx.spec.evidence import Evidence
-from phalanx.spec.outcome import Edit, Outcome, exempt, failed, passed, unknown
+from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.flt_shared import counted, high, per_failure
+from phalanx.spec.rules.margin import MARGIN, beyond
 from phalanx.units import format_seconds
 
 
@@ -36,6 +37,7 @@ def _heartbeat(evidence: Evidence, limits: Limits) -> Outcome:
         value=beat_s,
         threshold=most,
         unit="s",
+        severity=beyond(beat_s, most, limits) if beat_s > 0 else None,
         impact=per_failure(evidence, max(0.0, waits_s - limits.number("dead_after_s")), "waiting for a timeout"),
         fix="train with phalanx train, or put a heartbeat beside the ranks (NVIDIA's nvidia-resiliency-ext has one)",
     )
@@ -56,6 +58,9 @@ def _patience(evidence: Evidence, limits: Limits) -> Outcome:
     if not evidence.stated("fault.dead_after_s"):
         return exempt(f"{evidence.practice.trainer} has no setting for the silence after which a rank is dead")
     told = f"a rank is dead after {dead_s:g} s of silence"
+    least = limits.number("least_beats") * (evidence.practice.heartbeat_s or 0.0)
+    if dead_s < least:
+        return _hasty(evidence, told, least, limits)
     if dead_s <= most:
         return passed(told, value=dead_s, threshold=most, unit="s", at="fault.dead_after_s")
     return failed(
@@ -65,23 +70,43 @@ def _patience(evidence: Evidence, limits: Limits) -> Outcome:
         threshold=most,
         unit="s",
         at="fault.dead_after_s",
+        severity=beyond(dead_s, most, limits),
         impact=per_failure(evidence, dead_s - most, "silence that nobody acts on"),
         edits=(Edit(key="fault.dead_after_s", value=int(most), safe=True, note="the longest allowed"),),
     )
 
 
+def _hasty(evidence: Evidence, told: str, least: float, limits: Limits) -> Outcome:
+    """Shorter than a few heartbeats: every rank is dead between two of them."""
+    beats, beat_s = limits.number("least_beats"), evidence.practice.heartbeat_s or 0.0
+    return failed(
+        f"{told}, and says only every {beat_s:g} s that it lives",
+        formula=(f"fault.dead_after_s < {beats:g} heartbeats × {beat_s:g} s = {least:g} s",),
+        value=evidence.the_job.fault.dead_after_s,
+        threshold=least,
+        unit="s",
+        at="fault.dead_after_s",
+        impact=Impact(note="healthy ranks are ended; below one heartbeat the run takes no step at all"),
+        edits=(Edit(key="fault.dead_after_s", value=int(limits.number("dead_after_s")), safe=True, note="the default"),),
+    )
+
+
 def _measured(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """From the log where something fell, else from drills; a run without a failure is settled by the job's keys."""
-    log, most = evidence.log, limits.number("measured_s")
+    log = evidence.log
     if log is not None and log.detect_s is not None and log.detect_s.count:
-        return (_judged(evidence, log.detect_s.p95, f"in {log.detect_s.count} failures of this run", most),)
+        count = log.detect_s.count
+        return (_judged(evidence, log.detect_s.p95, f"in {count} failure{'s' * (count != 1)} of this run", limits),)
     drills = counted(evidence)
     slow_s = high([value for one in drills for value in one.detect_s])
-    return (_judged(evidence, slow_s, f"in {len(drills)} drills", most),) if slow_s is not None else ()
+    return (_judged(evidence, slow_s, f"in {len(drills)} drills", limits),) if slow_s is not None else ()
 
 
-def _judged(evidence: Evidence, value_s: float, where: str, most: float) -> Outcome:
+def _judged(evidence: Evidence, value_s: float, where: str, limits: Limits) -> Outcome:
+    most = limits.number("measured_s")
     told = f"p95 of detection {where} is {format_seconds(value_s)}"
+    if value_s <= 0:  # who fell said so itself
+        told = f"detection {where} took no time"
     if value_s <= most:
         return passed(told, value=value_s, threshold=most, unit="s")
     return failed(
@@ -91,6 +116,7 @@ def _judged(evidence: Evidence, value_s: float, where: str, most: float) -> Outc
         threshold=most,
         unit="s",
         at="fault.dead_after_s",
+        severity=beyond(value_s, most, limits),
         impact=per_failure(evidence, value_s - most, "noticed late"),
         fix="lower fault.dead_after_s; where it is low, look in supervisor.jsonl at what was noticed late, and by whom",
     )
@@ -110,13 +136,20 @@ for NCCL and 1800 s for gloo. From 10 minutes to 90 s is worth 0.3 points of eff
 16,384 (computed: 3.8e-3 failures per host and day, checkpoints of 10 s).
 """,
     how="""
-`heartbeat <= 5 s` (a habit of the trainer), `fault.dead_after_s <= 30 s`, and `p95(detection) <= 30 s` over the
-failures of the run, or over drills of this version and profile where the run had none. Before a run, and for a run in
-which nothing fell, the first two settle it. On CPUs what was measured must be within 10 s: nothing there takes longer.
+`heartbeat <= 5 s` (a habit of the trainer), `4 heartbeats <= fault.dead_after_s <= 30 s` (Phalanx beats every 0.25 s),
+and `p95(detection) <= 30 s` over the failures of the run, or over drills of this version and profile where the run had none. Before a run, and for a run in
+which nothing fell, the first two settle it. On CPUs what was measured must be within 10 s: nothing there takes longer. Up to
+a tenth beyond a bound is a warning.
 """,
     limits={
         "heartbeat_s": Limit(value=5.0, unit="s", note="NVIDIA resiliency extension's check interval"),
         "dead_after_s": Limit(value=30.0, unit="s", note="ByteRobust table 3: a network card is noticed in 30 s"),
+        "least_beats": Limit(
+            value=4,
+            unit="heartbeats",
+            note="silence shorter than so many may be a busy host: house; NVIDIA's extension waits for 6 and more",
+        ),
+        "margin": MARGIN,
         "measured_s": Limit(
             value=30.0,
             unit="s",

@@ -103,7 +103,8 @@ def wire_seconds(plan: Plan, order: tuple[str, ...]) -> float:
         size = max(1, _sizes(plan)[name])
         axes.append(_Part(name=name, size=size, stride=stride))
         stride *= size
-    return sum(one.bytes_per_step / _rate(plan, _group(plan, one.axis, axes)) for one in plan.mapping if one.size > 1)
+    rates = ((one, _rate(plan, _group(plan, one.axis, axes), chain=one.axis == "pipeline")) for one in plan.mapping)
+    return sum(one.bytes_per_step / rate for one, rate in rates if one.size > 1)
 
 
 def _group(plan: Plan, axis: str, axes: list[_Part]) -> list[_Part]:
@@ -130,8 +131,11 @@ def _split(parts: list[_Part], count: int) -> tuple[list[_Part], list[_Part]]:
     return near, far
 
 
-def _rate(plan: Plan, group: list[_Part]) -> float:
-    """Bytes per second of one device: a ring over domains shares the cards of its members in each."""
+def _rate(plan: Plan, group: list[_Part], *, chain: bool) -> float:
+    """Bytes per second of one device: a ring over domains shares the cards of its members in each.
+
+    A chain of stages does not: the stage at the edge of a domain sends all it has through its own card.
+    """
     cluster = plan.cluster
     used = [one for one in group if one.size > 1]
     ranks = math.prod(one.size for one in used)
@@ -140,7 +144,8 @@ def _rate(plan: Plan, group: list[_Part]) -> float:
     span = max((one.size * one.stride for one in used), default=1)
     if 1 < span <= domain and domain % span:  # some groups straddle two domains
         inside = max(1, ranks // 2)
-    return link if inside >= ranks else min(link, inside * sane(cluster.nic_bytes_per_s))
+    cards = 1 if chain else inside
+    return link if inside >= ranks else min(link, cards * sane(cluster.nic_bytes_per_s))
 
 
 RULE = Rule(
@@ -159,7 +164,7 @@ stragglers counts as one.
 With the bytes that each axis sends per step (from the plan), the time on the wire of the plan's order of axes is at
 most 1.10 times that of the best order of tensor, context, data and pipeline (24, less those that would take tensor
 groups out of their domain). An axis whose ranks share a domain runs at link speed, else at
-`min(link, ranks per domain × card)`.
+`min(link, ranks per domain × card)`; stages of a pipeline, which send to one neighbour, at that of one card.
 """,
     limits={
         "most_ratio": Limit(

@@ -1,0 +1,68 @@
+"""`phalanx sim JOB --fabric F`."""
+
+import json
+
+import pytest
+
+from phalanx.cli.main import main
+
+JOB = """\
+name = "small"
+[model]
+preset = "gpt2"
+[data]
+sequence = 1024
+tokens = "2B"
+[batch]
+global_sequences = 64
+[parallel]
+pipeline = 2
+tensor = 1
+context = 1
+zero = 1
+[cluster]
+spec = "8xH100:4"
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    return str(path)
+
+
+def test_page_trace_and_break(job, tmp_path, capsys):
+    trace = tmp_path / "step.json"
+    options = ["--fabric", "clos2:32x400G/4p/8", "--break", "nic", "--trace", str(trace)]
+    assert main(["sim", job, *options]) == 0
+    out, err = capsys.readouterr()
+    for title in ("WHERE THE TIME GOES", "WHY IT DIFFERS FROM THE PLAN", "WHEN A NIC PORT BREAKS"):
+        assert f"\n{title}" in out
+    assert f"wrote {trace}: " in err
+    assert json.loads(trace.read_text())["otherData"]["job"] == "small"
+
+
+def test_json_is_one_document_without_spans(job, capsys):
+    assert main(["sim", job, "--fabric", "clos2:32x400G/4p/8", "--break", "t1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step_s"] == pytest.approx(sum(line["exposed_s"] for line in found["lines"]))
+    assert [one["recovery"] for one in found["aftermath"]] == ["conventional", "edge"]
+    assert found["break"] == "t1"
+    assert "timeline" not in found
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--fabric", "clos2:16x400G/1p/64"], "it has 16 NICs, and the plan has 32 devices"),
+        (["--fabric", "ring"], 'fabric: "ring" is not a fabric'),
+        (["--break", "link"], "non-blocking has one tier"),
+        (["--days", "9", "--trace", "x.json"], "phalanx sim: --trace belongs to one step, --days to months"),
+    ],
+)
+def test_mistakes(job, options, message, capsys):
+    assert main(["sim", job, *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err

@@ -1,0 +1,85 @@
+"""What a fabric gives each axis."""
+
+import numpy as np
+import pytest
+
+from phalanx.errors import UserError
+from phalanx.network.fabric.parse import parse_fabric
+from phalanx.sim.broken import Broken
+from phalanx.sim.step.paths import (
+    Transport,
+    axis_paths,
+    check_size,
+    derived_fabric,
+    neighbours,
+    on_fabric,
+    used_axes,
+)
+from phalanx.sim.step.question import question
+
+SPREAD = "clos2:32x400G/1p/8"  # T0s of four NICs: every stage and ring leaves its T0
+
+
+def paths(plan, fabric, **transport):
+    q = question(plan)
+    axes = used_axes(plan.layout, experts=False)
+    return axis_paths(fabric, q.groups, axes, plan.layout.devices, Transport(**transport))
+
+
+def test_neighbours_stay_in_their_group_and_a_pipeline_has_an_end():
+    source, target = neighbours(4, 2, 1, 16)
+    assert (source // 8 == target // 8).all()
+    assert (source % 2 == target % 2).all()
+    assert sorted(target) == list(range(16))
+    source, target = neighbours(4, 4, 1, 16, wraps=False)
+    assert (target - source == 4).all()
+    assert len(source) == 12
+
+
+def test_one_switch_gives_everyone_line_rate(sharded):
+    found = paths(sharded, derived_fabric(32, 50e9))
+    assert {axis: (path.share, path.hops) for axis, path in found.items()} == {"shard": (1.0, 1)}
+
+
+def test_axes_that_stay_in_a_domain_are_not_on_the_fabric(piped):
+    assert piped.layout.data == 8
+    assert list(paths(piped, parse_fabric(SPREAD))) == ["pipeline"]
+
+
+def test_hashing_is_slower_than_spraying_and_oversubscription_slower_still(piped):
+    sprayed = paths(piped, parse_fabric(SPREAD))["pipeline"]
+    hashed = paths(piped, parse_fabric(SPREAD), edge=False)["pipeline"]
+    narrow = paths(piped, parse_fabric("clos2:32x400G/1p/8/3:1"))["pipeline"]
+    assert (sprayed.flows, sprayed.crossing, sprayed.hops) == (24, 24, 3)
+    assert sprayed.share == pytest.approx(1.0, abs=0.05)
+    assert hashed.share < 0.9
+    assert narrow.share == pytest.approx(1 / 3, abs=0.05)
+
+
+def test_a_lost_port_costs_its_plane_and_without_another_plane_everything(piped):
+    port = Broken(nics=((0, 0),))
+    four = paths(piped, parse_fabric("clos2:32x400G/4p/8"), broken=port)["pipeline"]
+    assert (four.share, four.stalled, four.touched) == (pytest.approx(0.75, abs=0.02), 0, 1)
+    alone = paths(piped, parse_fabric(SPREAD), broken=port)["pipeline"]
+    assert (alone.share, alone.stalled) == (0.0, 1)
+    # A conventional QP cannot leave its port, however many planes there are.
+    assert paths(piped, parse_fabric("clos2:32x400G/4p/8"), edge=False, broken=port)["pipeline"].stalled == 1
+
+
+def test_groups_take_the_fabrics_rate_and_hops(piped):
+    q, fabric = question(piped), parse_fabric("clos2:32x800G/1p/8/3:1")
+    found = paths(piped, fabric)
+    placed = on_fabric(q.groups, found, fabric, nic=0.9)
+    assert float(np.max(placed.pipeline.nic_bytes_per_s)) == pytest.approx(100e9 * 0.9 * found["pipeline"].share)
+    assert placed.data is q.groups.data
+    # Three switches are what the planner's latency stands for.
+    assert placed.pipeline.nic_latency_s == pytest.approx(q.groups.pipeline.nic_latency_s)
+
+
+def test_fewer_nics_than_devices_is_refused():
+    with pytest.raises(UserError) as caught:
+        check_size(parse_fabric("clos2:16x400G/1p/64"), 32)
+    assert str(caught.value) == (
+        "fabric clos2:16x400G/1p/64: it has 16 NICs, and the plan has 32 devices with one each\n"
+        "  name a fabric of 32 NICs or more, or a cluster of at most 16 devices"
+    )

@@ -1,0 +1,70 @@
+"""The step beside the plan."""
+
+from itertools import pairwise
+
+import pytest
+
+from phalanx.network.fabric.parse import parse_fabric
+from phalanx.sim.step.question import question
+from phalanx.sim.step.report import step_report
+from phalanx.sim.step.text import render
+from phalanx.sim.step.work import work
+
+from .conftest import make
+
+
+def test_with_the_plans_own_rates_the_timeline_is_close_to_the_plan(piped):
+    """Two models of one step: formulas, and events. They share seconds of compute, not how these follow each other."""
+    report = step_report(piped, None)
+    assert report.derived
+    assert report.step_s == pytest.approx(piped.prediction.step_s, rel=0.05)
+    compute = report.lines[0]
+    assert compute.name == "compute"
+    assert compute.exposed_s == pytest.approx(compute.plan_s)
+
+
+@pytest.mark.parametrize("fabric", [None, "clos2:32x400G/1p/8", "clos2:32x400G/1p/8/3:1"])
+def test_lines_add_up_to_the_step_and_explain_it(piped, fabric):
+    report = step_report(piped, parse_fabric(fabric) if fabric else None)
+    assert sum(line.exposed_s for line in report.lines) == pytest.approx(report.step_s)
+    assert sum(line.plan_s for line in report.lines) == pytest.approx(report.plan_step_s)
+    for line in report.lines:
+        assert line.plan_s + line.order_s + line.network_s == pytest.approx(line.exposed_s)
+        assert line.hidden_s <= line.wire_s
+        assert line.why
+
+
+def test_a_slower_network_shows_in_the_network_column_only(sharded):
+    def line(fabric):
+        report = step_report(sharded, parse_fabric(fabric))
+        return next(one for one in report.lines if one.part == "shard_s")
+
+    fast, slow = line("clos2:32x400G/1p/8"), line("clos2:32x10G/1p/8")
+    assert slow.order_s == fast.order_s
+    assert slow.network_s > fast.network_s
+    assert slow.wire_s > 10 * fast.wire_s
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])
+def test_other_schedules_stay_near_their_formula(tmp_path, schedule):
+    made = make(tmp_path, schedule=schedule)
+    assert step_report(made, None).step_s == pytest.approx(made.prediction.step_s, rel=0.1)
+
+
+def test_stages_hold_all_layers(piped, sharded):
+    for plan in (piped, sharded):
+        q = question(plan)
+        layers = work(q, q.groups).layers
+        assert (len(layers), sum(layers)) == (plan.layout.pipeline, 12)
+        assert all(one >= two for one, two in pairwise(layers))
+
+
+def test_the_page(piped):
+    page = render(step_report(piped, None))
+    assert page.startswith("small: TP1·CP1·PP4·DP8")
+    assert "none named: one non-blocking plane, 400 Gb/s per device (name one with --fabric)" in page
+    assert "WHERE THE TIME GOES (milliseconds of the busiest stage; plan + order + network = shown)" in page
+    assert "\n  pipeline bubble " in page
+    named = render(step_report(piped, parse_fabric("clos2:32x400G/1p/8/3:1")))
+    assert "32 NICs of 400 Gb/s, 1 plane, 2 tiers, packets over 256 paths" in named
+    assert "slowest flow at 0.3" in named
