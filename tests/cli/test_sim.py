@@ -61,7 +61,6 @@ def test_json_repeats_with_the_seed(job, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "phalanx sim: nothing is asked for\n  phalanx sim job.toml --days 90 simulates months of running\n"),
         (["--days", "0"], "phalanx sim: --days 0 is out of range\n  use 0.01 to 3653\n"),
         (["--days", "nan"], "phalanx sim: --days nan is out of range\n"),
         (["--days", "9", "--runs", "0"], "phalanx sim: --runs 0 is out of range\n  use 1 to 10000\n"),

@@ -76,3 +76,18 @@ def test_without_numba_the_message_says_what_to_install(monkeypatch: pytest.Monk
     with pytest.raises(UserError) as caught:
         compiled.compiled(len)
     assert "pip install 'phalanx[sim]'" in str(caught.value)
+
+
+def test_where_nothing_can_be_written_the_loop_is_compiled_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba raises RuntimeError when neither the package nor the home folder can be written."""
+    from types import SimpleNamespace
+
+    from phalanx.sim import compiled
+
+    def njit(*, nogil: bool, cache: bool = False) -> object:
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return lambda function: function
+
+    monkeypatch.setattr(compiled, "import_module", lambda name: SimpleNamespace(njit=njit))
+    assert compiled.compiled(len) is len

@@ -65,6 +65,9 @@ def add_sight(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from", dest="source", metavar="TRAINER", default="", help="whose configuration the target is, as megatron"
     )
+    parser.add_argument(
+        "--waivers", metavar="FILE", help="TOML with [[waiver]] tables, beside those of the job: for any target"
+    )
 
 
 def request_of(args: argparse.Namespace) -> Request:
@@ -83,6 +86,7 @@ def request_of(args: argparse.Namespace) -> Request:
         drills=tuple(_folder(name) for name in args.drills),
         parity=(Path(args.parity[0]), Path(args.parity[1])) if args.parity else None,
         source=args.source,
+        waivers=Path(args.waivers) if args.waivers else None,
     )
 
 
@@ -96,6 +100,7 @@ def _folder(name: str) -> Path:
 def run(args: argparse.Namespace) -> int:
     """0 clean, 1 findings, 2 a target that cannot be checked; the others are checked all the same."""
     form = _form(args)
+    _require_folder(args.out)
     request = request_of(args)
     reports: list[Report] = []
     failures: list[PhalanxError] = []
@@ -110,16 +115,24 @@ def run(args: argparse.Namespace) -> int:
     return max([*(one.exit_code for one in reports), *(error.exit_code for error in failures)])
 
 
+def _require_folder(out: str | None) -> None:
+    """Before anything is read: a report of a long log should not be lost to a misspelt name."""
+    if out and not Path(out).parent.is_dir():
+        raise mistake(f"--out {out[:200]}", "its folder does not exist", fix="make the folder, or name another --out")
+
+
 def _form(args: argparse.Namespace) -> str:
     if args.json and args.format not in (None, "json"):
         raise mistake("phalanx check", f"--json and --format {args.format} exclude each other", fix="give one of them")
-    if _mends(args) and args.overrides:
-        raise mistake(
-            "phalanx check",
-            "--set and --fix exclude each other",
-            why="the file would be mended for a job that it does not describe",
-            fix="write the setting into the file first",
-        )
+    elsewhere = {"--set": args.overrides, "--cluster": args.cluster, "--profile": args.profile, "--plan": args.plan}
+    for option, value in elsewhere.items():
+        if _mends(args) and value:
+            raise mistake(
+                "phalanx check",
+                f"{option} and --fix exclude each other",
+                why="the file would be mended for a job that it does not describe",
+                fix="mend by what the file says: write the setting into it first, or leave the option out",
+            )
     return "json" if args.json else args.format or "text"
 
 

@@ -65,6 +65,19 @@ def load_table(path: Path, table: dict[str, object], origins: Mapping[str, Origi
     return _resolved(Draft(path=path, table=table, lines={}, given=origins))
 
 
+def load_waivers(path: Path) -> tuple[tuple[Waiver, ...], Mapping[str, Origin]]:
+    """A file of `[[waiver]]` tables and nothing else, with the line of every key. Raises UserError as `load` does."""
+    source = read_source(path)
+    draft = Draft(path=source.path, table=source.table, lines=source.lines)
+    for name in (name for name in source.table if name != "waiver"):
+        draft.complain(name, f"a file of waivers has no key {shown(name)}", fix="only [[waiver]] tables belong in it")
+    top: dict[str, Any] = {"waiver": source.table.get("waiver", [])}
+    _fill_list(draft, top, "waiver", Waiver, example="[[waiver]] with rule, reason and expires = 2026-12-31")
+    if draft.problems:
+        raise UserError(_in_order(draft.problems))
+    return top["waiver"], draft.origins
+
+
 def _resolved(draft: Draft) -> ResolvedJob:
     job = _build(draft)
     check(draft, job)

@@ -304,8 +304,11 @@ class EventReader:
 
 
 def open_file(path: Path, *, buffering: int = 0) -> BinaryIO:
-    """A file of a run for reading; raises OSError for anything else: a pipe would be waited for for ever."""
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    """A file of a run for reading; raises OSError for anything else.
+
+    A pipe would be waited for for ever, and a link may lead to a file that is not of the run.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise OSError(errno.EINVAL, "not a file", str(path))

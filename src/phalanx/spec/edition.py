@@ -49,8 +49,13 @@ def select(chosen: str = "", ignored: str = "") -> tuple[Rule, ...]:
         if (not wanted or rule.id.startswith(wanted)) and not (dropped and rule.id.startswith(dropped))
     )
     if not found:
-        names = f"--select {chosen[:60]} --ignore {ignored[:60]}" if wanted else f"--ignore {ignored[:60]}"
-        raise mistake(names, "leaves no rule to ask", why="nothing asked is nothing passed", fix="ignore fewer rules")
+        asked = f"--select {chosen[:60]} " if wanted else ""
+        raise mistake(
+            f"{asked}--ignore {ignored[:60]}",
+            "leaves no rule to ask",
+            why="nothing asked is nothing passed",
+            fix="ignore fewer rules",
+        )
     return found
 
 

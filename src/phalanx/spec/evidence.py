@@ -54,7 +54,7 @@ class Evidence:
     their_keys: Mapping[str, str] = field(default_factory=dict)  # job key -> what another trainer's file calls it
     devices_said: int = 0  # of a job that cannot be planned, by its cluster or file; 0 is not said
     waivers: tuple[Waiver, ...] = ()  # beside the job's own, from a file of them
-    damaged: Mapping[str, Problem] = field(default_factory=dict)  # letter -> why its file of a run cannot be used
+    damaged: Mapping[str, Problem] = field(default_factory=dict)  # letter -> its file of a run, and why not
 
     def has(self, letter: str) -> bool:
         """Whether there is any evidence of a kind."""

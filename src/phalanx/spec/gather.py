@@ -12,11 +12,12 @@ from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve
 from phalanx.hardware.types import Cluster
 from phalanx.job.dump import to_dict
-from phalanx.job.load import ResolvedJob, load
+from phalanx.job.load import ResolvedJob, load, load_waivers
 from phalanx.job.schema import Job
 from phalanx.plan.kept import kept_plan
 from phalanx.plan.plan import Plan
 from phalanx.record.run import EVENTS, Run, open_run, read_json
+from phalanx.spec.coherent import require_coherent
 from phalanx.spec.evidence import Evidence, Unmapped
 from phalanx.spec.facts.drill import DrillFacts
 from phalanx.spec.facts.host import HostFacts
@@ -45,6 +46,7 @@ class Request:
     look: bool = True  # at this machine, where the job runs on it
     parity: tuple[Path, Path] | None = None  # two runs, one in a narrow format
     source: str = ""  # trainer a configuration is of, as "megatron"; empty recognises it
+    waivers: Path | None = None  # a file of [[waiver]] tables: for targets that are not ours to write into
 
 
 def gather(
@@ -58,10 +60,23 @@ def gather(
     """All evidence about a target; raises UserError when it is nothing that can be checked."""
     environ = dict(os.environ) if environ is None else environ
     found = _of_target(target, request, today=today, environ=environ, progress=progress)
+    if request.waivers is not None:
+        found = _with_waivers(found, request.waivers)
     if request.parity is None:
         return found
     first, second = (open_run(path) for path in request.parity)
     return replace(found, parity=parity_of(first, second))
+
+
+def _with_waivers(evidence: Evidence, path: Path) -> Evidence:
+    """The job's own are counted first, the others on from there."""
+    waivers, origins = load_waivers(path)
+    first = len(evidence.all_waivers)
+    lines = {}
+    for key, origin in origins.items():
+        _, number, name = key.split(".")
+        lines[f"waiver.{first + int(number)}.{name}"] = origin
+    return replace(evidence, waivers=waivers, origins={**evidence.origins, **lines})
 
 
 def _of_target(
@@ -126,9 +141,14 @@ def is_plan(path: Path) -> bool:
         return False  # the reader of job files says why
 
 
+def _plan_in(path: Path) -> Plan:
+    """The plan in a file; raises UserError when it is none, or one whose parts contradict each other."""
+    return require_coherent(Plan.from_dict(read_json(path), where=str(path)), str(path))
+
+
 def _given_plan(path: Path, resolved: ResolvedJob) -> Plan:
     """The plan in a file; raises UserError when it is of another job."""
-    plan = Plan.from_dict(read_json(path), where=str(path))
+    plan = _plan_in(path)
     changed = _differing(plan.job, resolved.job)
     if changed:
         raise mistake(
@@ -177,6 +197,7 @@ def of_job(
         host=_host(request, cluster),
         drills=_drills(request, environ),
         unmapped=unmapped,
+        devices_said=devices if plan is None and cluster is not None else 0,
     )
 
 
@@ -194,7 +215,7 @@ def _planned(
 
 def of_plan(path: Path, request: Request, *, today: date, environ: dict[str, str]) -> Evidence:
     """A plan file: the job is in it, without lines."""
-    plan = Plan.from_dict(read_json(path), where=str(path))
+    plan = _plan_in(path)
     return Evidence(
         target=str(path),
         job=plan.job,
@@ -220,7 +241,8 @@ def of_run(
 
 def before_log(run: Run, request: Request, *, today: date, environ: dict[str, str]) -> Evidence:
     """What a run says without its events: settled when it began, so that a growing run asks for it once."""
-    resolved, plan = _job_of(run), _plan_of(run)
+    damaged: dict[str, Problem] = {}
+    resolved, plan = _job_of(run, damaged), _plan_of(run, damaged)
     job = resolved.job if resolved is not None else (plan.job if plan is not None else None)
     cluster = plan.cluster if plan is not None else None
     return Evidence(
@@ -236,6 +258,7 @@ def before_log(run: Run, request: Request, *, today: date, environ: dict[str, st
         plan_file=str(run.plan_json) if plan is not None else "",
         host=_host(request, cluster),
         drills=_drills(request, environ, beside=run.path.parent),
+        damaged=damaged,
     )
 
 
@@ -245,18 +268,29 @@ def with_log(evidence: Evidence, log: LogFacts) -> Evidence:
     return replace(evidence, log=log, scaling=scaling)
 
 
-def _job_of(run: Run) -> ResolvedJob | None:
+def _job_of(run: Run, damaged: dict[str, Problem]) -> ResolvedJob | None:
     try:
         return load(run.job_toml)
-    except UserError:  # an older run, or a damaged one: the plan may still have the job
+    except UserError as error:  # an older run, or a damaged one: the plan may still have the job
+        _note_damage(damaged, "J", run.job_toml, error)
         return None
 
 
-def _plan_of(run: Run) -> Plan | None:
+def _plan_of(run: Run, damaged: dict[str, Problem]) -> Plan | None:
     try:
-        return Plan.from_dict(run.plan(), where=str(run.plan_json))
-    except UserError:
+        return _plan_in(run.plan_json)
+    except UserError as error:
+        _note_damage(damaged, "P", run.plan_json, error)
         return None
+
+
+def _note_damage(damaged: dict[str, Problem], letter: str, path: Path, error: UserError) -> None:
+    """A file that was never there is no damage."""
+    if os.path.lexists(path):
+        first = error.problems[0]
+        where = first.where.removeprefix(f"{path.parent}{os.sep}")
+        what = f"cannot be used: {first.what}"
+        damaged[letter] = Problem(where=where, what=what, fix=f"put {path.name} back as phalanx train wrote it")
 
 
 def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ: dict[str, str]) -> Evidence:

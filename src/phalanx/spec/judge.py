@@ -125,7 +125,7 @@ def judge(
         findings=tuple(found),
         require_evidence=require_evidence,
         unmapped=evidence.unmapped,
-        notes=tuple(f"{one.where}: {one.what}" for one in evidence.damaged.values()),
+        notes=tuple(f"{evidence.target}/{one.where} {one.what}" for one in evidence.damaged.values()),
         foreign=bool(evidence.their_keys),
     )
 

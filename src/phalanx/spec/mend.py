@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from phalanx.errors import UserError
 from phalanx.spec.formats.plain import as_toml, setting
-from phalanx.spec.judge import Report
+from phalanx.spec.judge import Finding, Report
 from phalanx.spec.outcome import Edit
 
 MOST_ROUNDS = 5  # a cure may uncover the next finding; no chain of more than two is known
@@ -56,7 +56,7 @@ def find_cure(judge: Judge, *, unsafe: bool) -> Cure:
         if _tear(chosen, wanted, refused):
             chosen = []
             continue
-        new = _that_hold(judge, _without(chosen, wanted), wanted, refused)
+        new = _that_hold(_Trial(judge=judge, first=first, unsafe=unsafe), _without(chosen, wanted), wanted, refused)
         if not new:
             break
         chosen = [*_without(chosen, new), *new]
@@ -103,27 +103,59 @@ def _tear(chosen: Sequence[Remedy], wanted: Sequence[Remedy], refused: dict[str,
     return bool(torn)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Trial:
+    """How remedies are tried, and what the job was like before all of them."""
+
+    judge: Judge
+    first: Report
+    unsafe: bool
+
+    def harm(self, report: Report) -> str:
+        """What an edited job lacks that the job had; empty when it is no worse.
+
+        An error that a further edit cures is none: the next round takes it.
+        """
+        if "P" in self.first.evidence and "P" not in report.evidence:
+            return "with which the job can no longer be planned"
+        before = {one.rule.id for one in self.first.findings if _is_error(one)}
+        new = [one for one in report.findings if _is_error(one) and one.rule.id not in before]
+        hopeless = [one.rule.id for one in new if not _curable(one, unsafe=self.unsafe)]
+        return f"which breaks {', '.join(dict.fromkeys(hopeless))}" if hopeless else ""
+
+
+def _is_error(finding: Finding) -> bool:
+    return finding.verdict == "fail" and finding.severity == "error"
+
+
+def _curable(finding: Finding, *, unsafe: bool) -> bool:
+    edits = finding.outcome.edits
+    return bool(edits) and all(edit.safe or unsafe for edit in edits)
+
+
 def _that_hold(
-    judge: Judge, chosen: Sequence[Remedy], wanted: Sequence[Remedy], refused: dict[str, str]
+    trial: _Trial, chosen: Sequence[Remedy], wanted: Sequence[Remedy], refused: dict[str, str]
 ) -> list[Remedy]:
     """Remedies with which the job can be read and no longer asks for them; the others are refused from here on."""
-    if not wanted or not _complaints(judge, [*chosen, *wanted], wanted):
+    if not wanted or not _complaints(trial, [*chosen, *wanted], wanted):
         return list(wanted)
     held: list[Remedy] = []
     for remedy in wanted:
-        if complaint := _complaints(judge, [*chosen, *held, remedy], [remedy]):
+        if complaint := _complaints(trial, [*chosen, *held, remedy], [remedy]):
             refused |= {edit.key: complaint for edit in remedy.edits}
         else:
             held.append(remedy)
     return held
 
 
-def _complaints(judge: Judge, remedies: Sequence[Remedy], new: Sequence[Remedy]) -> str:
+def _complaints(trial: _Trial, remedies: Sequence[Remedy], new: Sequence[Remedy]) -> str:
     """Why the new remedies do not help; empty when they do."""
     try:
-        report = judge(_sets(remedies))
+        report = trial.judge(_sets(remedies))
     except UserError:
         return f"{new[0].told}, with which the job cannot be read"
+    if harm := trial.harm(report):
+        return f"{new[0].told}, {harm}"
     again = [
         remedy
         for remedy in new

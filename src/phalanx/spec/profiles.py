@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.errors import mistake, nearest
 from phalanx.hardware.types import Cluster
@@ -103,7 +103,7 @@ PROFILES: Mapping[str, Profile] = {
             effective_floor=0.93,
             utilization_sources=("libtpu-tensorcore",),
             is_gpu=False,
-            note="algorithms, timeouts and buffers belong to the compiler and the runtime",
+            note="algorithms, timeouts and buffers belong to the compiler and the runtime; MFU floor 0.45 on v5",
         ),
         Profile(
             name="custom",
@@ -120,13 +120,16 @@ PROFILES: Mapping[str, Profile] = {
     )
 }
 
-_BY_NAME = (("A100", "nvidia-a100"), ("A800", "nvidia-a100"), ("H200", "nvidia-h200"), ("H20", "nvidia-h200"))
-_BY_FAMILY = {
-    "cpu": "cpu-gloo",
-    "ampere": "nvidia-a100",
-    "hopper": "nvidia-h100",
-    "blackwell": "nvidia-b200",
-    "cdna3": "amd-mi300x",
+# By the beginning of the accelerator's name. Workstation and consumer cards of the same families are `custom`: they have
+# other links, other memory and nobody's published rates.
+_BY_NAME = {
+    "nvidia-a100": ("A100", "A800"),
+    "nvidia-h200": ("H200",),
+    "nvidia-h100": ("H100", "H800", "H20", "GH200"),
+    "nvidia-b200": ("B200", "B300", "GB200", "GB300"),
+    "amd-mi300x": ("MI300", "MI325"),
+    "tpu": ("TPU",),
+    "cpu-gloo": ("CPU",),
 }
 
 
@@ -134,16 +137,22 @@ def profile_of(cluster: Cluster) -> Profile:
     """The profile of a cluster's accelerator; `custom` for what the specification does not know.
 
     >>> from phalanx.hardware.cluster import resolve
-    >>> [profile_of(resolve(spec)).name for spec in ("8xH100:2", "72xGB200:1", "8xA100:1", "local-cpu:2")]
-    ['nvidia-h100', 'nvidia-b200', 'nvidia-a100', 'cpu-gloo']
+    >>> [profile_of(resolve(spec)).name for spec in ("8xH100:2", "72xGB200:1", "8xA100:1", "local-cpu:2", "8xL40S:1")]
+    ['nvidia-h100', 'nvidia-b200', 'nvidia-a100', 'cpu-gloo', 'custom']
     """
     accelerator = cluster.accelerator
-    for prefix, name in _BY_NAME:
-        if accelerator.name.upper().startswith(prefix):
-            return PROFILES[name]
-    if accelerator.vendor == "google":
-        return PROFILES["tpu"]
-    return PROFILES[_BY_FAMILY.get(accelerator.family, "custom")]
+    found = next((name for name, starts in _BY_NAME.items() if accelerator.name.upper().startswith(starts)), "custom")
+    if accelerator.family == "cpu":  # a user's own entry may be called anything
+        found = "cpu-gloo"
+    if found == "tpu":
+        return _tpu(accelerator.family)
+    return PROFILES[found]
+
+
+def _tpu(family: str) -> Profile:
+    """TPUs of a generation: v7 multiplies in fp8."""
+    known = PROFILES["tpu"]
+    return replace(known, formats=(*known.formats, "fp8")) if family == "tpu-v7" else known
 
 
 def find_profile(name: str) -> Profile:

@@ -74,7 +74,7 @@ def _stand(found: Verdicts | None, parts: Parts) -> Json:
 
 
 def _without_places(told: Mapping[str, Any]) -> Json:
-    return {key: value for key, value in told.items() if key not in ("target", "unmapped")}
+    return {key: value for key, value in told.items() if key not in ("target", "unmapped", "notes")}
 
 
 def _groups(listed: Sequence[Json], folder: Path) -> list[Json]:

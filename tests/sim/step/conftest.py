@@ -22,15 +22,16 @@ pipeline = {pipeline}
 tensor = 1
 context = 1
 zero = {zero}
+shard = {shard}
 recompute = "none"
 [cluster]
 spec = "8xH100:4"
 """
 
 
-def make(folder, *, schedule="1f1b", pipeline=4, zero=1, extra=""):
+def make(folder, *, schedule="1f1b", pipeline=4, zero=1, shard=8):
     path = folder / "job.toml"
-    path.write_text(JOB.format(schedule=schedule, pipeline=pipeline, zero=zero) + extra)
+    path.write_text(JOB.format(schedule=schedule, pipeline=pipeline, zero=zero, shard=shard))
     return plan(str(path))
 
 
@@ -43,7 +44,7 @@ def piped(tmp_path_factory):
 @pytest.fixture(scope="session")
 def sharded(tmp_path_factory):
     """ZeRO-3 over 32 ranks in four domains."""
-    return make(tmp_path_factory.mktemp("sharded"), pipeline=1, zero=3)
+    return make(tmp_path_factory.mktemp("sharded"), pipeline=1, zero=3, shard=32)
 
 
 def sharing(**seconds):

@@ -76,6 +76,14 @@ def test_groups_take_the_fabrics_rate_and_hops(piped):
     assert placed.pipeline.nic_latency_s == pytest.approx(q.groups.pipeline.nic_latency_s)
 
 
+def test_the_fluid_share_replaces_the_planners_loss_with_size(sharded):
+    q, fabric = question(sharded), parse_fabric(SPREAD)
+    found = paths(sharded, fabric)
+    placed = on_fabric(q.groups, found, fabric, nic=0.9)
+    assert float(np.max(q.groups.shard.network_bytes_per_s)) < float(np.max(q.groups.shard.nic_bytes_per_s))
+    assert float(np.max(placed.shard.network_bytes_per_s)) == pytest.approx(50e9 * 0.9 * found["shard"].share)
+
+
 def test_fewer_nics_than_devices_is_refused():
     with pytest.raises(UserError) as caught:
         check_size(parse_fabric("clos2:16x400G/1p/64"), 32)

@@ -8,6 +8,7 @@ from phalanx.network.fabric.parse import parse_fabric
 from phalanx.sim.step.question import question
 from phalanx.sim.step.report import step_report
 from phalanx.sim.step.text import render
+from phalanx.sim.step.timeline import simulate
 from phalanx.sim.step.work import work
 
 from .conftest import make
@@ -21,6 +22,15 @@ def test_with_the_plans_own_rates_the_timeline_is_close_to_the_plan(piped):
     compute = report.lines[0]
     assert compute.name == "compute"
     assert compute.exposed_s == pytest.approx(compute.plan_s)
+
+
+def test_wires_carry_what_the_plans_mapping_says(piped):
+    q = question(piped)
+    wires = simulate(work(q, q.groups)).wire_s[0]
+    mapped = {use.axis: use.wire_s for use in piped.mapping}
+    assert wires["gradient_s"] == pytest.approx(mapped["data"])
+    # The first stage of four sends forward only, half of what one in the middle does.
+    assert wires["pipeline_send_s"] == pytest.approx(mapped["pipeline"] / 2)
 
 
 @pytest.mark.parametrize("fabric", [None, "clos2:32x400G/1p/8", "clos2:32x400G/1p/8/3:1"])
@@ -42,7 +52,16 @@ def test_a_slower_network_shows_in_the_network_column_only(sharded):
     fast, slow = line("clos2:32x400G/1p/8"), line("clos2:32x10G/1p/8")
     assert slow.order_s == fast.order_s
     assert slow.network_s > fast.network_s
-    assert slow.wire_s > 10 * fast.wire_s
+    assert slow.wire_s > 3 * fast.wire_s  # the rest is latency, which is the same
+
+
+def test_copies_of_a_shard_agree_over_the_network(tmp_path):
+    report = step_report(make(tmp_path, pipeline=1, zero=3, shard=8), None)
+    lines = {line.part: line for line in report.lines}
+    assert [path.axis for path in report.paths] == ["replica"]
+    assert lines["gradient_s"].wire_s > lines["gradient_s"].exposed_s > 0
+    assert lines["gradient_s"].hidden_s > 0
+    assert "inside a fast domain" in lines["shard_s"].why
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])

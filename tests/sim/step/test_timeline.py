@@ -31,6 +31,17 @@ def test_bubble_is_that_of_the_papers(schedule, chunks, weight_s, idle_s, stages
     assert all(parts["bubble_s"] == pytest.approx((stages - 1) * idle_s) for parts in done.device_s)
 
 
+def test_zero_bubble_holds_no_more_than_1f1b_on_its_first_stage():
+    done = simulate(by_hand(stages=4, micros=12, schedule="zero-bubble", weight_s=1.0))
+    for stage in range(4):
+        held = most = 0
+        for span in done.spans:
+            if (span.stage, span.track) == (stage, DEVICE):
+                held += {"F": 1, "B": 0, "W": -1}[span.name[0]]
+                most = max(most, held)
+        assert most <= 4 + 1  # the pass that makes room is the next one
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
 def test_device_seconds_add_up_and_tracks_do_one_thing_at_a_time(schedule):
     inner = (Inner(part="tensor_s", tier="link", wire_s=0.3, exposed_s=0.2),)
@@ -114,8 +125,8 @@ def test_zero3_waits_for_the_first_layer_and_for_the_slower_of_compute_and_traff
         )
 
     quick = sharded(0.1)
-    # Forward starts with one gather in the open; backward's first queues behind nothing, its last scatter shows.
-    assert quick.device_s[0]["shard_s"] == pytest.approx(2 * 0.1 + 2 * 0.1 + 0.1, abs=0.11)
+    # In the open: the first gather of each of four directions, and the last scatter of each of two micro-batches.
+    assert quick.device_s[0]["shard_s"] == pytest.approx(6 * 0.1)
     slow = sharded(5.0)
     assert slow.step_s == pytest.approx(2 * 10 * 3 * 5.0, rel=0.02)
     assert {span.track for span in slow.spans} == {DEVICE, BACKGROUND}

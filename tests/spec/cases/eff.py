@@ -69,6 +69,11 @@ EFF001 = [
     ),
     Case(rule="EFF001", name="not a number", verdict="unknown", evidence=predicted(math.nan)),
 ]
+def on_tpu(mfu: float):
+    """A run of the good job on 64 TPU v5p."""
+    return lambda: evidence(cluster="64xTPU-v5p:1", log=good_log(mfu=mfu))
+
+
 EFF002 = [
     Case(rule="EFF002", name="a run", verdict="pass", evidence=with_log()),
     Case(rule="EFF002", name="on the floor", verdict="pass", evidence=with_log(mfu=0.35), boundary=True),
@@ -100,6 +105,8 @@ EFF002 = [
         verdict="pass",
         evidence=lambda: evidence(profile="amd-mi300x", log=good_log(mfu=0.1)),
     ),
+    Case(rule="EFF002", name="TPU v5 on its floor", verdict="pass", evidence=on_tpu(0.45), boundary=True),
+    Case(rule="EFF002", name="TPU v5 below it", verdict="fail", evidence=on_tpu(0.44), boundary=True),
     Case(rule="EFF002", name="not known", verdict="unknown", evidence=with_log(mfu=None)),
     Case(
         rule="EFF002",
@@ -198,6 +205,7 @@ FLIPS = [
     flip("EFF001", "hour", 0.94, with_log()),
     flip("EFF001", "least_wall_s", 60.0, with_log(effective=0.4, wall_s=3_000.0)),
     flip("EFF002", "floor", 0.5, with_log()),
+    flip("EFF002", "floor_tpu_v5", 0.5, on_tpu(0.46)),
     flip("EFF002", "floor_low_bits", 0.35, lambda: evidence("precision.compute=fp8", log=good_log(mfu=0.32))),
     flip("EFF002", "least_steps", 5, with_log(mfu=0.01, steps=good_steps(last=18, count=19))),
     flip("EFF003", "spread", 1.02, with_log()),

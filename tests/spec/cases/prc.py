@@ -241,7 +241,7 @@ CASES = [
         rule="PRC004",
         name="a loss of more",
         verdict="fail",
-        evidence=ran(worst_loss_jump=5.1, worst_jump_spot=SPOT),
+        evidence=ran(worst_loss_jump=5.1, worst_loss_jump_spot=SPOT),
         severity="warning",
         boundary=True,
         at="events-00000.jsonl",

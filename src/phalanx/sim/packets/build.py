@@ -168,7 +168,6 @@ def _traffic(plan: Sketch, flows: Flows, seed: int) -> Traffic:
         source=flows.source.astype(np.int32),
         target=flows.target.astype(np.int32),
         packets=plan.packets,
-        start=np.ones(number, dtype=np.int32),
         done=np.full(number, -1, dtype=np.int32),
         links=plan.hops.astype(np.uint8),
         count=_counts(plan),

@@ -9,7 +9,11 @@ a table as an array of its own, costs an atomic reference count each time (9x on
 
 from __future__ import annotations
 
-from phalanx.sim.compiled import compiled
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from phalanx.sim.compiled import available, compiled
 from phalanx.sim.packets.state import (
     ACHIEVED,
     ACK,
@@ -35,6 +39,7 @@ from phalanx.sim.packets.state import (
     JUDGE_AT,
     LAST_ADD,
     LAST_CUT,
+    LAST_LOSS,
     LOSSES,
     LOSSES_SEEN,
     LOST,
@@ -74,10 +79,21 @@ KIND_BIT, SEEN_BIT, NUMBER_BIT, DELAY_BIT = 37, 39, 40, 50
 MOST_DELAY = (1 << 13) - 1
 MOST_NUMBER = (1 << 10) - 1
 WHO_MASK = (1 << MARK_BIT) - 1
+MOST_DOUBLINGS = 4  # of a timeout
 SMOOTHING = 0.0125  # of the average delay: uet-htsim @40ccb05
 
 
-@compiled
+def part(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that only the loop calls: without the entry from Python, which takes half of the compile time."""
+    if not available():
+        return compiled(function)
+    made: Callable[..., Any] = import_module("numba").njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(
+        function
+    )
+    return made
+
+
+@part
 def draw(totals: Ints) -> float:
     """A random number in [0, 1): xorshift64."""
     x = totals[RANDOM]
@@ -88,7 +104,7 @@ def draw(totals: Ints) -> float:
     return ((x >> 11) & 0xFFFFFFFFFFFFF) / 4503599627370496.0
 
 
-@compiled
+@part
 def spread(flow: int, path: int, salt: int, ways: int) -> int:
     """Which of `ways` ports a path of a connection takes at one switch: an even hash, the same every time."""
     x = (flow * 2654435761 + path * 40503 + salt * 97531 + 12345) & 0x7FFFFFFFFFFFFFF
@@ -101,7 +117,7 @@ def spread(flow: int, path: int, salt: int, ways: int) -> int:
     return ((x & 0xFFFFFFFF) * ways) >> 32
 
 
-@compiled
+@part
 def tell(
     first: Ints32, words: Ints, following: Ints32, free: Ints32, totals: Ints, ring: int, slot: int, word: int
 ) -> None:
@@ -117,19 +133,19 @@ def tell(
     first[at] = event
 
 
-@compiled
-def lose(shape: Shape, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, packet: int) -> None:
-    """A packet disappears: the sender knows after its timeout, twice as long after each loss in a row."""
+@part
+def lose(shape: Shape, knobs: Knobs, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, packet: int) -> None:
+    """A packet disappears: the sender knows after its timeout; without another path, it doubles with each in a row."""
     flow = packet & FLOW_MASK
     totals[LOSSES_SEEN] += 1
     traffic.count[flow, TOUCHED] |= 1
-    wait = shape.timeout << min(traffic.count[flow, LOSSES], 4)
+    wait = shape.timeout if knobs.edge else shape.timeout << min(traffic.count[flow, LOSSES], MOST_DOUBLINGS)
     at = min(max((packet >> STAMP_BIT) + wait, slot + 1), slot + shape.ring - 1)
     word = (packet & WHO_MASK) | (LOST << KIND_BIT)
     tell(calendar.first, calendar.word, calendar.next, calendar.free, totals, shape.ring, at, word)
 
 
-@compiled
+@part
 def push(ring: Ints, head: Shorts, count: Shorts, queue: int, link: int, packet: int) -> bool:
     """Put a packet into a port's queue; False when it is full."""
     waiting = count[link]
@@ -143,7 +159,7 @@ def push(ring: Ints, head: Shorts, count: Shorts, queue: int, link: int, packet:
     return True
 
 
-@compiled
+@part
 def trim(
     shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, link: int,
     packet: int, left: int,
@@ -161,7 +177,7 @@ def trim(
     tell(calendar.first, calendar.word, calendar.next, calendar.free, totals, shape.ring, at, word)
 
 
-@compiled
+@part
 def living(shape: Shape, avoided: Bytes, base: int, t0: int, goal: int, port: int) -> int:
     """The first uplink from `port` on whose both ends routing holds for alive."""
     up = base + 2 * shape.hosts
@@ -173,7 +189,7 @@ def living(shape: Shape, avoided: Bytes, base: int, t0: int, goal: int, port: in
     return port
 
 
-@compiled
+@part
 def from_nics(
     shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, base: int,
     routed: int,
@@ -182,9 +198,12 @@ def from_nics(
     wire, ring, head, count, host_t0 = net.wire, net.ring, net.head, net.count, net.host_t0
     avoided, target, links = net.avoided, traffic.target, traffic.links
     now, hosts, queue, ports = slot % shape.wire, shape.hosts, shape.queue, shape.t0_up
-    host = (slot * 7919) % hosts
-    for _ in range(hosts):
-        host = host + 1 if host + 1 < hosts else 0
+    block = shape.block
+    for i in range(hosts):
+        # The hosts of a T0 take turns at being first, or the last ones would find its queues full.
+        host = i - i % block + (i + slot) % block
+        if host >= hosts:
+            host = i
         packet = wire[now, base + host]
         if packet == 0:
             continue
@@ -202,7 +221,7 @@ def from_nics(
             trim(shape, knobs, net, traffic, calendar, totals, slot, link, packet, left)
 
 
-@compiled
+@part
 def from_t0(
     shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, base: int
 ) -> None:
@@ -233,7 +252,7 @@ def from_t0(
             trim(shape, knobs, net, traffic, calendar, totals, slot, link, packet, left)
 
 
-@compiled
+@part
 def from_t1(
     shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, base: int
 ) -> None:
@@ -252,7 +271,7 @@ def from_t1(
             trim(shape, knobs, net, traffic, calendar, totals, slot, link, packet, 1)
 
 
-@compiled
+@part
 def over_t2(
     shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, base: int
 ) -> None:
@@ -281,7 +300,7 @@ def over_t2(
                 trim(shape, knobs, net, traffic, calendar, totals, slot, link, packet, 2)
 
 
-@compiled
+@part
 def deliver(
     shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, base: int
 ) -> None:
@@ -299,7 +318,9 @@ def deliver(
         tally[flow, UNACKED] += 1
         number, arrived = tally[flow, UNACKED], tally[flow, ARRIVED]
         marked = (packet >> MARK_BIT) & 1
-        prompt = (packet >> MARK_BIT) & 3 or arrived == 1 or arrived == packets[flow]
+        # Where all that is under way has arrived, a sender held by its window would wait for ever.
+        alone = number == tally[flow, IN_FLIGHT]
+        prompt = (packet >> MARK_BIT) & 3 or arrived == 1 or arrived == packets[flow] or alone
         if prompt or number >= knobs.ack_every:
             tally[flow, UNACKED] = 0
             waited = min(slot - (packet >> STAMP_BIT) - links[flow] * shape.wire, MOST_DELAY)
@@ -309,7 +330,7 @@ def deliver(
             debt[host] += knobs.ack_share
 
 
-@compiled
+@part
 def serve(
     shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, base: int
 ) -> None:
@@ -332,7 +353,7 @@ def serve(
             count -= 1
             counts[link] = count
             if troubled and (share[link] == 0.0 or draw(totals) < loss[link]):
-                lose(shape, traffic, calendar, totals, slot, packet)
+                lose(shape, knobs, traffic, calendar, totals, slot, packet)
                 packet = 0
             elif count > low and (knobs.mark_last_hop or link >= last_hop):
                 over = (count - low) / (high - low)
@@ -342,7 +363,7 @@ def serve(
         wire[now, link] = packet
 
 
-@compiled
+@part
 def held(share: Floats, trouble: Bytes, link: int, slot: int) -> bool:
     """Whether a port lets this slot pass: it owes it to headers, or its link is slow."""
     if trouble[link] & 2:
@@ -351,7 +372,7 @@ def held(share: Floats, trouble: Bytes, link: int, slot: int) -> bool:
     return 0.0 < share[link] < 1.0 and int((slot + 1) * share[link]) == int(slot * share[link])
 
 
-@compiled
+@part
 def judge(
     knobs: Knobs, w: Floats, flow: int, in_flight: int, slot: int, bad: bool, marked: int, waited: float
 ) -> bool:
@@ -376,7 +397,7 @@ def judge(
     return settled
 
 
-@compiled
+@part
 def quadrant(knobs: Knobs, w: Floats, flow: int, slot: int, marked: int, number: int, waited: float) -> None:
     """The four quadrants of mark and delay (NSCC): grow by the distance to the target, grow fairly, cut, or hold."""
     if marked:
@@ -402,7 +423,7 @@ def quadrant(knobs: Knobs, w: Floats, flow: int, slot: int, marked: int, number:
     w[flow, CREDIT] += knobs.gain * number * (1 - waited / knobs.target)
 
 
-@compiled
+@part
 def grow(
     knobs: Knobs, w: Floats, flow: int, in_flight: int, slot: int, marked: int, number: int, waited: float
 ) -> None:
@@ -425,12 +446,15 @@ def grow(
     w[flow, WINDOW] = min(max(w[flow, WINDOW], 1.0), w[flow, MOST])
 
 
-@compiled
+@part
 def acknowledged(
     knobs: Knobs, tally: Ints32, w: Floats, state: Bytes, flow: int, path: int, slot: int, word: int
 ) -> None:
     """A sender hears that packets arrived."""
     number, marked = (word >> NUMBER_BIT) & MOST_NUMBER, (word >> SEEN_BIT) & 1
+    if number == 0:  # the answer to a sender that asked what had arrived
+        number = tally[flow, UNACKED]
+        tally[flow, UNACKED] = 0
     tally[flow, IN_FLIGHT] -= number
     tally[flow, ACKED] += number
     tally[flow, LOSSES] = 0
@@ -444,7 +468,7 @@ def acknowledged(
         grow(knobs, w, flow, tally[flow, IN_FLIGHT], slot, marked, number, waited)
 
 
-@compiled
+@part
 def missing(
     knobs: Knobs, tally: Ints32, w: Floats, state: Bytes, totals: Ints, flow: int, path: int, slot: int, kind: int
 ) -> None:
@@ -453,7 +477,9 @@ def missing(
     tally[flow, TODO] += 1
     settled = False
     if kind == LOST:
-        tally[flow, LOSSES] += 1
+        if slot - w[flow, LAST_LOSS] > knobs.rtt:  # what one burst lost counts once
+            tally[flow, LOSSES] += 1
+        w[flow, LAST_LOSS] = slot
         if knobs.edge and state[flow, path] < ASSUMED_BAD:
             state[flow, path] = ASSUMED_BAD
             totals[BAD_PATHS] += 1
@@ -468,7 +494,7 @@ def missing(
         w[flow, WINDOW] = max(w[flow, WINDOW] - 1.0, 1.0)
 
 
-@compiled
+@part
 def events(shape: Shape, knobs: Knobs, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int) -> None:
     """What senders learn in this slot."""
     tally, w, state, packets, done = traffic.count, traffic.window, traffic.path, traffic.packets, traffic.done
@@ -490,19 +516,23 @@ def events(shape: Shape, knobs: Knobs, traffic: Traffic, calendar: Calendar, tot
         following[event] = free[0]
         free[0] = event
         event = after
+        flying = tally[flow, IN_FLIGHT]
+        if 0 < flying == tally[flow, UNACKED] and flying + 1 > w[flow, WINDOW]:
+            # The window shrank below what has arrived unacknowledged: the sender asks after its timeout.
+            tell(calendar.first, words, following, free, totals, shape.ring, slot + shape.timeout, word & WHO_MASK)
 
 
-@compiled
-def choose(
-    state: Bytes, turns: Ints32, totals: Ints, flow: int, plane: int, planes: int, ways: int
-) -> int:
+@part
+def choose(state: Bytes, turns: Ints32, totals: Ints, flow: int, plane: int, planes: int, paths: int) -> int:
     """The next path of a connection on a plane, or -1: rotation from a random start, without what is to be skipped."""
-    spare = -1
+    spare, own = -1, (plane - flow) % planes if planes > 1 else 0
+    # Path p is on plane (p + connection) % planes: equally many on each, and single paths on different ones.
+    ways = (paths - own + planes - 1) // planes if planes > 1 else paths
     at = turns[flow, plane]
     turn, offset = at & 0xFFFF, at >> 16
     for _ in range(ways):
         place = turn + offset
-        path = (place if place < ways else place - ways) * planes + plane
+        path = (place if place < ways else place - ways) * planes + own
         turn += 1
         if turn >= ways:
             turn, offset = 0, int(draw(totals) * ways)
@@ -517,16 +547,15 @@ def choose(
     return spare
 
 
-@compiled
+@part
 def inject(
     shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, plane: int
 ) -> None:
     """Every NIC port of a plane sends a packet of the next of its connections that may."""
     wire, trouble, share, loss = net.wire, net.trouble, net.share, net.loss
     firsts, mines, nexts, debt = traffic.first, traffic.mine, traffic.next, traffic.debt
-    tally, w, state, turns, start = traffic.count, traffic.window, traffic.path, traffic.turn, traffic.start
+    tally, w, state, turns = traffic.count, traffic.window, traffic.path, traffic.turn
     now, base = slot % shape.wire, plane * shape.per_plane
-    ways = (knobs.paths - plane + shape.planes - 1) // shape.planes  # paths plane, plane + planes, ...
     for host in range(shape.hosts):
         link = base + host
         wire[now, link] = 0
@@ -542,9 +571,9 @@ def inject(
             flow = mines[first + at]
             at = at + 1 if at + 1 < mine else 0
             flying = tally[flow, IN_FLIGHT]
-            if tally[flow, TODO] == 0 or flying + 1 > w[flow, WINDOW] or slot < start[flow]:
+            if tally[flow, TODO] == 0 or flying + 1 > w[flow, WINDOW]:
                 continue
-            path = choose(state, turns, totals, flow, plane, shape.planes, ways)
+            path = choose(state, turns, totals, flow, plane, shape.planes, knobs.paths)
             if path < 0:
                 continue
             tally[flow, TODO] -= 1
@@ -554,11 +583,27 @@ def inject(
             ask = tally[flow, TODO] == 0 or flying + 2 >= w[flow, WINDOW]
             packet = flow | (path << FLOW_BITS) | (int(ask) << ASK_BIT) | (slot << STAMP_BIT)
             if trouble[link] and (share[link] == 0.0 or draw(totals) < loss[link]):
-                lose(shape, traffic, calendar, totals, slot, packet)
+                lose(shape, knobs, traffic, calendar, totals, slot, packet)
             else:
                 wire[now, link] = packet
             break
         nexts[host, plane] = at
+
+
+@part
+def arrive(
+    shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, routed: int
+) -> None:
+    """Everything that reaches the end of a wire in this slot."""
+    for plane in range(shape.planes):
+        base = plane * shape.per_plane
+        from_nics(shape, knobs, net, traffic, calendar, totals, slot, base, routed)
+        deliver(shape, knobs, net, traffic, calendar, totals, slot, base)
+        if shape.t0_up > 0:
+            from_t0(shape, knobs, net, traffic, calendar, totals, slot, base)
+            from_t1(shape, knobs, net, traffic, calendar, totals, slot, base)
+        if shape.t1_up > 0:
+            over_t2(shape, knobs, net, traffic, calendar, totals, slot, base)
 
 
 @compiled
@@ -567,40 +612,34 @@ def advance(
     routed: int,
 ) -> int:
     """Run the slots from `begin` up to `end`; stops early when every connection has finished."""
-    for slot in range(begin, end):
-        for plane in range(shape.planes):
-            base = plane * shape.per_plane
-            from_nics(shape, knobs, net, traffic, calendar, totals, slot, base, routed)
-            deliver(shape, knobs, net, traffic, calendar, totals, slot, base)
-            if shape.t0_up > 0:
-                from_t0(shape, knobs, net, traffic, calendar, totals, slot, base)
-                from_t1(shape, knobs, net, traffic, calendar, totals, slot, base)
-            if shape.t1_up > 0:
-                over_t2(shape, knobs, net, traffic, calendar, totals, slot, base)
+    slot = begin
+    while slot < end:
+        arrive(shape, knobs, net, traffic, calendar, totals, slot, routed)
         events(shape, knobs, traffic, calendar, totals, slot)
         if totals[ACTIVE] == 0:
             return slot
+        before = totals[SENT]
         for plane in range(shape.planes):
             serve(shape, knobs, net, traffic, calendar, totals, slot, plane * shape.per_plane)
             inject(shape, knobs, net, traffic, calendar, totals, slot, plane)
-    return end
+        slot += 1
+        # Nothing moves and nobody may send: on to the next thing that a sender hears.
+        if totals[SENT] == before == totals[DELIVERED] + totals[TRIMS] + totals[LOSSES_SEEN]:
+            while slot < end and calendar.first[slot % shape.ring] < 0:
+                slot += 1
+    return slot
 
 
-@compiled
-def probe(shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, totals: Ints) -> None:
-    """Try every retired path once; one whose links all carry the probe is good again."""
-    for flow in range(traffic.path.shape[0]):
-        if traffic.done[flow] >= 0:
-            continue
-        for path in range(knobs.paths):
-            if traffic.path[flow, path] == ASSUMED_BAD and alive(shape, net, traffic, totals, flow, path):
-                traffic.path[flow, path] = GOOD
+@part
+def carries(net: Net, totals: Ints, link: int) -> bool:
+    """Whether a probe passes a link."""
+    return net.share[link] > 0 and (net.loss[link] == 0 or draw(totals) >= net.loss[link])
 
 
-@compiled
+@part
 def alive(shape: Shape, net: Net, traffic: Traffic, totals: Ints, flow: int, path: int) -> bool:
     """Whether a probe over a path comes through."""
-    base = (path % shape.planes) * shape.per_plane
+    base = ((path + flow) % shape.planes) * shape.per_plane
     up = base + 2 * shape.hosts
     source, target = traffic.source[flow], traffic.target[flow]
     t0, goal = net.host_t0[source], net.host_t0[target]
@@ -620,6 +659,11 @@ def alive(shape: Shape, net: Net, traffic: Traffic, totals: Ints, flow: int, pat
 
 
 @compiled
-def carries(net: Net, totals: Ints, link: int) -> bool:
-    """Whether a probe passes a link."""
-    return net.share[link] > 0 and (net.loss[link] == 0 or draw(totals) >= net.loss[link])
+def probe(shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, totals: Ints) -> None:
+    """Try every retired path once; one whose links all carry the probe is good again."""
+    for flow in range(traffic.path.shape[0]):
+        if traffic.done[flow] >= 0:
+            continue
+        for path in range(knobs.paths):
+            if traffic.path[flow, path] == ASSUMED_BAD and alive(shape, net, traffic, totals, flow, path):
+                traffic.path[flow, path] = GOOD

@@ -31,6 +31,7 @@ from phalanx.sim.packets.state import (
 from phalanx.sim.packets.transport import Transport, check
 
 SAMPLE_S = 10e-6
+REST_S = 0.1  # simulated after the last change, unless a limit is given
 
 
 def run(
@@ -41,11 +42,11 @@ def run(
     faults: tuple[Fault, ...] = (),
     seed: int = 0,
     budget: Budget = Budget(),
-    limit_s: float = 0.1,
+    limit_s: float | None = None,
     sample_s: float = SAMPLE_S,
     watch: tuple[int, ...] = (),
 ) -> PacketResult:
-    """Simulate until every connection has finished, or `limit_s` of simulated time is over.
+    """Simulate until every connection has finished, or `limit_s` of simulated time is over (0.1 s after the last fault).
 
     `watch` names connections whose throughput is kept over time. Interrupted (Ctrl-C), it returns what was finished.
     """
@@ -57,8 +58,13 @@ def run(
     todo = changes(world.links, faults, slot_s=world.slots.slot_s, converge_s=converge_s)
     clock = _Clock(world=world, todo=todo, watch=watch, sample=max(1, round(sample_s / world.slots.slot_s)))
     started = time.process_time()
-    stopped = clock.run(min(int(limit_s / world.slots.slot_s) + 2, MOST_SLOTS), started + budget.cpu_s)
+    stopped = clock.run(_limit(limit_s, todo, world.slots.slot_s), started + budget.cpu_s)
     return _result(clock, traffic, transport, stopped, time.process_time() - started)
+
+
+def _limit(limit_s: float | None, todo: list[Change], slot_s: float) -> int:
+    last = 0 if limit_s is not None or not todo else todo[-1].slot
+    return min(last + round((REST_S if limit_s is None else limit_s) / slot_s) + 2, MOST_SLOTS)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -102,7 +102,6 @@ class Traffic(NamedTuple):
     source: Ints32
     target: Ints32
     packets: Ints32
-    start: Ints32  # slot
     done: Ints32  # slot of the last acknowledgement, -1 while running
     links: Bytes  # links of the path
     count: Ints32

@@ -174,25 +174,31 @@ def _axis_path(fabric: Fabric, axis: str, source: Ints, target: Ints, transport:
 
 def _shares(plane: Fabric, planes: int, source: Ints, target: Ints, transport: Transport) -> tuple[Floats, int]:
     """Share of line rate of each flow, over all planes, and how many ran over what is broken."""
-    traffic = flows(source, target, 1e6)
-    routing = _routing(len(source), planes, edge=transport.edge)
-    whole = solve(plane, traffic, routing=routing).share
+    parts, routing = _routing(len(source), planes, edge=transport.edge)
+    traffic = flows(np.repeat(source, parts), np.repeat(target, parts), 1e6)
+
+    def solved(broken: Broken) -> Floats:
+        # A message in equal parts on hashed paths is there when its slowest part is.
+        rates = solve(plane, traffic, routing=routing, broken=broken).share
+        return np.asarray(parts * rates.reshape(-1, parts).min(axis=1))
+
+    whole = solved(NOTHING)
     if transport.broken.nothing:
         return whole, 0
-    left = solve(plane, traffic, routing=routing, broken=transport.broken).share
+    left = solved(transport.broken)
     links = links_of(plane)
     before = route(links, traffic, replace(routing, recovery="none"), working(links, transport.broken))
-    touched = len(np.unique(before.flow[before.cut]))
-    mixed = ((planes - 1) * whole + left) / planes
-    # A QP stays on its port: when that is dead, the message never completes. Only a sender can leave a plane.
-    return (mixed if transport.edge else np.where(left > 0, mixed, 0.0)), touched
+    touched = len(np.unique(before.flow[before.cut] // parts))
+    # Senders at the edge leave a plane as far as they must; a QP stays on its port, and the message waits for it.
+    return (((planes - 1) * whole + left) / planes if transport.edge else np.minimum(whole, left)), touched
 
 
-def _routing(count: int, planes: int, *, edge: bool) -> Routing:
+def _routing(count: int, planes: int, *, edge: bool) -> tuple[int, Routing]:
+    """(parts of a message that are hashed each for itself, how each is routed), in one plane."""
     most = max(MOST_ROWS // count, 1)
     if edge:
-        return Routing(spread="adaptive", paths=min(max(SPRAYED_PATHS // planes, 1), most), recovery="edge")
-    return Routing(spread="qp", paths=min(max(HASHED_QPS // planes, 1), most), recovery="conventional")
+        return 1, Routing(spread="adaptive", paths=min(max(SPRAYED_PATHS // planes, 1), most), recovery="edge")
+    return min(max(HASHED_QPS // planes, 1), most), Routing(spread="flow", recovery="conventional")
 
 
 def _hops(links: Links, near: Ints, far: Ints) -> int:

@@ -27,7 +27,7 @@ AXES_OF = {
     "expert_s": ("expert",),
     "pipeline_send_s": ("pipeline",),
     "shard_s": ("shard",),
-    "gradient_s": ("shard", "data", "expert_data"),
+    "gradient_s": ("shard", "data", "replica", "expert_data"),
 }
 
 

@@ -72,9 +72,9 @@ def _finish(work: Work, stages: list[Lanes]) -> Timeline:
     """Gradients that could not hide, the norm that all stages wait for, the update."""
     for lanes in stages:
         shared = work.sharing[lanes.stage]
+        lanes.wait(lanes.free_s[BACKGROUND], SHARD if shared.layer_gather_s > 0 else GRADIENT)
         late = shared.reduce_s * (1.0 - shared.overlap)
-        done = lanes.queue(BACKGROUND, lanes.now_s, late, "reduce the rest", GRADIENT)
-        lanes.wait(done, SHARD if shared.layer_gather_s > 0 else GRADIENT)
+        lanes.wait(lanes.queue(BACKGROUND, lanes.now_s, late, "reduce the rest", GRADIENT), GRADIENT)
         lanes.busy(shared.after_s, "factor gradients", GRADIENT)
     together = max(lanes.now_s for lanes in stages)
     for lanes in stages:
@@ -192,6 +192,8 @@ class _Sharded:
         self.work, self.lanes = work, lanes
         self.gather_s = work.sharing[0].layer_gather_s
         self.scatter_s = work.sharing[0].layer_scatter_s
+        # Copies of a shard agree once (HSDP): what may hide of it does so behind the last backward.
+        self.reduce_s = work.sharing[0].reduce_s * work.sharing[0].overlap / work.layers[0]
 
     def run(self) -> None:
         work, lanes = self.work, self.lanes
@@ -199,9 +201,9 @@ class _Sharded:
             lanes.busy(work.host_micro_s, "host", "overhead_s")
             self._direction(f"F{micro}", forward=True)
             lanes.busy(work.head_forward_s + work.head_backward_s, f"head {micro}", "compute_s")
-            self._direction(f"B{micro}", forward=False)
+            self._direction(f"B{micro}", forward=False, last=micro == work.micros - 1)
 
-    def _direction(self, name: str, *, forward: bool) -> None:
+    def _direction(self, name: str, *, forward: bool, last: bool = False) -> None:
         lanes, each = self.lanes, self.work.forward if forward else self.work.backward
         layers = self.work.layers[0]
         here = self._fetch(name)
@@ -212,6 +214,8 @@ class _Sharded:
             lanes.run(each.compute_s, each.inner, 1.0, name)
             if not forward:
                 lanes.queue(BACKGROUND, lanes.now_s, self.scatter_s, f"scatter {name}", SHARD)
+            if last:
+                lanes.queue(BACKGROUND, lanes.now_s, self.reduce_s, f"reduce {name}", GRADIENT)
 
     def _fetch(self, name: str) -> float:
         return self.lanes.queue(BACKGROUND, self.lanes.now_s, self.gather_s, f"gather {name}", SHARD)

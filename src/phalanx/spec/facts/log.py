@@ -49,6 +49,7 @@ class StepFacts:
     worst_jump: float | None = None  # largest loss or gradient norm over its running mean, of steps not skipped
     worst_jump_spot: Spot | None = None
     worst_loss_jump: float | None = None  # asked by C: of the loss alone; gradients are clipped, the loss is not
+    worst_loss_jump_spot: Spot | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

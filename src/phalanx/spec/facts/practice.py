@@ -16,10 +16,13 @@ class Practice:
 
     trainer: str  # "phalanx", "torchtitan", "megatron", "deepspeed", "accelerate", "nemo"
     loss_scale: str | None = None  # "dynamic", "static" or "none"
+    sums_in: str | None = None  # format of gradients while they are summed, where the job schema has no word for it
+    pipeline_fill: int | None = None  # micro-batches after which a pipeline is drained; None: those of a whole step
     token_weighted_loss: bool | None = None  # accumulated loss divided by all valid tokens
     fp8_spares_sensitive: bool | None = None  # embeddings, norms, head and router stay in 16 bit or more
     skips_together: bool | None = None  # a step that is not finite is skipped by all ranks
     error_feedback: bool | None = None  # of biased gradient compression
+    saves: bool | None = None  # False: it is set up to make no checkpoints at all
     checkpoint_format: str | None = None  # "safetensors", "dcp", "torch-pickle", "zarr" …
     atomic_commit: bool | None = None  # a checkpoint is visible only when it is complete
     verifies_digests: bool | None = None

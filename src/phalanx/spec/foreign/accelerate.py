@@ -66,6 +66,8 @@ def translate(book: Book) -> None:
         book.put("parallel.zero", 0, "distributed_type", note="DDP")
         book.assume("comm.bucket_mib", 25, "DDP's bucket_cap_mb")
         book.put("parallel.recompute", "auto", note="not said: the model's own code recomputes or not")
+    if passes := book.whole("gradient_accumulation_steps"):
+        book.put("batch.accumulation", passes, "gradient_accumulation_steps")
     _dimensions(book)
     _compiled(book)
     limit = 1_800 if kind == "deepspeed" else TIMEOUT_S
@@ -94,7 +96,13 @@ def _precision(book: Book, kind: str) -> None:
     # FSDP's policy casts parameters and reductions alike (utils/dataclasses.py); DDP keeps fp32 gradients.
     short = kind in ("fsdp", "deepspeed") and compute != "fp32"
     note = f"its {kind.upper()} plugin reduces in the format it computes in" if short else ""
+    if short and compute == "fp16":
+        book.practice["sums_in"] = "fp16"
+        note += ": the nearest word to fp16 is bf16"
     book.put("precision.grad_reduce", "bf16" if short else "fp32", note=note and f"default of Accelerate: {note}")
+    if kind in ("deepspeed", "megatron_lm"):  # with FSDP and DDP the training script decides how weights are loaded
+        book.assume("precision.master_weights", True, "fp16 and bf16 weights have an fp32 copy")
+        book.assume("precision.optimizer_state", "fp32", "moments in the format of the weights that are updated")
 
 
 STRATEGIES = {"full_shard": 3, "1": 3, "shard_grad_op": 2, "2": 2, "no_shard": 0, "3": 0}
@@ -136,8 +144,6 @@ def _deepspeed(book: Book) -> None:
         book.skip(key, "a detail of offloading")
     if (clip := book.number("gradient_clipping")) is not None:
         book.put("optim.clip", clip, "gradient_clipping")
-    if passes := book.whole("gradient_accumulation_steps"):
-        book.put("batch.accumulation", passes, "gradient_accumulation_steps")
     width = 2 if book.value("precision.grad_reduce") == "bf16" else 4
     if not book.has("deepspeed_config_file"):
         book.assume("comm.bucket_mib", round(5e8 * width / 2**20, 1), f"DeepSpeed's 5e8 elements × {width} bytes")

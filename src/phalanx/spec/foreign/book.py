@@ -109,7 +109,12 @@ class Book:
         first = said[0] if said else None
         if names:
             self.theirs[job_key] = first.key if first else self.names.get(names[0], names[0])
-        note = note or ("" if first else f"default of {self.title}")
+        if first is None and not note.startswith("default of"):
+            lost = next((self.unreadable[name] for name in names if name in self.unreadable), None)
+            if lost is not None:
+                note = self._lost(lost)
+            elif names or not note:  # the file could say it and does not
+                note = self._default(note)
         self.values[job_key] = Said(
             value=value, key=first.key if first else "", note=note, line=first.line if first else 0
         )
@@ -119,8 +124,17 @@ class Book:
     def assume(self, job_key: str, value: object, note: str = "") -> None:
         """The trainer's own default, where the file says nothing and ours differs."""
         if job_key not in self.values:
-            text = f"default of {self.title}" + (f": {note}" if note else "")
-            self.values[job_key] = Said(value=value, note=text)
+            spelled = self.theirs.get(job_key)
+            lost = next((leaf for leaf in self.unreadable.values() if leaf.key == spelled), None)
+            self.values[job_key] = Said(value=value, note=self._default(note) if lost is None else self._lost(lost))
+
+    def _default(self, note: str) -> str:
+        """As good as written: leaving a key out is how its default is chosen."""
+        return f"default of {self.title}" + (f": {note}" if note else "")
+
+    def _lost(self, leaf: Leaf) -> str:
+        """A number holds the place of what the file does say, and nobody may judge by it."""
+        return f"in place of {told(leaf.key)}, which is not readable"
 
     def skip(self, name: str, reason: str) -> None:
         """A leaf that no rule of the specification asks about."""

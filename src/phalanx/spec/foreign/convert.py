@@ -59,11 +59,11 @@ def convert(
     # What stands on the command line is relative to where the caller is, what stands in a job to the job's folder.
     found = resolve(spec, base=None if cluster else path.parent) if spec else None
     devices = found.devices if found is not None else book.machines[0] * book.machines[1]
-    finish(book, devices=devices, settings=overrides)
+    finish(book, devices=devices, settings=overrides, habits=habits_of(trainer.name))
     _cluster(book, spec, found, named=bool(cluster))
     _batch(book)
-    habits: dict[str, Any] = book.practice
-    practice = replace(habits_of(trainer.name), **habits)
+    changed: dict[str, Any] = book.practice
+    practice = replace(habits_of(trainer.name), **changed)
     return _converted(book, trainer, practice, devices=devices, spec=spec, found=found, folder=folder)
 
 
@@ -185,7 +185,11 @@ def _without_ramp(resolved: ResolvedJob) -> ResolvedJob:
 
 
 def _leave_steps(book: Book, steps: Said | None) -> None:
-    if steps is not None and steps.key:
+    if steps is None or not steps.key:
+        return
+    if steps.value == NEVER:
+        book.used(steps.key, by="practice: saves")
+    else:
         book.lacks(steps.key, "in steps: seconds follow once model, batch and cluster make a plan")
 
 

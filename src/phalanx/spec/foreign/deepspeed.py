@@ -149,8 +149,9 @@ def _precision(book: Book) -> None:
     wire = book.text("communication_data_type") or book.text("data_types.grad_accum_dtype")
     wide = wire == "fp32" if wire else compute == "fp32"
     note = "" if wire else f"default of DeepSpeed: gradients travel as {compute}"
-    if not wide and compute == "fp16":
-        note = "fp16 on the wire: the nearest word is bf16"
+    if not wide and (wire == "fp16" or (not wire and compute == "fp16")):
+        book.practice["sums_in"] = "fp16"
+        note = f"{note or 'fp16'}: the nearest word is bf16"
     book.put("precision.grad_reduce", "fp32" if wide else "bf16", "communication_data_type", note=note)
     if (accumulate := book.text("data_types.grad_accum_dtype")) and book.has("communication_data_type"):
         book.lacks("data_types.grad_accum_dtype", f"{accumulate[:8]}: the job has one format for summing")
@@ -159,6 +160,9 @@ def _precision(book: Book) -> None:
     for key in ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads"):
         if (short := book.flag(key)) is not None:
             book.put("precision.master_weights", not short, key)
+    book.assume("precision.master_weights", True, "fp16 and bf16 weights have an fp32 copy")
+    if book.value("precision.master_weights") is True:
+        book.assume("precision.optimizer_state", "fp32", "moments in the format of the weights that are updated")
     if book.flag("zero_optimization.zero_quantized_gradients"):
         book.put("parallel.compression", "int8", "zero_optimization.zero_quantized_gradients", note="ZeRO++ qgZ")
     elif book.has("zero_optimization.zero_quantized_gradients"):
@@ -210,7 +214,9 @@ def _optimizer(book: Book) -> None:
         }
     )
     if _auto(book, "gradient_clipping"):
-        book.put("optim.clip", 1.0, note="default of Hugging Face's Trainer: max_grad_norm")
+        book.put(
+            "optim.clip", 1.0, note="auto: max_grad_norm of Hugging Face's Trainer, 1.0 unless it is told otherwise"
+        )
     book.assume("optim.clip", 0.0, "no clipping")
     betas = book.leaf("optimizer.params.betas")
     if betas is not None and isinstance(betas.value, list) and len(betas.value) == 2:

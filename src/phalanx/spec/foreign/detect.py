@@ -62,7 +62,7 @@ FITS = {
     ".yaml": ("accelerate", "nemo"),
     ".yml": ("accelerate", "nemo"),
 }
-OURS = frozenset({"spec", "batch", "parallel", "precision", "cluster", "waiver"})  # sections only our job file has
+OURS = frozenset({"spec", "batch", "parallel", "precision", "cluster"})  # sections only our job file has
 FLAGS = ("--tensor-model-parallel-size", "--num-layers", "--micro-batch-size", "--hidden-size", "--global-batch-size")
 MOST_LOOKED = 1 << 20
 

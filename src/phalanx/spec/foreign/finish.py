@@ -12,6 +12,7 @@ from phalanx.job import overrides as override_values
 from phalanx.job.draft import Draft
 from phalanx.job.presets import presets
 from phalanx.job.schema import Data
+from phalanx.spec.facts.practice import Practice
 from phalanx.spec.foreign.book import Book, Said, told
 from phalanx.units import parse_count
 
@@ -23,17 +24,18 @@ GIVE_BATCH = "give --set batch.global_sequences=512"
 PAIRS = {"batch.global_tokens": "batch.global_sequences", "batch.global_sequences": "batch.global_tokens"}
 
 
-def finish(book: Book, *, devices: int, settings: Sequence[str]) -> None:
+def finish(book: Book, *, devices: int, settings: Sequence[str], habits: Practice) -> None:
     """Settle the open ends; `devices` is 0 where neither the file nor the caller says."""
     _set(book, settings)
     _sequence(book)
     data = _replicas(book, devices)
     _batch(book, data)
+    _fill(book, data)
     _steps(book)
     _ramp(book)
     _sharding(book, data)
     _bucket(book, data)
-    _habits(book)
+    _habits(book, habits)
     _model(book)
     _decisive(book)
     if "precision.compute" not in book.values:
@@ -94,16 +96,44 @@ def _batch(book: Book, data: int) -> None:
 
 
 def _accumulation(book: Book, data: int) -> None:
+    """Passes of a step: with the global batch they say the micro-batch, with the micro-batch the global one."""
     said = book.values.pop("batch.accumulation", None)
     if said is None or not isinstance(said.value, int):
         return
-    total, share = book.int_of("batch.global_sequences", 0), said.value * data
-    if "batch.micro" not in book.values and total and share and total % share == 0:
+    total, micro = book.int_of("batch.global_sequences", 0), book.int_of("batch.micro", 0)
+    share = said.value * data
+    if not share or not (total or micro):
+        why = "passes per step: --set batch.micro or batch.global_sequences, and --cluster, make a batch of them"
+        return _unsaid(book, said, why)
+    if not micro and total % share == 0:
         note = f"{total} / ({data} data ranks × {said.value} passes)"
         book.values["batch.micro"] = Said(value=total // share, key=said.key, note=note, line=said.line)
-        book.used(said.key, by="batch.micro")
-    elif said.key in book.settled and book.settled[said.key].text == "batch.accumulation":
-        book.lacks(said.key, "passes per step follow from global batch, micro-batch and data ranks: --set batch.micro")
+    elif not total:
+        note = f"micro-batch {micro} × {said.value} passes × {data} data ranks"
+        book.values["batch.global_sequences"] = Said(value=micro * share, key=said.key, note=note, line=said.line)
+    elif total != micro * share:
+        had = f"micro-batch {micro}" if micro else "whole sequences"
+        return _unsaid(book, said, f"{total:,} sequences on {data} data ranks in {had} are not {said.value} passes")
+    book.used(said.key, by="batch.global_sequences / (micro × data)")
+
+
+def _unsaid(book: Book, said: Said, why: str) -> None:
+    if said.key in book.settled and book.settled[said.key].text == "batch.accumulation":
+        book.lacks(said.key, why)
+
+
+def _fill(book: Book, data: int) -> None:
+    """A pipeline that is drained before the step ends; where one fill is the whole step there is nothing to say."""
+    said = book.values.pop("batch.fill", None)
+    if said is None or not isinstance(said.value, int):
+        return
+    total, micro = book.int_of("batch.global_sequences", 0), book.int_of("batch.micro")
+    if total and data and total <= said.value * micro * data:
+        book.used(said.key, by="batch.global_sequences")
+        return
+    book.practice["pipeline_fill"] = said.value
+    why = f"a pipeline is drained after {said.value:,} micro-batches: BAT004 counts so, the plan's step drains it once"
+    book.lacks(said.key, why)
 
 
 def _tokens(book: Book) -> int:
@@ -223,13 +253,14 @@ def _bucket(book: Book, data: int) -> None:
     book.assume("comm.bucket_mib", round(min(65_536.0, size * said.value / 2**20), 1), note)
 
 
-def _habits(book: Book) -> None:
+def _habits(book: Book, habits: Practice) -> None:
     """What Phalanx does by itself and these trainers do not, said in the job's own keys."""
     limit = book.value("train.timeout_s")
     book.assume("fault.detect_s", limit, "a rank that hangs is noticed by the timeout of a collective")
     book.assume("fault.dead_after_s", limit, "no heartbeat: a rank that hangs is noticed by the same timeout")
     book.assume("fault.recovery", "stop", "a lost rank ends the job; the scheduler starts it again")
-    book.assume("fault.restarts", 1, "torchrun --max-restarts 0")
+    if habits.bounded_restarts is not None:
+        book.assume("fault.restarts", habits.bounded_restarts, (habits.sources or {}).get("bounded_restarts", ""))
     book.assume("fault.spares", 0, "spare hosts are the scheduler's matter")
     book.assume("checkpoint.memory_every", 0, "no copies in memory")
     book.assume("fault.digest_every", 0, "replicas are not compared")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from phalanx.spec.foreign import mcore_shape as shape
 from phalanx.spec.foreign.book import NEVER, UNSET, Book
+from phalanx.spec.foreign.habits import MEGATRON
 
 DTYPES = {"bf16": 2, "fp32": 4, "fp16": 2}
 
 
-def translate(book: Book) -> None:
-    """Fill the book with all that Megatron Core has words for."""
+def translate(book: Book, *, whole: bool = True) -> None:
+    """Fill the book with all that Megatron Core has words for; a file that is not `whole` may leave them to code."""
     shape.translate(book)
     _degrees(book)
     _sharding(book)
@@ -21,7 +22,8 @@ def translate(book: Book) -> None:
     _precision(book)
     _optimizer(book)
     _learning_rate(book)
-    _checkpoint(book)
+    _checkpoint(book, whole)
+    _resume(book)
     _timeouts(book)
     _telemetry(book)
 
@@ -156,18 +158,31 @@ def _precision(book: Book) -> None:
     if wide is None:
         wide = base != "fp16" and not book.flag("grad_reduce_in_bf16")
     names = ("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_fp32", "grad_reduce_in_bf16")
-    note = "" if any(book.has(name) for name in names) else "bf16 sums in fp32 by default"
-    note = "summed in fp16: the nearest word is bf16" if base == "fp16" and not wide else note
+    note = "" if any(book.has(name) for name in names) else "bf16 sums in fp32"
+    if base == "fp16" and not wide:
+        book.practice["sums_in"] = "fp16"
+        note = "summed in fp16: the nearest word is bf16"
     book.put("precision.grad_reduce", "fp32" if wide else "bf16", *names, note=note)
     if (scale := book.number("loss_scale")) is not None and base == "fp16" and scale > 0:
         book.put("precision.loss_scale", scale, "loss_scale", note="static")
     elif base == "fp16":
         book.assume("precision.loss_scale", "auto", "dynamic for fp16")
+    _state(book)
+
+
+def _state(book: Book) -> None:
+    """What the optimizer updates; formats other than fp32 are for its precision-aware one."""
+    kept = book.text("main_params_dtype")
+    if kept:
+        book.put("precision.master_weights", "32" in kept, "main_params_dtype")
+    book.assume("precision.master_weights", True, "fp16 and bf16 weights have an fp32 copy")
     moments = next((book.text(n) for n in ("exp_avg_dtype", "exp_avg_dtype._target_") if book.has(n)), "")
     if "bfloat16" in moments or moments == "bf16":
         book.put("precision.optimizer_state", "bf16", "exp_avg_dtype", "exp_avg_dtype._target_")
     elif "float32" in moments or moments == "fp32":
         book.put("precision.optimizer_state", "fp32", "exp_avg_dtype", "exp_avg_dtype._target_")
+    elif not moments:
+        book.assume("precision.optimizer_state", "fp32")
 
 
 def _optimizer(book: Book) -> None:
@@ -215,12 +230,14 @@ def _learning_rate(book: Book) -> None:
         book.skip(name, "the job decays over all its tokens")
 
 
-def _checkpoint(book: Book) -> None:
+def _checkpoint(book: Book, whole: bool) -> None:
     save, every = book.leaf("save"), book.whole("save_interval")
     if save is not None and every:
         book.put("checkpoint.steps", every, "save_interval")
-    elif every or save is None:
+    elif save is None and (whole or "checkpoint.save" in book.leaves):  # null says it as well
         book.put("checkpoint.steps", NEVER, "save_interval", note="nothing is saved")
+        book.theirs["checkpoint.steps"] = "save"
+        book.practice["saves"] = False
     if save is not None:
         text = str(save.value)
         good = text.isprintable() and 0 < len(text) < 1000 and "$" not in text
@@ -237,6 +254,23 @@ def _checkpoint(book: Book) -> None:
         book.used("replication", "non_persistent_ckpt_type", by="practice: memory_copies")
         if every_local := book.whole("non_persistent_save_interval"):
             book.put("checkpoint.memory_every", every_local, "non_persistent_save_interval")
+
+
+# Megatron's checkpointing.py: what is left out of a file, or of a resume. The loss scale is part of the optimizer.
+LEFT_OUT = {"optim": ("moments", "scheduler", "scaler"), "rng": ("rng",)}
+
+
+def _resume(book: Book) -> None:
+    """`--no-load-optim` of the arguments, `load_optim: false` of Megatron-Bridge."""
+    lost: set[str] = set()
+    for part, states in LEFT_OUT.items():
+        for verb in ("load", "save"):
+            off, on = f"no_{verb}_{part}", f"{verb}_{part}"
+            if book.flag(off) or book.flag(on) is False:
+                lost |= {*states}
+            book.used(off, on, by="practice: resumes_exactly")
+    if lost:
+        book.practice["resumes_exactly"] = tuple(one for one in MEGATRON.resumes_exactly or () if one not in lost)
 
 
 def _timeouts(book: Book) -> None:

@@ -82,8 +82,6 @@ IRRELEVANT = {
     "exit_": "when the job is stopped from within",
     "load": "where a run goes on",
     "finetune": "where a run starts",
-    "no_load_": "where a run goes on",
-    "no_save_": "what a checkpoint leaves out is said by the trainer's practice",
     "auto_detect_ckpt_format": "where a run goes on",
     "ckpt_": "how a checkpoint is laid out",
     "dist_ckpt_": "how a checkpoint is laid out",

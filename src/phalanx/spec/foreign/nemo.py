@@ -59,6 +59,7 @@ _WORDS = """
     bf16 fp16 fp8 fp4 grad_reduce_in_fp32 loss_scale exp_avg_dtype exp_avg_dtype._target_ optimizer lr weight_decay
     clip_grad adam_eps adam_beta1 adam_beta2 lr_decay_style lr_decay_iters lr_wsd_decay_iters min_lr
     lr_warmup_iters lr_warmup_samples lr_warmup_fraction lr_decay_samples save save_interval most_recent_k async_save
+    load_optim load_rng save_optim save_rng main_params_dtype
     ckpt_format replication non_persistent_ckpt_type non_persistent_save_interval distributed_timeout_minutes
     distributed_timeout_seconds_after_init bucket_size overlap_grad_reduce
     check_weight_hash_across_dp_replicas_interval
@@ -138,7 +139,6 @@ IRRELEVANT = megatron.IRRELEVANT | {
     "optimizer.muon_": "another optimizer's settings",
     "rerun_state_machine.": "checks that Megatron runs beside the step",
     "model.mcore_gpt": "which implementation; the plan assumes Megatron Core",
-    "model.megatron_amp_O2": "weights in the format of the arithmetic, with an fp32 copy: as the job schema has it",
     "average_in_collective": "the same sum, scaled in the collective",
     "gradient_as_bucket_view": "memory layout",
     "params_dtype": "the format of the arithmetic",
@@ -172,7 +172,8 @@ def translate(book: Book) -> None:
     for key in book.leaves:
         _place(book, key)
     _distributed_adam(book)
-    mcore.translate(book)
+    mcore.translate(book, whole=False)
+    _amp(book)
     _chunk(book)
     _shadowed(book)
     book.close(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=_seen)
@@ -305,6 +306,18 @@ def _precision(book: Book) -> None:
             book.rename("fp16", key, True)
         else:
             book.rename("fp16", key, False)
+
+
+def _amp(book: Book) -> None:
+    """NeMo 1.x: O2 keeps 16-bit weights with an fp32 copy; without it (the default) all is fp32, under autocast."""
+    key = "model.megatron_amp_O2"
+    if not book.has("model.micro_batch_size") and not book.has(key):  # NeMo 2.0 and Megatron-Bridge
+        return
+    if not book.flag(key):
+        note = "without O2 weights and gradients are fp32, cast for each use"
+        book.put("precision.grad_reduce", "fp32", key, note=note)
+        book.practice.pop("sums_in", None)
+    book.used(key, by="precision.grad_reduce")
 
 
 def _distributed_adam(book: Book) -> None:

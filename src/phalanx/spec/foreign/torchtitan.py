@@ -51,12 +51,10 @@ IRRELEVANT = {
     "debug.": "debugging",
     "compile.components": "what is compiled",
     "activation_checkpoint.per_op_sac_": "a detail of selective recomputation",
-    "float8.recipe_name": "how fp8 is scaled: precision.compute is fp8 either way",
-    "quantize.": "how fp8 is scaled: precision.compute is fp8 either way",
-    "mx.": "how fp8 is scaled: precision.compute is fp8 either way",
     "float8.force_recompute_fp8_weight_in_bwd": "memory against time within fp8",
     "float8.emulate": "for tests without the hardware",
 }
+SCALED = ("float8.recipe_name", "quantize.", "mx.")  # how a converter scales
 UNMAPPED = {
     "float8.enable_fsdp_float8_all_gather": "weights travel in fp8; the job schema has a word for gradients only",
     "float8.precompute_": "weights travel in fp8; the job schema has a word for gradients only",
@@ -79,7 +77,13 @@ def translate(book: Book) -> None:
     _optimizer(book)
     _checkpoint(book)
     _faults(book)
-    book.close(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: key)
+    narrow = book.value("precision.compute") == "fp8"
+    why = (
+        "how fp8 is scaled: precision.compute is fp8 either way"
+        if narrow
+        else "no converter of model.converters asks it"
+    )
+    book.close(irrelevant=IRRELEVANT | dict.fromkeys(SCALED, why), unmapped=UNMAPPED, seen=lambda key: key)
 
 
 def _model(book: Book) -> None:
@@ -176,6 +180,10 @@ def _batch(book: Book) -> None:
     if total is not None and total > 0:
         book.put("batch.global_sequences", total, "training.global_batch_size")
         book.used(local, by="batch.micro")
+        if (
+            pipeline > 1
+        ):  # distributed/pipeline_parallel.py: a schedule runs over the local batch, again for each of them
+            book.put("batch.fill", max(1, size // max(1, micro)), local)
     else:
         book.put("batch.per_replica", size, local, "training.global_batch_size", note=f"{size} per data rank")
     steps = book.whole("training.steps")
@@ -203,8 +211,9 @@ def _precision(book: Book) -> None:
     if book.text("training.dtype") == "bfloat16":
         book.put("precision.master_weights", False, "training.dtype")
         book.put("precision.optimizer_state", "bf16", "training.dtype")
-    elif book.has("training.dtype"):
-        book.put("precision.master_weights", True, "training.dtype")
+    else:
+        book.put("precision.master_weights", True, "training.dtype", note="weights are fp32, cast for each use")
+        book.put("precision.optimizer_state", "fp32", "training.dtype", note="moments in the format of the weights")
     for key in ("training.compile", "compile.enable"):
         if (compiled := book.flag(key)) is not None:
             book.put("train.compile", compiled, key)
@@ -272,6 +281,7 @@ def _checkpoint(book: Book) -> None:
         book.put("checkpoint.steps", steps or 500, f"{c}interval", switch)
     else:
         book.put("checkpoint.steps", NEVER, switch, note="checkpoints are off")
+        book.practice["saves"] = False
         book.skip(f"{c}interval", "checkpoints are off")
     book.copy({f"{c}folder": ("checkpoint.path", _path)})
     keep = book.whole(f"{c}keep_latest_k")

@@ -55,10 +55,11 @@ def _json(path: Path) -> dict[str, Leaf]:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """DeepSpeed refuses a key given twice (runtime/config_utils.py), and so do we."""
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)[:60]!r} is given twice")
+    table: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in table:
+            raise ValueError(f"key {name[:60]!r} is given twice")
+        table[name] = value
     return table
 
 

@@ -20,8 +20,9 @@ def render(reports: Sequence[Report], *, root: str) -> str:
 
 
 def _commands(report: Report, root: str) -> list[str]:
-    found = [_command(one, report, root) for one in report.problems]
     title = f"phalanx check {report.target}"
+    found = [_command(one, report, root) for one in report.problems]
+    found += [f"::warning title={_property(title)}::{_data(printable(one, most=MOST_TEXT))}" for one in report.notes]
     return [*found, f"::notice title={_property(title)}::{_data(summary_of(report))}"]
 
 

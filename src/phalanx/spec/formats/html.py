@@ -42,6 +42,7 @@ def _report(report: Report) -> str:
             f"<h1>{_safe(report.target)}</h1>",
             f'<p class="lead">{_safe(summary_of(report))}</p>',
             _tiles(report),
+            *(f"<p>{_safe(one)}</p>" for one in report.notes),
             f"<h2>Findings</h2>\n{problems or '<p>None.</p>'}",
             f"<h2>Every rule</h2>\n{_table(report)}",
             _unmapped(report),
@@ -58,13 +59,17 @@ def _tiles(report: Report) -> str:
         "without evidence": str(counts["unknown"]),
         "of effective training time at stake": f"{stake.points or 0:.1f} points",
         "at stake": format_money(stake.usd) if stake.usd is not None else "no price known",
-        f"{report.profile}, class {report.scaling}": f"{report.devices:,} device{'s' * (report.devices != 1)}",
+        f"{report.profile}, class {report.scaling}": _devices(report.devices),
         "looked at": seen,
     }
     inner = "".join(
         f'<div class="tile"><b>{_safe(value)}</b><span>{_safe(name)}</span></div>' for name, value in tiles.items()
     )
     return f'<div class="tiles">{inner}</div>'
+
+
+def _devices(count: int) -> str:
+    return f"{count:,} device{'s' * (count != 1)}" if count else "devices not known"
 
 
 def _finding(finding: Finding, report: Report) -> str:

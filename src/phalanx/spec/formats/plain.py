@@ -25,6 +25,7 @@ def report_dict(report: Report) -> dict[str, Any]:
         "errors": report.errors,
         "exit_code": report.exit_code,
         "findings": [finding_dict(one) for one in report.findings],
+        "notes": list(report.notes),
         "unmapped": [{"key": one.key, "value": one.value, "why": one.why} for one in report.unmapped],
     }
 
@@ -118,22 +119,38 @@ def _points(points: float) -> str:
     return f"{text} point{'s' * (text != '1.0')}"
 
 
+# What a failure costs is told by several rules, each in its own words: notice, restart, redone work, spares.
+BY_FAILURES = ("CKP", "FLT", "COM004", "EFF001")
+WHOLES = ("EFF",)  # measure all of a kind of loss, of which other rules tell the parts
+
+
 def at_stake(report: Report) -> Impact:
-    """All failures together, no more than everything. Those that one edit cures count once, as the dearest of them."""
-    bad = [one.outcome for one in report.findings if one.verdict == "fail"]
+    """All failures together, no more than everything, and nothing counted twice where that can be told.
+
+    Rules about failures and checkpoints lose the same seconds: the dearest of them stands for all. The others add up,
+    those that one edit cures as the dearest of them; but a rule that measures the whole stands for its parts where it
+    is dearer.
+    """
+    bad = [one for one in report.findings if one.verdict == "fail"]
     points, usd = (_summed(bad, name) for name in ("points", "usd"))
     most = report.usd if report.usd is not None else math.inf
     return Impact(points=min(100.0, points or 0.0), usd=min(most, usd) if usd is not None else None)
 
 
-def _summed(outcomes: Sequence[Outcome], name: str) -> float | None:
-    dearest: dict[object, float] = {}
-    for number, one in enumerate(outcomes):
-        value = getattr(one.impact, name)
-        if value is not None and math.isfinite(value):
-            cure = tuple(edit.key for edit in one.edits) or number
-            dearest[cure] = max(value, dearest.get(cure, 0.0))
-    return sum(dearest.values()) if dearest else None
+def _summed(findings: Sequence[Finding], name: str) -> float | None:
+    by_failures = whole = 0.0
+    parts: dict[object, float] = {}
+    costs = [(one, getattr(one.outcome.impact, name)) for one in findings]
+    known = [(one, value) for one, value in costs if value is not None and math.isfinite(value)]
+    for number, (one, value) in enumerate(known):
+        if one.rule.id.startswith(BY_FAILURES):
+            by_failures = max(by_failures, value)
+        elif one.rule.id.startswith(WHOLES):
+            whole = max(whole, value)
+        else:
+            cure = tuple(edit.key for edit in one.outcome.edits) or number
+            parts[cure] = max(value, parts.get(cure, 0.0))
+    return by_failures + max(whole, sum(parts.values())) if known else None
 
 
 def summary_of(report: Report) -> str:

@@ -38,6 +38,9 @@ def _page(report: Report, *, verbose: bool) -> Iterator[Line]:
     for one in report.problems:
         yield from finding_lines(one, report)
         yield "", ""
+    yield from (("warning", f"! {line}") for line in report.notes)
+    if report.notes:
+        yield "", ""
     yield from _unknown(report)
     yield from _waived(report)
     yield from _unmapped(report)
@@ -135,11 +138,16 @@ def _by_option(report: Report) -> str:
     return f"  can be mended: {', '.join(told)}; --diff shows the edits" if told else ""
 
 
+def _devices(report: Report) -> str:
+    if not report.devices:
+        return f"number of devices not known (taken as {report.scaling})"
+    return f"{report.devices:,} device{'s' * (report.devices != 1)} ({report.scaling})"
+
+
 def _basis(report: Report) -> str:
     """What the verdicts rest on, and the money in question."""
     seen = ", ".join(LETTERS[letter] for letter in report.evidence) or "nothing"
-    plural = "s" * (report.devices != 1)
-    basis = f"  edition {report.edition}, {report.profile}, {report.devices:,} device{plural} ({report.scaling})"
+    basis = f"  edition {report.edition}, {report.profile}, {_devices(report)}"
     stake = at_stake(report)
     told = f"; at stake: {cost_of(stake, report.usd)}" if stake.points or stake.usd else ""
     return f"{basis}; looked at: {seen}{told}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -29,10 +29,22 @@ class Piece:
     count: int  # of lines
 
 
-class Feed:
-    """Reads from where it last stopped. Lines beyond 1 MiB are passed over without being held, and counted."""
+@dataclass(kw_only=True, slots=True)
+class Tally:
+    """What several feeds read together: a sum over a thousand of them, asked for after every piece, takes longer."""
 
-    def __init__(self, path: Path, shown: str) -> None:
+    read_bytes: int = 0
+
+
+class Feed:
+    """Reads from where it last stopped. Lines beyond 1 MiB are passed over without being held, and counted.
+
+    `closed`, where somebody listed the folder for many feeds at once, are the numbers of this one's closed parts.
+    """
+
+    def __init__(self, path: Path, shown: str, *, tally: Tally | None = None) -> None:
+        self.closed: Sequence[int] | None = None
+        self._tally = tally or Tally()
         self._path = path
         self._shown = shown  # the folder as the user named it
         self._part = 0  # number of the newest closed part that is read to its end
@@ -47,9 +59,12 @@ class Feed:
     @property
     def left_bytes(self) -> int:
         """What there is and was not read."""
-        later = [number for number in part_numbers(self._path) if number > self._part]
+        later = [number for number in self._parts() if number > self._part]
         sizes = [_size(part_path(self._path, number)) for number in later] + [_size(self._path)]
         return max(0, sum(sizes) - self._offset)
+
+    def _parts(self) -> Sequence[int]:
+        return part_numbers(self._path) if self.closed is None else self.closed
 
     @property
     def is_torn(self) -> bool:
@@ -65,7 +80,7 @@ class Feed:
         """What is new and complete; no more than about `budget_bytes` of it."""
         until = None if budget_bytes is None else self.read_bytes + budget_bytes
         if not self._part and not self._offset:
-            self._part = min(part_numbers(self._path), default=1) - 1
+            self._part = min(self._parts(), default=1) - 1
         while True:
             after = part_path(self._path, self._part + 1)
             file = self._opened(self._path)  # before the look at the next part, as EventReader does
@@ -100,6 +115,7 @@ class Feed:
                 return
             self._offset += len(data)
             self.read_bytes += len(data)
+            self._tally.read_bytes += len(data)
             yield from self._cut(data, path)
 
     def _cut(self, data: bytes, path: Path) -> Iterator[Piece]:

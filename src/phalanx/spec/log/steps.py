@@ -150,6 +150,7 @@ class Steps:
             worst_jump=worst.worst or None,
             worst_jump_spot=worst.spot,
             worst_loss_jump=self._jumps[0].worst or None,
+            worst_loss_jump_spot=self._jumps[0].spot,
         )
 
     def noise(self) -> NoiseFacts | None:

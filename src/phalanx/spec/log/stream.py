@@ -22,7 +22,7 @@ from phalanx.record.values import at, printable
 from phalanx.spec.facts.log import GrammarFacts, LogFacts, StepFacts
 from phalanx.spec.log import accounts
 from phalanx.spec.log.agree import Layouts, skew, skips_differ
-from phalanx.spec.log.feed import Feed
+from phalanx.spec.log.feed import Feed, Tally
 from phalanx.spec.log.folder import has_provenance, launch_of, listens
 from phalanx.spec.log.lines import uncollected
 from phalanx.spec.log.rank import Counted, RankLog
@@ -53,19 +53,27 @@ class LogStream:
         self._layouts = Layouts(_layout(self.run))
         self._all = Counted(self._layouts)
         self._told = Supervisor(self._layouts)
-        self._supervisor = Feed(self.run.supervisor, self._shown)
+        self._tally = Tally()
+        self._supervisor = Feed(self.run.supervisor, self._shown, tally=self._tally)
         self._ranks: dict[int, RankLog] = {}
         self._account, self._account_bytes = accounts.Account(), -1
 
     @property
     def bytes_read(self) -> int:
         """So far."""
-        return self._supervisor.read_bytes + sum(one.feed.read_bytes for one in self._ranks.values())
+        return self._tally.read_bytes
 
     @property
     def bytes_left(self) -> int:
         """That are there and were not read."""
+        self._list()
         return self._supervisor.left_bytes + sum(one.feed.left_bytes for one in self._ranks.values())
+
+    def _list(self) -> None:
+        """The folder, once for all ranks: each for itself would list a thousand files a thousand times."""
+        parts = self.run.event_parts()
+        for rank, one in self._ranks.items():
+            one.feed.closed = parts.get(rank, [])
 
     def refresh(self, budget_bytes: int | None = None, *, progress: Progress | None = None) -> bool:
         """Read what is new, no more than about `budget_bytes`; whether there was anything."""
@@ -75,8 +83,9 @@ class LogStream:
             self._begin()  # a lower rank has come: it is the witness, of all its steps
         for rank in found:
             if rank not in self._ranks:
-                feed = Feed(self.run.events(rank), self._shown)
+                feed = Feed(self.run.events(rank), self._shown, tally=self._tally)
                 self._ranks[rank] = RankLog(rank, feed, self._all, witness=rank == found[0])
+        self._list()
         for piece in self._supervisor.pieces(budget_bytes):
             self._told.take(piece, self._all.lines, self._all.grammar, self._all.secrets)
         self._read(before, budget_bytes, progress)

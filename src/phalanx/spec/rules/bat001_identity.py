@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx.errors import Problem
 from phalanx.job.schema import Batch
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import StepFacts
@@ -55,12 +56,19 @@ def _refused(evidence: Evidence) -> tuple[Outcome, ...]:
     return tuple(
         failed(
             one.what,
+            formula=_why(evidence, one),
             at="batch.micro" if "batch.micro" in one.what else "batch.global_sequences",
             impact=Impact(points=100.0, note="the job does not start"),
             fix=one.fix or "make the batch a multiple of the data ranks",
         )
         for one in found
     )
+
+
+def _why(evidence: Evidence, problem: Problem) -> tuple[str, ...]:
+    """The planner's own reason, and the setting that leaves it no other way."""
+    alone = "numerics.reproducible = true splits over data ranks alone: only their sums keep their order"
+    return (*([problem.why] if problem.why else []), *([alone] if evidence.the_job.numerics.reproducible else []))
 
 
 def _measured(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:

@@ -8,6 +8,7 @@ from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import CheckpointFacts
 from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
+from phalanx.spec.rules.lengths import job_s
 from phalanx.units import format_bytes
 
 
@@ -31,7 +32,7 @@ Times = tuple[float, float, float, str]  # blocked, persist, interval, how they 
 
 def _planned(evidence: Evidence) -> Times | None:
     r = evidence.the_plan.reliability
-    if not math.isfinite(r.interval_s) or r.interval_s <= 0 or evidence.the_plan.duration.wall_s <= r.interval_s:
+    if not math.isfinite(r.interval_s) or r.interval_s <= 0 or job_s(evidence.the_plan) <= r.interval_s:
         return None
     return r.blocking_s, r.persist_s, r.interval_s, "predicted"
 

@@ -7,6 +7,7 @@ import math
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
+from phalanx.spec.rules.lengths import capped_s, failure_chance, job_s
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
@@ -17,7 +18,9 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     if place is None:
         return (_unknown(evidence),)
     if place == "none" or every <= 0:
-        return (_absent(evidence, limits),)
+        return (_absent(evidence, limits, "no copies in memory"),)
+    if old := _too_old(evidence, limits, every):
+        return (_absent(evidence, limits, old),)
     return (
         _unknown(evidence) if place == "not known" else _outside(evidence, limits, place),
         _persistent(evidence, limits),
@@ -32,15 +35,30 @@ def _unknown(evidence: Evidence) -> Outcome:
     )
 
 
-def _absent(evidence: Evidence, limits: Limits) -> Outcome:
+def _too_old(evidence: Evidence, limits: Limits, every: int) -> str:
+    """Copies that are older than the checkpoint on disk are none: why, or nothing."""
+    interval_s, step_s = capped_s(evidence.the_plan), evidence.the_plan.prediction.step_s
+    if not every * step_s > limits.number("memory_ratio") * interval_s:
+        return ""
+    return f"a copy in memory every {every:,} steps, {_told(every * step_s)}, where the disk gets one every " + _told(
+        interval_s
+    )
+
+
+def _told(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds < 1e15 else "for ever"
+
+
+def _absent(evidence: Evidence, limits: Limits, told: str) -> Outcome:
     r = evidence.the_plan.reliability
     if not limits.flag("required"):
-        return exempt(f"no copies in memory: not required of {evidence.devices:,} devices, the disk is enough")
-    lost = r.interval_s / 2 / r.mtbf_s if math.isfinite(r.interval_s) and r.mtbf_s > 0 else 0.0
+        return exempt(f"{told}: not required of {evidence.devices:,} devices, the disk is enough")
+    interval_s = capped_s(evidence.the_plan)
+    lost = interval_s / 2 / r.mtbf_s if math.isfinite(interval_s) and r.mtbf_s > 0 else 0.0
     ours = evidence.practice.trainer == "phalanx"
     return failed(
-        f"no copies in memory: each failure of these {r.hosts:,} hosts goes back to the disk",
-        formula=(f"τ/2M = {r.interval_s:,.0f} s / (2 × {r.mtbf_s:,.0f} s) = {lost:.2%} of the time is done again",),
+        f"{told}: each failure of these {r.hosts:,} hosts goes back to the disk",
+        formula=(f"τ/2M = {_told(interval_s)} / (2 × {r.mtbf_s:,.0f} s) = {lost:.2%} of the time is done again",),
         value="none",
         threshold="other host",
         at="checkpoint.memory_every",
@@ -84,11 +102,12 @@ def _inside(evidence: Evidence, told: str, formula: tuple[str, ...]) -> Outcome:
 def _persistent(evidence: Evidence, limits: Limits) -> Outcome:
     r, most = evidence.the_plan.reliability, limits.number("persistent_ratio")
     best_s = r.optimal_interval_s
-    if not math.isfinite(best_s + r.interval_s) or best_s <= 0 or evidence.the_plan.duration.wall_s <= best_s:
+    if not math.isfinite(best_s + r.interval_s) or best_s <= 0 or job_s(evidence.the_plan) <= best_s:
         return exempt("the job ends before a checkpoint on disk pays: its last one is enough")
-    ratio = r.interval_s / best_s
-    told = f"beside copies in memory the disk gets one every {r.interval_s:,.0f} s"
-    formula = (f"τ/τ* = {r.interval_s:,.0f} s / {best_s:,.0f} s = {ratio:.1f}",)
+    interval_s = capped_s(evidence.the_plan)  # a job that ends before has its last one
+    ratio = interval_s / best_s
+    told = f"beside copies in memory the disk gets one every {_told(interval_s)}"
+    formula = (f"τ/τ* = {_told(interval_s)} / {_told(best_s)} = {ratio:.1f}",)
     if ratio <= most:
         return passed(told, formula=formula, value=ratio, threshold=most, unit="x", at="checkpoint.interval_s")
     return failed(
@@ -99,7 +118,10 @@ def _persistent(evidence: Evidence, limits: Limits) -> Outcome:
         unit="x",
         at="checkpoint.interval_s",
         severity="warning",
-        impact=evidence.loses_once(r.interval_s / 2, "half an interval whenever memory does not hold every part"),
+        impact=evidence.loses_once(
+            failure_chance(evidence.the_plan) * interval_s / 2,
+            "half an interval, times the chance of a failure, should memory once not hold every part",
+        ),
         edits=(
             Edit(
                 key="checkpoint.interval_s",
@@ -127,7 +149,8 @@ tensor, pipeline and data groups, since it evicts whole groups.
     how="""
 The trainer keeps copies on another host (its documentation or code) where there are several hosts, on another rack
 where fast domains of 32 devices and more span several hosts and the job has several of them; on one host a process
-that outlives the rank is enough. From 1,025 devices on having no copies is an error: τ/2M of the time is done again.
+that outlives the rank is enough. From 1,025 devices on having no copies, or copies that are older than the disk's
+(`memory_every · step > τ`), is an error: τ/2M of the time is done again.
 The disk gets a checkpoint at least every 10 · τ*. Whether the peer is outside the owner's parallel groups is not
 checked: Phalanx replaces single ranks.
 """,
@@ -141,6 +164,9 @@ checked: Phalanx replaces single ranks.
             value=32,
             unit="devices",
             note="a fast domain of so many, in several hosts, falls as one (NVL36, NVL72): house",
+        ),
+        "memory_ratio": Limit(
+            value=1.0, unit="x", note="age of a copy in memory over the disk's interval, beyond which it is none: computed"
         ),
         "persistent_ratio": Limit(value=10.0, unit="x", note="of the disk's interval over Daly's optimum: house"),
     },

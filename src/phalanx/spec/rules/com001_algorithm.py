@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from phalanx.network import collectives, nccl
 from phalanx.plan.plan import Plan
 from phalanx.spec.evidence import Evidence
-from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
+from phalanx.spec.outcome import Edit, Impact, Outcome, Severity, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.com_messages import Message, communicator, damaged, messages, sane
+from phalanx.spec.rules.measuring import unmeasured
 
 AUTO = "auto"
 SWITCHED = ("hopper", "blackwell")  # families whose switch sums (NVLS); NCCL's efficiency for Ampere is 0
@@ -24,6 +25,7 @@ class _Race:
     message: Message
     seconds: dict[str, float]
     taken: str
+    forced: bool  # by the job, so that the setting is the cure
 
     @property
     def best(self) -> str:
@@ -56,12 +58,8 @@ def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
     sent = messages(evidence)
     if not sent:
         return exempt("no group of this plan sums or gathers anything")
-    if evidence.profile.must_measure and wanted != AUTO:
-        return unknown(
-            f'comm.algorithm = "{wanted}" cannot be compared: no latency or rate of {name} links is published',
-            fix='leave it "auto", or measure both algorithms and waive the rule with the numbers',
-            at="comm.algorithm",
-        )
+    if (missing := unmeasured(evidence, "the time of a collective")) is not None:
+        return missing
     judged = _judge(evidence, limits, sent, wanted)
     outside = _environment(evidence, wanted)
     return (judged, outside) if outside is not None else judged
@@ -82,19 +80,26 @@ def _gloo(evidence: Evidence, wanted: str) -> Outcome:
 
 def _judge(evidence: Evidence, limits: Limits, sent: tuple[Message, ...], wanted: str) -> Outcome:
     two_levels = limits.flag("two_levels")
-    races = [_race(evidence.the_plan, one, wanted, two_levels=two_levels) for one in sent]
+    races = [_race(evidence.the_plan, one, _asked(evidence, one), two_levels=two_levels) for one in sent]
     worst = max(races, key=lambda race: race.ratio)
     most = limits.number("most_ratio")
     if worst.ratio <= most:
+        chosen = any(race.forced for race in races)
         return passed(
-            f"{'NCCL picks' if wanted == AUTO else wanted + ' is'} within {most:.2f}x of the best for every message: "
+            f"{wanted + ' is' if chosen else 'NCCL picks'} within {most:.2f}x of the best for every message: "
             f"{worst.ratio:.2f}x at worst",
             formula=tuple(race.line for race in races),
             value=worst.ratio,
             threshold=most,
             unit="x",
         )
-    return _slow(evidence, worst, wanted, most)
+    return _slow(evidence, worst, most)
+
+
+def _asked(evidence: Evidence, message: Message) -> str:
+    """What the job forces on a message. Phalanx sets NCCL_ALGO for all-reduces only (train/worker.py)."""
+    ours = evidence.practice.trainer == "phalanx" and message.operation != "all-reduce"
+    return AUTO if ours else evidence.the_job.comm.algorithm
 
 
 def _race(plan: Plan, message: Message, wanted: str, *, two_levels: bool) -> _Race:
@@ -116,7 +121,8 @@ def _race(plan: Plan, message: Message, wanted: str, *, two_levels: bool) -> _Ra
             nbytes=message.nbytes,
             operation=message.operation,
         )
-    return _Race(message=message, seconds={k: v for k, v in own.items() if math.isfinite(v)}, taken=taken)
+    known = {name: value for name, value in own.items() if math.isfinite(value)}
+    return _Race(message=message, seconds=known, taken=taken, forced=wanted != AUTO)
 
 
 def _switch(group: nccl.Communicator, message: Message) -> float:
@@ -126,26 +132,29 @@ def _switch(group: nccl.Communicator, message: Message) -> float:
     return share * message.nbytes / rate + collectives.SWITCH_LATENCY_S
 
 
-def _slow(evidence: Evidence, race: _Race, wanted: str, most: float) -> Outcome:
+def _slow(evidence: Evidence, race: _Race, most: float) -> Outcome:
     one, step_s = race.message, evidence.the_plan.prediction.step_s
     told = f"{race.taken} takes {race.ratio:.1f}x the time of {race.best} for {one.operation} of {one.size}"
     impact = evidence.loses(
         (1 - 1 / race.ratio) * one.wire_s / max(step_s, 1e-30),
         "at most: the difference, as far as nothing hides it",
     )
+    severity: Severity | None = None
     if race.taken not in race.seconds:
+        severity = "error"
         told = f"there is no {race.taken} for {one.operation} between {one.ranks:,} ranks {one.where}"
-        impact = Impact(note="no time: NCCL ends with an error, or (older releases) ignores the setting")
+        impact = Impact(note="the job does not start: NCCL ends with an error, or (older releases) ignores the setting")
     return failed(
         f"{told} ({one.axis} axis)",
         formula=(race.line, f"T({race.taken}) / T({race.best}) = {race.ratio:.2f}, at most {most:.2f}"),
         value=race.ratio if math.isfinite(race.ratio) else None,
         threshold=most,
         unit="x",
-        at="comm.algorithm" if wanted != AUTO else "parallel.shard",
+        at="comm.algorithm" if race.forced else "parallel.shard",
+        severity=severity,
         impact=impact,
-        fix="" if wanted != AUTO else _two_levels(one),
-        edits=(TO_AUTO,) if wanted != AUTO else (),
+        fix="" if race.forced else _two_levels(one),
+        edits=(TO_AUTO,) if race.forced else (),
     )
 
 
@@ -183,14 +192,16 @@ RULE = Rule(
 Ring or tree is a question of nodes *and* bytes. In NCCL's own cost model an all-reduce of 64 MiB on nodes of 8 H100 is
 faster as a ring on 2 nodes (434 against 499 µs), a tie on 4, and 4.6 times faster as a tree on 64 (584 against 2,689
 µs). A ring over thousands of ranks pays thousands of latencies. Reduce-scatter and all-gather, the traffic of ZeRO and
-FSDP, have no tree in NCCL at all: forcing one ends in an error, or in nothing.
+FSDP, have no tree in NCCL at all: a plain `NCCL_ALGO=tree`, which holds for every collective, ends in an error there
+(or in nothing, in older releases). Phalanx sets `NCCL_ALGO=allreduce:tree`, which leaves them alone.
 """,
     how="""
 For every sum, gather and scatter of the plan, with its real group and message (gradient bucket, block of layers, or
 activations): `T(algorithm) ≤ 1.10 · min(T_ring, T_tree, T_nvls)`, times from NCCL's tuning model
 (`network/nccl.py`), in-switch sums from the planner's measurement. From 4,096 devices on, what NCCL picks by itself is
 also held against two levels, inside a domain and between domains. `NCCL_ALGO` in the environment is a finding by
-itself. gloo has a ring only; the algorithms of a TPU belong to its compiler, so there the verdict is unknown.
+itself. An algorithm that does not exist for a message, as tree for the scatters of another trainer or nvls between
+nodes, is an error. gloo has a ring only; the algorithms of a TPU belong to its compiler, so there the verdict is unknown.
 """,
     limits={
         "most_ratio": Limit(value=1.10, unit="x", note="time over that of the best algorithm: house"),
@@ -200,7 +211,7 @@ itself. gloo has a ring only; the algorithms of a TPU belong to its compiler, so
     },
     bad="""
 [comm]
-algorithm = "tree"   # ZeRO gathers and scatters, and NCCL has no tree for that
+algorithm = "ring"   # whole gradients (zero = 0) over 16 nodes: a tree takes a third of the time
 """,
     good="""
 [comm]

@@ -13,6 +13,7 @@ from phalanx.plan.score import price
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
+from phalanx.spec.rules.measuring import unmeasured
 from phalanx.units import format_seconds
 
 PLAIN = Edit(key="parallel.compression", value="none", safe=False, note="gradients as they are")
@@ -54,6 +55,8 @@ def _corrected(evidence: Evidence, limits: Limits, kind: str) -> Outcome:
 
 def _pays(evidence: Evidence, limits: Limits) -> Outcome:
     plan = evidence.the_plan
+    if (missing := unmeasured(evidence, "what compression saves")) is not None:
+        return missing
     times = _step_seconds(evidence)
     if times is None:
         return unknown(

@@ -9,6 +9,7 @@ from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Edit, Outcome, exempt, failed, passed
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.com_messages import MIB, Message, communicator, damaged, gradient_messages, sane
+from phalanx.spec.rules.measuring import unmeasured
 
 BACKWARD = 2 / 3  # of a layer's compute: two products for one
 SIZES_MIB = tuple(2.0**power for power in range(13))  # 1 MiB to 4 GiB
@@ -37,6 +38,8 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     sent = [one for one in gradient_messages(evidence) if one.axis != "expert data"]
     if not sent:
         return exempt("one data rank: no gradients travel")
+    if (missing := unmeasured(evidence, "what a bucket costs")) is not None:
+        return missing
     costs = [(_cost(evidence, one), one) for one in sent]
     cost, message = max(costs, key=lambda pair: pair[0].lost)
     if evidence.the_plan.layout.zero > 0:

@@ -8,6 +8,8 @@ from phalanx.plan.timeouts import bounded, steady_timeout_s
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
+from phalanx.spec.rules.margin import MARGIN, beyond
+from phalanx.spec.rules.measuring import unmeasured
 from phalanx.units import DAY_S
 
 
@@ -21,6 +23,8 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 def _first(evidence: Evidence, limits: Limits) -> Outcome:
     set_s, most_s = evidence.the_job.comm.init_timeout_s, limits.number("init_most_s")
     told = f"until steps are steady a rank waits {set_s:g} s for another"
+    if set_s < limits.number("init_least_s"):
+        return _hasty(told, set_s, limits)
     if set_s <= most_s:
         return passed(f"{told}, at most {most_s:g}", value=set_s, threshold=most_s, unit="s", at="comm.init_timeout_s")
     return failed(
@@ -29,12 +33,31 @@ def _first(evidence: Evidence, limits: Limits) -> Outcome:
         threshold=most_s,
         unit="s",
         at="comm.init_timeout_s",
+        severity=beyond(set_s, most_s, limits),
         impact=_per_failure(evidence, set_s - most_s),
         edits=(Edit(key="comm.init_timeout_s", value=int(most_s), safe=True, note="torchtitan's start"),),
     )
 
 
+def _hasty(told: str, set_s: float, limits: Limits) -> Outcome:
+    """Processes that only just start are given up."""
+    least_s = limits.number("init_least_s")
+    return failed(
+        f"{told}, less than {least_s:g}",
+        value=set_s,
+        threshold=least_s,
+        unit="s",
+        at="comm.init_timeout_s",
+        impact=Impact(note="ranks that are still starting are given up: the job does not start, or not every time"),
+        edits=(
+            Edit(key="comm.init_timeout_s", value=int(limits.number("init_most_s")), safe=True, note="the default"),
+        ),
+    )
+
+
 def _steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    if (missing := unmeasured(evidence, "how long to wait for a step")) is not None:
+        return (missing,)
     step_s, source = _step(evidence)
     written = evidence.the_job.train.timeout_s
     if step_s is None:
@@ -52,7 +75,7 @@ def _steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     if least_s <= set_s <= most_s:
         return (passed(told, formula=formula, value=set_s, threshold=most_s, unit="s", at="train.timeout_s"),)
     if set_s > most_s:
-        return (_too_long(evidence, told, set_s, most_s, wanted_s, formula),)
+        return (_too_long(evidence, limits, told, set_s, most_s, wanted_s, formula),)
     floor_s = max(limits.number("train_least_s"), step_s)
     return (_too_short(told, set_s, least_s, floor_s, wanted_s, formula),)
 
@@ -75,7 +98,7 @@ def _without_steps(written: float | str, evidence: Evidence, limits: Limits) -> 
             at="train.timeout_s",
         )
     told = f"a rank waits {written:.4g} s for another in a steady step"
-    return _too_long(evidence, told, written, most_s, most_s, ())
+    return _too_long(evidence, limits, told, written, most_s, most_s, ())
 
 
 def _step(evidence: Evidence) -> tuple[float | None, str]:
@@ -89,7 +112,7 @@ def _step(evidence: Evidence) -> tuple[float | None, str]:
 
 
 def _too_long(
-    evidence: Evidence, told: str, set_s: float, most_s: float, wanted_s: float, formula: tuple[str, ...]
+    evidence: Evidence, limits: Limits, told: str, set_s: float, most_s: float, wanted_s: float, formula: tuple[str, ...]
 ) -> Outcome:
     return failed(
         f"{told}, more than {most_s:.4g}",
@@ -98,6 +121,7 @@ def _too_long(
         threshold=most_s,
         unit="s",
         at="train.timeout_s",
+        severity=beyond(set_s, most_s, limits),
         impact=_per_failure(evidence, set_s - wanted_s),
         edits=(_edit(wanted_s),),
     )
@@ -147,14 +171,21 @@ table 3). Ten minutes instead of 90 s cost 0.3 points of effective time on 1,024
 wrong as well: a network card that flaps comes back within seconds (MegaScale, arXiv:2402.15627).
 """,
     how="""
-`comm.init_timeout_s ≤ 300` covers start and compilation. `train.timeout_s` lies between `clamp(5 · step, 30 s, 120 s)`
+`30 ≤ comm.init_timeout_s ≤ 300` (from 5 s on CPUs) covers start and compilation. `train.timeout_s` lies between `clamp(5 · step, 30 s, 120 s)`
 and 120 s; the step is the 99th percentile of the log's steady ones (the first five of a formation left out), or the
 slow end of the plan's interval before there is a log. `"auto"` is that clamp. A step longer than 120 s moves the upper
-bound to one step (house). Too short is an error below 30 s or below one step, else a warning. CPU ranks may give up
-after 5 s.
+bound to one step (house). Too short is an error below 30 s or below one step, else a warning; too long is a warning up to a
+tenth beyond the bound. CPU ranks may give up after 5 s.
 """,
     limits={
         "init_most_s": Limit(value=300.0, unit="s", note="torchtitan's start timeout"),
+        "init_least_s": Limit(
+            value=30.0,
+            unit="s",
+            profiles={"cpu-gloo": 5.0},
+            note="processes import torch and build the model before they meet: house",
+        ),
+        "margin": MARGIN,
         "train_most_s": Limit(value=120.0, unit="s", note="near torchtitan's 100 s: house"),
         "train_least_s": Limit(
             value=30.0,

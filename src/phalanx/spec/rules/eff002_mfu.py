@@ -43,8 +43,9 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
 
 def _floor(evidence: Evidence, limits: Limits) -> float:
     """MFU is always over the 16-bit peak: what 8 bits win is partly lost to scaling and casts."""
-    floor = limits.number("floor")
-    job = evidence.job
+    floor, job, plan = limits.number("floor"), evidence.job, evidence.plan
+    if plan is not None and plan.cluster.accelerator.family == "tpu-v5" and evidence.profile.name == "tpu":
+        floor = limits.number("floor_tpu_v5")
     low_bits = job is not None and job.precision.compute in LOW_BITS
     return min(floor, limits.number("floor_low_bits")) if low_bits else floor
 
@@ -81,6 +82,7 @@ reported, not judged.
             profiles={name: profile.mfu_floor or NOT_JUDGED for name, profile in PROFILES.items()},
             note="least MFU: a step below what is published for the hardware, house; 0 is not judged",
         ),
+        "floor_tpu_v5": Limit(value=0.45, note="TPU v5p and v5e: MaxText's published 39 to 65 %"),
         "floor_low_bits": Limit(value=0.30, note="the same for 8- and 4-bit formats over the 16-bit peak: house"),
         "least_steps": Limit(value=20, unit="steps", note="before which a rate says little: house"),
     },

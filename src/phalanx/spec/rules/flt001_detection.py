@@ -147,7 +147,7 @@ a tenth beyond a bound is a warning.
         "least_beats": Limit(
             value=4,
             unit="heartbeats",
-            note="silence shorter than so many may be a busy host: house; NVIDIA's extension waits for 6 and more",
+            note="silence shorter than so many may be a busy host: house",
         ),
         "margin": MARGIN,
         "measured_s": Limit(

@@ -36,8 +36,9 @@ def _nothing(log: LogFacts | None) -> str:
 
 
 def _is_fatal(log: LogFacts) -> bool:
-    """Whether the last failure was the end: a run that is done got over all of them, whatever could be timed."""
-    return log.is_over and log.state != "done" and bool(log.incidents) and log.incidents[-1].recovery_s is None
+    """Whether the last failure was the end: a run that is done got over all, one that was stopped was not asked."""
+    ended = log.is_over and log.state not in ("done", "stopped")
+    return ended and bool(log.incidents) and log.incidents[-1].recovery_s is None
 
 
 def _bound(evidence: Evidence, limits: Limits) -> tuple[float, str]:

@@ -5,17 +5,25 @@ from __future__ import annotations
 import math
 
 from phalanx.plan.plan import Plan
-from phalanx.plan.reliability import REPAIR_S, spares
+from phalanx.plan.reliability import spares
 from phalanx.spec.evidence import Evidence
-from phalanx.spec.outcome import Edit, Outcome, exempt, failed, passed, unknown
+from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.flt_shared import per_failure
-from phalanx.units import DAY_S
+from phalanx.spec.rules.lengths import failure_chance, job_s
+from phalanx.spec.rules.measuring import unmeasured_rate
+from phalanx.units import DAY_S, HOUR_S, format_seconds
+
+REQUEUE_S = 600.0  # from an end to the next step, where a scheduler queues the job again: 454 to 768 s (table 7)
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
     """Spares against the 99th percentile of hosts that are down at once; else what shrinking leaves idle."""
     plan, fault = evidence.the_plan, evidence.the_job.fault
+    if (missing := unmeasured_rate(evidence)) is not None:
+        return missing
+    if fault.recovery == "stop" and evidence.stated("fault.recovery"):
+        return _stops(evidence, limits)
     need, formula = _need(plan, limits)
     if need == 0:
         return exempt(f"of {plan.reliability.hosts:,} hosts none is down in 99 % of the time: no spare is needed")
@@ -42,8 +50,31 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         threshold=need,
         unit="hosts",
         at="fault.spares",
-        impact=per_failure(evidence, _wait_s(plan, need, have), "waiting for a host to be repaired"),
+        impact=_waiting(evidence, limits.number("repair_h") * HOUR_S, have),
         edits=(Edit(key="fault.spares", value=need, safe=True, note="99th percentile of hosts down at once"),),
+    )
+
+
+def _stops(evidence: Evidence, limits: Limits) -> Outcome:
+    """The first failure ends the job: no spare is ever used, whatever `fault.spares` says."""
+    mtbf_s, length_s, most = evidence.the_plan.reliability.mtbf_s, job_s(evidence.the_plan), limits.number("stop_risk")
+    if not (mtbf_s > 0 and length_s >= 0):
+        return unknown("a time of the plan is no number", fix="plan the job again: phalanx plan JOB")
+    risk = failure_chance(evidence.the_plan)
+    length, apart = format_seconds(length_s), format_seconds(mtbf_s)
+    formula = (f"1 - exp(-{length} / {apart} between failures) = {risk:.1%}; at most {most:.0%}",)
+    told = f"the first failure ends the job, and one comes with {risk:.0%}"
+    if risk <= most:
+        return passed(told, formula=formula, value=risk, threshold=most, at="fault.recovery")
+    return failed(
+        f'{told}: fault.recovery = "stop" uses no spare and does not shrink',
+        formula=formula,
+        value=risk,
+        threshold=most,
+        at="fault.recovery",
+        severity="error" if limits.flag("stop_is_error") else "warning",
+        impact=per_failure(evidence, REQUEUE_S, "queued again at once; longer where somebody must notice first"),
+        edits=(Edit(key="fault.recovery", value="auto", safe=True, note="a spare takes over, or the job shrinks"),),
     )
 
 
@@ -71,9 +102,26 @@ def _idle(plan: Plan, need: int) -> tuple[float, str]:
     )
 
 
-def _wait_s(plan: Plan, need: int, have: int) -> float:
-    """Seconds a failure waits for want of a spare: the repair, for the share of failures that find none."""
-    return REPAIR_S * 0.01 if have else REPAIR_S * min(1.0, need / max(1, plan.reliability.hosts))
+def _waiting(evidence: Evidence, repair_s: float, have: int) -> Impact:
+    """Without a spare every failure waits out the repair; with some, those that find all of them in use."""
+    r = evidence.the_plan.reliability
+    note = "waiting for a host to be repaired"
+    if not (r.mtbf_s > 0 and math.isfinite(r.mtbf_s)):
+        return Impact(note=f"{note}: {format_seconds(repair_s)} of all devices at every failure")
+    away = repair_s / r.mtbf_s  # hosts that are away at a time, on average
+    wait_s = repair_s / (have + 1) * _at_least(have, away)
+    apart = format_seconds(r.mtbf_s)
+    return evidence.loses(wait_s / (r.mtbf_s + wait_s), f"{note}, {format_seconds(wait_s)} a failure, one every {apart}")
+
+
+def _at_least(count: int, mean: float) -> float:
+    """The chance of `count` or more, where `mean` are usual (Poisson).
+
+    >>> round(_at_least(0, 0.5), 3), round(_at_least(1, 0.5), 3), round(_at_least(4, 0.5), 4)
+    (1.0, 0.393, 0.0018)
+    """
+    fewer = math.fsum(math.exp(k * math.log(mean) - mean - math.lgamma(k + 1)) for k in range(count)) if mean > 0 else 1
+    return max(0.0, 1.0 - fewer) if count else 1.0
 
 
 RULE = Rule(
@@ -86,12 +134,14 @@ RULE = Rule(
 A host that failed is away for hours. With s spares a job goes on at once as long as at most s hosts are down
 together; ByteRobust keeps the 99th percentile, 2 to 4 spares for 128 to 1,024 machines, which a binomial with p =
 1.25e-3 reproduces exactly (arXiv:2509.16293 table 5). A job that can shrink needs none, if what it leaves idle is
-small: a lost host takes its whole replica along.
+small: a lost host takes its whole replica along. A job that stops at its first failure uses neither.
 """,
     how="""
 `s >= P99 Binomial(hosts, 1 - exp(-λ·T_repair))` with λ failures per host and day from the cluster (or measured,
 `fault.failures_per_host_day`) and `T_repair` a day; `spares = "auto"` is that number. Otherwise `fault.recovery` is
-"auto" or "shrink" and `P99 · max(replica, host) / devices <= 10 %`. An error from 1,025 devices on.
+"auto" or "shrink" and `P99 · max(replica, host) / devices <= 10 %`. An error from 1,025 devices on. With
+`fault.recovery = "stop"` only the chance of a failure counts: `1 - exp(-T_job / M) <= 10 %`, else an error from 65
+devices on.
 """,
     limits={
         "repair_h": Limit(
@@ -100,6 +150,8 @@ small: a lost host takes its whole replica along.
             note="a host comes back after a day: house; a CPU process is started again in a minute",
             profiles={"cpu-gloo": 1 / 60},
         ),
+        "stop_risk": Limit(value=0.10, note="chance that a job which stops at its first failure meets one: house"),
+        "stop_is_error": Limit(value=False, classes={"S2": True}, note="in class S1 it warns, spec.md 6.3: house"),
         "idle_share": Limit(value=0.10, note="of the devices, idle while hosts are repaired: house"),
     },
     bad="""

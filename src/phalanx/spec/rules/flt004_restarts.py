@@ -6,6 +6,7 @@ from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Edit, Impact, Outcome, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.flt_shared import drilled
+from phalanx.spec.rules.margin import MARGIN, beyond_count
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
@@ -32,6 +33,7 @@ def _allowed(evidence: Evidence, limits: Limits) -> Outcome:
         threshold=most,
         unit="failures",
         at="fault.restarts" if stated else "",
+        severity=beyond_count(count, most, limits) if count >= 0 else None,
         impact=Impact(note="time and money of all devices until somebody looks; one job at Meta was requeued 35 times"),
         edits=(Edit(key="fault.restarts", value=int(most), safe=True, note="NVIDIA's bound"),) if stated else (),
         fix="" if stated else "bound it in the launcher: torchrun --max-restarts 3",
@@ -44,7 +46,7 @@ def _seen(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
         return ()
     idle, most = max(0, log.most_in_a_row - 1), limits.number("in_a_row")
     if idle > most:
-        return (_loop(evidence, idle, most),)
+        return (_loop(evidence, idle, limits),)
     nameless = sum(not one.what for one in log.incidents)
     if nameless:
         return (_nameless(nameless, len(log.incidents)),)
@@ -52,8 +54,8 @@ def _seen(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     return (passed(told, value=idle, threshold=most, unit="restarts"),)
 
 
-def _loop(evidence: Evidence, idle: int, most: float) -> Outcome:
-    allowed = evidence.the_job.fault.restarts
+def _loop(evidence: Evidence, idle: int, limits: Limits) -> Outcome:
+    allowed, most = evidence.the_job.fault.restarts, limits.number("in_a_row")
     return failed(
         f"{idle} restarts in a row brought no step",
         formula=(f"{idle + 1} failures without a step between = {idle} idle restarts > {most:g}",),
@@ -61,6 +63,7 @@ def _loop(evidence: Evidence, idle: int, most: float) -> Outcome:
         threshold=most,
         unit="restarts",
         at="fault.restarts",
+        severity=beyond_count(idle, most, limits),
         impact=evidence.loses_once(idle * evidence.the_job.fault.restart_s, "starts that came to nothing"),
         edits=(Edit(key="fault.restarts", value=int(most), safe=True, note="NVIDIA's bound"),)
         if allowed > most
@@ -111,10 +114,13 @@ others (arXiv:2410.21680).
 """,
     how="""
 `fault.restarts <= 3` (failures in a row, without a step between, before giving up). In a run: at most 3 restarts in a
-row that brought no step (one less than the failures), and every incident names a cause. A drilled crash loop must have
-ended.
+row that brought no step (one less than the failures), and every incident names a cause. One more than 3 is a warning.
+A drilled crash loop must have ended.
 """,
-    limits={"in_a_row": Limit(value=3, unit="restarts", note="NVIDIA resiliency extension: 3 cycles without progress")},
+    limits={
+        "in_a_row": Limit(value=3, unit="restarts", note="NVIDIA resiliency extension: 3 cycles without progress"),
+        "margin": MARGIN,
+    },
     bad="""
 [fault]
 restarts = 1000

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import DigestFacts, LogFacts
 from phalanx.spec.outcome import Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.flt_shared import drilled, how_to_see, no_drill
 
+RARE = Impact(note="work since the last sound checkpoint whenever it happens; how often is not published")
 CHANGES = ("partition", "freeze", "host", "hang", "kill")  # faults after which somebody of the past could speak
 
 
@@ -34,7 +37,7 @@ def _promise(evidence: Evidence) -> Outcome | None:
     return failed(
         f"{practice.trainer} has no epochs: a rank that wakes up late may write over newer work",
         severity="warning",  # a launcher that ends all ranks before it starts them again keeps the past out too
-        impact=_a_checkpoint(evidence),
+        impact=RARE,
         fix="end all processes of a job before it is started again, and write checkpoints to a new folder each time",
     )
 
@@ -104,7 +107,7 @@ def _drill(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
         failed(
             f"a drill found: {'; '.join(one.wrong[:2]) or 'something'}",
             value=one.path,
-            impact=_a_checkpoint(evidence),
+            impact=RARE,
             fix=f"phalanx drill --check {one.path}",
         ),
     )
@@ -117,8 +120,13 @@ def _wanted(evidence: Evidence) -> Outcome:
 
 
 def _a_checkpoint(evidence: Evidence) -> Impact:
+    """Of something that happened: no more than the run itself has to go back."""
     interval_s = evidence.plan.reliability.interval_s if evidence.plan is not None else 3600.0
-    return evidence.loses_once(interval_s, "work since the last sound checkpoint, if somebody notices")
+    ran_s = evidence.log.wall_s if evidence.log is not None and evidence.log.wall_s is not None else math.inf
+    lost_s = min(interval_s, ran_s)
+    if not math.isfinite(lost_s):
+        return Impact(note="all work since the last sound checkpoint, if somebody notices")
+    return evidence.loses_once(lost_s, "work since the last sound checkpoint, if somebody notices")
 
 
 RULE = Rule(

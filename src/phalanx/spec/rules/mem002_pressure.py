@@ -27,6 +27,11 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 def _ends(evidence: Evidence, log: LogFacts) -> Outcome:
     dead = [one for one in log.incidents if any(word in one.what.lower() for word in OUT_OF_MEMORY)]
+    if not dead and log.formations is None:
+        return unknown(
+            "no supervisor told why ranks ended",
+            fix="start it with phalanx train, whose agents tell; under another launcher look at its own log",
+        )
     if not dead:
         return passed("no rank ran out of memory", value=0, threshold=0)
     lost_s = sum(one.recovery_s or 0.0 for one in dead)

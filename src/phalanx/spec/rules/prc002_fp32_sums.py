@@ -10,6 +10,7 @@ RECIPES = {
     "bf16": "DeepSeek-V3 kept both moments in bf16 beside fp32 master weights (arXiv:2412.19437)",
     "int8": 'block-wise 8-bit Adam (arXiv:2110.02861) is optim.name = "adamw8bit"',
 }
+BITS = {"bf16": 8, "fp16": 11}  # of a number, the leading one included
 LEARNS = Impact(note="not time: what the model learns is at stake, and no share of the run can be told")
 
 
@@ -38,11 +39,14 @@ def _gradients(evidence: Evidence, limits: Limits) -> Outcome:
     if terms <= limits.number("most_terms"):
         return passed(f"{kind} gradients of a single term", formula=formula, value=terms, at="precision.grad_reduce")
     declared = layout.compression != "none"
+    kind = _sixteen(evidence, kind)
+    bits = BITS[kind]
     return failed(
         f"gradients are summed in {kind} over {terms:,} terms",
         formula=(
             *formula,
-            f"bf16 has 8 bits: a term below 1/256 of the sum so far can vanish; here each is 1/{terms:,}",
+            f"{kind} keeps {bits} bits: each addition rounds by up to 2^-{bits}, {terms - 1:,} of them by up to "
+            f"{min(1.0, (terms - 1) * 2.0**-bits):.2%} of the sum; in fp32 by {(terms - 1) * 2.0**-24:.2g}",
         ),
         value=kind,
         threshold="fp32",
@@ -51,6 +55,11 @@ def _gradients(evidence: Evidence, limits: Limits) -> Outcome:
         impact=LEARNS,
         edits=(Edit(key="precision.grad_reduce", value="fp32", safe=False, note="twice the bytes on the wire"),),
     )
+
+
+def _sixteen(evidence: Evidence, kind: str) -> str:
+    """The job file's word for sums in 16 bits is bf16; a trainer that computes in fp16 sums in fp16."""
+    return "fp16" if kind == "bf16" and evidence.the_job.precision.compute == "fp16" else kind
 
 
 def _moments(evidence: Evidence, limits: Limits) -> Outcome:
@@ -79,12 +88,20 @@ def _weights(evidence: Evidence, limits: Limits) -> Outcome:
         return passed("the weights that are updated are fp32", value=True, threshold=True, at=at)
     return failed(
         f"{precision.compute} weights are updated without an fp32 copy",
-        formula=("half the spacing of bf16 is 2^-9 to 2^-8 of a weight (0.2 to 0.4 %): smaller updates are lost",),
+        formula=(_spacing("fp16" if precision.compute == "fp16" else "bf16"),),
         value=False,
         threshold=True,
         at=at,
         impact=LEARNS,
         edits=(Edit(key=at, value=True, safe=False, note="4 bytes more per parameter, sharded as the optimizer is"),),
+    )
+
+
+def _spacing(kind: str) -> str:
+    bits = BITS[kind]
+    low, high = 2.0 ** -(bits + 1), 2.0**-bits
+    return f"half the spacing of {kind} is 2^-{bits + 1} to 2^-{bits} of a weight ({low:.2%} to {high:.2%}): smaller " + (
+        "updates are lost"
     )
 
 
@@ -100,7 +117,7 @@ RULE = Rule(
 A sum in bf16 keeps 8 bits: adding 256 equal terms one by one stops growing, whatever comes after. torchtitan allows
 no other format than fp32 for the reduction (`mixed_precision_reduce: Literal["float32"]`), Megatron-LM has
 `--accumulate-allreduce-grads-in-fp32`. The same holds for the weights: an update below half of the spacing of the
-format is lost, and with bf16 that is every update below 0.2 to 0.4 % of a weight. Moments are forgiving: published
+format is lost, and with bf16 that is every update below 0.2 to 0.4 % of a weight (fp16: 0.02 to 0.05 %). Moments are forgiving: published
 recipes keep them in bf16 (DeepSeek-V3) or in blocks of 8 bits (8-bit Adam), so they warn.
 """,
     how="""

@@ -119,9 +119,9 @@ def _seen(evidence: Evidence, limits: Limits, steps: StepFacts) -> tuple[Outcome
 def _jump(evidence: Evidence, limits: Limits, steps: StepFacts) -> Outcome:
     """The loss where it is told by itself, else whatever jumped most unless gradients are clipped."""
     most = limits.number("jump")
-    jump = steps.worst_loss_jump
+    jump, spot = steps.worst_loss_jump, steps.worst_loss_jump_spot
     if jump is None and evidence.the_job.optim.clip <= 0:
-        jump = steps.worst_jump
+        jump, spot = steps.worst_jump, steps.worst_jump_spot
     if jump is None or not math.isfinite(jump):
         return passed(f"{steps.skipped:,} of {steps.count:,} steps skipped, at most {steps.skipped_in_a_row} in a row")
     if jump <= most:
@@ -131,7 +131,7 @@ def _jump(evidence: Evidence, limits: Limits, steps: StepFacts) -> Outcome:
         value=jump,
         threshold=most,
         unit="x",
-        at=steps.worst_jump_spot or "",
+        at=spot or "",
         severity="warning",
         impact=Impact(note="the run went on; whether it learnt less, only a run from before that step tells"),
         fix="look at the data of that step; train.spike_factor skips such steps, a longer warm-up avoids them",

@@ -29,6 +29,8 @@ def reach_of(host: str) -> Reach:
 
     >>> [reach_of(one) for one in ("", "127.0.0.1", "10.0.0.1", "fd00::1", "0.0.0.0", "8.8.8.8", "ib0")]
     ['loopback', 'loopback', 'private', 'private', 'everywhere', 'public', 'a name']
+    >>> reach_of("[::ffff:0.0.0.0]"), reach_of("[::ffff:127.0.0.1]")
+    ('everywhere', 'loopback')
     """
     bare = host.strip("[]").partition("%")[0]
     if bare in ("", "localhost"):
@@ -39,6 +41,8 @@ def reach_of(host: str) -> Reach:
         address = ipaddress.ip_address(bare)
     except ValueError:
         return "a name"
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped  # ::ffff:0.0.0.0 is 0.0.0.0
     if address.is_unspecified:
         return "everywhere"
     if address.is_loopback:
@@ -51,18 +55,18 @@ def _agents(evidence: Evidence, allowed: tuple[str, ...]) -> tuple[Outcome, ...]
         return ()
     host = evidence.the_job.fault.interface
     who = "agents and ranks listen on"
-    return (_judged(host or "127.0.0.1", who, "fault.interface", allowed, edit=False),)
+    return (_judged(host or "127.0.0.1", who, "fault.interface", allowed),)
 
 
 def _metrics(evidence: Evidence, allowed: tuple[str, ...]) -> tuple[Outcome, ...]:
     telemetry = evidence.the_job.telemetry
     if not telemetry.prometheus or not evidence.stated("telemetry.listen"):
         return ()
-    host = telemetry.listen.rpartition(":")[0]
-    return (_judged(host, "metrics are served on", "telemetry.listen", allowed, edit=True),)
+    host, _, port = telemetry.listen.rpartition(":")
+    return (_judged(host, "metrics are served on", "telemetry.listen", allowed, port=port),)
 
 
-def _judged(host: str, who: str, key: str, allowed: tuple[str, ...], *, edit: bool) -> Outcome:
+def _judged(host: str, who: str, key: str, allowed: tuple[str, ...], *, port: str = "") -> Outcome:
     reach, shown = reach_of(host), host[:60]
     if reach in allowed:
         return passed(f"{who} {shown} ({reach})", value=shown, threshold=", ".join(allowed), at=key)
@@ -70,7 +74,7 @@ def _judged(host: str, who: str, key: str, allowed: tuple[str, ...], *, edit: bo
         return unknown(
             f"{who} {shown}: whether that is a private address is not known", fix="write it in numbers", at=key
         )
-    edits = (Edit(key=key, value="127.0.0.1:0", safe=True, note="come in through ssh -L"),) if edit else ()
+    edits = (Edit(key=key, value=f"127.0.0.1:{port}", safe=True, note="come in through ssh -L"),) if port else ()
     return failed(
         f"{who} {shown}, which is {'every address of the host' if reach == 'everywhere' else 'public'}",
         formula=(f"reach of {shown} is {reach}, not one of {', '.join(allowed)}",),
@@ -90,6 +94,10 @@ def _log(evidence: Evidence, allowed: tuple[str, ...]) -> tuple[Outcome, ...]:
     wrong = [one for one in log.listens if reach_of(_host(one)) in ("everywhere", "public")]
     wrong = [one for one in wrong if reach_of(_host(one)) not in allowed]
     listed = ", ".join(one[:60] for one in (wrong or log.listens)[:4])
+    names = [one for one in log.listens if reach_of(_host(one)) == "a name"]
+    if not wrong and names:
+        listed = ", ".join(one[:60] for one in names[:4])
+        return (unknown(f"the run listened on {listed}: whether that is private is not known", fix="give numbers"),)
     if not wrong:
         return (passed(f"the run listened on {listed}", value=len(log.listens), unit="addresses"),)
     return (

@@ -83,7 +83,7 @@ def _mean(evidence: Evidence, value: float, least: float) -> Outcome:
         threshold=least,
         severity="warning",
         at=file_of(evidence.the_log),
-        impact=evidence.loses(least - value, "devices without work, up to the level that is called necessary"),
+        impact=evidence.loses(1 - value / least, "the same work at the level that is called necessary"),
         fix="phalanx trace shows where a step waits; EFF003 and COM001 to COM003 name the usual causes",
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import LogFacts
-from phalanx.spec.outcome import Impact, Outcome, Spot, exempt, failed, passed, unknown
+from phalanx.spec.outcome import Impact, Outcome, Spot, exempt, failed, passed
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.tel_measured import file_of, known, steps_of
 
@@ -33,7 +33,16 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 def _empty(log: LogFacts) -> Outcome:
     if not log.is_over:
         return exempt("no rank has written anything yet")
-    return unknown("no rank left any event", fix="look at the logs/ of the run: it may have ended before it began")
+    ended = f"the run is over ({log.state})" if log.state else "the run is over"
+    return failed(
+        f"{ended}, and no rank left any event",
+        value=0,
+        threshold=max(1, log.world),
+        unit="ranks",
+        at=Spot(file=log.folder),
+        impact=UNTOLD,
+        fix="look at logs/ and errors/ of the run: it ended before its first step, or its event files are gone",
+    )
 
 
 def _whole(log: LogFacts) -> tuple[Outcome, ...]:
@@ -44,7 +53,8 @@ def _whole(log: LogFacts) -> tuple[Outcome, ...]:
         found.append(_listed(log, f"the log has {_names(grammar.repeated)} more than once", grammar.repeated))
     if grammar.ranks_missing and not log.bytes_left:
         ranks = tuple(f"{one}" for one in grammar.ranks_missing)
-        found.append(_listed(log, f"of {len(ranks):,} ranks there is no event: {_names(ranks)}", ranks))
+        told = f"rank {ranks[0]} left no event" if len(ranks) == 1 else f"{len(ranks):,} left no event: {_names(ranks)}"
+        found.append(_listed(log, f"of {log.world:,} ranks, {told}", ranks))
     return tuple(found)
 
 
@@ -78,15 +88,15 @@ def _ordered(log: LogFacts) -> tuple[Outcome, ...]:
 
 def _readable(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
     """A process that is killed may leave its last line torn; more than that is damage."""
-    grammar, torn = log.grammar, len(log.incidents) * max(1, log.world) * limits.number("torn_per_rank")
+    grammar, torn = log.grammar, len(log.incidents) * limits.number("torn_per_incident")
     if grammar.unreadable <= torn:
         return ()
     return (
         failed(
-            f"{grammar.unreadable:,} lines are no events",
+            f"{grammar.unreadable:,} line{'s are no events' if grammar.unreadable != 1 else ' is no event'}",
             formula=(
-                f"{grammar.unreadable:,} > {torn:g} = {len(log.incidents)} incidents x {log.world} ranks"
-                f" x {limits.number('torn_per_rank'):g} torn line",
+                f"{grammar.unreadable:,} > {torn:g} = {len(log.incidents)} incidents x"
+                f" {limits.number('torn_per_incident'):g} torn lines",
             ),
             value=grammar.unreadable,
             threshold=torn,
@@ -158,7 +168,9 @@ ranks at the same step differ by at most 1 s (a warning: durations do not depend
 """,
     limits={
         "skew_s": Limit(value=1.0, unit="s", note="between clocks of ranks at the same step: house"),
-        "torn_per_rank": Limit(value=1, unit="lines", note="torn by a kill: whole lines are appended, docs/events.md"),
+        "torn_per_incident": Limit(
+            value=8, unit="lines", note="one per rank of a lost host: whole lines are appended, docs/events.md; house"
+        ),
         "unclosed": Limit(value=0, unit="incidents", note="without a step or an end after them, in a run that is over"),
     },
     bad="""

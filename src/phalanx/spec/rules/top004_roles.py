@@ -12,6 +12,7 @@ from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Outcome, exempt, failed, passed
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.com_messages import damaged, sane
+from phalanx.spec.rules.measuring import unmeasured
 from phalanx.units import format_seconds
 
 INSIDE_DATA = ("data", "shard", "replica")  # rows of the mapping that are parts of the data axis
@@ -37,6 +38,8 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         return exempt("the job stays inside one domain: all links are alike")
     if len(_used(plan)) < 2:
         return exempt("one axis: there is nothing to exchange")
+    if (missing := unmeasured(evidence, "the time of traffic")) is not None:
+        return missing
     ours = tuple(plan.rank_order) if sorted(plan.rank_order) == sorted(RANK_ORDER) else RANK_ORDER
     times = {order: wire_seconds(plan, order) for order in _orders(plan, ours)}
     best = min(times, key=lambda order: (times[order], order != ours))

@@ -1,0 +1,37 @@
+"""Hardware of which nothing is published (the profile `custom`) is judged by measurements alone, never by tables."""
+
+from __future__ import annotations
+
+from phalanx.hardware.defaults import failures_per_host_day
+from phalanx.spec.evidence import Evidence
+from phalanx.spec.outcome import Outcome, unknown
+
+
+def unmeasured(evidence: Evidence, what: str) -> Outcome | None:
+    """`unknown` where the verdict would rest on seconds that no probe, calibration or run has measured."""
+    plan, log = evidence.plan, evidence.log
+    if not evidence.profile.must_measure or plan is None:
+        return None
+    ran = log is not None and log.steps is not None and log.steps.duration_s is not None
+    if ran or plan.calibration is not None or plan.cluster.matmul_flops > 0:
+        return None
+    return unknown(
+        f"{what} is not judged by tables on {plan.cluster.accelerator.name}: the profile custom must be measured",
+        fix="phalanx probe measures a machine, phalanx calibrate RUN a plan's seconds; --profile names a known kind",
+    )
+
+
+def unmeasured_rate(evidence: Evidence) -> Outcome | None:
+    """`unknown` where the verdict would rest on a rate of failures that nobody gave."""
+    plan = evidence.plan
+    if not evidence.profile.must_measure or plan is None:
+        return None
+    cluster = plan.cluster
+    guessed = failures_per_host_day(cluster.accelerator, cluster.host_devices)
+    if plan.job.fault.failures_per_host_day is not None or cluster.failures_per_host_day != guessed:
+        return None
+    return unknown(
+        f"how often hosts of {cluster.accelerator.name} fail is not published: the profile custom must be measured",
+        fix="give your own rate: fault.failures_per_host_day, or failures_per_host_day in a cluster file",
+        at="fault.failures_per_host_day",
+    )
