@@ -66,6 +66,12 @@ def test_several_targets_one_of_them_broken(folder, capsys) -> None:
         (["good.toml", "--cluster", "8xH1000:2"], "8xH1000"),
         (["good.toml", "--json", "--format", "html"], "exclude each other"),
         (["good.toml", "--fix", "--set", "batch.micro=1"], "exclude each other"),
+        (["good.toml", "--fix", "--cluster", "8xH100:1"], "--cluster and --fix exclude each other"),
+        (["good.toml", "--diff", "--profile", "custom"], "--profile and --fix exclude each other"),
+        (["good.toml", "--unsafe-fixes", "--plan", "p.json"], "--plan and --fix exclude each other"),
+        (["good.toml", "--select", "CKP", "--ignore", "CKP"], "leaves no rule to ask"),
+        (["good.toml", "--out", "nowhere/report"], "its folder does not exist"),
+        (["good.toml", "--waivers", "nowhere.toml"], "nowhere.toml"),
         (["good.toml", "--plan", "p.json", "--cluster", "8xH100:2"], "exclude each other"),
         (["good.toml", "--drills", "nowhere"], "is not a folder"),
         (["good.toml", "--format", "xml"], "invalid choice"),
@@ -115,6 +121,20 @@ def test_unsafe_edits_wait_for_their_option(folder) -> None:
     assert "loss_scale = 1024" in path.read_text()
     assert main(["check", "fp16.toml", "--unsafe-fixes", "--select", "PRC001"]) == 0
     assert 'loss_scale = "auto"' in path.read_text()
+
+
+def test_an_edit_keeps_the_port(folder) -> None:
+    (folder / "bad.toml").write_text(JOB + '\n[telemetry]\nprometheus = true\nlisten = "0.0.0.0:9000"\n')
+    assert main(["check", "bad.toml", "--fix", "--select", "SEC002"]) == 0
+    assert 'listen = "127.0.0.1:9000"' in (folder / "bad.toml").read_text()
+
+
+def test_waivers_of_a_file_waive(folder, capsys) -> None:
+    (folder / "w.toml").write_text('[[waiver]]\nrule = "CKP001"\nreason = "a trial"\nexpires = 2099-01-01\n')
+    assert main(["check", "bad.toml", "--select", "CKP001", "--waivers", "w.toml"]) == 0
+    assert "waived CKP001" in capsys.readouterr().out
+    assert main(["check", "good.toml", "--select", "CKP001,SPC", "--waivers", "w.toml"]) == 0
+    assert "w.toml:2: I SPC001" in capsys.readouterr().out
 
 
 def test_only_job_files_are_mended(folder, capsys) -> None:

@@ -50,6 +50,7 @@ def test_json_is_one_document_without_spans(job, capsys):
     assert [one["recovery"] for one in found["aftermath"]] == ["conventional", "edge"]
     assert found["break"] == "t1"
     assert "timeline" not in found
+    assert [sum(parts.values()) for parts in found["stages_s"]] == pytest.approx([found["step_s"]] * 2)
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,8 @@ def test_oblivious_spraying_overloads_links_as_balls_in_bins_do() -> None:
     assert worst[256] == pytest.approx(1 + 4.2 / np.sqrt(32), abs=0.12)
 
 
-# Means of uet-htsim @40ccb05 in network_validation.csv: 1,024 hosts, a permutation of 2 MB, 100G, oblivious. The first
-# row calibrated Wire.unequal; the others are predictions. The larger path counts are in benchmarks/fluid_speed.py.
+# Means of uet-htsim @40ccb05 in network_validation.csv: 1,024 hosts, a permutation of 2 MB, 100G, oblivious. A guard of
+# the fit, not a proof: the form of the model and two numbers of Wire were chosen with these rows in sight.
 @pytest.mark.parametrize(
     ("fabric", "paths", "mean_us"),
     [

@@ -128,7 +128,9 @@ def test_simulate_by_name_and_its_mistakes() -> None:
         ({"spread": "adaptve"}, "use adaptive"),
         ({"wire": "x"}, "use mrc, htsim, ideal"),
         ({"left": 2.0}, "2 of the capacity"),
-        ({"paths": -4}, "-4 paths"),
+        ({"paths": -4, "spread": "qp"}, "-4 paths"),
+        ({"paths": 64}, "use --routing adaptive"),
+        ({"recovery": "none"}, "use --routing adaptive"),
     ):
         with pytest.raises(UserError) as caught:
             simulate.simulate(fabric, "ring", **call)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.practice import Practice
 from phalanx.spec.judge import Finding, judge
 from phalanx.spec.outcome import Verdict
-from phalanx.spec.profiles import PROFILES, profile_of
+from phalanx.spec.profiles import PROFILES, find_profile, profile_of
 from phalanx.spec.rule import Value
 from phalanx.spec.scaling import scaling_of
 
@@ -74,11 +74,12 @@ def _planned(sets: tuple[str, ...], text: str, cluster: str | None) -> Evidence:
         plan = make_plan(resolved, where)
     except UserError as error:
         refusals = error.problems
+    named = resolved.job.profile
     return Evidence(
         target=str(path),
         job=resolved.job,
         practice=Practice(trainer="phalanx"),
-        profile=profile_of(where),
+        profile=profile_of(where) if named == "auto" else find_profile(named),
         scaling=scaling_of(plan.layout.devices if plan else where.devices),
         today=TODAY,
         origins=resolved.origins,

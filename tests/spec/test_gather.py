@@ -77,6 +77,122 @@ def test_a_plan_is_checked_without_its_job_file(plan_text, tmp_path) -> None:
     assert (found.plan_file, found.job_file, found.devices) == (str(path), "", 128)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("prediction.step_s", float("nan"), "prediction.step_s is not a number"),
+        ("prediction.step_s", -1.0, "prediction.step_s is -1"),
+        ("prediction.step_s", 1.0, "prediction.tokens_per_s × step_s"),
+        ("memory.total_bytes", 1e12, "parts of the memory add up to"),
+        ("memory.usable_bytes", 0.0, "memory.usable_bytes is 0"),
+        ("reliability.effective_time", 5, "a share is between 0 and 1"),
+        ("reliability.effective_time", 0.5, "its own parts give"),
+        ("reliability.interval_s", 1e308, "and the optimum"),
+        ("reliability.mtbf_s", 0, "reliability.mtbf_s is 0 s"),
+        ("job.checkpoint.interval_s", 99999, "job.checkpoint.interval_s 1e\\+05 s"),
+        ("layout.tensor", 2, "= 256 devices, and the cluster has 128"),
+        ("layout.data", 8, "8 devices on 1 hosts"),
+        ("layout.pipeline", 0, "layout.pipeline is 0"),
+        ("duration.wall_s", 1.0, "shorter than its training_s"),
+    ],
+)
+def test_a_plan_whose_parts_contradict_each_other_is_refused(plan_text, tmp_path, key, value, told) -> None:
+    document = json.loads(plan_text)
+    *sections, name = key.split(".")
+    part = document
+    for section in sections:
+        part = part[section]
+    part[name] = value
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(UserError, match=f"is not consistent: .*{told}"):
+        gathered(path)
+
+
+@pytest.mark.parametrize(("name", "letter"), [("plan.json", "P"), ("job.toml", "J")])
+def test_a_damaged_file_of_a_run_is_named_and_a_missing_one_is_not(run, tmp_path, name, letter) -> None:
+    path = tmp_path / "r"
+    shutil.copytree(run.path, path)
+    (path / name).write_text("= = =")
+    assert gathered(path).damaged[letter].where.startswith(name)
+    (path / name).unlink()
+    assert not gathered(path).damaged
+
+
+def test_an_unplannable_job_has_the_devices_of_its_cluster(job) -> None:
+    found = gathered(job, overrides=("parallel.tensor=8", "parallel.data=128"))
+    assert (found.plan, found.devices, found.scaling.name) == (None, 128, "S2")
+
+
+WAIVERS = """\
+[[waiver]]
+rule = "CKP001"
+reason = "later"
+expires = 2027-01-01
+
+[[waiver]]
+rule = "CKP999"
+reason = "a rule that is none"
+expires = 2027-01-01
+"""
+
+
+def test_waivers_from_a_file_are_for_any_target(job, plan_text, tmp_path) -> None:
+    (tmp_path / "p.json").write_text(plan_text)
+    (tmp_path / "w.toml").write_text(WAIVERS)
+    for target in (job, tmp_path / "p.json"):
+        found = gathered(target, waivers=tmp_path / "w.toml")
+        assert [one.rule for one in found.all_waivers] == ["CKP001", "CKP999"]
+        assert found.place("waiver.1.rule") == (str(tmp_path / "w.toml"), 7)
+    job.write_text(JOB + '\n[[waiver]]\nrule = "TOP003"\nreason = "own"\nexpires = 2027-01-01\n')
+    found = gathered(job, waivers=tmp_path / "w.toml")
+    assert [one.rule for one in found.all_waivers] == ["TOP003", "CKP001", "CKP999"]
+    assert found.place("waiver.2.rule") == (str(tmp_path / "w.toml"), 7)
+    assert found.place("waiver.0.rule")[0] == str(job)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("name = 1\n", "has no key"),
+        ("waiver = 3\n", "not a list of tables"),
+        ('[[waiver]]\nrule = "x"\n', "x"),
+        ("[", "is not TOML"),
+    ],
+)
+def test_a_file_of_waivers_holds_nothing_else(job, tmp_path, text, told) -> None:
+    (tmp_path / "w.toml").write_text(text)
+    with pytest.raises(UserError, match=told) as error:
+        gathered(job, waivers=tmp_path / "w.toml")
+    assert "w.toml" in str(error.value)
+
+
+def test_a_default_of_another_trainers_file_has_no_line(tmp_path) -> None:
+    path = tmp_path / "tt.toml"
+    path.write_text(TORCHTITAN)
+    found = gathered(path, cluster="8xH100:2")
+    assert found.practice.trainer == "torchtitan"
+    assert found.place("comm.init_timeout_s")[1] == 1 + TORCHTITAN.splitlines().index("init_timeout_seconds = 900")
+    assert found.place("comm.bucket_mib") == (str(path), 0)
+
+
+TORCHTITAN = """\
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 1
+seq_len = 8192
+steps = 1000
+[parallelism]
+data_parallel_shard_degree = -1
+[comm]
+init_timeout_seconds = 900
+[[waiver]]  # of no meaning to torchtitan, and no sign of a job file
+rule = "CKP001"
+"""
+
+
 def test_a_plan_given_with_its_job_is_used_as_it_is(job, plan_text, tmp_path) -> None:
     path = tmp_path / "p.json"
     path.write_text(plan_text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from spec.toy import bad, made, rule
 
@@ -92,6 +94,31 @@ def test_an_edit_that_ruins_the_job_is_left_out() -> None:
     cure = find_cure(world.judge, unsafe=False)
     assert keys(cure) == {"b.y": 2}
     assert cure.left == ("CKP901 asks for a.x = 1, with which the job cannot be read",)
+
+
+def test_an_edit_with_which_nothing_can_be_planned_is_left_out() -> None:
+    world = World(CKP901={"a.x": 1}, CKP902={"b.y": 2})
+
+    def judge(sets: tuple[str, ...]) -> Report:
+        report = world.judge(sets)
+        return replace(report, evidence="J") if "a.x=1" in sets else report
+
+    cure = find_cure(judge, unsafe=True)
+    assert keys(cure) == {"b.y": 2}
+    assert cure.left == ("CKP901 asks for a.x = 1, with which the job can no longer be planned",)
+
+
+def test_an_edit_that_breaks_what_no_edit_mends_is_left_out() -> None:
+    world = World(CKP901={"a.x": 1}, CKP902={"b.y": 2})
+
+    def judge(sets: tuple[str, ...]) -> Report:
+        report = world.judge(sets)
+        extra = made([rule(bad(edits=(), fix="by hand"), "MEM901")]).findings if "a.x=1" in sets else ()
+        return replace(report, findings=(*report.findings, *extra))
+
+    cure = find_cure(judge, unsafe=True)
+    assert keys(cure) == {"b.y": 2}
+    assert cure.left == ("CKP901 asks for a.x = 1, which breaks MEM901",)
 
 
 def test_an_edit_that_does_not_help_is_left_out() -> None:

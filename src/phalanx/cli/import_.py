@@ -10,6 +10,7 @@ from phalanx.cli.options import add_json, add_set
 from phalanx.cli.output import note, print_json
 from phalanx.errors import UserError, mistake
 from phalanx.files import write_text
+from phalanx.record.values import printable
 from phalanx.spec.foreign.convert import Converted, convert, find_trainer
 from phalanx.spec.foreign.detect import kind_of
 from phalanx.spec.foreign.trainers import TRAINERS
@@ -101,10 +102,10 @@ def _notes(found: Converted, out: Path | None) -> None:
         f"{len(found.irrelevant)} beside the specification, {len(found.unmapped)} not mapped"
     )
     for one in found.unmapped[:MOST_LISTED]:
-        note(f"  not mapped: {one.key} = {one.value}: {one.why}")
+        note(f"  not mapped: {printable(one.key)} = {printable(one.value)}: {printable(one.why)}")
     if len(found.unmapped) > MOST_LISTED:
         note(f"  … and {len(found.unmapped) - MOST_LISTED} more, listed at the end of the job file")
     for problem in found.missing:
-        note(f"missing: {problem.what}; {problem.fix}")
+        note(f"missing: {printable(problem.what)}; {problem.fix}")
     if out is not None and not found.missing and sys.stderr.isatty():
         note(f"next: phalanx check {out}")

@@ -86,6 +86,7 @@ def _show(report: StepReport, kind: str | None, found: list[Aftermath]) -> None:
 
 
 def _plain(report: StepReport, kind: str | None, found: list[Aftermath]) -> dict[str, object]:
-    """Everything but the spans, which --trace writes."""
+    """Everything but the spans, which --trace writes; seconds of every stage by part."""
     made = {item.name: getattr(report, item.name) for item in fields(report) if item.name != "timeline"}
+    made["stages_s"] = report.timeline.device_s
     return {**made, **({"break": kind, "aftermath": found} if kind is not None else {})}

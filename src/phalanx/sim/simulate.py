@@ -64,6 +64,12 @@ def usual_paths(fabric: Fabric, spread: str, flows: int) -> int:
 def routing_of(fabric: Fabric, spread: str, paths: int, recovery: str, seed: int) -> Routing:
     """A routing by its words."""
     _choice("--routing", spread, ROUTINGS)
+    if spread == "all" and (paths != fabric.planes or recovery not in ("", "edge")):
+        raise mistake(
+            "--routing all",
+            f"--paths {paths} or --recovery {recovery or 'edge'} has no meaning when every working path is used",
+            fix="leave both out, or use --routing adaptive",
+        )
     by_packet = spread in ("oblivious", "adaptive", "all")
     chosen = _choice("--recovery", recovery, RECOVERIES) if recovery else "edge" if by_packet else "conventional"
     return Routing(

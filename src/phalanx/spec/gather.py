@@ -195,7 +195,7 @@ def of_job(
         plan=plan,
         refusals=refusals,
         host=_host(request, cluster),
-        drills=_drills(request, environ),
+        drills=_drills(request, environ) if practice is None else (),  # of ours: of another trainer they say nothing
         unmapped=unmapped,
         devices_said=devices if plan is None and cluster is not None else 0,
     )
@@ -297,6 +297,13 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
     """Another trainer's configuration, as far as the job schema has words for it."""
     from phalanx.spec.foreign.convert import convert
 
+    if request.drills:
+        raise mistake(
+            str(path),
+            "--drills says nothing of another trainer",
+            why="a drill breaks a run of Phalanx",
+            fix="leave --drills out; a waiver may name what was drilled elsewhere",
+        )
     found = convert(path, kind, cluster=request.cluster, overrides=request.overrides)
     if found.missing:  # stand-ins hold the place of model, batch or cluster: nothing may be planned from them
         cluster = resolve(found.cluster, base=path.parent) if found.cluster else None
@@ -312,7 +319,6 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
             refusals=found.missing,
             devices_said=found.devices,
             their_keys=found.their_keys,
-            drills=_drills(request, environ),
             unmapped=found.unmapped,
         )
     evidence = of_job(

@@ -20,7 +20,7 @@ micro = 1
 schedule = "{schedule}"
 pipeline = {pipeline}
 tensor = 1
-context = 1
+context = {context}
 zero = {zero}
 shard = {shard}
 recompute = "none"
@@ -29,9 +29,9 @@ spec = "8xH100:4"
 """
 
 
-def make(folder, *, schedule="1f1b", pipeline=4, zero=1, shard=8):
+def make(folder, *, schedule="1f1b", pipeline=4, zero=1, shard=8, context=1):
     path = folder / "job.toml"
-    path.write_text(JOB.format(schedule=schedule, pipeline=pipeline, zero=zero, shard=shard))
+    path.write_text(JOB.format(schedule=schedule, pipeline=pipeline, zero=zero, shard=shard, context=context))
     return plan(str(path))
 
 

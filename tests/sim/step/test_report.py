@@ -64,6 +64,14 @@ def test_copies_of_a_shard_agree_over_the_network(tmp_path):
     assert "inside a fast domain" in lines["shard_s"].why
 
 
+def test_ring_attention_waits_for_the_hop_that_leaves_the_domain(tmp_path):
+    """Eight of sixteen context ranks share a domain; the planner prices the hops inside it."""
+    report = step_report(make(tmp_path, pipeline=1, zero=1, shard=32, context=16), parse_fabric("clos2:32x400G/1p/8"))
+    line = next(one for one in report.lines if one.part == "context_s")
+    assert line.network_s > 0
+    assert line.why.startswith("every hop waits for the one that leaves the domain. ")
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])
 def test_other_schedules_stay_near_their_formula(tmp_path, schedule):
     made = make(tmp_path, schedule=schedule)

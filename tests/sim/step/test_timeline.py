@@ -72,6 +72,15 @@ def test_device_seconds_add_up_and_tracks_do_one_thing_at_a_time(schedule):
     assert computed == pytest.approx(8 * (4 * work.chunks * 3.0 + 0.3))
 
 
+def test_chunks_of_the_last_stage_make_room_for_the_head():
+    work = by_hand(stages=2, chunks=2, schedule="interleaved", layers=(4, 2), head_forward_s=2.0, head_backward_s=1.0)
+    assert [work.chunk_layers(0, chunk) for chunk in range(2)] == [2.0, 2.0]
+    assert [work.chunk_layers(1, chunk) for chunk in range(2)] == [1.5, 0.5]  # the head is as long as a layer
+    even = replace(work, balanced=False)
+    assert [even.chunk_layers(1, chunk) for chunk in range(2)] == [1.0, 1.0]
+    assert simulate(work).step_s < simulate(even).step_s
+
+
 def test_traffic_hides_behind_compute_but_not_behind_more_than_there_is():
     def shown(wire_s):
         inner = (Inner(part="expert_s", tier="nic", wire_s=wire_s, exposed_s=0.5 * wire_s),)

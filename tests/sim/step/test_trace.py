@@ -33,7 +33,7 @@ def test_one_track_per_stage_and_network_tier_each_in_order(traced):
     _, trace = traced
     events = trace["traceEvents"]
     names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert {stage for stage, _ in names} == {0, 1, 2, 3}
+    assert {process for process, _ in names} == {1, 2, 3, 4}
     assert set(names.values()) == {"device", "pipeline sends", "NIC, behind compute"}
     processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert processes == ["stage 0", "stage 1", "stage 2", "stage 3"]

@@ -39,7 +39,7 @@ EFF001 = [
         verdict="fail",
         evidence=predicted(0.949),
         boundary=True,
-        severity="error",
+        severity="warning",
         says="94.9% of the time is predicted",
         at="fault.restart_s",
     ),
@@ -69,6 +69,8 @@ EFF001 = [
     ),
     Case(rule="EFF001", name="not a number", verdict="unknown", evidence=predicted(math.nan)),
 ]
+
+
 def on_tpu(mfu: float):
     """A run of the good job on 64 TPU v5p."""
     return lambda: evidence(cluster="64xTPU-v5p:1", log=good_log(mfu=mfu))

@@ -89,7 +89,7 @@ def hosts_idle(share: float) -> Evidence:
 
 FLT001 = [
     Case(rule="FLT001", name="as it is", verdict="pass", evidence=job),
-    Case(rule="FLT001", name="a run with a failure", verdict="pass", evidence=run, says="in 1 failures"),
+    Case(rule="FLT001", name="a run with a failure", verdict="pass", evidence=run, says="in 1 failure of this run"),
     Case(rule="FLT001", name="nothing fell", verdict="pass", evidence=quiet),
     Case(rule="FLT001", name="30 s", verdict="pass", evidence=lambda: job("fault.dead_after_s=30"), boundary=True),
     Case(
@@ -100,7 +100,7 @@ FLT001 = [
         boundary=True,
         at="fault.dead_after_s",
         says="dead after 31 s",
-        severity="error",
+        severity="warning",
     ),
     Case(
         rule="FLT001",
@@ -218,8 +218,9 @@ FLT002 = [
         rule="FLT002",
         name="it never went on",
         verdict="fail",
-        evidence=lambda: run(recovery_s=None),
-        says="none of 1 failure was followed by a step",
+        evidence=lambda: run(state="failed", incidents=(incident(), incident(recovery_s=None, what="Astray"))),
+        says="the last of 2 failures ended the run: Astray",
+        severity="error",
     ),
 ]
 

@@ -90,7 +90,7 @@ TEL001 = [
         verdict="fail",
         evidence=lambda: evidence("telemetry.interval_s=10.5"),
         boundary=True,
-        severity="error",
+        severity="warning",
         says="sampled every 10.5 s",
         at="telemetry.interval_s",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from spec.kit import evidence
 from spec.toy import bad, made, mixed, rule
 
+from phalanx.errors import Problem
 from phalanx.spec.evidence import Unmapped
 from phalanx.spec.formats.text import render
 from phalanx.spec.outcome import Impact, unknown
@@ -66,8 +67,40 @@ def test_settings_that_were_not_checked_are_named() -> None:
 
 def test_findings_that_one_edit_cures_are_at_stake_once() -> None:
     dear, other = bad(impact=Impact(points=4.0)), bad(edits=(), fix="by hand", impact=Impact(points=1.5))
-    page = render([made([rule((bad(), dear)), rule((other, other), "CKP902")])])
+    page = render([made([rule((bad(), dear), "TOP901"), rule((other, other), "TOP902")])])
     assert "at stake: 7.0 points" in page
+
+
+def lost(points: float):
+    return bad(edits=(), fix="by hand", impact=Impact(points=points))
+
+
+def test_what_a_failure_costs_is_at_stake_once_however_many_rules_tell_it() -> None:
+    failures = [
+        rule(lost(points), name) for points, name in ((4, "CKP901"), (9, "FLT901"), (6, "EFF001"), (5, "COM004"))
+    ]
+    assert "at stake: 9.0 points" in render([made(failures)])
+    assert "at stake: 11.0 points" in render([made([*failures, rule(lost(2), "COM003")])])
+
+
+def test_a_rule_that_measures_the_whole_stands_for_its_parts() -> None:
+    parts = [rule(lost(3), "TOP901"), rule(lost(2), "COM901")]
+    assert "at stake: 8.0 points" in render([made([*parts, rule(lost(8), "EFF002")])])
+    assert "at stake: 5.0 points" in render([made([*parts, rule(lost(4), "EFF002")])])
+
+
+def test_a_size_that_nobody_knows_is_said_to_be_unknown() -> None:
+    nowhere = evidence(plan=None)
+    assert "number of devices not known (taken as S2)" in render([made([rule()], nowhere)])
+    assert ", 24 devices (S2)" in render([made([rule()], evidence(plan=None, devices_said=24))])
+
+
+def test_damaged_files_of_a_run_are_named() -> None:
+    damage = {"P": Problem(where="plan.json", what="cannot be used: is not JSON", fix="put it back")}
+    found = evidence(plan=None, target="runs/x", damaged=damage)
+    page = render([made([rule(requires="P")], found)])
+    assert "! runs/x/plan.json cannot be used: is not JSON\n" in page
+    assert "? CKP901  no evidence from the plan: plan.json cannot be used: is not JSON\n    put it back\n" in page
 
 
 def test_a_loss_too_small_to_round_is_still_said() -> None:

@@ -33,7 +33,7 @@ from phalanx.sim.packets.state import (
 from phalanx.sim.packets.transport import Slots, Transport, in_slots
 
 TOTALS = 9
-BYTES_PER_FLOW = 8 * 15 + 4 * 8 + 4 * 8  # window, counters, and the small columns
+BYTES_PER_FLOW = 8 * 16 + 4 * 8 + 4 * 8  # window, counters, and the small columns
 BYTES_PER_EVENT = 12
 
 
@@ -80,7 +80,14 @@ def sketch(fabric: Fabric, flows: Flows, transport: Transport, *, alike: bool) -
     paths = max(1, transport.paths // copies)
     pool = int(min(len(flows) * math.ceil(slots.window), packets.sum(dtype=np.int64)) + 1024)
     return Sketch(
-        fabric=part, links=links, slots=slots, packets=packets, hops=hops, paths=paths, copies=copies, pool=pool,
+        fabric=part,
+        links=links,
+        slots=slots,
+        packets=packets,
+        hops=hops,
+        paths=paths,
+        copies=copies,
+        pool=pool,
         cost=_cost(links, flows, slots, packets, hops, paths, pool),
     )
 
@@ -108,9 +115,16 @@ def build(plan: Sketch, flows: Flows, transport: Transport, *, seed: int) -> Wor
     totals[RANDOM] = (seed * 0x9E3779B97F4A7C1 + 0x2545F4914F6CDD1) & 0x7FFFFFFFFFFFFFFF or 1
     totals[ACTIVE] = len(flows)
     return World(
-        fabric=plan.fabric, links=links, slots=slots, shape=shape, knobs=_knobs(plan, transport),
-        net=_net(links, shape), traffic=_traffic(plan, flows, seed), calendar=_calendar(shape, plan.pool),
-        totals=totals, copies=plan.copies,
+        fabric=plan.fabric,
+        links=links,
+        slots=slots,
+        shape=shape,
+        knobs=_knobs(plan, transport),
+        net=_net(links, shape),
+        traffic=_traffic(plan, flows, seed),
+        calendar=_calendar(shape, plan.pool),
+        totals=totals,
+        copies=plan.copies,
     )
 
 
@@ -118,9 +132,21 @@ def _shape(links: Links, slots: Slots) -> Shape:
     f = links.fabric
     longest = max((f.hops + 2) * slots.back * 2 + slots.host, slots.timeout << 4) + 8
     return Shape(
-        hosts=f.hosts, planes=f.planes, per_plane=links.per_plane, t0=f.t0, t0_up=f.t0_up if f.tiers > 1 else 0,
-        t0_per_pod=links.t0_per_pod, t1_per_pod=links.t1_per_pod, t1_up=links.t1_up, wire=slots.wire, back=slots.back,
-        host_slots=slots.host, queue=slots.queue, ring=longest, timeout=slots.timeout,
+        hosts=f.hosts,
+        block=f.t0_down * f.rails,
+        planes=f.planes,
+        per_plane=links.per_plane,
+        t0=f.t0,
+        t0_up=f.t0_up if f.tiers > 1 else 0,
+        t0_per_pod=links.t0_per_pod,
+        t1_per_pod=links.t1_per_pod,
+        t1_up=links.t1_up,
+        wire=slots.wire,
+        back=slots.back,
+        host_slots=slots.host,
+        queue=slots.queue,
+        ring=longest,
+        timeout=slots.timeout,
     )
 
 
@@ -133,10 +159,19 @@ def _knobs(plan: Sketch, transport: Transport) -> Knobs:
     scale = slots.product / reference
     low, high = (math.ceil(share * slots.rtt) for share in transport.marks)
     return Knobs(
-        paths=plan.paths, skip=int(transport.spray == "skip"), edge=int(transport.recovery == "edge"),
-        mark_low=low, mark_high=max(high, low + 1), mark_last_hop=int(transport.mark_last_hop),
-        ack_every=transport.ack_every, ack_share=transport.ack_bytes / transport.packet_bytes,
-        controlled=int(transport.controlled), target=target, rtt=slots.rtt, idle=1e-6 / slots.slot_s, scale=scale,
+        paths=plan.paths,
+        skip=int(transport.spray == "skip"),
+        edge=int(transport.recovery == "edge"),
+        mark_low=low,
+        mark_high=max(high, low + 1),
+        mark_last_hop=int(transport.mark_last_hop),
+        ack_every=transport.ack_every,
+        ack_share=transport.ack_bytes / transport.packet_bytes,
+        controlled=int(transport.controlled),
+        target=target,
+        rtt=slots.rtt,
+        idle=1e-6 / slots.slot_s,
+        scale=scale,
         gain=4 * scale * target * slots.slot_s / 12e-6,
         probe_slots=max(1, round(transport.probe_s / (8 * transport.packet_bytes / port_gbps / 1e9))),
     )
@@ -147,7 +182,7 @@ def _net(links: Links, shape: Shape) -> Net:
     return Net(
         ring=np.zeros((count, shape.queue), dtype=np.int64),
         head=np.zeros(count, dtype=np.int16),
-        count=np.zeros(count, dtype=np.int16),
+        waiting=np.zeros(count, dtype=np.int16),
         wire=np.zeros((shape.wire, count), dtype=np.int64),
         share=np.ones(count),
         loss=np.zeros(count),
@@ -170,7 +205,7 @@ def _traffic(plan: Sketch, flows: Flows, seed: int) -> Traffic:
         packets=plan.packets,
         done=np.full(number, -1, dtype=np.int32),
         links=plan.hops.astype(np.uint8),
-        count=_counts(plan),
+        tally=_tally(plan),
         window=_windows(plan),
         path=np.zeros((number, plan.paths), dtype=np.uint8),
         turn=(offset << 16).astype(np.int32),
@@ -181,15 +216,15 @@ def _traffic(plan: Sketch, flows: Flows, seed: int) -> Traffic:
     )
 
 
-def _counts(plan: Sketch) -> Ints32:
-    count = np.zeros((len(plan.packets), 7), dtype=np.int32)
-    count[:, TODO] = plan.packets
-    return count
+def _tally(plan: Sketch) -> Ints32:
+    tally = np.zeros((len(plan.packets), 7), dtype=np.int32)
+    tally[:, TODO] = plan.packets
+    return tally
 
 
 def _windows(plan: Sketch) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     slots = plan.slots
-    window = np.zeros((len(plan.packets), 15))
+    window = np.zeros((len(plan.packets), 16))
     base = plan.hops * (slots.wire + slots.back) + slots.host
     window[:, WINDOW] = slots.window
     # 1.5 of the connection's own bandwidth-delay product: uet-htsim's bound.
@@ -220,7 +255,8 @@ def _hosts(fabric: Fabric, flows: Flows) -> None:
     last = int(max(flows.source.max(), flows.target.max()))
     if last >= fabric.hosts or min(flows.source.min(), flows.target.min()) < 0:
         raise mistake(
-            f"traffic on {fabric.name}", f"host {last:,} is named, but there are {fabric.hosts:,}",
+            f"traffic on {fabric.name}",
+            f"host {last:,} is named, but there are {fabric.hosts:,}",
             fix=f"hosts are numbered from 0 to {fabric.hosts - 1:,}",
         )
     if len(flows) > MOST_FLOWS:

@@ -12,7 +12,7 @@ from phalanx.errors import mistake
 from phalanx.sim.broken import Broken, shares
 from phalanx.sim.links import Ints, Links
 
-Part = Literal["link", "t0", "t1", "nic", "transceiver", "everything"]
+Part = Literal["link", "t1_link", "t0", "t1", "nic", "transceiver", "traffic"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,8 +20,8 @@ class Fault:
     """A part that loses its speed (`left` of it remains) or some of its packets (`loss`) from `at_s` to `until_s`."""
 
     part: Part
-    number: int = 0  # of the T0 (of a link or a T0), of the T1, or of the host
-    port: int = 0  # uplink of the T0, for a link
+    number: int = 0  # of the switch that a link goes up from, of the switch, or of the host
+    port: int = 0  # uplink of that switch, for a link
     plane: int = 0
     at_s: float = 0.0
     until_s: float = math.inf
@@ -66,9 +66,11 @@ def _slot(time_s: float, slot_s: float) -> int:
 
 
 def _links(links: Links, fault: Fault) -> Ints:
-    at = (fault.plane, fault.number)
-    if fault.part == "everything":
-        return np.arange(links.count)
+    at, hosts = (fault.plane, fault.number), np.arange(links.fabric.hosts)
+    if fault.part == "traffic":  # every packet passes one link from its NIC
+        return np.concatenate([links.nic_up(plane, hosts) for plane in np.arange(links.fabric.planes)])
+    if fault.part == "t1_link":
+        return _t1_link(links, fault)
     broken = {
         "link": Broken(uplinks=((fault.plane, fault.number, fault.port),)),
         "t0": Broken(t0=(at,)),
@@ -77,6 +79,19 @@ def _links(links: Links, fault: Fault) -> Ints:
         "transceiver": Broken(nics=tuple((plane, fault.number) for plane in range(links.fabric.planes))),
     }[fault.part]
     return np.flatnonzero(shares(links, broken) < 1)
+
+
+def _t1_link(links: Links, fault: Fault) -> Ints:
+    if not (
+        0 <= fault.plane < links.fabric.planes and 0 <= fault.number < links.fabric.t1 and 0 <= fault.port < links.t1_up
+    ):
+        raise mistake(
+            f"fault of T1 {fault.number}",
+            f"there is no uplink {fault.port} of it in plane {fault.plane}",
+            fix=f"the fabric has {links.fabric.t1} T1 switches per plane with {links.t1_up} uplinks each",
+        )
+    at = np.array([fault.plane]), np.array([fault.number]), np.array([fault.port])
+    return np.concatenate([links.t1_up_link(*at), links.t1_down_link(*at)])
 
 
 def _check(fault: Fault) -> None:

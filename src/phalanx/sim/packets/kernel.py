@@ -38,6 +38,7 @@ from phalanx.sim.packets.state import (
     IN_FLIGHT,
     JUDGE_AT,
     LAST_ADD,
+    LAST_BIT,
     LAST_CUT,
     LAST_LOSS,
     LOSSES,
@@ -74,8 +75,8 @@ from phalanx.sim.packets.state import (
 FLOW_MASK = (1 << FLOW_BITS) - 1
 PATH_MASK = (1 << PATH_BITS) - 1
 MARK = 1 << MARK_BIT
-# Bits of an event word: connection and path as in a packet, then kind, mark, packets and queueing delay.
-KIND_BIT, SEEN_BIT, NUMBER_BIT, DELAY_BIT = 37, 39, 40, 50
+# Bits of an event word: connection and path as in a packet, then kind, both marks, packets and queueing delay.
+KIND_BIT, SEEN_BIT, NUMBER_BIT, DELAY_BIT = MARK_BIT, 38, 40, 50
 MOST_DELAY = (1 << 13) - 1
 MOST_NUMBER = (1 << 10) - 1
 WHO_MASK = (1 << MARK_BIT) - 1
@@ -134,12 +135,14 @@ def tell(
 
 
 @part
-def lose(shape: Shape, knobs: Knobs, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, packet: int) -> None:
+def lose(
+    shape: Shape, knobs: Knobs, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, packet: int
+) -> None:
     """A packet disappears: the sender knows after its timeout; without another path, it doubles with each in a row."""
     flow = packet & FLOW_MASK
     totals[LOSSES_SEEN] += 1
-    traffic.count[flow, TOUCHED] |= 1
-    wait = shape.timeout if knobs.edge else shape.timeout << min(traffic.count[flow, LOSSES], MOST_DOUBLINGS)
+    traffic.tally[flow, TOUCHED] |= 1
+    wait = shape.timeout if knobs.edge else shape.timeout << min(traffic.tally[flow, LOSSES], MOST_DOUBLINGS)
     at = min(max((packet >> STAMP_BIT) + wait, slot + 1), slot + shape.ring - 1)
     word = (packet & WHO_MASK) | (LOST << KIND_BIT)
     tell(calendar.first, calendar.word, calendar.next, calendar.free, totals, shape.ring, at, word)
@@ -161,13 +164,21 @@ def push(ring: Ints, head: Shorts, count: Shorts, queue: int, link: int, packet:
 
 @part
 def trim(
-    shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, link: int,
-    packet: int, left: int,
+    shape: Shape,
+    knobs: Knobs,
+    net: Net,
+    traffic: Traffic,
+    calendar: Calendar,
+    totals: Ints,
+    slot: int,
+    link: int,
+    packet: int,
+    left: int,
 ) -> None:
     """A full queue cuts a packet to its header, which passes the `left` links of its way without waiting, and back."""
     flow = packet & FLOW_MASK
     totals[TRIMS] += 1
-    traffic.count[flow, TOUCHED] |= 2
+    traffic.tally[flow, TOUCHED] |= 2
     net.owed[link] += knobs.ack_share
     if net.owed[link] >= 1.0:
         net.owed[link] -= 1.0
@@ -191,34 +202,41 @@ def living(shape: Shape, avoided: Bytes, base: int, t0: int, goal: int, port: in
 
 @part
 def from_nics(
-    shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, base: int,
+    shape: Shape,
+    knobs: Knobs,
+    net: Net,
+    traffic: Traffic,
+    calendar: Calendar,
+    totals: Ints,
+    slot: int,
+    base: int,
     routed: int,
 ) -> None:
     """What reaches the T0s from NICs."""
-    wire, ring, head, count, host_t0 = net.wire, net.ring, net.head, net.count, net.host_t0
+    wire, ring, head, count, host_t0 = net.wire, net.ring, net.head, net.waiting, net.host_t0
     avoided, target, links = net.avoided, traffic.target, traffic.links
     now, hosts, queue, ports = slot % shape.wire, shape.hosts, shape.queue, shape.t0_up
-    block = shape.block
-    for i in range(hosts):
+    for start in range(0, hosts, shape.block):
         # The hosts of a T0 take turns at being first, or the last ones would find its queues full.
-        host = i - i % block + (i + slot) % block
-        if host >= hosts:
-            host = i
-        packet = wire[now, base + host]
-        if packet == 0:
-            continue
-        flow = packet & FLOW_MASK
-        goal_host = target[flow]
-        t0, goal = host_t0[host], host_t0[goal_host]
-        if t0 == goal:
-            link, left = base + hosts + goal_host, 1
-        else:
-            port = spread(flow, (packet >> FLOW_BITS) & PATH_MASK, 1, ports)
-            if routed:
-                port = living(shape, avoided, base, t0, goal, port)
-            link, left = base + 2 * hosts + t0 * ports + port, links[flow] - 1
-        if not push(ring, head, count, queue, link, packet):
-            trim(shape, knobs, net, traffic, calendar, totals, slot, link, packet, left)
+        size = min(shape.block, hosts - start)
+        host = start + slot % size
+        for _ in range(size):
+            host = host + 1 if host + 1 < start + size else start
+            packet = wire[now, base + host]
+            if packet == 0:
+                continue
+            flow = packet & FLOW_MASK
+            goal_host = target[flow]
+            t0, goal = host_t0[host], host_t0[goal_host]
+            if t0 == goal:
+                link, left = base + hosts + goal_host, 1
+            else:
+                port = spread(flow, (packet >> FLOW_BITS) & PATH_MASK, 1, ports)
+                if routed:
+                    port = living(shape, avoided, base, t0, goal, port)
+                link, left = base + 2 * hosts + t0 * ports + port, links[flow] - 1
+            if not push(ring, head, count, queue, link, packet):
+                trim(shape, knobs, net, traffic, calendar, totals, slot, link, packet, left)
 
 
 @part
@@ -226,7 +244,7 @@ def from_t0(
     shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, base: int
 ) -> None:
     """What reaches the T1s from below: down again within the pod, else up to a T2."""
-    wire, ring, head, count, host_t0, target = net.wire, net.ring, net.head, net.count, net.host_t0, traffic.target
+    wire, ring, head, count, host_t0, target = net.wire, net.ring, net.head, net.waiting, net.host_t0, traffic.target
     now, queue, ports, per_pod = slot % shape.wire, shape.queue, shape.t0_up, shape.t0_per_pod
     ups = shape.t0 * ports
     up = base + 2 * shape.hosts
@@ -257,18 +275,19 @@ def from_t1(
     shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, base: int
 ) -> None:
     """What reaches the T0s from above."""
-    wire, ring, head, count, target = net.wire, net.ring, net.head, net.count, traffic.target
-    now, queue, ups = slot % shape.wire, shape.queue, shape.t0 * shape.t0_up
-    fall, down = base + 2 * shape.hosts + ups, base + shape.hosts
-    index = (slot * 7919) % ups
-    for _ in range(ups):
-        index = index + 1 if index + 1 < ups else 0
-        packet = wire[now, fall + index]
-        if packet == 0:
-            continue
-        link = down + target[packet & FLOW_MASK]
-        if not push(ring, head, count, queue, link, packet):
-            trim(shape, knobs, net, traffic, calendar, totals, slot, link, packet, 1)
+    wire, ring, head, count, target = net.wire, net.ring, net.head, net.waiting, traffic.target
+    now, queue, ports = slot % shape.wire, shape.queue, shape.t0_up
+    fall, down = base + 2 * shape.hosts + shape.t0 * ports, base + shape.hosts
+    for start in range(fall, fall + shape.t0 * ports, ports):
+        index = start + slot % ports
+        for _ in range(ports):
+            index = index + 1 if index + 1 < start + ports else start
+            packet = wire[now, index]
+            if packet == 0:
+                continue
+            link = down + target[packet & FLOW_MASK]
+            if not push(ring, head, count, queue, link, packet):
+                trim(shape, knobs, net, traffic, calendar, totals, slot, link, packet, 1)
 
 
 @part
@@ -276,7 +295,7 @@ def over_t2(
     shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, base: int
 ) -> None:
     """What reaches the T2s from below, and the T1s from them."""
-    wire, ring, head, count, host_t0, target = net.wire, net.ring, net.head, net.count, net.host_t0, traffic.target
+    wire, ring, head, count, host_t0, target = net.wire, net.ring, net.head, net.waiting, net.host_t0, traffic.target
     now, queue, place = slot % shape.wire, shape.queue, shape.t1_per_pod
     fall = base + 2 * shape.hosts + shape.t0 * shape.t0_up
     over = fall + shape.t0 * shape.t0_up
@@ -305,7 +324,7 @@ def deliver(
     shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, base: int
 ) -> None:
     """Receivers take packets, and acknowledge every few, and at once what is marked or asks for it."""
-    wire, tally, packets, links, debt = net.wire, traffic.count, traffic.packets, traffic.links, traffic.debt
+    wire, tally, packets, links, debt = net.wire, traffic.tally, traffic.packets, traffic.links, traffic.debt
     first, words, following, free = calendar.first, calendar.word, calendar.next, calendar.free
     now = slot % shape.wire
     for host in range(shape.hosts):
@@ -317,14 +336,14 @@ def deliver(
         tally[flow, ARRIVED] += 1
         tally[flow, UNACKED] += 1
         number, arrived = tally[flow, UNACKED], tally[flow, ARRIVED]
-        marked = (packet >> MARK_BIT) & 1
+        marks = (packet >> MARK_BIT) & 3
         # Where all that is under way has arrived, a sender held by its window would wait for ever.
         alone = number == tally[flow, IN_FLIGHT]
-        prompt = (packet >> MARK_BIT) & 3 or arrived == 1 or arrived == packets[flow] or alone
+        prompt = (packet >> MARK_BIT) & 7 or arrived == 1 or arrived == packets[flow] or alone
         if prompt or number >= knobs.ack_every:
             tally[flow, UNACKED] = 0
             waited = min(slot - (packet >> STAMP_BIT) - links[flow] * shape.wire, MOST_DELAY)
-            word = (packet & WHO_MASK) | (marked << SEEN_BIT) | (number << NUMBER_BIT) | (waited << DELAY_BIT)
+            word = (packet & WHO_MASK) | (marks << SEEN_BIT) | (number << NUMBER_BIT) | (waited << DELAY_BIT)
             at = slot + links[flow] * shape.back + shape.host_slots
             tell(first, words, following, free, totals, shape.ring, at, word)
             debt[host] += knobs.ack_share
@@ -335,7 +354,7 @@ def serve(
     shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, base: int
 ) -> None:
     """Every switch port of a plane sends the head of its queue, marked when the queue behind it is long."""
-    wire, ring, head, counts, trouble = net.wire, net.ring, net.head, net.count, net.trouble
+    wire, ring, head, counts, trouble = net.wire, net.ring, net.head, net.waiting, net.trouble
     share, loss = net.share, net.loss
     now, queue, low, high = slot % shape.wire, shape.queue, knobs.mark_low, knobs.mark_high
     last_hop = base + 2 * shape.hosts
@@ -358,7 +377,7 @@ def serve(
             elif count > low and (knobs.mark_last_hop or link >= last_hop):
                 over = (count - low) / (high - low)
                 if over >= 1.0 or draw(totals) < over:
-                    packet |= MARK
+                    packet |= MARK if link >= last_hop else 1 << LAST_BIT
                     totals[MARKS] += 1
         wire[now, link] = packet
 
@@ -373,9 +392,7 @@ def held(share: Floats, trouble: Bytes, link: int, slot: int) -> bool:
 
 
 @part
-def judge(
-    knobs: Knobs, w: Floats, flow: int, in_flight: int, slot: int, bad: bool, marked: int, waited: float
-) -> bool:
+def judge(knobs: Knobs, w: Floats, flow: int, in_flight: int, slot: int, bad: bool, marked: int, waited: float) -> bool:
     """Quick adapt: when a round trip delivered next to nothing, the window becomes what was delivered."""
     settled = False
     if w[flow, IGNORED] < w[flow, IGNORE] and marked:
@@ -451,7 +468,7 @@ def acknowledged(
     knobs: Knobs, tally: Ints32, w: Floats, state: Bytes, flow: int, path: int, slot: int, word: int
 ) -> None:
     """A sender hears that packets arrived."""
-    number, marked = (word >> NUMBER_BIT) & MOST_NUMBER, (word >> SEEN_BIT) & 1
+    number, marks = (word >> NUMBER_BIT) & MOST_NUMBER, (word >> SEEN_BIT) & 3
     if number == 0:  # the answer to a sender that asked what had arrived
         number = tally[flow, UNACKED]
         tally[flow, UNACKED] = 0
@@ -461,11 +478,11 @@ def acknowledged(
     w[flow, ACHIEVED] += number
     w[flow, IGNORED] += number
     w[flow, FRESH] += number
-    if marked and knobs.skip and state[flow, path] < MOST_SKIP:
+    if marks & 1 and knobs.skip and state[flow, path] < MOST_SKIP:
         state[flow, path] += 1
     if knobs.controlled:
         waited = float((word >> DELAY_BIT) & MOST_DELAY)
-        grow(knobs, w, flow, tally[flow, IN_FLIGHT], slot, marked, number, waited)
+        grow(knobs, w, flow, tally[flow, IN_FLIGHT], slot, marks, number, waited)
 
 
 @part
@@ -497,7 +514,7 @@ def missing(
 @part
 def events(shape: Shape, knobs: Knobs, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int) -> None:
     """What senders learn in this slot."""
-    tally, w, state, packets, done = traffic.count, traffic.window, traffic.path, traffic.packets, traffic.done
+    tally, w, state, packets, done = traffic.tally, traffic.window, traffic.path, traffic.packets, traffic.done
     words, following, free = calendar.word, calendar.next, calendar.free
     at = slot % shape.ring
     event = calendar.first[at]
@@ -539,10 +556,9 @@ def choose(state: Bytes, turns: Ints32, totals: Ints, flow: int, plane: int, pla
         if state[flow, path] == GOOD:
             spare = path
             break
-        if state[flow, path] <= MOST_SKIP:
+        if state[flow, path] <= MOST_SKIP and spare < 0:
             state[flow, path] -= 1
-            if spare < 0:
-                spare = path
+            spare = path
     turns[flow, plane] = (offset << 16) | turn
     return spare
 
@@ -554,7 +570,7 @@ def inject(
     """Every NIC port of a plane sends a packet of the next of its connections that may."""
     wire, trouble, share, loss = net.wire, net.trouble, net.share, net.loss
     firsts, mines, nexts, debt = traffic.first, traffic.mine, traffic.next, traffic.debt
-    tally, w, state, turns = traffic.count, traffic.window, traffic.path, traffic.turn
+    tally, w, state, turns = traffic.tally, traffic.window, traffic.path, traffic.turn
     now, base = slot % shape.wire, plane * shape.per_plane
     for host in range(shape.hosts):
         link = base + host
@@ -594,21 +610,32 @@ def inject(
 def arrive(
     shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, routed: int
 ) -> None:
-    """Everything that reaches the end of a wire in this slot."""
+    """Everything that reaches the end of a wire in this slot; below a T0 and above it take turns at being first."""
     for plane in range(shape.planes):
         base = plane * shape.per_plane
+        above_first = shape.t0_up > 0 and slot & 1
+        if above_first:
+            from_t1(shape, knobs, net, traffic, calendar, totals, slot, base)
         from_nics(shape, knobs, net, traffic, calendar, totals, slot, base, routed)
         deliver(shape, knobs, net, traffic, calendar, totals, slot, base)
         if shape.t0_up > 0:
             from_t0(shape, knobs, net, traffic, calendar, totals, slot, base)
-            from_t1(shape, knobs, net, traffic, calendar, totals, slot, base)
+            if not above_first:
+                from_t1(shape, knobs, net, traffic, calendar, totals, slot, base)
         if shape.t1_up > 0:
             over_t2(shape, knobs, net, traffic, calendar, totals, slot, base)
 
 
 @compiled
 def advance(
-    shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, begin: int, end: int,
+    shape: Shape,
+    knobs: Knobs,
+    net: Net,
+    traffic: Traffic,
+    calendar: Calendar,
+    totals: Ints,
+    begin: int,
+    end: int,
     routed: int,
 ) -> int:
     """Run the slots from `begin` up to `end`; stops early when every connection has finished."""
@@ -648,7 +675,9 @@ def alive(shape: Shape, net: Net, traffic: Traffic, totals: Ints, flow: int, pat
         return ok
     ups = shape.t0 * shape.t0_up
     port = spread(flow, path, 1, shape.t0_up)
-    ok = carries(net, totals, up + t0 * shape.t0_up + port) and carries(net, totals, up + ups + goal * shape.t0_up + port)
+    ok = carries(net, totals, up + t0 * shape.t0_up + port) and carries(
+        net, totals, up + ups + goal * shape.t0_up + port
+    )
     if traffic.links[flow] == 4 or not ok:
         return ok
     pods_up = (shape.per_plane - 2 * shape.hosts - 2 * ups) // 2

@@ -75,7 +75,8 @@ class PacketResult:
             "connections_touched_by_loss": self.touched_by_loss,
             "paths_retired": self.retired_paths,
             "throughput_over_time": [
-                {"until_us": float(t) * 1e6, "gbps": float(g)} for t, g in zip(self.time_s, self.throughput_gbps, strict=True)
+                {"until_us": float(t) * 1e6, "gbps": float(g)}
+                for t, g in zip(self.time_s, self.throughput_gbps, strict=True)
             ],
             "planes_simulated": self.planes_simulated,
             "simulated_us": self.simulated_s * 1e6,

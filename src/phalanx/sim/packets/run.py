@@ -125,7 +125,7 @@ class _Clock:
     def _keep(self) -> None:
         self.ends.append(self.slot)
         self.delivered.append(int(self.world.totals[DELIVERED]))
-        self.watched.append(self.world.traffic.count[list(self.watch), ARRIVED].copy())
+        self.watched.append(self.world.traffic.tally[list(self.watch), ARRIVED].copy())
 
 
 def _result(clock: _Clock, flows: Flows, transport: Transport, stopped: str, cpu_s: float) -> PacketResult:
@@ -135,7 +135,7 @@ def _result(clock: _Clock, flows: Flows, transport: Transport, stopped: str, cpu
     bits = 8e-9 * transport.payload_bytes * w.copies
     done = w.traffic.done.astype(np.float64)
     watched = np.array(clock.watched, dtype=np.float64).reshape(len(ends), len(clock.watch)).T
-    touched = w.traffic.count[:, TOUCHED]
+    touched = w.traffic.tally[:, TOUCHED]
     return PacketResult(
         transport=transport.name,
         fct_s=np.where(done < 0, np.nan, (done - 1) * slot_s),

@@ -19,9 +19,10 @@ Shorts = NDArray[np.int16]
 Floats = NDArray[np.float64]
 
 # Bits of a packet word, lowest first.
-FLOW_BITS, PATH_BITS = 26, 11
+FLOW_BITS, PATH_BITS = 25, 11
 MARK_BIT = FLOW_BITS + PATH_BITS
-ASK_BIT = MARK_BIT + 1
+LAST_BIT = MARK_BIT + 1  # marked on the last hop, which says nothing about the path
+ASK_BIT = LAST_BIT + 1
 STAMP_BIT = ASK_BIT + 1
 MOST_FLOWS = 1 << FLOW_BITS
 MOST_PATHS = 1 << PATH_BITS
@@ -33,19 +34,35 @@ GOOD, MOST_SKIP, ASSUMED_BAD, DENIED = 0, 15, 254, 255
 # What an event at the sender says.
 ACK, TRIMMED, TRIMMED_LAST_HOP, LOST = 0, 1, 2, 3
 
-# Columns of Flows.count
+# Columns of Traffic.tally
 # TOUCHED: 1 a packet disappeared, 2 one was trimmed
 TODO, IN_FLIGHT, ACKED, ARRIVED, UNACKED, LOSSES, TOUCHED = range(7)
-# Columns of Flows.window: congestion window and the memory of its control loop, in packets and slots
+# Columns of Traffic.window: congestion window and the memory of its control loop, in packets and slots
 (
-    WINDOW, MOST, BASE, CREDIT, CALM, FAST, LAST_CUT, LAST_ADD, ACHIEVED, JUDGE_AT, IGNORED, IGNORE, FRESH, ALARM, AVERAGE,
-) = range(15)
+    WINDOW,
+    MOST,
+    BASE,
+    CREDIT,
+    CALM,
+    FAST,
+    LAST_CUT,
+    LAST_ADD,
+    ACHIEVED,
+    JUDGE_AT,
+    IGNORED,
+    IGNORE,
+    FRESH,
+    ALARM,
+    AVERAGE,
+    LAST_LOSS,
+) = range(16)
 
 
 class Shape(NamedTuple):
     """Sizes of the fabric and of the queues; links are numbered as `phalanx.sim.links` numbers them."""
 
     hosts: int
+    block: int  # hosts that share T0s
     planes: int
     per_plane: int  # links
     t0: int
@@ -86,7 +103,7 @@ class Net(NamedTuple):
 
     ring: Ints  # [link, queue] packets
     head: Shorts
-    count: Shorts
+    waiting: Shorts  # packets in the queue
     wire: Ints  # [slot, link] packets on their way, 0 is none
     share: Floats  # of its speed that a link has
     loss: Floats  # chance that a packet on it disappears
@@ -104,7 +121,7 @@ class Traffic(NamedTuple):
     packets: Ints32
     done: Ints32  # slot of the last acknowledgement, -1 while running
     links: Bytes  # links of the path
-    count: Ints32
+    tally: Ints32
     window: Floats
     path: Bytes  # [connection, path] state
     turn: Ints32  # [connection, plane] next path

@@ -108,10 +108,13 @@ def sharing(q: Question, g: traffic.Groups, held: RankWeights, layers: int) -> S
 
 def _layer_shard(q: Question, g: traffic.Groups, held: RankWeights, layers: int) -> tuple[float, float]:
     """ZeRO-3 without a pipeline: (gather, scatter) of one layer. Gathers carry parameters, the scatter gradients."""
-    c, f = q.cases, q.ask.profile
+    c, f, layout = q.cases, q.ask.profile, q.plan.layout
+    if layout.zero < 3 or layout.pipeline > 1:
+        return 0.0, 0.0
     total = one(traffic.shard_seconds(c, g, held, f)) / layers
+    # Parameters in host memory come and go with the same rhythm.
     fetched = np.where(c.offload == OFFLOAD_PARAMETERS, owned_weights(c, held) * FETCHED_BYTES, 0.0)
-    fetch_s = one(fetched / c.host_link_bytes_per_s) / layers if total > 0 else 0.0
+    fetch_s = one(fetched / c.host_link_bytes_per_s) / layers
     size, gradient = one(element_bytes(c)), one(f.gradient_bytes)
     gather_s = total * size / (2.0 * size + gradient)
     return gather_s + fetch_s / 3.0, total - 2.0 * gather_s + fetch_s / 3.0

@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from phalanx.network.fabric.types import Fabric
+from phalanx.plan.compute import compute
 from phalanx.plan.plan import Plan
 from phalanx.plan.reasons import PARTS
 from phalanx.plan.traffic import Groups
 from phalanx.sim.step.paths import AxisPath, Transport, axis_paths, check_size, derived_fabric, on_fabric, used_axes
 from phalanx.sim.step.question import Question, one, question
 from phalanx.sim.step.timeline import Timeline, check_spans, simulate
-from phalanx.sim.step.work import COMPUTE_PARTS, work
+from phalanx.sim.step.work import COMPUTE_PARTS, split_layers, work
 
 COMPUTE = "compute_s"
 TRAFFIC = ("tensor_s", "context_s", "expert_s", "pipeline_send_s", "shard_s", "gradient_s")
@@ -157,11 +158,10 @@ def _why(q: Question, groups: Groups, paths: dict[str, AxisPath], part: str) -> 
 
 
 def _layers(q: Question) -> str:
-    stages = q.plan.layout.pipeline
-    each = q.ask.model.layers / stages
-    return (
-        f"{each:.3g} layers" if each == int(each) else f"{int(each)} and {int(each) + 1} layers, the head on the last,"
-    )
+    layers = split_layers(q, compute(q.cases, q.ask.physics, q.ask.profile))
+    if min(layers) == max(layers):
+        return f"{layers[0]} layers, the last with the head,"
+    return f"{min(layers)} to {max(layers)} layers, the last with the head,"
 
 
 def _network(q: Question, groups: Groups, paths: dict[str, AxisPath], part: str) -> str:

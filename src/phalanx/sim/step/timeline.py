@@ -142,7 +142,7 @@ class _Pipeline:
 
     def _do(self, lanes: Lanes, task: Task) -> None:
         work, forward = self.work, task.kind == "F"
-        layers = work.layers[lanes.stage] / work.chunks
+        layers = work.chunk_layers(lanes.stage, task.chunk)
         each = work.forward if forward else work.backward
         holds_head = self._place(lanes.stage, task.chunk) == self._last()
         head = (work.head_forward_s if forward else work.head_backward_s) * holds_head
@@ -170,7 +170,8 @@ class _Pipeline:
     def _weight(self, lanes: Lanes) -> None:
         task = self.weights[lanes.stage].popleft()
         start = lanes.now_s
-        lanes.busy(self.work.layers[lanes.stage] / self.work.chunks * self.work.weight_s, f"W{task.micro}", "compute_s")
+        layers = self.work.chunk_layers(lanes.stage, task.chunk)
+        lanes.busy(layers * self.work.weight_s, f"W{task.micro}", "compute_s")
         self._reduce(lanes, task, start)
 
     def _reduce(self, lanes: Lanes, task: Task, start_s: float) -> None:

@@ -13,6 +13,7 @@ from phalanx.sim.step.lanes import BACKGROUND, DEVICE, SENDS, Span
 from phalanx.sim.step.report import StepReport
 
 TRACKS = (DEVICE, "link", "nic", SENDS, BACKGROUND)
+FIRST = 1  # Perfetto takes process and thread 0 for the idle task
 MOST_EVENTS = 500_000  # about 70 MB, which Perfetto still opens at once
 
 
@@ -43,7 +44,7 @@ def _heads(spans: tuple[Span, ...], names: dict[str, str]) -> Iterator[dict[str,
 
 
 def _meta(name: str, stage: int, track: int, args: dict[str, object]) -> dict[str, object]:
-    return {"ph": "M", "name": name, "pid": stage, "tid": track, "ts": 0, "args": args}
+    return {"ph": "M", "name": name, "pid": stage + FIRST, "tid": track + FIRST, "ts": 0, "args": args}
 
 
 def _event(span: Span) -> dict[str, object]:
@@ -51,8 +52,8 @@ def _event(span: Span) -> dict[str, object]:
         "ph": "X",
         "name": span.name,
         "cat": span.part.removesuffix("_s"),
-        "pid": span.stage,
-        "tid": TRACKS.index(span.track),
+        "pid": span.stage + FIRST,
+        "tid": TRACKS.index(span.track) + FIRST,
         "ts": round(span.start_s * 1e6, 3),
         "dur": round((span.end_s - span.start_s) * 1e6, 3),
     }

@@ -50,11 +50,23 @@ class Work:
     sharing: tuple[Sharing, ...]  # of each stage
     optimizer_s: float
     host_step_s: float
+    balanced: bool = True  # the last chunk holds fewer layers beside the head
 
     @property
     def stages(self) -> int:
         """Of the pipeline."""
         return len(self.layers)
+
+    def chunk_layers(self, stage: int, chunk: int) -> float:
+        """Layers of one chunk. Those of the last stage take equally long with the head in the last, as far as can be."""
+        layers = self.layers[stage]
+        even = layers / self.chunks
+        if stage < self.stages - 1 or self.chunks == 1 or not self.balanced:
+            return even
+        each_s = self.forward.compute_s + self.backward.compute_s
+        head = (self.head_forward_s + self.head_backward_s) / each_s
+        last = max(0.0, (layers + head) / self.chunks - head)
+        return last if chunk == self.chunks - 1 else (layers - last) / (self.chunks - 1)
 
 
 def work(q: Question, groups: traffic.Groups) -> Work:
@@ -83,6 +95,7 @@ def work(q: Question, groups: traffic.Groups) -> Work:
         sharing=tuple(_scaled(most, number / max(layers)) for number in layers),
         optimizer_s=q.plan.prediction.breakdown_s["optimizer_s"],
         host_step_s=host_step_s,
+        balanced=bool(one(f.balanced_stages) > 0),
     )
 
 

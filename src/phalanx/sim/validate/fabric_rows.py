@@ -20,6 +20,8 @@ NIC_GBPS = 800.0
 REFERENCE_GPUS = 131_072
 EXACT = 1e-3  # exact values are printed with four digits
 SAMPLED = 0.02  # the rows' own Monte Carlo error
+MOST_PORTS = 4096  # of one switch: none has more than 1,024
+MOST_UNITS = 10**8  # per link: a slip beyond, and an array of every load up to there
 
 
 def _planes(row: Row) -> int:
@@ -35,7 +37,7 @@ def _radix(row: Row) -> int | None:
         ports = int(BOX_GBPS / speed)
     if ports is None and count(text, "planes?"):
         ports = int(BOX_GBPS * _planes(row) / NIC_GBPS)
-    return ports
+    return ports if ports is not None and ports <= MOST_PORTS else None
 
 
 def _fabric(row: Row) -> Fabric | None:
@@ -52,7 +54,7 @@ def hosts(row: Row, _: Context) -> Outcome | None:
     """2·(k/2)^L."""
     tiers = count(f"{row.quantity}, {row.conditions}", "tiers?")
     radix = _radix(row)
-    if tiers is None or radix is None:
+    if tiers is None or radix is None or not 1 <= tiers <= 4:
         return None
     return reproduced(row, most_hosts(radix, Shape(planes=_planes(row), tiers=tiers)), "fabric/sizing", tolerance=EXACT)
 
@@ -143,7 +145,7 @@ def touched(row: Row, _: Context) -> Outcome | None:
 def link_load(row: Row, _: Context) -> Outcome | None:
     """Balls into bins."""
     units, links = count(row.conditions, "units? per link"), count(row.conditions, "links")
-    if not units or not links:
+    if not units or not links or units > MOST_UNITS:
         return None
     return reproduced(row, max_to_mean(units, links), "fabric/loads, no sampling", tolerance=SAMPLED)
 
@@ -154,6 +156,8 @@ def spray_load(row: Row, _: Context) -> Outcome | None:
     if not entropy or fabric is None:
         return None
     units = fabric.t0_down * entropy / fabric.planes / fabric.t0_up
+    if units > MOST_UNITS:
+        return None
     ours = max_to_mean(units, fabric.t0_up, groups=2 * fabric.planes * fabric.t0)
     return reproduced(row, ours, "fabric/loads over all T0s, planes and directions")
 

@@ -56,11 +56,12 @@ class StepFacts:
 class DigestFacts:
     """Digests of the replicated weights: one per (epoch, step), whoever computed it."""
 
-    compared: int  # (epoch, step) pairs that two or more ranks reported
+    compared: int  # (epoch, step) pairs of which two or more ranks that hold the same weights reported
     every_steps: int | None  # usual distance between two
     differing: int = 0
     differing_spot: Spot | None = None
-    stale: int = 0  # steps that a rank reported for an epoch older than one it had already reported
+    alone: int = 0  # digests of weights that one rank holds: nothing to compare them with
+    stale: int = 0  # steps for an epoch older than one the rank had reported, or long after the next one began
     stale_spot: Spot | None = None
 
 
@@ -81,7 +82,7 @@ class MonitorFacts:
     """Samples of the devices, over all ranks."""
 
     ranks: int  # that have any
-    gap_s: float | None  # p99 of the distance between two of a rank
+    gap_s: float | None  # between two of a rank: not exceeded for 99 % of its time, on 99 % of the ranks that have any
     utilization: float | None  # mean
     lowest_hour: float | None  # lowest mean of an hour (of the whole, when shorter)
     utilization_sources: tuple[str, ...] = ()
@@ -99,7 +100,7 @@ class PeerFacts:
     """Pings between neighbours."""
 
     ranks: int
-    gap_s: float | None  # p99 of the distance between two reports of a rank
+    gap_s: float | None  # between two reports of a rank, as of MonitorFacts
     lost_share: float | None
     p99_s: float | None  # median over pairs
 
@@ -146,6 +147,7 @@ class GrammarFacts:
     ranks_missing: tuple[int, ...] = ()
     secrets: int = 0  # lines that look like credentials, in events and logs
     secrets_spot: Spot | None = None
+    secrets_partial: bool = False  # there was more than is searched
     has_provenance: bool | None = None  # versions, digest of the configuration, commit of the code
 
 
@@ -188,3 +190,4 @@ class LogFacts:
     energy_j: float | None = None
     energy_source: str = ""
     listens: tuple[str, ...] = ()  # addresses that control, store or metrics listened on
+    message: str = ""  # first line of what the run's status says about its end

@@ -53,6 +53,8 @@ def _set(book: Book, settings: Sequence[str]) -> None:
         for name, value in inner:
             key = f"{section}.{name}" if name else section
             book.values[key] = Said(value=value, note=draft.settings.get(key, "--set"))
+            if key == "checkpoint.interval_s":
+                book.practice.pop("saves", None)
             if key in PAIRS:
                 for other in (PAIRS[key], "batch.per_replica"):
                     book.values.pop(other, None)

@@ -54,7 +54,7 @@ IRRELEVANT = {
     "float8.force_recompute_fp8_weight_in_bwd": "memory against time within fp8",
     "float8.emulate": "for tests without the hardware",
 }
-SCALED = ("float8.recipe_name", "quantize.", "mx.")  # how a converter scales
+CONVERTERS = ("float8.", "quantize.", "mx.")
 UNMAPPED = {
     "float8.enable_fsdp_float8_all_gather": "weights travel in fp8; the job schema has a word for gradients only",
     "float8.precompute_": "weights travel in fp8; the job schema has a word for gradients only",
@@ -77,13 +77,18 @@ def translate(book: Book) -> None:
     _optimizer(book)
     _checkpoint(book)
     _faults(book)
-    narrow = book.value("precision.compute") == "fp8"
-    why = (
-        "how fp8 is scaled: precision.compute is fp8 either way"
-        if narrow
-        else "no converter of model.converters asks it"
-    )
-    book.close(irrelevant=IRRELEVANT | dict.fromkeys(SCALED, why), unmapped=UNMAPPED, seen=lambda key: key)
+    _converters(book)
+    book.close(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: key)
+
+
+def _converters(book: Book) -> None:
+    """How a converter scales; where none is named its settings are dead."""
+    used = book.value("precision.compute") == "fp8"
+    for key in (key for key in book.leaves if key not in book.settled):
+        if not used and key.startswith(CONVERTERS):
+            book.skip(key, "no converter of model.converters reads it")
+        elif key.startswith(("quantize.", "mx.")) or key == "float8.recipe_name":
+            book.skip(key, "how fp8 is scaled: precision.compute is fp8 either way")
 
 
 def _model(book: Book) -> None:

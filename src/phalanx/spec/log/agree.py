@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,64 +15,90 @@ from phalanx.spec.facts.log import DigestFacts
 from phalanx.spec.log.shape import Columns
 from phalanx.spec.outcome import Spot
 
-MOST_DIGESTS = 16_384  # (epoch, step) pairs that are remembered; then every second one
+MOST_HELD = 2**17  # digests that are remembered, some 25 MB; then those of every second step
+MOST_FORMATIONS = 16_384
 MOST_TIMES = 4_096  # steps of the witness whose time is
 MOST_OFFSETS = 64  # of a rank
 MOST_GAPS = 1_000  # different distances; skipped steps that are compared
+LATE_S = 5.0  # by which clocks of hosts may differ, and more: those that differ by a second are a finding (TEL005)
 
 Key = tuple[int, int]  # epoch, step
 Holder = tuple[int, ...]  # ranks of the same holder hold the same weights
 
 
-class Layouts:
-    """Which ranks hold the same weights, formation by formation; the plan's layout where no formation is known."""
+class Formations:
+    """What the supervisor told of formations: who holds the same weights, and since when an older one is over."""
 
     def __init__(self, planned: Mapping[str, Any]) -> None:
-        self._planned = planned
+        self._planned = planned  # the plan's layout, where no formation is known
         self._told: dict[int, Mapping[str, Any]] = {}
+        self._epochs: list[int] = []
+        self._begins: list[float] = []
 
     def tell(self, epoch: int, layout: Mapping[str, Any]) -> None:
         """The layout of a formation."""
-        if len(self._told) < MOST_DIGESTS:
+        if len(self._told) < MOST_FORMATIONS:
             self._told[epoch] = layout
 
-    def holder(self, epoch: int, rank: int) -> Holder:
-        """Along data and context, weights are copies, but for ZeRO and experts, where they are parts.
+    def begin(self, epoch: int, time_s: float) -> None:
+        """Its members may go: all of them have left what they did before."""
+        if len(self._epochs) < MOST_FORMATIONS and (not self._epochs or epoch > self._epochs[-1]):
+            self._epochs.append(epoch)
+            self._begins.append(time_s)
 
-        ZeRO of any stage: the weights that a rank updates and digests are its shard (docs/decisions/0010).
+    def over_s(self, epoch: int) -> float:
+        """When the next formation began."""
+        place = bisect_right(self._epochs, epoch)
+        return self._begins[place] if place < len(self._begins) else math.inf
+
+    def knows(self, epoch: int) -> bool:
+        """Whether there is a layout."""
+        return bool(self._told.get(epoch) or self._planned)
+
+    def holder(self, epoch: int, rank: int) -> Holder | None:
+        """Whose weights a rank holds; None where no other rank is known to hold the same.
+
+        Along data and context, weights are copies, but for ZeRO and experts, where they are parts. ZeRO of any stage:
+        the weights that a rank updates and digests are its shard (docs/decisions/0010).
         """
         layout = self._told.get(epoch) or self._planned
-        if not layout:
-            return (rank,)
-        places: dict[str, int] = {}
+        if not layout or (integer(layout, "expert") or 1) > 1:
+            return None
+        places, sizes = {}, {}
         for axis in AXES:
-            size = max(1, integer(layout, axis) or 1)
-            places[axis], rank = rank % size, rank // size
-        split: tuple[int, ...] = (places["tensor"], places["pipeline"])
-        if (integer(layout, "expert") or 1) > 1:
-            return (*split, places["context"], places["data"])
-        if (integer(layout, "zero") or 0) >= 1:
-            return (*split, places["context"], places["data"] % max(1, integer(layout, "shard") or 1))
-        return split
+            sizes[axis] = max(1, integer(layout, axis) or 1)
+            places[axis], rank = rank % sizes[axis], rank // sizes[axis]
+        split = (places["tensor"], places["pipeline"])
+        if (integer(layout, "zero") or 0) < 1:
+            return split if sizes["data"] * sizes["context"] > 1 else None
+        shard = max(1, integer(layout, "shard") or 1)
+        first = places["data"] % shard
+        return (*split, places["context"], first) if first + shard < sizes["data"] else None
 
 
 class Digests:
-    """Compares what ranks wrote for the same step of the same formation."""
+    """Compares what ranks wrote for the same step of the same formation.
+
+    Only weights that several ranks hold are remembered: of a shard that one rank holds there is nothing to compare.
+    """
 
     def __init__(self) -> None:
-        self._held: dict[Key, dict[Holder, str]] = {}
-        self._ranks: Counter[Key] = Counter()
+        self._held: dict[Key, dict[Holder, tuple[int, int]]] = {}  # the first rank that said it, and a hash
+        self._count = 0  # of digests in it
+        self._compared: set[Key] = set()  # steps of which two reports met
+        self._differing: set[Key] = set()
+        self._gone = (0, 0)  # how many of these were let go of
         self._mask = 0  # steps are kept whose mixed number has none of these bits
         self._gaps: Counter[int] = Counter()
         self._last: int | None = None
-        self.differing = 0
+        self._alone = 0
         self.differing_spot: Spot | None = None
         self.stale = 0
         self.stale_spot: Spot | None = None
         self.is_told = False
 
     def take(
-        self, columns: Columns, rank: int, file: str, lines: Sequence[int], *, where: Layouts, witness: bool
+        self, columns: Columns, rank: int, file: str, lines: Sequence[int], *, where: Formations, witness: bool
     ) -> None:
         """The steps of a rank that have one."""
         self.is_told = True
@@ -81,36 +109,58 @@ class Digests:
             epoch, step = epochs[place] or 0, steps[place]
             if witness:
                 self._distance(step)
-            if not _mixed(step) & self._mask:
-                self._add((epoch, step), where.holder(epoch, rank), digest, Spot(file=file, line=lines[place]))
+            holder = where.holder(epoch, rank)
+            if holder is None:
+                self._alone += where.knows(epoch)
+            elif not _mixed(step) & self._mask:
+                said = (rank, hash(digest))  # of 64 bits: a few bytes instead of a hundred
+                self._add((epoch, step), holder, said, Spot(file=file, line=lines[place]))
+
+    def past(self, count: int, spot: Spot) -> None:
+        """Steps of a formation that was over."""
+        self.stale += count
+        self.stale_spot = self.stale_spot or spot
+        self.is_told = True
 
     def _distance(self, step: int) -> None:
         if self._last is not None and step > self._last and len(self._gaps) < MOST_GAPS:
             self._gaps[step - self._last] += 1
         self._last = step
 
-    def _add(self, key: Key, holder: Holder, digest: str, spot: Spot) -> None:
-        said = self._held.setdefault(key, {})
-        self._ranks[key] += 1
-        if said.setdefault(holder, digest[:64]) != digest[:64]:
-            self.differing += 1
-            self.differing_spot = self.differing_spot or spot
-        while len(self._held) > MOST_DIGESTS and self._mask < 2**20:
-            self._mask = 2 * self._mask + 1
-            self._held = {key: said for key, said in self._held.items() if not _mixed(key[1]) & self._mask}
-            self._ranks = Counter({key: count for key, count in self._ranks.items() if key in self._held})
+    def _add(self, key: Key, holder: Holder, said: tuple[int, int], spot: Spot) -> None:
+        held = self._held.setdefault(key, {})
+        before = held.get(holder)
+        if before is None or before[0] == said[0]:  # the same rank again: a step that was done again
+            self._count += before is None
+            held[holder] = said
+        else:
+            self._compared.add(key)
+            if before[1] != said[1]:
+                self._differing.add(key)
+                self.differing_spot = self.differing_spot or spot
+        while self._count > MOST_HELD and self._mask < 2**20:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Every second step; what was compared of them was."""
+        self._mask = 2 * self._mask + 1
+        gone = {key for key in self._held if _mixed(key[1]) & self._mask}
+        self._count -= sum(len(self._held.pop(key)) for key in gone)
+        self._gone = (self._gone[0] + len(gone & self._compared), self._gone[1] + len(gone & self._differing))
+        self._compared -= gone
+        self._differing -= gone
 
     def facts(self) -> DigestFacts | None:
         """None where no rank wrote a digest."""
         if not self.is_told:
             return None
         every = self._gaps.most_common(1)[0][0] if self._gaps else None
-        compared = sum(count > 1 for count in self._ranks.values()) * (self._mask + 1)
         return DigestFacts(
-            compared=compared,
+            compared=self._gone[0] + len(self._compared),
             every_steps=every,
-            differing=self.differing,
+            differing=self._gone[1] + len(self._differing),
             differing_spot=self.differing_spot,
+            alone=self._alone,
             stale=self.stale,
             stale_spot=self.stale_spot,
         )

@@ -34,7 +34,6 @@ class Noise:
         self._last: float | None = None
         self._parts = self._checked = 0
         self._means = [Means(decay=DECAY**every) for every in EVERY]
-        self._plain_error = 0.0  # of the quotient of a single step's parts
 
     def begin(self) -> None:
         """A formation begins; the running means go on where its first step was."""
@@ -70,8 +69,6 @@ class Noise:
         for step, scale, trace, squared, norm in zip(steps, scales, traces, squares, norms, strict=True):
             has_parts = trace is not None and squared is not None
             self._parts += has_parts
-            if has_parts and scale is not None and squared > 0.0:
-                self._plain_error = max(self._plain_error, _off(scale, trace / squared))
             for means in self._means:
                 means.take(step, scale, (trace, squared) if has_parts else None, norm)
 
@@ -87,7 +84,7 @@ class Noise:
             last=self._last,
             growth=self._last / early if early and self._last is not None else None,
             has_parts=self._parts > 0,
-            error=min([*errors, self._plain_error]) if self._parts and errors else None,
+            error=min(errors) if self._parts and errors else None,
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from phalanx.record.events import Event
-from phalanx.spec.log.agree import Clocks, Digests, Key, Layouts
+from phalanx.spec.log.agree import LATE_S, Clocks, Digests, Formations, Key
 from phalanx.spec.log.devices import Gaps, Meter, Monitors, Peers
 from phalanx.spec.log.feed import Feed, Piece
 from phalanx.spec.log.grammar import BACK_S, Grammar
@@ -21,15 +21,15 @@ MOST_SKIPS = 256  # of a rank
 MOST_EPOCHS = 256
 MOST_S = 1e9  # of a step: 30 years are a damaged number
 STARTS = frozenset(("ready", "run_start"))
-# Kinds without free text: nothing of them is looked through for credentials.
-NUMBERS = frozenset(("step", "monitor", "peers", "timeline", "run_start", "run_end", "evaluate"))
+# Kinds without free text, and with many events: only what a writer added to them is looked through for credentials.
+NUMBERS = frozenset(("step", "monitor", "peers", "timeline"))
 
 
 class Counted:
     """What all ranks together come to."""
 
-    def __init__(self, layouts: Layouts) -> None:
-        self.layouts = layouts
+    def __init__(self, formations: Formations) -> None:
+        self.formations = formations
         self.lines, self.grammar, self.secrets = Lines(), Grammar(), Secrets()
         self.digests, self.clocks = Digests(), Clocks()
         self.monitors, self.peers, self.saves = Monitors(), Peers(), Saves()
@@ -44,7 +44,7 @@ class RankLog:
         self._last_s = 0.0
         self._last_step = -1
         self._is_begun = True  # a start was told since the last step: the next may be an earlier one
-        self._epoch = -1
+        self._epoch = self._late_epoch = -1
         self.kinds: dict[str, int] = {}  # how many of each known kind
         self.states: list[str] = []  # of `run_end`
         self.spans: dict[int, tuple[int, int]] = {}  # epoch to first and last step, while steps follow each other
@@ -80,7 +80,7 @@ class RankLog:
         for kind, places in _by_kind(kinds):
             if kind not in known_kinds():
                 self._all.grammar.strange(kind, len(places))
-                self._all.secrets.look_in([events[place] for place in places], file, lines[places[0]])
+                self._all.secrets.look_in([events[place] for place in places], file, [lines[place] for place in places])
                 continue
             some = events if len(places) == len(events) else [events[place] for place in places]
             where = lines if len(places) == len(events) else [lines[place] for place in places]
@@ -97,6 +97,8 @@ class RankLog:
             if strange:  # events of another rank in this one's file
                 self._all.grammar.disorder(file, lines[0], strange)
             self.is_whole = False
+            for place in set(range(len(events))).difference(good):
+                self._all.secrets.look_in([events[place]], file, [lines[place]])
             if not good:
                 return
             lines = [lines[place] for place in good]
@@ -104,8 +106,10 @@ class RankLog:
         if columns.is_doubted or wrong:
             columns = columns.whole()
         self.kinds[kind] = self.kinds.get(kind, 0) + len(columns)
-        if kind not in NUMBERS or not (columns.is_even or kind == "timeline"):  # those are cut short on purpose
-            self._all.secrets.look_in(columns.events, file, lines[0])
+        if kind not in NUMBERS:
+            self._all.secrets.look_in(columns.events, file, lines)
+        else:
+            self._all.secrets.look_through(columns, file, lines)
         self._hand(kind, columns, file, lines)
 
     def _is_mine(self, event: Event) -> bool:
@@ -117,10 +121,12 @@ class RankLog:
         elif kind in STARTS:
             self._start(kind, columns, file, lines)
         elif kind == "monitor":
-            self._all.monitors.take(columns, self.monitor_gaps, self.meter)
+            self.monitor_gaps.take(columns.get("t"), columns.get("epoch"))
+            self._all.monitors.take(columns, self.meter)
             self._retries(columns)
         elif kind == "peers":
-            self._all.peers.take(columns, self.peer_gaps)
+            self.peer_gaps.take(columns.get("t"), columns.get("epoch"))
+            self._all.peers.take(columns)
         elif kind == "checkpoint":
             self._all.saves.take(columns, file, lines, self._pending, witness=self._is_witness)
         elif kind == "run_end":
@@ -128,7 +134,8 @@ class RankLog:
 
     def _start(self, kind: str, columns: Columns, file: str, lines: Sequence[int]) -> None:
         self._is_begun = True
-        self.monitor_gaps.last_s = self.peer_gaps.last_s = None  # what lies between is no gap of a thread that slept
+        self.monitor_gaps.begin()
+        self.peer_gaps.begin()
         if self._is_witness:
             self._all.steps.begin()
             restore = restore_of(columns.events[0], Spot(file=file, line=lines[0])) if kind == "ready" else None
@@ -171,11 +178,13 @@ class RankLog:
             )
             steps, epochs = columns.get("step"), columns.get("epoch")
         self._is_begun, self._last_step = False, steps[-1]
-        self._note_epochs(steps, epochs, file, lines)
+        self._note_epochs(columns, file, lines)
         self._note_skips(columns, file, lines)
         self._sum(columns)
+        self.monitor_gaps.step(columns.get("t"))
+        self.peer_gaps.step(columns.get("t"))
         if columns.has("digest") and any(columns.get("digest")):
-            self._all.digests.take(columns, self.rank, file, lines, where=self._all.layouts, witness=self._is_witness)
+            self._all.digests.take(columns, self.rank, file, lines, where=self._all.formations, witness=self._is_witness)
         if self._is_witness:
             self._all.clocks.know(columns)
             self._all.steps.take(columns, file, lines)
@@ -195,15 +204,21 @@ class RankLog:
                 self._all.grammar.disorder(file, lines[place])
         return keep
 
-    def _note_epochs(self, steps: Sequence[int], epochs: Sequence[Any], file: str, lines: Sequence[int]) -> None:
+    def _note_epochs(self, columns: Columns, file: str, lines: Sequence[int]) -> None:
+        steps, epochs, times = columns.get("step"), columns.get("epoch"), columns.get("t")
         for epoch in dict.fromkeys(epochs):
             first = epochs.index(epoch)
             last = len(epochs) - 1 - epochs[::-1].index(epoch)
             known = epoch or 0
+            over_s = self._all.formations.over_s(known) + LATE_S
             if known < self._epoch:
-                self._all.digests.stale += epochs.count(epoch)
-                self._all.digests.stale_spot = self._all.digests.stale_spot or Spot(file=file, line=lines[first])
-                self._all.digests.is_told = True
+                self._all.digests.past(epochs.count(epoch), Spot(file=file, line=lines[first]))
+            elif times[last] > over_s:
+                late = [place for place, one in enumerate(epochs) if one == epoch and times[place] > over_s]
+                more = late[self._late_epoch != known :]  # one may be told late: a process that was stopped was in it
+                self._late_epoch = known
+                if more:
+                    self._all.digests.past(len(more), Spot(file=file, line=lines[more[0]]))
             self._epoch = max(self._epoch, known)
             if known in self.spans or len(self.spans) < MOST_EPOCHS:
                 begin = self.spans.get(known, (steps[first], 0))[0]

@@ -10,12 +10,14 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from phalanx.record.events import Event
 from phalanx.record.run import Run
 from phalanx.spec.log.feed import Piece, open_inside
+from phalanx.spec.log.shape import Columns
 from phalanx.spec.outcome import Spot
 
 _FORMS = re.compile(
@@ -46,7 +48,12 @@ MOST_BYTES = 64 * 2**20  # of all
 MOST_FILES = 4096
 MOST_EVENTS = 100_000  # with texts; a run has a few hundred per rank
 BLOCK_BYTES = 64 * 2**10
-MOST_TEXT = 10_000  # characters of a line or of a text
+MOST_TEXT = 10_000  # bytes that are matched at once
+OVERLAP = 512  # of two parts of a line: longer than any form of a key
+MOST_LINES = 1_000  # that are no events, of a piece
+MOST_CLEAN = 1_000
+_NUMBERS = frozenset((int, float, bool))
+_DIGEST = re.compile(r"(?:sha256:)?[0-9a-f]{0,128}")
 
 
 def is_secret(text: str) -> bool:
@@ -80,53 +87,115 @@ class Secrets:
     def __init__(self) -> None:
         self.count = 0
         self.spot: Spot | None = None
+        self.is_partial = False  # some of it was not searched
         self._looked = 0
-        self._read: dict[Path, int] = {}
+        self._clean: set[str] = set()  # short texts that are told again and again
+        self._files: dict[Path, _Place] = {}
         self._bytes = 0
 
-    def look_in(self, events: Sequence[Event], file: str, line: int) -> None:
+    def look_in(self, events: Sequence[Event], file: str, lines: Sequence[int]) -> None:
         """The texts of events, the names of their fields included."""
         self._looked += len(events)
-        for place, event in enumerate(events if self._looked <= MOST_EVENTS else ()):
-            if any(_may_be(text.encode(errors="replace")) and is_secret(text) for text in _texts(event)):
-                self._note(Spot(file=file, line=line + place))
+        if self._looked > MOST_EVENTS:
+            self.is_partial = True
+            return
+        for event, line in zip(events, lines, strict=True):
+            if any(_is_found(text.encode(errors="replace")) for text in _texts(event)):
+                self._note(Spot(file=file, line=line))
+
+    def look_through(self, columns: Columns, file: str, lines: Sequence[int]) -> None:
+        """Events of numbers: the texts that a writer added, and those of the schema that are no digests."""
+        for name in columns.free():
+            for place, value in enumerate(columns.get(name)):
+                if value is None or type(value) in _NUMBERS or (type(value) is str and self._is_known(value)):
+                    continue
+                before = self.count
+                self.look_in([{name: value}], file, [lines[place]])
+                if type(value) is str and before == self.count and len(self._clean) < MOST_CLEAN:
+                    self._clean.add(value)
+
+    def _is_known(self, value: str) -> bool:
+        return value in self._clean or _DIGEST.fullmatch(value) is not None
 
     def look_at(self, piece: Piece, numbers: Sequence[int]) -> None:
         """Lines that are no events."""
         lines = piece.data.split(b"\n")
-        for number in numbers[:1000]:
-            line = lines[number - piece.line][:MOST_TEXT]
-            if _may_be(line) and is_secret(line.decode(errors="replace")):
+        self.is_partial |= len(numbers) > MOST_LINES
+        for number in numbers[:MOST_LINES]:
+            if _is_found(lines[number - piece.line]):
                 self._note(Spot(file=piece.file, line=number))
 
     def look_around(self, run: Run, shown: str) -> None:
         """Logs, errors and the few files of the folder itself; what was looked at before is not again."""
         for path in _files(run):
-            if self._bytes >= MOST_BYTES or len(self._read) >= MOST_FILES:
+            known = self._files.get(path)
+            if self._bytes >= MOST_BYTES or (known is None and len(self._files) >= MOST_FILES):
+                self.is_partial = True
                 return
             try:
                 with open_inside(path) as file:
-                    self._file(file.fileno(), path, f"{shown}/{path.relative_to(run.path)}")
-            except OSError:
+                    self._file(file.fileno(), known or _Place(), path, f"{shown}/{path.relative_to(run.path)}")
+            except FileNotFoundError:
                 continue
+            except OSError:  # a link, or not ours to read
+                self.is_partial = True
 
-    def _file(self, file: int, path: Path, name: str) -> None:
-        begin = self._read.get(path, 0)
-        end = min(os.fstat(file).st_size, MOST_FILE_BYTES)
-        self._read[path] = max(begin, end)
-        line = 0  # its number would need all that was read before
-        for offset in range(begin, end, BLOCK_BYTES):
-            block = os.pread(file, min(BLOCK_BYTES, end - offset), offset)
-            self._bytes += len(block)
-            if _may_be(block):
-                for number, text in enumerate(block.split(b"\n"), line):
-                    if _may_be(text) and is_secret(text.decode(errors="replace")):
-                        self._note(Spot(file=name, line=number + 1 if begin == 0 else 0))
-            line += block.count(b"\n")
+    def _file(self, file: int, place: _Place, path: Path, name: str) -> None:
+        self._files[path] = place
+        size = os.fstat(file).st_size
+        end = min(size, MOST_FILE_BYTES)
+        self.is_partial |= size > end
+        if end <= place.seen:
+            return
+        self._bytes += end - place.seen
+        place.seen = end
+        held = b""  # of a line whose end was not read
+        while block := os.pread(file, max(0, min(BLOCK_BYTES, end - place.offset - len(held))), place.offset + len(held)):
+            data = held + block
+            stop = data.rfind(b"\n") + 1
+            if stop:
+                self._lines(data[: stop - 1], place, name)
+                place.offset += stop
+            elif len(data) > BLOCK_BYTES:  # a line without an end, as progress bars draw: in parts that overlap
+                self._line(data, place, name)
+                stop = len(data) - OVERLAP
+                place.offset += stop
+            held = data[stop:]
+        self._line(held, place, name)  # nobody may ever end it; where somebody does, it is searched again
+
+    def _lines(self, data: bytes, place: _Place, name: str) -> None:
+        may_be = _may_be(data)
+        for text in data.split(b"\n"):
+            if may_be:
+                self._line(text, place, name)
+            place.line, place.is_noted = place.line + 1, False
+
+    def _line(self, text: bytes, place: _Place, name: str) -> None:
+        if not place.is_noted and _is_found(text):
+            place.is_noted = True  # once, however often a part of it is seen
+            self._note(Spot(file=name, line=place.line))
 
     def _note(self, spot: Spot) -> None:
         self.count += 1
         self.spot = self.spot or spot
+
+
+@dataclass(kw_only=True, slots=True)
+class _Place:
+    """How far a file was searched."""
+
+    seen: int = 0  # bytes that were looked at
+    offset: int = 0  # where the line begins that had no end yet
+    line: int = 1  # its number
+    is_noted: bool = False  # and whether it was counted
+
+
+def _is_found(text: bytes) -> bool:
+    """Whether a line gives something away; a long one is looked at in parts that overlap."""
+    if not _may_be(text):
+        return False
+    starts = range(0, max(1, len(text) - OVERLAP), MOST_TEXT - OVERLAP)
+    return any(is_secret(text[start : start + MOST_TEXT].decode(errors="replace")) for start in starts)
 
 
 def _may_be(data: bytes) -> bool:
@@ -156,4 +225,4 @@ def _files(run: Run) -> Iterable[Path]:
             names = sorted(os.listdir(run.path / folder))
         except OSError:
             continue
-        yield from (run.path / folder / name for name in names[:MOST_FILES])
+        yield from (run.path / folder / name for name in names)

@@ -41,6 +41,11 @@ class Field:
     most: float | None
     among: frozenset[Any] | None
 
+    @property
+    def is_free(self) -> bool:
+        """Whether any text may stand there."""
+        return self.among is None and (self.types is None or str in self.types)
+
 
 @functools.cache
 def _schema() -> dict[str, Any]:
@@ -120,6 +125,11 @@ class Columns:
                 found.update(_misfits(column, field))
         self.is_doubted = bool(found)
         return sorted(found)
+
+    def free(self) -> list[str]:
+        """Fields that may hold any text: those that the schema does not know, and its own texts."""
+        fields = _fields(self.kind)
+        return [name for name in self.names if name != "event" and (name not in fields or fields[name].is_free)]
 
     def whole(self) -> Columns:
         """With 5 for 5.0 where the schema wants an integer: to JSON they are the same."""

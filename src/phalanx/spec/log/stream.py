@@ -21,7 +21,7 @@ from phalanx.record.run import Run
 from phalanx.record.values import at, printable
 from phalanx.spec.facts.log import GrammarFacts, LogFacts, StepFacts
 from phalanx.spec.log import accounts
-from phalanx.spec.log.agree import Layouts, skew, skips_differ
+from phalanx.spec.log.agree import Formations, skew, skips_differ
 from phalanx.spec.log.feed import Feed, Tally
 from phalanx.spec.log.folder import has_provenance, launch_of, listens
 from phalanx.spec.log.lines import uncollected
@@ -50,9 +50,8 @@ class LogStream:
         self._begin()
 
     def _begin(self) -> None:
-        self._layouts = Layouts(_layout(self.run))
-        self._all = Counted(self._layouts)
-        self._told = Supervisor(self._layouts)
+        formations = Formations(_layout(self.run))
+        self._all, self._told = Counted(formations), Supervisor(formations)
         self._tally = Tally()
         self._supervisor = Feed(self.run.supervisor, self._shown, tally=self._tally)
         self._ranks: dict[int, RankLog] = {}
@@ -135,6 +134,7 @@ class LogStream:
             folder=self._shown,
             state=printable(self.run.status().get("state", ""), most=40),
             is_over=ended,
+            message=_first_line(self.run.status().get("message", "")),
             world=min(max(self.run.world() or 0, told.world if told else 0, len(self._ranks)), MOST_WORLD),
             ranks=tuple(self._ranks),
             wall_s=walked.ledger.wall_s if walked is not None else None,
@@ -171,12 +171,12 @@ class LogStream:
         return replace(
             made,
             monitor=self._all.monitors.facts(
-                ranks=sum("monitor" in one.kinds for one in ranks),
+                [one.monitor_gaps for one in ranks if "monitor" in one.kinds],
                 peak=max((one.peak_bytes for one in ranks), default=0.0),
                 retries=sum(retries) if retries else None,
                 energy_j=sum(one.meter.energy_j for one in ranks),
             ),
-            peers=self._all.peers.facts(ranks=sum("peers" in one.kinds for one in ranks)),
+            peers=self._all.peers.facts([one.peer_gaps for one in ranks if "peers" in one.kinds]),
             checkpoints=self._all.saves.facts(self.run, restores) if has_saves or made.steps is not None else None,
         )
 
@@ -249,6 +249,7 @@ class LogStream:
             ranks_missing=self._missing_ranks(made),
             secrets=self._all.secrets.count,
             secrets_spot=self._all.secrets.spot,
+            secrets_partial=self._all.secrets.is_partial,
             has_provenance=provenance,
         )
 
@@ -301,6 +302,11 @@ def read_log(run: Run, *, progress: Progress | None = None) -> LogFacts:
     stream = LogStream(run)
     stream.refresh(progress=progress)
     return stream.facts()
+
+
+def _first_line(text: object) -> str:
+    lines = str(text).splitlines() if isinstance(text, str) else []
+    return printable(lines[0], most=200) if lines else ""
 
 
 def _layout(run: Run) -> dict[str, object]:

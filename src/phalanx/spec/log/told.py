@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.record.events import Event
 from phalanx.record.values import at, integer, number, printable
-from phalanx.spec.log.agree import Layouts
+from phalanx.spec.log.agree import Formations
 from phalanx.spec.log.feed import Piece
 from phalanx.spec.log.grammar import Grammar
 from phalanx.spec.log.lines import Lines
@@ -24,8 +24,8 @@ MOST_HOSTS = 100_000
 class Supervisor:
     """Takes the lines of supervisor.jsonl, in order."""
 
-    def __init__(self, layouts: Layouts) -> None:
-        self._layouts = layouts
+    def __init__(self, known: Formations) -> None:
+        self._known = known
         self._hosts: dict[str, bool] = {}  # those that are there: whether they were looked at
         self.kinds: dict[str, int] = {}
         self.formations = self.preflights = self.refused = self.most_in_a_row = self.world = 0
@@ -48,7 +48,7 @@ class Supervisor:
             elif not grammar.breaks(event, piece.file, line):
                 self.kinds[kind] = self.kinds.get(kind, 0) + 1
                 self._event(kind, event, Spot(file=piece.file, line=line))
-            secrets.look_in([event], piece.file, line)
+            secrets.look_in([event], piece.file, [line])
 
     def _event(self, kind: str, event: Event, spot: Spot) -> None:
         if kind == "host":
@@ -59,6 +59,9 @@ class Supervisor:
             restore = restore_of(event, spot)
             if restore is not None:
                 self.restores.append(restore)
+            epoch, time_s = integer(event, "epoch"), number(event, "t")
+            if epoch is not None and time_s is not None:
+                self._known.begin(epoch, time_s)
         elif kind == "incident":
             self.most_in_a_row = max(self.most_in_a_row, integer(event, "in_a_row") or 1)
             self.failures.append((number(event, "t") or 0.0, number(event, "waited_s") or 0.0))
@@ -86,4 +89,4 @@ class Supervisor:
         self.world = max(self.world, integer(event, "world") or 0)
         epoch = integer(event, "epoch")
         if epoch is not None:
-            self._layouts.tell(epoch, at(event, "layout"))
+            self._known.tell(epoch, at(event, "layout"))

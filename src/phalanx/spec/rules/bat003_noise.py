@@ -8,6 +8,7 @@ from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import NoiseFacts
 from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
+from phalanx.spec.rules.tel_measured import steps_of
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
@@ -19,6 +20,12 @@ def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
         return unknown(
             "the log has no gradient noise scale", fix="train with two data ranks or two micro-batches a step"
         )
+    steps, least = steps_of(evidence.the_log), limits.number("least_steps")
+    if steps < least:
+        told = (
+            f"the batch is {evidence.the_job.batch.global_sequences:,} and the noise scale {noise.last:,.3g} sequences"
+        )
+        return exempt(f"{told} after {steps:,} steps: reported, not judged before {least:,.0f}")
     if noise.count < limits.number("least_count") or noise.last <= 0:
         return unknown(
             f"{noise.count} estimates of the noise scale, the last {noise.last:.3g}: too few, or no signal yet",
@@ -86,12 +93,14 @@ training the estimate is near zero.
 """,
     how="""
 `B / B_simple ≤ 1`, so that token efficiency `1 / (1 + B/B_simple)` is at least one half; B_simple is the last smoothed
-estimate of the log, of at least ten. Where it grew more than twofold since a tenth of the run and the job has no batch
+estimate of the log, of at least ten, in a run of 200 steps or more: before, it is reported and not judged, since it
+starts near zero and grows. Where it grew more than twofold since a tenth of the run and the job has no batch
 ramp, an information says so.
 """,
     limits={
         "most_ratio": Limit(value=1.0, unit="x", note="half of the token efficiency of a small batch: computed"),
         "most_growth": Limit(value=2.0, unit="x", note="growth of the noise scale without a ramp: house"),
+        "least_steps": Limit(value=200, unit="steps", note="before which the noise scale grows fast: house"),
         "least_count": Limit(value=10, unit="estimates", note="before the last one is believed: house"),
     },
     bad="""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from phalanx.plan.layout import Layout
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Edit, Outcome, exempt, failed, passed
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
@@ -18,18 +17,22 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     zero_bubble = layout.schedule == "zero-bubble"
     left = limits.number("zero_bubble_left") if zero_bubble else 1.0
     chunks, count = max(1, layout.virtual_pipeline), max(1, layout.accumulation)
+    fill = max(1, evidence.practice.pipeline_fill or count)
+    drained = fill < count  # several times a step: each time it fills again
+    count = min(count, fill)
     ratio = left * (layout.pipeline - 1) / (chunks * count)
     most = limits.number("most_ratio")
     shrunk = f"{left:.2f} × " if zero_bubble else ""
     formula = (
         f"{shrunk}(pp − 1) / (v · m) = {shrunk}({layout.pipeline} − 1) / ({chunks} × {count}) = {ratio:.3f}, "
         f"at most {most:g}",
+        *([f"drained after {count:,} of the {layout.accumulation:,} micro-batches of a step"] if drained else []),
     )
     told = f"the pipeline idles {ratio:.0%} of the time its micro-batches take"
     if ratio <= most:
         return passed(told, formula=formula, value=ratio, threshold=most)
     wanted = math.ceil(left * (layout.pipeline - 1) / (chunks * most)) if most > 0 else count
-    smaller = _micro(layout, wanted)
+    smaller = _micro(layout.micro_batch, count, wanted)
     return failed(
         f"{told}, more than {most:.0%}",
         formula=formula,
@@ -39,17 +42,25 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         impact=evidence.loses(
             ratio / (1 + ratio) - most / (1 + most), "idle stages, beside a bubble at the limit; other parts unchanged"
         ),
-        fix=f"{wanted:,} micro-batches a step: a smaller batch.micro, a larger batch, or fewer stages",
+        fix=_cure(evidence, wanted, drained=drained),
         edits=(Edit(key="batch.micro", value=smaller, safe=False, note=f"{wanted:,} micro-batches or more"),)
         if smaller
         else (),
     )
 
 
-def _micro(layout: Layout, wanted: int) -> int:
+def _cure(evidence: Evidence, wanted: int, *, drained: bool) -> str:
+    if not drained:
+        return f"{wanted:,} micro-batches a step: a smaller batch.micro, a larger batch, or fewer stages"
+    theirs = evidence.their_keys.get("batch.fill", "")
+    said = f" ({theirs})" if theirs else ""
+    return f"{wanted:,} micro-batches before it is drained{said}, smaller ones, or fewer stages"
+
+
+def _micro(size_now: int, count: int, wanted: int) -> int:
     """The largest smaller micro-batch that makes enough of them; 0 where there is none."""
-    share = layout.micro_batch * layout.accumulation
-    sizes = [size for size in range(1, layout.micro_batch) if share % size == 0 and share // size >= wanted]
+    share = size_now * count
+    sizes = [size for size in range(1, size_now) if share % size == 0 and share // size >= wanted]
     return max(sizes, default=0)
 
 
@@ -65,7 +76,8 @@ interleaved schedule. GPipe found the bubble negligible from m ≥ 4·pp micro-b
 Megatron's analysis gives (pp − 1)/(v·m) (arXiv:2104.04473). With 8 stages and 8 micro-batches 47 % of the step is idle.
 """,
     how="""
-`(pp − 1) / (v · m) ≤ 0.25`, m the micro-batches of a step on a data rank. A zero-bubble schedule leaves a third of it:
+`(pp − 1) / (v · m) ≤ 0.25`, m the micro-batches of a step on a data rank, or those after which a trainer drains its
+pipeline (torchtitan: of a local batch). A zero-bubble schedule leaves a third of it:
 `(F + B − W)` of `(F + B + W)` with the three alike (arXiv:2401.10241).
 """,
     limits={

@@ -13,7 +13,10 @@ from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, 
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.lengths import job_s
 from phalanx.spec.rules.measuring import unmeasured_rate
+from phalanx.spec.rules.unsaid import unsaid
 from phalanx.units import format_seconds
+
+KEY = "checkpoint.interval_s"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +43,10 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     numbers = planned(plan)
     if log is not None:
         numbers = measured(evidence, log, limits) or numbers
+    if missing := unsaid(evidence, KEY, f"how often {evidence.practice.trainer} saves"):
+        return (missing, *_grace(evidence, limits))
+    if evidence.practice.saves is False:
+        return (_never(evidence, numbers), *_grace(evidence, limits))
     return (_interval(evidence, limits, numbers), *_grace(evidence, limits))
 
 
@@ -117,6 +124,32 @@ def _interval(evidence: Evidence, limits: Limits, n: Numbers) -> Outcome:
         severity="error" if wrong else "warning",
         impact=evidence.loses(now - best, "checkpoints and work redone, beside those at the optimum"),
         edits=(Edit(key="checkpoint.interval_s", value=max(1, round(best_s)), safe=True, note="Daly's optimum"),),
+    )
+
+
+def _never(evidence: Evidence, n: Numbers) -> Outcome:
+    """Checkpoints are off: a failure costs all work so far, and at the end nothing is kept."""
+    told = "checkpoints are off: a failure costs all work so far, and the end keeps nothing"
+    theirs = evidence.their_keys.get(KEY)
+    turn_on = f"turn them on ({theirs})" if theirs else "turn them on"
+    if not (n.mtbf_s > 0 and 0 <= n.length_s < math.inf and math.isfinite(n.best_s)):
+        note = Impact(note="how long the job takes, or how often a host fails, is no number")
+        return failed(told, at=KEY, severity="warning", impact=note, fix=turn_on)
+    length_s, best_s = n.length_s, n.best_s
+    now = overhead(0.0, length_s, n.mtbf_s)
+    return failed(
+        told,
+        formula=(
+            n.rate,
+            f"{format_seconds(length_s)} of work; half of it at a failure: {min(1.0, now):.2%} of the time",
+        ),
+        value=length_s,
+        threshold=best_s,
+        unit="s",
+        at=KEY,
+        severity="error" if length_s > best_s else "warning",
+        impact=evidence.loses(now, "work redone from the start"),
+        fix=f"{turn_on}; the optimum is every {_told(best_s)}" if length_s > best_s else turn_on,
     )
 
 
@@ -210,8 +243,8 @@ your own rate, `fault.failures_per_host_day`, is better than either.
     how="""
 `τ* = √(2δM)·[1 + ⅓√(δ/2M) + δ/(18M)] − δ`, `M = 86400 / (hosts · λ)`, never shorter than a checkpoint takes to be
 written. A warning where τ/τ* leaves [½, 2], an error where it leaves [¼, 4]; τ is never longer than the job, and a job
-shorter than τ* needs its last checkpoint only. In a run δ is what it measured (from three saves on), M what it saw (from five failures on that
-copies in memory did not mend). A warning where step + staging + writing > `fault.grace_s`.
+shorter than τ* needs its last checkpoint only. In a run δ is what it measured (from three saves on), M what it saw
+(from five failures on that copies in memory did not mend). A warning where step + staging + writing > `fault.grace_s`.
 """,
     limits={
         "warn_ratio": Limit(value=2.0, unit="x", note="25 % more overhead than at the optimum: computed"),

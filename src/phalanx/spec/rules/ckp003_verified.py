@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 from phalanx.spec.evidence import Evidence
-from phalanx.spec.outcome import Edit, Impact, Outcome, failed, passed, unknown
+from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.ckp_drills import drilled, is_asked
+from phalanx.spec.rules.unsaid import unsaid
 from phalanx.units import format_seconds
 
 WRONG = Impact(note="a flipped bit is trained on and never seen; what it costs cannot be told")
@@ -24,8 +25,10 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 def _kept(evidence: Evidence, limits: Limits) -> Outcome:
     key, keep, least = "checkpoint.keep", evidence.the_job.checkpoint.keep, limits.number("least_kept")
-    if not evidence.stated(key):
-        return unknown(f"nothing says how many checkpoints {evidence.practice.trainer} keeps", fix=f"set {key}", at=key)
+    if evidence.practice.saves is False:
+        return exempt("checkpoints are off: there are none to keep")
+    if missing := unsaid(evidence, key, f"how many checkpoints {evidence.practice.trainer} keeps"):
+        return missing
     if keep >= least:
         return passed(f"the newest {keep:,} checkpoints are kept", value=keep, threshold=least, at=key)
     return failed(

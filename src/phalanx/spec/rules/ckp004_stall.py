@@ -9,12 +9,18 @@ from phalanx.spec.facts.log import CheckpointFacts
 from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.lengths import job_s
+from phalanx.spec.rules.unsaid import unsaid
 from phalanx.units import format_bytes
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """Stall and backlog, measured where the run has saved often enough; then room on disk and in memory."""
     seen = evidence.log.checkpoints if evidence.log is not None else None
+    missing = unsaid(evidence, "checkpoint.interval_s", f"how often {evidence.practice.trainer} saves")
+    if missing is not None:
+        return (missing, *_disk(evidence, limits, seen), *_memory(evidence, limits))
+    if evidence.practice.saves is False:
+        return (exempt("checkpoints are off, and nothing waits for them: CKP001 says what that costs"),)
     times = _measured(seen, limits) or _planned(evidence)
     if times is None:
         rest: tuple[Outcome, ...] = (

@@ -166,7 +166,9 @@ checked: Phalanx replaces single ranks.
             note="a fast domain of so many, in several hosts, falls as one (NVL36, NVL72): house",
         ),
         "memory_ratio": Limit(
-            value=1.0, unit="x", note="age of a copy in memory over the disk's interval, beyond which it is none: computed"
+            value=1.0,
+            unit="x",
+            note="age of a copy in memory over the disk's interval, beyond which it is none: computed",
         ),
         "persistent_ratio": Limit(value=10.0, unit="x", note="of the disk's interval over Daly's optimum: house"),
     },

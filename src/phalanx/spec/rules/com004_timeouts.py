@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 
-from phalanx.plan.timeouts import bounded, steady_timeout_s
+from phalanx.plan.timeouts import MOST_S, bounded, steady_timeout_s
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.margin import MARGIN, beyond
 from phalanx.spec.rules.measuring import unmeasured
+from phalanx.spec.rules.unsaid import unsaid
 from phalanx.units import DAY_S
 
 
@@ -21,6 +22,8 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _first(evidence: Evidence, limits: Limits) -> Outcome:
+    if missing := unsaid(evidence, "comm.init_timeout_s", f"how long {evidence.practice.trainer} waits at the start"):
+        return missing
     set_s, most_s = evidence.the_job.comm.init_timeout_s, limits.number("init_most_s")
     told = f"until steps are steady a rank waits {set_s:g} s for another"
     if set_s < limits.number("init_least_s"):
@@ -56,7 +59,10 @@ def _hasty(told: str, set_s: float, limits: Limits) -> Outcome:
 
 
 def _steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    if (missing := unmeasured(evidence, "how long to wait for a step")) is not None:
+    who = evidence.practice.trainer
+    missing = unsaid(evidence, "train.timeout_s", f"how long {who} waits for a rank in a steady step")
+    missing = missing or unmeasured(evidence, "how long to wait for a step")
+    if missing is not None:
         return (missing,)
     step_s, source = _step(evidence)
     written = evidence.the_job.train.timeout_s
@@ -112,7 +118,13 @@ def _step(evidence: Evidence) -> tuple[float | None, str]:
 
 
 def _too_long(
-    evidence: Evidence, limits: Limits, told: str, set_s: float, most_s: float, wanted_s: float, formula: tuple[str, ...]
+    evidence: Evidence,
+    limits: Limits,
+    told: str,
+    set_s: float,
+    most_s: float,
+    wanted_s: float,
+    formula: tuple[str, ...],
 ) -> Outcome:
     return failed(
         f"{told}, more than {most_s:.4g}",
@@ -145,7 +157,9 @@ def _too_short(
 
 
 def _edit(wanted_s: float) -> Edit:
-    return Edit(key="train.timeout_s", value=round(wanted_s), safe=True, note="five steps, from 30 to 120 s")
+    """Whole seconds, on the side that is allowed: five steps or more; a step longer than the bound, no more than it."""
+    whole_s = math.ceil(wanted_s) if wanted_s < MOST_S else math.floor(wanted_s)
+    return Edit(key="train.timeout_s", value=whole_s, safe=True, note="five steps, from 30 to 120 s")
 
 
 def _per_failure(evidence: Evidence, late_s: float) -> Impact:
@@ -171,11 +185,11 @@ table 3). Ten minutes instead of 90 s cost 0.3 points of effective time on 1,024
 wrong as well: a network card that flaps comes back within seconds (MegaScale, arXiv:2402.15627).
 """,
     how="""
-`30 ≤ comm.init_timeout_s ≤ 300` (from 5 s on CPUs) covers start and compilation. `train.timeout_s` lies between `clamp(5 · step, 30 s, 120 s)`
-and 120 s; the step is the 99th percentile of the log's steady ones (the first five of a formation left out), or the
-slow end of the plan's interval before there is a log. `"auto"` is that clamp. A step longer than 120 s moves the upper
-bound to one step (house). Too short is an error below 30 s or below one step, else a warning; too long is a warning up to a
-tenth beyond the bound. CPU ranks may give up after 5 s.
+`30 ≤ comm.init_timeout_s ≤ 300` (from 5 s on CPUs) covers start and compilation. `train.timeout_s` lies between
+`clamp(5 · step, 30 s, 120 s)` and 120 s; the step is the 99th percentile of the log's steady ones (the first five of a
+formation left out), or the slow end of the plan's interval before there is a log. `"auto"` is that clamp. A step longer
+than 120 s moves the upper bound to one step (house). Too short is an error below 30 s or below one step, else a
+warning; too long is a warning up to a tenth beyond the bound. CPU ranks may give up after 5 s.
 """,
     limits={
         "init_most_s": Limit(value=300.0, unit="s", note="torchtitan's start timeout"),

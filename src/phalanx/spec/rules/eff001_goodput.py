@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from phalanx.plan.plan import Plan
+from phalanx.plan.reliability import effective_time
 from phalanx.spec.evidence import Evidence
-from phalanx.spec.outcome import Outcome, exempt, failed, passed, unknown
+from phalanx.spec.outcome import Impact, Outcome, Spot, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
+from phalanx.spec.rules.lengths import capped_s, job_s
+from phalanx.spec.rules.margin import MARGIN, below
+from phalanx.spec.rules.measuring import unmeasured_rate
 from phalanx.spec.rules.tel_measured import file_of, known, still_reading, wall_s
+from phalanx.spec.rules.unsaid import unsaid
 from phalanx.units import HOUR_S, format_seconds
 
 NOT_JUDGED = 0.0
+FAILED = "failed"
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
@@ -16,8 +23,9 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     if evidence.plan is None and evidence.log is None:
         return (_no_plan(evidence),)
     planned = () if evidence.plan is None else (_predicted(evidence, limits),)
-    measured = () if evidence.log is None else (_measured(evidence, limits), _worst_hour(evidence, limits))
-    return (*planned, *measured)
+    if evidence.log is None:
+        return planned
+    return (*planned, *_ended(evidence), _measured(evidence, limits), _worst_hour(evidence, limits))
 
 
 def _no_plan(evidence: Evidence) -> Outcome:
@@ -28,30 +36,77 @@ def _no_plan(evidence: Evidence) -> Outcome:
     return unknown("neither a plan nor a run says how much of the time trains", fix="name a cluster, or a run")
 
 
+def _ended(evidence: Evidence) -> tuple[Outcome, ...]:
+    """A run that failed has no effective time after that, however long or short it was."""
+    log = evidence.the_log
+    if log.state != FAILED:
+        return ()
+    return (
+        failed(
+            f"the run ended as failed: {log.message or 'its status does not say why'}",
+            value=log.state,
+            threshold="done",
+            at=Spot(file=f"{log.folder}/status.json"),
+            impact=Impact(note="the rest of the job was not done, and what was not saved is lost"),
+            fix="mend what it says; phalanx train --resume RUN goes on from the last checkpoint",
+        ),
+    )
+
+
 def _predicted(evidence: Evidence, limits: Limits) -> Outcome:
     r, target = evidence.the_plan.reliability, limits.number("target")
-    value = known(r.effective_time)
+    value, formula = _expected(evidence.the_plan)
     if value is None:
         return unknown("the plan's effective time is not a number", fix="plan the job again: phalanx plan JOB")
     if target <= NOT_JUDGED:
         return exempt(f"{value:.1%} predicted: reported, not judged on {evidence.profile.name}")
-    formula = (
-        f"(1 - (lost {r.lost_s:,.0f} s + interval {r.interval_s:,.0f} s / 2) / MTBF {r.mtbf_s:,.0f} s)"
-        f" / (1 + blocked {r.blocking_s:.3g} s / {r.interval_s:,.0f} s) = {value:.3f}",
-    )
+    if (missing := unmeasured_rate(evidence)) is not None:
+        return missing
     told = f"{value:.1%} of the time is predicted to train, {target:.0%} is the target of {evidence.scaling.name}"
+    if evidence.the_plan.job.fault.recovery == "stop":
+        told += "; somebody starts it again after each failure (FLT003)"
     if value >= target:
-        return passed(told, formula=formula, value=value, threshold=target)
+        what = f"how often {evidence.practice.trainer} saves; at the optimum {value:.1%} of the time would train"
+        missing = unsaid(evidence, "checkpoint.interval_s", what)
+        return missing or passed(told, formula=formula, value=value, threshold=target)
     return failed(
         told,
         formula=formula,
         value=value,
         threshold=target,
         at="fault.restart_s",
+        severity=below(value, target, limits),
         impact=evidence.loses(target - value, "up to the target of the class"),
-        fix=f"of each failure {r.lost_s:,.0f} s are lost beside work redone: lower fault.detect_s and fault.restart_s"
-        " to what drills measure, keep copies in memory (checkpoint.memory_every), or keep spares",
+        fix=f"of each failure {r.lost_s:,.0f} s are lost, and {capped_s(evidence.the_plan) / 2:,.0f} s of work are redone: "
+        f"{_cheaper(evidence.the_plan)}",
     )
+
+
+def _expected(plan: Plan) -> tuple[float | None, tuple[str, ...]]:
+    """The plan's effective time; of a job that ends within an interval, without a save to wait for but the last."""
+    r, length_s = plan.reliability, job_s(plan)
+    if not r.interval_s > length_s:
+        formula = (
+            f"(1 - (lost {r.lost_s:,.0f} s + interval {r.interval_s:,.0f} s / 2) / MTBF {r.mtbf_s:,.0f} s)"
+            f" / (1 + blocked {r.blocking_s:.3g} s / {r.interval_s:,.0f} s) = {r.effective_time:.3f}"
+        )
+        return known(r.effective_time), (formula,)
+    if not (r.mtbf_s > 0 and length_s > 0):
+        return known(r.effective_time), ()
+    value = effective_time(0.0, length_s, r.mtbf_s, lost_s=min(r.lost_s, length_s))
+    lost = f"lost {r.lost_s:,.0f} s + job {length_s:,.0f} s / 2"
+    return known(value), (f"1 - ({lost}) / MTBF {r.mtbf_s:,.0f} s = {value:.3f}: it ends within an interval",)
+
+
+def _cheaper(plan: Plan) -> str:
+    """What is left to do: the interval where it is far from the optimum, copies where there are none."""
+    r, wanted = plan.reliability, []
+    if r.interval_s > 2 * r.optimal_interval_s:
+        wanted.append(f"checkpoint every {r.optimal_interval_s:,.0f} s (CKP001)")
+    if r.memory_every <= 0:
+        wanted.append("keep copies in memory (checkpoint.memory_every)")
+    wanted.append("lower fault.detect_s and fault.restart_s to what drills measure")
+    return ", ".join(wanted)
 
 
 def _measured(evidence: Evidence, limits: Limits) -> Outcome:
@@ -78,6 +133,7 @@ def _measured(evidence: Evidence, limits: Limits) -> Outcome:
         value=value,
         threshold=target,
         at=file_of(log),
+        severity=below(value, target, limits),
         impact=evidence.loses(target - value, "up to the target of the class"),
         fix=f"the ledger names the accounts: {_dearest(evidence)}",
     )
@@ -123,9 +179,11 @@ ByteRobust watches a sliding hour beside it.
 """,
     how="""
 Predicted: `E[ETTR] = (1 - (D + R + W + τ/2) / M) / (1 + δ/τ)` of the plan. Measured: seconds of steps that stayed over
-the wall clock, from the ledger. Both at least 0.95 up to 4,096 devices, 0.90 up to 32,768, 0.80 beyond; 0.93 on TPUs.
-No hour below 0.5, unless an incident is still open. Runs shorter than an hour are reported, not judged: their start and
-end weigh too much. cpu-gloo is reported, not judged: these are machines to learn and to test on.
+the wall clock, from the ledger. Both at least 0.95 up to 4,096 devices, 0.90 up to 32,768, 0.80 beyond; 0.93 on TPUs. A
+warning where at most a tenth more is lost than may be. A job that ends within a checkpoint interval is taken to have no
+save but its last: `1 - (D + R + W + T/2) / M`. A run that ended as failed is an error, whatever its share and on any
+hardware. No hour below 0.5, unless an incident is still open. Runs shorter than an hour are reported, not judged: their
+start and end weigh too much. cpu-gloo is reported, not judged: these are machines to learn and to test on.
 """,
     limits={
         "target": Limit(
@@ -134,6 +192,7 @@ end weigh too much. cpu-gloo is reported, not judged: these are machines to lear
             profiles={"tpu": 0.93, "cpu-gloo": 0.0},
             note="least effective time: Llama 3, MegaScale, ByteRobust, FT-HSDP; TPU: Gemini 2.5; 0 is not judged",
         ),
+        "margin": MARGIN,
         "hour": Limit(
             value=0.5, profiles={"cpu-gloo": 0.0}, note="least of any hour: house, after ByteRobust's sliding hour"
         ),

@@ -87,7 +87,9 @@ def _hasty(evidence: Evidence, told: str, least: float, limits: Limits) -> Outco
         unit="s",
         at="fault.dead_after_s",
         impact=Impact(note="healthy ranks are ended; below one heartbeat the run takes no step at all"),
-        edits=(Edit(key="fault.dead_after_s", value=int(limits.number("dead_after_s")), safe=True, note="the default"),),
+        edits=(
+            Edit(key="fault.dead_after_s", value=int(limits.number("dead_after_s")), safe=True, note="the default"),
+        ),
     )
 
 
@@ -137,9 +139,9 @@ for NCCL and 1800 s for gloo. From 10 minutes to 90 s is worth 0.3 points of eff
 """,
     how="""
 `heartbeat <= 5 s` (a habit of the trainer), `4 heartbeats <= fault.dead_after_s <= 30 s` (Phalanx beats every 0.25 s),
-and `p95(detection) <= 30 s` over the failures of the run, or over drills of this version and profile where the run had none. Before a run, and for a run in
-which nothing fell, the first two settle it. On CPUs what was measured must be within 10 s: nothing there takes longer. Up to
-a tenth beyond a bound is a warning.
+and `p95(detection) <= 30 s` over the failures of the run, or over drills of this version and profile where the run had
+none. Before a run, and for a run in which nothing fell, the first two settle it. On CPUs what was measured must be
+within 10 s: nothing there takes longer. Up to a tenth beyond a bound is a warning.
 """,
     limits={
         "heartbeat_s": Limit(value=5.0, unit="s", note="NVIDIA resiliency extension's check interval"),

@@ -111,7 +111,9 @@ def _waiting(evidence: Evidence, repair_s: float, have: int) -> Impact:
     away = repair_s / r.mtbf_s  # hosts that are away at a time, on average
     wait_s = repair_s / (have + 1) * _at_least(have, away)
     apart = format_seconds(r.mtbf_s)
-    return evidence.loses(wait_s / (r.mtbf_s + wait_s), f"{note}, {format_seconds(wait_s)} a failure, one every {apart}")
+    return evidence.loses(
+        wait_s / (r.mtbf_s + wait_s), f"{note}, {format_seconds(wait_s)} a failure, one every {apart}"
+    )
 
 
 def _at_least(count: int, mean: float) -> float:

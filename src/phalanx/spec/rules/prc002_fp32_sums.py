@@ -5,6 +5,7 @@ from __future__ import annotations
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Edit, Impact, Outcome, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
+from phalanx.spec.rules.unsaid import unsaid
 
 RECIPES = {
     "bf16": "DeepSeek-V3 kept both moments in bf16 beside fp32 master weights (arXiv:2412.19437)",
@@ -25,6 +26,10 @@ def _gradients(evidence: Evidence, limits: Limits) -> Outcome:
     kind = "fp32" if precision.compute == "fp32" else precision.grad_reduce
     if kind in limits.words("reduce_formats"):
         return passed(f"gradients are summed in {kind}", value=kind, threshold="fp32", at="precision.grad_reduce")
+    who = evidence.practice.trainer
+    if missing := unsaid(evidence, "precision.grad_reduce", f"in which format {who} sums gradients"):
+        return missing
+    kind = evidence.practice.sums_in or kind  # fp16: the job schema has no word for it
     if evidence.plan is None:
         return unknown(
             f"gradients are summed in {kind}; without a plan nobody knows over how many terms",
@@ -39,8 +44,7 @@ def _gradients(evidence: Evidence, limits: Limits) -> Outcome:
     if terms <= limits.number("most_terms"):
         return passed(f"{kind} gradients of a single term", formula=formula, value=terms, at="precision.grad_reduce")
     declared = layout.compression != "none"
-    kind = _sixteen(evidence, kind)
-    bits = BITS[kind]
+    bits = BITS.get(kind, 8)
     return failed(
         f"gradients are summed in {kind} over {terms:,} terms",
         formula=(
@@ -57,14 +61,11 @@ def _gradients(evidence: Evidence, limits: Limits) -> Outcome:
     )
 
 
-def _sixteen(evidence: Evidence, kind: str) -> str:
-    """The job file's word for sums in 16 bits is bf16; a trainer that computes in fp16 sums in fp16."""
-    return "fp16" if kind == "bf16" and evidence.the_job.precision.compute == "fp16" else kind
-
-
 def _moments(evidence: Evidence, limits: Limits) -> Outcome:
     job = evidence.the_job
     kind, at = job.precision.optimizer_state, "precision.optimizer_state"
+    if missing := unsaid(evidence, at, f"in which format {evidence.practice.trainer} keeps moments"):
+        return missing
     if job.optim.name == "adamw8bit":
         return passed("8-bit moments by a named recipe: block-wise 8-bit Adam, arXiv:2110.02861", value="int8", at=at)
     if job.optim.name == "adafactor" or kind in limits.words("moment_formats"):
@@ -84,6 +85,10 @@ def _moments(evidence: Evidence, limits: Limits) -> Outcome:
 
 def _weights(evidence: Evidence, limits: Limits) -> Outcome:
     precision, at = evidence.the_job.precision, "precision.master_weights"
+    if precision.compute != "fp32" and (
+        missing := unsaid(evidence, at, f"whether {evidence.practice.trainer} updates weights in fp32")
+    ):
+        return missing
     if precision.compute == "fp32" or precision.master_weights or not limits.flag("needs_master"):
         return passed("the weights that are updated are fp32", value=True, threshold=True, at=at)
     return failed(
@@ -100,8 +105,9 @@ def _weights(evidence: Evidence, limits: Limits) -> Outcome:
 def _spacing(kind: str) -> str:
     bits = BITS[kind]
     low, high = 2.0 ** -(bits + 1), 2.0**-bits
-    return f"half the spacing of {kind} is 2^-{bits + 1} to 2^-{bits} of a weight ({low:.2%} to {high:.2%}): smaller " + (
-        "updates are lost"
+    return (
+        f"half the spacing of {kind} is 2^-{bits + 1} to 2^-{bits} of a weight ({low:.2%} to {high:.2%}): smaller "
+        + ("updates are lost")
     )
 
 
@@ -114,11 +120,11 @@ RULE = Rule(
     requirement="Gradients are accumulated and reduced in fp32; master weights and moments are fp32 unless "
     "a named recipe says otherwise.",
     why="""
-A sum in bf16 keeps 8 bits: adding 256 equal terms one by one stops growing, whatever comes after. torchtitan allows
-no other format than fp32 for the reduction (`mixed_precision_reduce: Literal["float32"]`), Megatron-LM has
+A sum in bf16 keeps 8 bits: adding 256 equal terms one by one stops growing, whatever comes after. torchtitan allows no
+other format than fp32 for the reduction (`mixed_precision_reduce: Literal["float32"]`), Megatron-LM has
 `--accumulate-allreduce-grads-in-fp32`. The same holds for the weights: an update below half of the spacing of the
-format is lost, and with bf16 that is every update below 0.2 to 0.4 % of a weight (fp16: 0.02 to 0.05 %). Moments are forgiving: published
-recipes keep them in bf16 (DeepSeek-V3) or in blocks of 8 bits (8-bit Adam), so they warn.
+format is lost, and with bf16 that is every update below 0.2 to 0.4 % of a weight (fp16: 0.02 to 0.05 %). Moments are
+forgiving: published recipes keep them in bf16 (DeepSeek-V3) or in blocks of 8 bits (8-bit Adam), so they warn.
 """,
     how="""
 `grad_reduce ∈ {fp32}` where data · context · accumulation > 1 (a warning where compression of gradients is declared:

@@ -12,7 +12,7 @@ SPARED = "embeddings, norms, head and router"
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """Is it there, is it kept away from what it hurts, was it shown to learn as well."""
-    supported = _supported(evidence)
+    supported = _lacking(evidence, limits) or _supported(evidence)
     if evidence.the_job.precision.compute not in limits.words("narrow_formats") or supported.verdict == "fail":
         return (supported,)
     return (supported, _spares(evidence), _parity(evidence, limits))
@@ -44,6 +44,22 @@ def _parity(evidence: Evidence, limits: Limits) -> Outcome:
         at="precision.compute",
         impact=Impact(note="not time: the model learns less from the same tokens"),
         edits=(Edit(key="precision.compute", value="bf16", safe=False, note="until parity is shown"),),
+    )
+
+
+def _lacking(evidence: Evidence, limits: Limits) -> Outcome | None:
+    """Of devices in the catalogue that have no bf16, whatever their profile lists."""
+    kind = evidence.the_job.precision.compute
+    accelerator = evidence.plan.cluster.accelerator if evidence.plan is not None else None
+    if kind != "bf16" or accelerator is None or accelerator.family not in limits.words("without_bf16"):
+        return None
+    return failed(
+        f"{accelerator.name} ({accelerator.family}) does not multiply in bf16",
+        value=kind,
+        threshold="fp16, fp32",
+        at="precision.compute",
+        impact=Impact(note="the job does not start, or computes in fp32 at an eighth of the rate it was planned with"),
+        edits=(Edit(key="precision.compute", value="fp16", safe=False, note="with dynamic loss scaling: PRC001"),),
     )
 
 
@@ -106,19 +122,24 @@ RULE = Rule(
     requirement="A format of matrix products is one the hardware has; 8- and 4-bit ones spare sensitive "
     "modules and have shown parity.",
     why="""
-fp8 is in Hopper, Blackwell and CDNA 3, fp4 in Blackwell alone; A100, TPU before v7 and CPUs multiply in neither.
-DeepSeek-V3 trained in fp8 with embedding, head, norms, gates and attention left in bf16 or fp32, and accepted it
-because the loss of two smaller models stayed within 0.25 % of bf16. A model that went through a format nobody
-compared cannot be told from one that learnt less.
+bf16 came to NVIDIA's tensor cores with Ampere: V100 and T4 have fp16 only. fp8 is in Hopper, Blackwell and CDNA 3, fp4
+in Blackwell alone; A100, TPU before v7 and CPUs multiply in neither. DeepSeek-V3 trained in fp8 with embedding, head,
+norms, gates and attention left in bf16 or fp32, and accepted it because the loss of two smaller models stayed within
+0.25 % of bf16. A model that went through a format nobody compared cannot be told from one that learnt less.
 """,
     how="""
-`precision.compute ∈ formats(profile)`. For fp8 and fp4 also: the trainer spares embeddings, norms, head and router
-(its documentation or code), and parity: `loss / loss_bf16 − 1 ≤ 0.25 %` of two runs that differ in nothing else,
-named with `--parity RUN RUN`. Runs of a smaller model count; without any that part is `unknown`.
+`precision.compute ∈ formats(profile)`, and no bf16 on devices of the families volta and turing. For fp8 and fp4 also:
+the trainer spares embeddings, norms, head and router (its documentation or code), and parity: `loss / loss_bf16 − 1 ≤
+0.25 %` of two runs that differ in nothing else, named with `--parity RUN RUN`. Runs of a smaller model count; without
+any that part is `unknown`.
 """,
     limits={
         "most_gap": Limit(
             value=0.0025, note="relative loss over that of bf16: DeepSeek-V3, arXiv:2412.19437 section 3.3"
+        ),
+        "without_bf16": Limit(
+            value=("volta", "turing"),
+            note="families whose tensor cores have fp16 and no bf16 (V100, T4): NVIDIA's datasheets, recalled",
         ),
         "narrow_formats": Limit(value=("fp8", "fp4"), note="formats that need parity: arXiv:2412.19437 section 3.3"),
     },

@@ -6,6 +6,7 @@ from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import LogFacts
 from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
+from phalanx.spec.rules.margin import MARGIN, beyond
 from phalanx.spec.rules.tel_measured import file_of, known, steps_of, still_reading, too_young, why_no_noise
 
 BLIND = Impact(note="costs no time by itself; what goes wrong unseen is found by whoever pays for it")
@@ -60,6 +61,8 @@ def _interval(evidence: Evidence, limits: Limits) -> Outcome:
     interval_s, most = evidence.the_job.telemetry.interval_s, limits.number("device_s")
     told = f"devices are sampled every {interval_s:g} s"
     formula = (f"telemetry.interval_s = {interval_s:g} s <= {most:g} s",)
+    if interval_s < limits.number("least_s"):
+        return _too_often("telemetry.interval_s", interval_s, most, told, limits)
     if interval_s <= most:
         return passed(told, formula=formula, value=interval_s, threshold=most, unit="s")
     return failed(
@@ -69,8 +72,25 @@ def _interval(evidence: Evidence, limits: Limits) -> Outcome:
         threshold=most,
         unit="s",
         at="telemetry.interval_s",
+        severity=beyond(interval_s, most, limits),
         impact=BLIND,
         edits=(Edit(key="telemetry.interval_s", value=round(most), safe=True, note="the slowest allowed"),),
+    )
+
+
+def _too_often(key: str, value_s: float, most: float, told: str, limits: Limits) -> Outcome:
+    """A thread that never rests takes the core that feeds the device."""
+    least = limits.number("least_s")
+    return failed(
+        f"{told}, more often than every {least:g} s",
+        formula=(f"{key} = {value_s:g} s < {least:g} s",),
+        value=value_s,
+        threshold=least,
+        unit="s",
+        at=key,
+        severity="warning",
+        impact=Impact(note="a core of every rank, and a log that grows by as much: TEL006 measures the cost in a run"),
+        edits=(Edit(key=key, value=min(10, round(most)), safe=True, note="often enough"),),
     )
 
 
@@ -79,6 +99,8 @@ def _pings(evidence: Evidence, limits: Limits) -> Outcome:
     if evidence.plan is not None and evidence.devices < 2:
         return exempt("one rank has no peers")
     told = f"peer latency is reported every {every_s:g} s" if every_s else "peer latency is never measured"
+    if 0 < every_s < limits.number("least_s"):
+        return _too_often("telemetry.peers_every_s", every_s, most, told, limits)
     if 0 < every_s <= most:
         formula = (f"0 < telemetry.peers_every_s = {every_s:g} s <= {most:g} s",)
         return passed(told, formula=formula, value=every_s, threshold=most, unit="s")
@@ -89,6 +111,7 @@ def _pings(evidence: Evidence, limits: Limits) -> Outcome:
         threshold=most,
         unit="s",
         at="telemetry.peers_every_s",
+        severity=beyond(every_s, most, limits) if every_s > 0 else None,
         impact=BLIND,
         edits=(Edit(key="telemetry.peers_every_s", value=min(30, round(most)), safe=True, note="the default"),),
     )
@@ -122,7 +145,7 @@ def _devices(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
     if log.monitor is None:
         return _absent(log, "samples of the devices", "`monitor`", most)
     few = _too_few(evidence, log, log.monitor.ranks, "samples of the devices", limits)
-    return few or _rhythm(log, "devices are sampled", log.monitor.gap_s, most)
+    return few or _rhythm(log, "devices are sampled", log.monitor.gap_s, most, limits)
 
 
 def _peers(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
@@ -140,7 +163,7 @@ def _peers(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
             fix="let UDP between the hosts pass (docs/telemetry.md, peer latency)",
         )
     few = _too_few(evidence, log, log.peers.ranks, "reports of peer latency", limits)
-    return few or _rhythm(log, "peer latency is reported", log.peers.gap_s, most)
+    return few or _rhythm(log, "peer latency is reported", log.peers.gap_s, most, limits)
 
 
 def _noise(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
@@ -225,7 +248,7 @@ def _too_few(evidence: Evidence, log: LogFacts, found: int, what: str, limits: L
     )
 
 
-def _rhythm(log: LogFacts, told: str, gap_s: float | None, most: float) -> Outcome:
+def _rhythm(log: LogFacts, told: str, gap_s: float | None, most: float, limits: Limits) -> Outcome:
     gap = known(gap_s)
     if gap is None:
         return passed(f"{told}, once in each formation", threshold=most, unit="s")
@@ -239,6 +262,7 @@ def _rhythm(log: LogFacts, told: str, gap_s: float | None, most: float) -> Outco
         threshold=most,
         unit="s",
         at=file_of(log),
+        severity=beyond(gap, most, limits),
         impact=BLIND,
         fix="shorten [telemetry] interval_s or peers_every_s; where they are short, the host was too busy to look",
     )
@@ -257,14 +281,19 @@ device hours were lost to it (arXiv:2505.05713). Ten seconds is what MLflow samp
 DCGM does (1 s); a minute between pings is enough to see a link that flaps for longer than a step.
 """,
     how="""
-Before a run: `telemetry.interval_s <= 10`, `0 < telemetry.peers_every_s <= 60` (with two ranks or more); for another
-trainer, the series it is documented to write. Of a run: a `step` event for every step; p99 of the distance between
-samples of a rank `<= 2 x 10 s`, between reports of peer latency `<= 2 x 60 s`, between values of the noise
-`<= 100 steps`; each on 99 % of the ranks (from class S4 on, of the hosts: they may sum up); no event breaks the schema.
-Gradient noise is not asked of layouts that cannot have it: context ranks, or one micro-batch on one data rank.
+Before a run: `0.1 <= telemetry.interval_s <= 10`, `0.1 <= telemetry.peers_every_s <= 60` (with two ranks or more), a
+warning up to a tenth beyond and below 0.1 s; for another trainer, the series it is documented to write. Of a run: a
+`step` event for every step; p99 of the distance between samples of a rank `<= 2 x 10 s`, between reports of peer
+latency `<= 2 x 60 s`, between values of the noise `<= 100 steps`; each on 99 % of the ranks (from class S4 on, of the
+hosts: they may sum up); no event breaks the schema. Gradient noise is not asked of layouts that cannot have it: context
+ranks, or one micro-batch on one data rank.
 """,
     limits={
         "device_s": Limit(value=10.0, unit="s", note="between samples of a device: MLflow's default, read"),
+        "least_s": Limit(
+            value=0.1, unit="s", note="between samples or reports; more often costs what it measures: house"
+        ),
+        "margin": MARGIN,
         "peers_s": Limit(value=60.0, unit="s", note="between reports of peer latency: the source document of the spec"),
         "noise_steps": Limit(value=100, unit="steps", note="between values of the gradient noise: house"),
         "gap_ratio": Limit(value=2.0, unit="x", note="p99 of the distance over the interval: one sample may be missed"),
