@@ -194,6 +194,7 @@ def _write_rank(run: Run, rank: int, script: _Script, rng: np.random.Generator, 
     lines: list[str] = []
     shared = np.random.default_rng(7).standard_normal(script.steps)
     due = [BEGAN_S + MONITOR_S, BEGAN_S + PEERS_S]
+    means: dict[int, tuple[float, float, float]] = {}
     for (t, event, fields), chance in zip(script.acts, noise, strict=True):
         while monitor and due[0] <= t:
             lines.append(_line("monitor", due[0], rank, _monitor(due[0], float(chance[3]), script.ranks)))
@@ -203,6 +204,7 @@ def _write_rank(run: Run, rank: int, script: _Script, rng: np.random.Generator, 
             due[1] += PEERS_S
         if event == "step":
             fields = _step_fields(fields, float(shared[fields["step"]]), chance, slow=slow)
+            fields["noise_scale"] = _noise_scale(fields, means)
         if event == "sample" and rank:
             continue
         lines.append(_line(event, t, rank, fields))
@@ -228,9 +230,19 @@ def _step_fields(act: dict[str, Any], shared: float, chance: np.ndarray, *, slow
         "tokens_per_s": TOKENS / act["duration_s"], "memory_bytes": int(61 * GiB + 1e8 * float(chance[2])),
         "compute_s": compute_s, "wait_s": own - compute_s - data_s, "data_s": data_s, "skipped": False,
         "bytes_sent": 388140892160, "expert_imbalance": None, "held": step or None, "hold_s": None, "guard_s": None,
-        "noise_scale": trace / squared if step > 5 else None, "noise_trace": trace, "grad_squared": squared,
+        "noise_scale": None, "noise_trace": trace, "grad_squared": squared,
         "collective_s": 0.9 if sampled else None, "collective_bytes": 388140892160 if sampled else None,
     }  # fmt: skip
+
+
+def _noise_scale(step: dict[str, Any], means: dict[int, tuple[float, float, float]]) -> float | None:
+    """Running means of both parts, weighed by the size that is usual, and then the quotient: as the trainer does."""
+    number, size = step["step"], step["grad_norm"] ** 2
+    trace, squared, usual = means.get(number - 1, (0.0, 0.0, size))
+    trace = 0.99 * trace + 0.01 * step["noise_trace"] / usual
+    squared = 0.99 * squared + 0.01 * step["grad_squared"] / usual
+    means[number] = (trace, squared, 0.9 * usual + 0.1 * size)
+    return trace / squared if number > 5 else None
 
 
 def _monitor(t: float, chance: float, ranks: int) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Work:
         return len(self.layers)
 
     def chunk_layers(self, stage: int, chunk: int) -> float:
-        """Layers of one chunk. Those of the last stage take equally long with the head in the last, as far as can be."""
+        """Layers of one chunk, not always whole; on the last stage chunks take equally long with the head, if they can."""
         layers = self.layers[stage]
         even = layers / self.chunks
         if stage < self.stages - 1 or self.chunks == 1 or not self.balanced:

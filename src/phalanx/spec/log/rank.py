@@ -166,7 +166,7 @@ class RankLog:
             self._last_s = max(self._last_s, time_s)
 
     def _steps(self, columns: Columns, file: str, lines: Sequence[int]) -> None:
-        steps, epochs = columns.get("step"), columns.get("epoch")
+        steps = columns.get("step")
         follows = steps[0] == self._last_step + 1 or self._is_begun
         if not (follows and steps[-1] - steps[0] == len(steps) - 1 and steps == tuple(range(steps[0], steps[-1] + 1))):
             keep = self._ordered(steps, file, lines)
@@ -176,7 +176,7 @@ class RankLog:
                 Columns("step", [columns.events[place] for place in keep]),
                 [lines[place] for place in keep],
             )
-            steps, epochs = columns.get("step"), columns.get("epoch")
+            steps = columns.get("step")
         self._is_begun, self._last_step = False, steps[-1]
         self._note_epochs(columns, file, lines)
         self._note_skips(columns, file, lines)
@@ -184,7 +184,8 @@ class RankLog:
         self.monitor_gaps.step(columns.get("t"))
         self.peer_gaps.step(columns.get("t"))
         if columns.has("digest") and any(columns.get("digest")):
-            self._all.digests.take(columns, self.rank, file, lines, where=self._all.formations, witness=self._is_witness)
+            formations = self._all.formations
+            self._all.digests.take(columns, self.rank, file, lines, where=formations, witness=self._is_witness)
         if self._is_witness:
             self._all.clocks.know(columns)
             self._all.steps.take(columns, file, lines)

@@ -150,7 +150,10 @@ class Secrets:
         self._bytes += end - place.seen
         place.seen = end
         held = b""  # of a line whose end was not read
-        while block := os.pread(file, max(0, min(BLOCK_BYTES, end - place.offset - len(held))), place.offset + len(held)):
+        while (left := end - place.offset - len(held)) > 0:
+            block = os.pread(file, min(BLOCK_BYTES, left), end - left)
+            if not block:  # it became shorter
+                break
             data = held + block
             stop = data.rfind(b"\n") + 1
             if stop:
