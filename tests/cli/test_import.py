@@ -51,6 +51,18 @@ def test_what_the_file_does_not_say_is_asked_for(capsys: pytest.CaptureFixture[s
     assert "does not say how many sequences a step takes" in said
 
 
+def test_a_strangers_key_says_nothing_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "a\\u001b]0;owned\\u0007\\n": "\\u009b2J"}'
+    )
+    settings = ["--set", "model.preset=gpt2", "--set", "data.sequence=1024"]
+    assert main(["import", str(path), "--cluster", "8xA100:1", *settings]) == 0
+    said = capsys.readouterr()
+    assert "not mapped: a" in said.err
+    assert all(one.isprintable() or one == "\n" for one in said.err + said.out)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

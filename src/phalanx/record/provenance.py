@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import platform
@@ -17,10 +18,11 @@ MOST_BYTES = 2**22  # of packed-refs
 
 
 def provenance(job: Mapping[str, Any]) -> dict[str, Any]:
-    """For `launch.json`; `commit` is empty where the package lies in no git checkout: its version stands for it."""
+    """For `launch.json`; `commit` is empty where the package lies in no git checkout: `code` stands for it."""
     return {
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}, **_ours()},
         "commit": commit_of(Path(__file__).resolve().parents[3]),
+        "code": our_code(),
         "job_digest": job_digest(job),
     }
 
@@ -66,7 +68,13 @@ def _ref(folder: Path, name: str) -> str:
 
 def _ours() -> dict[str, str]:
     """The version of Phalanx; of a source tree that was never installed, a digest of its files."""
-    return {"phalanx": _version("phalanx") or f"source {code_digest(Path(__file__).resolve().parents[1])}"}
+    return {"phalanx": _version("phalanx") or f"source {our_code()}"}
+
+
+@functools.cache
+def our_code() -> str:
+    """Digest of the Phalanx that runs: versions are alike for many commits, and a commit says nothing of changes."""
+    return code_digest(Path(__file__).resolve().parents[1])
 
 
 def code_digest(package: Path) -> str:

@@ -464,6 +464,15 @@ def test_a_line_without_end(small: Run) -> None:
     assert told(history) == {"rank 0: lines that are no events": 1}
 
 
+def test_a_link_is_not_followed(small: Run, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere.jsonl"
+    small.events(1).rename(elsewhere)
+    small.events(1).symlink_to(elsewhere)
+    history = RunHistory.open(small)
+    assert history.curve("loss", rank=0).step
+    assert history.curve("loss", rank=1).step == ()
+
+
 def test_files_that_are_none(small: Run) -> None:
     small.events(1).unlink()
     small.events(1).mkdir()

@@ -147,7 +147,7 @@ def test_a_step_too_long_is_refused_before_it_starts(piped):
     with pytest.raises(UserError) as caught:
         check_spans(endless, 12)
     assert str(caught.value) == (
-        "phalanx sim: 1,000,000 micro-batches make 8,000,000 passes, more than 500,000\n"
+        "phalanx sim: 1,000,000 micro-batches make 8,000,000 passes, more than 200,000\n"
         "  they take minutes and gigabytes, and one micro-batch is like another\n"
-        "  simulate a smaller batch: --set batch.global_sequences=500000"
+        "  simulate a smaller batch: --set batch.global_sequences=200000"
     )

@@ -81,6 +81,9 @@ def test_what_we_took_from_a_source_is_calibrated(quantity: str, conditions: str
     [
         (row("shoe size"), "no reader for 'shoe size'"),
         (row("hosts at full bisection", "somewhere"), "its conditions do not say enough"),
+        (row("hosts at full bisection", "99999999 tiers, 64-port switches"), "its conditions do not say enough"),
+        (row("max link load / mean", "999999999999 units per link, 256 links"), "its conditions do not say enough"),
+        (row("switches total", "64 hosts, 1 plane, 999999999-port"), "its conditions do not say enough"),
         (row("hosts at full bisection", value=None), "its value is no number"),
         (row("switches total", "9999 hosts, 1 plane, 2-port"), "cannot be computed: a switch of 2 ports cannot branch"),
         (row("switches total", "999999 hosts, 1 plane, 64-port"), "cannot be computed: 999,999 GPUs do not fit"),

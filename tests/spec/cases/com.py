@@ -255,7 +255,7 @@ CASES = [
         verdict="fail",
         evidence=lambda: evidence("train.timeout_s=121"),
         boundary=True,
-        severity="error",
+        severity="warning",
         says="waits 121 s for another in a steady step, more than 120",
         at="train.timeout_s",
     ),

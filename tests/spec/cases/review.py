@@ -1,4 +1,4 @@
-"""What the first review by a user brought to light: settings too small to work, jobs too short to judge, false words."""
+"""What the first review brought to light: settings too small to work, jobs too short to judge, false words."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ ENDED = [
     fails("FLT003", "a small one is warned", job(STOP, cluster="8xH100:8"), "warning"),
 ]
 SHORT = [
-    holds("CKP001", "shorter than the optimum", lasting(13.0, "checkpoint.interval_s=1e9"), says="the last one"),
+    holds("CKP001", "shorter than the optimum", lasting(13.0, interval_s=1e9), says="the last one"),
     fails(
         "CKP001",
         "no longer than the job",
@@ -140,11 +140,11 @@ SHORT = [
         says="one at the end, after 2.50x the optimum",
     ),
     holds("CKP001", "nothing fails", job("fault.failures_per_host_day=0"), says="no failure is expected"),
-    holds("EFF001", "shorter than its interval", lasting(1_000.0, "checkpoint.interval_s=1e9", effective_time=0.0)),
+    holds("EFF001", "shorter than its interval", lasting(1_000.0, interval_s=1e9, effective_time=0.0)),
     fails(
         "EFF001",
         "failures outrun a short job",
-        lasting(10_000.0, "checkpoint.interval_s=1e9", effective_time=0.0, mtbf_s=50_000.0),
+        lasting(10_000.0, interval_s=1e9, effective_time=0.0, mtbf_s=50_000.0),
         "error",
     ),
     holds("CKP004", "shorter than its interval", lasting(1_000.0, "checkpoint.interval_s=2000", blocking_s=1e3)),
@@ -177,7 +177,7 @@ WORDS = [
         rule="PRC002",
         name="sums in fp16",
         verdict="fail",
-        evidence=job("precision.compute=fp16", "precision.grad_reduce=bf16"),
+        evidence=job("precision.compute=fp16", "precision.grad_reduce=bf16", practice=replace(PHALANX, sums_in="fp16")),
         says="gradients are summed in fp16 over",
     ),
 ]

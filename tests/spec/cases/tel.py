@@ -356,7 +356,14 @@ TEL005 = [
         name="silent ranks",
         verdict="fail",
         evidence=with_log(grammar=GrammarFacts(ranks_missing=tuple(range(9)))),
-        says="of 9 ranks there is no event: 0, 1, 2, 3, 4, 5 and 3 more",
+        says="of 128 ranks, 9 left no event: 0, 1, 2, 3, 4, 5 and 3 more",
+    ),
+    Case(
+        rule="TEL005",
+        name="a silent rank",
+        verdict="fail",
+        evidence=with_log(grammar=GrammarFacts(ranks_missing=(2,))),
+        says="of 128 ranks, rank 2 left no event",
     ),
     Case(
         rule="TEL005",
@@ -411,8 +418,17 @@ TEL005 = [
     Case(
         rule="TEL005",
         name="nothing",
-        verdict="unknown",
+        verdict="fail",
         evidence=with_log(world=4, ranks=(), steps=None, incidents=(incident(),)),
+        severity="error",
+        says="no rank left any event",
+    ),
+    Case(
+        rule="TEL005",
+        name="nothing yet",
+        verdict="pass",
+        evidence=with_log(world=4, ranks=(), steps=None, is_over=False),
+        says="no rank has written anything yet",
     ),
 ]
 TEL006 = [

@@ -30,6 +30,8 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
         ("a.json", '{"bf16": {', "is not JSON"),
         ("a.json", "[1, 2]", "is not a JSON object"),
         ("a.json", '{"a": 1, "a": 2}', "is given twice"),
+        # Quadratic work on this one takes minutes.
+        ("a.json", "{" + "".join(f'"k{i}": 1, ' for i in range(60_000)) + '"k59999": 2}', "'k59999' is given twice"),
         ("a.json", '{"a": NaN}', "NaN is not a number"),
         ("a.json", "[" * 5000, "nests deeper"),
         ("a.json", '{"a": ' + "9" * 5000 + "}", "is not JSON"),

@@ -281,6 +281,87 @@ def test_nemo_reads_references_and_leaves_functions_alone(tmp_path: Path) -> Non
     assert {"model.ffn_hidden_size", "model.vocab_size", "model.loop"} <= {one.key for one in found.unmapped}
 
 
+NEMO = (
+    "trainer:\n  devices: 8\n  num_nodes: 1\n  max_steps: 10\n  precision: {precision}\nmodel:\n  micro_batch_size: 1\n"
+    "  global_batch_size: 8\n  encoder_seq_length: 512\n  num_layers: 2\n  hidden_size: 64\n  num_attention_heads: 4\n"
+    "  vocab_size: 512\n{more}"
+)
+
+
+@pytest.mark.parametrize(
+    ("precision", "more", "reduce", "sums"),
+    [
+        ("16", "  megatron_amp_O2: False\n", "fp32", None),  # autocast over fp32 weights
+        ("16", "", "fp32", None),  # its default
+        ("16", "  megatron_amp_O2: True\n", "bf16", "fp16"),  # the nearest word to fp16
+        ("bf16", "  megatron_amp_O2: True\n", "fp32", None),
+    ],
+)
+def test_nemo_without_o2_keeps_gradients_in_fp32(
+    tmp_path: Path, precision: str, more: str, reduce: str, sums: str | None
+) -> None:
+    path = tmp_path / "gpt.yaml"
+    path.write_text(NEMO.format(precision=precision, more=more))
+    found = convert(path, "nemo", cluster="8xA100:1")
+    assert (found.resolved.job.precision.grad_reduce, found.practice.sums_in) == (reduce, sums)
+    assert found.resolved.origins["precision.grad_reduce"].by_hand
+    assert found.resolved.job.precision.master_weights
+
+
+@pytest.mark.parametrize(
+    ("more", "saves"),
+    [("checkpoint:\n  save: null\n", False), ("", None), ("checkpoint:\n  load_optim: false\n", None)],
+)
+def test_a_recipe_may_save_what_its_file_does_not_say(tmp_path: Path, more: str, saves: bool | None) -> None:
+    path = tmp_path / "bridge.yaml"
+    path.write_text("train:\n  global_batch_size: 8\n  micro_batch_size: 1\n  train_iters: 9\n" + more)
+    found = convert(path, "nemo", cluster="8xA100:1", overrides=("model.preset=gpt2", "data.sequence=1024"))
+    assert found.practice.saves is saves
+    origin = found.resolved.origins.get("checkpoint.interval_s")
+    assert (origin is not None and origin.by_hand) == (saves is False)
+    lost = "load_optim" in more
+    assert ("moments" in (found.practice.resumes_exactly or ("moments",))) != lost
+
+
+@pytest.mark.parametrize(
+    ("passes", "settings", "batch", "unmapped"),
+    [
+        (4, ("batch.global_sequences=64",), (64, 2), ()),
+        (4, ("batch.micro=2",), (64, 2), ()),
+        (4, ("batch.global_sequences=64", "batch.micro=2"), (64, 2), ()),
+        (1, ("batch.global_sequences=64", "batch.micro=2"), (64, 2), ("gradient_accumulation_steps",)),
+        (3, ("batch.global_sequences=64", "batch.micro=2"), (64, 2), ("gradient_accumulation_steps",)),
+    ],
+)
+def test_accelerates_passes_make_the_batch(
+    tmp_path: Path, passes: int, settings: tuple[str, ...], batch: tuple[int, int], unmapped: tuple[str, ...]
+) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(f"distributed_type: MULTI_GPU\nmixed_precision: bf16\ngradient_accumulation_steps: {passes}\n")
+    settings = ("model.preset=gpt2", "data.sequence=1024", *settings)
+    found = convert(path, "accelerate", cluster="8xA100:1", overrides=settings)
+    assert found.missing == ()
+    assert (found.resolved.job.batch.global_sequences, found.resolved.job.batch.micro) == batch
+    assert tuple(one.key for one in found.unmapped) == unmapped
+    assert all(f"are not {passes} pass" in one.why for one in found.unmapped)
+
+
+@pytest.mark.parametrize(
+    ("converters", "why"),
+    [
+        ("", "no converter of model.converters reads it"),
+        ('converters = ["quantize.linear.float8"]\n', "how fp8 is scaled: precision.compute is fp8 either way"),
+    ],
+)
+def test_settings_of_a_converter_count_where_it_is_named(tmp_path: Path, converters: str, why: str) -> None:
+    path = tmp_path / "run.toml"
+    text = f'[model]\nname = "llama3"\nflavor = "8B"\n{converters}[quantize.linear.float8]\nrecipe_name = "rowwise"\n'
+    path.write_text(text + "[float8]\nenable_fsdp_float8_all_gather = true\n")
+    found = convert(path, "torchtitan", cluster="8xH100:1")
+    assert dict(found.irrelevant)["quantize.linear.float8.recipe_name"] == why
+    assert [one.key for one in found.unmapped] == (["float8.enable_fsdp_float8_all_gather"] if converters else [])
+
+
 def test_nemo_knows_every_word_that_megatron_core_asks_for() -> None:
     asked = set(
         re.findall(

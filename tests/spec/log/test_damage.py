@@ -291,3 +291,17 @@ def test_a_world_beyond_all_measure_is_not_counted_through(run):
     found = read_log(run)
     assert found.world == 10_000_000
     assert len(found.grammar.ranks_missing) == 4096
+
+
+def test_a_formation_that_began_twice(run):
+    with run.events(1).open("a") as stream:
+        lines = run.events(1).read_text().splitlines(keepends=True)
+        stream.write(next(line for line in lines if '"event":"run_start"' in line))
+    found = read_log(run).grammar
+    assert found.repeated == ("run_start",)
+    run.supervisor.unlink()  # without one nobody numbers the formations: torchrun may have started it again
+    assert read_log(run).grammar.repeated == ()
+
+
+def test_a_formation_after_each_failure_began_once(tmp_path):
+    assert read_log(write_run(tmp_path, ranks=2, hosts=1, steps=60, incidents=2)).grammar.repeated == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -111,7 +112,7 @@ def test_a_run_that_grows_is_read_on_and_says_the_same_as_read_whole(tmp_path):
 
 def _same(found: LogFacts) -> Any:
     """Without what names the folder, and sums as they are whatever their order."""
-    steps = replace(found.steps, tokens_spot=None, worst_jump_spot=None)
+    steps = replace(found.steps, tokens_spot=None, worst_jump_spot=None, worst_loss_jump_spot=None)
     saved = replace(found.checkpoints, free_bytes=None)
     return _rounded(asdict(replace(found, folder="", steps=steps, checkpoints=saved)))
 
@@ -136,6 +137,21 @@ def test_a_budget_stops_early_and_says_what_is_left(tmp_path):
         pass
     assert stream.facts().bytes_left == 0
     assert _same(stream.facts()) == _same(read_log(run))
+
+
+def test_the_folder_is_listed_no_more_often_for_more_ranks(tmp_path, monkeypatch):
+    listed = []
+    for ranks in (2, 16):
+        run = write_run(tmp_path, name=f"of{ranks}", ranks=ranks, steps=5, incidents=0)
+        stream = LogStream(run)
+        list_folder, count = os.listdir, []
+        monkeypatch.setattr(os, "listdir", lambda path, known=list_folder, seen=count: seen.append(path) or known(path))
+        stream.refresh(2**30, progress=lambda done, total: None)
+        assert stream.bytes_left == 0
+        monkeypatch.setattr(os, "listdir", list_folder)
+        assert stream.bytes_read == sum(path.stat().st_size for path in [*run.event_files(), run.supervisor])
+        listed.append(len(count))
+    assert listed[0] == listed[1]
 
 
 def test_closed_parts_are_read_in_order(tmp_path):

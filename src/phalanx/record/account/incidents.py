@@ -20,7 +20,7 @@ class Incident:
     t: float  # Unix time at which it was noticed
     rank: int
     host: str
-    what: str
+    what: str  # its cause; empty where none is on record
     step: int  # steps done when it happened, as far as the supervisor knew
     world: int | None  # ranks that went on
     source: str  # where their state came from: memory, disk, or the start
@@ -47,7 +47,7 @@ def incidents(run: Run, walked: Walk | None = None, events: Sequence[Event] | No
 def tell(event: Event) -> str:
     """One line for a person: what fell."""
     host = printable(event.get("host"), most=100)
-    return f"rank {integer(event, 'rank')} on {host}: {_what(at(event, 'cause'))}"
+    return f"rank {integer(event, 'rank')} on {host}: {_what(at(event, 'cause')) or 'no cause on record'}"
 
 
 def _incident(event: Event, events: Sequence[Event], span: Recovery | None) -> Incident:
@@ -70,9 +70,12 @@ def _incident(event: Event, events: Sequence[Event], span: Recovery | None) -> I
 
 
 def _what(cause: Mapping[str, Any]) -> str:
+    """The cause in one line; empty where none is on record."""
     if cause.get("signal"):
         return f"killed by signal {printable(cause['signal'], most=20)}"
     lines = str(cause.get("message") or "").splitlines() or [""]
-    kind = printable(cause.get("kind") or "failed", most=60)
     first = printable(lines[0])
+    if not cause.get("kind") and not first.strip():
+        return ""
+    kind = printable(cause.get("kind") or "failed", most=60)
     return first if kind in ("Silence", "HostLost", "Astray", "Deadlock") else f"{kind}: {first}"

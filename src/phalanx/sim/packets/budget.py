@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.errors import mistake
+from phalanx.sim.packets.state import MOST_SLOTS
 
 # One core of the machine of benchmarks/2026-11-15-packet-speed.md: packet hops per CPU-second, and the cost of looking
 # at a link in a slot in which it does nothing.
@@ -39,6 +40,13 @@ def cost(*, packets: int, hops: int, slots: int, links: int, memory_bytes: float
 
 def afford(name: str, expected: Cost, budget: Budget) -> None:
     """Raise UserError when a simulation would exceed its budget."""
+    if expected.slots > MOST_SLOTS:
+        raise mistake(
+            f"packets on {name}",
+            f"the busiest NIC sends or receives {expected.slots:,} packets, one per slot",
+            why=f"the engine counts to {MOST_SLOTS:,} slots",
+            fix="send fewer bytes, or use the fluid engine",
+        )
     if expected.cpu_s <= budget.cpu_s and expected.memory_bytes <= budget.memory_bytes:
         return
     raise mistake(

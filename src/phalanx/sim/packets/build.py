@@ -60,7 +60,7 @@ class Sketch:
     fabric: Fabric
     links: Links
     slots: Slots
-    packets: Ints32
+    packets: Ints
     hops: Ints32  # links of each connection's path
     paths: int
     copies: int
@@ -75,10 +75,10 @@ def sketch(fabric: Fabric, flows: Flows, transport: Transport, *, alike: bool) -
     links = links_of(part)
     _hosts(fabric, flows)
     slots = in_slots(part, transport, planes=part.planes)
-    packets = np.ceil(flows.nbytes / transport.payload_bytes / copies).astype(np.int32)
+    packets = np.ceil(np.minimum(flows.nbytes / transport.payload_bytes / copies, 2.0**62)).astype(np.int64)
     hops = _path_links(links, flows)
     paths = max(1, transport.paths // copies)
-    pool = int(min(len(flows) * math.ceil(slots.window), packets.sum(dtype=np.int64)) + 1024)
+    pool = int(min(len(flows) * math.ceil(slots.window), packets.sum(dtype=np.float64)) + 1024)
     return Sketch(
         fabric=part,
         links=links,
@@ -92,14 +92,14 @@ def sketch(fabric: Fabric, flows: Flows, transport: Transport, *, alike: bool) -
     )
 
 
-def _cost(links: Links, flows: Flows, slots: Slots, packets: Ints32, hops: Ints32, paths: int, pool: int) -> Cost:
+def _cost(links: Links, flows: Flows, slots: Slots, packets: Ints, hops: Ints32, paths: int, pool: int) -> Cost:
     per_host = np.bincount(flows.source, weights=packets, minlength=links.fabric.hosts)
     into_host = np.bincount(flows.target, weights=packets, minlength=links.fabric.hosts)
     busiest = max(per_host.max(), into_host.max()) / links.fabric.planes
     memory = links.count * (8 * slots.queue + 8 * slots.wire + 30) + len(flows) * (BYTES_PER_FLOW + paths)
     return cost(
-        packets=int(packets.sum(dtype=np.int64)),
-        hops=int((packets.astype(np.int64) * hops).sum()),
+        packets=int(packets.sum(dtype=np.float64)),
+        hops=int((packets * hops.astype(np.float64)).sum()),
         slots=int(busiest + slots.rtt),
         links=links.count,
         memory_bytes=memory + pool * BYTES_PER_EVENT,
@@ -121,7 +121,7 @@ def build(plan: Sketch, flows: Flows, transport: Transport, *, seed: int) -> Wor
         shape=shape,
         knobs=_knobs(plan, transport),
         net=_net(links, shape),
-        traffic=_traffic(plan, flows, seed),
+        traffic=_traffic(plan, flows, seed, kept=_kept(plan, transport)),
         calendar=_calendar(shape, plan.pool),
         totals=totals,
         copies=plan.copies,
@@ -160,7 +160,8 @@ def _knobs(plan: Sketch, transport: Transport) -> Knobs:
     low, high = (math.ceil(share * slots.rtt) for share in transport.marks)
     return Knobs(
         paths=plan.paths,
-        skip=int(transport.spray == "skip"),
+        skip=int(transport.spray != "oblivious"),
+        kept=_kept(plan, transport),
         edge=int(transport.recovery == "edge"),
         mark_low=low,
         mark_high=max(high, low + 1),
@@ -193,7 +194,11 @@ def _net(links: Links, shape: Shape) -> Net:
     )
 
 
-def _traffic(plan: Sketch, flows: Flows, seed: int) -> Traffic:
+def _kept(plan: Sketch, transport: Transport) -> int:
+    return math.ceil(plan.slots.window) if transport.spray == "recycle" else 0
+
+
+def _traffic(plan: Sketch, flows: Flows, seed: int, *, kept: int) -> Traffic:
     number, planes, hosts = len(flows), plan.fabric.planes, plan.fabric.hosts
     random = np.random.default_rng(seed)
     order = np.argsort(flows.source, kind="stable").astype(np.int32)
@@ -202,13 +207,14 @@ def _traffic(plan: Sketch, flows: Flows, seed: int) -> Traffic:
     return Traffic(
         source=flows.source.astype(np.int32),
         target=flows.target.astype(np.int32),
-        packets=plan.packets,
+        packets=plan.packets.astype(np.int32),
         done=np.full(number, -1, dtype=np.int32),
         links=plan.hops.astype(np.uint8),
         tally=_tally(plan),
         window=_windows(plan),
         path=np.zeros((number, plan.paths), dtype=np.uint8),
         turn=(offset << 16).astype(np.int32),
+        kept=np.zeros((number, max(1, kept)), dtype=np.int16),
         mine=order,
         first=first,
         next=np.zeros((hosts, planes), dtype=np.int32),
@@ -217,7 +223,7 @@ def _traffic(plan: Sketch, flows: Flows, seed: int) -> Traffic:
 
 
 def _tally(plan: Sketch) -> Ints32:
-    tally = np.zeros((len(plan.packets), 7), dtype=np.int32)
+    tally = np.zeros((len(plan.packets), 9), dtype=np.int32)
     tally[:, TODO] = plan.packets
     return tally
 

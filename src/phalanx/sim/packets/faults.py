@@ -68,7 +68,7 @@ def _slot(time_s: float, slot_s: float) -> int:
 def _links(links: Links, fault: Fault) -> Ints:
     at, hosts = (fault.plane, fault.number), np.arange(links.fabric.hosts)
     if fault.part == "traffic":  # every packet passes one link from its NIC
-        return np.concatenate([links.nic_up(plane, hosts) for plane in np.arange(links.fabric.planes)])
+        return np.concatenate([plane * links.per_plane + hosts for plane in range(links.fabric.planes)])
     if fault.part == "t1_link":
         return _t1_link(links, fault)
     broken = {

@@ -37,6 +37,8 @@ from phalanx.sim.packets.state import (
     IGNORED,
     IN_FLIGHT,
     JUDGE_AT,
+    KEPT,
+    KEPT_AT,
     LAST_ADD,
     LAST_BIT,
     LAST_CUT,
@@ -102,7 +104,7 @@ def draw(totals: Ints) -> float:
     x ^= (x >> 7) & 0x1FFFFFFFFFFFFFF
     x ^= x << 17
     totals[RANDOM] = x
-    return ((x >> 11) & 0xFFFFFFFFFFFFF) / 4503599627370496.0
+    return float(((x >> 11) & 0xFFFFFFFFFFFFF) / 4503599627370496.0)
 
 
 @part
@@ -388,7 +390,7 @@ def held(share: Floats, trouble: Bytes, link: int, slot: int) -> bool:
     if trouble[link] & 2:
         trouble[link] &= 1
         return True
-    return 0.0 < share[link] < 1.0 and int((slot + 1) * share[link]) == int(slot * share[link])
+    return bool(0.0 < share[link] < 1.0 and int((slot + 1) * share[link]) == int(slot * share[link]))
 
 
 @part
@@ -465,7 +467,7 @@ def grow(
 
 @part
 def acknowledged(
-    knobs: Knobs, tally: Ints32, w: Floats, state: Bytes, flow: int, path: int, slot: int, word: int
+    knobs: Knobs, tally: Ints32, w: Floats, state: Bytes, kept: Shorts, flow: int, path: int, slot: int, word: int
 ) -> None:
     """A sender hears that packets arrived."""
     number, marks = (word >> NUMBER_BIT) & MOST_NUMBER, (word >> SEEN_BIT) & 3
@@ -480,6 +482,9 @@ def acknowledged(
     w[flow, FRESH] += number
     if marks & 1 and knobs.skip and state[flow, path] < MOST_SKIP:
         state[flow, path] += 1
+    if knobs.kept and marks == 0 and tally[flow, KEPT] < knobs.kept:
+        kept[flow, (tally[flow, KEPT_AT] + tally[flow, KEPT]) % knobs.kept] = path
+        tally[flow, KEPT] += 1
     if knobs.controlled:
         waited = float((word >> DELAY_BIT) & MOST_DELAY)
         grow(knobs, w, flow, tally[flow, IN_FLIGHT], slot, marks, number, waited)
@@ -506,7 +511,7 @@ def missing(
         w[flow, IGNORED] += 1
         w[flow, ALARM] = 1.0
         w[flow, AVERAGE] += SMOOTHING * (knobs.rtt - w[flow, AVERAGE])
-        settled = knobs.controlled and judge(knobs, w, flow, tally[flow, IN_FLIGHT], slot, True, 1, 0.0)
+        settled = knobs.controlled == 1 and judge(knobs, w, flow, tally[flow, IN_FLIGHT], slot, True, 1, 0.0)
     if knobs.controlled and not settled:
         w[flow, WINDOW] = max(w[flow, WINDOW] - 1.0, 1.0)
 
@@ -515,7 +520,7 @@ def missing(
 def events(shape: Shape, knobs: Knobs, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int) -> None:
     """What senders learn in this slot."""
     tally, w, state, packets, done = traffic.tally, traffic.window, traffic.path, traffic.packets, traffic.done
-    words, following, free = calendar.word, calendar.next, calendar.free
+    words, following, free, kept = calendar.word, calendar.next, calendar.free, traffic.kept
     at = slot % shape.ring
     event = calendar.first[at]
     calendar.first[at] = -1
@@ -523,7 +528,7 @@ def events(shape: Shape, knobs: Knobs, traffic: Traffic, calendar: Calendar, tot
         word = words[event]
         flow, path, kind = word & FLOW_MASK, (word >> FLOW_BITS) & PATH_MASK, (word >> KIND_BIT) & 3
         if kind == ACK:
-            acknowledged(knobs, tally, w, state, flow, path, slot, word)
+            acknowledged(knobs, tally, w, state, kept, flow, path, slot, word)
             if tally[flow, ACKED] == packets[flow]:
                 done[flow] = slot
                 totals[ACTIVE] -= 1
@@ -564,13 +569,27 @@ def choose(state: Bytes, turns: Ints32, totals: Ints, flow: int, plane: int, pla
 
 
 @part
+def again(knobs: Knobs, shape: Shape, tally: Ints32, state: Bytes, kept: Shorts, flow: int, plane: int) -> int:
+    """The oldest path that was acknowledged without a mark, or -1: none, on another plane, or bad since."""
+    if knobs.kept == 0 or tally[flow, KEPT] == 0:
+        return -1
+    at = tally[flow, KEPT_AT]
+    path = kept[flow, at]
+    if (path + flow) % shape.planes != plane:
+        return -1
+    tally[flow, KEPT] -= 1
+    tally[flow, KEPT_AT] = at + 1 if at + 1 < knobs.kept else 0
+    return path if state[flow, path] < ASSUMED_BAD else -1
+
+
+@part
 def inject(
     shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, plane: int
 ) -> None:
     """Every NIC port of a plane sends a packet of the next of its connections that may."""
     wire, trouble, share, loss = net.wire, net.trouble, net.share, net.loss
     firsts, mines, nexts, debt = traffic.first, traffic.mine, traffic.next, traffic.debt
-    tally, w, state, turns = traffic.tally, traffic.window, traffic.path, traffic.turn
+    tally, w, state, turns, kept = traffic.tally, traffic.window, traffic.path, traffic.turn, traffic.kept
     now, base = slot % shape.wire, plane * shape.per_plane
     for host in range(shape.hosts):
         link = base + host
@@ -589,7 +608,9 @@ def inject(
             flying = tally[flow, IN_FLIGHT]
             if tally[flow, TODO] == 0 or flying + 1 > w[flow, WINDOW]:
                 continue
-            path = choose(state, turns, totals, flow, plane, shape.planes, knobs.paths)
+            path = again(knobs, shape, tally, state, kept, flow, plane)
+            if path < 0:
+                path = choose(state, turns, totals, flow, plane, shape.planes, knobs.paths)
             if path < 0:
                 continue
             tally[flow, TODO] -= 1
@@ -660,7 +681,7 @@ def advance(
 @part
 def carries(net: Net, totals: Ints, link: int) -> bool:
     """Whether a probe passes a link."""
-    return net.share[link] > 0 and (net.loss[link] == 0 or draw(totals) >= net.loss[link])
+    return bool(net.share[link] > 0 and (net.loss[link] == 0 or draw(totals) >= net.loss[link]))
 
 
 @part
@@ -672,19 +693,20 @@ def alive(shape: Shape, net: Net, traffic: Traffic, totals: Ints, flow: int, pat
     t0, goal = net.host_t0[source], net.host_t0[target]
     ok = carries(net, totals, base + source) and carries(net, totals, base + shape.hosts + target)
     if t0 == goal or not ok:
-        return ok
+        return bool(ok)
     ups = shape.t0 * shape.t0_up
     port = spread(flow, path, 1, shape.t0_up)
     ok = carries(net, totals, up + t0 * shape.t0_up + port) and carries(
         net, totals, up + ups + goal * shape.t0_up + port
     )
     if traffic.links[flow] == 4 or not ok:
-        return ok
+        return bool(ok)
     pods_up = (shape.per_plane - 2 * shape.hosts - 2 * ups) // 2
     turn, place = spread(flow, path, 2, shape.t1_up), port % shape.t1_per_pod
     here = ((t0 // shape.t0_per_pod) * shape.t1_per_pod + place) * shape.t1_up + turn
     there = ((goal // shape.t0_per_pod) * shape.t1_per_pod + place) * shape.t1_up + turn
-    return carries(net, totals, up + 2 * ups + here) and carries(net, totals, up + 2 * ups + pods_up + there)
+    ok = carries(net, totals, up + 2 * ups + here) and carries(net, totals, up + 2 * ups + pods_up + there)
+    return bool(ok)
 
 
 @compiled

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.errors import WorldError, Problem
+from phalanx.errors import Problem, WorldError
 from phalanx.network.fabric.types import Fabric
 from phalanx.sim.matrices import Flows
 from phalanx.sim.packets.budget import Budget, afford
@@ -31,6 +31,7 @@ from phalanx.sim.packets.state import (
 from phalanx.sim.packets.transport import Transport, check
 
 SAMPLE_S = 10e-6
+BUDGET = Budget()
 REST_S = 0.1  # simulated after the last change, unless a limit is given
 
 
@@ -41,14 +42,15 @@ def run(
     transport: Transport,
     faults: tuple[Fault, ...] = (),
     seed: int = 0,
-    budget: Budget = Budget(),
+    budget: Budget = BUDGET,
     limit_s: float | None = None,
     sample_s: float = SAMPLE_S,
     watch: tuple[int, ...] = (),
 ) -> PacketResult:
-    """Simulate until every connection has finished, or `limit_s` of simulated time is over (0.1 s after the last fault).
+    """Simulate until every connection has finished, or `limit_s` of simulated time is over.
 
-    `watch` names connections whose throughput is kept over time. Interrupted (Ctrl-C), it returns what was finished.
+    Without a limit that is 0.1 s after the last fault. `watch` names connections whose throughput is kept over time.
+    Interrupted (Ctrl-C), it returns what was finished.
     """
     check(transport)
     plan = sketch(fabric, traffic, transport, alike=not faults)

@@ -36,7 +36,7 @@ ACK, TRIMMED, TRIMMED_LAST_HOP, LOST = 0, 1, 2, 3
 
 # Columns of Traffic.tally
 # TOUCHED: 1 a packet disappeared, 2 one was trimmed
-TODO, IN_FLIGHT, ACKED, ARRIVED, UNACKED, LOSSES, TOUCHED = range(7)
+TODO, IN_FLIGHT, ACKED, ARRIVED, UNACKED, LOSSES, TOUCHED, KEPT, KEPT_AT = range(9)
 # Columns of Traffic.window: congestion window and the memory of its control loop, in packets and slots
 (
     WINDOW,
@@ -83,6 +83,7 @@ class Knobs(NamedTuple):
 
     paths: int
     skip: int  # 1: marked and trimmed paths are left out for a rotation
+    kept: int  # places for paths to be used again, 0 is none
     edge: int  # 1: a silent loss retires its path at once
     mark_low: float
     mark_high: float
@@ -125,6 +126,7 @@ class Traffic(NamedTuple):
     window: Floats
     path: Bytes  # [connection, path] state
     turn: Ints32  # [connection, plane] next path
+    kept: Shorts  # [connection, place] paths that were acknowledged unmarked, to be used again first
     mine: Ints32  # connections in order of their source
     first: Ints32  # [host] where its connections start in `mine`
     next: Ints32  # [host, plane] whose turn it is

@@ -10,7 +10,7 @@ from phalanx.errors import mistake
 from phalanx.network.fabric.types import Fabric
 from phalanx.sim.packets.state import MOST_PATHS
 
-Spray = Literal["oblivious", "skip"]
+Spray = Literal["oblivious", "skip", "recycle"]
 Recovery = Literal["edge", "routing"]
 
 
@@ -20,7 +20,8 @@ class Transport:
 
     name: str
     paths: int = 256  # per connection, over all planes: 1 is ECMP by connection, 8 is eight queue pairs
-    spray: Spray = "skip"  # "skip" leaves marked and trimmed paths out for a rotation
+    # "skip" leaves marked and trimmed paths out for a rotation; "recycle" also uses unmarked ones again first (REPS)
+    spray: Spray = "skip"
     recovery: Recovery = "edge"  # "edge" retires a path at its first silent loss; "routing" waits for convergence
     converge_s: float = 1.0  # of routing; "seconds or tens of seconds" in a conventional fabric (OpenAI, 2026-05-05)
     payload_bytes: int = 4096
@@ -50,8 +51,9 @@ MRC = Transport(name="MRC")
 # RoCE with one path per queue pair on a routed fabric. Its own congestion control (DCQCN) and PFC are not modelled:
 # the same window is used, so that only paths and recovery differ.
 ECMP = Transport(name="ECMP", paths=1, spray="oblivious", recovery="routing")
-# uet-htsim @40ccb05 with its defaults and -sender_cc_only: 4,150 B packets with 64 B headers.
-HTSIM = Transport(name="uet-htsim", spray="oblivious", paths=64, payload_bytes=4086, header_bytes=64, host_s=0.0)
+# uet-htsim @40ccb05 with its defaults and -sender_cc_only: 4,150 B packets with 64 B headers. Its load balancing "mixed"
+# is "recycle" here, "bitmap" is "skip".
+HTSIM = Transport(name="uet-htsim", spray="recycle", paths=64, payload_bytes=4086, header_bytes=64, host_s=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

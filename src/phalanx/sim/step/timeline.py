@@ -12,8 +12,8 @@ from phalanx.sim.step.schedule import Task, order
 from phalanx.sim.step.work import Work
 
 GRADIENT, SHARD, SEND = "gradient_s", "shard_s", "pipeline_send_s"
-# Passes of a step, each a few spans: 500,000 take about half a minute and 0.5 GB on a busy core.
-MOST_PASSES = 500_000
+# Passes of a step, each about five spans: 500,000 took 9 s of CPU and 0.7 GB (2026-11-15), and --break runs ten steps.
+MOST_PASSES = 200_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

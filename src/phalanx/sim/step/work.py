@@ -58,7 +58,7 @@ class Work:
         return len(self.layers)
 
     def chunk_layers(self, stage: int, chunk: int) -> float:
-        """Layers of one chunk, not always whole; on the last stage chunks take equally long with the head, if they can."""
+        """Layers of one chunk, not always whole; on the last stage, fewer beside the head so that all take as long."""
         layers = self.layers[stage]
         even = layers / self.chunks
         if stage < self.stages - 1 or self.chunks == 1 or not self.balanced:

@@ -22,6 +22,7 @@ NBYTES = 2_000_000  # per connection, where a name gives none
 ADAPTIVE = ("bitmap", "reps", "mixed")  # all skip what is marked; their bookkeeping differs and is not modelled apart
 UNNUMBERED: Mapping[str, Pattern] = {"one.cm": "one", "bidir.cm": "both ways", "incast.cm": "incast"}
 SMALL = 16
+OVERSUBSCRIBED = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +66,8 @@ def read_case(command: str) -> Case | str:
 def _unknown(command: str) -> str:
     if "-receiver_cc_only" in command:
         return "credits from the receiver are not modelled"
-    if "-failed" in command or "oversub" in command:
-        return "the topology is in a file that is not in the table"
+    if "-failed" in command:  # core to aggregation, to 25 % (uet-htsim fat_tree_topology.cpp)
+        return "slow links between the two upper tiers: the packet engine's faults name T0-T1 links and switches"
     return ""
 
 
@@ -86,10 +87,18 @@ def _traffic(command: str) -> tuple[Pattern, int, int] | str:
 def _fabric(command: str, hosts: int) -> str | None:
     """Two tiers where a leaf-spine file is named, else uet-htsim's own fat tree of three; None where it is not full."""
     if "leaf_spine" in command:
-        down = round(hosts**0.5)
-        return f"clos2:{hosts}x{PORT_GBPS}G/1p/{2 * down}/wide" if down * down == hosts else None
+        down, ratio = round(hosts**0.5), _oversubscription(command)
+        if down * down != hosts or down % ratio:
+            return None
+        return f"clos2:{hosts}x{PORT_GBPS}G/1p/{down + down // ratio}/{ratio}:1/wide"
     half = round((hosts / 2) ** (1 / 3))
     return f"clos3:{hosts}x{PORT_GBPS}G/1p/{2 * half}/wide" if 2 * half**3 == hosts else None
+
+
+def _oversubscription(command: str) -> int:
+    """`leaf_spine_1024_oversub_8-1.topo` is 8:1; without numbers such a file is 4:1."""
+    found = re.search(r"_oversub(?:_(\d{1,4})-1)?\.topo", command)
+    return max(1, int(found[1] or OVERSUBSCRIBED)) if found else 1
 
 
 def _option(command: str, name: str) -> int | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrillFacts:
-    """One drill on record, the newest first. Rules ask `proofs` and `proof` which of them count.
+    """One drill on record, the newest first (by the time that was signed). Rules ask `proofs` and `proof` which of them count.
 
     `signed`: its signature is right, and so are the digests of its evidence where that lies beside it. Kinds of faults
     are those of docs/drills.md, and beside them `save-kill` (SIGKILL at a point of a save) and `corrupt` (a checkpoint
@@ -27,14 +27,15 @@ class DrillFacts:
     recovery_s: tuple[float, ...] = ()
     named_right: bool | None = None  # a slow rank was injected and exactly it was named
     wrong: tuple[str, ...] = ()  # what the record or its oracle complains of
-    current: bool = True  # the version is that of the Phalanx that checks
+    current: bool = True  # the code, file by file, is that of the Phalanx that checks
     save_points: tuple[str, ...] = ()  # points of a save at which a rank was killed
     part: str = ""  # of the suite
+    world: int = 0  # ranks of the drilled job; 0 is not said
     replayed: bool = True  # a replay without faults was made to compare with; else `bitwise` says nothing
 
 
 def proofs(drills: Sequence[DrillFacts], *, profile: str) -> tuple[DrillFacts, ...]:
-    """The records that count: signed, of this version, and of this profile."""
+    """The records that count: signed, of this code, and of this profile."""
     return tuple(one for one in drills if one.signed and one.current and one.profile == profile)
 
 
@@ -52,4 +53,4 @@ def why_none(drills: Sequence[DrillFacts], *, profile: str) -> str:
         return f"the record {first.path} does not count: {first.wrong[0] if first.wrong else 'it is not signed'}"
     if first.profile != profile:
         return f"the newest record is of {first.profile or 'an unknown profile'}, not of {profile}"
-    return f"the newest record is of Phalanx {first.version}, not of this one"
+    return f"the newest record is of other code than this Phalanx (it was {first.version})"

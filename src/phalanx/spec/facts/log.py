@@ -148,7 +148,8 @@ class GrammarFacts:
     secrets: int = 0  # lines that look like credentials, in events and logs
     secrets_spot: Spot | None = None
     secrets_partial: bool = False  # there was more than is searched
-    has_provenance: bool | None = None  # versions, digest of the configuration, commit of the code
+    has_provenance: bool | None = None  # versions, digest of the configuration, commit of the code or its digest
+    job_changed: bool = False  # job.json has another digest than the launch says
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,12 @@ from phalanx.record.drill import (
     read_record,
     store_path,
 )
-from phalanx.record.values import printable
+from phalanx.record.provenance import our_code
+from phalanx.record.values import integer, number, printable
 from phalanx.spec.facts.drill import DrillFacts
 
-MOST_RECORDS = 24  # the newest ones; each takes some milliseconds
+MOST_RECORDS = 24  # the newest ones; each takes some milliseconds, with its evidence
+MOST_READ = 256  # whose signature is looked at, to know which are the newest
 MOST_LOOKED = 10_000  # entries of a folder
 MOST_ITEMS = 10_000  # faults or verdicts of a record
 REPLAY = "equal to a fault-free replay"  # a verdict of the oracle
@@ -43,17 +45,19 @@ def find_drills(roots: Sequence[Path], *, environ: Mapping[str, str]) -> tuple[D
     """Drills on record under these folders and in the user's own store, newest first."""
     store = store_path(environ)
     paths = {path.resolve(): root == store for root in (*roots, store) for path in _records(root)}
-    newest = sorted(paths, key=_made_s, reverse=True)[:MOST_RECORDS]
-    key, ours = known_key(environ), _version()
-    found = [_read(path, key=key, ours=ours, alone=paths[path]) for path in newest]
-    return tuple(one for one in found if one is not None)
+    if not paths:
+        return ()
+    key, ours = known_key(environ), our_code()
+    read = [_read(path, key) for path in sorted(paths, key=_changed_s, reverse=True)[:MOST_READ]]
+    newest = sorted((one for one in read if one is not None), key=_made_s, reverse=True)[:MOST_RECORDS]
+    return tuple(_facts(one, key=key, ours=ours, alone=paths[one.path]) for one in newest)
 
 
-def _version() -> str:
-    try:
-        return version("phalanx")
-    except PackageNotFoundError:
-        return "from source"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Record:
+    path: Path
+    body: Mapping[str, Any]
+    is_signed: bool
 
 
 def _records(root: Path) -> Iterator[Path]:
@@ -75,23 +79,40 @@ def _records(root: Path) -> Iterator[Path]:
 
 def _may_be_record(path: Path) -> bool:
     """Whether a JSON file begins like a record: a folder of runs may hold others."""
-    with path.open("rb") as file:
-        return b'"v"' in file.read(64)
+    try:
+        with path.open("rb") as file:
+            return b'"v"' in file.read(64)
+    except OSError:  # not ours to read; the others may be
+        return False
 
 
-def _made_s(path: Path) -> float:
+def _changed_s(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:
         return 0.0
 
 
-def _read(path: Path, *, key: bytes | None, ours: str, alone: bool) -> DrillFacts | None:
+def _made_s(record: _Record) -> tuple[float, float]:
+    """When the drill was; a copy changes the time of a file, and what nobody signed says nothing."""
+    told = number(record.body, "made_s") if record.is_signed else None
+    return told or 0.0, _changed_s(record.path)
+
+
+def _read(path: Path, key: bytes | None) -> _Record | None:
     try:
-        record = read_record(path)
+        body = read_record(path)
     except (PhalanxError, OSError):
         return None
-    wrong = _wrong(path, record, key, alone=alone)
+    try:
+        return _Record(path=path, body=body, is_signed=is_signed(body, key))
+    except (ValueError, TypeError, RecursionError):
+        return _Record(path=path, body=body, is_signed=False)
+
+
+def _facts(read: _Record, *, key: bytes | None, ours: str, alone: bool) -> DrillFacts:
+    path, record = read.path, read.body
+    wrong = _wrong(read, key, alone=alone)
     failed = [_word(one.get("name")) for one in _list(record, "verdicts") if one.get("ok") is not True]
     outcomes = _list(record, "outcomes")
     fired = {kind for one in outcomes for kind in _kinds(str(one.get("fault")))}
@@ -112,20 +133,22 @@ def _read(path: Path, *, key: bytes | None, ours: str, alone: bool) -> DrillFact
         recovery_s=_seconds(outcomes, "recovered_s"),
         named_right=record.get("named_right") if isinstance(record.get("named_right"), bool) else None,
         wrong=(*wrong, *(f"the oracle says no: {name}" for name in failed)),
-        current=made_by == ours,
+        current=record.get("code") == ours,
         save_points=_sorted({point for one in outcomes if (point := _save_point(str(one.get("fault"))))}),
         part=_word(record.get("part")),
+        world=max(0, integer(record, "world") or 0),
         replayed=any(one.get("name") == REPLAY for one in _list(record, "verdicts")),
     )
 
 
-def _wrong(path: Path, record: Mapping[str, Any], key: bytes | None, *, alone: bool) -> list[str]:
+def _wrong(read: _Record, key: bytes | None, *, alone: bool) -> list[str]:
     """What speaks against the record itself."""
+    path, record = read.path, read.body
     if key is None:
         return ["there is no key of this user to verify it with"]
+    if not read.is_signed:
+        return [FOREIGN]
     try:
-        if not is_signed(record, key):
-            return [FOREIGN]
         if alone or path.name != NAME:  # a copy: its evidence is elsewhere
             return []
         if sum(one.stat().st_size for one in evidence_files(path.parent)) > MOST_EVIDENCE_BYTES:

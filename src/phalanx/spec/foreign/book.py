@@ -109,12 +109,11 @@ class Book:
         first = said[0] if said else None
         if names:
             self.theirs[job_key] = first.key if first else self.names.get(names[0], names[0])
-        if first is None and not note.startswith("default of"):
-            lost = next((self.unreadable[name] for name in names if name in self.unreadable), None)
-            if lost is not None:
-                note = self._lost(lost)
-            elif names or not note:  # the file could say it and does not
-                note = self._default(note)
+        lost = next((self.unreadable[name] for name in names if name in self.unreadable), None)
+        if first is None and lost is not None:
+            note = self._lost(lost)
+        elif first is None and not note.startswith("default of") and (names or not note):
+            note = self._default(note)  # the file could say it and does not
         self.values[job_key] = Said(
             value=value, key=first.key if first else "", note=note, line=first.line if first else 0
         )

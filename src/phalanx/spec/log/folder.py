@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from phalanx.errors import PhalanxError
+from phalanx.record.provenance import job_digest
 from phalanx.record.run import Run, read_json
 from phalanx.record.values import at, printable
 
@@ -20,13 +21,20 @@ def launch_of(run: Run) -> Mapping[str, Any]:
 def has_provenance(launch: Mapping[str, Any]) -> bool | None:
     """Whether the launch says which versions ran, and which configuration and code; None where there is no launch.
 
-    The commit may be empty: a package that was installed has none, its version stands for it.
+    A package that was installed has no commit: a digest of its files stands for it.
     """
     if not launch:
         return None
     known = at(launch, "provenance")
     versions = at(known, "versions")
-    return bool(versions.get("phalanx")) and bool(known.get("job_digest")) and "commit" in known
+    code = known.get("commit") or known.get("code")
+    return all((versions.get("phalanx"), known.get("job_digest"), code))
+
+
+def is_job_changed(run: Run, launch: Mapping[str, Any]) -> bool:
+    """Whether job.json is another than the launch says; False where one of them is missing."""
+    told, job = at(launch, "provenance").get("job_digest"), _json(run, "job.json")
+    return bool(told and job) and told != job_digest(job)
 
 
 def listens(run: Run, launch: Mapping[str, Any]) -> tuple[str, ...]:

@@ -47,6 +47,8 @@ class RankLog:
         self._epoch = self._late_epoch = -1
         self.kinds: dict[str, int] = {}  # how many of each known kind
         self.states: list[str] = []  # of `run_end`
+        self._started = -1  # newest epoch of a `run_start`
+        self.begun_again = 0  # `run_start`s of an epoch that this rank had begun, or left behind
         self.spans: dict[int, tuple[int, int]] = {}  # epoch to first and last step, while steps follow each other
         self.is_whole = True  # no line and no step is missing
         self.skips: dict[Key, Spot] = {}
@@ -136,6 +138,10 @@ class RankLog:
         self._is_begun = True
         self.monitor_gaps.begin()
         self.peer_gaps.begin()
+        if kind == "run_start":
+            epoch = columns.get("epoch")[0] or 0
+            self.begun_again += epoch <= self._started
+            self._started = max(self._started, epoch)
         if self._is_witness:
             self._all.steps.begin()
             restore = restore_of(columns.events[0], Spot(file=file, line=lines[0])) if kind == "ready" else None

@@ -9,9 +9,10 @@ own (accounts.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 from phalanx.errors import PhalanxError
 from phalanx.record.account.places import places
@@ -23,7 +24,7 @@ from phalanx.spec.facts.log import GrammarFacts, LogFacts, StepFacts
 from phalanx.spec.log import accounts
 from phalanx.spec.log.agree import Formations, skew, skips_differ
 from phalanx.spec.log.feed import Feed, Tally
-from phalanx.spec.log.folder import has_provenance, launch_of, listens
+from phalanx.spec.log.folder import has_provenance, is_job_changed, launch_of, listens
 from phalanx.spec.log.lines import uncollected
 from phalanx.spec.log.rank import Counted, RankLog
 from phalanx.spec.log.told import Supervisor
@@ -158,7 +159,7 @@ class LogStream:
             mfu=accounts.mfu(self.run, steps.tokens_per_s if steps is not None else None),
             listens=listens(self.run, launch),
         )
-        return self._rest(self._measured(made), known, provenance=has_provenance(launch))
+        return self._rest(self._measured(made), known, launch)
 
     def _measured(self, made: LogFacts) -> LogFacts:
         """What devices, neighbours and checkpoints say."""
@@ -180,7 +181,7 @@ class LogStream:
             checkpoints=self._all.saves.facts(self.run, restores) if has_saves or made.steps is not None else None,
         )
 
-    def _rest(self, made: LogFacts, known: accounts.Account, *, provenance: bool | None) -> LogFacts:
+    def _rest(self, made: LogFacts, known: accounts.Account, launch: Mapping[str, Any]) -> LogFacts:
         """Stragglers, money and energy, and the grammar, which looks at all the others."""
         scored = known.scores
         paid = known.cost
@@ -191,7 +192,7 @@ class LogStream:
             usd=paid.usd if paid is not None else None,
             energy_j=paid.energy_j if paid is not None else None,
             energy_source=paid.energy_source if paid is not None else "",
-            grammar=self._grammar(made, provenance=provenance),
+            grammar=self._grammar(made, launch),
         )
 
     def _accounts(self, *, ended: bool) -> accounts.Account:
@@ -229,7 +230,7 @@ class LogStream:
 
     # ---- grammar -----------------------------------------------------------------------------------------------------
 
-    def _grammar(self, made: LogFacts, *, provenance: bool | None) -> GrammarFacts:
+    def _grammar(self, made: LogFacts, launch: Mapping[str, Any]) -> GrammarFacts:
         all_ = self._all.grammar
         bad, spot = self._damaged(ended=made.is_over)
         missing, repeated = self._occurrences(made)
@@ -250,7 +251,8 @@ class LogStream:
             secrets=self._all.secrets.count,
             secrets_spot=self._all.secrets.spot,
             secrets_partial=self._all.secrets.is_partial,
-            has_provenance=provenance,
+            has_provenance=has_provenance(launch),
+            job_changed=is_job_changed(self.run, launch),
         )
 
     def _damaged(self, *, ended: bool) -> tuple[int, Spot | None]:
@@ -281,6 +283,8 @@ class LogStream:
             repeated.append("end")
         if any(one.states.count("done") > starts for one in ranks):
             repeated.append(ENDS)
+        if self._supervisor.read_bytes and any(one.begun_again for one in ranks):  # no formation has another's epoch
+            repeated.append(BEGINS)
         return tuple(missing), tuple(repeated)
 
     def _missing_ranks(self, made: LogFacts) -> tuple[int, ...]:

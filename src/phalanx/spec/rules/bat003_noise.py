@@ -54,7 +54,7 @@ def _size(evidence: Evidence, noise: NoiseFacts, limits: Limits) -> Outcome:
         threshold=most,
         unit="x",
         at="batch.global_sequences",
-        impact=evidence.loses(1 / (1 + most) - efficiency, "tokens that teach nothing, beside a batch at the limit"),
+        impact=evidence.loses(1 - efficiency * (1 + most), "tokens that a batch at the limit would not have needed"),
         fix="a smaller batch, or smaller ones early in training ([[batch.ramp]])",
         edits=(Edit(key="batch.global_sequences", value=smaller, safe=False, note="at most the noise scale"),),
     )

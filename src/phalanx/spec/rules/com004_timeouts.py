@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from phalanx.plan.timeouts import MOST_S, bounded, steady_timeout_s
+from phalanx.plan.timeouts import LEAST_S, MOST_S, bounded, steady_timeout_s
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
@@ -81,7 +81,8 @@ def _steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     if least_s <= set_s <= most_s:
         return (passed(told, formula=formula, value=set_s, threshold=most_s, unit="s", at="train.timeout_s"),)
     if set_s > most_s:
-        return (_too_long(evidence, limits, told, set_s, most_s, wanted_s, formula),)
+        edit = _patient(evidence, set_s) or _edit(wanted_s)
+        return (_too_long(evidence, limits, told, set_s, most_s, set_s - wanted_s, edit, formula),)
     floor_s = max(limits.number("train_least_s"), step_s)
     return (_too_short(told, set_s, least_s, floor_s, wanted_s, formula),)
 
@@ -91,7 +92,15 @@ def _auto(evidence: Evidence, step_s: float) -> float:
     planned_s = 0.0
     if evidence.plan is not None:
         planned_s = steady_timeout_s(evidence.the_job, evidence.plan.prediction)
-    return max(planned_s, bounded(step_s))
+    return max(planned_s, bounded(step_s), evidence.the_job.fault.dead_after_s)
+
+
+def _patient(evidence: Evidence, set_s: float) -> Edit | None:
+    """Of an "auto" that is as long as the patience with a silent rank: that is what to shorten."""
+    job = evidence.the_job
+    if not isinstance(job.train.timeout_s, str) or set_s > job.fault.dead_after_s:
+        return None
+    return Edit(key="fault.dead_after_s", value=int(LEAST_S), safe=True, note="the default; auto waits no less")
 
 
 def _without_steps(written: float | str, evidence: Evidence, limits: Limits) -> Outcome:
@@ -104,7 +113,7 @@ def _without_steps(written: float | str, evidence: Evidence, limits: Limits) -> 
             at="train.timeout_s",
         )
     told = f"a rank waits {written:.4g} s for another in a steady step"
-    return _too_long(evidence, limits, told, written, most_s, most_s, ())
+    return _too_long(evidence, limits, told, written, most_s, written - most_s, _edit(most_s), ())
 
 
 def _step(evidence: Evidence) -> tuple[float | None, str]:
@@ -123,7 +132,8 @@ def _too_long(
     told: str,
     set_s: float,
     most_s: float,
-    wanted_s: float,
+    late_s: float,
+    edit: Edit,
     formula: tuple[str, ...],
 ) -> Outcome:
     return failed(
@@ -132,10 +142,10 @@ def _too_long(
         value=set_s,
         threshold=most_s,
         unit="s",
-        at="train.timeout_s",
+        at=edit.key,
         severity=beyond(set_s, most_s, limits),
-        impact=_per_failure(evidence, set_s - wanted_s),
-        edits=(_edit(wanted_s),),
+        impact=_per_failure(evidence, late_s),
+        edits=(edit,),
     )
 
 
@@ -187,9 +197,10 @@ wrong as well: a network card that flaps comes back within seconds (MegaScale, a
     how="""
 `30 ≤ comm.init_timeout_s ≤ 300` (from 5 s on CPUs) covers start and compilation. `train.timeout_s` lies between
 `clamp(5 · step, 30 s, 120 s)` and 120 s; the step is the 99th percentile of the log's steady ones (the first five of a
-formation left out), or the slow end of the plan's interval before there is a log. `"auto"` is that clamp. A step longer
-than 120 s moves the upper bound to one step (house). Too short is an error below 30 s or below one step, else a
-warning; too long is a warning up to a tenth beyond the bound. CPU ranks may give up after 5 s.
+formation left out), or the slow end of the plan's interval before there is a log. `"auto"` is that clamp, and no less
+than `fault.dead_after_s`: a silent rank is found by its heartbeat first. A step longer than 120 s moves the upper
+bound to one step (house). Too short is an error below 30 s or below one step, else a warning; too long is a warning up
+to a tenth beyond the bound. CPU ranks may give up after 5 s.
 """,
     limits={
         "init_most_s": Limit(value=300.0, unit="s", note="torchtitan's start timeout"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.spec.rules.flt_shared import counted, high, per_failure
+from phalanx.spec.rules.flt_shared import counted, high, per_failure, with_ranks
 from phalanx.spec.rules.margin import MARGIN, beyond
 from phalanx.units import format_seconds
 
@@ -101,7 +101,8 @@ def _measured(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
         return (_judged(evidence, log.detect_s.p95, f"in {count} failure{'s' * (count != 1)} of this run", limits),)
     drills = counted(evidence)
     slow_s = high([value for one in drills for value in one.detect_s])
-    return (_judged(evidence, slow_s, f"in {len(drills)} drills", limits),) if slow_s is not None else ()
+    where = f"in {len(drills)} drills{with_ranks(evidence, drills)}"
+    return (_judged(evidence, slow_s, where, limits),) if slow_s is not None else ()
 
 
 def _judged(evidence: Evidence, value_s: float, where: str, limits: Limits) -> Outcome:
@@ -139,7 +140,7 @@ for NCCL and 1800 s for gloo. From 10 minutes to 90 s is worth 0.3 points of eff
 """,
     how="""
 `heartbeat <= 5 s` (a habit of the trainer), `4 heartbeats <= fault.dead_after_s <= 30 s` (Phalanx beats every 0.25 s),
-and `p95(detection) <= 30 s` over the failures of the run, or over drills of this version and profile where the run had
+and `p95(detection) <= 30 s` over the failures of the run, or over drills of this code and profile where the run had
 none. Before a run, and for a run in which nothing fell, the first two settle it. On CPUs what was measured must be
 within 10 s: nothing there takes longer. Up to a tenth beyond a bound is a warning.
 """,

@@ -6,7 +6,7 @@ from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import LogFacts
 from phalanx.spec.outcome import Impact, Outcome, Severity, Spot, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.spec.rules.flt_shared import counted, high, how_to_see, no_drill, per_failure
+from phalanx.spec.rules.flt_shared import counted, high, how_to_see, no_drill, per_failure, with_ranks
 from phalanx.spec.rules.margin import MARGIN, beyond
 from phalanx.units import format_seconds
 
@@ -26,7 +26,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         return unknown(
             f"{nothing}, and {no_drill(evidence)}: how long recovery takes was never seen", fix=how_to_see(evidence)
         )
-    return _judged(evidence, slow_s, f"in {len(drills)} drills", limits)
+    return _judged(evidence, slow_s, f"in {len(drills)} drills{with_ranks(evidence, drills)}", limits)
 
 
 def _nothing(log: LogFacts | None) -> str:
@@ -106,10 +106,10 @@ instead of 90 s cost 4.5 points.
 """,
     how="""
 `p95(time from the failure to the end of the next step that stayed)` over the failures of the run; where nothing fell,
-over drills of this version and profile. The bound is 90 s up to 16,384 devices and 180 s beyond, 600 s where
-`fault.recovery = "stop"` leaves it to somebody else, 30 s on CPUs. Late is an error from 65 devices on and a warning
-below, and up to a tenth beyond the bound. A run that is over and whose last failure no step followed is an error at
-any size. Neither a failure nor a drill: unknown.
+over drills of this code and profile (the answer says with how many ranks). The bound is 90 s up to 16,384 devices and
+180 s beyond, 600 s where `fault.recovery = "stop"` leaves it to somebody else, 30 s on CPUs. Late is an error from 65
+devices on and a warning below, and up to a tenth beyond the bound. A run that is over and whose last failure no step
+followed is an error at any size. Neither a failure nor a drill: unknown.
 """,
     limits={
         "bound_s": Limit(

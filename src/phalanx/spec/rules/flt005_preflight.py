@@ -41,7 +41,7 @@ def _run(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
             fix="phalanx train writes it to supervisor.jsonl; ranks that torchrun or srun started have no supervisor",
         )
     missing = log.formations - log.preflights
-    told = f"{log.preflights} of {log.formations} formations began with a look at every host"
+    told = f"in {log.preflights} of {log.formations} formations every host had been looked at when it joined"
     told += f"; {log.refused_hosts} hosts or places were shut out" if log.refused_hosts else ""
     if missing <= limits.number("missed"):
         return passed(told, value=log.preflights, threshold=log.formations, unit="formations")
@@ -95,9 +95,10 @@ Few machines cause most failures: taking lemon nodes out brought failures of lar
 (arXiv:2402.06194). A look takes milliseconds to seconds, a start on a sick host minutes of all devices.
 """,
     how="""
-Before a run: the trainer's habit (a warning, since a scheduler may do it instead). Of a run: formations with a look
-at every member = formations. On the machine itself: what the trainer needs is installed. What is looked at:
-docs/security.md, "before a host takes part".
+Before a run: the trainer's habit (a warning, since a scheduler may do it instead). Of a run: formations whose members
+were all looked at when they joined = formations (a host looks again before each formation and refuses it when something
+is wrong; of that the log has only the refusals). On the machine itself: what the trainer needs is installed. What is
+looked at: docs/security.md, "before a host takes part".
 """,
     limits={
         "missed": Limit(value=0, unit="formations", note="formations that may begin without a look: house, none"),

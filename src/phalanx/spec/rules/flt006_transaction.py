@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 from phalanx.spec.evidence import Evidence
+from phalanx.spec.facts.drill import DrillFacts
 from phalanx.spec.facts.log import DigestFacts, LogFacts
 from phalanx.spec.outcome import Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.spec.rules.flt_shared import drilled, how_to_see, no_drill
+from phalanx.spec.rules.flt_shared import drilled, how_to_see, no_drill, with_ranks
 
 RARE = Impact(note="work since the last sound checkpoint whenever it happens; how often is not published")
 CHANGES = ("partition", "freeze", "host", "hang", "kill")  # faults after which somebody of the past could speak
@@ -46,15 +47,19 @@ def _run(evidence: Evidence, limits: Limits) -> tuple[Outcome | None, ...]:
     log = evidence.log
     if log is None:
         return ()
-    if log.digests is None or not log.digests.compared:
+    digests = log.digests
+    if digests is None:
         return (_undigested(evidence, log),)
-    return (_one_digest(evidence, log.digests, limits), _no_past(evidence, log.digests, limits))
+    first = _one_digest(evidence, digests, limits) if digests.compared else _undigested(evidence, log)
+    return (first, _no_past(evidence, digests, limits))
 
 
 def _undigested(evidence: Evidence, log: LogFacts) -> Outcome | None:
     """Nothing was compared: only a run whose members never changed has nothing to prove."""
     if log.formations is not None and log.formations <= 1:
         return exempt("the members of the run never changed: nobody could speak from the past")
+    if log.digests is not None and log.digests.alone:
+        return exempt(f"nobody holds a copy of these weights: {log.digests.alone:,} digests, none to compare with")
     if drilled(evidence, *CHANGES) is not None:
         return None
     changed = "the members of the run changed" if log.formations else "the log does not say who took part"
@@ -100,9 +105,9 @@ def _drill(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     if one is None:
         return (_wanted(evidence),) if limits.flag("must_drill") else ()
     if one.clean and one.bitwise:
-        return (passed(f"drilled with {', '.join(one.fired)}: every step has the bits of a run without faults"),)
+        return (passed(f"{_told(evidence, one)}: every step has the bits of a run without faults"),)
     if one.clean:
-        return (passed(f"drilled with {', '.join(one.fired)}: the oracle found nothing"),)
+        return (passed(f"{_told(evidence, one)}: the oracle found nothing"),)
     return (
         failed(
             f"a drill found: {'; '.join(one.wrong[:2]) or 'something'}",
@@ -111,6 +116,10 @@ def _drill(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
             fix=f"phalanx drill --check {one.path}",
         ),
     )
+
+
+def _told(evidence: Evidence, one: DrillFacts) -> str:
+    return f"drilled with {', '.join(one.fired)}{with_ranks(evidence, (one,))}"
 
 
 def _wanted(evidence: Evidence) -> Outcome:
@@ -143,9 +152,11 @@ step by a vote of those that are alive; at 100,000 devices, with a failure every
 happens all day.
 """,
     how="""
-One digest per (epoch, step) over all ranks that report it; no step reported for an epoch older than one already
-reported. A drill of this version and profile that changed the members (kill, hang, host, freeze, partition) must be
-clean; from 32,769 devices on there must be one. Before a run the trainer's own promise counts (none is a warning).
+One digest per (epoch, step) over all ranks that hold the same weights (shards of ZeRO and experts have no copy, and are
+not compared); no step of a rank for an epoch older than one it had reported, and none of anybody more than 5 s after
+the next formation began, but for the one it was in. A drill of this code and profile that changed the members (kill,
+hang, host, freeze, partition) must be clean; from 32,769 devices on there must be one. Before a run the trainer's own
+promise counts (none is a warning).
 """,
     limits={
         "differing": Limit(

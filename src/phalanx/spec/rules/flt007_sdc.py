@@ -97,6 +97,9 @@ def _unnoticed(evidence: Evidence) -> Impact:
 def _found(evidence: Evidence, log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
     digests = log.digests
     if digests is None or not digests.compared:
+        if digests is not None and digests.alone:
+            told = f"nobody holds a copy of these weights: {digests.alone:,} digests, none to compare with"
+            return (exempt(f"{told}; each rank compares its own between two updates"),)
         return () if _too_short(evidence, log) else (_silent(evidence),)
     told = f"{digests.compared} comparisons, {digests.differing} with a difference"
     if digests.differing <= limits.number("differing"):

@@ -44,6 +44,18 @@ def drilled(evidence: Evidence, *kinds: str) -> DrillFacts | None:
     return min(known, key=evidence.drills.index) if known else None
 
 
+def with_ranks(evidence: Evidence, drills: Sequence[DrillFacts]) -> str:
+    """How large the drills were, after "drills": a few ranks do not show what ten thousand take.
+
+    Where their times are within the bound, those of a larger job may not be; the answer says so and is not withheld.
+    """
+    largest = max((one.world for one in drills), default=0)
+    if not largest:
+        return ""
+    size = f" with {largest:,} rank{'s' * (largest != 1)}"
+    return f"{size} (this job has {evidence.devices:,})" if evidence.devices > largest else size
+
+
 def no_drill(evidence: Evidence) -> str:
     """Why no drill answers, as the end of a sentence."""
     return why_none(_ours(evidence), profile=evidence.profile.name) or "no drill is on record"

@@ -17,6 +17,7 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 def _secrets(grammar: GrammarFacts, limits: Limits) -> Outcome:
     most, count = limits.number("lines"), grammar.secrets
     told = f"{count} line{'s' * (count != 1)} of events and logs look like credentials"
+    told += "; searched in part, there is more than is searched" if grammar.secrets_partial else ""
     if count <= most:
         return passed(told, value=count, threshold=most, unit="lines")
     return failed(
@@ -37,10 +38,16 @@ def _provenance(grammar: GrammarFacts, limits: Limits) -> Outcome:
         return unknown(
             "the log does not say which code and configuration ran", fix="check a run of this version of phalanx"
         )
+    if grammar.job_changed:
+        return failed(
+            "job.json is not the configuration that was launched: its digest is another",
+            impact=Impact(note="no time by itself: what a record says of a run must be what ran"),
+            fix="restore job.json from the job file of that launch; another configuration is another run",
+        )
     if grammar.has_provenance:
-        return passed("versions, the commit of the code and the digest of the configuration are on record")
+        return passed("versions, the commit or digest of the code and the digest of the configuration are on record")
     return failed(
-        "versions, the commit of the code or the digest of the configuration are missing",
+        "versions, the commit or digest of the code, or the digest of the configuration are missing",
         impact=Impact(note="no time by itself: a run that nobody can repeat proves nothing"),
         fix="start the run with phalanx train, which writes them; keep plan.json and launch.json beside the events",
     )
@@ -60,7 +67,9 @@ configuration.
     how="""
 Lines of the events and of the ranks' logs that match known forms of keys (cloud access keys, tokens of hubs, private
 key blocks, passwords in URLs), or in which a word of much entropy follows a name that asks for a secret: none. At most
-8 MiB of one log and 64 MiB of all are searched. Provenance is complete. Checkpoints hold numbers and the names of
+8 MiB of one log, 64 MiB of all and the texts of 100,000 events are searched; where there is more, the answer says so.
+Provenance: versions, the commit of the code or a digest of its files, and the digest of job.json, which must be that
+of the file. Checkpoints hold numbers and the names of
 tensors alone, so they are not searched.
 """,
     limits={

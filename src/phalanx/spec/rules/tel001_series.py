@@ -252,12 +252,12 @@ def _rhythm(log: LogFacts, told: str, gap_s: float | None, most: float, limits: 
     gap = known(gap_s)
     if gap is None:
         return passed(f"{told}, once in each formation", threshold=most, unit="s")
-    told = f"{told}, p99 {gap:.1f} s apart"
+    told = f"{told} every {gap:.1f} s or sooner, 99 % of the time on 99 % of the ranks"
     if gap <= most:
-        return passed(told, formula=(f"p99 = {gap:.1f} s <= {most:g} s",), value=gap, threshold=most, unit="s")
+        return passed(told, formula=(f"{gap:.1f} s <= {most:g} s",), value=gap, threshold=most, unit="s")
     return failed(
         told,
-        formula=(f"p99 of the distance = {gap:.1f} s > {most:g} s",),
+        formula=(f"not exceeded for 99 % of the time on 99 % of the ranks: {gap:.1f} s > {most:g} s",),
         value=gap,
         threshold=most,
         unit="s",
@@ -283,9 +283,10 @@ DCGM does (1 s); a minute between pings is enough to see a link that flaps for l
     how="""
 Before a run: `0.1 <= telemetry.interval_s <= 10`, `0.1 <= telemetry.peers_every_s <= 60` (with two ranks or more), a
 warning up to a tenth beyond and below 0.1 s; for another trainer, the series it is documented to write. Of a run: a
-`step` event for every step; p99 of the distance between samples of a rank `<= 2 x 10 s`, between reports of peer
-latency `<= 2 x 60 s`, between values of the noise `<= 100 steps`; each on 99 % of the ranks (from class S4 on, of the
-hosts: they may sum up); no event breaks the schema. Gradient noise is not asked of layouts that cannot have it: context
+`step` event for every step; for 99 % of the time of a rank, its silence before the first and after the last sample
+counted, samples `<= 2 x 10 s` apart and reports of peer latency `<= 2 x 60 s`, on 99 % of the ranks (from class S4 on,
+of the hosts: they may sum up); p99 of the distance between values of the noise `<= 100 steps`; no event breaks the
+schema. Gradient noise is not asked of layouts that cannot have it: context
 ranks, or one micro-batch on one data rank.
 """,
     limits={
@@ -296,7 +297,7 @@ ranks, or one micro-batch on one data rank.
         "margin": MARGIN,
         "peers_s": Limit(value=60.0, unit="s", note="between reports of peer latency: the source document of the spec"),
         "noise_steps": Limit(value=100, unit="steps", note="between values of the gradient noise: house"),
-        "gap_ratio": Limit(value=2.0, unit="x", note="p99 of the distance over the interval: one sample may be missed"),
+        "gap_ratio": Limit(value=2.0, unit="x", note="of the distance over the interval: one sample may be missed"),
         "ranks_share": Limit(value=0.99, note="of ranks that report: house"),
         "aggregated": Limit(
             value=False, classes={"S4": True}, note="a host may report for its ranks: spec 6.3, 32,768 streams are many"

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import platform
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from phalanx.errors import Problem, UserError, WorldError
 from phalanx.files import replace_text
 from phalanx.record.drill import NAME, VERSION, digests, read_record, sign
+from phalanx.record.provenance import our_code
 from phalanx.record.run import Run
 from phalanx.train.supervise.secret import make_secret, read_secret
 
@@ -37,9 +39,10 @@ def key(path: Path) -> bytes:
     return read_secret(path)
 
 
-def write_record(run: Run, body: Mapping[str, Any], secret: bytes) -> Path:
-    """Add versions and digests of the evidence, sign, and put it into the run."""
-    whole = {"v": VERSION, **body, "versions": versions(), "files": digests(run.path)}
+def write_record(run: Run, body: Mapping[str, Any], secret: bytes, *, clock: Callable[[], float] = time.time) -> Path:
+    """Add the time, what ran and digests of the evidence, sign, and put it into the run."""
+    ran = {"made_s": round(clock(), 3), "world": run.world() or 0, "versions": versions(), "code": our_code()}
+    whole = {"v": VERSION, **body, **ran, "files": digests(run.path)}
     signed = {**whole, "signature": sign(whole, secret)}
     path = run.path / NAME
     replace_text(path, json.dumps(signed, indent=1, ensure_ascii=False) + "\n")

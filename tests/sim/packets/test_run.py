@@ -1,0 +1,204 @@
+"""Packets on small fabrics: every one delivered once, what the published simulator printed, and what breaks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from phalanx.errors import UserError
+from phalanx.network.fabric.types import Fabric, Switch
+from phalanx.sim.matrices import Flows, flows, permutation
+from phalanx.sim.packets import kernel
+from phalanx.sim.packets.budget import Budget
+from phalanx.sim.packets.faults import Fault
+from phalanx.sim.packets.result import PacketResult
+from phalanx.sim.packets.run import run
+from phalanx.sim.packets.transport import ECMP, HTSIM, MRC, Transport
+
+
+def clos(hosts: int, half: int, *, planes: int = 1, tiers: int = 2, up: int | None = None, gbps: float = 100) -> Fabric:
+    """A full fabric of switches with `half` ports down, or `up` of them up."""
+    up, t0, deep = up or half, hosts // half, tiers == 3
+    box = Switch(name="box", box="box", radix=2 * half, port_gbps=gbps, watts=0, usd=None)
+    return Fabric(
+        name="test", hosts=hosts, nic_gbps=planes * gbps, planes=planes, tiers=tiers, switch=box, rails=1,
+        oversubscription=half / up, t0_down=half, t0_up=up, t0=t0, t1=t0 if deep else up, t2=t0 // 2 if deep else 0,
+        pods=t0 // half if deep else 1, hop_s=1e-6,
+    )  # fmt: skip
+
+
+LEAF_SPINE = clos(64, 8)
+FAT_TREE = clos(16, 2, tiers=3)
+PLANES = clos(64, 8, planes=4)
+SHUFFLE = permutation(64, 2e6, seed=1)
+
+
+def conserved(result: PacketResult) -> bool:
+    """Each packet was delivered once, and each sending of it was delivered, trimmed or lost."""
+    whole = result.delivered == result.packets and result.sent == result.packets + result.trimmed + result.lost
+    return whole and result.finished == len(result.fct_s)
+
+
+def test_one_connection_takes_what_uet_htsim_prints() -> None:
+    # validate_uec_sender.out, "Single Connection": 176.2 µs for 2 MB over six links of 100G and 1 µs.
+    result = run(FAT_TREE, flows([0], [15], 2e6), transport=HTSIM)
+    assert result.tail_s * 1e6 == pytest.approx(176.2, rel=0.002)
+    assert conserved(result)
+
+
+@pytest.mark.parametrize("transport", [HTSIM, replace(HTSIM, paths=1), replace(HTSIM, spray="skip"), MRC, ECMP])
+@pytest.mark.parametrize("fabric", [LEAF_SPINE, clos(64, 8, up=2), PLANES], ids=["full", "4:1", "4 planes"])
+def test_every_packet_is_delivered_once(fabric: Fabric, transport: Transport) -> None:
+    assert conserved(run(fabric, SHUFFLE, transport=transport))
+
+
+def test_seeds_repeat() -> None:
+    first, second, other = (run(LEAF_SPINE, SHUFFLE, transport=HTSIM, seed=seed) for seed in (4, 4, 5))
+    assert np.array_equal(first.fct_s, second.fct_s)
+    assert not np.array_equal(first.fct_s, other.fct_s)
+
+
+def test_more_paths_shorten_the_tail() -> None:
+    tails = [run(LEAF_SPINE, SHUFFLE, transport=replace(HTSIM, paths=paths)).tail_s for paths in (1, 8, 64)]
+    assert tails[0] > 1.5 * tails[1] > 1.5 * tails[2]
+
+
+def test_incast_runs_at_line_rate() -> None:
+    # validate_uec_sender.out, "Small 16 node incast": 2478.53 µs.
+    result = run(FAT_TREE, flows(range(1, 16), [0] * 15, 2e6), transport=HTSIM)
+    assert result.tail_s * 1e6 == pytest.approx(2478.5, rel=0.05)
+    assert result.trimmed > 0
+    assert conserved(result)
+
+
+def test_an_incast_is_shared_fairly_and_a_victim_beside_it_unharmed() -> None:
+    fabric = clos(64, 8, gbps=400)
+    sizes = [20e6] * 7 + [140e6]  # the victim goes to another host of the same T0
+    result = run(fabric, flows([8, 16, 24, 32, 40, 48, 56, 9], [0] * 7 + [1], sizes), transport=MRC, watch=(7,))
+    assert result.fct_s[:7].min() > 0.85 * result.fct_s[:7].max()
+    payload_gbps = 400 * MRC.payload_bytes / MRC.packet_bytes
+    assert result.watched_gbps[0, 5:-5].mean() == pytest.approx(payload_gbps, rel=0.01)
+
+
+def test_alike_planes_are_simulated_once() -> None:
+    once = run(PLANES, SHUFFLE, transport=MRC)
+    # A fault that changes nothing makes all planes explicit.
+    each = run(PLANES, SHUFFLE, transport=MRC, faults=(Fault(part="link", at_s=0.05, until_s=0.06),))
+    assert (once.planes_simulated, each.planes_simulated) == (1, 4)
+    # Rounding up to whole packets on every plane may add three of them.
+    assert 0 <= once.packets - each.packets <= 3 * len(SHUFFLE)
+    assert each.mean_s == pytest.approx(once.mean_s, rel=0.05)
+
+
+FAULTS = {
+    "link flap": Fault(part="link", number=2, port=3, at_s=20e-6, until_s=200e-6),
+    "T1 reboot": Fault(part="t1", number=3, at_s=20e-6),
+    "T0 loss": Fault(part="t0", number=2, at_s=20e-6),
+    "NIC port": Fault(part="nic", number=5, at_s=20e-6),
+    "transceiver": Fault(part="transceiver", number=5, at_s=20e-6, until_s=200e-6),
+    "grey path": Fault(part="link", number=2, port=3, loss=0.2),
+    "grey everywhere": Fault(part="traffic", loss=0.01),
+    "slow": Fault(part="link", number=2, port=3, left=0.1),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_edge_recovery_delivers_everything(name: str) -> None:
+    fault = FAULTS[name]
+    result = run(PLANES, SHUFFLE, transport=MRC, faults=(fault,))
+    assert conserved(result)
+    assert (result.lost > 0) == (fault.left == 0)
+    assert result.touched_by_loss <= result.touched <= 64
+
+
+def test_a_dead_nic_port_costs_its_plane_and_others_little() -> None:
+    long = permutation(64, 16e6, seed=1)
+    healthy = run(PLANES, long, transport=MRC)
+    broken = run(PLANES, long, transport=MRC, faults=(Fault(part="nic", number=5),))
+    hit = (long.source == 5) | (long.target == 5)
+    # Three of four planes are left, and the first losses have to be noticed.
+    assert broken.fct_s[hit].mean() / healthy.mean_s == pytest.approx(4 / 3, rel=0.15)
+    assert broken.fct_s[~hit].mean() / healthy.mean_s == pytest.approx(1, rel=0.05)
+
+
+def test_routing_waits_for_convergence_where_the_edge_does_not() -> None:
+    fault = Fault(part="t1", number=3, at_s=20e-6)
+    edge = run(LEAF_SPINE, SHUFFLE, transport=MRC, faults=(fault,))
+    routed = run(LEAF_SPINE, SHUFFLE, transport=replace(ECMP, converge_s=0.02), faults=(fault,))
+    assert edge.tail_s < 0.001 < 0.02 < routed.tail_s < 0.03
+    assert conserved(routed)
+
+
+def test_throughput_over_time_shows_the_outage() -> None:
+    fault = Fault(part="transceiver", number=5, at_s=50e-6, until_s=150e-6)
+    hit = int(np.flatnonzero(SHUFFLE.source == 5)[0])
+    result = run(LEAF_SPINE, SHUFFLE, transport=MRC, faults=(fault,), watch=(hit,))
+    dark = (result.time_s > 80e-6) & (result.time_s < 150e-6)
+    assert result.watched_gbps[0, dark].max() == 0
+    assert np.isfinite(result.fct_s[hit])
+    total = (result.throughput_gbps * np.diff(result.time_s, prepend=0)).sum() * 1e9 / 8
+    assert total == pytest.approx(result.packets * MRC.payload_bytes)
+
+
+def test_a_retired_path_returns_after_a_probe() -> None:
+    flap = Fault(part="transceiver", number=0, at_s=0, until_s=300e-6)
+    result = run(LEAF_SPINE, flows([0], [63], 2e6), transport=replace(MRC, probe_s=100e-6), faults=(flap,))
+    assert result.retired_paths > 0
+    assert 300e-6 < result.tail_s < 1e-3
+
+
+def test_a_lost_connection_is_said() -> None:
+    forever = Fault(part="transceiver", number=5, at_s=20e-6)
+    result = run(LEAF_SPINE, SHUFFLE, transport=MRC, faults=(forever,), limit_s=1e-3)
+    assert (result.finished, result.stopped, result.tail_s) == (62, "time limit", math.inf)
+
+
+def test_ctrl_c_returns_what_was_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = kernel.advance, []
+
+    def advance(*args: object) -> int:
+        calls.append(args)
+        if len(calls) > 18:
+            raise KeyboardInterrupt
+        slot: int = real(*args)
+        return slot
+
+    monkeypatch.setattr(kernel, "advance", advance)
+    result = run(LEAF_SPINE, SHUFFLE, transport=MRC)
+    assert result.stopped == "interrupted"
+    assert 0 < result.finished < 64
+    assert result.summary()["finished"] == result.finished
+
+
+@pytest.mark.parametrize(
+    ("traffic", "transport", "budget", "message"),
+    [
+        (SHUFFLE, MRC, Budget(cpu_s=1e-4), "31,296 packets over 119,316 hops need about"),
+        (SHUFFLE, MRC, Budget(memory_bytes=1e3), "simulate fewer hosts"),
+        (SHUFFLE, replace(MRC, paths=0), Budget(), "0 paths per connection"),
+        (SHUFFLE, replace(MRC, paths=10**9), Budget(), "use 1 to 2,048"),
+        (flows([0], [64], 1e6), MRC, Budget(), "hosts are numbered from 0 to 63"),
+        (flows([0], [1], 1e18), MRC, Budget(), "the busiest NIC"),
+        (permutation(64, 1e10), MRC, Budget(), "of the bytes"),
+    ],
+)
+def test_what_cannot_run_is_refused(traffic: Flows, transport: Transport, budget: Budget, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run(LEAF_SPINE, traffic, transport=transport, budget=budget)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (Fault(part="t1", number=99), "there is no"),
+        (Fault(part="link", at_s=2, until_s=1), "let it end after it begins"),
+        (Fault(part="t1_link", number=0), "0 uplinks each"),
+        (Fault(part="nic", loss=2), "both are shares"),
+    ],
+)
+def test_faults_of_what_is_not_there_are_refused(fault: Fault, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run(LEAF_SPINE, SHUFFLE, transport=MRC, faults=(fault,))

@@ -1,0 +1,36 @@
+"""What a finding asks for cures it, and says why where that is not plain."""
+
+from __future__ import annotations
+
+import pytest
+from spec.cases.com import predicted
+from spec.kit import answers, evidence, verdict
+
+
+@pytest.mark.parametrize("step_s", [11.288, 23.99, 130.4])
+@pytest.mark.parametrize("written_s", [31, 1800])
+def test_the_timeout_that_is_asked_for_is_one_that_holds(step_s, written_s) -> None:
+    found = [one for one in answers("COM004", predicted(step_s, f"train.timeout_s={written_s}")) if one.outcome.edits]
+    (edit,) = found[0].outcome.edits
+    assert verdict("COM004", predicted(step_s, f"train.timeout_s={edit.value}")) == "pass"
+
+
+def test_a_batch_that_cannot_be_shared_out_says_why() -> None:
+    (plain,) = answers("BAT001", evidence("batch.global_sequences=500"))
+    assert "every data rank takes the same number of sequences" in plain.outcome.formula[0]
+    (bound,) = answers("BAT001", evidence("batch.global_sequences=100", "numerics.reproducible=true", text=FREE))
+    assert "numerics.reproducible = true" in bound.outcome.formula[-1]
+
+
+FREE = """\
+name = "free"
+[model]
+preset = "llama-3-8b"
+[data]
+tokens = "1T"
+sequence = 8192
+[batch]
+global_sequences = 512
+[cluster]
+spec = "8xH100:16"
+"""
