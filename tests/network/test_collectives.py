@@ -237,3 +237,18 @@ def test_elementwise_over_arrays():
     g = net.place(n, np.ones(3), domain=np.full(3, 8.0), devices=n, **machine)
     together = net.all_reduce(g, np.full(3, GIB))
     assert together == pytest.approx([reduce(group(int(one)), GIB) for one in n])
+
+
+def test_a_ring_over_two_domains_waits_for_the_hop_between_them():
+    """Four members, two in each domain: every step of the ring crosses the network, at the rate of one card."""
+    group = net.place(
+        np.array(4.0),
+        np.array(1.0),
+        domain=np.array(2.0),
+        devices=np.array(4.0),
+        link_bytes_per_s=np.array(400e9),
+        nic_bytes_per_s=np.array(50e9),
+        link_latency_s=np.array(3e-6),
+        nic_latency_s=np.array(14e-6),
+    )
+    assert float(net.ring_hop(group, np.array(1e9))) == pytest.approx(1e9 / 50e9 + 14e-6)

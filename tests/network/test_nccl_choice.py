@@ -122,3 +122,10 @@ def test_refusals(options: dict[str, object], message: str) -> None:
         nccl.system(**options)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="a message of 0 bytes"):
         nccl.choose(board("hopper", 8), 0)
+
+
+def test_a_tree_by_ll_is_held_to_what_ll_carries() -> None:
+    ring = nccl.Channels(count=16, inside_gb=24.0, across_gb=24.0)
+    comm = nccl.System(nodes=4, per_node=8, family="hopper", ring=ring, nvls=None)
+    by_ll = next(one for one in nccl.choices(comm, 2**30) if (one.algorithm, one.protocol) == ("Tree", "LL"))
+    assert by_ll.transfer_s == pytest.approx(2 * 2**30 / 20.4e9)

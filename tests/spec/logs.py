@@ -84,7 +84,6 @@ def good_log(**changes: Any) -> LogFacts:
         world=128,
         ranks=tuple(range(128)),
         wall_s=100_000.0,
-        bytes_read=800_000_000,
         steps=good_steps(),
         digests=DigestFacts(compared=97, every_steps=100),
         noise=NoiseFacts(count=9_600, gap_steps=1.0, last=2_000.0, growth=1.5, has_parts=True, error=0.001),
@@ -107,7 +106,6 @@ def good_log(**changes: Any) -> LogFacts:
         mfu=0.45,
         usd=9_000.0,
         energy_j=8.0e9,
-        energy_source="nvml",
         listens=("127.0.0.1",),
     )
     return replace(made, **changes)
@@ -123,7 +121,6 @@ def good_steps(**changes: Any) -> StepFacts:
         duration_s=spread(10.0, count=9_600, wide=1.03),
         drift=0.005,
         data_share=0.005,
-        wait_share=0.03,
         tokens={4_194_304: 9_700},
         tokens_per_s=419_430.0,
         worst_jump=1.8,
@@ -140,7 +137,7 @@ def good_monitor(**changes: Any) -> MonitorFacts:
         lowest_hour=0.85,
         utilization_sources=("gpm-sm",),
         memory_peak_bytes=62 * GiB,
-        memory_limit_bytes=80 * GiB,
+        held_bytes=66 * GiB,
         pressure_mean=0.77,
         pressure_source="limit",
         allocation_retries=0,
@@ -175,7 +172,6 @@ def good_cpu_log(**changes: Any) -> LogFacts:
         world=4,
         ranks=(0, 1, 2, 3),
         wall_s=160.0,
-        bytes_read=1_000_000,
         steps=good_steps(
             last=399,
             count=400,
@@ -183,7 +179,6 @@ def good_cpu_log(**changes: Any) -> LogFacts:
             duration_s=spread(0.37, count=395, wide=1.2),
             tokens={4_096: 400},
             tokens_per_s=11_000.0,
-            wait_share=0.3,
         ),
         digests=DigestFacts(compared=4, every_steps=100),
         noise=NoiseFacts(count=300, gap_steps=1.0, last=40.0, growth=2.0, has_parts=True, error=0.0),
@@ -193,7 +188,7 @@ def good_cpu_log(**changes: Any) -> LogFacts:
             lowest_hour=0.45,
             utilization_sources=("cpu-time",),
             memory_peak_bytes=0.6 * GiB,
-            memory_limit_bytes=16 * GiB,
+            held_bytes=0.6 * GiB,
             pressure_mean=0.0,
             pressure_source="psi",
             allocation_retries=None,
@@ -235,7 +230,6 @@ def good_cpu_log(**changes: Any) -> LogFacts:
         mfu=0.6,
         usd=None,
         energy_j=5_000.0,
-        energy_source="estimate",
         listens=("127.0.0.1",),
     )
     return replace(made, **changes)

@@ -172,6 +172,9 @@ def test_a_default_of_another_trainers_file_has_no_line(tmp_path) -> None:
     path.write_text(TORCHTITAN)
     found = gathered(path, cluster="8xH100:2")
     assert found.practice.trainer == "torchtitan"
+    assert [one.why for one in found.unmapped if "waiver" in one.key] == [
+        "is not read here: give it with --waivers FILE"
+    ]
     assert found.place("comm.init_timeout_s")[1] == 1 + TORCHTITAN.splitlines().index("init_timeout_seconds = 900")
     assert found.place("comm.bucket_mib") == (str(path), 0)
 

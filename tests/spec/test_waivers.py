@@ -33,6 +33,11 @@ def of_waivers(report: Report) -> list[tuple[str, str, str]]:
     return [(one.verdict, one.severity, one.outcome.what) for one in report.findings if one.rule.id == "SPC001"]
 
 
+def test_waivers_from_a_file_also_cover_what_has_no_job() -> None:
+    report = judged(replace(waiving(), job=None, waivers=(waiver(),)), rule(bad()))
+    assert report.verdicts == {"CKP901": "waived", "SPC001": "pass"}
+
+
 @pytest.mark.parametrize("outcome", [bad(), unknown("nobody looked")])
 def test_a_waiver_covers_failures_and_missing_evidence(outcome) -> None:
     report = judged(waiving(waiver()), rule(outcome))

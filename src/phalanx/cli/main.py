@@ -19,7 +19,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "cluster": ("phalanx.cli.cluster", "describe this machine or a cluster such as 8xH100:16"),
     "probe": ("phalanx.cli.probe", "measure this machine in under 30 s; later plans use the profile"),
     "plan": ("phalanx.cli.plan", "find the best layout, its reasons and its bill"),
-    "sim": ("phalanx.cli.sim", "months of running with failures: what is lost, to what, and its price"),
+    "sim": ("phalanx.cli.sim", "a step of a plan on a fabric, or months of it with failures"),
     "fabric": ("phalanx.cli.fabric", "the network for N GPUs: designs, their cost, and what they lose"),
     "check": ("phalanx.cli.check", "the training specification against a job, a plan or a run"),
     "rules": ("phalanx.cli.rules", "list the rules of the training specification"),

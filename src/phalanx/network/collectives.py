@@ -168,3 +168,14 @@ def send(group: Group, nbytes: Floats) -> Floats:
     rate = np.where(crosses, group.nic_bytes_per_s, group.link_bytes_per_s)
     latency = np.where(crosses, group.nic_latency_s, group.link_latency_s)
     return np.where(group.ranks > 1, nbytes / rate + latency, 0.0)
+
+
+def ring_hop(group: Group, nbytes: Floats) -> Floats:
+    """One message of every member to the next, all at once, as in ring attention: the slowest hop counts.
+
+    A ring over several domains crosses the network once in each, through one member's card.
+    """
+    crosses = group.domains > 1
+    rate = np.where(crosses, group.nic_bytes_per_s, group.link_bytes_per_s)
+    latency = np.where(crosses, group.nic_latency_s, group.link_latency_s)
+    return np.where(group.ranks > 1, nbytes / rate + latency, 0.0)

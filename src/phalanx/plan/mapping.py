@@ -263,7 +263,8 @@ def _seconds(group: net.Group, load: _Load) -> float:
         return float(np.max(net.all_gather(group, nbytes)))
     if load.operation == "all-to-all":
         return float(np.max(net.all_to_all(group, nbytes, network_copies=load.network_copies)))
-    return float(np.max(net.send(group, nbytes)))
+    hop = net.ring_hop if load.operation == "ring send" else net.send
+    return float(np.max(hop(group, nbytes)))
 
 
 def _sent(load: _Load, ranks: int) -> float:

@@ -86,7 +86,7 @@ def tensor_seconds(c: Cases, g: Groups, f: Profile) -> Floats:
 def context_seconds(c: Cases, k: Physics, g: Groups, attention_forward: Floats) -> Floats:
     """Forward: keys and values travel the ring once, behind the attention of the block before."""
     kv_width = np.maximum(c.kv_heads / c.tp, 1.0) * (c.qk_dim + c.v_dim)
-    hop = net.send(g.context, c.tokens * kv_width * element_bytes(c))
+    hop = net.ring_hop(g.context, c.tokens * kv_width * element_bytes(c))
     behind = attention_forward / c.layers / c.cp
     steps = c.layers * (c.cp - 1.0)
     waits = steps * np.maximum(0.0, hop - behind) + CONTEXT_VISIBLE * steps * np.minimum(hop, behind)

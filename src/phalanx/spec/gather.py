@@ -319,12 +319,25 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
             refusals=found.missing,
             devices_said=found.devices,
             their_keys=found.their_keys,
-            unmapped=found.unmapped,
+            unmapped=_without_waivers(found.unmapped),
         )
     evidence = of_job(
-        found.resolved, request, today=today, environ=environ, practice=found.practice, unmapped=found.unmapped
+        found.resolved,
+        request,
+        today=today,
+        environ=environ,
+        practice=found.practice,
+        unmapped=_without_waivers(found.unmapped),
     )
     return replace(evidence, their_keys=found.their_keys)
+
+
+def _without_waivers(unmapped: Sequence[Unmapped]) -> tuple[Unmapped, ...]:
+    """Waivers are told as one, with where they belong: nothing of another trainer's file is ours to heed."""
+    others = tuple(one for one in unmapped if one.key.partition(".")[0] != "waiver")
+    if len(others) == len(unmapped):
+        return others
+    return (*others, Unmapped(key="waiver", value="[[waiver]]", why="is not read here: give it with --waivers FILE"))
 
 
 def _profile(request: Request, wanted: str, cluster: Cluster | None) -> Profile:

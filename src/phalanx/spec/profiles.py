@@ -18,7 +18,6 @@ class Profile:
     scale_up: int  # devices of a fast domain; 0 takes the cluster's
     formats: tuple[str, ...]  # number formats of matrix products
     mfu_floor: float | None  # None: reported, not judged
-    effective_floor: float | None  # replaces the class's target; None keeps it
     utilization_sources: tuple[str, ...]  # honest ones, as monitor events name them
     is_gpu: bool
     note: str
@@ -34,7 +33,6 @@ PROFILES: Mapping[str, Profile] = {
             scale_up=0,
             formats=("fp32", "bf16"),
             mfu_floor=None,
-            effective_floor=None,
             utilization_sources=("cpu-time", "gemm"),
             is_gpu=False,
             note="peak is the measured matrix product; a host is the domain; every bit can be checked",
@@ -45,7 +43,6 @@ PROFILES: Mapping[str, Profile] = {
             scale_up=8,
             formats=("fp32", "bf16", "fp16"),
             mfu_floor=0.40,
-            effective_floor=None,
             utilization_sources=("dcgm-sm", "dcgm-tensor", "gpm-sm", "gpm-tensor"),
             is_gpu=True,
             note="DCGM's profiling groups conflict on Ampere: SM and tensor activity by turns",
@@ -56,7 +53,6 @@ PROFILES: Mapping[str, Profile] = {
             scale_up=8,
             formats=("fp32", "bf16", "fp16", "fp8"),
             mfu_floor=0.35,
-            effective_floor=None,
             utilization_sources=("gpm-sm", "gpm-tensor", "dcgm-sm", "dcgm-tensor"),
             is_gpu=True,
             note="fp8: MFU floor 0.30 over the 16-bit peak",
@@ -67,7 +63,6 @@ PROFILES: Mapping[str, Profile] = {
             scale_up=8,
             formats=("fp32", "bf16", "fp16", "fp8"),
             mfu_floor=0.35,
-            effective_floor=None,
             utilization_sources=("gpm-sm", "gpm-tensor", "dcgm-sm", "dcgm-tensor"),
             is_gpu=True,
             note="as the H100, with 141 GB",
@@ -78,7 +73,6 @@ PROFILES: Mapping[str, Profile] = {
             scale_up=0,
             formats=("fp32", "bf16", "fp16", "fp8", "fp4"),
             mfu_floor=0.30,
-            effective_floor=None,
             utilization_sources=("gpm-sm", "gpm-tensor", "dcgm-sm", "dcgm-tensor"),
             is_gpu=True,
             note="domain of 8 (HGX) or 72 (NVL72): the cluster says; failure rates are hearsay, measure yours",
@@ -89,7 +83,6 @@ PROFILES: Mapping[str, Profile] = {
             scale_up=8,
             formats=("fp32", "bf16", "fp16", "fp8"),
             mfu_floor=None,
-            effective_floor=None,
             utilization_sources=("amdsmi-gfx",),
             is_gpu=True,
             note="no published failure rate or MFU of training jobs: reported, not judged",
@@ -100,7 +93,6 @@ PROFILES: Mapping[str, Profile] = {
             scale_up=0,
             formats=("fp32", "bf16"),
             mfu_floor=0.35,
-            effective_floor=0.93,
             utilization_sources=("libtpu-tensorcore",),
             is_gpu=False,
             note="algorithms, timeouts and buffers belong to the compiler and the runtime; MFU floor 0.45 on v5",
@@ -111,7 +103,6 @@ PROFILES: Mapping[str, Profile] = {
             scale_up=0,
             formats=("fp32", "bf16", "fp16", "fp8", "fp4"),
             mfu_floor=None,
-            effective_floor=None,
             utilization_sources=("gpm-sm", "dcgm-sm", "amdsmi-gfx", "libtpu-tensorcore", "cpu-time", "gemm"),
             is_gpu=True,
             note="nothing is assumed: rates must be measured (phalanx probe, phalanx calibrate) or given",
@@ -120,8 +111,8 @@ PROFILES: Mapping[str, Profile] = {
     )
 }
 
-# By the beginning of the accelerator's name. Workstation and consumer cards of the same families are `custom`: they have
-# other links, other memory and nobody's published rates.
+# By the beginning of the accelerator's name. Workstation and consumer cards of the same families are `custom`: they
+# have other links, other memory and nobody's published rates.
 _BY_NAME = {
     "nvidia-a100": ("A100", "A800"),
     "nvidia-h200": ("H200",),

@@ -182,7 +182,7 @@ def test_ctrl_c_returns_what_was_finished(monkeypatch: pytest.MonkeyPatch) -> No
         (SHUFFLE, replace(MRC, paths=10**9), Budget(), "use 1 to 2,048"),
         (flows([0], [64], 1e6), MRC, Budget(), "hosts are numbered from 0 to 63"),
         (flows([0], [1], 1e18), MRC, Budget(), "the busiest NIC"),
-        (permutation(64, 1e10), MRC, Budget(), "of the bytes"),
+        (permutation(64, 1e10), MRC, Budget(cpu_s=10), "of the bytes"),
     ],
 )
 def test_what_cannot_run_is_refused(traffic: Flows, transport: Transport, budget: Budget, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -147,6 +148,20 @@ def test_a_held_out_value_does_not_move_its_own_prediction() -> None:
 def test_two_sizes_are_no_series() -> None:
     rows = series({"16MiB": 100.0, "4GiB": 400.0})
     assert tried(rows[1], *rows).note.startswith("NCCL's model, no fit")
+
+
+def test_rows_computed_by_a_model_are_no_series() -> None:
+    words = ("16 MiB", "256 MiB", "16 GiB")
+    rows = [row("all-reduce busbw", f"4x8 B200 {size}", 9.0, "GB/s", "computed from NCCL") for size in words]
+    assert {tried(one, *rows).note for one in rows} == {"NCCL's model, no fit: NVLSTree Simple"}
+
+
+def test_the_busiest_link_of_a_sprayed_fabric_against_drawing() -> None:
+    random = np.random.default_rng(1)
+    # 16 T0s with 8 uplinks, both ways: 32 groups of 8 links, each with 8 hosts x 8 entropy values
+    drawn = random.multinomial(64, np.full(8, 1 / 8), size=(4000, 32)).max(axis=(1, 2)).mean() / 8
+    found = tried(row("worst T0-T1 link load, oblivious spray", "8 EVs per QP over 1 planes, 128-host, 16-port", drawn))
+    assert found.ours == pytest.approx(drawn, rel=0.02)
 
 
 def test_small_fluid_and_packet_runs() -> None:

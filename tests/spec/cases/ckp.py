@@ -17,6 +17,7 @@ OURS = Practice(
     trainer="phalanx", atomic_commit=True, verifies_digests=True, memory_copies="other host", resumes_exactly=STATE
 )
 OTHER = Practice(trainer="torchtitan")
+BEST_S = 1235  # about Daly's optimum of the good job
 SPOT = Spot(file="events-00000.jsonl", line=7)
 POINTS = ("begin", "data", "index", "done", "all", "manifest", "set-aside", "commit", "prune")
 DRILL = DrillFacts(
@@ -146,7 +147,29 @@ CASES = [
         evidence=saved(persist_s=spread(25.0, count=55), interval_s=None),
         says="the last checkpoint is cut off",
     ),
-    Case(rule="CKP001", name="another trainer's grace", verdict="pass", evidence=job(practice=OTHER)),
+    Case(
+        rule="CKP001",
+        name="another trainer's grace",
+        verdict="pass",
+        evidence=job(f"checkpoint.interval_s={BEST_S}", practice=OTHER),
+    ),
+    Case(rule="CKP001", name="another trainer's interval", verdict="unknown", evidence=job(practice=OTHER)),
+    Case(
+        rule="CKP001",
+        name="checkpoints are off",
+        verdict="fail",
+        evidence=job(f"checkpoint.interval_s={BEST_S}", practice=replace(OTHER, saves=False)),
+        severity="error",
+        says="checkpoints are off",
+        at="checkpoint.interval_s",
+    ),
+    Case(
+        rule="CKP004",
+        name="another trainer's interval",
+        verdict="unknown",
+        evidence=job(practice=OTHER),
+        says="nothing says how often torchtitan saves",
+    ),
     Case(rule="CKP002", name="known and drilled", verdict="pass", evidence=job()),
     Case(rule="CKP002", name="in place", verdict="fail", evidence=habit(atomic_commit=False), severity="error"),
     Case(rule="CKP002", name="nobody says", verdict="unknown", evidence=habit(atomic_commit=None)),

@@ -24,8 +24,9 @@ def ran(*, profile: str | None = None, incidents=(), log=good_log, **monitor):
 
     def made():
         found = evidence(profile=profile)
-        peak = {"memory_peak_bytes": found.the_plan.memory.total_bytes}
-        return replace(found, log=log(monitor=good_monitor(**{**peak, **monitor}), incidents=incidents))
+        total = found.the_plan.memory.total_bytes
+        both = {"memory_peak_bytes": total, "held_bytes": 1.05 * total}
+        return replace(found, log=log(monitor=good_monitor(**{**both, **monitor}), incidents=incidents))
 
     return made
 
@@ -33,8 +34,19 @@ def ran(*, profile: str | None = None, incidents=(), log=good_log, **monitor):
 def peak(times: float):
     def made():
         found = ran()()
-        monitor = replace(found.the_log.monitor, memory_peak_bytes=found.the_plan.memory.total_bytes / times)
+        peak_bytes = found.the_plan.memory.total_bytes / times
+        monitor = replace(found.the_log.monitor, memory_peak_bytes=peak_bytes, held_bytes=peak_bytes)
         return replace(found, log=replace(found.the_log, monitor=monitor))
+
+    return made
+
+
+def held(times: float | None):
+    def made():
+        found = ran()()
+        monitor = found.the_log.monitor
+        held_bytes = None if times is None else times * monitor.memory_peak_bytes
+        return replace(found, log=replace(found.the_log, monitor=replace(monitor, held_bytes=held_bytes)))
 
     return made
 
@@ -105,6 +117,9 @@ CASES = [
         boundary=True,
         at="plan:memory",
     ),
+    Case(rule="MEM002", name="hardly in pieces", verdict="pass", evidence=held(1.149), boundary=True),
+    Case(rule="MEM002", name="in pieces", verdict="fail", evidence=held(1.151), boundary=True, says="holds 1.15x"),
+    Case(rule="MEM002", name="nobody said what is held", verdict="unknown", evidence=held(None)),
     Case(rule="MEM002", name="a CPU under no pressure", verdict="pass", evidence=on_cpu(0.009), boundary=True),
     Case(rule="MEM002", name="a CPU under pressure", verdict="fail", evidence=on_cpu(0.011), boundary=True),
     Case(rule="MEM002", name="a kernel that keeps none", verdict="pass", evidence=on_cpu(None, "")),
@@ -119,6 +134,7 @@ FLIPS = [
         before="fail",
         after="pass",
     ),
+    Flip(rule="MEM002", limit="most_held", value=1.3, evidence=held(1.2), before="fail", after="pass"),
     Flip(rule="MEM002", limit="most_stalled", value=0.02, evidence=on_cpu(0.011), before="fail", after="pass"),
     Flip(rule="MEM002", limit="most_error", value=0.2, evidence=peak(1.11), before="fail", after="pass"),
     Flip(rule="MEM002", limit="judge_prediction", value=False, evidence=peak(2.0), before="fail", after="pass"),

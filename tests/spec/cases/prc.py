@@ -24,7 +24,6 @@ def parity(loss: float, **changes):
         narrow_format="fp8",
         wide_format="bf16",
         model="small",
-        parameters=10**9,
         tokens=10**10,
         narrow_loss=loss,
         wide_loss=4.0,

@@ -9,6 +9,7 @@ from typing import Any
 from spec.cases.flt import run
 from spec.kit import Case, Flip, evidence
 from spec.logs import good_log, good_steps, spread
+from spec.swap import swapped
 
 from phalanx.plan.plan import CalibrationNote
 from phalanx.spec.evidence import Evidence
@@ -60,14 +61,15 @@ def stopping(risk_s: float) -> Found:
     return lasting(risk_s * mtbf_s, STOP, mtbf_s=mtbf_s)
 
 
-def memory_every(intervals: float) -> Found:
+def memory_every(intervals: float, cluster: str = "8xH100:256") -> Found:
     """2,048 devices with a copy in memory after so many intervals of the disk."""
 
     def make() -> Evidence:
-        found = evidence("batch.global_sequences=2048", cluster="8xH100:256", practice=PHALANX)
+        found = evidence("batch.global_sequences=2048", cluster=cluster, practice=PHALANX)
         plan = found.the_plan
         steps = round(intervals * plan.reliability.interval_s / plan.prediction.step_s)
-        return replace(found, plan=replace(plan, reliability=replace(plan.reliability, memory_every=steps)))
+        plan = replace(plan, reliability=replace(plan.reliability, memory_every=steps))
+        return swapped(replace(found, plan=plan), f"checkpoint.memory_every={steps}")
 
     return make
 
@@ -86,6 +88,7 @@ def open_(rule: str, name: str, found: Found, **more: Any) -> Case:
 
 TOO_SMALL = [
     fails("FLT001", "less than four heartbeats", job("fault.dead_after_s=0.99"), "error", boundary=True),
+    fails("FLT001", "less in a small job", job("fault.dead_after_s=0.5", cluster="8xH100:8"), "error"),
     holds("FLT001", "four heartbeats", job("fault.dead_after_s=1"), boundary=True),
     holds("FLT001", "who fell said so", lambda: run(detect_s=spread(0.0, count=2)), says="took no time"),
     fails("COM004", "a start of a second", job("comm.init_timeout_s=29.9"), "error", at="comm.init_timeout_s"),
@@ -149,10 +152,14 @@ SHORT = [
     ),
     holds("CKP004", "shorter than its interval", lasting(1_000.0, "checkpoint.interval_s=2000", blocking_s=1e3)),
     holds("CKP005", "one at the end", lasting(2_000.0, "checkpoint.interval_s=86400", optimal_interval_s=1e3)),
+    holds(
+        "CKP005", "by itself as often as it pays", lasting(9.0, interval_s=5.0, optimal_interval_s=4.0, memory_every=9)
+    ),
     holds("CKP005", "as old as the disk's", memory_every(0.99), boundary=True),
     fails(
         "CKP005", "older than the disk's", memory_every(1.05), "error", boundary=True, says="where the disk gets one"
     ),
+    fails("CKP005", "older, and not required", memory_every(1.05, "8xH100:16"), "warning"),
     holds("BAT003", "199 steps", early(199), boundary=True, says="reported, not judged before 200"),
     fails("BAT003", "200 steps", early(200), "warning", boundary=True),
 ]

@@ -21,10 +21,8 @@ def laid_out(*sets: str, **changes: Any) -> Evidence:
     return replace(found, plan=replace(found.the_plan, layout=replace(found.the_plan.layout, **changes)))
 
 
-def host(*paths: str, pinned: bool = True) -> HostFacts:
-    cards = tuple(
-        NicPath(device=f"GPU{i}", nic=f"mlx5_{i}", path=path, numa_pinned=pinned) for i, path in enumerate(paths)
-    )
+def host(*paths: str) -> HostFacts:
+    cards = tuple(NicPath(device=f"GPU{i}", nic=f"mlx5_{i}", path=path) for i, path in enumerate(paths))
     return HostFacts(name="node", source="this machine", nic_paths=cards)
 
 
@@ -150,10 +148,10 @@ CASES = [
         rule="TOP003",
         name="one behind the CPU",
         verdict="fail",
-        evidence=lambda: evidence(host=host("PIX", "PHB", pinned=False)),
+        evidence=lambda: evidence(host=host("PIX", "PHB")),
         boundary=True,
         severity="warning",
-        says="1 of 2 devices reach their card through the CPU, 1 of them not pinned",
+        says="1 of 2 devices reach their card through the CPU",
     ),
     Case(rule="TOP003", name="one node", verdict="pass", evidence=lambda: evidence(cluster="8xH100:1")),
     Case(

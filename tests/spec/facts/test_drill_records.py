@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from phalanx.record.drill import NAME, key_path, store_path
+from phalanx.record.drill import NAME, key_path, sign, store_path
 from phalanx.record.run import Run
 from phalanx.spec.facts import records
 from phalanx.spec.facts.drill import DrillFacts, proof, proofs, why_none
@@ -38,10 +40,12 @@ def environ(tmp_path: Path) -> dict[str, str]:
     return {"XDG_CONFIG_HOME": str(tmp_path / "config"), "XDG_DATA_HOME": str(tmp_path / "data")}
 
 
-def write(folder: Path, environ: dict[str, str], **changes: Any) -> Path:
+def write(folder: Path, environ: dict[str, str], *, made_s: float | None = None, **changes: Any) -> Path:
     folder.mkdir(parents=True)
     (folder / "events-00000.jsonl").write_text('{"event":"step"}\n')
-    return write_record(Run(path=folder), {**BODY, **changes}, key(key_path(environ)))
+    (folder / "launch.json").write_text('{"v":1,"world":4}')
+    clock = time.time if made_s is None else lambda: made_s
+    return write_record(Run(path=folder), {**BODY, **changes}, key(key_path(environ)), clock=clock)
 
 
 def test_what_a_record_proves(tmp_path: Path, environ: dict[str, str]) -> None:
@@ -53,13 +57,52 @@ def test_what_a_record_proves(tmp_path: Path, environ: dict[str, str]) -> None:
     assert found.detect_s == (0.03, 5.0)  # a flipped bit is found by a comparison, not by a heartbeat
     assert found.recovery_s == (0.6, 0.9, 5.6)
     assert (found.version, found.profile, found.part) == (versions()["phalanx"], "cpu-gloo", "recovery")
+    assert found.world == 4
 
 
-def test_a_record_of_another_version(tmp_path: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_of_other_code(tmp_path: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version may be the same: it is for many commits."""
     write(tmp_path / "runs" / "a", environ)
-    monkeypatch.setattr(records, "_version", lambda: "99.0")
+    monkeypatch.setattr(records, "our_code", lambda: "sha256:0")
+    [found] = find_drills([tmp_path / "runs"], environ=environ)
+    assert (found.signed, found.version, found.current) == (True, versions()["phalanx"], False)
+
+
+def test_a_record_that_names_no_code_is_of_other_code(tmp_path: Path, environ: dict[str, str]) -> None:
+    path = write(tmp_path / "runs" / "a", environ)
+    body = json.loads(path.read_text())
+    del body["code"], body["signature"]
+    path.write_text(json.dumps(body | {"signature": sign(body, key(key_path(environ)))}))
     [found] = find_drills([tmp_path / "runs"], environ=environ)
     assert (found.signed, found.current) == (True, False)
+
+
+def test_the_newest_is_by_the_time_that_was_signed(tmp_path: Path, environ: dict[str, str]) -> None:
+    """A copy changes the time of a file, and who writes a time without a signature may write any."""
+    old = write(tmp_path / "runs" / "old", environ, made_s=1e9, part="old")
+    new = write(tmp_path / "runs" / "new", environ, made_s=2e9, part="new")
+    forged = write(tmp_path / "runs" / "forged", environ, made_s=1e9, part="forged")
+    forged.write_text(forged.read_text().replace('"made_s": 1000000000.0', '"made_s": 3000000000.0'))
+    os.utime(new, (1.0, 1.0))
+    os.utime(old, (5e9, 5e9))
+    found = find_drills([tmp_path / "runs"], environ=environ)
+    assert [one.part for one in found] == ["new", "old", "forged"]
+
+
+def test_one_file_that_cannot_be_read_hides_no_other(
+    tmp_path: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b", "c"):
+        write(tmp_path / "runs" / name, environ, part=name).rename(tmp_path / "runs" / f"{name}.json")
+    opened = Path.open
+
+    def refuse(path: Path, *args: Any, **more: Any) -> Any:
+        if path.name == "b.json":
+            raise PermissionError
+        return opened(path, *args, **more)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert {one.part for one in find_drills([tmp_path / "runs"], environ=environ)} == {"a", "c"}
 
 
 def test_damage_that_nobody_met_is_no_proof(tmp_path: Path, environ: dict[str, str]) -> None:
@@ -173,7 +216,7 @@ def test_which_records_count() -> None:
         ((fact(),), ""),
         ((fact(signed=False, wrong=("it was changed",)),), "the record x does not count: it was changed"),
         ((fact(profile="tpu"),), "the newest record is of tpu, not of cpu-gloo"),
-        ((fact(current=False),), "the newest record is of Phalanx 1, not of this one"),
+        ((fact(current=False),), "the newest record is of other code than this Phalanx (it was 1)"),
     ],
 )
 def test_why_none_counts(facts: tuple[DrillFacts, ...], said: str) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from spec.cases.com import predicted
 from spec.kit import answers, evidence, verdict
+
+from phalanx.spec.facts.practice import Practice
 
 
 @pytest.mark.parametrize("step_s", [11.288, 23.99, 130.4])
@@ -34,3 +38,11 @@ global_sequences = 512
 [cluster]
 spec = "8xH100:16"
 """
+
+
+def test_a_long_timeout_costs_what_only_it_notices() -> None:
+    slow = predicted(2.0, "train.timeout_s=1800")
+    with_heartbeat = replace(slow, practice=Practice(trainer="phalanx", heartbeat_s=0.25))
+    (dear,) = (one.outcome.impact for one in answers("COM004", slow) if one.verdict == "fail")
+    (cheap,) = (one.outcome.impact for one in answers("COM004", with_heartbeat) if one.verdict == "fail")
+    assert cheap.points == pytest.approx(dear.points * 5_948 / 49_212)

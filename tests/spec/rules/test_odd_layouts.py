@@ -21,7 +21,7 @@ ODD = (0.0, -1.0, float("nan"), float("inf"), 1e300)
 HOST = HostFacts(
     name="\x1b[31m<b>",
     source="this machine",
-    nic_paths=(NicPath(device="\x1b[2J" * 99, nic="../" * 99, path="?", numa_pinned=False),),
+    nic_paths=(NicPath(device="\x1b[2J" * 99, nic="../" * 99, path="?"),),
     link_latency_s=float("nan"),
     link_bytes_per_s=0.0,
     environment={"NCCL_ALGO": "^tree;" * 999},

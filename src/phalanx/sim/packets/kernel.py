@@ -499,6 +499,7 @@ def missing(
     tally[flow, TODO] += 1
     settled = False
     if kind == LOST:
+        settled = knobs.edge == 1  # full queues trim, so a silent loss speaks of the path, not of congestion
         if slot - w[flow, LAST_LOSS] > knobs.rtt:  # what one burst lost counts once
             tally[flow, LOSSES] += 1
         w[flow, LAST_LOSS] = slot

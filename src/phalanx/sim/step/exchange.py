@@ -78,7 +78,7 @@ def _ring_seconds(q: Question, g: traffic.Groups) -> float:
     """Keys and values once round the context ring, all layers, with the kernels each hop starts."""
     c = q.cases
     width = np.maximum(c.kv_heads / c.tp, 1.0) * (c.qk_dim + c.v_dim)
-    hop = net.send(g.context, c.tokens * width * element_bytes(c))
+    hop = net.ring_hop(g.context, c.tokens * width * element_bytes(c))
     return one(c.layers * (c.cp - 1.0) * (hop + traffic.CONTEXT_LAUNCHES * q.ask.physics.start_s))
 
 

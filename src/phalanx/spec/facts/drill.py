@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrillFacts:
-    """One drill on record, the newest first (by the time that was signed). Rules ask `proofs` and `proof` which of them count.
+    """One drill on record, the newest first by the time that was signed. Rules ask `proofs` and `proof` which count.
 
     `signed`: its signature is right, and so are the digests of its evidence where that lies beside it. Kinds of faults
     are those of docs/drills.md, and beside them `save-kill` (SIGKILL at a point of a save) and `corrupt` (a checkpoint

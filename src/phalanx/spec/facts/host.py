@@ -13,7 +13,6 @@ class NicPath:
     device: str
     nic: str
     path: str
-    numa_pinned: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,12 +22,9 @@ class HostFacts:
     name: str
     source: str  # "this machine", "preflight of run x"
     devices: int | None = None
-    device_name: str = ""
     nic_paths: tuple[NicPath, ...] | None = None
-    matmul_flops: float | None = None  # measured by phalanx probe
-    link_latency_s: float | None = None  # α of loopback or fabric collectives, measured
+    link_latency_s: float | None = None  # α of loopback or fabric collectives, measured by phalanx probe
     link_bytes_per_s: float | None = None  # β
-    disk_bytes_per_s: float | None = None
     disk_free_bytes: float | None = None
     memory_bytes: float | None = None
     packages: Mapping[str, str] | None = None  # installed versions of torch and of what loads checkpoints

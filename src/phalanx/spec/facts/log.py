@@ -37,7 +37,6 @@ class StepFacts:
     duration_s: Spread | None = None  # steady ones: not the first five of a formation, not those that compiled
     drift: float | None = None  # median duration of the last quarter over that of the first, less 1
     data_share: float | None = None  # of the time, waiting for batches
-    wait_share: float | None = None  # of the time, waiting for other ranks (mean over ranks)
     tokens: Mapping[int, int] | None = None  # tokens of a step -> how many steps; at most 256 sizes, then None
     tokens_spot: Spot | None = None  # a step with the rarest size
     tokens_per_s: float | None = None  # mean
@@ -87,7 +86,7 @@ class MonitorFacts:
     lowest_hour: float | None  # lowest mean of an hour (of the whole, when shorter)
     utilization_sources: tuple[str, ...] = ()
     memory_peak_bytes: float | None = None
-    memory_limit_bytes: float | None = None
+    held_bytes: float | None = None  # by an allocator of a GPU, the most; None where no step told its own peak
     pressure_mean: float | None = None
     pressure_source: str = ""
     allocation_retries: int | None = None
@@ -163,7 +162,6 @@ class LogFacts:
     world: int
     ranks: tuple[int, ...]
     wall_s: float | None
-    bytes_read: int
     bytes_left: int = 0  # not read: the run grows, or there was a budget
     steps: StepFacts | None = None
     digests: DigestFacts | None = None
@@ -189,6 +187,5 @@ class LogFacts:
     mfu: float | None = None
     usd: float | None = None
     energy_j: float | None = None
-    energy_source: str = ""
     listens: tuple[str, ...] = ()  # addresses that control, store or metrics listened on
     message: str = ""  # first line of what the run's status says about its end

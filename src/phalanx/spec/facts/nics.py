@@ -35,7 +35,7 @@ def _nearest(gpu: Gpu, cards: Sequence[Nic], root: Path) -> NicPath | None:
     if not near:
         return None
     kind, name = min(near, key=lambda one: ORDER.index(one[0]))
-    return NicPath(device=f"GPU {gpu.index}", nic=name, path=kind, numa_pinned=False)
+    return NicPath(device=f"GPU {gpu.index}", nic=name, path=kind)
 
 
 def path_kind(first: Sequence[str], second: Sequence[str], *, same_node: bool) -> str:

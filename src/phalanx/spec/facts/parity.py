@@ -25,7 +25,6 @@ class ParityFacts:
     narrow_format: str
     wide_format: str
     model: str
-    parameters: int
     tokens: int
     narrow_loss: float
     wide_loss: float
@@ -70,7 +69,6 @@ def _facts(narrow: Run, wide: Run, *, formats: list[str], told: list[Summary]) -
         narrow_format=formats[0],
         wide_format=formats[1],
         model=told[0].model,
-        parameters=told[0].parameters,
         tokens=told[0].tokens,
         narrow_loss=float(losses[0] or 0.0),
         wide_loss=float(losses[1] or 0.0),

@@ -113,7 +113,6 @@ class Monitors:
     def __init__(self) -> None:
         self._hours = Hours()
         self._sources: dict[str, set[str]] = {"utilization": set(), "energy": set(), "memory_pressure": set()}
-        self._limit: float | None = None
         self._pressure = [0.0, 0.0]
         self._used = 0.0
 
@@ -126,8 +125,6 @@ class Monitors:
             for source in set(columns.get(f"{name}_source")) - {None}:
                 if len(found) < MOST_SOURCES:
                     found.add(printable(source, most=40))
-        limits = [one for one in columns.get("memory_limit_bytes") if one is not None and 0 < one < MOST_BYTES]
-        self._limit = min([*limits, *([] if self._limit is None else [self._limit])], default=None)
         self._used = max([self._used, *(one for one in columns.get("memory_bytes") if one and one < MOST_BYTES)])
         known = [one for one in columns.get("memory_pressure") if one is not None and 0.0 <= one <= 1e6]
         self._pressure[0] += sum(known)
@@ -146,7 +143,7 @@ class Monitors:
             utilization_sources=tuple(sorted(self._sources["utilization"])),
             # The peak that steps tell of, where they do: a sample every ten seconds misses it.
             memory_peak_bytes=peak or self._used or None,
-            memory_limit_bytes=self._limit,
+            held_bytes=self._used if peak and self._used else None,
             pressure_mean=total / count if count else None,
             pressure_source=", ".join(sorted(self._sources["memory_pressure"])),
             allocation_retries=retries,

@@ -123,7 +123,7 @@ class Steps:
                 self._not_finite += len(places)
                 self._not_finite_spot = self._not_finite_spot or Spot(file=file, line=lines[places[0]])
 
-    def facts(self, *, wait_share: float | None) -> StepFacts | None:
+    def facts(self) -> StepFacts | None:
         """None before the first step."""
         if self.first is None or self.last is None:
             return None
@@ -139,7 +139,6 @@ class Steps:
             duration_s=self._durations.spread(),
             drift=late / early - 1.0 if enough and early and late else None,
             data_share=self._data_s / self._steady_s if self._steady_s else None,
-            wait_share=wait_share,
             tokens=dict(self._sizes) if self._sizes else None,
             tokens_spot=self._size_lines.get(rarest) if rarest is not None else None,
             tokens_per_s=self._tokens_steady / self._steady_s if self._steady_s and self._tokens_steady else None,

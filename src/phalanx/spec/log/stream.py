@@ -139,7 +139,6 @@ class LogStream:
             world=min(max(self.run.world() or 0, told.world if told else 0, len(self._ranks)), MOST_WORLD),
             ranks=tuple(self._ranks),
             wall_s=walked.ledger.wall_s if walked is not None else None,
-            bytes_read=self.bytes_read,
             bytes_left=self.bytes_left,
             steps=steps,
             digests=self._all.digests.facts(),
@@ -191,7 +190,6 @@ class LogStream:
             straggler_scores=len(scored.score) if scored is not None and scored.score else None,
             usd=paid.usd if paid is not None else None,
             energy_j=paid.energy_j if paid is not None else None,
-            energy_source=paid.energy_source if paid is not None else "",
             grammar=self._grammar(made, launch),
         )
 
@@ -205,8 +203,7 @@ class LogStream:
 
     def _steps(self) -> StepFacts | None:
         ranks = self._ranks.values()
-        took_s = sum(one.took_s for one in ranks)
-        found = self._all.steps.facts(wait_share=sum(one.waited_s for one in ranks) / took_s if took_s else None)
+        found = self._all.steps.facts()
         if found is None:
             return None
         whole = {one.rank: one for one in ranks if one.is_whole and one.spans}

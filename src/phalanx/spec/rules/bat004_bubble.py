@@ -78,7 +78,8 @@ Megatron's analysis gives (pp − 1)/(v·m) (arXiv:2104.04473). With 8 stages an
     how="""
 `(pp − 1) / (v · m) ≤ 0.25`, m the micro-batches of a step on a data rank, or those after which a trainer drains its
 pipeline (torchtitan: of a local batch). A zero-bubble schedule leaves a third of it:
-`(F + B − W)` of `(F + B + W)` with the three alike (arXiv:2401.10241).
+`(F + B − W)` of `(F + B + W)` with the three alike (arXiv:2401.10241). Of a run it is judged by the plan too: the log
+tells how long a rank waited in a step, not whether for the pipeline or for a slow neighbour (TEL004, EFF003).
 """,
     limits={
         "most_ratio": Limit(value=0.25, note="bubble over the time of the micro-batches: m ≥ 4·pp of GPipe"),

@@ -12,7 +12,7 @@ from phalanx.spec.facts.log import LogFacts
 from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.lengths import job_s
-from phalanx.spec.rules.measuring import unmeasured_rate
+from phalanx.spec.rules.measuring import is_rate_given, unmeasured, unmeasured_rate
 from phalanx.spec.rules.unsaid import unsaid
 from phalanx.units import format_seconds
 
@@ -155,8 +155,8 @@ def _never(evidence: Evidence, n: Numbers) -> Outcome:
 
 def _small(evidence: Evidence, limits: Limits, n: Numbers) -> tuple[str, ...]:
     """What small jobs saw: more failures than their share of a large one's, unless the rate is their own."""
-    measured = evidence.the_job.fault.failures_per_host_day is not None or n.rate != planned(evidence.the_plan).rate
-    if measured or not evidence.profile.is_gpu or evidence.devices > limits.number("small_devices"):
+    own = is_rate_given(evidence.the_plan) or n.rate != planned(evidence.the_plan).rate
+    if own or not evidence.profile.is_gpu or evidence.devices > limits.number("small_devices"):
         return ()
     factor = limits.number("small_factor")
     best_s = max(daly(n.blocking_s, n.mtbf_s / factor), n.lag_s)
@@ -175,6 +175,8 @@ def _grace(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     key, grace_s = "fault.grace_s", evidence.the_job.fault.grace_s
     if not evidence.stated(key):
         return ()
+    if (missing := unmeasured(evidence, "how long a step and a save take")) is not None:
+        return (missing,)
     need_s, formula = _needed(evidence.the_plan, evidence.log)
     if not math.isfinite(need_s):
         return (unknown("how long a save takes is no number", fix="plan the job again: phalanx plan JOB", at=key),)

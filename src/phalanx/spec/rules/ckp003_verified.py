@@ -100,7 +100,8 @@ lost 7.3 hours to a crash two iterations before its save.
     how="""
 `checkpoint.keep ≥ 2`; the trainer compares digests of all shards before anything is loaded (its documentation or
 code); as many whole checkpoints in the run's folder as were committed, up to two; and a signed drill in which a
-restore met a damaged file, refused it and took the one before.
+restore met a damaged file, refused it and took the one before. That a run restores its first checkpoint once is not
+asked: it would stop every device for a restore, and the drill and the digests say as much of it.
 """,
     limits={
         "least_kept": Limit(value=2, note="checkpoints kept: the newest and one to fall back to; house"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from phalanx.spec.evidence import Evidence
-from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
+from phalanx.spec.outcome import Edit, Impact, Outcome, Severity, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.lengths import capped_s, failure_chance, job_s
 
@@ -20,7 +20,7 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     if place == "none" or every <= 0:
         return (_absent(evidence, limits, "no copies in memory"),)
     if old := _too_old(evidence, limits, every):
-        return (_absent(evidence, limits, old),)
+        return (_goes_back(evidence, old, "error" if limits.flag("required") else "warning"),)
     return (
         _unknown(evidence) if place == "not known" else _outside(evidence, limits, place),
         _persistent(evidence, limits),
@@ -38,11 +38,11 @@ def _unknown(evidence: Evidence) -> Outcome:
 def _too_old(evidence: Evidence, limits: Limits, every: int) -> str:
     """Copies that are older than the checkpoint on disk are none: why, or nothing."""
     interval_s, step_s = capped_s(evidence.the_plan), evidence.the_plan.prediction.step_s
-    if not every * step_s > limits.number("memory_ratio") * interval_s:
+    asked = evidence.the_job.checkpoint.memory_every != "auto"  # "auto" is as often as it pays
+    if not (asked and every * step_s > limits.number("memory_ratio") * interval_s):
         return ""
-    return f"a copy in memory every {every:,} steps, {_told(every * step_s)}, where the disk gets one every " + _told(
-        interval_s
-    )
+    copied, saved = _told(every * step_s), _told(interval_s)
+    return f"a copy in memory every {every:,} steps, {copied}, where the disk gets one every {saved}"
 
 
 def _told(seconds: float) -> str:
@@ -50,9 +50,13 @@ def _told(seconds: float) -> str:
 
 
 def _absent(evidence: Evidence, limits: Limits, told: str) -> Outcome:
-    r = evidence.the_plan.reliability
     if not limits.flag("required"):
         return exempt(f"{told}: not required of {evidence.devices:,} devices, the disk is enough")
+    return _goes_back(evidence, told, "error")
+
+
+def _goes_back(evidence: Evidence, told: str, severity: Severity) -> Outcome:
+    r = evidence.the_plan.reliability
     interval_s = capped_s(evidence.the_plan)
     lost = interval_s / 2 / r.mtbf_s if math.isfinite(interval_s) and r.mtbf_s > 0 else 0.0
     ours = evidence.practice.trainer == "phalanx"
@@ -62,7 +66,7 @@ def _absent(evidence: Evidence, limits: Limits, told: str) -> Outcome:
         value="none",
         threshold="other host",
         at="checkpoint.memory_every",
-        severity="error",
+        severity=severity,
         impact=evidence.loses(lost, "work since the last checkpoint on disk, at every failure"),
         fix="" if ours else f"a trainer, or an addition to {evidence.practice.trainer}, that keeps copies in memory",
         edits=(Edit(key="checkpoint.memory_every", value="auto", safe=True, note="at most 1 % of the time"),)
@@ -79,21 +83,22 @@ def _outside(evidence: Evidence, limits: Limits, place: str) -> Outcome:
     if hosts <= 1 and place in ("other process", "other host", "other rack"):
         return passed("one host: copies outlive every process of it, the disk outlives the host", formula=formula)
     if place == "other process":
-        return _inside(evidence, f"copies lie on the host they protect, and there are {hosts:,}", formula)
+        return _inside(f"copies lie on the host they protect, and there are {hosts:,}", formula, limits)
     rack_scale = plan.cluster.domain_devices >= limits.number("rack_devices") > plan.cluster.host_devices
     if rack_scale and racks > 1 and place != "other rack":
         told = f"copies lie on another host, mostly of the same rack of {plan.cluster.domain_devices} devices"
-        return _inside(evidence, told, formula)
+        return _inside(told, formula, limits)
     return passed(
         f"copies lie on another {'rack' if rack_scale and racks > 1 else 'host'}", formula=formula, value=place
     )
 
 
-def _inside(evidence: Evidence, told: str, formula: tuple[str, ...]) -> Outcome:
+def _inside(told: str, formula: tuple[str, ...], limits: Limits) -> Outcome:
     return failed(
         told,
         formula=formula,
         at="checkpoint.memory_every",
+        severity="error" if limits.flag("required") else None,
         impact=Impact(note="the loss of that domain goes back to the disk: half an interval and a restart, each time"),
         fix="keep the copy outside the domain, or count with the disk: CKP001's interval holds for that failure",
     )
@@ -149,15 +154,16 @@ tensor, pipeline and data groups, since it evicts whole groups.
     how="""
 The trainer keeps copies on another host (its documentation or code) where there are several hosts, on another rack
 where fast domains of 32 devices and more span several hosts and the job has several of them; on one host a process
-that outlives the rank is enough. From 1,025 devices on having no copies, or copies that are older than the disk's
-(`memory_every · step > τ`), is an error: τ/2M of the time is done again.
+that outlives the rank is enough. From 1,025 devices on having no copies, copies inside the domain, or copies that are
+older than the disk's (`memory_every · step > τ`), is an error: τ/2M of the time is done again.
 The disk gets a checkpoint at least every 10 · τ*. Whether the peer is outside the owner's parallel groups is not
 checked: Phalanx replaces single ranks.
 """,
     limits={
         "required": Limit(
             value=False,
-            note="whether a job must keep copies in memory: from class S3 on (over 1,024 devices), spec.md 6.3: house",
+            note="whether a job must keep copies in memory, outside the domain: from class S3 on (over 1,024 devices), "
+            "spec.md 6.3: house",
             classes={"S3": True},
         ),
         "rack_devices": Limit(

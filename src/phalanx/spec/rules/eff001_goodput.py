@@ -77,7 +77,7 @@ def _predicted(evidence: Evidence, limits: Limits) -> Outcome:
         at="fault.restart_s",
         severity=below(value, target, limits),
         impact=evidence.loses(target - value, "up to the target of the class"),
-        fix=f"of each failure {r.lost_s:,.0f} s are lost, and {capped_s(evidence.the_plan) / 2:,.0f} s of work are redone: "
+        fix=f"each failure costs {r.lost_s:,.0f} s and {capped_s(evidence.the_plan) / 2:,.0f} s of work redone: "
         f"{_cheaper(evidence.the_plan)}",
     )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from phalanx.spec.evidence import Evidence
-from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
+from phalanx.spec.outcome import Edit, Impact, Outcome, Severity, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.flt_shared import counted, high, per_failure, with_ranks
 from phalanx.spec.rules.margin import MARGIN, beyond
@@ -37,7 +39,7 @@ def _heartbeat(evidence: Evidence, limits: Limits) -> Outcome:
         value=beat_s,
         threshold=most,
         unit="s",
-        severity=beyond(beat_s, most, limits) if beat_s > 0 else None,
+        severity=_late(beat_s, most, limits) if beat_s > 0 else _late(math.inf, most, limits),
         impact=per_failure(evidence, max(0.0, waits_s - limits.number("dead_after_s")), "waiting for a timeout"),
         fix="train with phalanx train, or put a heartbeat beside the ranks (NVIDIA's nvidia-resiliency-ext has one)",
     )
@@ -70,10 +72,15 @@ def _patience(evidence: Evidence, limits: Limits) -> Outcome:
         threshold=most,
         unit="s",
         at="fault.dead_after_s",
-        severity=beyond(dead_s, most, limits),
+        severity=_late(dead_s, most, limits),
         impact=per_failure(evidence, dead_s - most, "silence that nobody acts on"),
         edits=(Edit(key="fault.dead_after_s", value=int(most), safe=True, note="the longest allowed"),),
     )
+
+
+def _late(value_s: float, most: float, limits: Limits) -> Severity | None:
+    """Too late is a warning in small jobs, and a little beyond the bound; too early is an error at any size."""
+    return beyond(value_s, most, limits) if limits.flag("late_is_error") else "warning"
 
 
 def _hasty(evidence: Evidence, told: str, least: float, limits: Limits) -> Outcome:
@@ -119,7 +126,7 @@ def _judged(evidence: Evidence, value_s: float, where: str, limits: Limits) -> O
         threshold=most,
         unit="s",
         at="fault.dead_after_s",
-        severity=beyond(value_s, most, limits),
+        severity=_late(value_s, most, limits),
         impact=per_failure(evidence, value_s - most, "noticed late"),
         fix="lower fault.dead_after_s; where it is low, look in supervisor.jsonl at what was noticed late, and by whom",
     )
@@ -141,8 +148,10 @@ for NCCL and 1800 s for gloo. From 10 minutes to 90 s is worth 0.3 points of eff
     how="""
 `heartbeat <= 5 s` (a habit of the trainer), `4 heartbeats <= fault.dead_after_s <= 30 s` (Phalanx beats every 0.25 s),
 and `p95(detection) <= 30 s` over the failures of the run, or over drills of this code and profile where the run had
-none. Before a run, and for a run in which nothing fell, the first two settle it. On CPUs what was measured must be
-within 10 s: nothing there takes longer. Up to a tenth beyond a bound is a warning.
+none. A fault of the network has no bound of its own: heartbeats go over it, and `dead_after_s` holds for all silence.
+Before a run, and for a run in which nothing fell, the first two settle it. On CPUs what was measured must be
+within 10 s: nothing there takes longer. Up to a tenth beyond a bound is a warning, and so is all that is late in jobs
+of up to 64 devices.
 """,
     limits={
         "heartbeat_s": Limit(value=5.0, unit="s", note="NVIDIA resiliency extension's check interval"),
@@ -151,6 +160,9 @@ within 10 s: nothing there takes longer. Up to a tenth beyond a bound is a warni
             value=4,
             unit="heartbeats",
             note="silence shorter than so many may be a busy host: house",
+        ),
+        "late_is_error": Limit(
+            value=False, classes={"S2": True}, note="timing rules warn in class S1, spec.md 6.3: house"
         ),
         "margin": MARGIN,
         "measured_s": Limit(
@@ -177,5 +189,4 @@ dead_after_s = 30
         Reference(text="10 s on CPUs", mark="house"),
     ),
     check=check,
-    softer_in=("S1",),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phalanx.hardware.defaults import failures_per_host_day
+from phalanx.plan.plan import Plan
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Outcome, unknown
 
@@ -26,12 +27,16 @@ def unmeasured_rate(evidence: Evidence) -> Outcome | None:
     plan = evidence.plan
     if not evidence.profile.must_measure or plan is None:
         return None
-    cluster = plan.cluster
-    guessed = failures_per_host_day(cluster.accelerator, cluster.host_devices)
-    if plan.job.fault.failures_per_host_day is not None or cluster.failures_per_host_day != guessed:
+    if is_rate_given(plan):
         return None
     return unknown(
-        f"how often hosts of {cluster.accelerator.name} fail is not published: the profile custom must be measured",
+        f"how often hosts of {plan.cluster.accelerator.name} fail is not published: the profile custom must be measured",
         fix="give your own rate: fault.failures_per_host_day, or failures_per_host_day in a cluster file",
         at="fault.failures_per_host_day",
     )
+
+
+def is_rate_given(plan: Plan) -> bool:
+    """Whether the job or the cluster's file names a rate of failures, so that it is not the table's."""
+    guessed = failures_per_host_day(plan.cluster.accelerator, plan.cluster.host_devices)
+    return plan.job.fault.failures_per_host_day is not None or plan.reliability.failures_per_host_day != guessed

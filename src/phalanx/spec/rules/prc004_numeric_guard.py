@@ -9,6 +9,7 @@ from phalanx.spec.facts.log import StepFacts
 from phalanx.spec.outcome import Edit, Impact, Outcome, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.margin import MARGIN, beyond_count
+from phalanx.spec.rules.tel_measured import file_of
 from phalanx.units import format_seconds
 
 
@@ -124,6 +125,7 @@ def _in_a_row(evidence: Evidence, limits: Limits, steps: StepFacts) -> tuple[Out
             value=count,
             threshold=least,
             unit="steps",
+            at=file_of(evidence.the_log),
             severity="error" if count >= bound else "warning",
             impact=evidence.loses(steps.skipped / max(1, steps.count), "steps that learnt nothing"),
             fix="go back to a state before them; look at the data, the learning rate and train.spike_factor",

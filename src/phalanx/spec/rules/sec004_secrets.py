@@ -69,8 +69,8 @@ Lines of the events and of the ranks' logs that match known forms of keys (cloud
 key blocks, passwords in URLs), or in which a word of much entropy follows a name that asks for a secret: none. At most
 8 MiB of one log, 64 MiB of all and the texts of 100,000 events are searched; where there is more, the answer says so.
 Provenance: versions, the commit of the code or a digest of its files, and the digest of job.json, which must be that
-of the file. Checkpoints hold numbers and the names of
-tensors alone, so they are not searched.
+of the file. No hash of a lock file is asked for: few environments have one, and the versions of what computes are
+named. Checkpoints hold numbers and the names of tensors alone, so they are not searched.
 """,
     limits={
         "lines": Limit(value=0, unit="lines", note="that look like credentials: house, none"),

@@ -252,7 +252,7 @@ def _rhythm(log: LogFacts, told: str, gap_s: float | None, most: float, limits: 
     gap = known(gap_s)
     if gap is None:
         return passed(f"{told}, once in each formation", threshold=most, unit="s")
-    told = f"{told} every {gap:.1f} s or sooner, 99 % of the time on 99 % of the ranks"
+    told = f"{told} {gap:.1f} s apart or less, for 99 % of the time on 99 % of the ranks"
     if gap <= most:
         return passed(told, formula=(f"{gap:.1f} s <= {most:g} s",), value=gap, threshold=most, unit="s")
     return failed(

@@ -35,14 +35,12 @@ def _judge(evidence: Evidence, paths: tuple[NicPath, ...], limits: Limits) -> Ou
     listed = ", ".join(f"{one.device[:24]}→{one.nic[:24]} {one.path[:8]}" for one in (far or list(paths))[:8])
     if not far:
         return passed(f"{len(paths)} devices, each at most a PCIe switch from its card", formula=(listed,))
-    unpinned = [one for one in far if not one.numa_pinned]
     share = len(far) / len(paths)
     shown_s = sum(one.shown_s for one in evidence.the_plan.mapping if "NIC" in one.tier)
     slower = limits.number("far_rate")
     lost = share * shown_s * (1 / max(slower, 0.01) - 1) / max(evidence.the_plan.prediction.step_s, 1e-30)
     return failed(
-        f"{len(far)} of {len(paths)} devices reach their card through the CPU"
-        + (f", {len(unpinned)} of them not pinned to its socket" if unpinned else ""),
+        f"{len(far)} of {len(paths)} devices reach their card through the CPU",
         formula=(listed, f"near: {', '.join(near)}"),
         value=len(far),
         threshold=0,
@@ -68,7 +66,8 @@ through host memory, and over the socket link where the card is on the other soc
     how="""
 `path(device, card)` is `PIX` or `PXB` in the terms of `nvidia-smi topo -m` (or `amd-smi topology`), for every device of
 a job that leaves its domain. `PHB`, `NODE` and `SYS` go through the CPU. CPUs, TPUs and hosts with coherent links
-(Grace) are exempt. Virtual machines that hide the tree give no paths: unknown.
+(Grace) are exempt. Virtual machines that hide the tree give no paths: unknown. Whether a process is pinned to the
+socket of its card shows only while it runs, so that is advised and not judged.
 """,
     limits={
         "near": Limit(value=("PIX", "PXB"), note="paths that stay behind a PCIe switch complex: NCCL's GDR levels"),
