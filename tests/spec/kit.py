@@ -18,12 +18,13 @@ from phalanx.spec.edition import EDITION, find_rule
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.practice import Practice
 from phalanx.spec.judge import Finding, judge
-from phalanx.spec.outcome import Verdict
+from phalanx.spec.outcome import Severity, Verdict
 from phalanx.spec.profiles import PROFILES, find_profile, profile_of
 from phalanx.spec.rule import Value
 from phalanx.spec.scaling import scaling_of
 
 TODAY = date(2026, 11, 15)
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 JOB = """\
 # a good job
 spec = "2026.1"
@@ -101,18 +102,19 @@ class Case:
     severity: str = ""  # of the finding, where it matters
     says: str = ""  # part of its line
     at: str = ""  # the key it points at
+    points: float | None = None  # what it is said to cost, within 1 %
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flip:
-    """A constant of a rule that, changed, turns the verdict on the same evidence."""
+    """A constant of a rule that, changed, turns the verdict on the same evidence, or the severity of a failure."""
 
     rule: str
     limit: str
     value: Value
     evidence: Callable[[], Evidence]
-    before: Verdict
-    after: Verdict
+    before: Verdict | Severity
+    after: Verdict | Severity
 
 
 def answers(rule_id: str, found: Evidence, **limits: Value) -> list[Finding]:
@@ -126,6 +128,12 @@ def answers(rule_id: str, found: Evidence, **limits: Value) -> list[Finding]:
 def verdict(rule_id: str, found: Evidence, **limits: Value) -> Verdict:
     """The verdict of one rule."""
     return judge_one(answers(rule_id, found, **limits))
+
+
+def severity(rule_id: str, found: Evidence, **limits: Value) -> Severity:
+    """The worst severity of what one rule finds; a rule that finds nothing has none to compare."""
+    failed = {one.severity for one in answers(rule_id, found, **limits) if one.verdict == "fail"}
+    return next(one for one in SEVERITIES if one in failed)
 
 
 def judge_one(findings: Sequence[Finding]) -> Verdict:

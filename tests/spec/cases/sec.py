@@ -181,6 +181,20 @@ SEC004 = [
         says="1 line of",
     ),
     Case(rule="SEC004", name="nobody knows what ran", verdict="fail", evidence=lambda: logged(has_provenance=False)),
+    Case(
+        rule="SEC004",
+        name="searched in part",
+        verdict="pass",
+        evidence=lambda: logged(secrets_partial=True),
+        says="searched in part",
+    ),
+    Case(
+        rule="SEC004",
+        name="another configuration than was launched",
+        verdict="fail",
+        evidence=lambda: logged(job_changed=True),
+        says="job.json is not the configuration that was launched",
+    ),
     Case(rule="SEC004", name="not told", verdict="unknown", evidence=lambda: logged(has_provenance=None)),
 ]
 

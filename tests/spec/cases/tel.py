@@ -169,7 +169,7 @@ TEL001 = [
         verdict="fail",
         evidence=with_log(monitor=good_monitor(gap_s=20.5)),
         boundary=True,
-        says="p99 20.5 s apart",
+        says="20.5 s apart",
     ),
     Case(rule="TEL001", name="two silent ranks", verdict="fail", evidence=with_log(monitor=good_monitor(ranks=126))),
     Case(rule="TEL001", name="one silent rank", verdict="pass", evidence=with_log(monitor=good_monitor(ranks=127))),

@@ -8,7 +8,8 @@ import json
 import pytest
 from synthetic import write_run
 
-from phalanx.spec.log.secrets import MOST_FILE_BYTES, is_secret
+from phalanx.spec.log import secrets
+from phalanx.spec.log.secrets import BLOCK_BYTES, MOST_FILE_BYTES, MOST_TEXT, is_secret
 from phalanx.spec.log.stream import LogStream, read_log
 
 RANDOM = "q8Zr2LxT0vBn5KsWj3Hd"
@@ -94,3 +95,84 @@ def test_a_growing_log_is_looked_at_once_and_a_long_one_not_to_its_end(tmp_path)
         file.truncate()
         file.write("password=battery-staple\n")
     assert stream.facts().grammar.secrets == 2
+
+
+TOKEN = "hf_" + "aB3d" * 9
+
+
+def _grammar(run):
+    return read_log(run).grammar
+
+
+def test_a_text_that_every_step_carries_is_looked_through(tmp_path):
+    """Fields of somebody's own, the same in all events: they look like a column of the schema."""
+    run = write_run(tmp_path, ranks=2, hosts=1, steps=60)
+    lines = [json.loads(line) for line in run.events(1).read_text().splitlines()]
+    steps = [place for place, event in enumerate(lines) if event["event"] == "step"]
+    told = [event | ({"note": {"auth": ["x", TOKEN]}} if event["event"] == "step" else {}) for event in lines]
+    run.events(1).write_text("".join(json.dumps(event) + "\n" for event in told))
+    found = _grammar(run)
+    assert found.secrets == len(steps)
+    assert (found.secrets_spot.file[-18:], found.secrets_spot.line) == ("events-00001.jsonl", steps[0] + 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("step", {"digest": TOKEN}),
+        ("monitor", {"utilization_source": TOKEN}),
+        ("run_start", {"command": f"train --token={TOKEN}"}),
+        ("evaluate", {"loss": TOKEN}),  # against the schema
+    ],
+)
+def test_texts_of_the_schema_and_events_that_break_it_are_looked_through(tmp_path, kind, fields):
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=60, incidents=0)
+    lines = [json.loads(line) for line in run.events(0).read_text().splitlines()]
+    place = [number for number, event in enumerate(lines) if event["event"] == kind][-1]
+    lines[place] |= fields
+    run.events(0).write_text("".join(json.dumps(event) + "\n" for event in lines))
+    found = _grammar(run)
+    assert (found.secrets, found.secrets_spot.line) == (1, place + 1)
+
+
+@pytest.mark.parametrize("before", [BLOCK_BYTES - 20, BLOCK_BYTES - 1, 2 * BLOCK_BYTES - 10, 3 * BLOCK_BYTES + 7])
+@pytest.mark.parametrize("newline", ["\n", " "])
+def test_a_key_across_two_blocks_is_found_once(tmp_path, before, newline):
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=40)
+    filler = ("word and word" + newline) * (before // 14)
+    run.log(0).write_text(filler + "." * (before - len(filler) - 1) + f" {TOKEN}\nfine\n")
+    found = _grammar(run)
+    assert (found.secrets, found.secrets_spot.line) == (1, filler.count("\n") + 1)
+    assert not found.secrets_partial
+
+
+def test_a_key_far_in_a_line_is_found(tmp_path):
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=40)
+    run.log(0).write_text("word " * MOST_TEXT + TOKEN)
+    assert _grammar(run).secrets == 1
+
+
+def test_a_line_that_is_written_in_two_parts_is_searched_whole_and_counted_once(tmp_path):
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=40)
+    run.log(0).write_text("fine\nlogin with " + TOKEN[:20])
+    stream = LogStream(run)
+    stream.refresh()
+    assert stream.facts().grammar.secrets == 0
+    for more in (TOKEN[20:] + " ", "and on\n", "fine\n", f"again {TOKEN}"):
+        with open(run.log(0), "a") as file:
+            file.write(more)
+        found = stream.facts().grammar
+        assert found.secrets == 1 + more.startswith("again")
+        assert found.secrets_spot.line == 2
+
+
+def test_what_was_not_searched_is_told(tmp_path, monkeypatch):
+    run = write_run(tmp_path, ranks=2, hosts=1, steps=60)
+    assert not _grammar(run).secrets_partial
+    for name, value in (("MOST_EVENTS", 10), ("MOST_BYTES", 10), ("MOST_FILES", 2), ("MOST_FILE_BYTES", 10)):
+        with monkeypatch.context() as patch:
+            patch.setattr(secrets, name, value)
+            assert _grammar(run).secrets_partial, name
+    run.log(1).unlink()
+    run.log(1).symlink_to(run.log(0))
+    assert _grammar(run).secrets_partial

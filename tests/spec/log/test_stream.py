@@ -14,8 +14,11 @@ import pytest
 from synthetic import TOKENS, write_run
 
 from phalanx.record.events import EventWriter
+from phalanx.record.provenance import job_digest, provenance
 from phalanx.record.run import Run
 from phalanx.spec.facts.log import LogFacts
+from phalanx.spec.log import agree
+from phalanx.spec.log.agree import Digests
 from phalanx.spec.log.stream import LogStream, read_log
 
 
@@ -203,13 +206,75 @@ def test_shards_of_zero_are_no_copies(tmp_path, stage):
     run = write_run(tmp_path, ranks=4, steps=120, incidents=0)
     _zero(run, stage)
     with_digests(run, wrong=3)
-    assert read_log(run).digests.differing == 0
+    found = read_log(run).digests
+    assert (found.compared, found.differing, found.alone) == (0, 0, 48)
+
+
+def test_shards_that_two_groups_hold_are_copies(tmp_path):
+    """ZeRO within half of the data ranks: of 2 tensor x 4 data ranks in groups of 2, each shard is there twice."""
+    run = write_run(tmp_path, ranks=8, steps=40, incidents=0)
+    _layout(run, zero=3, shard=2)
+
+    def digest(event):
+        place = (event["rank"] % 2, event["rank"] // 2 % 2)
+        return event | ({"digest": f"{place}"} if event["event"] == "step" and event["step"] % 10 == 9 else {})
+
+    for path in run.event_files():
+        edit(path, digest)
+    found = read_log(run).digests
+    assert (found.compared, found.differing, found.alone) == (4, 0, 0)
+    edit(run.events(7), at_step(19, digest="another"))
+    edit(run.events(6), at_step(19, digest="another"))  # of the same step
+    found = read_log(run).digests
+    assert (found.compared, found.differing) == (4, 1)
+
+
+def test_nothing_is_compared_where_nobody_says_who_holds_what(tmp_path):
+    run = write_run(tmp_path, ranks=4, steps=120, incidents=0)
+    edit(run.supervisor, lambda event: {name: event[name] for name in event if name != "layout"})
+    run.plan_json.unlink()
+    with_digests(run, wrong=3)
+    found = read_log(run).digests
+    assert (found.compared, found.differing, found.alone) == (0, 0, 0)
+
+
+def test_a_step_that_one_rank_alone_digested_is_not_compared(tmp_path):
+    run = write_run(tmp_path, ranks=4, steps=120, incidents=0)
+    _zero(run, 0)
+    with_digests(run)
+    for rank in (1, 2, 3):
+        edit(run.events(rank), lambda event: event | ({"digest": None} if event.get("step", 0) < 100 else {}))
+    assert read_log(run).digests.compared == 2
+
+
+def test_few_digests_are_remembered_and_none_is_counted_that_was_not_compared(tmp_path, monkeypatch):
+    run = write_run(tmp_path, ranks=4, steps=400, incidents=0)
+    _zero(run, 0)
+    for path in run.event_files():
+        edit(path, lambda event: event | ({"digest": f"{event['rank'] % 2}"} if event["event"] == "step" else {}))
+    monkeypatch.setattr(agree, "MOST_HELD", 64)
+    kept = Digests._add
+    most = []
+
+    def watched(self, *args):
+        kept(self, *args)
+        most.append(sum(map(len, self._held.values())))
+
+    monkeypatch.setattr(Digests, "_add", watched)
+    found = read_log(run).digests
+    assert max(most) <= 64
+    assert 10 <= found.compared <= 32
+    assert found.differing == 0
 
 
 def _zero(run: Run, stage: int) -> None:
+    _layout(run, zero=stage)
+
+
+def _layout(run: Run, **changes: int) -> None:
     edit(
         run.supervisor,
-        lambda event: event | ({"layout": event["layout"] | {"zero": stage}} if "layout" in event else {}),
+        lambda event: event | ({"layout": event["layout"] | changes} if "layout" in event else {}),
     )
 
 
@@ -219,6 +284,28 @@ def test_a_rank_that_speaks_from_an_older_formation_is_stale(tmp_path):
     found = read_log(run).digests
     assert found.stale == 1
     assert found.stale_spot.file.endswith("events-00001.jsonl")
+
+
+def test_a_rank_that_was_shut_out_and_goes_on_is_stale(tmp_path):
+    """It never told of the newer formation itself; one step may come late, the one it was in."""
+    run = write_run(tmp_path, ranks=2, steps=60, incidents=1)
+    whole = run.events(1).read_text()
+    began_s = next(
+        json.loads(line)["t"] for line in whole.splitlines() if '"event":"ready"' in line and '"epoch":2' in line
+    )
+
+    def go_on(count):
+        old = whole[: whole.index('"event":"ready"', whole.index('"event":"ready"') + 1)].rsplit("\n", 1)[0] + "\n"
+        last = [json.loads(line) for line in old.splitlines() if '"event":"step"' in line][-1]
+        more = [last | {"t": began_s + 30 * (1 + n), "step": last["step"] + 1 + n} for n in range(count)]
+        run.events(1).write_text(old + "".join(json.dumps(event) + "\n" for event in more))
+
+    go_on(3)
+    found = read_log(run).digests
+    assert found.stale == 2
+    assert found.stale_spot.file.endswith("events-00001.jsonl")
+    go_on(1)
+    assert read_log(run).digests is None
 
 
 def test_a_step_that_one_rank_skipped_and_another_did_not(tmp_path):
@@ -263,6 +350,83 @@ def test_a_noise_scale_that_its_parts_do_not_give(tmp_path):
     assert read_log(run).noise.error > 0.5
 
 
+def test_the_quotient_of_a_single_step_is_not_the_noise_scale(tmp_path):
+    """It is biased, and TEL003 says so."""
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=60, incidents=0)
+    assert read_log(run).noise.error < 1e-9
+
+    def alone(event):
+        is_told = event.get("noise_scale") is not None
+        return event | ({"noise_scale": event["noise_trace"] / event["grad_squared"]} if is_told else {})
+
+    edit(run.events(0), alone)
+    assert read_log(run).noise.error > 0.05
+
+
+def test_the_noise_grew_since_a_tenth_of_the_run(tmp_path):
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=206, incidents=0)
+    edit(
+        run.events(0),
+        lambda event: event | ({"noise_scale": 1.0 + event["step"] - 6} if event.get("noise_scale") else {}),
+    )
+    found = read_log(run).noise
+    assert (found.count, found.last) == (200, 200.0)
+    assert found.growth == pytest.approx(200 / 21)
+
+
+# ---- how often ranks tell --------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_falls_silent_and_one_that_is_slow_are_seen_among_many(tmp_path):
+    run = write_run(tmp_path, ranks=16, steps=60, incidents=0)
+    good = read_log(run)
+    assert good.monitor.gap_s == pytest.approx(10.0, rel=0.02)
+    last_s = [json.loads(line)["t"] for line in run.events(5).read_text().splitlines() if '"step"' in line][-1]
+    first_s = []
+
+    def silent(event):
+        if event["event"] != "monitor":
+            return event
+        first_s.append(event["t"])
+        return event if len(first_s) == 1 else None
+
+    edit(run.events(5), silent)
+    found = read_log(run).monitor
+    assert found.ranks == 16
+    assert found.gap_s == pytest.approx(last_s - first_s[0], rel=0.05)
+
+
+def test_a_rank_that_samples_six_times_too_slowly_is_seen_among_many(tmp_path):
+    run, seen = write_run(tmp_path, ranks=16, steps=60, incidents=0), []
+
+    def slow(event):
+        seen.append(event["event"] == "monitor")
+        return None if seen[-1] and sum(seen) % 6 else event
+
+    edit(run.events(5), slow)
+    assert read_log(run).monitor.gap_s == pytest.approx(60.0, rel=0.02)
+
+
+def test_one_late_sample_of_many_is_no_gap(tmp_path):
+    """21 s in two hours; what counts is how much of the time a rank was silent."""
+    run, seen = write_run(tmp_path, ranks=2, hosts=1, steps=800, incidents=0), []
+
+    def late(event):
+        seen.append(event["event"] == "monitor")
+        return None if seen[-1] and sum(seen) == 50 else event
+
+    edit(run.events(1), late)
+    assert read_log(run).monitor.gap_s == pytest.approx(10.0, rel=0.02)
+
+
+def test_silence_between_formations_is_no_gap(tmp_path):
+    run = write_run(tmp_path, ranks=2, hosts=1, steps=60, incidents=1)
+    began_s = [json.loads(line)["t"] for line in run.events(0).read_text().splitlines() if '"event":"ready"' in line][1]
+    for path in run.event_files():
+        edit(path, lambda event: event | ({"t": event["t"] + 500.0} if event["t"] >= began_s else {}))
+    assert read_log(run).monitor.gap_s < 15.0
+
+
 def test_a_batch_of_another_size_is_named(tmp_path):
     run = write_run(tmp_path, ranks=1, hosts=1, steps=60, incidents=0)
     edit(run.events(0), at_step(30, tokens=7))
@@ -277,6 +441,15 @@ def test_a_batch_of_another_size_is_named(tmp_path):
 def test_a_host_that_nobody_looked_at_is_no_preflight(tmp_path):
     run = write_run(tmp_path, ranks=4, steps=60, incidents=1)
     edit(run.supervisor, lambda event: None if event["event"] == "host" and event["host"] == "host-1" else event)
+    assert (read_log(run).formations, read_log(run).preflights) == (2, 0)
+
+
+def test_a_host_that_joined_without_saying_what_it_found_was_not_looked_at(tmp_path):
+    run = write_run(tmp_path, ranks=4, steps=60, incidents=1)
+    edit(
+        run.supervisor,
+        lambda event: {name: event[name] for name in event if name != "problems" or event["host"] != "host-1"},
+    )
     assert (read_log(run).formations, read_log(run).preflights) == (2, 0)
 
 
@@ -312,12 +485,38 @@ def test_a_checkpoint_folder_without_a_manifest_is_incomplete(tmp_path):
 def test_provenance_and_addresses_are_read_from_the_launch(tmp_path):
     run = write_run(tmp_path, ranks=1, hosts=1, steps=40)
     assert read_log(run).grammar.has_provenance is False
-    known = {"versions": {"phalanx": "1"}, "job_digest": "sha256:0", "commit": ""}
+    known = {"versions": {"phalanx": "1"}, "job_digest": job_digest(run.plan()["job"]), "commit": "ab" * 20}
     run.set_launch(**run.launch() | {"provenance": known, "addresses": ["10.0.0.1"]})
     (run.path / "coordinator.json").write_text('{"address": ["0.0.0.0", 5], "go": {"store": ["127.0.0.1", 6]}}')
     found = read_log(run)
     assert found.grammar.has_provenance is True
     assert found.listens == ("0.0.0.0", "10.0.0.1", "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("said", "is_known"),
+    [
+        ({"commit": ""}, False),
+        ({"commit": "", "code": "sha256:1"}, True),
+        ({"commit": "ab" * 20, "job_digest": ""}, False),
+        ({"commit": "ab" * 20, "versions": {}}, False),
+    ],
+)
+def test_what_ran_is_known_by_commit_or_by_the_digest_of_its_files(tmp_path, said, is_known):
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=40)
+    known = {"versions": {"phalanx": "1"}, "job_digest": "sha256:0"} | said
+    run.set_launch(**run.launch() | {"provenance": known})
+    assert read_log(run).grammar.has_provenance is is_known
+
+
+def test_a_configuration_that_was_changed_after_the_launch(tmp_path):
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=40)
+    run.set_launch(**run.launch() | {"provenance": provenance(run.plan()["job"])})
+    found = read_log(run).grammar
+    assert (found.has_provenance, found.job_changed) == (True, False)
+    job = json.loads((run.path / "job.json").read_text())
+    (run.path / "job.json").write_text(json.dumps(job | {"name": "another"}))
+    assert read_log(run).grammar.job_changed
 
 
 def test_the_end_of_a_run_that_goes_on_is_not_missing(tmp_path):

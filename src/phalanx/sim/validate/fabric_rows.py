@@ -158,7 +158,7 @@ def spray_load(row: Row, _: Context) -> Outcome | None:
     units = fabric.t0_down * entropy / fabric.planes / fabric.t0_up
     if units > MOST_UNITS:
         return None
-    ours = max_to_mean(units, fabric.t0_up, groups=fabric.t0)
+    ours = max_to_mean(units, fabric.t0_up, groups=2 * fabric.planes * fabric.t0)
     return reproduced(row, ours, "fabric/loads over all T0s, planes and directions")
 
 

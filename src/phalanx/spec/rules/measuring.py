@@ -29,8 +29,9 @@ def unmeasured_rate(evidence: Evidence) -> Outcome | None:
         return None
     if is_rate_given(plan):
         return None
+    name = plan.cluster.accelerator.name
     return unknown(
-        f"how often hosts of {plan.cluster.accelerator.name} fail is not published: the profile custom must be measured",
+        f"how often hosts of {name} fail is not published: the profile custom must be measured",
         fix="give your own rate: fault.failures_per_host_day, or failures_per_host_day in a cluster file",
         at="fault.failures_per_host_day",
     )
