@@ -1,6 +1,6 @@
 """How fast the packet engine is on one core, and how far from uet-htsim: packets per CPU-second and completion times.
 
-Run: python benchmarks/packet_speed.py [--small] [--write FOLDER]    prints a dated markdown page; writes it with --write.
+Run: python benchmarks/packet_speed.py [--small] [--write FOLDER]    prints a dated markdown page, or writes it too.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def page(*, small: bool) -> str:
         result, memory = speed(hosts, radix)
         rate = result.packets / result.cpu_s
         lines.append(
-            f"| {hosts:,} | {result.packets:,} | {result.simulated_s * 1e6:.0f} µs | {result.cpu_s:.2f} s | {rate:,.0f} "
+            f"| {hosts:,} | {result.packets:,} | {result.simulated_s * 1e6:.0f} µs | {result.cpu_s:.2f} s "
+            f"| {rate:,.0f} "
             f"| {rate / HTSIM_PACKETS_PER_S['2 tiers']:.0f} | {memory / 1e9:.2f} GB |"
         )
     return "\n".join([*lines, "", *accuracy(), "", *incasts(), ""])

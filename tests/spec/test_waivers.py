@@ -86,3 +86,11 @@ def test_with_a_selection_only_the_waivers_of_its_rules_are_told() -> None:
     assert "CKP001" in chosen.pop()
     assert of_waivers(check_evidence(found, select="CKP001", ignore="SPC")) == []
     assert any("XXX001" in what for _, _, what in of_waivers(check_evidence(found, select="SPC001")))
+
+
+def test_the_days_that_a_waiver_holds_on_are_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flip of SPC001.days_over: it is judged beside the rules, not by them."""
+    late = waiving(waiver(), today=date(2027, 1, 1))
+    assert judged(late, rule(bad())).verdicts["CKP901"] == "fail"
+    monkeypatch.setattr(spc001_waivers, "RULE", spc001_waivers.RULE.with_limit("days_over", 1))
+    assert judged(late, rule(bad())).verdicts["CKP901"] == "waived"

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.cli import fabric_simulate
+from phalanx.cli import fabric_export, fabric_simulate
 from phalanx.cli.options import add_json
 from phalanx.cli.output import note, plain, print_json
 from phalanx.errors import mistake
@@ -32,6 +32,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(show)
     simulate = verbs.add_parser("simulate", help="traffic on a fabric, whole or broken: rates and completion times")
     fabric_simulate.configure(simulate)
+    export = verbs.add_parser("export", help="a fabric and its traffic as .topo and .cm files of htsim")
+    fabric_export.configure(export)
 
 
 def _configure_design(parser: argparse.ArgumentParser) -> None:
@@ -59,8 +61,9 @@ def _configure_decisions(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Design, decide, show or simulate."""
-    return {"design": _design, "decisions": _decisions, "show": _show, "simulate": fabric_simulate.run}[args.what](args)
+    """Design, decide, show, simulate or export."""
+    own = {"design": _design, "decisions": _decisions, "show": _show}
+    return {**own, "simulate": fabric_simulate.run, "export": fabric_export.run}[args.what](args)
 
 
 def _design(args: argparse.Namespace) -> int:

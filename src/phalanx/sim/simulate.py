@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -12,7 +12,7 @@ from phalanx.errors import mistake, nearest
 from phalanx.network.fabric.types import Fabric
 from phalanx.sim.broken import Broken, transceiver
 from phalanx.sim.fluid import Completion, Rates, complete, solve
-from phalanx.sim.matrices import traffic
+from phalanx.sim.matrices import Flows, traffic
 from phalanx.sim.routes import Recovery, Routing
 from phalanx.sim.wire import HTSIM, IDEAL, MRC, Wire
 
@@ -36,19 +36,30 @@ def simulate(
     recovery: str = "",
     wire: str = "mrc",
     seed: int = 0,
+    flows: Flows | None = None,
 ) -> dict[str, object]:
-    """Rates and completion times; `paths` of 0 is one per flow, 8 QPs, or what a million rows allow."""
-    flows = traffic(traffic_name, fabric.hosts, nbytes, seed=seed)
+    """Rates and completion times; `paths` of 0 is one per flow, 8 QPs, or what a million rows allow.
+
+    `flows`, when given, are the traffic, and `traffic_name` is only what they are called.
+    """
+    flows = traffic(traffic_name, fabric.hosts, nbytes, seed=seed) if flows is None else flows
     routing = routing_of(fabric, spread, paths or usual_paths(fabric, spread, len(flows)), recovery, seed)
     broken = broken_of(fabric, failed, left)
-    over = WIRES[_choice("--wire", wire, tuple(WIRES))]
+    over = WIRES[choice("--wire", wire, tuple(WIRES))]
     rates = solve(fabric, flows, routing=routing, broken=broken)
     # A hundred rounds of a million rows are minutes: large cases take larger steps.
     batch = 0.01 if len(flows) * routing.paths <= ROWS // 8 else 0.05
     done = complete(fabric, flows, routing=routing, broken=broken, wire=over, batch=batch)
-    asked = {"fabric": fabric.name, "traffic": traffic_name, "bytes": nbytes, "flows": len(flows), "seed": seed}
+    asked = asked_for("fluid", fabric, traffic_name, flows, seed)
     chosen = {"spread": spread, "paths": routing.paths, "recovery": routing.recovery, "wire": wire}
     return {**asked, **chosen, "failed": list(failed), "left": left, **_rates(rates), **_times(done)}
+
+
+def asked_for(engine: str, fabric: Fabric, traffic_name: str, flows: Flows, seed: int) -> dict[str, object]:
+    """What every result begins with; `bytes_per_flow` is their mean."""
+    total = float(flows.nbytes.sum())
+    sizes = {"flows": len(flows), "bytes_per_flow": total / len(flows), "bytes_total": total}
+    return {"engine": engine, "fabric": fabric.name, "traffic": traffic_name, **sizes, "seed": seed}
 
 
 def usual_paths(fabric: Fabric, spread: str, flows: int) -> int:
@@ -63,7 +74,7 @@ def usual_paths(fabric: Fabric, spread: str, flows: int) -> int:
 
 def routing_of(fabric: Fabric, spread: str, paths: int, recovery: str, seed: int) -> Routing:
     """A routing by its words."""
-    _choice("--routing", spread, ROUTINGS)
+    choice("--routing", spread, ROUTINGS)
     if spread == "all" and (paths != fabric.planes or recovery not in ("", "edge")):
         raise mistake(
             "--routing all",
@@ -71,9 +82,9 @@ def routing_of(fabric: Fabric, spread: str, paths: int, recovery: str, seed: int
             fix="leave both out, or use --routing adaptive",
         )
     by_packet = spread in ("oblivious", "adaptive", "all")
-    chosen = _choice("--recovery", recovery, RECOVERIES) if recovery else "edge" if by_packet else "conventional"
+    chosen = choice("--recovery", recovery, RECOVERIES) if recovery else "edge" if by_packet else "conventional"
     return Routing(
-        spread=spread,  # type: ignore[arg-type]  # _choice holds it
+        spread=spread,  # type: ignore[arg-type]  # choice() holds it
         paths=paths,
         planes="equal" if by_packet else "hash",
         recovery=cast(Recovery, chosen),
@@ -87,7 +98,7 @@ def broken_of(fabric: Fabric, failed: Sequence[str], left: float = 0.0) -> Broke
         raise mistake("--left", f"{left:g} of the capacity is left", fix="use 0 (dead) to below 1")
     found: dict[str, list[tuple[int, ...]]] = {kind: [] for kind in PARTS}
     for text in failed:
-        kind, numbers = _part(text)
+        kind, numbers = part_of(text, PARTS)
         found[kind].append(numbers)
     lanes = [lane for (host,) in found["transceiver"] for lane in transceiver(fabric.planes, host)]
     return Broken(
@@ -99,16 +110,18 @@ def broken_of(fabric: Fabric, failed: Sequence[str], left: float = 0.0) -> Broke
     )
 
 
-def _part(text: str) -> tuple[str, tuple[int, ...]]:
+def part_of(text: str, parts: Mapping[str, int]) -> tuple[str, tuple[int, ...]]:
+    """A part's kind and numbers; `parts` says how many numbers each kind has."""
     match = _PART.match(text.strip().lower())
     numbers = tuple(int(one) for one in match["numbers"].split("/")) if match else ()
-    if match is None or PARTS.get(match["kind"]) != len(numbers):
+    if match is None or parts.get(match["kind"]) != len(numbers):
         forms = "nic:PLANE/HOST, link:PLANE/T0/PORT, t0:PLANE/N, t1:PLANE/N or transceiver:HOST"
-        raise mistake("--fail", f'"{text[:60]}" names no part of a fabric', fix=f"write {forms}")
+        why = "t1link and times (@) need --engine packets" if "@" in text or text.startswith("t1link") else ""
+        raise mistake("--fail", f'"{text[:60]}" names no part of a fabric', why=why, fix=f"write {forms}")
     return match["kind"], numbers
 
 
-def _choice(option: str, word: str, choices: tuple[str, ...]) -> str:
+def choice(option: str, word: str, choices: tuple[str, ...]) -> str:
     if word not in choices:
         guess = nearest(word, choices)
         fix = f"use {guess}" if guess else f"use {', '.join(choices)}"

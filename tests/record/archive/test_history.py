@@ -552,3 +552,9 @@ def test_a_file_that_becomes_shorter(small: Run) -> None:
     steps = [event["step"] for event in read_events(small.events(0))[0] if event["event"] == "step"]
     assert history.last_step == steps[-1] < 11
     assert told(history) == {"rank 0: the file became shorter": 1}
+
+
+def test_several_meshes_at_once_are_those_one_by_one(small: Run) -> None:
+    history = RunHistory.open(small)
+    names = ("wait_s", "duration_s", "mfu")
+    assert history.meshes(names, columns=7) == tuple(history.mesh(name, columns=7) for name in names)

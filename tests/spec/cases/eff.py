@@ -156,7 +156,7 @@ EFF003 = [
     Case(rule="EFF003", name="uneven", verdict="fail", evidence=with_log(imbalance=1.2), says="uneven work (S = 1.20)"),
     Case(rule="EFF003", name="uneven on CPUs", verdict="pass", evidence=on_cpus(imbalance=1.8)),
     Case(
-        rule="EFF003", name="a few steps", verdict="pass", evidence=steps(duration_s=spread(10.0, count=19, wide=9.0))
+        rule="EFF003", name="a few steps", verdict="pass", evidence=steps(duration_s=spread(10.0, count=99, wide=9.0))
     ),
     Case(rule="EFF003", name="no durations", verdict="unknown", evidence=steps(duration_s=None)),
     Case(rule="EFF003", name="no steps", verdict="pass", evidence=with_log(steps=None)),
@@ -215,6 +215,6 @@ FLIPS = [
     flip("EFF003", "drift_wall_s", 60.0, with_log(steps=good_steps(drift=0.3), wall_s=80_000.0)),
     flip("EFF003", "data", 0.001, with_log()),
     flip("EFF003", "waste", 0.3, with_log(imbalance=1.2), breaks=False),
-    flip("EFF003", "least_steps", 5, steps(duration_s=spread(10.0, count=19, wide=9.0))),
+    flip("EFF003", "least_steps", 5, steps(duration_s=spread(10.0, count=99, wide=9.0))),
     flip("EFF004", "counters", ("rapl",), with_log()),
 ]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from spec.cases.bat import noisy
 from spec.cases.ckp import OURS
 from spec.cases.com import predicted, small
-from spec.cases.flt import elastic, job, lasting, run
+from spec.cases.flt import job, lasting, run
 from spec.cases.review import fails, flip, holds, stopping
 from spec.cases.top import host
 from spec.kit import Case, evidence
@@ -61,12 +61,14 @@ COSTS = [
         points=100 * 2 * 1e3 * 1e3 / MTBF_S / WALL_S,
     ),
     fails("EFF003", "mean over median", lambda: jittery(), "warning", points=20.0),
+    # One of two devices at half the rate of its card: its traffic takes twice as long.
+    fails("TOP003", "half of the traffic at half the rate", lambda: far(), "warning", points=10.0),
 ]
 PATIENCE = [
     holds("COM004", "auto and a silent rank", lambda: job("fault.dead_after_s=120"), boundary=True, says="waits 120 s"),
     fails("COM004", "auto waits for a silent rank", lambda: job("fault.dead_after_s=133"), "error", says="waits 133 s",
           at="fault.dead_after_s", boundary=True),
-    holds("COM004", "a number does not", lambda: job("fault.dead_after_s=133", "train.timeout_s=60"), says="waits 60 s"),
+    holds("COM004", "a number does not", lambda: job("fault.dead_after_s=133", "train.timeout_s=60"), says="60 s for"),
     fails("COM004", "auto and a slow step", lambda: slow_step(), "error", at="train.timeout_s"),
 ]  # fmt: skip
 COPIES = [
@@ -84,6 +86,15 @@ CASES: list[Case] = [*COSTS, *PATIENCE, *COPIES, *SWITCH]
 
 def busy(utilization: float) -> Evidence:
     return run(monitor=good_monitor(utilization=utilization, lowest_hour=utilization))
+
+
+def far() -> Evidence:
+    """A fifth of the step is traffic over the cards that nothing hides."""
+    found = evidence(host=host("PIX", "SYS"))
+    plan = found.the_plan
+    (one,) = (axis for axis in plan.mapping if "NIC" in axis.tier)
+    mapping = (replace(one, shown_s=0.2 * plan.prediction.step_s),)
+    return replace(found, plan=replace(plan, mapping=mapping))
 
 
 def jittery() -> Evidence:
@@ -112,6 +123,7 @@ FLIPS = [
     flip("PRC004", "margin", 1.0, lambda: job("train.skipped_steps=15"), "error", "warning"),
     flip("TEL001", "margin", 0.0, lambda: evidence("telemetry.interval_s=11"), "warning", "error"),
     flip("EFF001", "margin", 0.0, lambda: evidence(log=good_log(effective=0.946)), "warning", "error"),
+    flip("FLT001", "late_is_error", False, lambda: job("fault.dead_after_s=600"), "error", "warning"),
     flip("FLT002", "late_is_error", False, lambda: run(recovery_s=spread(500.0, count=1)), "error", "warning"),
     flip("FLT003", "stop_is_error", False, stopping(0.2), "error", "warning"),
 ]

@@ -120,15 +120,16 @@ def test_who_sets_an_interval_turns_them_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("local", "total", "verdict", "told"),
+    ("local", "total", "verdict", "told", "listed"),
     [
-        (4, 4096, "fail", "idles 88%"),  # drained after 4: 7 / (2 · 4)
-        (32, 4096, "pass", "idles 11%"),  # after 32
-        (32, 0, "pass", "idles 11%"),  # one local batch is the whole step
+        (4, 4096, "fail", "idles 88%", True),  # drained after 4: 7 / (2 · 4)
+        (32, 4096, "pass", "idles 11%", True),  # after 32
+        (32, 512, "pass", "idles 11%", False),  # one local batch on each of 16 ranks is the whole step
+        (32, 0, "pass", "idles 11%", False),
     ],
 )
 def test_torchtitan_drains_its_pipeline_after_each_local_batch(
-    tmp_path: Path, local: int, total: int, verdict: str, told: str
+    tmp_path: Path, local: int, total: int, verdict: str, told: str, listed: bool
 ) -> None:
     text = f"local_batch_size = {local}\n" + (f"global_batch_size = {total}\n" if total else "")
     text += '[parallelism]\npipeline_parallel_degree = 8\npipeline_parallel_schedule = "Interleaved1F1B"\n'
@@ -137,7 +138,7 @@ def test_torchtitan_drains_its_pipeline_after_each_local_batch(
     assert said[0] == verdict
     assert told in said[1]
     why = {one.key: one.why for one in found.unmapped}
-    assert ("training.local_batch_size" in why) == bool(total)
+    assert ("training.local_batch_size" in why) == listed
     if verdict == "fail":
         assert "before it is drained (torchtitan: training.local_batch_size)" in fixes("BAT004", found)
         assert any("drained after 4 of the" in line for line in answers("BAT004", found)[0].outcome.formula)
@@ -172,6 +173,14 @@ def test_how_often_deepspeed_is_started_again_is_its_launchers_matter(tmp_path: 
     assert of("FLT004", gathered(tmp_path, "ds.json", DEEPSPEED, settings=settings))[0][0] == "unknown"
     assert of("FLT004", gathered(tmp_path, "args.txt", MEGATRON))[0][0] == "pass"  # torchrun's own
     assert of("FLT004", gathered(tmp_path, "args.txt", MEGATRON + "--max-restarts 9"))[0][0] == "fail"
+
+
+def test_what_the_scheduler_does_no_file_says(tmp_path: Path) -> None:
+    settings = ("model.preset=llama-3-8b", "batch.global_sequences=1024", "data.tokens=1T")
+    found = gathered(tmp_path, "ds.json", DEEPSPEED, settings=settings, cluster="8xH100:128")
+    assert [verdict for verdict, _ in of("FLT003", found)] == ["unknown"]
+    kept = gathered(tmp_path, "ds.json", DEEPSPEED, settings=(*settings, "fault.spares=9"), cluster="8xH100:128")
+    assert [verdict for verdict, _ in of("FLT003", kept)] == ["pass"]
 
 
 def test_clipping_that_is_left_to_a_trainer_is_not_known(tmp_path: Path) -> None:

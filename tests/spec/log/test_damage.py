@@ -144,7 +144,7 @@ def test_a_rank_that_is_missing(run):
 
 def test_an_empty_folder(tmp_path):
     found = read_log(Run(path=tmp_path))
-    assert (found.ranks, found.steps, found.checkpoints, found.bytes_read) == ((), None, None, 0)
+    assert (found.ranks, found.steps, found.checkpoints) == ((), None, None)
     assert found.grammar.missing == ("events of any rank",)
     assert found.grammar.has_provenance is None
 

@@ -67,6 +67,8 @@ def test_a_good_run_in_numbers(tmp_path):
     assert found.noise.has_parts
     assert found.noise.error < 1e-9
     assert found.monitor.ranks == 4
+    assert found.monitor.held_bytes == 62 * 2**30  # what the samples tell; the peak is the steps'
+    assert found.monitor.memory_peak_bytes == pytest.approx(61 * 2**30, rel=0.01)
     assert found.monitor.utilization_sources == ("gpm-sm",)
     assert found.monitor.gap_s == pytest.approx(10.0, rel=0.02)
     assert found.monitor.energy_j == pytest.approx(found.energy_j, rel=1e-6)
@@ -133,8 +135,8 @@ def test_a_budget_stops_early_and_says_what_is_left(tmp_path):
     total = run.event_bytes() + run.supervisor.stat().st_size
     stream.refresh(10_000)
     first = stream.facts()
-    assert 0 < first.bytes_read < total
-    assert first.bytes_left == total - first.bytes_read
+    assert 0 < stream.bytes_read < total
+    assert first.bytes_left == total - stream.bytes_read
     while stream.refresh(40_000):
         pass
     assert stream.facts().bytes_left == 0
@@ -245,6 +247,30 @@ def test_a_step_that_one_rank_alone_digested_is_not_compared(tmp_path):
     for rank in (1, 2, 3):
         edit(run.events(rank), lambda event: event | ({"digest": None} if event.get("step", 0) < 100 else {}))
     assert read_log(run).digests.compared == 2
+
+
+def test_tensor_ranks_alone_hold_no_copies(tmp_path):
+    run = write_run(tmp_path, ranks=2, steps=40, incidents=0)
+    _zero(run, 0)
+    with_digests(run)
+    found = read_log(run).digests
+    assert (found.compared, found.alone) == (0, 8)
+
+
+def test_a_step_that_a_rank_does_again_is_not_compared_with_itself(tmp_path):
+    """Where nobody numbers the formations, as under torchrun, what was done again has the same name."""
+    run = write_run(tmp_path, ranks=4, steps=60, incidents=1)
+    plan = run.plan()
+    run.plan_json.write_text(json.dumps(plan | {"layout": plan["layout"] | {"zero": 0}}))
+
+    def told(event):
+        event.pop("epoch", None)
+        return event | ({"digest": f"{event['t']}"} if event["event"] == "step" else {})
+
+    edit(run.events(0), told)
+    found = read_log(run)
+    assert found.steps.again == 3
+    assert (found.digests.compared, found.digests.differing, found.digests.alone) == (0, 0, 0)
 
 
 def test_few_digests_are_remembered_and_none_is_counted_that_was_not_compared(tmp_path, monkeypatch):
@@ -405,6 +431,17 @@ def test_a_rank_that_samples_six_times_too_slowly_is_seen_among_many(tmp_path):
 
     edit(run.events(5), slow)
     assert read_log(run).monitor.gap_s == pytest.approx(60.0, rel=0.02)
+
+
+def test_a_rank_that_is_silent_at_first_is_seen(tmp_path):
+    run, seen = write_run(tmp_path, ranks=2, hosts=1, steps=60, incidents=0), []
+
+    def silent(event):
+        seen.append(event["event"] == "monitor")
+        return None if seen[-1] and sum(seen) <= 20 else event
+
+    edit(run.events(1), silent)
+    assert 170.0 < read_log(run).monitor.gap_s < 210.0
 
 
 def test_one_late_sample_of_many_is_no_gap(tmp_path):

@@ -33,8 +33,7 @@ def work(history: RunHistory, *, columns: int, first: int | None = None, last: i
     Own time is what a rank was in the step and did not wait: `duration_s` less `wait_s`. So a rank that sleeps, swaps
     or looks for its data is as slow as one that computes slowly; `compute_s` is taken where `wait_s` is not known.
     """
-    waits = history.mesh("wait_s", columns=columns, first=first, last=last)
-    took = history.mesh("duration_s", columns=columns, first=first, last=last)
+    waits, took = history.meshes(("wait_s", "duration_s"), columns=columns, first=first, last=last)
     own, wait = _table(took), _table(waits)
     if took.ranks != waits.ranks or own.shape != wait.shape or not np.isfinite(own - wait).any():
         computed = history.mesh("compute_s", columns=columns, first=first, last=last)

@@ -6,7 +6,7 @@ Nothing is loaded whole. Long stretches are drawn from blocks (blocks.py), short
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -206,9 +206,22 @@ class RunHistory:
 
         Where a step was done again in a block, the undone one is in that block's mean too: of one column among many.
         """
-        column, scale = self._column(name)
+        return self.meshes((name,), columns=columns, first=first, last=last)[0]
+
+    def meshes(
+        self, names: Sequence[str], *, columns: int = 120, first: int | None = None, last: int | None = None
+    ) -> tuple[Mesh, ...]:
+        """Several series, rank by rank: the events of a rank are read once for all of them."""
+        asked = [self._column(name) for name in names]
         self._budget = MOST_SCAN_BYTES
-        rows = [self._row(rank, column, _span(first, last)) for rank in self.ranks]
+        span = _span(first, last)
+        rows = [[self._row(rank, column, span) for column, _ in asked] for rank in self.ranks]
+        return tuple(
+            self._mesh(name, [row[number] for row in rows], scale=asked[number][1], columns=columns)
+            for number, name in enumerate(names)
+        )
+
+    def _mesh(self, name: str, rows: Sequence[Spans], *, scale: float, columns: int) -> Mesh:
         found = columns_of(rows, max(1, min(columns, MOST_POINTS)))
         values = tuple(_values(row * scale) for row in found.values)
         step, t = tuple(found.first.tolist()), tuple(found.t.tolist())

@@ -33,7 +33,11 @@ from phalanx.sim.packets.state import (
 from phalanx.sim.packets.transport import Slots, Transport, in_slots
 
 TOTALS = 9
-BYTES_PER_FLOW = 8 * 16 + 4 * 8 + 4 * 8  # window, counters, and the small columns
+# Paths per plane from which planes behave alike: 128 over 8 is MRC's smallest set. With few, a connection is as slow as
+# its unluckiest plane.
+LEAST_PATHS = 16
+ROW = 16  # counters of a connection: a cache line
+BYTES_PER_FLOW = 8 * 16 + 4 * ROW + 4 * 8  # window, counters, and the small columns
 BYTES_PER_EVENT = 12
 
 
@@ -70,7 +74,7 @@ class Sketch:
 
 def sketch(fabric: Fabric, flows: Flows, transport: Transport, *, alike: bool) -> Sketch:
     """Sizes and expected cost. `alike` planes are simulated once: each carries an equal part of every connection."""
-    copies = fabric.planes if alike and transport.paths >= fabric.planes else 1
+    copies = fabric.planes if alike and transport.paths >= LEAST_PATHS * fabric.planes else 1
     part = replace(fabric, planes=fabric.planes // copies, nic_gbps=fabric.nic_gbps / copies)
     links = links_of(part)
     _hosts(fabric, flows)
@@ -223,7 +227,7 @@ def _traffic(plan: Sketch, flows: Flows, seed: int, *, kept: int) -> Traffic:
 
 
 def _tally(plan: Sketch) -> Ints32:
-    tally = np.zeros((len(plan.packets), 9), dtype=np.int32)
+    tally = np.zeros((len(plan.packets), ROW), dtype=np.int32)
     tally[:, TODO] = plan.packets
     return tally
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.errors import Problem, WorldError
+from phalanx.errors import Problem, WorldError, mistake
 from phalanx.network.fabric.types import Fabric
+from phalanx.sim.links import Ints
 from phalanx.sim.matrices import Flows
 from phalanx.sim.packets.budget import Budget, afford
 from phalanx.sim.packets.build import World, build, sketch
@@ -53,15 +54,26 @@ def run(
     Interrupted (Ctrl-C), it returns what was finished.
     """
     check(transport)
-    plan = sketch(fabric, traffic, transport, alike=not faults)
+    # In order of their source, what the loop reads of connections lies in the order in which it visits hosts.
+    order = np.argsort(traffic.source, kind="stable")
+    sorted_ = Flows(source=traffic.source[order], target=traffic.target[order], nbytes=traffic.nbytes[order])
+    plan = sketch(fabric, sorted_, transport, alike=not faults)
     afford(fabric.name, plan.cost, budget)
-    world = build(plan, traffic, transport, seed=seed)
+    world = build(plan, sorted_, transport, seed=seed)
     converge_s = transport.converge_s if transport.recovery == "routing" else None
     todo = changes(world.links, faults, slot_s=world.slots.slot_s, converge_s=converge_s)
-    clock = _Clock(world=world, todo=todo, watch=watch, sample=max(1, round(sample_s / world.slots.slot_s)))
+    places = tuple(int(np.flatnonzero(order == flow)[0]) for flow in _watched(watch, len(traffic)))
+    clock = _Clock(world=world, todo=todo, watch=places, sample=max(1, round(sample_s / world.slots.slot_s)))
     started = time.process_time()
     stopped = clock.run(_limit(limit_s, todo, world.slots.slot_s), started + budget.cpu_s)
-    return _result(clock, traffic, transport, stopped, time.process_time() - started)
+    return _result(clock, order, traffic, transport, stopped, time.process_time() - started)
+
+
+def _watched(watch: tuple[int, ...], connections: int) -> tuple[int, ...]:
+    for flow in watch:
+        if not 0 <= flow < connections:
+            raise mistake("watch", f"there is no connection {flow}", fix=f"they are numbered 0 to {connections - 1:,}")
+    return watch
 
 
 def _limit(limit_s: float | None, todo: list[Change], slot_s: float) -> int:
@@ -130,12 +142,13 @@ class _Clock:
         self.watched.append(self.world.traffic.tally[list(self.watch), ARRIVED].copy())
 
 
-def _result(clock: _Clock, flows: Flows, transport: Transport, stopped: str, cpu_s: float) -> PacketResult:
+def _result(clock: _Clock, order: Ints, flows: Flows, transport: Transport, stopped: str, cpu_s: float) -> PacketResult:
     w, slot_s = clock.world, clock.world.slots.slot_s
     ends = np.array(clock.ends, dtype=np.float64)
     taken_s = np.maximum(np.diff(ends, prepend=1.0), 1.0) * slot_s
     bits = 8e-9 * transport.payload_bytes * w.copies
-    done = w.traffic.done.astype(np.float64)
+    done = np.empty(len(order))
+    done[order] = w.traffic.done
     watched = np.array(clock.watched, dtype=np.float64).reshape(len(ends), len(clock.watch)).T
     touched = w.traffic.tally[:, TOUCHED]
     return PacketResult(

@@ -260,10 +260,12 @@ def _habits(book: Book, habits: Practice) -> None:
     limit = book.value("train.timeout_s")
     book.assume("fault.detect_s", limit, "a rank that hangs is noticed by the timeout of a collective")
     book.assume("fault.dead_after_s", limit, "no heartbeat: a rank that hangs is noticed by the same timeout")
-    book.assume("fault.recovery", "stop", "a lost rank ends the job; the scheduler starts it again")
+    # No defaults of the trainer's: whether something starts it again, and on what, no file of theirs says.
+    again = "not said: a lost rank ends the job, and the scheduler may start it again"
+    book.values.setdefault("fault.recovery", Said(value="stop", note=again))
+    book.values.setdefault("fault.spares", Said(value=0, note="not said: spare hosts are the scheduler's matter"))
     if habits.bounded_restarts is not None:
         book.assume("fault.restarts", habits.bounded_restarts, (habits.sources or {}).get("bounded_restarts", ""))
-    book.assume("fault.spares", 0, "spare hosts are the scheduler's matter")
     book.assume("checkpoint.memory_every", 0, "no copies in memory")
     book.assume("fault.digest_every", 0, "replicas are not compared")
     book.assume("telemetry.peers_every_s", 0, "peer latency is not measured")

@@ -140,10 +140,10 @@ information: the share of time in which some task waited for memory. A predictio
 will choose wrongly next time.
 """,
     how="""
-In the log: incidents that name memory = 0; on GPUs `allocation_retries` = 0, most held (of the monitor) over most filled
-(of the steps) ≤ 1.15 and |predicted / peak − 1| ≤ 10 %; on a CPU the mean of the kernel's `some` memory pressure is at
-most 1 %: `some` and not the lower `full`, since one rank that stalls holds up all. The time of major faults is in it.
-Ratios are house choices.
+In the log: incidents that name memory = 0; on GPUs `allocation_retries` = 0, most held (of the monitor) over most
+filled (of the steps) ≤ 1.15 and |predicted / peak − 1| ≤ 10 %; on a CPU the mean of the kernel's `some` memory pressure
+is at most 1 %: `some` and not the lower `full`, since one rank that stalls holds up all. The time of major faults is in
+it. Ratios are house choices.
 """,
     limits={
         "most_retries": Limit(value=0, note="retries of the allocator: house; torchtitan reports the count"),

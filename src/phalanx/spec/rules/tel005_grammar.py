@@ -161,10 +161,10 @@ their order for the same reason, and OPT-175B's 40 restarts in two weeks were ke
 without an end hides how long the recovery took.
 """,
     how="""
-Events that must be there once are there once; every rank of the world wrote; `(epoch, step)` and time go forward but
-for a restore; every incident is followed by a step or an end (the newest one of a run that goes on may be open); lines
-that are no events: at most one per rank and incident, since a process that is killed tears its last line; clocks of
-ranks at the same step differ by at most 1 s (a warning: durations do not depend on it).
+Events that must be there once are there once (`run_start` of a rank: once in a formation); every rank of the world
+wrote; `(epoch, step)` and time go forward but for a restore; every incident is followed by a step or an end (the newest
+one of a run that goes on may be open); lines that are no events: at most 8 an incident, since a process that is killed
+tears its last line; clocks of ranks at the same step differ by at most 1 s (a warning: durations do not depend on it).
 """,
     limits={
         "skew_s": Limit(value=1.0, unit="s", note="between clocks of ranks at the same step: house"),

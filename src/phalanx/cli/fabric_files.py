@@ -1,0 +1,79 @@
+"""Fabrics and traffic of `phalanx fabric simulate` and `export`: by name, or from files of htsim."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phalanx.errors import mistake
+from phalanx.units import parse_count
+
+if TYPE_CHECKING:
+    from phalanx.network.fabric.types import Fabric
+    from phalanx.sim.matrices import Flows
+
+FABRIC_HELP = "clos2:131072x800G/8p/512, a .toml or .topo file, or a name"
+TRAFFIC, NBYTES = "permutation", "2M"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """Flows, what they are called, what fails in their file, and what of the file flows cannot hold."""
+
+    name: str
+    flows: Flows
+    failed: tuple[str, ...] = ()
+    not_mapped: tuple[str, ...] = ()
+
+
+def add_traffic(parser: argparse.ArgumentParser) -> None:
+    """Options that name the traffic."""
+    parser.add_argument("--traffic", metavar="NAME", help=f"permutation, incast, ring, … ({TRAFFIC})")
+    parser.add_argument("--bytes", dest="nbytes", metavar="B", help=f"sent by each host ({NBYTES})")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the traffic and the hashes (0)")
+
+
+def load_fabric(text: str) -> tuple[Fabric, tuple[str, ...]]:
+    """The fabric a text names, and what of its file it cannot hold."""
+    if text.strip().lower().endswith(".topo"):
+        from phalanx.sim.htsim.topo import read_topo
+
+        topo = read_topo(Path(text.strip()))
+        return topo.fabric, topo.not_mapped
+    from phalanx.network.fabric.parse import parse_fabric
+
+    return parse_fabric(text), ()
+
+
+def load_traffic(args: argparse.Namespace, fabric: Fabric) -> Traffic:
+    """By name; `--seed` below zero is refused, since numpy would."""
+    from phalanx.sim.matrices import traffic
+
+    if args.seed < 0:
+        raise mistake("--seed", f"{args.seed} is below zero", fix="use 0 or more")
+    name = args.traffic or TRAFFIC
+    return Traffic(name=name, flows=traffic(name, fabric.hosts, _bytes(args.nbytes or NBYTES), seed=args.seed))
+
+
+def load_matrix(args: argparse.Namespace, fabric: Fabric) -> Traffic:
+    """From a .cm file."""
+    from phalanx.sim.htsim.cm import read_cm
+
+    if args.traffic or args.nbytes:
+        raise mistake("--cm", "the file already says who sends how much", fix="leave out --traffic and --bytes")
+    matrix = read_cm(Path(args.cm))
+    if matrix.nodes > fabric.hosts:
+        what = f"{matrix.nodes:,} nodes, but {fabric.name} has {fabric.hosts:,} hosts"
+        raise mistake(args.cm, what, fix="use a larger fabric, or the .topo file of this matrix")
+    return Traffic(
+        name=Path(args.cm).name, flows=matrix.flows(), failed=matrix.failed(), not_mapped=matrix.not_mapped()
+    )
+
+
+def _bytes(text: str) -> float:
+    try:
+        return parse_count(text)
+    except ValueError as error:
+        raise mistake("--bytes", f"{error}"[:160], fix="write it as 2M or 2000000") from None

@@ -1,0 +1,218 @@
+"""A traffic pattern on a fabric packet by packet, in the words of `simulate.py`, as plain values."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import numpy as np
+
+from phalanx.errors import mistake
+from phalanx.network.fabric.types import Fabric
+from phalanx.sim.matrices import Flows
+from phalanx.sim.packets.budget import LOOK_S, Budget
+from phalanx.sim.packets.build import sketch
+from phalanx.sim.packets.faults import Fault, Part
+from phalanx.sim.packets.result import PacketResult
+from phalanx.sim.packets.run import BUDGET, run
+from phalanx.sim.packets.state import MOST_SLOTS
+from phalanx.sim.packets.transport import ECMP, HTSIM, MRC, Transport
+from phalanx.sim.simulate import PARTS, RECOVERIES, ROUTINGS, asked_for, choice, part_of
+
+TRANSPORTS: dict[str, Transport] = {"mrc": MRC, "ecmp": ECMP, "htsim": HTSIM}
+QPS = 8  # "little gain past 8 QPs" (arXiv:2605.04333 section 5.2.7)
+PACKET_PARTS = {**PARTS, "t1link": 3}
+UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+_TIME = re.compile(r"^(\d{1,9}(?:\.\d{1,9})?)(s|ms|us|µs)$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Break:
+    """What fails, and how: `failed` are words such as t1:0/3, t1:0/3@50us or t1:0/3@50us..2ms."""
+
+    failed: tuple[str, ...] = ()
+    left: float = 0.0
+    loss: float = 0.0  # above 0 the parts keep their speed and lose this share of packets
+
+
+UNBROKEN = Break()
+
+
+def simulate_packets(
+    fabric: Fabric,
+    traffic_name: str,
+    flows: Flows,
+    *,
+    transport: Transport = MRC,
+    broken: Break = UNBROKEN,
+    seed: int = 0,
+    budget: Budget = BUDGET,
+) -> dict[str, object]:
+    """Completion times and losses; refuses before it starts what would exceed the budget."""
+    faults = faults_of(broken)
+    _afford_waiting(fabric, flows, transport, faults, budget)
+    found = run(fabric, flows, transport=transport, faults=faults, seed=seed, budget=budget)
+    asked = asked_for("packets", fabric, traffic_name, flows, seed)
+    chosen = {"transport": transport.name, "spread": transport.spray, "paths": transport.paths}
+    recovers = {"recovery": _recovery(transport), "converge_s": _converge_s(transport)}
+    parts = {"failed": list(broken.failed), "left": broken.left, "loss": broken.loss}
+    return {**asked, **chosen, **recovers, **parts, **_times(found), **_counts(found)}
+
+
+def transport_of(
+    name: str = "mrc", *, routing: str = "", paths: int = 0, recovery: str = "", converge_s: float | None = None
+) -> Transport:
+    """A transport by its words; empty ones are its own settings."""
+    made = TRANSPORTS[choice("--transport", name, tuple(TRANSPORTS))]
+    made = _spread(made, routing)
+    if paths:
+        if routing == "flow" and paths != 1:
+            raise mistake("--paths", f"{paths} paths, but --routing flow is one", fix="use --routing qp")
+        made = replace(made, paths=paths)
+    if recovery:
+        chosen = choice("--recovery", recovery, RECOVERIES)
+        made = replace(made, recovery="edge" if chosen == "edge" else "routing")
+        if chosen == "none":
+            if converge_s is not None:
+                raise mistake("--converge", "nothing converges with --recovery none", fix="leave one of them out")
+            return replace(made, converge_s=math.inf)
+    if converge_s is None:
+        return made
+    if made.recovery == "edge":
+        raise mistake("--converge", "recovery at the edge waits for no routing", fix="add --recovery conventional")
+    if not 0 < converge_s < math.inf:
+        raise mistake("--converge", f"{converge_s:g} seconds", fix="use 1, or 0.1")
+    return replace(made, converge_s=converge_s)
+
+
+def compared(*, paths: int = 0, converge_s: float | None = None) -> tuple[Transport, Transport]:
+    """A conventional transport, one path per connection and routing that converges, and recovery at the edge."""
+    return transport_of("ecmp", converge_s=converge_s), transport_of("mrc", paths=paths)
+
+
+def faults_of(broken: Break) -> tuple[Fault, ...]:
+    """Faults from words."""
+    if not 0 <= broken.left < 1:
+        raise mistake("--left", f"{broken.left:g} of the capacity is left", fix="use 0 (dead) to below 1")
+    if not 0 <= broken.loss <= 1:
+        raise mistake("--loss", f"{broken.loss:g} of the packets are lost", fix="use a share: 0.01 is one in a hundred")
+    if broken.loss and broken.left:
+        raise mistake("--loss", "a part is either slow or loses packets", fix="leave --left or --loss out")
+    if broken.loss and not broken.failed:
+        raise mistake("--loss", "nothing is named that loses packets", fix="add --fail link:0/0/0")
+    return tuple(_fault(text, broken) for text in broken.failed)
+
+
+def _spread(transport: Transport, routing: str) -> Transport:
+    """A routing of the fluid engine as paths and spraying: `qp` is here 8 paths taken in turn."""
+    if not routing:
+        return transport
+    word = choice("--routing", routing, ROUTINGS)
+    if word == "flow":
+        return replace(transport, paths=1, spray="oblivious")
+    if word == "qp":
+        return replace(transport, paths=QPS, spray="oblivious")
+    if word == "oblivious":
+        return replace(transport, spray="oblivious")
+    if word == "adaptive":
+        return replace(transport, spray="skip" if transport.spray == "oblivious" else transport.spray)
+    raise mistake(
+        "--routing all",
+        "every path at once is an idea of the fluid engine: packets take one path each",
+        fix="use --routing adaptive with --paths 256",
+    )
+
+
+def _fault(text: str, broken: Break) -> Fault:
+    word, _, when = text.strip().lower().partition("@")
+    kind, numbers = part_of(word, PACKET_PARTS)
+    part = "t1_link" if kind == "t1link" else kind
+    assert part in get_args(Part)
+    plane, number, port = (0, *numbers, 0) if kind == "transceiver" else (*numbers, 0)[:3]
+    begin, _, end = when.partition("..")
+    at_s = _seconds(begin, text) if begin else 0.0
+    until_s = _seconds(end, text) if end else math.inf
+    if until_s <= at_s:
+        raise mistake("--fail", f'"{text[:60]}" ends before it begins', fix="write t1:0/3@50us..2ms")
+    return Fault(
+        part=part,  # type: ignore[arg-type]  # asserted above
+        plane=plane,
+        number=number,
+        port=port,
+        at_s=at_s,
+        until_s=until_s,
+        left=broken.left,
+        loss=broken.loss,
+    )
+
+
+def _seconds(text: str, whole: str) -> float:
+    match = _TIME.match(text)
+    if match is None:
+        raise mistake("--fail", f'"{whole[:60]}" has no time after @', fix="write t1:0/3@50us or t1:0/3@50us..2ms")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def _afford_waiting(
+    fabric: Fabric, flows: Flows, transport: Transport, faults: Sequence[Fault], budget: Budget
+) -> None:
+    """Refuse when a fault's time, or routing that waits for convergence, would exceed the budget: every slot costs."""
+    ends = [fault.at_s for fault in faults] + [fault.until_s for fault in faults if math.isfinite(fault.until_s)]
+    wait_s = max(ends, default=0.0)
+    dead = any(fault.left == 0 and fault.loss == 0 for fault in faults)
+    if dead and transport.recovery == "routing" and math.isfinite(transport.converge_s):
+        wait_s = max(wait_s, max(fault.at_s for fault in faults) + transport.converge_s)
+    plan = sketch(fabric, flows, transport, alike=not faults)
+    slots = wait_s / plan.slots.slot_s
+    cpu_s = plan.cost.cpu_s + slots * plan.links.count * LOOK_S
+    if slots <= MOST_SLOTS and (cpu_s <= budget.cpu_s or not wait_s):
+        return  # without waiting, run() itself refuses with its own numbers
+    most_s = min(MOST_SLOTS, budget.cpu_s / (plan.links.count * LOOK_S)) * plan.slots.slot_s
+    raise mistake(
+        f"packets on {fabric.name}",
+        f"{wait_s:g} s until the last failure is over or routed around are {slots:,.0f} slots of "
+        f"{plan.slots.slot_s * 1e9:.0f} ns on {plan.links.count:,} links: about {cpu_s:,.0f} s of CPU",
+        why=f"the budget is {budget.cpu_s:,.0f} s, and the engine counts to {MOST_SLOTS:,} slots",
+        fix=f"let it be below {0.9 * most_s:.2g} s (--converge, @TIME), simulate fewer hosts, or raise --cpu",
+    )
+
+
+def _recovery(transport: Transport) -> str:
+    if transport.recovery == "edge":
+        return "edge"
+    return "conventional" if math.isfinite(transport.converge_s) else "none"
+
+
+def _converge_s(transport: Transport) -> float | None:
+    return transport.converge_s if _recovery(transport) == "conventional" else None
+
+
+def _times(found: PacketResult) -> dict[str, object]:
+    done = found.fct_s[np.isfinite(found.fct_s)]
+    return {
+        "mean_s": float(done.mean()) if len(done) else math.inf,
+        "p99_s": float(np.percentile(done, 99)) if len(done) else math.inf,
+        "tail_s": found.tail_s,
+        "finished_flows": found.finished,
+        "simulated_s": found.simulated_s,
+        "cpu_s": found.cpu_s,
+        "stopped": found.stopped,
+    }
+
+
+def _counts(found: PacketResult) -> dict[str, object]:
+    return {
+        "packets": found.packets,
+        "sent": found.sent,
+        "delivered": found.delivered,
+        "lost": found.lost,
+        "trimmed": found.trimmed,
+        "marked": found.marked,
+        "touched_flows": found.touched,
+        "touched_by_loss_flows": found.touched_by_loss,
+        "retired_paths": found.retired_paths,
+        "planes_simulated": found.planes_simulated,
+    }
