@@ -1,32 +1,45 @@
-"""`phalanx fabric simulate` as a person calls it."""
+"""`phalanx fabric simulate` and `export` as a person calls them."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phalanx.cli.main import main
+from phalanx.sim.packets import kernel
+from phalanx.sim.packets.build import build
+
+SMALL = "clos2:32x100G/1p/8"
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert main(["fabric", *words]) == code
+    return capsys.readouterr().out
+
+
+def found(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    made = json.loads(call(capsys, "simulate", *words, "--json"))
+    assert isinstance(made, dict)
+    return made
 
 
 def test_text_names_rates_times_and_stalled_flows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fabric", "simulate", "clos2:64x800G/8p/16", "--fail", "transceiver:3"]) == 0
-    out = capsys.readouterr().out
-    assert "permutation, 64 flows of 2.00 MB per host" in out
+    out = call(capsys, "simulate", "clos2:64x800G/8p/16", "--fail", "transceiver:3")
+    assert "permutation, 64 flows of 2.00 MB, 128 MB in all" in out
     assert "broken: transceiver:3 at 0%" in out
     assert "last never" in out
     assert "2 flows have no working path" in out
 
 
 def test_json_is_repeatable(capsys: pytest.CaptureFixture[str]) -> None:
-    call = ["fabric", "simulate", "clos2:64x100G/1p/16", "--routing", "flow", "--seed", "7", "--json"]
-    found = []
-    for _ in range(2):
-        assert main(call) == 0
-        found.append(json.loads(capsys.readouterr().out))
-    assert found[0] == found[1]
-    assert 0.3 < found[0]["rate_mean"] < 0.8
-    assert found[0]["recovery"] == "conventional"
+    words = ("clos2:64x100G/1p/16", "--routing", "flow", "--seed", "7")
+    first, second = found(capsys, *words), found(capsys, *words)
+    assert first == second
+    assert 0.3 < first["rate_mean"] < 0.8
+    assert first["recovery"] == "conventional"
 
 
 @pytest.mark.parametrize(
@@ -35,10 +48,145 @@ def test_json_is_repeatable(capsys: pytest.CaptureFixture[str]) -> None:
         (["--traffic", "rng"], "use ring"),
         (["--bytes", "0"], "a transfer of 0 bytes"),
         (["--bytes", "many"], "--bytes"),
+        (["--seed", "-1"], "below zero"),
         (["--fail", "t1:0/77"], "there is no (0, 77)"),
+        (["--fail", "t1:0/1@5us"], "need --engine packets"),
         (["--routing", "qp", "--paths", "-2"], "-2 paths per flow"),
+        (["--converge", "1"], "add --engine packets"),
+        (["--engine", "fluid", "--compare"], "convergence takes time"),
+        (["--cm", "none.cm"], "none.cm: cannot be read"),
+        (["--cm", "none.cm", "--bytes", "2M"], "leave out --traffic and --bytes"),
+        (["--engine", "packets", "--wire", "mrc"], "--transport mrc or htsim"),
+        (["--engine", "packets", "--transport", "mcr"], "use mrc"),
+        (["--engine", "packets", "--routing", "all"], "use --routing adaptive"),
+        (["--engine", "packets", "--paths", "99999"], "99999 paths per connection"),
+        (["--engine", "packets", "--fail", "t1:0/77"], "there is no (0, 77)"),
+        (["--engine", "packets", "--fail", "t1:0/1@soon"], "has no time after @"),
+        (["--engine", "packets", "--fail", "t1:0/1@5us..2us"], "ends before it begins"),
+        (["--engine", "packets", "--loss", "0.1"], "nothing is named that loses packets"),
+        (["--engine", "packets", "--bytes", "9T"], "the engine counts to"),
+        (["--engine", "packets", "--bytes", "20M", "--cpu", "0.1"], "the budget is 0 s"),
+        (["--engine", "packets", "--converge", "1"], "waits for no routing"),
+        (["--compare", "--fail", "t1:0/1", "--converge", "9"], "slots of 341 ns on 256 links"),
+        (["--compare", "--recovery", "edge"], "--compare chooses it for both"),
     ],
 )
 def test_mistakes_end_with_two_and_a_fix(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fabric", "simulate", "clos2:64x100G/1p/16", *words]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_packets_have_the_times_of_the_fluid_and_their_losses(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (SMALL, "--routing", "adaptive", "--paths", "16")
+    fluid, packets = found(capsys, *words), found(capsys, *words, "--engine", "packets")
+    assert packets["mean_s"] == pytest.approx(fluid["mean_s"], rel=0.15)
+    assert packets["finished_flows"] == packets["flows"] == fluid["flows"] == 32
+    assert packets["mean_s"] <= packets["p99_s"] <= packets["tail_s"]
+    assert packets["sent"] == packets["delivered"] + packets["lost"] + packets["trimmed"]
+    assert packets["lost"] == 0
+    assert (packets["engine"], packets["paths"], packets["spread"]) == ("packets", 16, "skip")
+
+
+def test_one_path_is_slower_than_many(capsys: pytest.CaptureFixture[str]) -> None:
+    flow = found(capsys, SMALL, "--engine", "packets", "--routing", "flow")
+    qp = found(capsys, SMALL, "--engine", "packets", "--routing", "qp")
+    assert (flow["paths"], qp["paths"]) == (1, 8)
+    assert flow["mean_s"] > 1.1 * qp["mean_s"]
+
+
+def test_edge_recovery_beside_convergence(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (SMALL, "--compare", "--fail", "t1:0/1@20us", "--converge", "0.02")
+    conventional, edge = json.loads(call(capsys, "simulate", *words, "--json"))["compare"]
+    assert (conventional["recovery"], edge["recovery"]) == ("conventional", "edge")
+    assert conventional["tail_s"] > 0.02 > 20 * edge["tail_s"]
+    assert conventional["lost"] > 0
+    assert edge["lost"] > 0
+    assert edge["touched_by_loss_flows"] > conventional["touched_by_loss_flows"]
+    text = call(capsys, "simulate", *words)
+    assert "broken: t1:0/1@20us at 0%" in text
+    assert "conventional, 20.0 ms" in text
+
+
+def test_without_recovery_flows_stay_unfinished(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--engine", "packets", "--transport", "ecmp", "--recovery", "none", "--fail", "t1:0/1")
+    out = call(capsys, "simulate", SMALL, *words)
+    assert "flows unfinished" in out
+    assert "not in 100 ms" in out
+
+
+def test_a_failure_that_ends_and_one_that_only_loses(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (SMALL, "--engine", "packets", "--routing", "flow", "--recovery", "none", "--fail")
+    ends = found(capsys, *words, "t1:0/1@10us..300us")
+    assert ends["finished_flows"] == 32
+    assert ends["tail_s"] > 300e-6
+    grey = found(capsys, *words, "link:0/0/0", "--loss", "0.01")
+    assert 0 < grey["lost"] < 0.05 * grey["sent"]
+
+
+def test_ctrl_c_prints_what_is_finished(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, advance = [], kernel.advance
+
+    def stop_at_ten(*args: object) -> object:
+        calls.append(1)
+        if len(calls) == 10:
+            raise KeyboardInterrupt
+        return advance(*args)
+
+    monkeypatch.setattr(kernel, "advance", stop_at_ten)
+    assert main(["fabric", "simulate", SMALL, "--compare", "--traffic", "ring"]) == 130
+    out, err = capsys.readouterr()
+    assert "ECMP" in out
+    assert "MRC" not in out
+    assert "stopped (interrupted): 0 of 32 flows are finished" in err
+
+
+def test_ctrl_c_between_two_keeps_the_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def stop_the_second(*args: Any, **words: Any) -> object:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return build(*args, **words)
+
+    monkeypatch.setattr("phalanx.sim.packets.run.build", stop_the_second)
+    assert main(["fabric", "simulate", SMALL, "--compare", "--traffic", "ring"]) == 130
+    assert "ECMP" in capsys.readouterr().out
+
+
+def test_files_of_htsim_give_what_the_fabric_itself_gives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    topo, cm = str(tmp_path / "f.topo"), str(tmp_path / "f.cm")
+    out = call(capsys, "export", SMALL, "--topo", topo, "--cm", cm, "--seed", "5")
+    assert "f.topo: 32 nodes, 2 tiers" in out
+    assert "f.cm: 32 nodes, 32 connections" in out
+    own = found(capsys, SMALL, "--engine", "packets", "--seed", "5")
+    theirs = found(capsys, topo, "--engine", "packets", "--seed", "5", "--cm", cm)
+    assert (own["mean_s"], own["tail_s"], own["sent"]) == (theirs["mean_s"], theirs["tail_s"], theirs["sent"])
+    assert theirs["not_mapped"] == []
+    assert found(capsys, topo, "--cm", cm)["not_mapped"] == ["latencies: the fluid engine takes them from --wire"]
+
+
+def test_failures_of_a_matrix_are_simulated_or_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cm = tmp_path / "f.cm"
+    lines = ["0->15 id 1 start 0 size 400000", "failure switch_type AGG switch_id 0 link_id 1"]
+    cm.write_text("\n".join(["Nodes 16", "Connections 1", "Failures 1", *lines]))
+    packets = found(capsys, "clos3:16x100G/1p/4", "--engine", "packets", "--cm", str(cm))
+    assert packets["failed"] == ["t1link:0/0/1"]
+    assert packets["lost"] > 0
+    fluid = found(capsys, "clos3:16x100G/1p/4", "--cm", str(cm))
+    assert fluid["not_mapped"] == ["1 dead AGG uplinks: only with --engine packets"]
+
+
+def test_an_export_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("export", "clos2:60x800G/8p/16", "--cm", str(tmp_path / "f.cm"), "--json")
+    made = json.loads(call(capsys, *words))
+    assert [one.split(":")[0] for one in made["not_mapped"]] == [
+        "8 planes",
+        "empty ports",
+        "every connection has 1/8 of its bytes",
+    ]
+    assert made["files"][0]["connections"] == 60
+    assert main(["fabric", "export", SMALL]) == 2
+    assert "nothing to write" in capsys.readouterr().err

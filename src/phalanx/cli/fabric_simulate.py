@@ -107,33 +107,46 @@ def _fluid(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> int:
 
 
 def _packets(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> int:
-    from phalanx.sim.packets.budget import Budget
-    from phalanx.sim.simulate_packets import Break, compared, simulate_packets, transport_of
+    from phalanx.sim.simulate_packets import compared, transport_of
 
     transports: tuple[Transport, ...]
     if args.compare:
-        transports = compared(paths=args.paths, converge_s=args.converge)
+        transports = compared(fabric, paths=args.paths, converge_s=args.converge)
     else:
         words = {"routing": args.routing or "", "paths": args.paths, "recovery": args.recovery}
         transports = (transport_of(args.transport or "mrc", converge_s=args.converge, **words),)
-    broken = Break(failed=(*args.fail, *traffic.failed), left=args.left, loss=args.loss or 0.0)
-    budget = Budget(cpu_s=args.cpu or CPU_S)
-    found: list[dict[str, Any]] = []
-    for transport in transports:
-        one = simulate_packets(
-            fabric, traffic.name, traffic.flows, transport=transport, broken=broken, seed=args.seed, budget=budget
-        )
-        found.append(one)
-        if one["stopped"]:
-            note(f"stopped ({one['stopped']}): {one['finished_flows']:,} of {one['flows']:,} flows are finished")
-        if one["stopped"] == "interrupted":
-            break
+    found, code = _each(args, fabric, traffic, transports)
     if args.json:
         rest = {"not_mapped": traffic.not_mapped}
         print_json({"compare": found, **rest} if args.compare else {**found[0], **rest})
     else:
         print("\n".join([_packet_text(found), *_said(traffic.not_mapped)]))
-    return INTERRUPTED if found[-1]["stopped"] == "interrupted" else 0
+    return code
+
+
+def _each(
+    args: argparse.Namespace, fabric: Fabric, traffic: Traffic, transports: tuple[Transport, ...]
+) -> tuple[list[dict[str, Any]], int]:
+    """What each transport gives, up to Ctrl-C, and the exit code."""
+    from phalanx.sim.packets.budget import Budget
+    from phalanx.sim.simulate_packets import Break, simulate_packets
+
+    broken = Break(failed=(*args.fail, *traffic.failed), left=args.left, loss=args.loss or 0.0)
+    rest: dict[str, Any] = {"broken": broken, "seed": args.seed, "budget": Budget(cpu_s=args.cpu or CPU_S)}
+    found: list[dict[str, Any]] = []
+    for transport in transports:
+        try:
+            found.append(simulate_packets(fabric, traffic.name, traffic.flows, transport=transport, **rest))
+        except KeyboardInterrupt:  # before the first slot; in the middle, the engine itself returns what is finished
+            if not found:
+                raise
+            return found, INTERRUPTED
+        one = found[-1]
+        if one["stopped"]:
+            note(f"stopped ({one['stopped']}): {one['finished_flows']:,} of {one['flows']:,} flows are finished")
+        if one["stopped"] == "interrupted":
+            return found, INTERRUPTED
+    return found, 0
 
 
 def _said(said: tuple[str, ...]) -> list[str]:
@@ -175,8 +188,8 @@ def _packet_text(found: list[dict[str, Any]]) -> str:
         ("", [one["transport"] for one in found]),
         ("paths per flow", [f"{one['paths']} {one['spread']}" if one["paths"] > 1 else "1" for one in found]),
         ("recovery", [_recovery(one) for one in found]),
-        ("done, mean", [_seconds(one["mean_s"]) for one in found]),
-        ("done, 99 %", [_seconds(one["p99_s"]) for one in found]),
+        ("done, mean", [_some(one, "mean_s") for one in found]),
+        ("done, 99 %", [_some(one, "p99_s") for one in found]),
         ("done, last", [_last(one) for one in found]),
         ("packets sent", [f"{one['sent']:,}" for one in found]),
         ("packets lost", [f"{one['lost']:,}" for one in found]),
@@ -197,10 +210,15 @@ def _recovery(one: dict[str, Any]) -> str:
     return f"{one['recovery']}, {format_seconds(after)}" if after is not None else str(one["recovery"])
 
 
+def _some(one: dict[str, Any], key: str) -> str:
+    """Of the flows that finished."""
+    return format_seconds(one[key]) if one["finished_flows"] else "-"
+
+
 def _last(one: dict[str, Any]) -> str:
     if one["finished_flows"] < one["flows"]:
         return f"not in {format_seconds(one['simulated_s'])}"
-    return _seconds(one["tail_s"])
+    return format_seconds(one["tail_s"])
 
 
 def _seconds(value: float) -> str:

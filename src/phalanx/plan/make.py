@@ -82,9 +82,7 @@ def _with_calibration(ask: Ask, note: CalibrationNote | None) -> Ask:
     return replace(ask, calibration=Calibration(**note.scalars))
 
 
-def _plan(
-    job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: CalibrationNote | None, hopeless: bool
-) -> Plan:
+def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: CalibrationNote | None, hopeless: bool) -> Plan:
     cluster = ask.cluster
     started = time.perf_counter()
     found = search(ask)

@@ -88,9 +88,12 @@ def transport_of(
     return replace(made, converge_s=converge_s)
 
 
-def compared(*, paths: int = 0, converge_s: float | None = None) -> tuple[Transport, Transport]:
-    """A conventional transport, one path per connection and routing that converges, and recovery at the edge."""
-    return transport_of("ecmp", converge_s=converge_s), transport_of("mrc", paths=paths)
+def compared(fabric: Fabric, *, paths: int = 0, converge_s: float | None = None) -> tuple[Transport, Transport]:
+    """A conventional transport, one hashed path per plane and routing that converges, and recovery at the edge.
+
+    One path in all could use one plane only, and the difference would be that of planes, not of recovery.
+    """
+    return transport_of("ecmp", paths=fabric.planes, converge_s=converge_s), transport_of("mrc", paths=paths)
 
 
 def faults_of(broken: Break) -> tuple[Fault, ...]:

@@ -132,6 +132,16 @@ def test_routing_waits_for_convergence_where_the_edge_does_not() -> None:
     assert conserved(routed)
 
 
+def test_nothing_more_is_sent_on_a_path_that_lost_a_packet() -> None:
+    lost = [
+        run(
+            LEAF_SPINE, permutation(64, nbytes, seed=1), transport=MRC, faults=(Fault(part="t1", number=3, at_s=20e-6),)
+        ).lost
+        for nbytes in (2e6, 6e6)
+    ]
+    assert lost[1] < 1.5 * lost[0]
+
+
 def test_throughput_over_time_shows_the_outage() -> None:
     fault = Fault(part="transceiver", number=5, at_s=50e-6, until_s=150e-6)
     hit = int(np.flatnonzero(SHUFFLE.source == 5)[0])

@@ -273,9 +273,9 @@ def _writable(fabric: Fabric) -> None:
         raise _refused(f, f"{f.rails} rails", "node i of a .topo is under switch i // Radix_Down", fix="use 1 rail")
     if f.port_gbps != int(f.port_gbps):
         raise _refused(f, f"ports of {f.port_gbps:g} Gb/s", "htsim reads whole Gb/s")
-    if f.t0 % f.pods or f.t1 % f.pods or f.t0_up % f.t1_per_pod:
+    if f.t1 < f.pods or f.t0 % f.pods or f.t1 % f.pods or f.t0_up % f.t1_per_pod:
         raise _refused(f, f"{f.t0_up} uplinks of a T0 to {f.t1_per_pod} T1s", "htsim has equal bundles and pods")
-    if f.tiers == 3 and (f.t2 % f.t1_per_pod or _t1_up(f) % (f.t2 // f.t1_per_pod)):
+    if f.tiers == 3 and (f.t2 < f.t1_per_pod or f.t2 % f.t1_per_pod or _t1_up(f) % (f.t2 // f.t1_per_pod)):
         raise _refused(f, f"{_t1_up(f)} uplinks of a T1 to {f.t2} T2s", "htsim has equal bundles")
     for tier, (down, up, _) in enumerate(_ports(f)):
         if up and down % up:

@@ -22,7 +22,7 @@ MOST_EPOCHS = 256
 MOST_S = 1e9  # of a step: 30 years are a damaged number
 STARTS = frozenset(("ready", "run_start"))
 # Kinds without free text, and with many events: only what a writer added to them is looked through for credentials.
-NUMBERS = frozenset(("step", "monitor", "peers", "timeline"))
+NUMBERS = frozenset(("step", "monitor", "peers", "timeline", "evaluate"))
 
 
 class Counted:

@@ -106,16 +106,20 @@ class Secrets:
     def look_through(self, columns: Columns, file: str, lines: Sequence[int]) -> None:
         """Events of numbers: the texts that a writer added, and those of the schema that are no digests."""
         for name in columns.free():
-            for place, value in enumerate(columns.get(name)):
-                if value is None or type(value) in _NUMBERS or (type(value) is str and self._is_known(value)):
-                    continue
-                before = self.count
-                self.look_in([{name: value}], file, [lines[place]])
-                if type(value) is str and before == self.count and len(self._clean) < MOST_CLEAN:
-                    self._clean.add(value)
+            column = columns.get(name)
+            if all(self._is_known(value) for value in _distinct(column)):
+                continue
+            for value, line in zip(column, lines, strict=True):
+                if not self._is_known(value):
+                    before = self.count
+                    self.look_in([{name: value}], file, [line])
+                    if type(value) is str and before == self.count and len(self._clean) < MOST_CLEAN:
+                        self._clean.add(value)
 
-    def _is_known(self, value: str) -> bool:
-        return value in self._clean or _DIGEST.fullmatch(value) is not None
+    def _is_known(self, value: Any) -> bool:
+        if type(value) is str:
+            return value in self._clean or _DIGEST.fullmatch(value) is not None
+        return value is None or type(value) in _NUMBERS
 
     def look_at(self, piece: Piece, numbers: Sequence[int]) -> None:
         """Lines that are no events."""
@@ -204,6 +208,13 @@ def _is_found(text: bytes) -> bool:
 def _may_be(data: bytes) -> bool:
     lower = data.lower()
     return any(word in lower for word in _WORDS)
+
+
+def _distinct(column: Sequence[Any]) -> Iterable[Any]:
+    try:
+        return set(column)
+    except TypeError:  # lists and tables
+        return column
 
 
 def _texts(value: Any, depth: int = 0) -> Iterator[str]:
