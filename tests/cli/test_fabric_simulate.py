@@ -121,6 +121,12 @@ def test_a_failure_that_ends_and_one_that_only_loses(capsys: pytest.CaptureFixtu
     assert ends["tail_s"] > 300e-6
     grey = found(capsys, *words, "link:0/0/0", "--loss", "0.01")
     assert 0 < grey["lost"] < 0.05 * grey["sent"]
+    assert grey["finished_flows"] == 32
+
+
+def test_a_failure_after_the_end_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fabric", "simulate", SMALL, "--engine", "packets", "--fail", "t1:0/1@900s"]) == 0
+    assert "t1:0/1@900s had no effect" in capsys.readouterr().err
 
 
 def test_ctrl_c_prints_what_is_finished(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

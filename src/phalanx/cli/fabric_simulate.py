@@ -142,6 +142,8 @@ def _each(
                 raise
             return found, INTERRUPTED
         one = found[-1]
+        for part in one["failed_too_late"]:
+            note(f"{one['transport']}: {part} had no effect: all was over after {format_seconds(one['simulated_s'])}")
         if one["stopped"]:
             note(f"stopped ({one['stopped']}): {one['finished_flows']:,} of {one['flows']:,} flows are finished")
         if one["stopped"] == "interrupted":

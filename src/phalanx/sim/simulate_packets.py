@@ -17,15 +17,16 @@ from phalanx.sim.packets.budget import LOOK_S, Budget
 from phalanx.sim.packets.build import sketch
 from phalanx.sim.packets.faults import Fault, Part
 from phalanx.sim.packets.result import PacketResult
-from phalanx.sim.packets.run import BUDGET, run
+from phalanx.sim.packets.run import BUDGET, REST_S, run
 from phalanx.sim.packets.state import MOST_SLOTS
 from phalanx.sim.packets.transport import ECMP, HTSIM, MRC, Transport
 from phalanx.sim.simulate import PARTS, RECOVERIES, ROUTINGS, asked_for, choice, part_of
 
 TRANSPORTS: dict[str, Transport] = {"mrc": MRC, "ecmp": ECMP, "htsim": HTSIM}
+SOON = 100  # times the duration of unhindered traffic: a later failure meets nobody
 QPS = 8  # "little gain past 8 QPs" (arXiv:2605.04333 section 5.2.7)
 PACKET_PARTS = {**PARTS, "t1link": 3}
-UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+PER_SECOND = {"s": 1, "ms": 1000, "us": 1_000_000, "µs": 1_000_000}
 _TIME = re.compile(r"^(\d{1,9}(?:\.\d{1,9})?)(s|ms|us|µs)$")
 
 
@@ -59,7 +60,8 @@ def simulate_packets(
     chosen = {"transport": transport.name, "spread": transport.spray, "paths": transport.paths}
     recovers = {"recovery": _recovery(transport), "converge_s": _converge_s(transport)}
     parts = {"failed": list(broken.failed), "left": broken.left, "loss": broken.loss}
-    return {**asked, **chosen, **recovers, **parts, **_times(found), **_counts(found)}
+    late = [text for text, fault in zip(broken.failed, faults, strict=True) if fault.at_s > found.simulated_s]
+    return {**asked, **chosen, **recovers, **parts, "failed_too_late": late, **_times(found), **_counts(found)}
 
 
 def transport_of(
@@ -156,19 +158,19 @@ def _seconds(text: str, whole: str) -> float:
     match = _TIME.match(text)
     if match is None:
         raise mistake("--fail", f'"{whole[:60]}" has no time after @', fix="write t1:0/3@50us or t1:0/3@50us..2ms")
-    return float(match[1]) * UNITS[match[2]]
+    return float(match[1]) / PER_SECOND[match[2]]
 
 
 def _afford_waiting(
     fabric: Fabric, flows: Flows, transport: Transport, faults: Sequence[Fault], budget: Budget
 ) -> None:
-    """Refuse when a fault's time, or routing that waits for convergence, would exceed the budget: every slot costs."""
-    ends = [fault.at_s for fault in faults] + [fault.until_s for fault in faults if math.isfinite(fault.until_s)]
-    wait_s = max(ends, default=0.0)
-    dead = any(fault.left == 0 and fault.loss == 0 for fault in faults)
-    if dead and transport.recovery == "routing" and math.isfinite(transport.converge_s):
-        wait_s = max(wait_s, max(fault.at_s for fault in faults) + transport.converge_s)
+    """Refuse when waiting for routing, or for a part to return, would exceed the budget: every slot costs."""
+    if transport.recovery == "edge":
+        return  # it does not wait
     plan = sketch(fabric, flows, transport, alike=not faults)
+    soon_s = SOON * plan.cost.slots * plan.slots.slot_s
+    waits = (_until_s(fault, transport) for fault in faults if fault.left == fault.loss == 0 and fault.at_s <= soon_s)
+    wait_s = max(waits, default=0.0)
     slots = wait_s / plan.slots.slot_s
     cpu_s = plan.cost.cpu_s + slots * plan.links.count * LOOK_S
     if slots <= MOST_SLOTS and (cpu_s <= budget.cpu_s or not wait_s):
@@ -176,11 +178,17 @@ def _afford_waiting(
     most_s = min(MOST_SLOTS, budget.cpu_s / (plan.links.count * LOOK_S)) * plan.slots.slot_s
     raise mistake(
         f"packets on {fabric.name}",
-        f"{wait_s:g} s until the last failure is over or routed around are {slots:,.0f} slots of "
+        f"{wait_s:g} s until the last failure is routed around or over are {slots:,.0f} slots of "
         f"{plan.slots.slot_s * 1e9:.0f} ns on {plan.links.count:,} links: about {cpu_s:,.0f} s of CPU",
         why=f"the budget is {budget.cpu_s:,.0f} s, and the engine counts to {MOST_SLOTS:,} slots",
         fix=f"let it be below {0.9 * most_s:.2g} s (--converge, @TIME), simulate fewer hosts, or raise --cpu",
     )
+
+
+def _until_s(fault: Fault, transport: Transport) -> float:
+    """When the connections on a dead part go on; where they never do, the engine gives up after a while."""
+    wait_s = transport.converge_s if math.isfinite(transport.converge_s) else REST_S
+    return min(fault.at_s + wait_s, fault.until_s)
 
 
 def _recovery(transport: Transport) -> str:

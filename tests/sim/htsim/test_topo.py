@@ -114,10 +114,10 @@ def test_a_fabric_comes_back_as_one_plane_of_it(text: str, tmp_path: Path) -> No
 
 def test_latencies_and_queues_that_do_not_map_are_said(tmp_path: Path) -> None:
     text = LEAF_SPINE.replace("Switch_Latency_ns 0", "Switch_Latency_ns 300\nQueue_Down 88")
-    found = read(tmp_path, text)
-    # Four links of 1,000 ns, two passes of a T0; the T1 has none.
-    assert found.fabric.hop_s == pytest.approx((4 * 1000 + 2 * 300) / 4 * 1e-9)
-    assert "1150 ns" in found.not_mapped[0]
+    found = read(tmp_path, text + "Switch_Latency_ns 500\n")
+    # Four links, two passes of a T0, one of a T1.
+    assert found.fabric.hop_s == pytest.approx((4 * 1000 + 2 * 300 + 500) / 4 * 1e-9)
+    assert "1275 ns" in found.not_mapped[0]
     assert "Queue_Down" in found.not_mapped[1]
 
 

@@ -170,7 +170,7 @@ FLT002 = [
         name="by a drill of few ranks, which the answer says",
         verdict="pass",
         evidence=lambda: quiet(drills=(drill(world=8),)),
-        says="in 1 drills with 8 ranks (this job has 128)",
+        says="in 1 drill with 8 ranks (this job has 128)",
     ),
     Case(
         rule="FLT002",

@@ -83,7 +83,7 @@ MOST_DELAY = (1 << 13) - 1
 MOST_NUMBER = (1 << 10) - 1
 WHO_MASK = (1 << MARK_BIT) - 1
 MOST_DOUBLINGS = 4  # of a timeout
-SMOOTHING = 0.0125  # of the average delay: uet-htsim @40ccb05
+SMOOTHING = 0.0125  # of the average delay: uet-htsim, public forks
 
 
 def part(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -51,7 +51,7 @@ MRC = Transport(name="MRC")
 # RoCE with one path per queue pair on a routed fabric. Its own congestion control (DCQCN) and PFC are not modelled:
 # the same window is used, so that only paths and recovery differ.
 ECMP = Transport(name="ECMP", paths=1, spray="oblivious", recovery="routing")
-# uet-htsim @40ccb05 with its defaults and -sender_cc_only: 4,150 B packets with 64 B headers. Of its load balancing,
+# uet-htsim (public forks) with its defaults and -sender_cc_only: 4,150 B packets with 64 B headers. Of its load balancing,
 # "mixed" is "recycle" here and "bitmap" is "skip".
 HTSIM = Transport(name="uet-htsim", spray="recycle", paths=64, payload_bytes=4086, header_bytes=64, host_s=0.0)
 
@@ -79,7 +79,7 @@ def in_slots(fabric: Fabric, transport: Transport, *, planes: int) -> Slots:
     rtt = links * (2 * flight + 1) + host
     product = math.ceil(rtt * planes)
     queue = transport.queue_packets or max(8, math.ceil(rtt))
-    # uet-htsim @40ccb05 main_uec.cpp: 15 µs and six full queues.
+    # uet-htsim (public forks) main_uec.cpp: 15 µs and six full queues.
     timeout_s = transport.timeout_s or 15e-6 + 6 * queue * slot_s
     return Slots(
         slot_s=slot_s,

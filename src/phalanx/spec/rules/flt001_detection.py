@@ -108,7 +108,7 @@ def _measured(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
         return (_judged(evidence, log.detect_s.p95, f"in {count} failure{'s' * (count != 1)} of this run", limits),)
     drills = counted(evidence)
     slow_s = high([value for one in drills for value in one.detect_s])
-    where = f"in {len(drills)} drills{with_ranks(evidence, drills)}"
+    where = f"in {len(drills)} drill{'s' * (len(drills) != 1)}{with_ranks(evidence, drills)}"
     return (_judged(evidence, slow_s, where, limits),) if slow_s is not None else ()
 
 

@@ -26,7 +26,9 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         return unknown(
             f"{nothing}, and {no_drill(evidence)}: how long recovery takes was never seen", fix=how_to_see(evidence)
         )
-    return _judged(evidence, slow_s, f"in {len(drills)} drills{with_ranks(evidence, drills)}", limits)
+    return _judged(
+        evidence, slow_s, f"in {len(drills)} drill{'s' * (len(drills) != 1)}{with_ranks(evidence, drills)}", limits
+    )
 
 
 def _nothing(log: LogFacts | None) -> str:

@@ -119,7 +119,7 @@ def _drill(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _told(evidence: Evidence, one: DrillFacts) -> str:
-    return f"drilled with {', '.join(one.fired)}{with_ranks(evidence, (one,))}"
+    return f"drilled{with_ranks(evidence, (one,))} ({', '.join(one.fired)})"
 
 
 def _wanted(evidence: Evidence) -> Outcome:
