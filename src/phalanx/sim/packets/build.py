@@ -156,8 +156,8 @@ def _shape(links: Links, slots: Slots) -> Shape:
 
 def _knobs(plan: Sketch, transport: Transport) -> Knobs:
     slots, port_gbps = plan.slots, plan.fabric.port_gbps
-    # uet-htsim, public forks: windows scale with the product over 12 µs at 100 Gb/s; the target is 3/4 of a round trip where
-    # queues trim; the proportional gain is 4 at a target of 12 µs.
+    # uet-htsim, public forks: windows scale with the product over 12 µs at 100 Gb/s; the target is 3/4 of a round
+    # trip where queues trim; the proportional gain is 4 at a target of 12 µs.
     reference = 12e-6 * 100e9 / (8 * transport.packet_bytes)
     target = 0.75 * slots.rtt
     scale = slots.product / reference

@@ -51,8 +51,8 @@ MRC = Transport(name="MRC")
 # RoCE with one path per queue pair on a routed fabric. Its own congestion control (DCQCN) and PFC are not modelled:
 # the same window is used, so that only paths and recovery differ.
 ECMP = Transport(name="ECMP", paths=1, spray="oblivious", recovery="routing")
-# uet-htsim (public forks) with its defaults and -sender_cc_only: 4,150 B packets with 64 B headers. Of its load balancing,
-# "mixed" is "recycle" here and "bitmap" is "skip".
+# uet-htsim (public forks) with its defaults and -sender_cc_only: 4,150 B packets with 64 B headers. Of its load
+# balancing, "mixed" is "recycle" here and "bitmap" is "skip".
 HTSIM = Transport(name="uet-htsim", spray="recycle", paths=64, payload_bytes=4086, header_bytes=64, host_s=0.0)
 
 
