@@ -48,9 +48,10 @@ IDEAL = Wire()
 # arXiv:2605.04333 section 5.2.1: 5.09 µs for 2 bytes under one T0 (two links), 1.45 µs more over T1 (four links); 166 B
 # of headers with 4,096 B give its 96 % of line rate. Calibrated, not predicted.
 MRC = Wire(header_bytes=166, stores=True, base_s=3.64e-6, link_s=0.725e-6)
-# uet-htsim, as its public forks have it: 4,150 B packets with 64 B of headers and 1 µs per link, done when the last ACK
-# is back. These give its single connection (2 MB, six links of 100G) 176.2 µs, as it prints. Two more are ours, and
-# chosen with its rows in sight: they are fits, not predictions. One round trip of queue: a sender's window starts at about
-# one bandwidth-delay product, and on a full link that can queue. Unequal pulls: 2 MB last a few dozen round trips, perhaps too short for
-# windows to become equal; 0.5 is from a sweep (0 to 1) over the two rows with one path. docs/simulation.md has it all.
+# uet-htsim, as its public forks have it: 4,150 B packets with 64 B of headers and 1 µs per link, done when the last
+# ACK is back. These give its single connection (2 MB, six links of 100G) 176.2 µs, as it prints. Two more are ours,
+# and chosen with its rows in sight: they are fits, not predictions. One round trip of queue: a sender's window starts
+# at about one bandwidth-delay product, and on a full link that can queue. Unequal pulls: 2 MB last a few dozen round
+# trips, perhaps too short for windows to become equal; 0.5 is from a sweep (0 to 1) over the two rows with one path.
+# docs/simulation.md has it all.
 HTSIM = Wire(payload_bytes=4086, header_bytes=64, link_s=1e-6, stores=True, replies=True, queue_trips=1.0, unequal=0.5)
