@@ -63,6 +63,7 @@ def test_a_run_that_is_taken_up_again_measures_the_noise_of_the_same_steps(bare,
     norms = LocalNorms(frozenset())
     bare.engine.listener = SimpleNamespace(norms=norms)
     bare.batch_plan = SimpleNamespace(steps=6)
+    bare.patience = SimpleNamespace(begin=lambda: None)
     bare._finish = lambda step, *, stopped: None
     monkeypatch.setattr(module.dist, "get_world_size", lambda: 1)
     assert bare.run(6) == "done"
