@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from phalanx.record.account.incidents import Incident
-from phalanx.record.account.ledger import Ledger
-from phalanx.record.account.stragglers import Straggler
 from phalanx.spec.outcome import Spot
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # 70 ms that no check of a job needs
+    from phalanx.record.account.incidents import Incident
+    from phalanx.record.account.ledger import Ledger
+    from phalanx.record.account.stragglers import Straggler
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

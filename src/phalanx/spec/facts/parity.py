@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass
 
 from phalanx.errors import UserError, mistake
-from phalanx.record.account.summary import Summary, summarize_briefly
-from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
 from phalanx.record.values import at
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx.record.account.summary import Summary
 
 NARROW = ("fp8", "fp4")
 # What must be equal for two losses to be comparable, beside the format itself.
@@ -38,6 +40,9 @@ class ParityFacts:
 
 def parity_of(first: Run, second: Run) -> ParityFacts:
     """Two runs, in either order; raises UserError where they cannot be compared."""
+    from phalanx.record.account.summary import summarize_briefly  # 80 ms that few checks need
+    from phalanx.record.archive.history import RunHistory
+
     jobs = [at(run.plan(), "job") for run in (first, second)]
     formats = [str(at(job, "precision").get("compute")) for job in jobs]
     if (formats[0] in NARROW) == (formats[1] in NARROW):
