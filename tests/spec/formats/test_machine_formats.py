@@ -97,4 +97,4 @@ def test_html_is_one_closed_file_without_scripts() -> None:
 def test_a_name_that_is_no_utf8_costs_no_report() -> None:
     report = _elsewhere(mixed(), "job-\udcff.toml")
     for name in FORMATS:
-        render(name, [report], root="/src", version="1").encode("utf-8")
+        assert b"job-" in render(name, [report], root="/src", version="1").encode("utf-8"), name

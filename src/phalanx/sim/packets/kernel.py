@@ -3,6 +3,8 @@
 Imported only when a simulation runs, because importing it compiles with numba.
 In every slot: packets that reach the end of a wire enter the next queue or are delivered, events reach the senders,
 every port sends the head of its queue, every NIC port sends a packet of a connection whose window allows it.
+One file on purpose: numba keeps compiled code by the date of the file that holds the loop, and would go on using it
+when a function that the loop calls changed in another.
 Arrays are taken out of their groups before a loop and handed on one by one: reading a group inside a loop, or a row of
 a table as an array of its own, costs an atomic reference count each time (9x on 131,072 hosts).
 """
