@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 WHERE = "phalanx sim"
 LEAST_DAYS, MOST_DAYS, MOST_RUNS = 0.01, 3653.0, 10_000  # ten years at most
-# About 50,000 failures a second on a busy core (docs/simulation.md): a minute and a half.
+# About 50,000 failures a second on a busy core (docs/simulation/months.md): a minute and a half.
 MOST_FAILURES = 5_000_000
 MOST_LEVERS = 7  # changes that --levers tries
 TELL_S = 5.0  # between lines of progress

@@ -53,5 +53,5 @@ MRC = Wire(header_bytes=166, stores=True, base_s=3.64e-6, link_s=0.725e-6)
 # and chosen with its rows in sight: they are fits, not predictions. One round trip of queue: a sender's window starts
 # at about one bandwidth-delay product, and on a full link that can queue. Unequal pulls: 2 MB last a few dozen round
 # trips, perhaps too short for windows to become equal; 0.5 is from a sweep (0 to 1) over the two rows with one path.
-# docs/simulation.md has it all.
+# docs/simulation/fluid.md has it all.
 HTSIM = Wire(payload_bytes=4086, header_bytes=64, link_s=1e-6, stores=True, replies=True, queue_trips=1.0, unequal=0.5)
