@@ -29,7 +29,8 @@ def refusal(path: Path) -> str:
         (b"a = 1\na = 2\n", ":2", "is not TOML: cannot overwrite a value"),
         (b"\na = " + b"[" * 40 + b"]" * 40, ":2", "nests deeper than 32 levels"),
         (b"a = " + b"1" * 5000, "", "holds a value no computer can use: Exceeds the limit"),
-        (b"a = 2026-02-31", ":1", "is not TOML: invalid date or datetime"),
+        (b"b = 1\na = 2026-13-40\n", ":2", "2026-13-40 is no date"),
+        (b"a = 2026-02-31", ":1", "2026-02-31 is no date"),
     ],
 )
 def test_hostile_content(tmp_path: Path, content: bytes, where: str, what: str) -> None:

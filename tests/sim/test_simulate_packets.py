@@ -8,9 +8,10 @@ import pytest
 
 from phalanx.errors import UserError
 from phalanx.network.fabric.parse import parse_fabric
+from phalanx.sim.failures import Break, faults_of
 from phalanx.sim.packets.faults import Fault
 from phalanx.sim.packets.transport import ECMP, HTSIM, MRC
-from phalanx.sim.simulate_packets import Break, compared, faults_of, transport_of
+from phalanx.sim.simulate_packets import compared, transport_of
 
 
 @pytest.mark.parametrize(

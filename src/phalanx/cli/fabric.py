@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from phalanx.cli import fabric_export, fabric_simulate
+from phalanx.cli import fabric_design, fabric_export, fabric_simulate
+from phalanx.cli.fabric_plain import fabric_plain, gpus_of, value_plain
 from phalanx.cli.options import add_json
-from phalanx.cli.output import note, plain, print_json
-from phalanx.errors import mistake
-from phalanx.units import parse_count
-
-if TYPE_CHECKING:
-    from phalanx.network.fabric.types import Fabric
+from phalanx.cli.output import note, print_json
 
 WHERE = "phalanx fabric"
 
@@ -21,9 +16,8 @@ WHERE = "phalanx fabric"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Sub-commands of `phalanx fabric`."""
     verbs = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
-    _configure_design(
-        verbs.add_parser("design", help="every fabric of the catalogue that joins N GPUs, cheapest first")
-    )
+    design = verbs.add_parser("design", help="every fabric that joins N GPUs, and which to take")
+    fabric_design.configure(design)
     _configure_decisions(
         verbs.add_parser("decisions", help="planes, paths and recovery: the three decisions in numbers")
     )
@@ -34,18 +28,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     fabric_simulate.configure(simulate)
     export = verbs.add_parser("export", help="a fabric and its traffic as .topo and .cm files of htsim")
     fabric_export.configure(export)
-
-
-def _configure_design(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpus", metavar="N", required=True, help="GPUs to join, one NIC each, as 131072 or 64k")
-    parser.add_argument("--nic-gbps", metavar="G", type=float, required=True, help="speed of a NIC, as 400 or 800")
-    parser.add_argument("--switch", metavar="NAME", help='a box or one configuration, as "Tomahawk 5"')
-    parser.add_argument("--tiers", metavar="L", type=int, help="exactly this many tiers (the fewest that reach)")
-    parser.add_argument("--planes", metavar="P", type=int, help="exactly this many planes (all the switch can do)")
-    parser.add_argument("--oversubscription", metavar="R", type=float, help="ports down per port up at T0 (1, 2 and 4)")
-    parser.add_argument("--rails", metavar="K", type=int, help="NICs of a server on different T0s (none and 8)")
-    parser.add_argument("--top", metavar="N", type=int, default=6, help="shown of each oversubscription (6)")
-    add_json(parser)
 
 
 def _configure_decisions(parser: argparse.ArgumentParser) -> None:
@@ -62,32 +44,8 @@ def _configure_decisions(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Design, decide, show, simulate or export."""
-    own = {"design": _design, "decisions": _decisions, "show": _show}
+    own = {"design": fabric_design.run, "decisions": _decisions, "show": _show}
     return {**own, "simulate": fabric_simulate.run, "export": fabric_export.run}[args.what](args)
-
-
-def _design(args: argparse.Namespace) -> int:
-    from phalanx.network.fabric.design import Wish, designs
-    from phalanx.network.fabric.text import show_designs
-
-    if args.top < 1:
-        raise mistake(f"{WHERE} design", f"--top {args.top} shows nothing", fix="use 1 or more")
-    found = designs(
-        Wish(
-            gpus=_gpus(args.gpus, "design"),
-            nic_gbps=args.nic_gbps,
-            switch=args.switch,
-            tiers=args.tiers,
-            planes=args.planes,
-            oversubscription=args.oversubscription,
-            rails=args.rails,
-        )
-    )
-    if args.json:
-        print_json([{**_plain(one), "fabric": _fabric(one.fabric)} for one in found])
-    else:
-        print(show_designs(found, top=args.top))
-    return 0
 
 
 def _decisions(args: argparse.Namespace) -> int:
@@ -96,7 +54,7 @@ def _decisions(args: argparse.Namespace) -> int:
     from phalanx.network.fabric.text import show_decisions
 
     found = decisions(
-        _gpus(args.gpus, "decisions"),
+        gpus_of(args.gpus, f"{WHERE} decisions"),
         nic_gbps=args.nic_gbps,
         box=args.switch if args.switch is not None else BOX,
         planes=args.planes,
@@ -111,7 +69,7 @@ def _decisions(args: argparse.Namespace) -> int:
         write_text(Path(args.picture), picture(found), fix="name another --picture")
         note(f"wrote {args.picture}")
     if args.json:
-        print_json({**_plain(found), "fabric": _fabric(found.fabric)})
+        print_json({**value_plain(found), "fabric": fabric_plain(found.fabric)})
     else:
         print(show_decisions(found))
     return 0
@@ -127,7 +85,9 @@ def _show(args: argparse.Namespace) -> int:
         return _list(args)
     fabric = parse_fabric(args.fabric)
     if args.json:
-        print_json({"fabric": _fabric(fabric), "bill": bill(fabric), "loss": loss(fabric), "budget": budget(fabric)})
+        print_json(
+            {"fabric": fabric_plain(fabric), "bill": bill(fabric), "loss": loss(fabric), "budget": budget(fabric)}
+        )
     else:
         print(show_fabric(fabric))
     return 0
@@ -147,32 +107,3 @@ def _list(args: argparse.Namespace) -> int:
     print("fabrics\n" + table(fabrics, left=3))
     print("\nswitches (power without optics, list price, how far both can be trusted)\n" + table(boxes))
     return 0
-
-
-def _gpus(text: str, verb: str) -> int:
-    """Whole GPUs; `64k` is 64,000, as everywhere in Phalanx."""
-    try:
-        number = parse_count(text)
-    except ValueError as error:
-        raise mistake(f"{WHERE} {verb}", f"--gpus: {error}"[:160], fix="write it as 131072") from None
-    if number != number // 1 or abs(number) > 1e18:
-        raise mistake(f"{WHERE} {verb}", f"--gpus {text[:40]} is not a whole number of GPUs", fix="write it as 131072")
-    return int(number)
-
-
-def _fabric(fabric: Fabric) -> dict[str, object]:
-    """A fabric with the numbers that follow from its fields."""
-    derived = {
-        "port_gbps": fabric.port_gbps,
-        "switches": fabric.switches,
-        "hops": fabric.hops,
-        "paths": fabric.paths,
-        "hosts_one_switch_away": min(fabric.t0_down, fabric.hosts),
-    }
-    return {**_plain(fabric), **derived}
-
-
-def _plain(value: object) -> dict[str, object]:
-    made = plain(value)
-    assert isinstance(made, dict)
-    return made

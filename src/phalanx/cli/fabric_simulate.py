@@ -128,8 +128,9 @@ def _each(
     args: argparse.Namespace, fabric: Fabric, traffic: Traffic, transports: tuple[Transport, ...]
 ) -> tuple[list[dict[str, Any]], int]:
     """What each transport gives, up to Ctrl-C, and the exit code."""
+    from phalanx.sim.failures import Break
     from phalanx.sim.packets.budget import Budget
-    from phalanx.sim.simulate_packets import Break, simulate_packets
+    from phalanx.sim.simulate_packets import simulate_packets
 
     broken = Break(failed=(*args.fail, *traffic.failed), left=args.left, loss=args.loss or 0.0)
     rest: dict[str, Any] = {"broken": broken, "seed": args.seed, "budget": Budget(cpu_s=args.cpu or CPU_S)}

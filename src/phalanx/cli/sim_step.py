@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phalanx.cli import sim_months
 from phalanx.cli.output import note, print_json
 from phalanx.errors import Problem, UserError
 
@@ -15,56 +16,80 @@ if TYPE_CHECKING:
     from phalanx.sim.step.breaks import Aftermath
     from phalanx.sim.step.report import StepReport
 
-BREAKS = ("link", "t1", "t0", "nic")  # sim.step.breaks.PARTS, without importing numpy for --help
+WHERE = "phalanx sim"
+BREAKS = ("link", "t1", "t0", "nic", "transceiver", "grey")  # sim.step.breaks.PARTS, without numpy for --help
+ROUTINGS = ("spray", "ecmp")
+MOST_OUTAGE_S = 86400.0
+DEVICES_PER_S = 30_000  # on one busy core, of a step on a fabric (docs/simulation/step.md)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of the step."""
     group = parser.add_argument_group("one step on a fabric (without --days)")
-    group.add_argument("--fabric", metavar="F", help="as clos2:131072x800G/8p/512, a .toml file or a name")
-    group.add_argument(
-        "--routing", choices=("spray", "ecmp"), default="spray", help="packets over 256 paths, or 16 hashed QPs (spray)"
-    )
+    group.add_argument("--routing", choices=ROUTINGS, help="packets over 256 paths, or 16 hashed QPs (spray)")
     group.add_argument("--break", dest="broken", choices=BREAKS, help="also the step when such a part fails")
+    group.add_argument("--outage", metavar="S", type=float, help="seconds until it is back (docs/simulation/step.md)")
     group.add_argument("--trace", metavar="FILE.json", help="write the timeline; ui.perfetto.dev opens it")
 
 
-def check_days(args: argparse.Namespace, where: str) -> None:
-    """With --days there is no step to show; raises UserError."""
-    given = {"--fabric": args.fabric, "--break": args.broken, "--trace": args.trace}
+def check(args: argparse.Namespace) -> None:
+    """Options that have no effect on one step; raises UserError."""
     problems = [
-        Problem(where=where, what=f"{option} belongs to one step, --days to months", fix="leave one of them out")
-        for option, value in given.items()
-        if value is not None
+        Problem(where=WHERE, what=f"{option} belongs to months, not to one step", fix="add --days 90, or leave it out")
+        for option, (name, usual) in sim_months.OPTIONS.items()
+        if getattr(args, name) != usual
     ]
+    if args.outage is not None and args.broken is None:
+        problems.append(Problem(where=WHERE, what="--outage without --break: nothing fails", fix="add --break nic"))
+    elif args.outage is not None and not 0 < args.outage <= MOST_OUTAGE_S:
+        what = f"--outage {args.outage:g} is out of range"
+        problems.append(Problem(where=WHERE, what=what, fix=f"use seconds above 0, up to {MOST_OUTAGE_S:g}"))
     if problems:
         raise UserError(problems)
 
 
 def run_step(plan: Plan, args: argparse.Namespace) -> int:
-    """Simulate, tell, and write the trace."""
+    """Simulate, tell, and write the trace. Ctrl-C during --break leaves the step."""
     from phalanx.network.fabric.parse import parse_fabric
     from phalanx.sim.step.paths import Transport
     from phalanx.sim.step.report import step_report
 
     fabric = parse_fabric(args.fabric) if args.fabric is not None else None
-    report = step_report(plan, fabric, Transport(edge=args.routing == "spray"))
-    found = _broken(plan, report, args.broken)
+    _announce(plan, args)
+    report = step_report(plan, fabric, Transport(edge=args.routing != "ecmp"))
     if args.trace:
         _write_trace(plan, report, args.trace)
+    found, code = _broken(plan, report, args)
     if args.json:
         print_json(_plain(report, args.broken, found))
     else:
         _show(report, args.broken, found)
-    return 0
+    return code
 
 
-def _broken(plan: Plan, report: StepReport, kind: str | None) -> list[Aftermath]:
-    if kind is None:
-        return []
+def _announce(plan: Plan, args: argparse.Namespace) -> None:
+    seconds = plan.layout.devices / DEVICES_PER_S * (3 if args.broken else 1)
+    if seconds > sim_months.TELL_S and args.fabric is not None:
+        note(f"{plan.layout.devices:,} devices on {args.fabric}: about {seconds:.0f} s")
+
+
+def _broken(plan: Plan, report: StepReport, args: argparse.Namespace) -> tuple[list[Aftermath], int]:
+    """Both ways of recovering, or those that Ctrl-C left finished."""
+    if args.broken is None:
+        return [], 0
     from phalanx.sim.step.breaks import aftermath
 
-    return [aftermath(plan, report.fabric, kind, edge=edge) for edge in (False, True)]
+    found: list[Aftermath] = []
+    try:
+        for edge in (False, True):
+            healthy = report if report.edge == edge else None
+            found.append(
+                aftermath(plan, report.fabric, args.broken, edge=edge, outage_s=args.outage, healthy=healthy)
+            )
+    except KeyboardInterrupt:
+        note("stopped by Ctrl-C: the step is finished, and shown; what a failure does to it is not")
+        return found, sim_months.INTERRUPTED
+    return found, 0
 
 
 def _write_trace(plan: Plan, report: StepReport, name: str) -> None:
@@ -81,7 +106,7 @@ def _show(report: StepReport, kind: str | None, found: list[Aftermath]) -> None:
     from phalanx.sim.step.text import render, render_break
 
     print(render(report))
-    if kind is not None:
+    if kind is not None and found:
         print("\n" + render_break(kind, found))
 
 

@@ -12,6 +12,7 @@ from phalanx.errors import UserError, mistake
 from phalanx.job import scan
 from phalanx.job.textfile import read_text
 
+_DATE = re.compile(r"=\s*(\d{4}-\d{2}-\d{2})\b")
 _PLACE = re.compile(r"\s*\(at line (\d+), column (\d+)\)$")
 
 
@@ -51,5 +52,9 @@ def _syntax(path: Path, text: str, message: str) -> UserError:
     place = _PLACE.search(message)
     where = f"{path}:{place.group(1)}" if place else f"{path}:{text.count(chr(10)) + 1}"
     what = _PLACE.sub("", message).removesuffix(" (at end of document)")
+    lines = text.split("\n")
+    date = _DATE.search(lines[int(place.group(1)) - 1]) if place else None
+    if date:  # tomllib speaks of newlines when the month is 13
+        return mistake(where, f"{date.group(1)} is no date", fix="a date is  YYYY-MM-DD, as 2026-12-31")
     fix = 'a line is  key = value  or  [section]; text needs quotes, as name = "first-run"'
     return mistake(where, f"is not TOML: {what[:1].lower()}{what[1:200]}", fix=fix)

@@ -1,16 +1,17 @@
-"""The time of a collective on one system from two measurements of it.
+"""The time of a collective on one system from two or more measurements of it.
 
-Between nodes: t = α + W/B, with W the bytes a rank puts on the wire (2(n-1)/n of the message for an all-reduce).
-Inside a node the message runs through in chunks, and the best chunk balances its start-up against its transfer, which
-gives t = (√α + √(W/B))² (pipelining with the optimal segment; Thakur et al. 2005, section 4 use it for long messages).
-Which form holds where was seen on three measured systems (docs/validation.md, "Collectives") and held on a fourth: it
-is a calibration of the form. α and B then belong to one system, operation and number of ranks, and are not physics.
+A message of W bytes on the wire of a rank (2(n-1)/n of the message for an all-reduce) runs through in chunks:
+t = α + W/B + k √(α W/B). The root is the filling of the pipeline: with the best chunk for every size k is 2
+(t = (√α + √(W/B))², Thakur et al. 2005, section 4), with a chunk that never changes it is 0. Inside a node k = 2 fits;
+between nodes NCCL's chunks are cut for small messages only, and k = 0.3 fits. Both were chosen by leaving out one
+source of measured sweeps after the other (benchmarks/2026-11-15-collective-fit.md): a calibration of the form. α and B
+belong to one system, operation and number of ranks, and are not physics.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +24,10 @@ MIB = 2**20
 LEAST_BYTES = 16 * MIB
 LARGE_BYTES = 1024 * MIB
 LARGE_ERROR, MEDIUM_ERROR = 0.10, 0.25  # of the time; what two points must give from LARGE_BYTES on, and below
+FILL_INSIDE, FILL_ACROSS = 2.0, 0.3  # k
 WHERE = "fit"
+HALVINGS = 200  # more than doubles can tell apart
+SCAN = 240  # places of the half-bandwidth size that are looked at before the best is refined
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,17 +45,20 @@ class AlphaBeta:
     alpha_s: float
     bytes_per_s: float  # on the wire of one rank: comparable with nccl-tests' busbw
     wire_share: float  # bytes on the wire per byte of the message
-    piped: bool  # the form inside a node
+    fill: float  # k
 
     def seconds(self, nbytes: float) -> float:
         """Predicted time of a message."""
-        transfer_s = self.wire_share * nbytes / self.bytes_per_s
-        both = self.alpha_s + transfer_s
-        return both + 2 * math.sqrt(self.alpha_s * transfer_s) if self.piped else both
+        return _shape(self.alpha_s * self.bytes_per_s, self.wire_share * nbytes, self.fill) / self.bytes_per_s
 
     def bus_bytes_per_s(self, nbytes: float) -> float:
         """The same as nccl-tests' busbw."""
         return self.wire_share * nbytes / self.seconds(nbytes)
+
+
+def _shape(start_bytes: float, wire_bytes: float, fill: float) -> float:
+    """Time at one byte per second; `start_bytes` is α·B."""
+    return start_bytes + wire_bytes + fill * math.sqrt(start_bytes * wire_bytes)
 
 
 def wire_share(operation: Operation, ranks: int) -> float:
@@ -67,38 +74,85 @@ def wire_share(operation: Operation, ranks: int) -> float:
     return 1.0 if operation in ("broadcast", "reduce") else (ranks - 1) / ranks
 
 
-def fit_two(points: Sequence[Point], *, ranks: int, nodes: int = 1, operation: Operation = "all-reduce") -> AlphaBeta:
-    """α and B from two measurements; raises UserError where no α ≥ 0 and B > 0 meet both.
+def fit_points(
+    points: Sequence[Point], *, ranks: int, nodes: int = 1, operation: Operation = "all-reduce"
+) -> AlphaBeta:
+    """α and B from two measurements exactly, from more with the least mean square of log errors.
 
-    Use a small and a large message, as 16 MiB and 4 GiB: they pin the two numbers apart.
+    Use a small and a large message, as 16 MiB and 4 GiB: they pin the two numbers apart. Raises UserError where more
+    bytes took no longer.
     """
     share = wire_share(operation, ranks)
-    small, large = _ordered(points)
-    piped = nodes == 1
-    root = math.sqrt if piped else float
-    x0, x1 = root(share * small.nbytes), root(share * large.nbytes)
-    y0, y1 = root(small.seconds), root(large.seconds)
-    slope = (y1 - y0) / (x1 - x0)
-    start = max(0.0, y0 - slope * x0)
-    if slope <= 0:
+    fill = FILL_INSIDE if nodes == 1 else FILL_ACROSS
+    known = [(share * one.nbytes, one.seconds) for one in _checked(points)]
+    start_bytes = _exact(known[0], known[-1], fill) if len(known) == 2 else _least(known, fill)
+    logs = [math.log(_shape(start_bytes, wire, fill) / seconds) for wire, seconds in known]
+    # Without start-up two points need not lie on the line: the large one counts, as most of the time is there.
+    rate = math.exp(logs[-1] if len(known) == 2 else sum(logs) / len(logs))
+    return AlphaBeta(alpha_s=start_bytes / rate, bytes_per_s=rate, wire_share=share, fill=fill)
+
+
+def _exact(small: tuple[float, float], large: tuple[float, float], fill: float) -> float:
+    """α·B where the two times have the measured ratio; 0 where they differ more than the bytes do."""
+    wanted = large[1] / small[1]
+
+    def ratio(start_bytes: float) -> float:
+        return _shape(start_bytes, large[0], fill) / _shape(start_bytes, small[0], fill)
+
+    if wanted >= ratio(0.0):
+        return 0.0
+    low, high = 0.0, large[0]
+    while ratio(high) > wanted:
+        low, high = high, 4 * high
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if ratio(middle) > wanted else (low, middle)
+    return high
+
+
+def _least(known: Sequence[tuple[float, float]], fill: float) -> float:
+    """α·B with the least spread of log errors: looked for on a grid, then between its neighbours."""
+
+    def spread(start_bytes: float) -> float:
+        logs = [math.log(_shape(start_bytes, wire, fill) / seconds) for wire, seconds in known]
+        middle = sum(logs) / len(logs)
+        return sum((one - middle) ** 2 for one in logs)
+
+    span = math.log(1e3 * known[-1][0] / (1e-4 * known[0][0]))
+    grid = [0.0, *(1e-4 * known[0][0] * math.exp(span * place / SCAN) for place in range(SCAN + 1))]
+    best = min(range(len(grid)), key=lambda place: spread(grid[place]))
+    return _narrow(spread, grid[max(0, best - 1)], grid[min(len(grid) - 1, best + 1)])
+
+
+def _narrow(cost: Callable[[float], float], low: float, high: float) -> float:
+    """The least of a function with one valley, by thirds."""
+    for _ in range(HALVINGS):
+        left, right = low + (high - low) / 3, high - (high - low) / 3
+        low, high = (low, right) if cost(left) <= cost(right) else (left, high)
+    return (low + high) / 2
+
+
+def _checked(points: Sequence[Point]) -> list[Point]:
+    for one in points:
+        if not (math.isfinite(one.nbytes) and one.nbytes > 0 and math.isfinite(one.seconds) and one.seconds > 0):
+            raise mistake(WHERE, f"{one.nbytes:g} bytes in {one.seconds:g} s", fix="both are above zero")
+    known = sorted(points, key=lambda one: one.nbytes)
+    if len({one.nbytes for one in known}) < 2:
+        raise mistake(
+            WHERE,
+            f"{len(points)} points of {len({one.nbytes for one in known})} sizes",
+            why="α and B are two numbers",
+            fix="give two different sizes, as 16 MiB and 4 GiB",
+        )
+    small, large = known[0], known[-1]
+    if large.seconds <= small.seconds:
         raise mistake(
             WHERE,
             f"{large.nbytes:,.0f} bytes took {large.seconds:g} s, {small.nbytes:,.0f} bytes {small.seconds:g} s",
             why="more bytes must take longer",
             fix="measure again, or take sizes further apart",
         )
-    power = 2 if piped else 1
-    return AlphaBeta(alpha_s=start**power, bytes_per_s=slope**-power, wire_share=share, piped=piped)
-
-
-def _ordered(points: Sequence[Point]) -> tuple[Point, Point]:
-    if len(points) != 2 or points[0].nbytes == points[1].nbytes:
-        raise mistake(WHERE, f"{len(points)} points", why="α and B are two numbers", fix="give two different sizes")
-    for one in points:
-        if not (math.isfinite(one.nbytes) and one.nbytes > 0 and math.isfinite(one.seconds) and one.seconds > 0):
-            raise mistake(WHERE, f"{one.nbytes:g} bytes in {one.seconds:g} s", fix="both are above zero")
-    small, large = sorted(points, key=lambda one: one.nbytes)
-    return small, large
+    return known
 
 
 def ends(points: Sequence[Point]) -> tuple[Point, Point] | None:

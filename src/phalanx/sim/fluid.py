@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from phalanx.network.fabric.types import Fabric
 from phalanx.sim.broken import NOTHING, Broken, shares
 from phalanx.sim.fill import Table, fill
-from phalanx.sim.links import Floats, Ints, links_of
+from phalanx.sim.links import Floats, Ints, Links, links_of
 from phalanx.sim.matrices import Flows
 from phalanx.sim.routes import Hops, Routes, Routing, route
 from phalanx.sim.wire import MRC, Wire
@@ -46,6 +46,7 @@ class Completion:
 
     times_s: Floats
     rounds: int  # times the rates were computed
+    stopped: str = ""  # "interrupted": flows that were not done then count as never done
 
     @property
     def mean_s(self) -> float:
@@ -60,7 +61,7 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Case:
+class Case:
     """Sub-flows as rows of a table of links, ready to be filled."""
 
     table: Table
@@ -75,7 +76,7 @@ class _Case:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Parts:
+class Parts:
     """What must be sent: a flow that any of its paths may carry, or the fixed part of a QP."""
 
     of_row: Ints
@@ -109,53 +110,58 @@ def complete(
     case = _case(fabric, flows, routing, broken)
     if routing.spread != "all":  # over many paths luck evens out
         case = replace(case, table=replace(case.table, pull=wire.pulls(len(case.owner), routing.seed)))
-    parts = _parts(case, 8.0 * wire.wire_bytes(flows.nbytes), routing)
+    parts = parts_of(case, 8.0 * wire.wire_bytes(flows.nbytes), routing)
     rates = fill(case.table, case.capacity, engine=engine)
-    times, rounds = _drain(case, parts, rates, batch, engine)
+    times, rounds, stopped = _drain(case, parts, rates, batch, engine)
     done, hops = np.zeros(len(flows)), np.zeros(len(flows), dtype=np.int64)
     np.maximum.at(done, parts.flow, times)
     np.maximum.at(hops, case.owner, case.routes.hops)
     queued = _queued(case, rates, len(flows))
-    return Completion(times_s=done + wire.latency_s(flows.nbytes, hops, fabric.port_gbps, queued), rounds=rounds)
+    late_s = wire.latency_s(flows.nbytes, hops, fabric.port_gbps, queued)
+    return Completion(times_s=done + late_s, rounds=rounds, stopped=stopped)
 
 
-def _parts(case: _Case, bits: Floats, routing: Routing) -> _Parts:
+def parts_of(case: Case, bits: Floats, routing: Routing) -> Parts:
+    """A QP's fixed part is its row's; what is sprayed is the flow's, whichever path takes it."""
     owner = case.owner.astype(np.int64)
     if routing.spread == "qp":
-        return _Parts(of_row=np.arange(len(owner)), flow=owner, bits=(bits / routing.paths)[owner])
-    return _Parts(of_row=owner, flow=np.arange(len(bits)), bits=bits)
+        return Parts(of_row=np.arange(len(owner)), flow=owner, bits=(bits / routing.paths)[owner])
+    return Parts(of_row=owner, flow=np.arange(len(bits)), bits=bits)
 
 
-def _drain(case: _Case, parts: _Parts, rates: Floats, batch: float, engine: str) -> tuple[Floats, int]:
-    """Finish times of parts, and how often rates were computed."""
+def _drain(case: Case, parts: Parts, rates: Floats, batch: float, engine: str) -> tuple[Floats, int, str]:
+    """Finish times of parts, how often rates were computed, and whether Ctrl-C ended it."""
     left, times = parts.bits.copy(), np.full(len(parts.bits), np.inf)
     now, rounds, rows = 0.0, 1, np.arange(len(case.owner))
-    while True:
-        speed = np.bincount(parts.of_row[rows], weights=rates, minlength=len(left))
-        needs = np.divide(left, speed, out=np.full(len(left), np.inf), where=speed > 0)
-        first = float(needs.min())
-        if not np.isfinite(first):
-            return times, rounds
-        leaves = needs <= first + batch * (now + first)
-        step = float(needs[leaves].max())
-        times[leaves] = now + needs[leaves]
-        left = np.where(leaves, np.inf, left - speed * step)
-        now += step
-        rows = rows[~leaves[parts.of_row[rows]]]
-        if not len(rows):
-            return times, rounds
-        rates = fill(case.table.some(rows), case.capacity, engine=engine)
-        rounds += 1
+    try:
+        while True:
+            speed = np.bincount(parts.of_row[rows], weights=rates, minlength=len(left))
+            needs = np.divide(left, speed, out=np.full(len(left), np.inf), where=speed > 0)
+            first = float(needs.min())
+            if not np.isfinite(first):
+                return times, rounds, ""
+            leaves = needs <= first + batch * (now + first)
+            step = float(needs[leaves].max())
+            times[leaves] = now + needs[leaves]
+            left = np.where(leaves, np.inf, left - speed * step)
+            now += step
+            rows = rows[~leaves[parts.of_row[rows]]]
+            if not len(rows):
+                return times, rounds, ""
+            rates = fill(case.table.some(rows), case.capacity, engine=engine)
+            rounds += 1
+    except KeyboardInterrupt:
+        return times, rounds, "interrupted"
 
 
-def _load(case: _Case, rates: Floats) -> Floats:
+def _load(case: Case, rates: Floats) -> Floats:
     each = np.repeat(rates, np.diff(case.table.start))
     bits = np.bincount(case.table.link, weights=each, minlength=len(case.capacity))
     works = case.capacity > 0
     return np.asarray(np.divide(bits, case.capacity, out=np.zeros(len(bits)), where=works)[: case.links])
 
 
-def _queued(case: _Case, rates: Floats, flows: int) -> NDArray[np.bool_]:
+def _queued(case: Case, rates: Floats, flows: int) -> NDArray[np.bool_]:
     """Flows that meet a full link which is not theirs alone: there packets wait for each other."""
     owner = np.repeat(case.owner, np.diff(case.table.start))
     lowest, highest = np.full(len(case.capacity), flows), np.full(len(case.capacity), -1)
@@ -168,11 +174,15 @@ def _queued(case: _Case, rates: Floats, flows: int) -> NDArray[np.bool_]:
     return queued
 
 
-def _case(fabric: Fabric, flows: Flows, routing: Routing, broken: Broken) -> _Case:
+def _case(fabric: Fabric, flows: Flows, routing: Routing, broken: Broken) -> Case:
     links = links_of(fabric)
     left = None if broken.nothing else shares(links, broken)
     routes = route(links, flows, routing, left)
-    capacity = links.capacity() if left is None else links.capacity() * left
+    return case_of(links, routes, links.capacity() if left is None else links.capacity() * left, routing)
+
+
+def case_of(links: Links, routes: Routes, capacity: Floats, routing: Routing) -> Case:
+    """Routes on links of some capacity, as rows to be filled."""
     hops = routes.links
     if routing.spread == "all":
         capacity = links.bundled(capacity)
@@ -181,8 +191,8 @@ def _case(fabric: Fabric, flows: Flows, routing: Routing, broken: Broken) -> _Ca
         # turn, and what a full link drops is sent again on the next.
         own = np.arange(links.count, links.count + len(hops), dtype=np.int32)
         hops = np.column_stack([own, hops])
-        capacity = np.concatenate([capacity, np.full(len(own), fabric.nic_gbps * 1e9 / routing.paths)])
-    return _Case(table=_table(hops), capacity=capacity, links=links.count, routes=routes)
+        capacity = np.concatenate([capacity, np.full(len(own), links.fabric.nic_gbps * 1e9 / routing.paths)])
+    return Case(table=_table(hops), capacity=capacity, links=links.count, routes=routes)
 
 
 def _table(hops: Hops) -> Table:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
 
 from phalanx.errors import mistake, nearest
 from phalanx.network.fabric.types import Fabric
-from phalanx.sim.broken import Broken, transceiver
+from phalanx.sim.failures import Break, broken_of
 from phalanx.sim.fluid import Completion, Rates, complete, solve
+from phalanx.sim.fluid_budget import afford
+from phalanx.sim.links import links_of
 from phalanx.sim.matrices import Flows, traffic
+from phalanx.sim.packets.budget import Budget
 from phalanx.sim.routes import Recovery, Routing
 from phalanx.sim.wire import HTSIM, IDEAL, MRC, Wire
 
 ROUTINGS = ("flow", "qp", "oblivious", "adaptive", "all")
 RECOVERIES = ("none", "conventional", "edge")
+BUDGET = Budget()
 WIRES: dict[str, Wire] = {"mrc": MRC, "htsim": HTSIM, "ideal": IDEAL}
-PARTS = {"nic": 2, "link": 3, "t0": 2, "t1": 2, "transceiver": 1}
 ROWS = 1 << 20  # sub-flows that are solved in about two seconds
-_PART = re.compile(r"^(?P<kind>[a-z0-9]+):(?P<numbers>\d{1,9}(?:/\d{1,9})*)$")
 
 
 def simulate(
@@ -37,6 +38,7 @@ def simulate(
     wire: str = "mrc",
     seed: int = 0,
     flows: Flows | None = None,
+    budget: Budget = BUDGET,
 ) -> dict[str, object]:
     """Rates and completion times; `paths` of 0 is one per flow, 8 QPs, or what a million rows allow.
 
@@ -44,8 +46,10 @@ def simulate(
     """
     flows = traffic(traffic_name, fabric.hosts, nbytes, seed=seed) if flows is None else flows
     routing = routing_of(fabric, spread, paths or usual_paths(fabric, spread, len(flows)), recovery, seed)
-    broken = broken_of(fabric, failed, left)
     over = WIRES[choice("--wire", wire, tuple(WIRES))]
+    links = links_of(fabric)
+    afford(links, len(flows), routing, budget)
+    broken = broken_of(links, Break(failed=tuple(failed), left=left))
     rates = solve(fabric, flows, routing=routing, broken=broken)
     # A hundred rounds of a million rows are minutes: large cases take larger steps.
     batch = 0.01 if len(flows) * routing.paths <= ROWS // 8 else 0.05
@@ -92,35 +96,6 @@ def routing_of(fabric: Fabric, spread: str, paths: int, recovery: str, seed: int
     )
 
 
-def broken_of(fabric: Fabric, failed: Sequence[str], left: float = 0.0) -> Broken:
-    """Failed parts from words: nic:PLANE/HOST, link:PLANE/T0/PORT, t0:PLANE/N, t1:PLANE/N, transceiver:HOST."""
-    if not 0 <= left < 1:
-        raise mistake("--left", f"{left:g} of the capacity is left", fix="use 0 (dead) to below 1")
-    found: dict[str, list[tuple[int, ...]]] = {kind: [] for kind in PARTS}
-    for text in failed:
-        kind, numbers = part_of(text, PARTS)
-        found[kind].append(numbers)
-    lanes = [lane for (host,) in found["transceiver"] for lane in transceiver(fabric.planes, host)]
-    return Broken(
-        nics=tuple((a, b) for a, b in [*found["nic"], *lanes]),
-        uplinks=tuple((a, b, c) for a, b, c in found["link"]),
-        t0=tuple((a, b) for a, b in found["t0"]),
-        t1=tuple((a, b) for a, b in found["t1"]),
-        left=left,
-    )
-
-
-def part_of(text: str, parts: Mapping[str, int]) -> tuple[str, tuple[int, ...]]:
-    """A part's kind and numbers; `parts` says how many numbers each kind has."""
-    match = _PART.match(text.strip().lower())
-    numbers = tuple(int(one) for one in match["numbers"].split("/")) if match else ()
-    if match is None or parts.get(match["kind"]) != len(numbers):
-        forms = "nic:PLANE/HOST, link:PLANE/T0/PORT, t0:PLANE/N, t1:PLANE/N or transceiver:HOST"
-        why = "t1link and times (@) need --engine packets" if "@" in text or text.startswith("t1link") else ""
-        raise mistake("--fail", f'"{text[:60]}" names no part of a fabric', why=why, fix=f"write {forms}")
-    return match["kind"], numbers
-
-
 def choice(option: str, word: str, choices: tuple[str, ...]) -> str:
     if word not in choices:
         guess = nearest(word, choices)
@@ -148,5 +123,7 @@ def _times(done: Completion) -> dict[str, object]:
         "mean_s": done.mean_s,
         "p99_s": float(np.percentile(finite, 99)) if len(finite) else float("inf"),
         "tail_s": done.tail_s,
+        "finished_flows": len(finite),
         "rounds": done.rounds,
+        "stopped": done.stopped,
     }

@@ -3,43 +3,29 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import get_args
+from dataclasses import replace
 
 import numpy as np
 
 from phalanx.errors import mistake
 from phalanx.network.fabric.types import Fabric
+from phalanx.sim.course import Course
+from phalanx.sim.failures import UNBROKEN, Break, faults_of
 from phalanx.sim.matrices import Flows
 from phalanx.sim.packets.budget import LOOK_S, Budget
 from phalanx.sim.packets.build import sketch
-from phalanx.sim.packets.faults import Fault, Part
+from phalanx.sim.packets.faults import Fault
 from phalanx.sim.packets.result import PacketResult
 from phalanx.sim.packets.run import BUDGET, REST_S, run
+from phalanx.sim.packets.schedule import Schedule
 from phalanx.sim.packets.state import MOST_SLOTS
 from phalanx.sim.packets.transport import ECMP, HTSIM, MRC, Transport
-from phalanx.sim.simulate import PARTS, RECOVERIES, ROUTINGS, asked_for, choice, part_of
+from phalanx.sim.simulate import RECOVERIES, ROUTINGS, asked_for, choice
 
 TRANSPORTS: dict[str, Transport] = {"mrc": MRC, "ecmp": ECMP, "htsim": HTSIM}
 SOON = 100  # times the duration of unhindered traffic: a later failure meets nobody
 QPS = 8  # "little gain past 8 QPs" (arXiv:2605.04333 section 5.2.7)
-PACKET_PARTS = {**PARTS, "t1link": 3}
-PER_SECOND = {"s": 1, "ms": 1000, "us": 1_000_000, "µs": 1_000_000}
-_TIME = re.compile(r"^(\d{1,9}(?:\.\d{1,9})?)(s|ms|us|µs)$")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Break:
-    """What fails, and how: `failed` are words such as t1:0/3, t1:0/3@50us or t1:0/3@50us..2ms."""
-
-    failed: tuple[str, ...] = ()
-    left: float = 0.0
-    loss: float = 0.0  # above 0 the parts keep their speed and lose this share of packets
-
-
-UNBROKEN = Break()
 
 
 def simulate_packets(
@@ -51,17 +37,44 @@ def simulate_packets(
     broken: Break = UNBROKEN,
     seed: int = 0,
     budget: Budget = BUDGET,
+    schedule: Schedule | None = None,
 ) -> dict[str, object]:
     """Completion times and losses; refuses before it starts what would exceed the budget."""
     faults = faults_of(broken)
-    _afford_waiting(fabric, flows, transport, faults, budget)
-    found = run(fabric, flows, transport=transport, faults=faults, seed=seed, budget=budget)
+    found = run_packets(fabric, flows, transport, faults, seed=seed, budget=budget, schedule=schedule)
     asked = asked_for("packets", fabric, traffic_name, flows, seed)
     chosen = {"transport": transport.name, "spread": transport.spray, "paths": transport.paths}
-    recovers = {"recovery": _recovery(transport), "converge_s": _converge_s(transport)}
+    recovers = {"recovery": recovery_of(transport), "converge_s": _converge_s(transport)}
     parts = {"failed": list(broken.failed), "left": broken.left, "loss": broken.loss}
-    late = [text for text, fault in zip(broken.failed, faults, strict=True) if fault.at_s > found.simulated_s]
-    return {**asked, **chosen, **recovers, **parts, "failed_too_late": late, **_times(found), **_counts(found)}
+    late = {"failed_too_late": too_late(broken, faults, found.simulated_s)}
+    course = {"throughput_over_time": course_of(found).series()}
+    return {**asked, **chosen, **recovers, **parts, **late, **_times(found), **counts(found), **course}
+
+
+def run_packets(
+    fabric: Fabric,
+    flows: Flows,
+    transport: Transport,
+    faults: tuple[Fault, ...],
+    *,
+    seed: int = 0,
+    budget: Budget = BUDGET,
+    schedule: Schedule | None = None,
+) -> PacketResult:
+    """One run, refused before it starts where even waiting would exceed the budget."""
+    _afford_waiting(fabric, flows, transport, faults, budget)
+    return run(fabric, flows, transport=transport, faults=faults, seed=seed, budget=budget, schedule=schedule)
+
+
+def course_of(found: PacketResult) -> Course:
+    """Payload delivered in each sample."""
+    taken_s = np.diff(found.time_s, prepend=0.0)
+    return Course(end_s=found.time_s, bits=found.throughput_gbps * 1e9 * taken_s)
+
+
+def too_late(broken: Break, faults: Sequence[Fault], simulated_s: float) -> list[str]:
+    """Failures that came after the last packet."""
+    return [text for text, fault in zip(broken.failed, faults, strict=True) if fault.at_s > simulated_s]
 
 
 def transport_of(
@@ -98,19 +111,6 @@ def compared(fabric: Fabric, *, paths: int = 0, converge_s: float | None = None)
     return transport_of("ecmp", paths=fabric.planes, converge_s=converge_s), transport_of("mrc", paths=paths)
 
 
-def faults_of(broken: Break) -> tuple[Fault, ...]:
-    """Faults from words."""
-    if not 0 <= broken.left < 1:
-        raise mistake("--left", f"{broken.left:g} of the capacity is left", fix="use 0 (dead) to below 1")
-    if not 0 <= broken.loss <= 1:
-        raise mistake("--loss", f"{broken.loss:g} of the packets are lost", fix="use a share: 0.01 is one in a hundred")
-    if broken.loss and broken.left:
-        raise mistake("--loss", "a part is either slow or loses packets", fix="leave --left or --loss out")
-    if broken.loss and not broken.failed:
-        raise mistake("--loss", "nothing is named that loses packets", fix="add --fail link:0/0/0")
-    return tuple(_fault(text, broken) for text in broken.failed)
-
-
 def _spread(transport: Transport, routing: str) -> Transport:
     """A routing of the fluid engine as paths and spraying: `qp` is here 8 paths taken in turn."""
     if not routing:
@@ -129,36 +129,6 @@ def _spread(transport: Transport, routing: str) -> Transport:
         "every path at once is an idea of the fluid engine: packets take one path each",
         fix="use --routing adaptive with --paths 256",
     )
-
-
-def _fault(text: str, broken: Break) -> Fault:
-    word, _, when = text.strip().lower().partition("@")
-    kind, numbers = part_of(word, PACKET_PARTS)
-    part = "t1_link" if kind == "t1link" else kind
-    assert part in get_args(Part)
-    plane, number, port = (0, *numbers, 0) if kind == "transceiver" else (*numbers, 0)[:3]
-    begin, _, end = when.partition("..")
-    at_s = _seconds(begin, text) if begin else 0.0
-    until_s = _seconds(end, text) if end else math.inf
-    if until_s <= at_s:
-        raise mistake("--fail", f'"{text[:60]}" ends before it begins', fix="write t1:0/3@50us..2ms")
-    return Fault(
-        part=part,  # type: ignore[arg-type]  # asserted above
-        plane=plane,
-        number=number,
-        port=port,
-        at_s=at_s,
-        until_s=until_s,
-        left=broken.left,
-        loss=broken.loss,
-    )
-
-
-def _seconds(text: str, whole: str) -> float:
-    match = _TIME.match(text)
-    if match is None:
-        raise mistake("--fail", f'"{whole[:60]}" has no time after @', fix="write t1:0/3@50us or t1:0/3@50us..2ms")
-    return float(match[1]) / PER_SECOND[match[2]]
 
 
 def _afford_waiting(
@@ -191,14 +161,15 @@ def _until_s(fault: Fault, transport: Transport) -> float:
     return min(fault.at_s + wait_s, fault.until_s)
 
 
-def _recovery(transport: Transport) -> str:
+def recovery_of(transport: Transport) -> str:
+    """Who leaves dead paths, in the words of the fluid engine."""
     if transport.recovery == "edge":
         return "edge"
     return "conventional" if math.isfinite(transport.converge_s) else "none"
 
 
 def _converge_s(transport: Transport) -> float | None:
-    return transport.converge_s if _recovery(transport) == "conventional" else None
+    return transport.converge_s if recovery_of(transport) == "conventional" else None
 
 
 def _times(found: PacketResult) -> dict[str, object]:
@@ -214,7 +185,8 @@ def _times(found: PacketResult) -> dict[str, object]:
     }
 
 
-def _counts(found: PacketResult) -> dict[str, object]:
+def counts(found: PacketResult) -> dict[str, object]:
+    """What only packets have."""
     return {
         "packets": found.packets,
         "sent": found.sent,

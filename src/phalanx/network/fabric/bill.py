@@ -72,7 +72,7 @@ def loss(fabric: Fabric) -> Loss:
         nic_link=1 / fabric.planes,
         t0_t1_link=1 / fabric.t0_up if above else 0.0,
         t0=1 / fabric.planes,
-        t0_hosts=min(fabric.t0_down, fabric.hosts),
+        t0_hosts=fabric.hosts_per_t0,
         t1=math.ceil(fabric.t0_up / fabric.t1_per_pod) / fabric.t0_up / fabric.planes if above else 0.0,
     )
 

@@ -77,10 +77,10 @@ def budget(
         if not (math.isfinite(value) and value >= 0):
             raise mistake("fabric", f"a {name} of {value:g} s", fix="use seconds, 0 or more")
     parts = part_rates(fabric)
-    per_day = fabric.hosts * LLAMA_COUNT / LLAMA_GPU_DAYS
+    per_day = interruptions_per_day(fabric)
     low, high = poisson_interval(LLAMA_COUNT)
     scale = fabric.hosts / LLAMA_GPU_DAYS
-    quick, slow = (_cost(fabric, per_day, seconds) for seconds in restart_s)
+    quick, slow = (cost_of(fabric, seconds) for seconds in restart_s)
     return Budget(
         parts=parts,
         cable_failures_per_day=sum(one.failures_per_day for one in parts if "cables" in one.part),
@@ -89,7 +89,7 @@ def budget(
         interruptions_interval=(low * scale, high * scale),
         day_spread=poisson_spread(per_day),
         restart=(quick, slow),
-        edge=_cost(fabric, per_day, event_s(fabric, recovery_s, restart_s=restart_s[0], repair_s=repair_s)),
+        edge=cost_of(fabric, event_s(fabric, recovery_s, restart_s=restart_s[0], repair_s=repair_s)),
     )
 
 
@@ -130,8 +130,14 @@ def flap_share(fabric: Fabric, recovery_s: float) -> float:
     return min(1.0, cables * FLAP_PER_CABLE_DAY * min(recovery_s, GIVE_UP_S) / DAY_S)
 
 
-def _cost(fabric: Fabric, per_day: float, seconds: float) -> Cost:
-    share = min(1.0, per_day * seconds / DAY_S)
+def interruptions_per_day(fabric: Fabric) -> float:
+    """Network failures that reach the job, at Llama 3's rate per GPU."""
+    return fabric.hosts * LLAMA_COUNT / LLAMA_GPU_DAYS
+
+
+def cost_of(fabric: Fabric, seconds: float) -> Cost:
+    """What interruptions cost in a day when each takes so many seconds of the whole job."""
+    share = min(1.0, interruptions_per_day(fabric) * seconds / DAY_S)
     hours = share * fabric.hosts * DAY_S / HOUR_S
     return Cost(seconds_per_event=seconds, lost_share=share, lost_gpu_hours_per_day=hours)
 

@@ -16,11 +16,10 @@ from phalanx.errors import mistake
 from phalanx.network.fabric.budget import (
     EDGE_RECOVERY_S,
     GIVE_UP_S,
-    LLAMA_COUNT,
-    LLAMA_GPU_DAYS,
     RESTART_S,
     Budget,
     budget,
+    cost_of,
     event_s,
     flap_share,
 )
@@ -28,7 +27,6 @@ from phalanx.network.fabric.catalogue import find_switches
 from phalanx.network.fabric.loads import idle_share, max_to_mean
 from phalanx.network.fabric.sizing import MOST_TIERS, Shape, check, most_hosts, size
 from phalanx.network.fabric.types import Fabric, Switch
-from phalanx.units import DAY_S, HOUR_S
 
 WHERE = "phalanx fabric decisions"
 BOX = "Spectrum-5"  # 51.2 Tb/s, from 64x800G to 512x100G
@@ -234,7 +232,7 @@ def _ratios(fabric: Fabric, flat: Switch, flat_planes: int) -> tuple[str, str]:
 
 def _loads(fabric: Fabric, paths: int) -> tuple[LoadRow, ...]:
     """Units per uplink: hosts of a T0 times units per host and plane, over its uplinks."""
-    share = fabric.t0_down / fabric.t0_up
+    share = fabric.hosts_per_t0 / fabric.t0_up
     per_plane = max(1.0, paths / fabric.planes)
     kinds = (
         ("one flow per port (ECMP)", share),
@@ -262,12 +260,12 @@ def _recoveries(fabric: Fabric, chosen_s: float, restart_s: float) -> tuple[Reco
 def recovery_row(fabric: Fabric, recovery_s: float, restart_s: float) -> RecoveryRow:
     """Cost of Llama 3's rate of network failures, and of flaps, when each is bypassed after `recovery_s`."""
     seconds = event_s(fabric, recovery_s, restart_s=restart_s)
-    share = min(1.0, fabric.hosts * LLAMA_COUNT / LLAMA_GPU_DAYS * seconds / DAY_S)
+    cost = cost_of(fabric, seconds)
     return RecoveryRow(
         recovery_s=recovery_s,
         seconds_per_event=seconds,
-        lost_share=share,
-        lost_gpu_hours_per_day=share * fabric.hosts * DAY_S / HOUR_S,
+        lost_share=cost.lost_share,
+        lost_gpu_hours_per_day=cost.lost_gpu_hours_per_day,
         flap_share=flap_share(fabric, recovery_s),
         restarts=recovery_s > GIVE_UP_S,
     )

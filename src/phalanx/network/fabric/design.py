@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.errors import UserError, mistake
 from phalanx.network.fabric.bill import Bill, Loss, bill, loss
-from phalanx.network.fabric.budget import CABLE_PER_DAY, LLAMA_COUNT, LLAMA_GPU_DAYS
+from phalanx.network.fabric.budget import CABLE_PER_DAY, SWITCH_PER_DAY, interruptions_per_day
 from phalanx.network.fabric.catalogue import find_switches, switches
 from phalanx.network.fabric.sizing import MOST_TIERS, Shape, check, most_hosts, size, too_many
 from phalanx.network.fabric.types import Fabric, Switch
@@ -28,6 +28,7 @@ class Wish:
     planes: int | None = None
     oversubscription: float | None = None
     rails: int | None = None
+    catalogue: tuple[Switch, ...] = ()  # in place of the shipped one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +39,7 @@ class Design:
     bill: Bill
     loss: Loss
     cable_failures_per_day: float  # at Alibaba HPN's rate
+    switch_failures_per_day: float  # Singh et al., first three months
     interruptions_per_day: float  # at Llama 3's rate per GPU
     pareto: bool  # no other is as good in cost, hops, power, oversubscription and NIC-link loss, and better in one
 
@@ -74,9 +76,15 @@ def _check(wish: Wish) -> None:
         raise _no_speed(wish)
 
 
+def _boxes(wish: Wish) -> tuple[Switch, ...]:
+    if wish.switch is not None:
+        return find_switches(wish.switch, where=WHERE, among=wish.catalogue)
+    return wish.catalogue or switches()
+
+
 def _configurations(wish: Wish) -> list[tuple[Switch, int]]:
     """Switches whose ports split the NIC into whole planes, with the planes."""
-    boxes = find_switches(wish.switch, where=WHERE) if wish.switch is not None else switches()
+    boxes = _boxes(wish)
     split = [(one, wish.nic_gbps / one.port_gbps) for one in boxes]
     whole = [(one, int(planes)) for one, planes in split if planes >= 1 and planes == int(planes)]
     return [(one, planes) for one, planes in whole if wish.planes in (None, planes)]
@@ -116,7 +124,8 @@ def _count(fabric: Fabric) -> Design:
         bill=parts,
         loss=loss(fabric),
         cable_failures_per_day=parts.cables * CABLE_PER_DAY,
-        interruptions_per_day=fabric.hosts * LLAMA_COUNT / LLAMA_GPU_DAYS,
+        switch_failures_per_day=fabric.switches * SWITCH_PER_DAY,
+        interruptions_per_day=interruptions_per_day(fabric),
         pareto=False,
     )
 
@@ -150,8 +159,8 @@ def _beats(other: tuple[float, ...], mine: tuple[float, ...]) -> bool:
 
 
 def _no_speed(wish: Wish) -> UserError:
-    boxes = find_switches(wish.switch, where=WHERE) if wish.switch is not None else switches()
-    name = boxes[0].box if wish.switch is not None else "the catalogue"
+    boxes = _boxes(wish)
+    name = "the catalogue" if wish.switch is None else boxes[0].box if boxes[0].box != "any" else boxes[0].name
     speeds = ", ".join(f"{speed:g}" for speed in sorted({one.port_gbps for one in boxes}))
     planes = sorted({count for _, count in _configurations(replace(wish, planes=None))})
     if wish.planes is not None and planes:

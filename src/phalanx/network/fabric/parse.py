@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from phalanx.errors import UserError, mistake, nearest
@@ -22,8 +23,14 @@ _PLANES = re.compile(r"^(\d+)p$", re.IGNORECASE)
 _RAILS = re.compile(r"^(\d+)r$", re.IGNORECASE)
 _RATIO = re.compile(r"^(\d+(?:\.\d+)?):1$")
 _DIGITS = 15  # beyond these a number is a slip, and int() of thousands of digits is refused by Python itself
+# Ethernet and InfiniBand as sold; 25 and 50 are single lanes, 3,200 is announced.
+PORT_SPEEDS_GBPS = (10.0, 25.0, 40.0, 50.0, 100.0, 200.0, 400.0, 800.0, 1600.0, 3200.0)
+MOST_PLANES = 1024  # lanes of the widest chip: beyond, a slip of the pen
 EXAMPLE = "clos2:131072x800G/8p/512"
-KEYS = ("hosts", "nic_gbps", "planes", "tiers", "radix", "switch", "oversubscription", "rails", "wide", "name")
+KEYS = (
+    "hosts", "nic_gbps", "planes", "tiers", "radix", "switch", "oversubscription", "rails", "wide", "name", "box",
+    "watts", "usd",
+)  # fmt: skip
 
 
 def parse_fabric(text: str) -> Fabric:
@@ -82,6 +89,7 @@ def _build(hosts: int, nic_gbps: float, shape: Shape, box: str, *, name: str, wh
 def _switch(box: str, nic_gbps: float, shape: Shape, where: str) -> Switch:
     port_gbps = nic_gbps / shape.planes
     if box.isdecimal():
+        _check_split(nic_gbps, shape.planes, where)
         return unnamed(int(box), port_gbps)
     choices = find_switches(box, where=where)
     for one in choices:
@@ -93,6 +101,26 @@ def _switch(box: str, nic_gbps: float, shape: Shape, where: str) -> Switch:
         f"{choices[0].box} has no ports of {port_gbps:g} Gb/s, which {shape.planes} planes of {nic_gbps:g} Gb/s need",
         why=f"its port speeds are {', '.join(f'{one.port_gbps:g}' for one in choices)} Gb/s",
         fix=f"use {' or '.join(f'{one:g}' for one in speeds)} planes" if speeds else "use another NIC or switch",
+    )
+
+
+def _check_split(nic_gbps: float, planes: int, where: str) -> None:
+    """Ports must have a speed that is sold; of a NIC that is not sold either, whole Gb/s."""
+    known = nic_gbps in PORT_SPEEDS_GBPS
+
+    def fits(count: int) -> bool:
+        port_gbps = nic_gbps / count
+        return count == 1 or (port_gbps in PORT_SPEEDS_GBPS if known else port_gbps.is_integer())
+
+    if fits(planes):
+        return
+    choices = [count for count in range(1, MOST_PLANES + 1) if fits(count)]
+    near = [one for one in choices if one < planes][-1:] + [one for one in choices if one > planes][:1]
+    raise mistake(
+        where,
+        f"{planes:,} planes make ports of {nic_gbps / planes:g} Gb/s of a {nic_gbps:g} Gb/s NIC",
+        why="a NIC is split into equal ports of a speed that switches have",
+        fix=f"use {' or '.join(map(str, near))} plane{'s' if near != [1] else ''}",
     )
 
 
@@ -117,7 +145,24 @@ def _from_file(file: TomlFile) -> Fabric:
         raise mistake(file.where("", "switch"), "switch is no text", fix='write switch = "Spectrum-5"')
     text = box if box is not None else f"{int(_number(file, 'radix', whole=True))}"
     name = str(file.data.get("name", file.path.stem))
-    return _build(int(hosts), _number(file, "nic_gbps"), shape, text, name=name, where=str(file.path))
+    built = _build(int(hosts), _number(file, "nic_gbps"), shape, text, name=name, where=str(file.path))
+    return built if box is not None else replace(built, switch=_own_switch(file, built.switch))
+
+
+def _own_switch(file: TomlFile, ports: Switch) -> Switch:
+    """The switch of a file that says what its box is called, draws and costs."""
+    usd = file.data.get("usd")
+    if usd is not None:
+        low, high = usd if isinstance(usd, list) and len(usd) == 2 else (None, None)
+        good = all(isinstance(one, int | float) and not isinstance(one, bool) for one in (low, high))
+        if not (good and 0 < float(str(low)) <= float(str(high)) < math.inf):
+            raise mistake(file.where("", "usd"), "usd is not a low and a high price", fix="write usd = [50000, 90000]")
+        usd = (float(str(low)), float(str(high)))
+    name = str(file.data["box"])[:60] if "box" in file.data else ""
+    watts = _number(file, "watts") if "watts" in file.data else 0.0
+    return replace(
+        ports, name=f"{name} {ports.name}" if name else ports.name, box=name or ports.box, watts=watts, usd=usd
+    )
 
 
 def _number(file: TomlFile, key: str, *, default: float | None = None, whole: bool = False) -> float:

@@ -39,7 +39,7 @@ def split_t0(radix: int, tiers: int, oversubscription: float) -> tuple[int, int]
     """
     if tiers == 1:
         return radix, 0
-    up = math.ceil(radix / (1 + oversubscription))
+    up = math.ceil(radix / (1 + oversubscription) - 1e-9)  # 512 / (1 + 341/171) is 171, not a hair above
     return radix - up, up
 
 

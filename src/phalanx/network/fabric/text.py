@@ -9,6 +9,7 @@ from phalanx.network.fabric.bill import bill, loss
 from phalanx.network.fabric.budget import Budget, budget
 from phalanx.network.fabric.decisions import Decisions, RecoveryRow
 from phalanx.network.fabric.design import Design, nominal_ratio
+from phalanx.network.fabric.findings import against, findings
 from phalanx.network.fabric.types import Fabric
 from phalanx.units import format_money, format_seconds
 
@@ -52,7 +53,8 @@ LEGEND = """\
 T0 to T3: switches of all planes. cables: as wide as a NIC. near: hosts one switch away. NIC link, T0-T1, T1: bandwidth
 that one failure takes from the NIC, from its T0's uplinks in that plane, from what the hosts of its pod send beyond
 their T0; a lost T0 takes the NIC-link share from all hosts near. cost: switches, optics and trunks, low to high list
-prices. fail/day: cables at Alibaba HPN's 0.057 % a month. All links count as optical. Sources: fabric show --json"""
+prices. fail/day: cables at Alibaba HPN's 0.057 % a month, and switches at 2 % in three months. All links count as
+optical. Sources: fabric show --json"""
 
 
 def _merged(group: Sequence[Design]) -> list[tuple[str, ...]]:
@@ -82,7 +84,7 @@ def _cells(one: Design) -> tuple[str, ...]:
         percent(lost.t1),
         "?" if parts.watts is None else f"{parts.watts / 1e6:.3g}",
         money(parts.usd),
-        f"{one.cable_failures_per_day:.2g}",
+        f"{one.cable_failures_per_day:.2g}+{one.switch_failures_per_day:.2g}",
     )
 
 
@@ -135,8 +137,9 @@ def show_budget(one: Budget) -> str:
 
 
 def show_decisions(one: Decisions) -> str:
-    """The three decisions, one after the other."""
-    return "\n\n".join([_planes(one), _loads(one), _latency(one)])
+    """What they come to, then the three decisions, one after the other."""
+    said = "\n".join(f"{number}. {words}" for number, words in enumerate(findings(one), 1))
+    return "\n\n".join([said, _planes(one), _loads(one), _latency(one)])
 
 
 def _planes(one: Decisions) -> str:
@@ -164,7 +167,7 @@ def _planes(one: Decisions) -> str:
         [
             f"1. Planes and radix: L tiers of k ports join 2·(k/2)^L hosts; {one.gpus:,} GPUs, {one.nic_gbps:g} Gb/s:",
             table([head, *rows], left=2),
-            f"  {one.fabric.planes} planes in {one.fabric.tiers} tiers, against one plane in 3 tiers: "
+            f"  {one.fabric.planes} planes in {one.fabric.tiers} tiers, against {against(one)}: "
             f"{one.switch_ratio} of the switches and {one.optics_ratio} of the optics per host",
         ]
     )
@@ -248,7 +251,7 @@ def money(usd: tuple[float, float] | None) -> str:
 
 def _by_rail(fabric: Fabric) -> str:
     """With rails a GPU reaches the other rails of these servers by NVLink and one switch."""
-    reached = min(fabric.hosts, fabric.rails * fabric.t0_down)
+    reached = min(fabric.hosts, fabric.rails * fabric.hosts_per_t0)
     return "" if fabric.rails == 1 else f", {reached:,} with a step over NVLink first"
 
 

@@ -25,6 +25,7 @@ class Switch:
     source: str = ""
     lanes: int = 0  # ports at this speed the silicon has before the limit on logical ports; 0 is `radix`
     evidence: str = ""  # "fair" or "weak": how far watts and price can be trusted
+    also: str = ""  # products with it, separated by commas: "QM9700, QM9790"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +79,11 @@ class Fabric:
         half = self.switch.radix // 2
         above = (self.t1_up or half, self.t2_up or half)[: self.tiers - 2]
         return self.planes * self.t0_up * math.prod(above)
+
+    @property
+    def hosts_per_t0(self) -> int:
+        """NICs under the fullest T0: with rails a T0 has one NIC of each server."""
+        return min(self.t0_down, math.ceil(self.hosts / self.rails))
 
     @property
     def t1_per_pod(self) -> int:

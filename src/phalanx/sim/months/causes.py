@@ -12,7 +12,7 @@ import importlib.resources
 import io
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,10 +30,13 @@ class Cause:
     name: str
     share: float
     unit: str  # what has the failure: a device, a host, a link (one NIC per device)
+    units: float = 0.0  # so many of them; 0 is as many as the job has devices, hosts or NICs
     takes_host: bool = False  # the host leaves the job until it is repaired
-    outage_s: float = 0.0  # nothing can start before it is over
-    bearable: bool = False  # edge recovery keeps the job running
+    outage_s: float = 0.0  # until it is back; 0 of a link is drawn
+    stall_s: float | None = None  # the job stands still and goes on: other paths take over. None: it falls
+    pace: float = 1.0  # then, until it is back
     silent: bool = False  # nobody notices before weights are compared
+    source: str = ""  # of its rate
 
 
 _TRAITS: dict[str, Callable[[float], Cause]] = {
@@ -42,8 +45,8 @@ _TRAITS: dict[str, Callable[[float], Cause]] = {
     "corruption": lambda share: Cause(name="corruption", share=share, unit="device", takes_host=True, silent=True),
     "host": lambda share: Cause(name="host", share=share, unit="host", takes_host=True),
     "nic": lambda share: Cause(name="nic", share=share, unit="link", takes_host=True),
-    "link": lambda share: Cause(name="link", share=share, unit="link", takes_host=True, bearable=True),
-    "switch": lambda share: Cause(name="switch", share=share, unit="link", outage_s=SWITCH_OUTAGE_S, bearable=True),
+    "link": lambda share: Cause(name="link", share=share, unit="link", takes_host=True),
+    "switch": lambda share: Cause(name="switch", share=share, unit="link", outage_s=SWITCH_OUTAGE_S),
     "software": lambda share: Cause(name="software", share=share, unit="host"),
     "unknown": lambda share: Cause(name="unknown", share=share, unit="host"),
 }
@@ -61,7 +64,11 @@ def usual_mix() -> tuple[Cause, ...]:
     for row in csv.DictReader(io.StringIO(text)):
         counts[row["cause"]] += float(row["count"])
     total = sum(counts.values())
-    return tuple(trait(counts[name] / total) for name, trait in _TRAITS.items())
+    return tuple(_sourced(trait(counts[name] / total), counts[name], total) for name, trait in _TRAITS.items())
+
+
+def _sourced(cause: Cause, count: float, total: float) -> Cause:
+    return replace(cause, source=f"{count:g} of {total:g} interruptions of Llama 3 (arXiv 2407.21783 Table 5)")
 
 
 def arrivals(

@@ -10,7 +10,7 @@ from phalanx.plan.plan import Plan
 from phalanx.sim.months.causes import Cause
 from phalanx.sim.months.ledger import PHASES, Outcome
 from phalanx.sim.months.levers import Lever
-from phalanx.sim.months.policy import Policy, failures_per_unit_day
+from phalanx.sim.months.policy import Policy, failures_per_day, rate_source, units
 from phalanx.sim.months.spread import Spread, spread
 from phalanx.units import DAY_S, HOUR_S
 
@@ -21,8 +21,10 @@ class Rate:
 
     cause: str
     unit: str
+    units: float
     per_unit_day: float
     per_day: float
+    source: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +44,9 @@ class Forecast:
     runs: int
     seed: int
     devices: int
+    fabric: str | None  # whose links and switches fail at rates of their own
+    planes: int
+    edge: bool  # recovery at the edge of the network
     effective: Spread
     formula: float  # plan.reliability.effective_time
     phases: tuple[PhaseShare, ...]
@@ -77,11 +82,14 @@ def forecast(
         runs=len(outcomes),
         seed=seed,
         devices=plan.layout.devices,
+        fabric=policy.network.fabric.name if policy.network.fabric else None,
+        planes=policy.network.planes,
+        edge=policy.network.edge,
         effective=effective,
         formula=plan.reliability.effective_time,
         phases=_phases(plan, policy, lost),
         lost=lost,
-        rates=tuple(_rate(plan, cause) for cause in policy.mix),
+        rates=tuple(_rate(plan, policy, cause) for cause in policy.mix),
         interruptions=spread([one.unexpected for one in outcomes]),
         by_cause={cause.name: _mean(outcomes, _count_of(cause.name)) for cause in policy.mix},
         planned=_mean(outcomes, _count_of("planned")),
@@ -119,7 +127,7 @@ def _lost(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
 
 
 def _phases(plan: Plan, policy: Policy, lost: Mapping[str, Mapping[str, float]]) -> tuple[PhaseShare, ...]:
-    formula = formula_shares(plan.reliability.effective_time, policy)
+    formula = formula_shares(plan.reliability.effective_time, policy, plan.reliability.mtbf_s)
     simulated = {phase: sum(row.get(phase, 0.0) for row in lost.values()) for phase in PHASES}
     return tuple(
         PhaseShare(phase=phase, formula=formula.get(phase, 0.0), simulated=simulated[phase])
@@ -128,9 +136,9 @@ def _phases(plan: Plan, policy: Policy, lost: Mapping[str, Mapping[str, float]])
     )
 
 
-def formula_shares(effective: float, policy: Policy) -> dict[str, float]:
+def formula_shares(effective: float, policy: Policy, mtbf_s: float) -> dict[str, float]:
     """What E[ETTR] of plan.reliability counts, taken apart; with `effective` the shares add up to 1."""
-    s, mtbf_s = policy.saving, policy.mtbf_s
+    s = policy.saving
     redone_s = s.lag_s + s.interval_s / 2 if math.isfinite(mtbf_s) else 0.0
     return {
         "checkpoint": effective * s.blocking_s / s.interval_s,
@@ -140,12 +148,16 @@ def formula_shares(effective: float, policy: Policy) -> dict[str, float]:
     }
 
 
-def _rate(plan: Plan, cause: Cause) -> Rate:
+def _rate(plan: Plan, policy: Policy, cause: Cause) -> Rate:
+    per_day, count = failures_per_day(policy, cause), units(plan, cause)
+    own = bool(cause.units)  # of a named fabric
     return Rate(
         cause=cause.name,
         unit=cause.unit,
-        per_unit_day=failures_per_unit_day(plan, cause),
-        per_day=cause.share * plan.reliability.failures_per_day,
+        units=count,
+        per_unit_day=per_day / count,
+        per_day=per_day,
+        source=cause.source if own else f"{cause.source}, at the rate of {rate_source(plan)}",
     )
 
 

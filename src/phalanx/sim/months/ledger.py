@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-PHASES = ("checkpoint", "copies", "detect", "restart", "redone", "waiting", "degraded", "stopped")
+PHASES = ("checkpoint", "copies", "detect", "restart", "redone", "waiting", "stalled", "degraded", "stopped")
 SAVING, PLANNED, SHORT = "saving", "planned", "no spare"  # causes that are no failures
 
 
@@ -18,7 +18,7 @@ class Outcome:
     done_s: float  # training at the planned pace that was not lost again
     lost_s: Mapping[tuple[str, str], float]
     interruptions: Mapping[str, int]  # by cause, planned ones included
-    borne: int  # failures that edge recovery kept from the job
+    borne: int  # failures of the network that the job outlived
     failures: int  # that struck, borne and silent ones included
     spares_used: int
     most_spares: int  # out at once

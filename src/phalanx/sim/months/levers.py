@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from phalanx.plan.plan import Plan
 from phalanx.sim.months.ledger import Outcome
-from phalanx.sim.months.policy import Edge, Policy, narrow_pace
+from phalanx.sim.months.network import job_causes
+from phalanx.sim.months.policy import Policy
 from phalanx.sim.months.run import runs
 from phalanx.sim.months.spread import Spread, spread
 
@@ -34,9 +35,8 @@ def changes(plan: Plan, policy: Policy) -> Iterator[tuple[str, Policy]]:
         yield f"restart in {QUICK_RESTART_S:g} s", dataclasses.replace(policy, restart_s=QUICK_RESTART_S)
     if policy.detect_s > QUICK_DETECT_S:
         yield f"notice in {QUICK_DETECT_S:g} s", dataclasses.replace(policy, detect_s=QUICK_DETECT_S)
-    if policy.narrow_pace is None and plan.reliability.hosts > 1:
-        narrow = narrow_pace(plan, Edge().planes)
-        yield f"edge recovery, {Edge().planes} planes", dataclasses.replace(policy, narrow_pace=narrow)
+    if not policy.network.edge and plan.reliability.hosts > 1:
+        yield _edge(plan, policy)
     if not math.isfinite(saving.copy_every_s):
         copied = dataclasses.replace(saving, copy_every_s=plan.prediction.step_s)
         yield "a copy in memory every step, if it cost nothing", dataclasses.replace(policy, saving=copied)
@@ -44,6 +44,13 @@ def changes(plan: Plan, policy: Policy) -> Iterator[tuple[str, Policy]]:
     if policy.planned_per_day:
         yield "no planned restarts", dataclasses.replace(policy, planned_per_day=0.0)
     yield "half the failures", dataclasses.replace(policy, mtbf_s=2 * policy.mtbf_s)
+
+
+def _edge(plan: Plan, policy: Policy) -> tuple[str, Policy]:
+    network = dataclasses.replace(policy.network, edge=True)
+    mix, mtbf_s = job_causes(plan, network)
+    name = f"edge recovery, {network.planes} plane{'s' if network.planes > 1 else ''}"
+    return name, dataclasses.replace(policy, mix=mix, mtbf_s=mtbf_s, network=network)
 
 
 def levers(plan: Plan, policy: Policy, outcomes: Sequence[Outcome], *, days: float, seed: int) -> tuple[Lever, ...]:

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from phalanx.hardware.defaults import failures_per_host_day as usual_rate
 from phalanx.plan.build import HOST_LINK_BYTES_PER_S
 from phalanx.plan.digests import digest_every
 from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import HOST_COPY_BYTES_PER_S, REPAIR_S
 from phalanx.plan.shrink import shrink
-from phalanx.sim.months.causes import Cause, usual_mix
+from phalanx.sim.months.causes import Cause, per_day
+from phalanx.sim.months.network import Network, job_causes
 from phalanx.sim.months.progress import Saving
 from phalanx.units import DAY_S
 
@@ -24,13 +26,6 @@ PLANNED_PER_DAY, PLANNED_HOSTS = 47 / 54, 2048
 # "Most failed links return within a minute" (OpenAI on MRC, 2026-05-05): nine of ten is our reading of "most", and
 # four hours for a hand with a new cable is a choice of ours.
 FLAP_SHARE, FLAP_S, CABLE_S = 0.9, 60.0, 4 * 3600.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Edge:
-    """Recovery at the edge of the network: a lost link costs microseconds, then bandwidth until it is back."""
-
-    planes: int = 8  # ports of a NIC; one link lost is one of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +44,7 @@ class Policy:
     planned_per_day: float = 0.0
     recovery: str = "auto"
     restarts: int = 3  # failures in a row before the supervisor gives up
-    narrow_pace: float | None = None  # with a link lost, where recovery is at the edge; None is a conventional network
+    network: Network = field(default_factory=Network)  # that made the mix
     paces: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({0: 1.0}))
 
     def pace(self, missing: int) -> float:
@@ -60,7 +55,7 @@ class Policy:
 def policy(
     plan: Plan,
     *,
-    edge: Edge | None = None,
+    network: Network | None = None,
     shape: float = 1.0,
     planned_per_day: float | None = None,
     repair_s: float = REPAIR_S,
@@ -69,9 +64,11 @@ def policy(
     r, fault = plan.reliability, plan.job.fault
     planned = usual_planned_per_day(r.hosts) if planned_per_day is None else planned_per_day
     every = digest_every(fault, r, plan.prediction)
+    network = network or Network()
+    mix, mtbf_s = job_causes(plan, network)
     return Policy(
-        mix=usual_mix(),
-        mtbf_s=r.mtbf_s,
+        mix=mix,
+        mtbf_s=mtbf_s,
         shape=shape,
         detect_s=fault.detect_s,
         restart_s=fault.restart_s,
@@ -82,7 +79,7 @@ def policy(
         planned_per_day=planned,
         recovery=fault.recovery,
         restarts=fault.restarts,
-        narrow_pace=narrow_pace(plan, edge.planes) if edge else None,
+        network=network,
         paces=_paces(plan),
     )
 
@@ -109,17 +106,6 @@ def _saving(plan: Plan) -> Saving:
     )
 
 
-def network_share(plan: Plan) -> float:
-    """Share of a step that waits for the network between hosts."""
-    shown_s = sum(use.shown_s for use in plan.mapping if "NIC" in use.tier)
-    return min(1.0, shown_s / plan.prediction.step_s)
-
-
-def narrow_pace(plan: Plan, planes: int) -> float:
-    """Pace while one NIC lacks a plane: it is the slowest of all, so every network wait grows with it."""
-    return 1.0 / (1.0 + network_share(plan) / (planes - 1))
-
-
 def _paces(plan: Plan) -> Mapping[int, float]:
     """Pace by missing hosts: the same batch on fewer data ranks takes more micro-batches."""
     found = {0: 1.0}
@@ -137,10 +123,26 @@ def _paces(plan: Plan) -> Mapping[int, float]:
     return MappingProxyType(found)
 
 
-def failures_per_unit_day(plan: Plan, cause: Cause) -> float:
-    """Of one device, host or link."""
-    units = plan.reliability.hosts if cause.unit == "host" else plan.layout.devices
-    return cause.share * plan.reliability.failures_per_day / units
+def units(plan: Plan, cause: Cause) -> float:
+    """How many devices, hosts, links or switches can have a failure."""
+    return cause.units or (plan.reliability.hosts if cause.unit == "host" else plan.layout.devices)
+
+
+def failures_per_day(made: Policy, cause: Cause) -> float:
+    """Of all of them."""
+    return cause.share * per_day(made.mtbf_s)
+
+
+def rate_source(plan: Plan) -> str:
+    """Where the rate per host comes from that all causes but those of a named fabric share."""
+    if plan.job.fault.failures_per_host_day is not None:
+        return "fault.failures_per_host_day of the job"
+    device = plan.cluster.accelerator
+    if plan.reliability.failures_per_host_day != usual_rate(device, plan.cluster.host_devices):
+        return "failures_per_host_day of the cluster"
+    known = {"ampere": "Meta RSC, A100 (arXiv 2410.21680)", "cpu": "Llama 3's 151 that were not the GPU's"}
+    google = {"google": "TPU v4 machines (NSDI'24, Zu et al.)"}
+    return known.get(device.family) or google.get(device.vendor) or "Llama 3, H100 (arXiv 2407.21783 Table 5)"
 
 
 def expected_failures(made: Policy, days: float) -> float:

@@ -47,7 +47,7 @@ class _Run:
         self._cause, self._phase, self._epoch, self._in_a_row = "", "", 0, 0
         self._missing, self._idle = 0, policy.spares
         self._outage_until_s = 0.0
-        self._narrow, self._narrow_by = 0, ""
+        self._narrow: list[Cause] = []  # borne, and not back yet
         self._sound_s: float | None = None  # newest checkpoint from before a corruption that nobody found yet
         self._arrivals = arrivals(policy.mix, mtbf_s=policy.mtbf_s, shape=policy.shape, random=failing)
         self._next_failure()
@@ -75,8 +75,8 @@ class _Run:
         self._ledger.failures += 1
         if cause.silent:
             self._corrupt(cause)
-        elif cause.bearable and self._policy.narrow_pace is not None:
-            self._bear(cause)
+        elif cause.stall_s is not None:
+            self._bear(cause, cause.stall_s)
         else:
             self._outage_until_s = max(self._outage_until_s, self.clock.now_s + cause.outage_s)
             self._fall(cause, noticed_s=self._policy.detect_s)
@@ -97,16 +97,18 @@ class _Run:
             self._sound_s = None
             self._fall(cause, noticed_s=0.0)
 
-    def _bear(self, cause: Cause) -> None:
-        """Other paths take over within microseconds, too few to book; one NIC is narrower until the link is back."""
+    def _bear(self, cause: Cause, stall_s: float) -> None:
+        """Other paths take over after a stall; the network is narrower until the part is back."""
         self._ledger.borne += 1
-        self._narrow, self._narrow_by = self._narrow + 1, cause.name
-        hand = cause.outage_s or (FLAP_S if self._random.random() < FLAP_SHARE else CABLE_S)
-        self.clock.after(hand, self._widen)
+        self._narrow.append(cause)
+        away_s = cause.outage_s or (FLAP_S if self._random.random() < FLAP_SHARE else CABLE_S)
+        self.clock.after(away_s, partial(self._widen, cause))
+        if self._up and stall_s > 0:
+            self._down(cause.name, "stalled", stall_s, then=self._rise)
 
-    def _widen(self) -> None:
+    def _widen(self, cause: Cause) -> None:
         self._settle()
-        self._narrow -= 1
+        self._narrow.remove(cause)
 
     def _next_planned(self) -> None:
         if self._policy.planned_per_day > 0:
@@ -214,10 +216,12 @@ class _Run:
 
     def _train(self, start_s: float, seconds: float) -> None:
         lose, shrunk = self._ledger.lose, self._policy.pace(self._missing)
-        pace = shrunk * (self._policy.narrow_pace or 1.0) if self._narrow else shrunk
+        slowest = min(self._narrow, key=lambda cause: cause.pace, default=None)
+        pace = shrunk * slowest.pace if slowest else shrunk
         speed = pace / (1.0 + self._policy.saving.copy_share)
         worked_s = self._progress.advance(start_s, seconds, speed=speed)
         lose(SAVING, "checkpoint", seconds - worked_s)
         lose(SAVING, "copies", worked_s * (pace - speed))
         lose(SHORT, "degraded", worked_s * (1.0 - shrunk))
-        lose(self._narrow_by, "degraded", worked_s * (shrunk - pace))
+        if slowest:
+            lose(slowest.name, "degraded", worked_s * (shrunk - pace))

@@ -16,6 +16,7 @@ from phalanx.units import DAY_S, format_money, format_seconds
 
 WIDTH = 100
 SMALLEST = 5e-5  # shares that would print as 0.00 % are left out
+LLAMA = "interruptions of Llama 3"  # in a source: a share of that run's causes
 IDLE = 0.05  # share of the time without hosts from which that explains the rest
 NAMES = {
     "checkpoint": "checkpoints",
@@ -24,6 +25,7 @@ NAMES = {
     "restart": "restarting",
     "redone": "work redone",
     "waiting": "waiting for hosts or switches",
+    "stalled": "standing still for the network",
     "degraded": "running slower",
     "stopped": "stopped for good",
 }
@@ -54,7 +56,16 @@ def _headline(plan: Plan, made: Forecast) -> list[str]:
         f"seed {made.seed}",
         f"  effective training time {e.mean:.2%}{_sure(e, '.2%')}",
         f"  unexpected interruptions {stops.mean:,.1f}{_sure(stops, ',.1f')}; planned {made.planned:.1f}",
+        f"  network {_network(made)}",
     ]
+
+
+def _network(made: Forecast) -> str:
+    planes = f"{made.planes} plane{'s' if made.planes > 1 else ''}"
+    name = f"{made.fabric}, {planes}" if made.fabric else "without a name, at Llama 3's rate (name one with --fabric)"
+    if made.edge:
+        return f"{name}; recovery at the edge{'' if made.fabric else f', {planes}'}"
+    return f"{name}; conventional (--edge-recovery for the other)"
 
 
 def _sure(one: Spread, form: str) -> str:
@@ -108,6 +119,7 @@ def _why(one: PhaseShare, policy: Policy, made: Forecast) -> str:
         "copies": "the formula leaves them out",
         "redone": _why_redone(policy, less=one.simulated < one.formula),
         "waiting": "spares ran out, or a switch was away",
+        "stalled": "lost links and switches until other paths carry on",
         "degraded": "a smaller job, or a narrower link, until the repair",
         "stopped": 'fault.recovery = "stop"',
     }
@@ -127,20 +139,28 @@ def _why_recovery(made: Forecast, *, less: bool) -> str:
         return f"{made.planned:.0f} planned restarts"
     if sum(one.simulated for one in made.phases if one.phase in ("waiting", "stopped")) > IDLE:
         return "a job that stands still does not fail"
-    borne = f"{made.borne:.0f} network faults were borne; " if made.borne else ""
+    borne = f"{made.borne:.0f} network faults were outlived; " if made.borne else ""
     return f"{borne}failures during a recovery overlap"
 
 
 def _failures(made: Forecast) -> list[str]:
-    rows = [("cause", "per day", "per unit and day", "interruptions")]
+    rows = [("cause", "per day", "per unit and day", "units", "interruptions")]
     for one in made.rates:
         each = f"{one.per_unit_day:.2g} per {one.unit}"
-        rows.append((one.cause, f"{one.per_day:.3g}", each, f"{made.by_cause[one.cause]:,.1f}"))
-    lines = table(rows, right=(1, 3))
+        rows.append((one.cause, f"{one.per_day:.3g}", each, f"{one.units:,.0f}", f"{made.by_cause[one.cause]:,.1f}"))
+    lines = table(rows, right=(1, 3, 4))
     if made.borne:
-        lines.append(f"{made.borne:,.1f} link and switch faults were borne by edge recovery: no interruption")
-    lines.append("mix: Llama 3 405B, 419 interruptions by cause (arXiv 2407.21783 Table 5), at this cluster's rate")
-    return lines
+        lines.append(f"{made.borne:,.1f} link and switch faults were outlived: no interruption")
+    return lines + _sources(made)
+
+
+def _sources(made: Forecast) -> list[str]:
+    """Where the rates come from: the usual mix in one line, with a line for each rate of a named fabric."""
+    usual = [one for one in made.rates if LLAMA in one.source]
+    counts = ", ".join(f"{one.cause} {one.source.partition(' ')[0]}" for one in usual)
+    lines = [f"{counts} {usual[0].source.partition(' ')[2]}"] if usual else []
+    others = dict.fromkeys(one.source for one in made.rates if one not in usual)
+    return lines + [f"{', '.join(one.cause for one in made.rates if one.source == text)}: {text}" for text in others]
 
 
 def _spares(plan: Plan, policy: Policy, made: Forecast) -> list[str]:

@@ -12,6 +12,7 @@ from phalanx.network.fabric.types import Fabric
 from phalanx.sim.links import Links, links_of
 from phalanx.sim.matrices import Flows
 from phalanx.sim.packets.budget import Cost, cost
+from phalanx.sim.packets.schedule import Schedule
 from phalanx.sim.packets.state import (
     ACTIVE,
     BASE,
@@ -20,7 +21,6 @@ from phalanx.sim.packets.state import (
     MOST,
     MOST_FLOWS,
     RANDOM,
-    TODO,
     WINDOW,
     Calendar,
     Ints,
@@ -72,7 +72,7 @@ class Sketch:
     cost: Cost
 
 
-def sketch(fabric: Fabric, flows: Flows, transport: Transport, *, alike: bool) -> Sketch:
+def sketch(fabric: Fabric, flows: Flows, transport: Transport, *, alike: bool, last_start_s: float = 0.0) -> Sketch:
     """Sizes and expected cost. `alike` planes are simulated once: each carries an equal part of every connection."""
     copies = fabric.planes if alike and transport.paths >= LEAST_PATHS * fabric.planes else 1
     part = replace(fabric, planes=fabric.planes // copies, nic_gbps=fabric.nic_gbps / copies)
@@ -92,11 +92,13 @@ def sketch(fabric: Fabric, flows: Flows, transport: Transport, *, alike: bool) -
         paths=paths,
         copies=copies,
         pool=pool,
-        cost=_cost(links, flows, slots, packets, hops, paths, pool),
+        cost=_cost(links, flows, slots, packets, hops, paths, pool, last=round(last_start_s / slots.slot_s)),
     )
 
 
-def _cost(links: Links, flows: Flows, slots: Slots, packets: Ints, hops: Ints32, paths: int, pool: int) -> Cost:
+def _cost(
+    links: Links, flows: Flows, slots: Slots, packets: Ints, hops: Ints32, paths: int, pool: int, *, last: int
+) -> Cost:
     per_host = np.bincount(flows.source, weights=packets, minlength=links.fabric.hosts)
     into_host = np.bincount(flows.target, weights=packets, minlength=links.fabric.hosts)
     busiest = max(per_host.max(), into_host.max()) / links.fabric.planes
@@ -104,13 +106,13 @@ def _cost(links: Links, flows: Flows, slots: Slots, packets: Ints, hops: Ints32,
     return cost(
         packets=int(packets.sum(dtype=np.float64)),
         hops=int((packets * hops.astype(np.float64)).sum()),
-        slots=int(busiest + slots.rtt),
+        slots=int(busiest + slots.rtt) + last,
         links=links.count,
         memory_bytes=memory + pool * BYTES_PER_EVENT,
     )
 
 
-def build(plan: Sketch, flows: Flows, transport: Transport, *, seed: int) -> World:
+def build(plan: Sketch, flows: Flows, transport: Transport, schedule: Schedule, *, seed: int) -> World:
     """The arrays."""
     links, slots = plan.links, plan.slots
     shape = _shape(links, slots)
@@ -125,7 +127,7 @@ def build(plan: Sketch, flows: Flows, transport: Transport, *, seed: int) -> Wor
         shape=shape,
         knobs=_knobs(plan, transport),
         net=_net(links, shape),
-        traffic=_traffic(plan, flows, seed, kept=_kept(plan, transport)),
+        traffic=_traffic(plan, flows, schedule, seed, kept=_kept(plan, transport)),
         calendar=_calendar(shape, plan.pool),
         totals=totals,
         copies=plan.copies,
@@ -178,6 +180,7 @@ def _knobs(plan: Sketch, transport: Transport) -> Knobs:
         idle=1e-6 / slots.slot_s,
         scale=scale,
         gain=4 * scale * target * slots.slot_s / 12e-6,
+        least_paths=min(transport.least_paths, plan.paths),
         probe_slots=max(1, round(transport.probe_s / (8 * transport.packet_bytes / port_gbps / 1e9))),
     )
 
@@ -202,19 +205,21 @@ def _kept(plan: Sketch, transport: Transport) -> int:
     return math.ceil(plan.slots.window) if transport.spray == "recycle" else 0
 
 
-def _traffic(plan: Sketch, flows: Flows, seed: int, *, kept: int) -> Traffic:
+def _traffic(plan: Sketch, flows: Flows, schedule: Schedule, seed: int, *, kept: int) -> Traffic:
     number, planes, hosts = len(flows), plan.fabric.planes, plan.fabric.hosts
     random = np.random.default_rng(seed)
     order = np.argsort(flows.source, kind="stable").astype(np.int32)
     first = np.searchsorted(flows.source[order], np.arange(hosts + 1)).astype(np.int32)
     offset = random.integers(0, max(1, plan.paths // planes), (number, planes))
+    waiting = np.argsort(schedule.waits_for, kind="stable")
+    places = np.arange(len(schedule.needed) + 1)
     return Traffic(
         source=flows.source.astype(np.int32),
         target=flows.target.astype(np.int32),
         packets=plan.packets.astype(np.int32),
         done=np.full(number, -1, dtype=np.int32),
         links=plan.hops.astype(np.uint8),
-        tally=_tally(plan),
+        tally=np.zeros((number, ROW), dtype=np.int32),
         window=_windows(plan),
         path=np.zeros((number, plan.paths), dtype=np.uint8),
         turn=(offset << 16).astype(np.int32),
@@ -223,13 +228,12 @@ def _traffic(plan: Sketch, flows: Flows, seed: int, *, kept: int) -> Traffic:
         first=first,
         next=np.zeros((hosts, planes), dtype=np.int32),
         debt=np.zeros(hosts),
+        began=np.full(number, -1, dtype=np.int32),
+        fires=schedule.fires.astype(np.int32),
+        needed=schedule.needed.astype(np.int32),
+        waiting=waiting.astype(np.int32),
+        first_waiting=np.searchsorted(schedule.waits_for[waiting], places).astype(np.int32),
     )
-
-
-def _tally(plan: Sketch) -> Ints32:
-    tally = np.zeros((len(plan.packets), ROW), dtype=np.int32)
-    tally[:, TODO] = plan.packets
-    return tally
 
 
 def _windows(plan: Sketch) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:

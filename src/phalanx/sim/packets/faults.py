@@ -12,7 +12,8 @@ from phalanx.errors import mistake
 from phalanx.sim.broken import Broken, shares
 from phalanx.sim.links import Ints, Links
 
-Part = Literal["link", "t1_link", "t0", "t1", "nic", "transceiver", "traffic"]
+# "t1_link" is an uplink of a T1 both ways, "t1_fall" only from its T2 downwards: what uet-htsim's `-failed` slows.
+Part = Literal["link", "t1_link", "t1_fall", "t0", "t1", "nic", "transceiver", "traffic"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +46,7 @@ def changes(links: Links, faults: tuple[Fault, ...], *, slot_s: float, converge_
     found: list[Change] = []
     for fault in faults:
         _check(fault)
-        hit = _links(links, fault)
+        hit = fault_links(links, fault)
         grey = fault.loss > 0
         begin, end = _slot(fault.at_s, slot_s), _slot(fault.until_s, slot_s)
         found.append(Change(slot=begin, links=hit, share=1.0 if grey else fault.left, loss=fault.loss))
@@ -65,11 +66,12 @@ def _slot(time_s: float, slot_s: float) -> int:
     return 1 + int(min(time_s / slot_s, 2**60))
 
 
-def _links(links: Links, fault: Fault) -> Ints:
+def fault_links(links: Links, fault: Fault) -> Ints:
+    """The directed links that a fault takes."""
     at, hosts = (fault.plane, fault.number), np.arange(links.fabric.hosts)
     if fault.part == "traffic":  # every packet passes one link from its NIC
         return np.concatenate([plane * links.per_plane + hosts for plane in range(links.fabric.planes)])
-    if fault.part == "t1_link":
+    if fault.part in ("t1_link", "t1_fall"):
         return _t1_link(links, fault)
     broken = {
         "link": Broken(uplinks=((fault.plane, fault.number, fault.port),)),
@@ -91,6 +93,8 @@ def _t1_link(links: Links, fault: Fault) -> Ints:
             fix=f"the fabric has {links.fabric.t1} T1 switches per plane with {links.t1_up} uplinks each",
         )
     at = np.array([fault.plane]), np.array([fault.number]), np.array([fault.port])
+    if fault.part == "t1_fall":
+        return links.t1_down_link(*at)
     return np.concatenate([links.t1_up_link(*at), links.t1_down_link(*at)])
 
 

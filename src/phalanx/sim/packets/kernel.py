@@ -55,6 +55,7 @@ from phalanx.sim.packets.state import (
     OVERFLOW,
     PATH_BITS,
     RANDOM,
+    RETIRED,
     SENT,
     STAMP_BIT,
     TODO,
@@ -505,8 +506,10 @@ def missing(
         if slot - w[flow, LAST_LOSS] > knobs.rtt:  # what one burst lost counts once
             tally[flow, LOSSES] += 1
         w[flow, LAST_LOSS] = slot
-        if knobs.edge and state[flow, path] < ASSUMED_BAD:
+        left = knobs.paths - tally[flow, RETIRED]
+        if knobs.edge and state[flow, path] < ASSUMED_BAD and left > knobs.least_paths:
             state[flow, path] = ASSUMED_BAD
+            tally[flow, RETIRED] += 1
             totals[BAD_PATHS] += 1
     else:
         if kind == TRIMMED and knobs.skip and state[flow, path] < ASSUMED_BAD:
@@ -517,6 +520,18 @@ def missing(
         settled = knobs.controlled == 1 and judge(knobs, w, flow, tally[flow, IN_FLIGHT], slot, True, 1, 0.0)
     if knobs.controlled and not settled:
         w[flow, WINDOW] = max(w[flow, WINDOW] - 1.0, 1.0)
+
+
+@part
+def fire(traffic: Traffic, trigger: int, slot: int) -> None:
+    """A trigger hears of an end; with the last that it needs, the connections that wait for it start."""
+    traffic.needed[trigger] -= 1
+    if traffic.needed[trigger] != 0:
+        return
+    for place in range(traffic.first_waiting[trigger], traffic.first_waiting[trigger + 1]):
+        flow = traffic.waiting[place]
+        traffic.tally[flow, TODO] = traffic.packets[flow]
+        traffic.began[flow] = slot
 
 
 @part
@@ -535,6 +550,8 @@ def events(shape: Shape, knobs: Knobs, traffic: Traffic, calendar: Calendar, tot
             if tally[flow, ACKED] == packets[flow]:
                 done[flow] = slot
                 totals[ACTIVE] -= 1
+                if traffic.fires[flow] >= 0:
+                    fire(traffic, traffic.fires[flow], slot)
         else:
             missing(knobs, tally, w, state, totals, flow, path, slot, kind)
         after = following[event]
@@ -713,11 +730,12 @@ def alive(shape: Shape, net: Net, traffic: Traffic, totals: Ints, flow: int, pat
 
 
 @compiled
-def probe(shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, totals: Ints) -> None:
-    """Try every retired path once; one whose links all carry the probe is good again."""
+def probe(shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, totals: Ints, phase: int, phases: int) -> None:
+    """Try every `phases`-th retired path; one whose links all carry the probe is good again."""
     for flow in range(traffic.path.shape[0]):
-        if traffic.done[flow] >= 0:
+        if traffic.done[flow] >= 0 or traffic.tally[flow, RETIRED] == 0:
             continue
-        for path in range(knobs.paths):
+        for path in range(phase, knobs.paths, phases):
             if traffic.path[flow, path] == ASSUMED_BAD and alive(shape, net, traffic, totals, flow, path):
                 traffic.path[flow, path] = GOOD
+                traffic.tally[flow, RETIRED] -= 1

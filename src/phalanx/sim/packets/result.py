@@ -14,7 +14,8 @@ class PacketResult:
     """Completion times, losses and throughput; of all planes when only one was simulated."""
 
     transport: str
-    fct_s: Floats  # of each connection until its last acknowledgement; NaN where it did not finish
+    fct_s: Floats  # of each connection from its start to its last acknowledgement; NaN where it did not finish
+    start_s: Floats  # of each connection; NaN where it did not
     nbytes: float  # asked for
     packets: int  # to deliver
     sent: int

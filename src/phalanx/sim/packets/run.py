@@ -16,6 +16,7 @@ from phalanx.sim.packets.budget import Budget, afford
 from phalanx.sim.packets.build import World, build, sketch
 from phalanx.sim.packets.faults import Change, Fault, changes
 from phalanx.sim.packets.result import PacketResult
+from phalanx.sim.packets.schedule import Schedule, at_once, check_schedule
 from phalanx.sim.packets.state import (
     ACTIVE,
     ARRIVED,
@@ -26,6 +27,7 @@ from phalanx.sim.packets.state import (
     MOST_SLOTS,
     OVERFLOW,
     SENT,
+    TODO,
     TOUCHED,
     TRIMS,
 )
@@ -33,6 +35,7 @@ from phalanx.sim.packets.transport import Transport, check
 
 SAMPLE_S = 10e-6
 BUDGET = Budget()
+PROBE_PHASES = 16  # probes of a connection's retired paths are spread over the time between two of the same path
 REST_S = 0.1  # simulated after the last change, unless a limit is given
 
 
@@ -47,25 +50,37 @@ def run(
     limit_s: float | None = None,
     sample_s: float = SAMPLE_S,
     watch: tuple[int, ...] = (),
+    schedule: Schedule | None = None,
 ) -> PacketResult:
     """Simulate until every connection has finished, or `limit_s` of simulated time is over.
 
-    Without a limit that is 0.1 s after the last fault. `watch` names connections whose throughput is kept over time.
-    Interrupted (Ctrl-C), it returns what was finished.
+    Without a limit that is 0.1 s after the last fault or start. `watch` names connections whose throughput is kept over
+    time. Interrupted (Ctrl-C), it returns what was finished.
     """
     check(transport)
+    starts = schedule or at_once(len(traffic))
+    check_schedule(starts, len(traffic))
     # In order of their source, what the loop reads of connections lies in the order in which it visits hosts.
     order = np.argsort(traffic.source, kind="stable")
     sorted_ = Flows(source=traffic.source[order], target=traffic.target[order], nbytes=traffic.nbytes[order])
-    plan = sketch(fabric, sorted_, transport, alike=not faults)
+    starts = starts.ordered(order)
+    last_start_s = float(starts.start_s.max())
+    plan = sketch(fabric, sorted_, transport, alike=not faults, last_start_s=last_start_s)
     afford(fabric.name, plan.cost, budget)
-    world = build(plan, sorted_, transport, seed=seed)
+    world = build(plan, sorted_, transport, starts, seed=seed)
     converge_s = transport.converge_s if transport.recovery == "routing" else None
     todo = changes(world.links, faults, slot_s=world.slots.slot_s, converge_s=converge_s)
     places = tuple(int(np.flatnonzero(order == flow)[0]) for flow in _watched(watch, len(traffic)))
-    clock = _Clock(world=world, todo=todo, watch=places, sample=max(1, round(sample_s / world.slots.slot_s)))
+    clock = _Clock(
+        world=world,
+        todo=todo,
+        starts=_starts(starts, world.slots.slot_s),
+        watch=places,
+        sample=max(1, round(sample_s / world.slots.slot_s)),
+    )
     started = time.process_time()
-    stopped = clock.run(_limit(limit_s, todo, world.slots.slot_s), started + budget.cpu_s)
+    limit = _limit(limit_s, todo, world.slots.slot_s, last_start_s)
+    stopped = clock.run(limit, started + budget.cpu_s)
     return _result(clock, order, traffic, transport, stopped, time.process_time() - started)
 
 
@@ -76,8 +91,19 @@ def _watched(watch: tuple[int, ...], connections: int) -> tuple[int, ...]:
     return watch
 
 
-def _limit(limit_s: float | None, todo: list[Change], slot_s: float) -> int:
-    last = 0 if limit_s is not None or not todo else todo[-1].slot
+def _starts(schedule: Schedule, slot_s: float) -> list[tuple[int, Ints]]:
+    """Connections that start by the clock, by slot, the latest first."""
+    timed = np.flatnonzero(schedule.waits_for < 0)
+    slot = 1 + np.round(schedule.start_s[timed] / slot_s).astype(np.int64)
+    timed = timed[np.argsort(slot, kind="stable")]
+    at, first = np.unique(np.sort(slot), return_index=True)
+    return list(zip(at.tolist(), np.split(timed, first[1:]), strict=True))[::-1]
+
+
+def _limit(limit_s: float | None, todo: list[Change], slot_s: float, last_start_s: float) -> int:
+    last = 0
+    if limit_s is None:
+        last = max(todo[-1].slot if todo else 0, round(last_start_s / slot_s))
     return min(last + round((REST_S if limit_s is None else limit_s) / slot_s) + 2, MOST_SLOTS)
 
 
@@ -87,6 +113,7 @@ class _Clock:
 
     world: World
     todo: list[Change]
+    starts: list[tuple[int, Ints]]  # the next one last
     watch: tuple[int, ...]
     sample: int
     slot: int = 1  # a packet word of 0 is no packet, so nothing is sent in slot 0
@@ -94,16 +121,18 @@ class _Clock:
     delivered: list[int] = field(default_factory=list)
     watched: list[Any] = field(default_factory=list)
     routed: int = 0
+    probes: int = 0
 
     def run(self, limit: int, deadline: float) -> str:
         from phalanx.sim.packets import kernel
 
-        w, probe = self.world, self.world.knobs.probe_slots
+        w = self.world
+        probe = max(1, w.knobs.probe_slots // PROBE_PHASES)
         next_sample, next_probe = self.slot + self.sample, self.slot + probe
         try:
             while w.totals[ACTIVE] > 0 and self.slot < limit:
                 self._apply()
-                ahead = self.todo[0].slot if self.todo else limit
+                ahead = min(self.todo[0].slot if self.todo else limit, self.starts[-1][0] if self.starts else limit)
                 end = min(next_sample, next_probe, ahead, limit)
                 self.slot = kernel.advance(
                     w.shape, w.knobs, w.net, w.traffic, w.calendar, w.totals, self.slot, end, self.routed
@@ -112,7 +141,8 @@ class _Clock:
                     self._keep()
                     next_sample = self.slot + self.sample
                 if self.slot >= next_probe:
-                    kernel.probe(w.shape, w.knobs, w.net, w.traffic, w.totals)
+                    kernel.probe(w.shape, w.knobs, w.net, w.traffic, w.totals, self.probes % PROBE_PHASES, PROBE_PHASES)
+                    self.probes += 1
                     next_probe = self.slot + probe
                 if time.process_time() > deadline:
                     return "CPU budget"
@@ -124,7 +154,11 @@ class _Clock:
         return "" if w.totals[ACTIVE] == 0 else "time limit"
 
     def _apply(self) -> None:
-        net = self.world.net
+        net, traffic = self.world.net, self.world.traffic
+        while self.starts and self.starts[-1][0] <= self.slot:
+            flows = self.starts.pop()[1]
+            traffic.tally[flows, TODO] = traffic.packets[flows]
+            traffic.began[flows] = self.slot
         while self.todo and self.todo[0].slot <= self.slot:
             change = self.todo.pop(0)
             if change.routed is not None:
@@ -147,13 +181,14 @@ def _result(clock: _Clock, order: Ints, flows: Flows, transport: Transport, stop
     ends = np.array(clock.ends, dtype=np.float64)
     taken_s = np.maximum(np.diff(ends, prepend=1.0), 1.0) * slot_s
     bits = 8e-9 * transport.payload_bytes * w.copies
-    done = np.empty(len(order))
-    done[order] = w.traffic.done
+    done, began = np.empty(len(order)), np.empty(len(order))
+    done[order], began[order] = w.traffic.done, w.traffic.began
     watched = np.array(clock.watched, dtype=np.float64).reshape(len(ends), len(clock.watch)).T
     touched = w.traffic.tally[:, TOUCHED]
     return PacketResult(
         transport=transport.name,
-        fct_s=np.where(done < 0, np.nan, (done - 1) * slot_s),
+        fct_s=np.where(done < 0, np.nan, (done - began) * slot_s),
+        start_s=np.where(began < 0, np.nan, (began - 1) * slot_s),
         nbytes=float(flows.nbytes.sum()),
         packets=int(w.traffic.packets.sum(dtype=np.int64)) * w.copies,
         sent=int(w.totals[SENT]) * w.copies,

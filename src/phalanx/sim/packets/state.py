@@ -36,7 +36,7 @@ ACK, TRIMMED, TRIMMED_LAST_HOP, LOST = 0, 1, 2, 3
 
 # Columns of Traffic.tally
 # TOUCHED: 1 a packet disappeared, 2 one was trimmed
-TODO, IN_FLIGHT, ACKED, ARRIVED, UNACKED, LOSSES, TOUCHED, KEPT, KEPT_AT = range(9)
+TODO, IN_FLIGHT, ACKED, ARRIVED, UNACKED, LOSSES, TOUCHED, KEPT, KEPT_AT, RETIRED = range(10)
 # Columns of Traffic.window: congestion window and the memory of its control loop, in packets and slots
 (
     WINDOW,
@@ -96,7 +96,8 @@ class Knobs(NamedTuple):
     idle: float  # a delay below it is an idle path
     scale: float  # bandwidth-delay product over the reference's 12 µs at 100 Gb/s
     gain: float  # proportional increase
-    probe_slots: int
+    probe_slots: int  # between two looks at the same retired path
+    least_paths: int  # that stay in use whatever they lose
 
 
 class Net(NamedTuple):
@@ -131,6 +132,11 @@ class Traffic(NamedTuple):
     first: Ints32  # [host] where its connections start in `mine`
     next: Ints32  # [host, plane] whose turn it is
     debt: Floats  # [host] slots owed to acknowledgements
+    began: Ints32  # slot of the start, -1 before it
+    fires: Ints32  # trigger that hears of the end, -1 is none
+    needed: Ints32  # [trigger] ends it still waits for
+    waiting: Ints32  # connections in order of the trigger they wait for
+    first_waiting: Ints32  # [trigger] where those of a trigger start in `waiting`
 
 
 class Calendar(NamedTuple):

@@ -1,29 +1,36 @@
-"""The same step with one part of the fabric broken: a conventional fabric against recovery at the edge."""
+"""The same step with one part of the fabric broken: a conventional fabric (PFC off) against recovery at the edge."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from phalanx.errors import mistake
-from phalanx.network.fabric.budget import EDGE_RECOVERY_S
 from phalanx.network.fabric.types import Fabric
 from phalanx.plan.plan import Plan
 from phalanx.sim.broken import Broken
 from phalanx.sim.step.paths import Transport
-from phalanx.sim.step.report import step_report
+from phalanx.sim.step.recovery import CONVERGE_S, EDGE_RECOVERY_S, GIVE_UP_S, REMAP_S
+from phalanx.sim.step.report import StepReport, step_report
 
-# "Seconds or even tens of seconds" until a conventional fabric routes around (openai.com/index/mrc-supercomputer-
-# networking): the middle of 1 to 100. NCCL waits 30 s before it gives up, so the job lives.
-CONVERGE_S = 10.0
-# All QPs of a NIC move off a dead port in "a few seconds" (arXiv:2605.04333 section 3); a dead T0 is that for each of
-# its NICs.
-REMAP_S = 3.0
 PARTS = {
     "link": "a T0-T1 link",
     "t1": "a T1 switch",
     "t0": "a T0 switch",
     "nic": "a NIC port",
+    "transceiver": "all ports of a NIC",
+    "grey": "a T0-T1 link that loses packets",
 }
+# Seconds until the part is back, where nobody says. Links: "most failed links return within a minute" (the post). T1:
+# forwarding was back after 2 minutes (arXiv:2605.04333 section 5.1). T0: half of Azure's switch failures were shorter
+# (CCR 51(2), 2021). Transceiver: a calibration: with the 3 s of moving QPs it is the quarter of a minute by which the
+# paper's 50,000-GPU job fell behind when a glitch flapped four NIC-T0 links (section 5.1). Grey: until somebody looks.
+OUTAGE_S = {"link": 60.0, "t1": 120.0, "t0": 360.0, "nic": 60.0, "transceiver": 12.0, "grey": 3600.0}
+GREY_LOSS = 0.01  # of the packets, as the paper injects (section 5.2.7)
+# There and back between hosts under different T0s: twice 6.54 µs (arXiv:2605.04333 section 5.2.1).
+ROUND_TRIP_S = 2 * 6.54e-6
+PACKET_BITS = 4096 * 8
+MINUTE_S = 60.0
+NEVER = float("inf")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +41,9 @@ class Aftermath:
     healthy_s: float
     during_s: float  # the step in which it breaks
     after_s: float  # later steps, until it is mended
+    outage_s: float  # until it is mended
+    stall_s: float  # nothing moves: until other paths carry on, or until the part is back
+    minute: float  # training done in the minute that begins with the failure, as a share of a healthy one
     flows: int  # of all axes
     touched: int  # of them, those that ran over what broke
     stalled: int  # of them, those that are left without any path
@@ -41,43 +51,90 @@ class Aftermath:
     restart_s: float  # lost when the job has to restart, beside the work since the last checkpoint; 0 when it goes on
 
 
-def aftermath(plan: Plan, fabric: Fabric, kind: str, *, edge: bool) -> Aftermath:
-    """One failure of the first part of its kind."""
-    healthy = step_report(plan, fabric, Transport(edge=edge))
-    hit = step_report(plan, fabric, Transport(edge=edge, broken=broken(fabric, kind)))
+def aftermath(
+    plan: Plan,
+    fabric: Fabric,
+    kind: str,
+    *,
+    edge: bool,
+    outage_s: float | None = None,
+    healthy: StepReport | None = None,
+) -> Aftermath:
+    """One failure of the first part of its kind; `healthy` is the step without it, where that is known."""
+    lost = broken(fabric, kind, edge=edge)
+    healthy = healthy or step_report(plan, fabric, Transport(edge=edge))
+    hit = step_report(plan, fabric, Transport(edge=edge, broken=lost, every_plane=kind == "transceiver"))
     touched = sum(path.touched for path in hit.paths)
-    stall_s = _stall_s(kind, edge=edge) if touched else 0.0
-    never = float("inf")
+    away_s = OUTAGE_S[kind] if outage_s is None else outage_s
+    stall_s = _stall_s(kind, away_s, edge=edge, cut=hit.stalled) if touched else 0.0
+    stops = hit.stalled and stall_s > GIVE_UP_S
+    # Whoever waits until the part is back goes on as before.
+    after_s = healthy.step_s if hit.stalled else hit.step_s
+    slow_s = 0.0 if hit.stalled else max(0.0, min(away_s, MINUTE_S) - stall_s)
     return Aftermath(
         recovery="edge" if edge else "conventional",
         healthy_s=healthy.step_s,
-        during_s=never if hit.stalled else max(healthy.step_s, hit.step_s) + stall_s,
-        after_s=never if hit.stalled else hit.step_s,
+        during_s=NEVER if stops else max(healthy.step_s, after_s) + stall_s,
+        after_s=NEVER if stops else after_s,
+        outage_s=away_s,
+        stall_s=NEVER if stops else stall_s,
+        minute=minute(plan.reliability.lost_s if stops else stall_s, slow_s, pace=healthy.step_s / after_s),
         flows=sum(path.flows for path in hit.paths),
         touched=touched,
         stalled=sum(path.stalled for path in hit.paths),
         share=hit.slowest_share,
-        restart_s=plan.reliability.lost_s if hit.stalled else 0.0,
+        restart_s=plan.reliability.lost_s if stops else 0.0,
     )
 
 
-def broken(fabric: Fabric, kind: str) -> Broken:
+def minute(still_s: float, slow_s: float, *, pace: float) -> float:
+    """Training of a minute with so many seconds of standing still and so many at a slower pace.
+
+    >>> minute(15.0, 0.0, pace=1.0), minute(3.0, 57.0, pace=0.9)
+    (0.75, 0.855)
+    """
+    left_s = max(0.0, MINUTE_S - still_s)
+    slow_s = min(slow_s, left_s)
+    return (left_s - slow_s * (1.0 - pace)) / MINUTE_S
+
+
+def broken(fabric: Fabric, kind: str, *, edge: bool = True) -> Broken:
     """The first part of a kind, in the first plane; raises UserError where the fabric has none."""
-    if kind in ("link", "t1") and fabric.tiers < 2:
+    if kind in ("link", "t1", "grey") and fabric.tiers < 2:
         raise mistake(
             "phalanx sim --break",
             f"{fabric.name} has one tier, and {PARTS[kind]} belongs to two or more",
             fix="use --break nic or --break t0, or name a --fabric of two tiers",
         )
+    uplink = ((0, 0, 0),)
     return {
-        "link": Broken(uplinks=((0, 0, 0),)),
+        "link": Broken(uplinks=uplink),
         "t1": Broken(t1=((0, 0),)),
         "t0": Broken(t0=((0, 0),)),
         "nic": Broken(nics=((0, 0),)),
+        "transceiver": Broken(nics=((0, 0),)),
+        # A sender at the edge leaves a path at its first loss. A switch sees a link that is up, and nobody leaves it.
+        "grey": Broken(uplinks=uplink, left=0.0 if edge else go_back_n(GREY_LOSS, fabric.port_gbps)),
     }[kind]
 
 
-def _stall_s(kind: str, *, edge: bool) -> float:
+def go_back_n(loss: float, gbps: float) -> float:
+    """Goodput of a QP that sends everything under way again for each packet lost: 1 / (1 + p W), W packets a trip.
+
+    Without timeouts, which make real ones slower (the paper calls RoCE unusable at 1 %).
+
+    >>> round(go_back_n(0.01, 100), 2), round(go_back_n(0.01, 400), 2)
+    (0.71, 0.39)
+    """
+    return 1.0 / (1.0 + loss * gbps * 1e9 * ROUND_TRIP_S / PACKET_BITS)
+
+
+def _stall_s(kind: str, outage_s: float, *, edge: bool, cut: bool) -> float:
+    """Until other paths carry on; of what has none, until the part is back and known to be."""
+    if cut:
+        return outage_s + (REMAP_S if edge else CONVERGE_S)
+    if kind == "grey" and not edge:
+        return 0.0  # nothing is noticed
     if not edge:
         return CONVERGE_S
     return REMAP_S if kind in ("nic", "t0") else EDGE_RECOVERY_S

@@ -11,6 +11,7 @@ DEVICE = "device"
 SENDS = "sends"
 BACKGROUND = "background"  # traffic of weights and gradients that runs beside compute
 BUBBLE = "bubble_s"
+WAITS = {BUBBLE: "bubble"}  # names of waiting; of traffic it is "wait for" it
 
 
 class Span(NamedTuple):
@@ -22,6 +23,15 @@ class Span(NamedTuple):
     part: str  # a part of the plan's step, or "compute_s"
     start_s: float
     end_s: float
+
+
+class Handover(NamedTuple):
+    """An activation or its gradient on the way: the send that carries it, and the pass that takes it up."""
+
+    source: int  # stage
+    sent_s: float  # within the send
+    target: int
+    used_s: float  # the pass begins
 
 
 class Lanes:
@@ -38,6 +48,7 @@ class Lanes:
     def wait(self, until_s: float, part: str) -> None:
         """The device idles, on account of `part`."""
         if until_s > self.now_s:
+            self._add(DEVICE, WAITS.get(part) or f"wait for {part.removesuffix('_s')}", part, self.now_s, until_s)
             self.device_s[part] += until_s - self.now_s
             self.now_s = until_s
 

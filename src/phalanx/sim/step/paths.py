@@ -40,6 +40,7 @@ class Transport:
 
     edge: bool = True
     broken: Broken = NOTHING
+    every_plane: bool = False  # what is broken is so in all planes, not in one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,10 +188,13 @@ def _shares(plane: Fabric, planes: int, source: Ints, target: Ints, transport: T
         return whole, 0
     left = solved(transport.broken)
     links = links_of(plane)
-    before = route(links, traffic, replace(routing, recovery="none"), working(links, transport.broken))
+    lost = replace(transport.broken, left=0.0)  # a part that only loses packets touches as many
+    before = route(links, traffic, replace(routing, recovery="none"), working(links, lost))
     touched = len(np.unique(before.flow[before.cut] // parts))
     # Senders at the edge leave a plane as far as they must; a QP stays on its port, and the message waits for it.
-    return (((planes - 1) * whole + left) / planes if transport.edge else np.minimum(whole, left)), touched
+    others = 0 if transport.every_plane else planes - 1
+    mixed = (others * whole + left) / (others + 1)
+    return (mixed if transport.edge else np.minimum(whole, left)), touched
 
 
 def _routing(count: int, planes: int, *, edge: bool) -> tuple[int, Routing]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from phalanx.columns import table
-from phalanx.sim.step.breaks import PARTS, Aftermath
+from phalanx.sim.step.breaks import GREY_LOSS, PARTS, Aftermath
 from phalanx.sim.step.paths import HASHED_QPS, SPRAYED_PATHS
 from phalanx.sim.step.report import Line, StepReport
 from phalanx.units import format_seconds
@@ -95,14 +95,19 @@ def render_break(kind: str, found: Sequence[Aftermath]) -> str:
     """A failure under both ways of recovering, side by side."""
     rows: list[tuple[str, ...]] = [("", *(one.recovery for one in found))]
     rows.append(("step before", *(format_seconds(one.healthy_s) for one in found)))
+    rows.append(("stands still for", *(_ends(one.stall_s) if one.stall_s else "-" for one in found)))
     rows.append(("step in which it breaks", *(_ends(one.during_s) for one in found)))
     rows.append(("steps after", *(_ends(one.after_s) for one in found)))
+    rows.append(("throughput of that minute", *(f"{one.minute - 1:+.1%}" for one in found)))
     rows.append(("connections touched", *(f"{one.touched:,} of {one.flows:,}" for one in found)))
     rows.append(("left without a path", *(f"{one.stalled:,}" for one in found)))
     rows.append(("slowest flow, of line rate", *(f"{one.share:.2f}" for one in found)))
     rows.append(("restart", *(format_seconds(one.restart_s) if one.restart_s else "-" for one in found)))
     columns = range(1, len(found) + 1)
-    return "\n".join([f"WHEN {PARTS[kind].upper()} BREAKS", *(f"  {line}" for line in table(rows, right=columns))])
+    title = f"WHEN {PARTS[kind].upper()} BREAKS (back after {format_seconds(found[0].outage_s)})"
+    if kind == "grey":
+        title = f"WHEN A T0-T1 LINK LOSES {GREY_LOSS:.0%} OF ITS PACKETS AND STAYS UP"
+    return "\n".join([title, *(f"  {line}" for line in table(rows, right=columns))])
 
 
 def _ends(seconds: float) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from phalanx.errors import mistake
 from phalanx.plan.layout import Layout
-from phalanx.sim.step.lanes import BACKGROUND, BUBBLE, SENDS, Lanes, Span
+from phalanx.sim.step.lanes import BACKGROUND, BUBBLE, SENDS, Handover, Lanes, Span
 from phalanx.sim.step.schedule import Task, order
 from phalanx.sim.step.work import Work
 
@@ -24,6 +24,7 @@ class Timeline:
     spans: tuple[Span, ...]
     device_s: tuple[dict[str, float], ...]
     wire_s: tuple[dict[str, float], ...]
+    handovers: tuple[Handover, ...] = ()  # between stages
 
     @property
     def busiest(self) -> int:
@@ -54,9 +55,10 @@ def simulate(work: Work) -> Timeline:
         _gather(work, lanes)
     if work.sharing[0].layer_gather_s > 0:
         _Sharded(work, stages[0]).run()
-    else:
-        _Pipeline(work, stages).run()
-    return _finish(work, stages)
+        return _finish(work, stages, ())
+    pipeline = _Pipeline(work, stages)
+    pipeline.run()
+    return _finish(work, stages, tuple(pipeline.handovers))
 
 
 def _gather(work: Work, lanes: Lanes) -> None:
@@ -68,7 +70,7 @@ def _gather(work: Work, lanes: Lanes) -> None:
     lanes.busy(shared.gather_s - hidden, "wait for parameters", GRADIENT)
 
 
-def _finish(work: Work, stages: list[Lanes]) -> Timeline:
+def _finish(work: Work, stages: list[Lanes], handovers: tuple[Handover, ...]) -> Timeline:
     """Gradients that could not hide, the norm that all stages wait for, the update."""
     for lanes in stages:
         shared = work.sharing[lanes.stage]
@@ -86,6 +88,7 @@ def _finish(work: Work, stages: list[Lanes]) -> Timeline:
         spans=tuple(sorted((span for lanes in stages for span in lanes.spans), key=lambda span: span.start_s)),
         device_s=tuple(dict(lanes.device_s) for lanes in stages),
         wire_s=tuple(dict(lanes.wire_s) for lanes in stages),
+        handovers=handovers,
     )
 
 
@@ -97,6 +100,8 @@ class _Pipeline:
         shape = {"stages": work.stages, "chunks": work.chunks, "micros": work.micros}
         self.left = [deque(order(work.schedule, lanes.stage, **shape)) for lanes in stages]
         self.arrived: dict[tuple[str, int, int], float] = {}  # kind, micro-batch, place in the model -> seconds
+        self.sent: dict[tuple[str, int, int], tuple[int, float]] = {}  # the same -> stage that sent it, half way
+        self.handovers: list[Handover] = []
         self.weights: list[deque[Task]] = [deque() for _ in stages]  # weight gradients that wait (zero-bubble)
 
     def run(self) -> None:
@@ -151,12 +156,21 @@ class _Pipeline:
         name = f"{task.kind}{task.micro}" + (f".{task.chunk}" if work.chunks > 1 else "")
         start = lanes.now_s
         later = 0.0 if forward else work.weight_s
-        lanes.run(layers * (each.compute_s - later) + head, each.inner, layers, name)
+        seconds = layers * (each.compute_s - later) + head
+        if seconds > 0:
+            self._take_up(lanes, task)
+        lanes.run(seconds, each.inner, layers, name)
         if later > 0:
             self.weights[lanes.stage].append(task)
         elif not forward:
             self._reduce(lanes, task, start)
         self._send(lanes, task, name)
+
+    def _take_up(self, lanes: Lanes, task: Task) -> None:
+        """The pass that begins now uses what another stage sent."""
+        sent = self.sent.get((task.kind, task.micro, self._place(lanes.stage, task.chunk)))
+        if sent is not None:
+            self.handovers.append(Handover(*sent, lanes.stage, lanes.now_s))
 
     def _send(self, lanes: Lanes, task: Task, name: str) -> None:
         step = 1 if task.kind == "F" else -1
@@ -165,6 +179,8 @@ class _Pipeline:
             return
         arrives = lanes.queue(SENDS, lanes.now_s, self.work.send_s, f"send {name}", SEND)
         self.arrived[task.kind, task.micro, place] = arrives
+        if self.work.send_s > 0:
+            self.sent[task.kind, task.micro, place] = lanes.stage, arrives - self.work.send_s / 2
         lanes.busy(self.work.send_s * self.work.send_exposed, f"send {name}", SEND)
 
     def _weight(self, lanes: Lanes) -> None:

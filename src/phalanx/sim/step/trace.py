@@ -1,20 +1,21 @@
 """A timeline in the trace-event format that Perfetto and chrome://tracing open.
 
-One process per stage; its threads are the device and the wires. Complete events ("X") with times in microseconds
-(Trace Event Format, Google, 2016).
+One process per stage; its threads are the device and the wires. Complete events ("X") with times in microseconds, and
+flow events ("s", "f") from a send to the pass that takes it up (Trace Event Format, Google, 2016).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from phalanx.sim.step.lanes import BACKGROUND, DEVICE, SENDS, Span
+from phalanx.sim.step.lanes import BACKGROUND, BUBBLE, DEVICE, SENDS, Handover, Span
 from phalanx.sim.step.report import StepReport
 
 TRACKS = (DEVICE, "link", "nic", SENDS, BACKGROUND)
 FIRST = 1  # Perfetto takes process and thread 0 for the idle task
 MOST_EVENTS = 500_000  # about 70 MB, which Perfetto still opens at once
+WORK = ("compute_s", "optimizer_s", "overhead_s")  # what a device does; the rest it waits for
 
 
 def trace_json(report: StepReport, *, link: str = "NVLink") -> str:
@@ -27,7 +28,9 @@ def trace_json(report: StepReport, *, link: str = "NVLink") -> str:
         BACKGROUND: "NIC, behind compute",
     }
     spans = report.timeline.spans[:MOST_EVENTS]
-    events = [*_heads(spans, names), *(_event(span) for span in spans)]
+    last_s = spans[-1].start_s if len(spans) < len(report.timeline.spans) else report.step_s
+    kept = (one for one in report.timeline.handovers if one.used_s < last_s)
+    events = [*_heads(spans, names), *_events(spans), *_arrows(kept)]
     other = {"job": report.job, "layout": report.layout, "fabric": report.fabric.name, "step_s": report.step_s}
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}, separators=(",", ":"))
 
@@ -47,13 +50,52 @@ def _meta(name: str, stage: int, track: int, args: dict[str, object]) -> dict[st
     return {"ph": "M", "name": name, "pid": stage + FIRST, "tid": track + FIRST, "ts": 0, "args": args}
 
 
-def _event(span: Span) -> dict[str, object]:
+def _events(spans: Iterable[Span]) -> Iterator[dict[str, object]]:
+    """Spans in whole nanoseconds: Perfetto drops a slice that reaches a nanosecond into the next of its track."""
+    free: dict[tuple[int, str], int] = {}
+    for span in spans:
+        start = max(_nanoseconds(span.start_s), free.get((span.stage, span.track), 0))
+        end = max(start, _nanoseconds(span.end_s))
+        free[span.stage, span.track] = end
+        if end > start:
+            yield {
+                "ph": "X",
+                "name": span.name,
+                "cat": f"{span.part.removesuffix('_s')},{_kind(span)}",
+                "pid": span.stage + FIRST,
+                "tid": TRACKS.index(span.track) + FIRST,
+                "ts": start / 1e3,
+                "dur": (end - start) / 1e3,
+            }
+
+
+def _kind(span: Span) -> str:
+    """What a span is to the step: traffic on the device's own track is what no compute hides."""
+    if span.track != DEVICE:
+        return "wire"
+    if span.part in WORK:
+        return "work"
+    return "idle" if span.part == BUBBLE else "exposed"
+
+
+def _arrows(handovers: Iterable[Handover]) -> Iterator[dict[str, object]]:
+    """From each send to the pass that uses it. They follow all slices, for an arrow is tied to one that is there."""
+    for number, one in enumerate(handovers):
+        yield _arrow("s", number, one.source, SENDS, one.sent_s)
+        yield {**_arrow("f", number, one.target, DEVICE, one.used_s), "bp": "e"}
+
+
+def _arrow(phase: str, number: int, stage: int, track: str, at_s: float) -> dict[str, object]:
     return {
-        "ph": "X",
-        "name": span.name,
-        "cat": span.part.removesuffix("_s"),
-        "pid": span.stage + FIRST,
-        "tid": TRACKS.index(span.track) + FIRST,
-        "ts": round(span.start_s * 1e6, 3),
-        "dur": round((span.end_s - span.start_s) * 1e6, 3),
+        "ph": phase,
+        "name": "handover",
+        "cat": "pipeline",
+        "id": number,
+        "pid": stage + FIRST,
+        "tid": TRACKS.index(track) + FIRST,
+        "ts": _nanoseconds(at_s) / 1e3,
     }
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)

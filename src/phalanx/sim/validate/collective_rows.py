@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from phalanx.network.fit import LEAST_BYTES, Point, allowed_error, ends, fit_two, wire_share
-from phalanx.network.nccl_choice import Choice, System, bus_bytes_per_s, choices, choose
+from phalanx.network.fit import LEAST_BYTES, Point, allowed_error, ends, fit_points, wire_share
+from phalanx.network.nccl_choice import Choice, bus_bytes_per_s, choices, choose, on_wire
+from phalanx.network.nccl_system import System
 from phalanx.sim.validate.machines import machine
 from phalanx.sim.validate.outcome import Context, Outcome, Reader, calibrated, reproduced, skipped
 from phalanx.sim.validate.table import Row
@@ -64,7 +65,7 @@ def _points(series: tuple[Row, ...], operation: Operation, ranks: int) -> tuple[
 def _fitted(row: Row, comm: System, operation: Operation, nbytes: float, picked: tuple[Point, Point]) -> Outcome:
     if nbytes < LEAST_BYTES:
         return skipped(row, "below 16 MiB launches and protocols decide, and two points do not tell them")
-    fit = fit_two(picked, ranks=comm.ranks, nodes=comm.nodes, operation=operation)
+    fit = fit_points(picked, ranks=comm.ranks, nodes=comm.nodes, operation=operation)
     ours = fit.bus_bytes_per_s(nbytes) / GB
     sizes = " and ".join(_named(one.nbytes) for one in picked)
     if nbytes in (picked[0].nbytes, picked[1].nbytes):
@@ -77,7 +78,9 @@ def _modelled(row: Row, comm: System, operation: Operation, nbytes: float) -> Ou
     best = _best(comm, nbytes, operation, wanted)
     if best is None:
         return skipped(row, f"NCCL has no {wanted} for it")
-    ours = bus_bytes_per_s(comm, nbytes, best.seconds, operation=operation) / GB
+    # Rows computed from NCCL's model have its rounded rates; measured ones have the wire's.
+    timed = best if "computed" in row.source else on_wire(comm, best, nbytes, operation=operation)
+    ours = bus_bytes_per_s(comm, nbytes, timed.seconds, operation=operation) / GB
     picks = f"NCCL's model, no fit: {best.algorithm} {best.protocol}"
     logged = re.search(r"\balgo (\w+)", row.conditions)
     if logged is None:

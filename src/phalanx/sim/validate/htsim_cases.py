@@ -1,106 +1,183 @@
-"""A run of uet-htsim from its command line: who sends what over which fabric.
-
-The connection files themselves are not in a table, but their names say it: `perm_1024n_1024c_0u_2000000b.cm`,
-`incast_128.cm`. Those without numbers are spelled out here as they are in Broadcom/csg-htsim (BSD-3), from which
-uet-htsim took them: 16 nodes, 2 MB per connection.
-"""
+"""A run of uet-htsim from its command line: who sends what over which fabric, and how."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
-from phalanx.sim.packets.transport import HTSIM
+from phalanx.network.fabric.catalogue import unnamed
+from phalanx.network.fabric.parse import parse_fabric
+from phalanx.network.fabric.types import Fabric
+from phalanx.sim.packets.transport import HTSIM, Spray
+from phalanx.sim.validate.htsim_traffic import Sent, read_sent
 
-Pattern = Literal["permutation", "incast", "one", "both ways"]
+PORT_GBPS = 100  # uet-htsim main.h
+HOP_US = 1.0
+PACKET_BYTES = 4150
+SACK_BYTES = 4 * PACKET_BYTES  # received without an acknowledgement: one for four packets ("4SACK" in the table)
+MOST_HOSTS = 16_384
+SPRAYS: dict[str, Spray] = {"oblivious": "oblivious", "bitmap": "skip", "reps": "recycle", "mixed": "recycle"}
+# Options by what they do here. What only changes how long it runs, what it prints or its luck changes nothing.
+NUMBERS = ("paths", "q", "cwnd", "failed", "sack_threshold", "linkspeed", "hop_latency", "tiers", "mtu")
+IDLE = ("end", "seed", "log", "logtime", "o", "nodes", "conns", "tm", "topo", "load_balancing_algo", "sender_cc_algo")
+FLAGS = ("sender_cc_only", "receiver_cc_only", "debug")
 
-PORT_GBPS = 100
-MOST_HOSTS = 4096
-NBYTES = 2_000_000  # per connection, where a name gives none
-ADAPTIVE = ("bitmap", "reps", "mixed")  # all skip what is marked; their bookkeeping differs and is not modelled apart
-UNNUMBERED: Mapping[str, Pattern] = {"one.cm": "one", "bidir.cm": "both ways", "incast.cm": "incast"}
-SMALL = 16
-OVERSUBSCRIBED = 4
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tree:
+    """A full fat tree of two or three tiers."""
+
+    tiers: int
+    gbps: float
+    down: int  # hosts of a T0
+    up: int  # uplinks of a T0, each to a T1 of its own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """What the packet engine needs."""
 
-    pattern: Pattern
-    hosts: int
-    nbytes: int
-    fabric: str
+    sent: Sent
+    tree: Tree
+    hop_s: float
     paths: int
-    adaptive: bool
+    spray: Spray
+    ack_every: int
+    packet_bytes: int
     queue: int | None
     window: int | None
+    credits: bool  # the receiver grants what may be sent, not a window of the sender
+    failed: int  # slow links
 
 
 def read_case(command: str) -> Case | str:
     """The case of a command line, or the reason why there is none."""
-    if reason := _unknown(command):
-        return reason
-    traffic = _traffic(command)
-    if isinstance(traffic, str):
-        return traffic
-    pattern, hosts, nbytes = traffic
-    fabric = _fabric(command, hosts)
-    if fabric is None or not 2 <= hosts <= MOST_HOSTS:
-        return f"{hosts:,} hosts are no full fat tree, or more than {MOST_HOSTS:,}"
-    algorithm = re.search(r"-load_balancing_algo (\w+)", command)
+    values = _options(command)
+    if isinstance(values, str):
+        return values
+    sent = read_sent(command)
+    if isinstance(sent, str):
+        return sent
+    if not 2 <= sent.hosts <= MOST_HOSTS:
+        return f"{sent.hosts:,} hosts are not between 2 and {MOST_HOSTS:,}"
+    tree = _tree(command, sent.hosts, values)
+    if tree is None:
+        return f"{sent.hosts:,} hosts are no full fat tree, or the .topo file's name does not give its shape"
+    packet_bytes = int(values.get("mtu", PACKET_BYTES))
     return Case(
-        pattern=pattern,
-        hosts=hosts,
-        nbytes=nbytes,
-        fabric=fabric,
-        paths=_option(command, "paths") or HTSIM.paths,
-        adaptive=algorithm is None or algorithm[1] in ADAPTIVE,
-        queue=_option(command, "q"),
-        window=_option(command, "cwnd"),
+        sent=sent,
+        tree=tree,
+        hop_s=1e-6 * values.get("hop_latency", HOP_US),
+        paths=int(values.get("paths", HTSIM.paths)),
+        spray=_spray(command),
+        ack_every=max(1, math.ceil(values.get("sack_threshold", SACK_BYTES) / packet_bytes)),
+        packet_bytes=packet_bytes,
+        queue=_whole(values, "q"),
+        window=_whole(values, "cwnd"),
+        credits="-sender_cc_only" not in command,
+        failed=int(values.get("failed", 0)),
     )
 
 
-def _unknown(command: str) -> str:
-    if "-receiver_cc_only" in command:
-        return "credits from the receiver are not modelled"
-    if "-failed" in command:  # core to aggregation, to 25 % (uet-htsim fat_tree_topology.cpp)
-        return "slow links between the two upper tiers: the packet engine's faults name T0-T1 links and switches"
-    return ""
+def _options(command: str) -> dict[str, float] | str:
+    """Numbers by option; or the first word that is not known here."""
+    found: dict[str, float] = {}
+    for name, value in re.findall(r"(?:^|\s)-([a-z]\w*)(?:\s+([^\s-]\S*))?", command):
+        if name in FLAGS or name in IDLE:
+            continue
+        if name not in NUMBERS:
+            return f"what -{name[:40]} does in uet-htsim is not modelled"
+        try:
+            found[name] = float(value.rstrip(",;"))
+        except ValueError:
+            return f"-{name} {value[:40]!r} is no number"
+        if not 0 <= found[name] <= 1e9:
+            return f"-{name} {value[:40]} is out of range"
+    algorithm = re.search(r"-load_balancing_algo (\w+)", command)
+    if algorithm and algorithm[1] not in SPRAYS:
+        return f"the load balancing {algorithm[1][:40]!r} is not modelled"
+    control = re.search(r"-sender_cc_algo (\w+)", command)
+    if control and control[1] != "nscc":
+        return f"the congestion control {control[1][:40]!r} is not modelled"
+    return found
 
 
-def _traffic(command: str) -> tuple[Pattern, int, int] | str:
-    if found := re.search(r"\bperm_(\d+)n_(\d+)c_(?:\d+u_)?(\d+)(b|MB)\.cm\b", command):
-        if found[1] != found[2]:
-            return "not every host sends, and who does is in a file that is not in the table"
-        return "permutation", int(found[1][:9]), int(found[3][:12]) * (1 if found[4] == "b" else 1_000_000)
-    if found := re.search(r"\bincast_(\d+)(?:_(\d+)K)?\.cm\b", command):
-        return "incast", int(found[1][:9]), int(found[2][:9]) * 1000 if found[2] else NBYTES
-    for name, pattern in UNNUMBERED.items():
-        if re.search(rf"[/ ]{re.escape(name)}\b", command):
-            return pattern, SMALL, NBYTES
-    return "who sends what is in a file that is not in the table"
+def _spray(command: str) -> Spray:
+    found = re.search(r"-load_balancing_algo (\w+)", command)
+    return SPRAYS[found[1]] if found else HTSIM.spray
 
 
-def _fabric(command: str, hosts: int) -> str | None:
-    """Two tiers where a leaf-spine file is named, else uet-htsim's own fat tree of three; None where it is not full."""
-    if "leaf_spine" in command:
-        down, ratio = round(hosts**0.5), _oversubscription(command)
-        if down * down != hosts or down % ratio:
+def _whole(values: dict[str, float], name: str) -> int | None:
+    return int(values[name]) if values.get(name) else None
+
+
+def fabric_of(case: Case) -> Fabric:
+    """The fabric of a case."""
+    hosts, tree = case.sent.hosts, case.tree
+    if tree.tiers == 3:
+        return replace(parse_fabric(f"clos3:{hosts}x{tree.gbps:g}G/1p/{2 * tree.down}/wide"), hop_s=case.hop_s)
+    leaves = hosts // tree.down
+    return Fabric(
+        name=f"leaf-spine of {hosts:,}",
+        hosts=hosts,
+        nic_gbps=tree.gbps,
+        planes=1,
+        tiers=2,
+        switch=unnamed(max(tree.down + tree.up, leaves), tree.gbps),
+        oversubscription=tree.down / tree.up,
+        rails=1,
+        t0_down=tree.down,
+        t0_up=tree.up,
+        t0=leaves,
+        t1=tree.up,
+        hop_s=case.hop_s,
+    )
+
+
+def _tree(command: str, hosts: int, values: dict[str, float]) -> Tree | None:
+    """Two tiers where a leaf-spine file or `-tiers 2` is named, else uet-htsim's own fat tree of three.
+
+    None where hosts do not fill it, or a file's name does not say what is in it.
+    """
+    gbps = values.get("linkspeed", 1000.0 * PORT_GBPS) / 1000
+    found = re.search(r"\b(leaf_spine|fat_tree)_(\d+)([\w-]*)\.topo\b", command)
+    if found is None:
+        if ".topo" in command:
             return None
-        return f"clos2:{hosts}x{PORT_GBPS}G/1p/{down + down // ratio}/{ratio}:1/wide"
+        return _three(hosts, gbps) if values.get("tiers", 3) == 3 else _two(hosts, gbps)
+    if int(found[2][:9]) != hosts:
+        return None
+    name = found[3]
+    speed, ratio, flat = re.search(r"_(\d{1,4})g(?![a-z])", name), _oversubscription(name), "_2t" in name
+    if speed:
+        gbps = float(speed[1])
+    if found[1] == "leaf_spine" or (speed and flat):
+        return _leaf_spine(hosts, gbps, ratio)
+    return _three(hosts, gbps) if speed and ratio == 1 else None
+
+
+def _three(hosts: int, gbps: float) -> Tree | None:
     half = round((hosts / 2) ** (1 / 3))
-    return f"clos3:{hosts}x{PORT_GBPS}G/1p/{2 * half}/wide" if 2 * half**3 == hosts else None
+    return Tree(tiers=3, gbps=gbps, down=half, up=half) if 2 * half**3 == hosts else None
 
 
-def _oversubscription(command: str) -> int:
-    """`leaf_spine_1024_oversub_8-1.topo` is 8:1; without numbers such a file is 4:1."""
-    found = re.search(r"_oversub(?:_(\d{1,4})-1)?\.topo", command)
-    return max(1, int(found[1] or OVERSUBSCRIBED)) if found else 1
+def _two(hosts: int, gbps: float) -> Tree | None:
+    """`-tiers 2` without a file: K switches with K/2 hosts each."""
+    half = math.isqrt(hosts // 2)
+    return Tree(tiers=2, gbps=gbps, down=half, up=half) if 2 * half**2 == hosts else None
 
 
-def _option(command: str, name: str) -> int | None:
-    found = re.search(rf" -{name} (\d{{1,9}})\b", command)
-    return int(found[1]) if found else None
+def _leaf_spine(hosts: int, gbps: float, ratio: int) -> Tree | None:
+    """Leaves of the largest power of two that is not above the root: 32 x 32 for 1,024, 128 x 64 for 8,192."""
+    down = 1 << (math.isqrt(hosts).bit_length() - 1)
+    if hosts % down or down % ratio:
+        return None
+    return Tree(tiers=2, gbps=gbps, down=down, up=down // ratio)
+
+
+def _oversubscription(name: str) -> int:
+    """`_oversub_8-1`, `_8_to_1` and `_8os` are 8:1; `_oversub` alone is 4:1 in the file of that name."""
+    if found := re.search(r"_(?:oversub_)?(\d{1,4})(?:-1|_to_1|os\b|os_)", name):
+        return max(1, int(found[1]))
+    return 4 if "_oversub" in name else 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from phalanx.network.nccl_choice import System, system
+from phalanx.network.nccl_system import System, system
 from phalanx.network.nccl_tables import Family
 from phalanx.sim.validate.words import number
 

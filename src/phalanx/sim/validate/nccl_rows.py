@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from itertools import takewhile
 
 from phalanx.network import nccl_tables as tables
-from phalanx.network.nccl_choice import Channels, System, choices, choose, latency
+from phalanx.network.nccl_choice import choices, choose, latency
+from phalanx.network.nccl_system import Channels, System
 from phalanx.sim.validate.machines import machine
 from phalanx.sim.validate.outcome import Context, Outcome, Reader, calibrated, reproduced
 from phalanx.sim.validate.table import Row

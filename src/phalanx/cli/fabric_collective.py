@@ -1,0 +1,139 @@
+"""`phalanx fabric collective`: which algorithm and protocol NCCL picks, and how long the collective takes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phalanx.cli.options import add_json
+from phalanx.cli.output import print_json
+from phalanx.errors import mistake, nearest
+
+if TYPE_CHECKING:
+    from phalanx.hardware.types import Cluster
+    from phalanx.network.fit import AlphaBeta, Operation, Point
+    from phalanx.network.nccl_system import System
+
+KINDS: tuple[Operation, ...] = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce", "all-to-all")
+SIZES = "64KiB..16GiB"
+MOST_FILE_BYTES = 16 << 20
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `phalanx fabric collective`."""
+    parser.add_argument("cluster", metavar="CLUSTER", help="8xH100:16 (16 nodes of 8), 72xGB200:2, or a .toml file")
+    parser.add_argument("--kind", metavar="WHAT", default=KINDS[0], help=f"{', '.join(KINDS)} ({KINDS[0]})")
+    parser.add_argument("--bytes", metavar="SIZE", default=SIZES, help=f"64MiB, or a range as 1MiB..16GiB ({SIZES})")
+    parser.add_argument("--nic-gbps", metavar="G", type=float, help="per GPU (the cluster's)")
+    parser.add_argument("--cpu", choices=("intel", "amd", "arm"), default="intel", help="of the hosts (intel)")
+    parser.add_argument("--no-nvls", action="store_true", help="NCCL_NVLS_ENABLE=0: no sums in the NVSwitch")
+    parser.add_argument("--sharp", action="store_true", help="the network's switches add too (CollNet)")
+    parser.add_argument("--fit", metavar="FILE", help="your measurements: nccl-tests' output, or CSV with bytes and us")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask and print."""
+    from phalanx.hardware.cluster import resolve
+    from phalanx.network.collective_answer import answers, reigns
+    from phalanx.network.sizes import parse_sizes
+
+    kind, sizes = _kind(args.kind), parse_sizes(args.bytes, "--bytes")
+    cluster = _with_nic(resolve(args.cluster), args.nic_gbps)
+    points = _measured(args.fit, kind, cluster) if args.fit else ()
+    comm = _model(args, cluster, kind)
+    fit = _fit(points, cluster, kind) if points else None
+    found = answers(comm, None if kind == "all-to-all" else kind, sizes, fit)
+    ruled = reigns(comm, kind, sizes[0], sizes[-1]) if comm and kind != "all-to-all" else ()
+    if args.json:
+        group = {"cluster": cluster.name, "ranks": cluster.devices, "kind": kind, "fit": fit}
+        print_json({**group, "sizes": found, "reigns": ruled})
+        return 0
+    from phalanx.network import collective_text as text
+
+    nic = f", {cluster.nic_bytes_per_s * 8e-9:g} Gb/s per GPU" if cluster.domains > 1 else ""
+    print(f"{kind}, {cluster.devices:,} ranks: {cluster.domains:,} nodes of {cluster.domain_devices} "
+          f"{cluster.accelerator.name}{nic}\n")  # fmt: skip
+    if len(sizes) == 1:
+        print("\n".join(part for part in (text.show_pairs(found[0]) if comm else "", text.show_expected(found[0])) if part))
+    else:
+        print(text.show_sizes(found, fitted=fit is not None))
+        print("\n" + text.show_reigns(ruled) if ruled else "")
+    print(_footing(fit, points) if fit else text.MODEL_NOTE)
+    return 0
+
+
+def _kind(text: str) -> Operation:
+    found = next((one for one in KINDS if one == text.strip().lower().replace("_", "-")), None)
+    if found is None:
+        close = nearest(text, KINDS)
+        raise mistake("--kind", f'there is no collective "{text[:40]}"', fix=f"use {close or ', '.join(KINDS)}")
+    return found
+
+
+def _with_nic(cluster: Cluster, nic_gbps: float | None) -> Cluster:
+    from dataclasses import replace
+
+    if nic_gbps is None:
+        return cluster
+    if not 0 < nic_gbps < 1e6:
+        raise mistake("--nic-gbps", f"a NIC of {nic_gbps:g} Gb/s", fix="use 100, 200, 400 or 800")
+    return replace(cluster, nic_bytes_per_s=nic_gbps * 1e9 / 8)
+
+
+def _model(args: argparse.Namespace, cluster: Cluster, kind: Operation) -> System | None:
+    """None where only the fit can speak."""
+    from phalanx.errors import UserError
+    from phalanx.network.nccl_cluster import nccl_system
+
+    if kind == "all-to-all":
+        if not args.fit:
+            raise mistake(
+                "--kind all-to-all",
+                "NCCL has no algorithms for it: it is sends and receives",
+                fix="give two measurements with --fit, or use phalanx fabric simulate FABRIC --traffic alltoall",
+            )
+        return None
+    try:
+        return nccl_system(cluster, nvls=not args.no_nvls, cpu=args.cpu, sharp=args.sharp)
+    except UserError:
+        if args.fit:
+            return None
+        raise
+
+
+def _measured(name: str, kind: Operation, cluster: Cluster) -> tuple[Point, ...]:
+    from phalanx.network.measured import read_points
+
+    path = Path(name)
+    try:
+        with path.open("rb") as stream:
+            text = stream.read(MOST_FILE_BYTES).decode("utf-8", errors="replace")
+    except OSError as error:
+        raise mistake(f"--fit {name}", f"cannot be read: {error.strerror or error}", fix="name a text file") from None
+    return read_points(text, where=f"--fit {name}", operation=kind, ranks=cluster.devices)
+
+
+def _fit(points: tuple[Point, ...], cluster: Cluster, kind: Operation) -> AlphaBeta:
+    from phalanx.network.fit import LEAST_BYTES, fit_points
+
+    usable = [one for one in points if one.nbytes >= LEAST_BYTES]
+    if len({one.nbytes for one in usable}) < 2:
+        raise mistake(
+            "--fit",
+            f"{len(points)} measurements, {len(usable)} of them from 16 MiB on",
+            why="below 16 MiB launches and protocols decide, and tell nothing about the rest",
+            fix="measure two sizes, as 16 MiB and 4 GiB",
+        )
+    return fit_points(usable, ranks=cluster.devices, nodes=cluster.domains, operation=kind)
+
+
+def _footing(fit: AlphaBeta, points: tuple[Point, ...]) -> str:
+    from phalanx.network.collective_text import show_fit
+    from phalanx.network.fit import LEAST_BYTES
+    from phalanx.network.measured import worst
+
+    usable = [one for one in points if one.nbytes >= LEAST_BYTES]
+    error, at = worst(usable, [fit.seconds(one.nbytes) for one in usable])
+    return show_fit(fit, len(usable), error, at.nbytes)

@@ -1,0 +1,171 @@
+"""Which of the designs to take, and why: what each costs to buy, to power, and in GPU-hours over its life.
+
+The pick is the design whose sum of the three is smallest. Without a job only full bisection is considered, since
+nobody knows what slower uplinks would cost; with the seconds of a step on each design, slower steps are GPU-hours too.
+Prices are inputs. The defaults are assumptions, and the text says which were used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.errors import mistake
+from phalanx.network.fabric.budget import EDGE_RECOVERY_S, RESTART_S, cost_of, event_s
+from phalanx.network.fabric.design import Design, nominal_ratio
+from phalanx.network.fabric.types import Fabric
+from phalanx.units import DAY_S, HOUR_S
+
+# Assumptions. A GPU-hour: the middle of the offers for an H100 in hardware/data/price_power.csv. Electricity:
+# about what US industry pays. Four years: how long such a cluster is written off.
+GPU_HOUR_USD, KWH_USD, LIFE_YEARS = 3.25, 0.08, 4.0
+YEAR_DAYS = 365.25
+MOST_USD = 1e6  # for a GPU-hour or a kWh: a slip of the pen
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prices:
+    """What an hour of a GPU and a kWh cost, and for how long."""
+
+    gpu_hour_usd: float = GPU_HOUR_USD
+    kwh_usd: float = KWH_USD
+    years: float = LIFE_YEARS
+    recovery_s: float = EDGE_RECOVERY_S  # from a failure to its bypass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Economics:
+    """One design in dollars: the middle of its price range, power without cooling, and GPU-hours lost."""
+
+    usd: float
+    usd_per_gpu: float
+    power_usd_per_year: float
+    lost_gpu_hours_per_day: float  # to network failures, bypassed; a NIC of one plane restarts the job
+    lost_usd_per_day: float
+    restart_gpu_hours_per_day: float  # the same if every failure restarts the job
+    restart_usd_per_day: float
+    step_s: float | None  # of the job on it
+    slower_usd_per_day: float  # GPU-hours of steps that are slower than on the quickest design
+    total_usd: float  # all of it, over the years
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """A design with the part it plays in the choice."""
+
+    role: str
+    design: Design
+    economics: Economics
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """The pick first, then what it is weighed against."""
+
+    prices: Prices
+    options: tuple[Option, ...]
+
+    @property
+    def pick(self) -> Option:
+        """What to take."""
+        return self.options[0]
+
+    def role(self, name: str) -> Option | None:
+        """The option of that role, where there is one."""
+        return next((one for one in self.options if one.role == name), None)
+
+
+def check_prices(prices: Prices, *, where: str) -> None:
+    """Refuse what is no price; raises UserError."""
+    for option, value, most in (
+        ("--gpu-hour-usd", prices.gpu_hour_usd, MOST_USD),
+        ("--kwh-usd", prices.kwh_usd, MOST_USD),
+        ("--years", prices.years, 100.0),
+    ):
+        if not (math.isfinite(value) and 0 < value <= most):
+            raise mistake(
+                where, f"{option} {value:g} is out of range", fix=f"use a number above 0, at most {most:,.0f}"
+            )
+
+
+def verdict(
+    found: Sequence[Design], prices: Prices | None = None, *, steps_s: Mapping[Fabric, float] | None = None
+) -> Verdict | None:
+    """The choice among designs that have a price; None where none has.
+
+    `steps_s`: seconds of the job's step on some of the designs; the others are then left out.
+    """
+    prices = prices or Prices()
+    known = [one for one in found if one.bill.usd is not None and one.bill.watts is not None]
+    if steps_s:
+        known = [one for one in known if one.fabric in steps_s]
+    priced = [(one, _economics(one, prices, steps_s or {})) for one in known]
+    full = priced if steps_s else [one for one in priced if nominal_ratio(one[0].fabric) == 1] or priced
+    if not full:
+        return None
+    roles = _roles(full, priced, steps_s)
+    options: list[Option] = []
+    for name, choice in roles:
+        if choice is not None and all(choice[0] is not one.design for one in options):
+            options.append(Option(role=name, design=choice[0], economics=choice[1]))
+    return Verdict(prices=prices, options=tuple(options))
+
+
+_Priced = tuple[Design, Economics]
+
+
+def _roles(
+    full: Sequence[_Priced], priced: Sequence[_Priced], steps_s: Mapping[Fabric, float] | None
+) -> list[tuple[str, _Priced | None]]:
+    pick = _least(full, _total)
+    assert pick is not None
+    box = pick[0].fabric.switch.box
+
+    def of(ratio: float) -> _Priced | None:
+        return _least([one for one in priced if nominal_ratio(one[0].fabric) == ratio], _total)
+
+    roles = [
+        ("pick", pick),
+        ("least to buy", _least(full, lambda one: one[1].usd)),
+        ("least power", _least(full, lambda one: one[1].power_usd_per_year)),
+        ("best of another box", _least([one for one in full if one[0].fabric.switch.box != box], _total)),
+        ("one plane", _least([one for one in full if one[0].fabric.planes == 1], _total)),
+        ("full bisection", of(1.0)),
+        ("2:1", of(2.0)),
+        ("4:1", of(4.0)),
+    ]
+    if steps_s:
+        roles.insert(1, ("quickest step", _least(full, lambda one: one[1].step_s or math.inf)))
+    return roles
+
+
+def _total(one: _Priced) -> float:
+    return one[1].total_usd
+
+
+def _least(choices: Sequence[_Priced], key: Callable[[_Priced], float]) -> _Priced | None:
+    return min(choices, key=key, default=None)  # the first of equals: designs() has them in order
+
+
+def _economics(one: Design, prices: Prices, steps_s: Mapping[Fabric, float]) -> Economics:
+    fabric = one.fabric
+    bypassed_s = event_s(fabric, prices.recovery_s, restart_s=RESTART_S[0])
+    lost, restart = (cost_of(fabric, seconds).lost_gpu_hours_per_day for seconds in (bypassed_s, RESTART_S[0]))
+    power = (one.bill.watts or 0.0) / 1e3 * YEAR_DAYS * DAY_S / HOUR_S * prices.kwh_usd
+    step_s = steps_s.get(fabric)
+    slower = 1 - min(steps_s.values()) / step_s if step_s else 0.0
+    slower_usd = slower * fabric.hosts * DAY_S / HOUR_S * prices.gpu_hour_usd
+    per_day = lost * prices.gpu_hour_usd + slower_usd
+    return Economics(
+        usd=one.usd_middle,
+        usd_per_gpu=one.usd_middle / fabric.hosts,
+        power_usd_per_year=power,
+        lost_gpu_hours_per_day=lost,
+        lost_usd_per_day=lost * prices.gpu_hour_usd,
+        restart_gpu_hours_per_day=restart,
+        restart_usd_per_day=restart * prices.gpu_hour_usd,
+        step_s=step_s,
+        slower_usd_per_day=slower_usd,
+        total_usd=one.usd_middle + prices.years * (power + YEAR_DAYS * per_day),
+    )

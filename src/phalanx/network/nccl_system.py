@@ -1,0 +1,157 @@
+"""A communicator as NCCL 2.30 sees it: nodes, GPUs, and the channels its search finds on boards with NVSwitches.
+
+The search (src/graph/search.cc, 2.30.7) is reduced to boards whose GPUs all meet in NVSwitches and have a NIC each.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from phalanx.errors import mistake
+from phalanx.network.nccl_tables import (
+    FAMILIES,
+    MOST_NVLS_HEADS,
+    NET_GB_PER_100G,
+    NVLINK_GB,
+    NVLINKS,
+    NVLS_EFFICIENCY,
+    SPEEDS_ACROSS_GB,
+    SPEEDS_INSIDE_GB,
+    Family,
+)
+
+Cpu = Literal["intel", "amd", "arm"]
+
+WHERE = "NCCL"
+MOST_RANKS = 1 << 24
+SLOWEST_TRY = 0.49  # of the first speed that works: the search tries nothing slower to get more channels
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Channels:
+    """What NCCL's search found for one pattern: so many channels of so many GB/s inside and between nodes."""
+
+    count: int
+    inside_gb: float
+    across_gb: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class System:
+    """A communicator as NCCL sees it. A node is whatever one NVLink domain joins: 8 GPUs of a board, 72 of a rack."""
+
+    nodes: int
+    per_node: int
+    family: Family
+    ring: Channels
+    nvls: Channels | None  # None: the switches cannot add, or NCCL_NVLS_ENABLE=0
+    link_gb: float = 0.0  # what a GPU's NVLinks carry; 0: not known
+    nic_gb: float = math.inf  # and its NIC; infinite in one node
+    cpu: Cpu = "intel"
+    sharp: bool = False  # the network's switches add too (CollNet)
+    plain_tree: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.nodes * self.per_node
+
+    @property
+    def column(self) -> int:
+        """Of the tables by number of nodes."""
+        return min(self.nodes, 3) - 1
+
+
+def system(
+    *,
+    nodes: int,
+    per_node: int,
+    family: Family,
+    nic_gbps: float = 0.0,
+    nvls: bool = True,
+    cpu: Cpu = "intel",
+    sharp: bool = False,
+    links: int = 0,
+) -> System:
+    """The channels NCCL finds where every GPU has its own NIC and all meet in NVSwitches; `links` 0: the family's.
+
+    >>> h200 = system(nodes=1, per_node=8, family="hopper")
+    >>> h200.ring.count * h200.ring.inside_gb, h200.nvls.count * h200.nvls.inside_gb
+    (360.0, 320.0)
+    """
+    _check(nodes, per_node, family, nic_gbps)
+    link_gb = NVLINK_GB[family] * (links or NVLINKS[family])
+    nic_gb = nic_gbps / 100.0 * NET_GB_PER_100G if nodes > 1 else math.inf
+    adds = nvls and NVLS_EFFICIENCY[family] > 0 and per_node > 2
+    return System(
+        nodes=nodes,
+        per_node=per_node,
+        family=family,
+        ring=_ring_channels(family, per_node, link_gb, nic_gb),
+        nvls=_nvls_channels(family, per_node, link_gb, nic_gb) if adds else None,
+        link_gb=link_gb,
+        nic_gb=nic_gb,
+        cpu=cpu,
+        sharp=sharp,
+    )
+
+
+def _check(nodes: int, per_node: int, family: str, nic_gbps: float) -> None:
+    if nodes < 1 or per_node < 1 or nodes * per_node > MOST_RANKS:
+        what = f"{nodes:,} nodes of {per_node:,} GPUs"
+        raise mistake(WHERE, what, fix=f"use at least 1 of each, and at most {MOST_RANKS:,} ranks")
+    if family not in FAMILIES:
+        raise mistake(WHERE, f'there is no family "{family}"', fix=f"use one of {', '.join(FAMILIES)}")
+    if nodes > 1 and not (math.isfinite(nic_gbps) and nic_gbps > 0):
+        raise mistake(WHERE, f"{nodes:,} nodes with NICs of {nic_gbps:g} Gb/s", fix="use 100, 200, 400 or 800")
+
+
+def _ring_channels(family: Family, gpus: int, link_gb: float, nic_gb: float) -> Channels:
+    """The most that whole channels carry: inside, any number of them; across, one per GPU and its NIC."""
+    if nic_gb == math.inf:
+        first = _fastest(SPEEDS_INSIDE_GB[family], link_gb)
+        tried = [one for one in SPEEDS_INSIDE_GB[family] if SLOWEST_TRY * first < one <= first]
+        speed = max(tried, key=lambda one: (int(link_gb // one) * one, one))
+        count = int(link_gb // speed)
+        return Channels(count=2 * count, inside_gb=speed / 2, across_gb=speed / 2)  # NCCL halves fast channels
+    if gpus == 1:
+        speed = _fastest(SPEEDS_ACROSS_GB[family], nic_gb)
+        return Channels(count=1, inside_gb=speed, across_gb=speed)
+    first = _fastest(SPEEDS_ACROSS_GB[family], min(nic_gb, link_gb))
+    tried = [one for one in SPEEDS_ACROSS_GB[family] if SLOWEST_TRY * first < one <= first]
+    speed = max(tried, key=lambda one: (_side_by_side(one, gpus, link_gb) * one, one))
+    return Channels(count=_side_by_side(speed, gpus, link_gb), inside_gb=speed, across_gb=speed)
+
+
+def _side_by_side(speed: float, gpus: int, link_gb: float) -> int:
+    """Channels of that speed: one per NIC, as many as the NVLinks of a GPU carry."""
+    return max(1, min(gpus, int(link_gb // speed)))
+
+
+def _nvls_channels(family: Family, gpus: int, link_gb: float, nic_gb: float) -> Channels:
+    """One channel per head: each GPU's links carry every channel once, and those of a head its own twice."""
+    heads = min(gpus, MOST_NVLS_HEADS)
+    speeds = SPEEDS_INSIDE_GB[family] if nic_gb == math.inf else SPEEDS_ACROSS_GB[family]
+    speed = _fastest(speeds, min(nic_gb, link_gb / (heads + 1)))
+    return Channels(count=heads, inside_gb=speed, across_gb=speed)
+
+
+def wired(comm: System) -> System:
+    """The same with the rates that sums in the switch get from links and NICs, for times.
+
+    NCCL's search rounds these rates down to one it knows, and chooses by it; the wire does not round. A GPU's links
+    carry every head's part once and its own twice: 46.4 GB/s each on 7 x H200, where the search grants 40 and 45 was
+    measured; 80 on two nodes of 8 x B200, where it grants the NIC's 48 and 90 was measured (docs/collectives.md). Where
+    heads are fewer than GPUs, as in a rack of 72, links are not the limit.
+    """
+    if comm.nvls is None or not comm.link_gb or comm.per_node > MOST_NVLS_HEADS:
+        return comm
+    inside_gb = comm.link_gb / (comm.nvls.count + 1)
+    across_gb = min(comm.nic_gb, inside_gb)
+    return replace(comm, nvls=replace(comm.nvls, inside_gb=inside_gb, across_gb=across_gb))
+
+
+def _fastest(speeds: tuple[float, ...], room: float) -> float:
+    return next((one for one in speeds if one <= room), speeds[-1])

@@ -1,0 +1,173 @@
+"""The same traffic and failure on a conventional fabric and with recovery at the edge, by either engine.
+
+Conventional is RoCE: one hashed path per plane, go-back-N, and switches that route around a dead part once routing has
+converged; without or with PFC. Edge is MRC: packets over many paths, and a sender that leaves a dead path by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from phalanx.errors import mistake
+from phalanx.network.fabric.budget import EDGE_RECOVERY_S
+from phalanx.network.fabric.types import Fabric
+from phalanx.sim.course import Course
+from phalanx.sim.episode import Manner, episode
+from phalanx.sim.failures import UNBROKEN, Break, faults_of
+from phalanx.sim.fluid_budget import afford
+from phalanx.sim.links import Floats, links_of
+from phalanx.sim.matrices import Flows
+from phalanx.sim.packets.budget import Budget
+from phalanx.sim.routes import Routing, spray
+from phalanx.sim.simulate import BUDGET, ROWS, asked_for
+from phalanx.sim.wire import MRC, Wire
+
+# "Seconds or tens of seconds" (OpenAI, 2026-05-05): the least that a conventional fabric takes.
+CONVERGE_S = 1.0
+PATHS = 256  # of MRC: 128 to 256 (arXiv:2605.04333 section 2.1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One way of sending, in either engine."""
+
+    name: str
+    paths: int
+    recovery: str
+    left_after_s: float  # from a failure until paths over it are left, as the model has it; infinite is never
+    times_s: Floats  # of each flow; infinite where it was never done
+    course: Course
+    lost: float  # packets
+    touched: int  # connections that lost one
+    stopped: str = ""
+    more: dict[str, object]  # what only one engine knows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What is compared."""
+
+    fabric: Fabric
+    flows: Flows
+    traffic: str = "permutation"
+    broken: Break = UNBROKEN
+    paths: int = 0  # of the edge; 0 is 256, or fewer where that is too much for the fluid engine
+    converge_s: float = CONVERGE_S
+    watched: int | None = None  # a flow whose own rate matters: the victim of an incast
+    seed: int = 0
+    budget: Budget = BUDGET
+
+
+def compare(question: Question, runs: Callable[[Question], Iterator[Run]]) -> Iterator[dict[str, Any]]:
+    """Each way of sending with and without the failure, one after the other, as plain values."""
+    faults_of(question.broken)
+    whole = iter(runs(replace(question, broken=UNBROKEN)))
+    hit = iter(runs(question)) if question.broken.failed else None
+    for healthy in whole:
+        found = next(hit) if hit is not None else healthy
+        yield values(question, found, healthy)
+        if found.stopped:
+            return
+
+
+def fluid_runs(question: Question) -> Iterator[Run]:
+    """PFC off, PFC on, and the edge, by fair rates in stages of time."""
+    links, faults = links_of(question.fabric), faults_of(question.broken)
+    manners = fluid_manners(question)
+    for manner in manners:
+        afford(links, len(question.flows), manner.routing, question.budget)
+    for manner in manners:
+        yield fluid_run(question, manner, MRC, faults=faults)
+
+
+def fluid_run(question: Question, manner: Manner, wire: Wire, *, faults: Any) -> Run:
+    """One way of sending by the fluid engine."""
+    found = episode(question.fabric, question.flows, manner=manner, faults=faults, wire=wire)
+    return Run(
+        name=manner.name,
+        paths=manner.routing.paths,
+        recovery=manner.routing.recovery,
+        left_after_s=manner.react_s,
+        times_s=found.times_s,
+        course=Course(end_s=found.end_s, bits=found.bits),
+        lost=found.lost_packets,
+        touched=found.touched,
+        stopped=found.stopped,
+        more={"engine": "fluid", "spread": manner.routing.spread},
+    )
+
+
+def fluid_manners(question: Question) -> tuple[Manner, Manner, Manner]:
+    """RoCE without and with PFC, and MRC."""
+    planes, seed = question.fabric.planes, question.seed
+    hashed = Routing(spread="qp", paths=planes, planes="equal", recovery="conventional", seed=seed)
+    roce = Manner(name="RoCE, PFC off", routing=hashed, react_s=question.converge_s, go_back=True)
+    affordable = max(1, 4 * ROWS // (len(question.flows) * planes)) * planes
+    paths = question.paths or max(planes, min(PATHS // planes * planes, affordable))
+    edge = Manner(name="MRC, edge", routing=spray(paths, seed=seed), react_s=EDGE_RECOVERY_S)
+    return roce, replace(roce, name="RoCE, PFC on", pauses=True), edge
+
+
+def values(question: Question, run: Run, healthy: Run) -> dict[str, Any]:
+    """A run beside the same without the failure."""
+    faults = faults_of(question.broken)
+    at_s = min((fault.at_s for fault in faults), default=math.inf)
+    over_s = max((fault.until_s for fault in faults), default=math.inf)
+    back_s = min(at_s + run.left_after_s, over_s)
+    done = run.times_s[np.isfinite(run.times_s)]
+    return {
+        **asked_for(str(run.more["engine"]), question.fabric, question.traffic, question.flows, question.seed),
+        "transport": run.name,
+        "paths": run.paths,
+        "recovery": run.recovery,
+        "converge_s": run.left_after_s if run.recovery == "conventional" else None,
+        "left_after_s": run.left_after_s if faults else None,
+        "failed": list(question.broken.failed),
+        "left": question.broken.left,
+        "loss": question.broken.loss,
+        "before_gbps": run.course.gbps(0.0, at_s),
+        "during_gbps": run.course.gbps(at_s, back_s) if faults else None,
+        "after_gbps": run.course.gbps(back_s, math.inf) if faults else None,
+        "mean_s": float(done.mean()) if len(done) else math.inf,
+        "p99_s": float(np.percentile(done, 99)) if len(done) else math.inf,
+        "tail_s": float(run.times_s.max()),
+        "healthy_tail_s": float(healthy.times_s.max()),
+        "later_s": _later_s(run.times_s, healthy.times_s),
+        "finished_flows": len(done),
+        "lost": round(run.lost),
+        "touched_flows": run.touched,
+        **_watched(question, run),
+        "bars": run.course.bars(),
+        "throughput_over_time": run.course.series(),
+        "stopped": run.stopped,
+        **run.more,
+    }
+
+
+def _later_s(times_s: Floats, healthy_s: Floats) -> float:
+    """How much later the flow is that suffers most; infinite where one is never done."""
+    both = np.isfinite(healthy_s)
+    return float(np.max(times_s[both] - healthy_s[both])) if both.any() else math.nan
+
+
+def _watched(question: Question, run: Run) -> dict[str, float]:
+    """The mean rate of the flow that is watched, as a share of its NIC's payload rate."""
+    if question.watched is None:
+        return {}
+    rate = 8.0 * float(question.flows.nbytes[question.watched]) / float(run.times_s[question.watched])
+    best = question.fabric.nic_gbps * 1e9 * MRC.payload_bytes / (MRC.payload_bytes + MRC.header_bytes)
+    return {"victim_gbps": rate / 1e9, "victim_share": rate / best}
+
+
+def checked_converge_s(converge_s: float | None, usual_s: float) -> float:
+    """Seconds of convergence; raises UserError for what is no time."""
+    if converge_s is None:
+        return usual_s
+    if not 0 < converge_s < math.inf:
+        raise mistake("--converge", f"{converge_s:g} seconds", fix="use 1, or 0.1")
+    return converge_s

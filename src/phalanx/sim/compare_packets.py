@@ -1,0 +1,61 @@
+"""The comparison of `compare.py`, packet by packet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from phalanx.network.fabric.types import Fabric
+from phalanx.sim.compare import Question, Run
+from phalanx.sim.failures import faults_of
+from phalanx.sim.packets.result import PacketResult
+from phalanx.sim.packets.transport import Transport, in_slots
+from phalanx.sim.simulate_packets import compared, counts, course_of, recovery_of, run_packets, too_late
+
+# A second of a small fabric is a minute of CPU, because every slot costs. Ten milliseconds show the same stall; each
+# second more of convergence is a second more of it.
+CONVERGE_S = 0.01
+
+
+def packet_runs(question: Question) -> Iterator[Run]:
+    """Conventional transports and the edge."""
+    faults = faults_of(question.broken)
+    for transport in compared(question.fabric, paths=question.paths, converge_s=question.converge_s):
+        found = run_packets(
+            question.fabric, question.flows, transport, faults, seed=question.seed, budget=question.budget
+        )
+        late = too_late(question.broken, faults, found.simulated_s)
+        yield _run(question.fabric, transport, found, late)
+
+
+def _run(fabric: Fabric, transport: Transport, found: PacketResult, late: list[str]) -> Run:
+    return Run(
+        name=transport.name,
+        paths=transport.paths,
+        recovery=recovery_of(transport),
+        left_after_s=_left_after_s(fabric, transport),
+        times_s=np.where(np.isfinite(found.fct_s), found.fct_s, math.inf),
+        course=course_of(found),
+        lost=float(found.lost),
+        touched=found.touched_by_loss,
+        stopped=found.stopped if found.stopped in ("interrupted", "CPU budget") else "",
+        more={
+            "engine": "packets",
+            "spread": transport.spray,
+            "failed_too_late": late,
+            "simulated_s": found.simulated_s,
+            "cpu_s": found.cpu_s,
+            **{key: value for key, value in counts(found).items() if key not in ("lost", "touched_flows")},
+        },
+    )
+
+
+def _left_after_s(fabric: Fabric, transport: Transport) -> float:
+    """The sender's own clock, or that of routing."""
+    if transport.recovery == "edge":
+        slots = in_slots(fabric, replace(transport), planes=fabric.planes)
+        return slots.timeout * slots.slot_s
+    return transport.converge_s

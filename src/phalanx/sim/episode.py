@@ -1,0 +1,257 @@
+"""A failure in time, by the fluid engine: rates before it, while nobody knows, once it is bypassed, and after it.
+
+Rates are fair in each of these stages, and change at once between them. Until a dead part is known, what is sent over
+it is lost: sprayed flows go on sending, a queue pair sends what it has and then waits. A part that only loses packets
+keeps its speed; routing never learns of it, senders do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.network.fabric.types import Fabric
+from phalanx.sim.failures import fault_links
+from phalanx.sim.fill import fill
+from phalanx.sim.fluid import Case, Parts, case_of, parts_of
+from phalanx.sim.links import Floats, Ints, Links, links_of
+from phalanx.sim.matrices import Flows
+from phalanx.sim.packets.faults import Fault
+from phalanx.sim.pauses import paused
+from phalanx.sim.routes import Routing, route
+from phalanx.sim.wire import MRC, Wire
+
+BATCH = 0.01  # of the time: flows that finish within it leave together, as in `fluid.complete`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manner:
+    """How connections send and recover."""
+
+    name: str
+    routing: Routing
+    react_s: float  # from a failure until its paths are left; infinite where nobody reacts
+    pauses: bool = False  # PFC
+    go_back: bool = False  # a lost packet is sent again with all that followed it (RoCE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Episode:
+    """What happened. Times are infinite for flows that are never done."""
+
+    times_s: Floats
+    end_s: Floats = field(repr=False)  # of each piece of time in which rates stay the same
+    bits: Floats = field(repr=False)  # of payload delivered in it
+    lost_packets: float
+    touched: int  # flows that had a path over something broken while they were sending
+    stopped: str = ""  # "interrupted"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stage:
+    """A stretch of time in which nothing breaks, returns or is found out."""
+
+    begin_s: float
+    end_s: float
+    share: Floats  # of each link's capacity
+    avoided: Floats | None  # 0 where nobody goes any more
+    doomed: NDArray[np.bool_] | None  # dead, and not known yet
+    loss: Floats | None
+
+
+@dataclass(kw_only=True, slots=True)
+class _Account:
+    """What is left to do, and what was done."""
+
+    left: Floats
+    times: Floats
+    now: float = 0.0
+    lost_bits: float = 0.0
+    ends: list[float] = field(default_factory=list)
+    bits: list[float] = field(default_factory=list)
+
+
+def episode(
+    fabric: Fabric,
+    flows: Flows,
+    *,
+    manner: Manner,
+    faults: Sequence[Fault] = (),
+    wire: Wire = MRC,
+) -> Episode:
+    """Flows that start together, and what breaks meanwhile."""
+    links = links_of(fabric)
+    wire_bits = 8.0 * wire.wire_bytes(flows.nbytes)
+    account, parts, hops = None, None, np.zeros(len(flows), dtype=np.int64)
+    touched, stopped = np.zeros(len(flows), dtype=bool), ""
+    try:
+        for stage in _stages(links, faults, manner):
+            case = _case(links, flows, manner, stage, wire)
+            if account is None or parts is None:
+                parts = parts_of(case, wire_bits, manner.routing)
+                account = _Account(left=parts.bits.copy(), times=np.full(len(parts.bits), np.inf))
+                np.maximum.at(hops, case.owner, case.routes.hops)
+            useful, lost = _fates(links, case, stage, manner, wire)
+            moving = np.isinf(account.times[parts.of_row])
+            touched[case.owner[moving & (lost > 0)]] = True
+            _advance(account, case, parts, stage, manner, useful, lost)
+            if not np.isinf(account.times).any():
+                break
+    except KeyboardInterrupt:
+        stopped = "interrupted"
+    if account is None or parts is None:
+        raise KeyboardInterrupt  # before the first rates: nothing is finished
+    return _episode(fabric, flows, wire, account, parts, hops, touched, stopped)
+
+
+def _episode(
+    fabric: Fabric,
+    flows: Flows,
+    wire: Wire,
+    account: _Account,
+    parts: Parts,
+    hops: Ints,
+    touched: NDArray[np.bool_],
+    stopped: str,
+) -> Episode:
+    done = np.zeros(len(flows))
+    np.maximum.at(done, parts.flow, account.times)
+    payload = float(flows.nbytes.sum() / wire.wire_bytes(flows.nbytes).sum())
+    nobody = np.zeros(len(flows), dtype=bool)
+    return Episode(
+        times_s=done + wire.latency_s(flows.nbytes, hops, fabric.port_gbps, nobody),
+        end_s=np.array(account.ends),
+        bits=payload * np.array(account.bits),
+        lost_packets=account.lost_bits / (8.0 * (wire.payload_bytes + wire.header_bytes)),
+        touched=int(touched.sum()),
+        stopped=stopped,
+    )
+
+
+def _stages(links: Links, faults: Sequence[Fault], manner: Manner) -> Iterator[_Stage]:
+    hits = [fault_links(links, fault) for fault in faults]
+    edges = {0.0, math.inf}
+    for fault in faults:
+        edges |= {fault.at_s, fault.until_s}
+        if fault.at_s + manner.react_s < fault.until_s:
+            edges.add(fault.at_s + manner.react_s)
+    times = sorted(edges)
+    for begin, end in itertools.pairwise(times):
+        yield _stage(links, list(zip(faults, hits, strict=True)), manner, begin, end)
+
+
+def _stage(links: Links, faults: list[tuple[Fault, Ints]], manner: Manner, begin: float, end: float) -> _Stage:
+    share, avoided, loss = np.ones(links.count), np.ones(links.count), np.zeros(links.count)
+    doomed = np.zeros(links.count, dtype=bool)
+    for fault, hit in faults:
+        if not fault.at_s <= begin < fault.until_s:
+            continue
+        known = begin >= fault.at_s + manner.react_s
+        if fault.loss > 0:
+            loss[hit] = 1 - (1 - loss[hit]) * (1 - fault.loss)
+            if known and manner.routing.recovery == "edge":
+                avoided[hit] = 0.0
+        elif fault.left > 0:
+            share[hit] = fault.left
+        elif known:
+            share[hit] = avoided[hit] = 0.0
+        else:
+            doomed[hit] = True
+    return _Stage(
+        begin_s=begin,
+        end_s=end,
+        share=share,
+        avoided=avoided if (avoided < 1).any() else None,
+        doomed=doomed if doomed.any() else None,
+        loss=loss if loss.any() else None,
+    )
+
+
+def _case(links: Links, flows: Flows, manner: Manner, stage: _Stage, wire: Wire) -> Case:
+    routes = route(links, flows, manner.routing, stage.avoided)
+    case = case_of(links, routes, links.capacity() * stage.share, manner.routing)
+    pulls = wire.pulls(len(case.owner), manner.routing.seed)
+    return replace(case, table=replace(case.table, pull=pulls))
+
+
+def _fates(links: Links, case: Case, stage: _Stage, manner: Manner, wire: Wire) -> tuple[Floats, Floats]:
+    """Of what each row sends: the share that counts, and the share that is lost."""
+    rows, hops = len(case.owner), case.routes.links
+    survives = np.ones(rows)
+    if stage.loss is not None:
+        survives = np.append(1 - stage.loss, 1.0)[hops].prod(axis=1)  # -1, a hop that is not there, reads the last
+    useful = _went_back(survives, links.fabric, wire) if manner.go_back else survives.copy()
+    if stage.doomed is not None:
+        dead = np.append(stage.doomed, False)[hops].any(axis=1)
+        useful[dead] = survives[dead] = 0.0
+    return useful, 1 - survives
+
+
+def _went_back(survives: Floats, fabric: Fabric, wire: Wire) -> Floats:
+    """Go-back-N: every loss costs what was under way, one bandwidth-delay product of the port."""
+    trip_s = 2 * (wire.base_s + (fabric.hops + 1) * wire.link_s)
+    under_way = max(1.0, trip_s * fabric.port_gbps * 1e9 / (8.0 * (wire.payload_bytes + wire.header_bytes)))
+    return np.asarray(survives / (survives + (1 - survives) * under_way))
+
+
+def _advance(
+    account: _Account, case: Case, parts: Parts, stage: _Stage, manner: Manner, useful: Floats, lost: Floats
+) -> None:
+    """Drain until the stage ends or nothing moves."""
+    rows = np.flatnonzero(np.isinf(account.times[parts.of_row]))
+    if manner.routing.recovery != "edge" and stage.doomed is not None:
+        rows = _wait(account, case, parts, stage, useful, rows)
+    while len(rows) and account.now < stage.end_s:
+        rates = _rates(case, rows, manner)
+        leaves = _step(account, parts, stage.end_s, rows, rates, useful[rows], lost[rows])
+        if leaves is None:
+            break
+        rows = rows[~leaves[parts.of_row[rows]]]
+    account.now = max(account.now, stage.end_s) if math.isfinite(stage.end_s) else account.now
+
+
+def _wait(account: _Account, case: Case, parts: Parts, stage: _Stage, useful: Floats, rows: Ints) -> Ints:
+    """Queue pairs on dead paths send what they have, lose it, and wait; the others go on."""
+    dead = useful[rows] <= 0
+    rates = fill(case.table.some(rows), case.capacity)[dead]
+    sent = np.minimum(rates * (stage.end_s - stage.begin_s), account.left[parts.of_row[rows[dead]]])
+    account.lost_bits += float(sent.sum())
+    return rows[~dead]
+
+
+def _rates(case: Case, rows: Ints, manner: Manner) -> Floats:
+    table = case.table.some(rows)
+    rates = fill(table, case.capacity)
+    return paused(table, rates, case.capacity) if manner.pauses else rates
+
+
+def _step(
+    account: _Account, parts: Parts, end_s: float, rows: Ints, rates: Floats, useful: Floats, lost: Floats
+) -> NDArray[np.bool_] | None:
+    """Until the next parts are done; None when the stage ended first or nothing moves."""
+    speed: Floats = np.bincount(parts.of_row[rows], weights=rates * useful, minlength=len(account.left)).astype(float)
+    needs = np.divide(account.left, speed, out=np.full(len(speed), np.inf), where=speed > 0)
+    first, now = float(needs.min()), account.now
+    if now + first > end_s or not np.isfinite(first):
+        if np.isfinite(end_s):
+            _keep(account, end_s - now, speed, needs, rates * lost)
+        return None
+    leaves = needs <= min(first + BATCH * (now + first), end_s - now)
+    step = float(needs[leaves].max())
+    account.times[leaves] = now + needs[leaves]
+    _keep(account, step, speed, needs, rates * lost)
+    return np.asarray(leaves)
+
+
+def _keep(account: _Account, step: float, speed: Floats, needs: Floats, losing: Floats) -> None:
+    moved = speed * np.minimum(needs, step, where=speed > 0, out=np.zeros(len(speed)))
+    account.left = np.where(np.isinf(account.times), account.left - moved, np.inf)
+    account.lost_bits += float(losing.sum()) * step
+    account.now += step
+    account.ends.append(account.now)
+    account.bits.append(float(moved.sum()))

@@ -1,0 +1,93 @@
+"""Named failures, each on traffic that lasts a little longer than it takes to notice them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.errors import mistake, nearest
+from phalanx.network.fabric.types import Fabric
+from phalanx.sim.failures import Break
+from phalanx.sim.links import links_of
+from phalanx.sim.matrices import Flows, flows
+
+LASTS_S = 200e-6  # of a host's traffic at line rate, so that a failure after 50 µs meets it
+SENDERS = 7  # arXiv:2605.04333 section 5.2.8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scenario:
+    """A failure by name."""
+
+    name: str
+    what: str
+    broken: Break = Break()
+    tiers: int = 1  # that a fabric must have
+    incast: bool = False
+
+
+SCENARIOS = {
+    one.name: one
+    for one in (
+        Scenario(
+            name="link-flap",
+            what="a T0-T1 link is down for a millisecond",
+            broken=Break(failed=("link:0/0/0@50us..1ms",)),
+            tiers=2,
+        ),
+        # Forwarding was back after two minutes (arXiv:2605.04333 section 5.1): longer than any transfer here.
+        Scenario(name="t1-reboot", what="a T1 switch stops", broken=Break(failed=("t1:0/0@50us",)), tiers=2),
+        Scenario(name="t0-loss", what="a T0 switch stops", broken=Break(failed=("t0:0/0@50us",))),
+        Scenario(name="nic-port", what="one port of a NIC dies", broken=Break(failed=("nic:0/0@50us",))),
+        Scenario(
+            name="transceiver",
+            what="all lanes of a NIC are down for a millisecond",
+            broken=Break(failed=("transceiver:0@50us..1ms",)),
+        ),
+        Scenario(  # one entropy value given 20 % loss: section 5.2.4
+            name="grey-path",
+            what="a T0-T1 link loses 20 % of its packets, and stays up",
+            broken=Break(failed=("link:0/0/0@50us",), loss=0.2),
+            tiers=2,
+        ),
+        Scenario(  # section 5.2.7
+            name="grey-all", what="every path loses 1 % of its packets", broken=Break(failed=("all",), loss=0.01)
+        ),
+        Scenario(name="incast", what="7 hosts send to one, beside a victim", incast=True),
+    )
+}
+ALL = "all"
+
+
+def chosen(name: str, fabric: Fabric) -> tuple[Scenario, ...]:
+    """The scenario of a name, or all that a fabric can have; raises UserError."""
+    if name == ALL:
+        return tuple(one for one in SCENARIOS.values() if one.tiers <= fabric.tiers)
+    if name not in SCENARIOS:
+        guess = nearest(name, [*SCENARIOS, ALL])
+        fix = f"use {guess}" if guess else f"use {', '.join(SCENARIOS)} or {ALL}"
+        raise mistake("--scenario", f'there is no "{name[:40]}"', fix=fix)
+    one = SCENARIOS[name]
+    if one.tiers > fabric.tiers:
+        what = f"{fabric.name} has one tier: it has neither T0-T1 links nor T1 switches"
+        raise mistake("--scenario", what, fix="use nic-port, t0-loss or transceiver, or a fabric of two tiers")
+    return (one,)
+
+
+def usual_bytes(fabric: Fabric) -> float:
+    """What a host sends in the time that scenarios last."""
+    return float(round(fabric.nic_gbps * 1e9 / 8 * LASTS_S))
+
+
+def incast_beside(fabric: Fabric, nbytes: float, *, senders: int = SENDERS) -> Flows:
+    """Hosts under one T0 to one host under another, and a victim, the last flow, from a further host of the first T0
+    to a neighbour of the crowded one: it shares switches with the crowd, but neither its sender nor its receiver."""
+    if fabric.hosts < senders + 3:
+        what = f"{fabric.hosts} hosts are too few for {senders} senders, their receiver and a victim"
+        raise mistake("incast", what, fix=f"use a fabric of at least {senders + 3} hosts")
+    home = links_of(fabric).host_t0(np.arange(fabric.hosts))
+    near = np.argsort(home, kind="stable")  # hosts by their T0
+    source = near[: senders + 1]
+    target = np.append(np.full(senders, near[-1]), near[-2])
+    return flows(source, target, nbytes)
