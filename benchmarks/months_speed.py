@@ -14,7 +14,8 @@ from pathlib import Path
 
 from phalanx.job.load import load
 from phalanx.plan.make import plan
-from phalanx.sim.months.policy import Edge, Policy, policy
+from phalanx.sim.months.network import Network
+from phalanx.sim.months.policy import Policy, policy
 from phalanx.sim.months.run import runs
 from phalanx.units import DAY_S
 
@@ -26,7 +27,7 @@ REPEATS = 3
 def cases() -> dict[str, Policy]:
     """Llama 3.1 405B's plan, at its own failure rate and at that of eight times the hosts."""
     made = plan(load(LLAMA))
-    usual, edge = policy(made), policy(made, edge=Edge())
+    usual, edge = policy(made), policy(made, network=Network(edge=True))
     return {
         "16,384 GPUs": usual,
         "131,072 GPUs": replace(usual, mtbf_s=usual.mtbf_s / 8, spares=81),

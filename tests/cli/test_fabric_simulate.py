@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from phalanx.cli.main import main
+from phalanx.sim.episode import episode
+from phalanx.sim.fill import fill
 from phalanx.sim.packets import kernel
-from phalanx.sim.packets.build import build
+from phalanx.sim.scenarios import SCENARIOS
 
 SMALL = "clos2:32x100G/1p/8"
 
@@ -50,10 +54,21 @@ def test_json_is_repeatable(capsys: pytest.CaptureFixture[str]) -> None:
         (["--bytes", "many"], "--bytes"),
         (["--seed", "-1"], "below zero"),
         (["--fail", "t1:0/77"], "there is no (0, 77)"),
-        (["--fail", "t1:0/1@5us"], "need --engine packets"),
+        (["--fail", "t1:0/1@5us", "--routing", "all"], "use --routing adaptive"),
+        (["--fail", "t1:0/1@5us", "--converge", "0"], "0 seconds"),
+        (["--fail", "t9:0/1"], "names no part of a fabric"),
+        (["--fail", "t1:0/1@5us", "--recovery", "egde"], "use edge"),
+        (["--pfc", "--routing", "adaptive"], "use --routing qp, or flow"),
+        (["--dcqcn"], "add --engine packets"),
         (["--routing", "qp", "--paths", "-2"], "-2 paths per flow"),
-        (["--converge", "1"], "add --engine packets"),
-        (["--engine", "fluid", "--compare"], "convergence takes time"),
+        (["--converge", "1"], "--recovery conventional"),
+        (["--routing", "adaptive", "--paths", "4096", "--cpu", "0.1"], "the budget is 0 s"),
+        (["--scenario", "t1-rebot"], "use t1-reboot"),
+        (["--scenario", "all", "--fail", "t1:0/1"], "use --compare for your own"),
+        (["--scenario", "incast", "--bytes", "0"], "a transfer of 0 bytes"),
+        (["--traffic", "none.csv"], "none.csv: cannot be read"),
+        (["--traffic", "none.csv", "--bytes", "2M"], "leave out --bytes"),
+        (["--traffic", "none.toml"], "none.toml"),
         (["--cm", "none.cm"], "none.cm: cannot be read"),
         (["--cm", "none.cm", "--bytes", "2M"], "leave out --traffic and --bytes"),
         (["--engine", "packets", "--wire", "mrc"], "--transport mrc or htsim"),
@@ -67,8 +82,9 @@ def test_json_is_repeatable(capsys: pytest.CaptureFixture[str]) -> None:
         (["--engine", "packets", "--bytes", "9T"], "the engine counts to"),
         (["--engine", "packets", "--bytes", "20M", "--cpu", "0.1"], "the budget is 0 s"),
         (["--engine", "packets", "--converge", "1"], "waits for no routing"),
-        (["--compare", "--fail", "t1:0/1", "--converge", "9"], "slots of 341 ns on 256 links"),
-        (["--compare", "--recovery", "edge"], "--compare chooses it for both"),
+        (["--engine", "packets", "--transport", "mrc", "--pfc"], "add --transport roce"),
+        (["--engine", "packets", "--compare", "--fail", "t1:0/1", "--converge", "9"], "or use --engine fluid"),
+        (["--compare", "--recovery", "edge"], "leave one of the two out"),
     ],
 )
 def test_mistakes_end_with_two_and_a_fix(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,17 +110,71 @@ def test_one_path_is_slower_than_many(capsys: pytest.CaptureFixture[str]) -> Non
     assert flow["mean_s"] > 1.1 * qp["mean_s"]
 
 
-def test_edge_recovery_beside_convergence(capsys: pytest.CaptureFixture[str]) -> None:
-    words = (SMALL, "--compare", "--fail", "t1:0/1@20us", "--converge", "0.02")
-    conventional, edge = json.loads(call(capsys, "simulate", *words, "--json"))["compare"]
-    assert (conventional["recovery"], edge["recovery"]) == ("conventional", "edge")
-    assert conventional["tail_s"] > 0.02 > 20 * edge["tail_s"]
-    assert conventional["lost"] > 0
+@pytest.mark.parametrize("engine", ["fluid", "packets"])
+def test_edge_recovery_beside_convergence(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (SMALL, "--engine", engine, "--compare", "--bytes", "1M", "--fail", "t1:0/1@20us", "--converge", "0.02")
+    off, on, edge = json.loads(call(capsys, "simulate", *words, "--json"))["compare"]
+    assert (off["transport"], on["transport"], edge["transport"]) == ("RoCE, PFC off", "RoCE, PFC on", "MRC, edge")
+    assert (off["recovery"], on["recovery"], edge["recovery"]) == ("conventional", "conventional", "edge")
+    assert off["recovered_after_s"] >= 0.02 > 100 * edge["recovered_after_s"]
+    for conventional in (off, on):
+        assert conventional["tail_s"] > 0.02 > 20 * edge["tail_s"]
+        assert conventional["later_s"] > 0.015 > 20 * edge["later_s"]
+        assert conventional["lost"] > 0
+        assert conventional["during_gbps"] < 0.2 * conventional["before_gbps"]
     assert edge["lost"] > 0
-    assert edge["touched_by_loss_flows"] > conventional["touched_by_loss_flows"]
-    text = call(capsys, "simulate", *words)
-    assert "broken: t1:0/1@20us at 0%" in text
-    assert "conventional, 20.0 ms" in text
+    assert edge["touched_flows"] > on["touched_flows"]
+    delivered = np.diff([0.0, *(one["until_s"] for one in edge["throughput_over_time"])])
+    rates = [one["gbps"] for one in edge["throughput_over_time"]]
+    assert sum(delivered * rates) == pytest.approx(8e-9 * 32e6, rel=0.02)
+
+
+def test_scenarios_are_one_table_or_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    fabric = "clos2:64x800G/8p/16/wide"
+    text = call(capsys, "simulate", fabric, "--scenario", "t1-reboot")
+    assert "t1-reboot: a T1 switch stops" in text
+    assert "broken: t1:0/0@50us at 0%" in text
+    assert "time to recover" in text
+    assert "█" in text
+    assert "phalanx sim JOB --fabric clos2:64x800G/8p/16/wide --break t1" in text
+    every = call(capsys, "simulate", fabric, "--scenario", "all")
+    for name in SCENARIOS:
+        assert f"\n  {name} " in every
+    assert "victim of the incast: PFC off" in every
+    made = {one["scenario"]: one["compare"] for one in found(capsys, fabric, "--scenario", "all")["scenarios"]}
+    assert set(made) == set(SCENARIOS)
+    assert [math.isinf(float(one["tail_s"])) for one in made["nic-port"]] == [True, True, False]
+    assert made["incast"][2]["victim_share"] > 0.99
+    assert made["incast"][1]["victim_share"] < 0.75
+    assert "link-flap" not in call(capsys, "simulate", "clos1:12x800G/8p/512", "--scenario", "all")
+    assert main(["fabric", "simulate", "clos1:12x800G/8p/512", "--scenario", "link-flap"]) == 2
+
+
+def test_the_fluid_engine_has_time_too(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("clos2:64x800G/8p/16", "--bytes", "20M", "--fail", "nic:0/0@50us..1ms")
+    edge = found(capsys, *words)
+    assert edge["spread"] == "adaptive"
+    assert edge["finished_flows"] == 64
+    assert edge["healthy_tail_s"] < edge["tail_s"] < 1.2 * edge["healthy_tail_s"]
+    hashed = found(capsys, *words, "--routing", "qp", "--pfc", "--converge", "0.5")
+    assert hashed["recovered_after_s"] == pytest.approx(950e-6)
+    assert hashed["tail_s"] > 1e-3
+    assert "time to recover" in call(capsys, "simulate", *words)
+
+
+def test_traffic_of_a_file_and_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "m.csv").write_text("src,dst,bytes\n0,5,1M\n5,9,3000000\n")
+    made = found(capsys, SMALL, "--traffic", str(tmp_path / "m.csv"))
+    assert (made["flows"], made["bytes_total"], made["traffic"]) == (2, 4e6, "m.csv")
+    job = Path(__file__).parents[2] / "examples" / "llama-3-8b-64xH100.toml"
+    assert main(["fabric", "simulate", "clos2:64x400G/1p/32", "--traffic", f"{job}:data", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["flows"] == 64
+    assert "data: reduce-scatter + all-gather, 64 flows" in err
+    assert main(["fabric", "simulate", "clos2:64x400G/1p/32", "--traffic", f"{job}:tensor"]) == 2
+    assert "sends nothing between hosts" in capsys.readouterr().err
+    assert main(["fabric", "simulate", SMALL, "--traffic", str(job)]) == 2
+    assert "use a fabric of at least 64 NICs" in capsys.readouterr().err
 
 
 def test_without_recovery_flows_stay_unfinished(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,10 +209,9 @@ def test_ctrl_c_prints_what_is_finished(capsys: pytest.CaptureFixture[str], monk
         return advance(*args)
 
     monkeypatch.setattr(kernel, "advance", stop_at_ten)
-    assert main(["fabric", "simulate", SMALL, "--compare", "--traffic", "ring"]) == 130
+    assert main(["fabric", "simulate", SMALL, "--engine", "packets", "--traffic", "ring", "--bytes", "1M"]) == 130
     out, err = capsys.readouterr()
-    assert "ECMP" in out
-    assert "MRC" not in out
+    assert "flows unfinished" in out
     assert "stopped (interrupted): 0 of 32 flows are finished" in err
 
 
@@ -151,15 +220,34 @@ def test_ctrl_c_between_two_keeps_the_first(
 ) -> None:
     calls = []
 
-    def stop_the_second(*args: Any, **words: Any) -> object:
+    def stop_the_third(*args: Any, **words: Any) -> object:
         calls.append(1)
-        if len(calls) == 2:
+        if len(calls) == 3:
             raise KeyboardInterrupt
-        return build(*args, **words)
+        return episode(*args, **words)
 
-    monkeypatch.setattr("phalanx.sim.packets.run.build", stop_the_second)
+    monkeypatch.setattr("phalanx.sim.compare.episode", stop_the_third)
     assert main(["fabric", "simulate", SMALL, "--compare", "--traffic", "ring"]) == 130
-    assert "ECMP" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "PFC on" in out
+    assert "MRC" not in out
+
+
+def test_ctrl_c_while_flows_finish(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def stop_the_fourth(*args: Any, **words: Any) -> object:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return fill(*args, **words)
+
+    monkeypatch.setattr("phalanx.sim.fluid.fill", stop_the_fourth)
+    assert main(["fabric", "simulate", SMALL, "--routing", "flow"]) == 130
+    out, err = capsys.readouterr()
+    assert "last never" in out
+    assert "of 32 flows are finished" in err
+    assert "stopped (interrupted)" in err
 
 
 def test_files_of_htsim_give_what_the_fabric_itself_gives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +270,8 @@ def test_failures_of_a_matrix_are_simulated_or_said(tmp_path: Path, capsys: pyte
     assert packets["failed"] == ["t1link:0/0/1"]
     assert packets["lost"] > 0
     fluid = found(capsys, "clos3:16x100G/1p/4", "--cm", str(cm))
-    assert fluid["not_mapped"] == ["1 dead AGG uplinks: only with --engine packets"]
+    assert fluid["failed"] == ["t1link:0/0/1"]
+    assert fluid["not_mapped"] == []
 
 
 def test_an_export_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from phalanx.cli import sim_months
 from phalanx.cli.main import main
 from phalanx.sim.months import run as months
 
@@ -69,6 +70,20 @@ def test_json_repeats_with_the_seed(job, capsys):
             ["--days", "9", "--edge-recovery", "--planes", "1"],
             "phalanx sim: --planes 1 with --edge-recovery\n  a NIC of one plane loses everything with its link",
         ),
+        (["--days", "9", "--planes", "0"], "phalanx sim: --planes 0 is out of range\n  use 1 to 1024\n"),
+        (
+            ["--days", "9", "--fabric", "clos2:32x400G/4p/8", "--planes", "8"],
+            "phalanx sim: --planes 8, and clos2:32x400G/4p/8 has 4\n  leave --planes out: the fabric says it\n",
+        ),
+        (
+            ["--days", "9", "--fabric", "clos2:16x400G/4p/8"],
+            "fabric clos2:16x400G/4p/8: it has 16 NICs, and the plan has 32 devices with one each\n",
+        ),
+        (["--days", "9", "--fabric", "none.toml"], "none.toml: no such file\n"),
+        (
+            ["--days", "9", "--compare", "--levers"],
+            "phalanx sim: --compare and --levers are two tables\n  leave one of them out\n",
+        ),
         (
             ["--days", "3653", "--runs", "10000", "--cluster", "8xH100:8"],
             "phalanx sim: 10,000 runs of 3653 days would see 146,120,000 failures\n"
@@ -89,6 +104,47 @@ def test_all_wrong_options_at_once(job, capsys):
     assert main(["sim", job, "--days", "-1", "--runs", "0", "--repair-hours", "-2"]) == 2
     err = capsys.readouterr().err
     assert all(f"{option} " in err for option in ("--days", "--runs", "--repair-hours"))
+
+
+def test_a_fabric_brings_its_planes_links_and_switches(job, capsys):
+    options = ["--days", "90", "--fabric", "clos2:32x400G/4p/8", "--edge-recovery", "--json"]
+    assert main(["sim", job, *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["fabric"], found["planes"], found["edge"]) == ("clos2:32x400G/4p/8", 4, True)
+    rates = {one["cause"]: one for one in found["rates"]}
+    assert {"link", "uplink", "T0 switch", "T1 switch"} < rates.keys()
+    assert rates["T0 switch"]["units"] == 4 * 8
+    assert all(one["source"] for one in rates.values())
+    assert found["by_cause"]["link"] == 0
+
+
+def test_planes_without_effect_are_warned_of(job, capsys):
+    assert main(["sim", job, "--days", "5", "--runs", "2", "--planes", "4"]) == 0
+    assert "warning: phalanx sim: --planes has no effect" in capsys.readouterr().err
+
+
+def test_compare_is_one_table(job, capsys):
+    assert main(["sim", job, "--days", "20", "--runs", "3", "--compare"]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 1 + 1 + 6 + 2
+    assert "the same failures in every row (3 runs each, seed 0)" in out
+    assert main(["sim", job, "--days", "20", "--runs", "3", "--compare", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(one["recovery_s"], one["edge"]) for one in rows][:2] == [(600.0, False), (600.0, True)]
+
+
+def test_ctrl_c_shows_finished_rows(job, capsys, monkeypatch):
+    stopped_after(monkeypatch, 5)
+    assert main(["sim", job, "--days", "5", "--runs", "2", "--compare"]) == 130
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 1 + 1 + 2 + 2
+    assert err == "stopped by Ctrl-C: 2 of 6 rows are finished, and shown\n"
+
+
+def test_a_long_run_is_announced(job, capsys, monkeypatch):
+    monkeypatch.setattr(sim_months, "FAILURES_PER_S", 1)
+    assert main(["sim", job, "--days", "20", "--runs", "3"]) == 0
+    assert capsys.readouterr().err.startswith("about 120 failures: 120 s\n")
 
 
 def test_levers(job, capsys):

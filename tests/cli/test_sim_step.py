@@ -5,6 +5,7 @@ import json
 import pytest
 
 from phalanx.cli.main import main
+from phalanx.sim.step import breaks, report
 
 JOB = """\
 name = "small"
@@ -59,7 +60,12 @@ def test_json_is_one_document_without_spans(job, capsys):
         (["--fabric", "clos2:16x400G/1p/64"], "it has 16 NICs, and the plan has 32 devices"),
         (["--fabric", "ring"], 'fabric: "ring" is not a fabric'),
         (["--break", "link"], "non-blocking has one tier"),
+        (["--break", "grey"], "non-blocking has one tier"),
         (["--days", "9", "--trace", "x.json"], "phalanx sim: --trace belongs to one step, --days to months"),
+        (["--days", "9", "--routing", "ecmp"], "  use --edge-recovery for spraying with recovery at the edge"),
+        (["--compare"], "phalanx sim: --compare belongs to months, not to one step\n  add --days 90"),
+        (["--outage", "5"], "phalanx sim: --outage without --break: nothing fails"),
+        (["--break", "nic", "--outage", "0"], "phalanx sim: --outage 0 is out of range\n  use seconds above 0"),
     ],
 )
 def test_mistakes(job, options, message, capsys):
@@ -67,3 +73,27 @@ def test_mistakes(job, options, message, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert message in err
+
+
+def test_a_missing_part_is_told_before_anything_is_simulated(job, capsys, monkeypatch):
+    monkeypatch.setattr(report, "_report", None)
+    assert main(["sim", job, "--break", "t1"]) == 2
+    assert "non-blocking has one tier" in capsys.readouterr().err
+
+
+def test_ctrl_c_during_a_break_leaves_the_step(job, capsys, monkeypatch):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(breaks, "aftermath", stopped)
+    assert main(["sim", job, "--fabric", "clos2:32x400G/4p/8", "--break", "t1"]) == 130
+    out, err = capsys.readouterr()
+    assert "WHERE THE TIME GOES" in out
+    assert "WHEN" not in out
+    assert err.endswith("stopped by Ctrl-C: the step is finished, and shown; what a failure does to it is not\n")
+
+
+def test_a_fabric_that_carries_nothing_is_said(job, capsys):
+    alone = ["--cluster", "8xH100", "--set", "parallel.pipeline=1"]
+    assert main(["sim", job, *alone, "--fabric", "clos2:32x400G/4p/8"]) == 0
+    assert "nothing of this step leaves a fast domain, so the fabric carries nothing" in capsys.readouterr().out

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from phalanx.cli import fabric_design, fabric_export, fabric_simulate
+from phalanx.cli import fabric_collective, fabric_design, fabric_export, fabric_simulate
 from phalanx.cli.fabric_plain import fabric_plain, gpus_of, value_plain
 from phalanx.cli.options import add_json
 from phalanx.cli.output import note, print_json
+from phalanx.errors import mistake
+
+if TYPE_CHECKING:
+    from phalanx.network.fabric.decisions import Decisions
 
 WHERE = "phalanx fabric"
 
@@ -28,11 +33,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     fabric_simulate.configure(simulate)
     export = verbs.add_parser("export", help="a fabric and its traffic as .topo and .cm files of htsim")
     fabric_export.configure(export)
+    collective = verbs.add_parser("collective", help="which algorithm and protocol NCCL picks, and how long it takes")
+    fabric_collective.configure(collective)
 
 
 def _configure_decisions(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpus", metavar="N", required=True, help="GPUs to join, one NIC each")
-    parser.add_argument("--nic-gbps", metavar="G", type=float, default=800.0, help="speed of a NIC (800)")
+    parser.add_argument("--gpus", metavar="N", help="GPUs to join, one NIC each")
+    parser.add_argument("--fabric", metavar="F", help="of this fabric instead: a short form, a .toml file or a name")
+    parser.add_argument("--nic-gbps", metavar="G", type=float, help="speed of a NIC (800)")
     parser.add_argument("--switch", metavar="NAME", help="the box whose ports are split (Spectrum-5)")
     parser.add_argument("--planes", metavar="P", type=int, help="planes (the most the box can do)")
     parser.add_argument("--paths", metavar="K", type=int, default=256, help="paths per connection (256)")
@@ -45,23 +53,14 @@ def _configure_decisions(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Design, decide, show, simulate or export."""
     own = {"design": fabric_design.run, "decisions": _decisions, "show": _show}
-    return {**own, "simulate": fabric_simulate.run, "export": fabric_export.run}[args.what](args)
+    others = {"simulate": fabric_simulate.run, "export": fabric_export.run, "collective": fabric_collective.run}
+    return {**own, **others}[args.what](args)
 
 
 def _decisions(args: argparse.Namespace) -> int:
-    from phalanx.network.fabric.budget import EDGE_RECOVERY_S, RESTART_S
-    from phalanx.network.fabric.decisions import BOX, decisions
     from phalanx.network.fabric.text import show_decisions
 
-    found = decisions(
-        gpus_of(args.gpus, f"{WHERE} decisions"),
-        nic_gbps=args.nic_gbps,
-        box=args.switch if args.switch is not None else BOX,
-        planes=args.planes,
-        paths=args.paths,
-        recovery_s=EDGE_RECOVERY_S if args.recovery_s is None else args.recovery_s,
-        restart_s=RESTART_S[0] if args.restart_s is None else args.restart_s,
-    )
+    found = _decide(args)
     if args.picture:
         from phalanx.files import write_text
         from phalanx.network.fabric.picture import picture
@@ -73,6 +72,33 @@ def _decisions(args: argparse.Namespace) -> int:
     else:
         print(show_decisions(found))
     return 0
+
+
+def _decide(args: argparse.Namespace) -> Decisions:
+    """For a number of GPUs, or for a fabric that exists."""
+    from phalanx.network.fabric.budget import EDGE_RECOVERY_S, RESTART_S
+    from phalanx.network.fabric.decisions import BOX, decisions, decisions_of
+    from phalanx.network.fabric.parse import parse_fabric
+
+    recovery_s = EDGE_RECOVERY_S if args.recovery_s is None else args.recovery_s
+    restart_s = RESTART_S[0] if args.restart_s is None else args.restart_s
+    if args.fabric is not None:
+        given = {"--gpus": args.gpus, "--nic-gbps": args.nic_gbps, "--switch": args.switch, "--planes": args.planes}
+        for option, value in given.items():
+            if value is not None:
+                raise mistake(f"{WHERE} decisions", f"--fabric already says {option}", fix="leave one of them out")
+        return decisions_of(parse_fabric(args.fabric), paths=args.paths, recovery_s=recovery_s, restart_s=restart_s)
+    if args.gpus is None:
+        raise mistake(f"{WHERE} decisions", "--gpus is missing", fix="give --gpus 131072, or --fabric F")
+    return decisions(
+        gpus_of(args.gpus, f"{WHERE} decisions"),
+        nic_gbps=800.0 if args.nic_gbps is None else args.nic_gbps,
+        box=args.switch if args.switch is not None else BOX,
+        planes=args.planes,
+        paths=args.paths,
+        recovery_s=recovery_s,
+        restart_s=restart_s,
+    )
 
 
 def _show(args: argparse.Namespace) -> int:

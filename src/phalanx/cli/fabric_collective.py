@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
 
     kind, sizes = _kind(args.kind), parse_sizes(args.bytes, "--bytes")
     cluster = _with_nic(resolve(args.cluster), args.nic_gbps)
+    if cluster.devices < 2:
+        raise mistake(f"cluster {cluster.name}", "one rank has nobody to talk to", fix="use 8xH100, or 8xH100:16")
     points = _measured(args.fit, kind, cluster) if args.fit else ()
     comm = _model(args, cluster, kind)
     fit = _fit(points, cluster, kind) if points else None
@@ -52,20 +54,29 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from phalanx.network import collective_text as text
 
-    nic = f", {cluster.nic_bytes_per_s * 8e-9:g} Gb/s per GPU" if cluster.domains > 1 else ""
-    print(f"{kind}, {cluster.devices:,} ranks: {cluster.domains:,} nodes of {cluster.domain_devices} "
-          f"{cluster.accelerator.name}{nic}\n")  # fmt: skip
+    print(f"{kind}, {_named(cluster)}\n")
     if len(sizes) == 1:
-        print("\n".join(part for part in (text.show_pairs(found[0]) if comm else "", text.show_expected(found[0])) if part))
+        print((text.show_pairs(found[0]) + "\n\n" if comm else "") + text.show_expected(found[0]))
     else:
-        print(text.show_sizes(found, fitted=fit is not None))
-        print("\n" + text.show_reigns(ruled) if ruled else "")
+        print(text.show_sizes(found))
+    if ruled and len(sizes) > 1:
+        print("\n" + text.show_reigns(ruled))
     print(_footing(fit, points) if fit else text.MODEL_NOTE)
     return 0
 
 
+def _named(cluster: Cluster) -> str:
+    device = cluster.accelerator.name
+    if cluster.domains == 1:
+        return f"{cluster.devices:,} ranks: one node of {device}"
+    nic_gbps = cluster.nic_bytes_per_s * 8e-9
+    nodes = f"{cluster.domains:,} nodes of {cluster.domain_devices} {device}"
+    return f"{cluster.devices:,} ranks: {nodes}, {nic_gbps:g} Gb/s per GPU"
+
+
 def _kind(text: str) -> Operation:
-    found = next((one for one in KINDS if one == text.strip().lower().replace("_", "-")), None)
+    word = text.strip().lower().replace("_", "").replace("-", "")
+    found = next((one for one in KINDS if one.replace("-", "") == word), None)
     if found is None:
         close = nearest(text, KINDS)
         raise mistake("--kind", f'there is no collective "{text[:40]}"', fix=f"use {close or ', '.join(KINDS)}")
@@ -92,7 +103,7 @@ def _model(args: argparse.Namespace, cluster: Cluster, kind: Operation) -> Syste
             raise mistake(
                 "--kind all-to-all",
                 "NCCL has no algorithms for it: it is sends and receives",
-                fix="give two measurements with --fit, or use phalanx fabric simulate FABRIC --traffic alltoall",
+                fix="give two measurements with --fit, or use phalanx fabric simulate FABRIC --traffic all-to-all",
             )
         return None
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from phalanx.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from phalanx.network.fabric.types import Fabric
-    from phalanx.sim.compare import Question
+    from phalanx.sim.compare import Question, Run
     from phalanx.sim.scenarios import Scenario
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -23,11 +23,13 @@ CPU_S = 600.0
 
 def run_compare(args: argparse.Namespace, fabric: Fabric, traffic: Traffic, engine: str) -> int:
     """One failure, a column for each way of sending."""
-    found, code = _columns(question_of(args, fabric, traffic, engine), engine)
+    question = question_of(args, fabric, traffic, engine)
+    found, code = _columns(question, engine, [])
     if args.json:
         print_json({"compare": found, "not_mapped": traffic.not_mapped})
     else:
-        print("\n".join([columns_text(found), *(f"  not mapped: {one}" for one in traffic.not_mapped), _job(args)]))
+        job = _job(args.fabric, question.broken.failed, loss=question.broken.loss > 0)
+        print("\n".join([columns_text(found), *(f"  not mapped: {one}" for one in traffic.not_mapped), job]))
     return code
 
 
@@ -37,21 +39,24 @@ def run_scenarios(args: argparse.Namespace, fabric: Fabric, engine: str) -> int:
 
     picked = chosen(args.scenario, fabric)
     done: dict[str, list[dict[str, Any]]] = {}
+    kept: list[Run] = []  # without failure, of the traffic that all but the incast have
     code = 0
     for one in picked:
         if len(picked) > 1:
             note(f"{one.name}: {one.what}")
         question = _scenario(args, fabric, one, engine)
-        done[one.name], code = _columns(question, engine)
+        done[one.name], code = _columns(question, engine, [] if one.incast else kept)
         if code:
             break
     if args.json:
         print_json({"scenarios": [{"scenario": name, "compare": found} for name, found in done.items()]})
         return code
     if len(picked) == 1:
-        print("\n".join([f"{picked[0].name}: {picked[0].what}", columns_text(done[picked[0].name]), _job(args)]))
+        one = picked[0]
+        job = _job(args.fabric, one.broken.failed, loss=one.broken.loss > 0)
+        print("\n".join([f"{one.name}: {one.what}", columns_text(done[one.name]), job]))
     else:
-        print("\n".join([lines_text(done), _job(args)]))
+        print("\n".join([lines_text(done), f"  step time of a job: phalanx sim JOB --fabric {args.fabric} --break t1"]))
     return code
 
 
@@ -86,13 +91,13 @@ def _scenario(args: argparse.Namespace, fabric: Fabric, one: Scenario, engine: s
     return replace(made, watched=len(crowd) - 1)
 
 
-def _columns(question: Question, engine: str) -> tuple[list[dict[str, Any]], int]:
+def _columns(question: Question, engine: str, kept: list[Run]) -> tuple[list[dict[str, Any]], int]:
     """What each way of sending gives, up to Ctrl-C, and the exit code."""
     from phalanx.sim.compare import compare, fluid_runs
     from phalanx.sim.compare_packets import packet_runs
 
     found: list[dict[str, Any]] = []
-    rows: Iterator[dict[str, Any]] = compare(question, fluid_runs if engine == "fluid" else packet_runs)
+    rows: Iterator[dict[str, Any]] = compare(question, fluid_runs if engine == "fluid" else packet_runs, kept)
     try:
         for one in rows:
             found.append(one)
@@ -123,9 +128,9 @@ def columns_text(found: list[dict[str, Any]]) -> str:
         ("over time", [one["bars"] for one in found]),
         ("done, mean", [_time(one["mean_s"]) for one in found]),
         ("done, 99 %", [_time(one["p99_s"]) for one in found]),
-        ("done, last", [_time(one["tail_s"]) for one in found]),
+        ("done, last", [_last(one) for one in found]),
         ("without failure", [_time(one["healthy_tail_s"]) for one in found] if first["failed"] else []),
-        ("later, at most", [_time(one["later_s"]) for one in found] if first["failed"] else []),
+        ("later, at most", [_later(one) for one in found] if first["failed"] else []),
         ("packets lost", [f"{one['lost']:,}" for one in found]),
         ("flows touched", [_of(one["touched_flows"], one["flows"]) for one in found]),
         ("victim gets", [_victim(one) for one in found] if "victim_share" in first else []),
@@ -139,30 +144,37 @@ def _broken_rows(found: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     if not found[0]["failed"]:
         return []
     return [
-        ("dead paths left", [_after(one) for one in found]),
+        ("time to recover", [_time(one["recovered_after_s"]) for one in found]),
         ("Gb/s before", [_gbps(one["before_gbps"]) for one in found]),
-        ("  until left", [_gbps(one["during_gbps"]) for one in found]),
+        ("  until then", [_gbps(one["during_gbps"]) for one in found]),
         ("  afterwards", [_gbps(one["after_gbps"]) for one in found]),
     ]
 
 
 def lines_text(done: dict[str, list[dict[str, Any]]]) -> str:
-    """One line for each scenario, three groups of columns."""
+    """One line for each scenario: when all was done, packets lost and flows touched, by way of sending."""
     first = next(iter(done.values()))
-    names = [one["transport"] for one in first]
-    head = ["done, last (without failure)", "packets lost", "flows touched"]
-    rows = [("", [name for _ in head for name in names])]
+    names = [str(one["transport"]).rpartition(", ")[2] for one in first]
+    groups = ("done, last", "packets lost", "flows touched")
+    whole_cells = [_time(one["healthy_tail_s"]) for one in first] + [f"{one['healthy_lost']:,}" for one in first]
+    rows = [("no failure", whole_cells + [_of(one["healthy_touched_flows"], one["flows"]) for one in first])]
     for name, found in done.items():
-        cells = [f"{_time(one['tail_s'])} ({_time(one['healthy_tail_s'])})" for one in found]
-        cells += [f"{one['lost']:,}" for one in found]
-        cells += [_of(one["touched_flows"], one["flows"]) for one in found]
-        rows.append((name, cells))
+        cells = [_last(one) for one in found] + [f"{one['lost']:,}" for one in found]
+        rows.append((name, cells + [_of(one["touched_flows"], one["flows"]) for one in found]))
     whole = [row for row in rows if len(row[1]) == len(rows[0][1])]  # Ctrl-C may have cut the last
-    table = _table(whole)
+    table = _table([("", names * len(groups)), *whole])
+    places = [table[0].find(names[0], at) for at in _starts(table[0], names[0])]
+    head = " " * len(table[0])
+    for group, place in zip(groups, places, strict=True):
+        head = head[:place] + group + head[place + len(group) :]
     if "incast" in done and len(whole) == len(rows):
-        victims = ", ".join(f"{one['transport']} {_victim(one)}" for one in done["incast"])
+        victims = ", ".join(f"{name} {_victim(one)}" for name, one in zip(names, done["incast"], strict=True))
         table.append(f"  victim of the incast: {victims}")
-    return "\n".join([_head(first[0], broken=False), f"  {' | '.join(head)}, each by way of sending", *table])
+    return "\n".join([_head(first[0], broken=False), head.rstrip(), *table])
+
+
+def _starts(text: str, word: str) -> list[int]:
+    return [at for at in range(len(text)) if text.startswith(word, at)]
 
 
 def _table(rows: list[tuple[str, list[str]]]) -> list[str]:
@@ -175,26 +187,38 @@ def _table(rows: list[tuple[str, list[str]]]) -> list[str]:
 
 def _head(one: dict[str, Any], *, broken: bool = True) -> str:
     size, total = format_bytes(one["bytes_per_flow"]), format_bytes(one["bytes_total"])
-    head = f"{one['fabric']}: {one['traffic']}, {one['flows']:,} flows of {size}, {total} in all, {one['engine']} engine"
+    head = (
+        f"{one['fabric']}: {one['traffic']}, {one['flows']:,} flows of {size}, {total} in all, {one['engine']} engine"
+    )
     if not broken:
         return head
     how = f"losing {one['loss']:.2%}" if one["loss"] else f"at {one['left']:.0%}"
     return f"{head}\n  broken: {', '.join(one['failed'])} {how}" if one["failed"] else f"{head}\n  broken: nothing"
 
 
-def _job(args: argparse.Namespace) -> str:
-    return f"  step time of a job with such a failure: phalanx sim JOB --fabric {args.fabric} --break t1"
-
-
-def _after(one: dict[str, Any]) -> str:
-    if one["loss"] and one["recovery"] != "edge":
-        return "never: the port is up"
-    after = one["left_after_s"]
-    return "never" if math.isinf(after) else f"after {format_seconds(after)}"
+def _job(fabric: str, failed: Sequence[str], *, loss: bool) -> str:
+    """Where the step time of a job with such a failure is to be had."""
+    kind = "grey" if loss else failed[0].partition(":")[0].strip().lower() if failed else ""
+    kind = {"t1link": "link"}.get(kind, kind)
+    breaks = f" --break {kind}" if kind in ("link", "t1", "t0", "nic", "transceiver", "grey") else ""
+    return f"  step time of a job: phalanx sim JOB --fabric {fabric}{breaks}"
 
 
 def _time(value: float) -> str:
     return "never" if math.isinf(value) else "-" if math.isnan(value) else format_seconds(value)
+
+
+def _last(one: dict[str, Any]) -> str:
+    """When all was done; packets stop being simulated some time after the last failure is over."""
+    if math.isinf(one["tail_s"]) and "simulated_s" in one:
+        return f">{format_seconds(one['simulated_s'])}"
+    return _time(one["tail_s"])
+
+
+def _later(one: dict[str, Any]) -> str:
+    if math.isinf(one["later_s"]) and "simulated_s" in one:
+        return f">{format_seconds(one['simulated_s'] - one['healthy_tail_s'])}"
+    return _time(one["later_s"])
 
 
 def _gbps(value: float | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +31,9 @@ class Traffic:
 
 def add_traffic(parser: argparse.ArgumentParser) -> None:
     """Options that name the traffic."""
-    parser.add_argument("--traffic", metavar="NAME", help=f"permutation, incast, ring, … ({TRAFFIC})")
+    parser.add_argument(
+        "--traffic", metavar="NAME", help=f"permutation, incast, ring, …, FILE.csv, or JOB.toml[:AXIS] ({TRAFFIC})"
+    )
     parser.add_argument("--bytes", dest="nbytes", metavar="B", help=f"sent by each host ({NBYTES})")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the traffic and the hashes (0)")
 
@@ -54,6 +57,8 @@ def load_traffic(args: argparse.Namespace, fabric: Fabric) -> Traffic:
     if args.seed < 0:
         raise mistake("--seed", f"{args.seed} is below zero", fix="use 0 or more")
     name = args.traffic or TRAFFIC
+    if says_bytes(name):
+        return _from_file(name.strip(), args.nbytes, fabric)
     return Traffic(name=name, flows=traffic(name, fabric.hosts, _bytes(args.nbytes or NBYTES), seed=args.seed))
 
 
@@ -70,6 +75,23 @@ def load_matrix(args: argparse.Namespace, fabric: Fabric) -> Traffic:
     return Traffic(
         name=Path(args.cm).name, flows=matrix.flows(), failed=matrix.failed(), not_mapped=matrix.not_mapped()
     )
+
+
+def says_bytes(name: str) -> bool:
+    """Whether traffic is named by a file, which also says how much is sent: a CSV matrix, or a job."""
+    return re.search(r"\.(csv|toml(:[a-z_-]+)?)$", name.strip().lower()) is not None
+
+
+def _from_file(name: str, nbytes: str | None, fabric: Fabric) -> Traffic:
+    if nbytes:
+        raise mistake("--bytes", f"{name[:80]} already says who sends how much", fix="leave out --bytes")
+    if name.lower().endswith(".csv"):
+        from phalanx.sim.matrix_file import read_matrix
+
+        return Traffic(name=Path(name).name, flows=read_matrix(Path(name), fabric.hosts))
+    from phalanx.cli.fabric_plan import plan_flows
+
+    return Traffic(name=Path(name).name, flows=plan_flows(name, fabric))
 
 
 def _bytes(text: str) -> float:

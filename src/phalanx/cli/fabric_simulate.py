@@ -6,73 +6,117 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cli.fabric_files import FABRIC_HELP, Traffic, add_traffic, load_fabric, load_matrix, load_traffic
+from phalanx.cli.fabric_compare import CPU_S, INTERRUPTED, columns_text, question_of, run_compare, run_scenarios, say
+from phalanx.cli.fabric_files import (
+    FABRIC_HELP,
+    Traffic,
+    add_traffic,
+    load_fabric,
+    load_matrix,
+    load_traffic,
+    says_bytes,
+)
 from phalanx.cli.options import add_json
-from phalanx.cli.output import note, print_json
+from phalanx.cli.output import print_json
 from phalanx.errors import mistake
 from phalanx.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from phalanx.network.fabric.types import Fabric
-    from phalanx.sim.packets.transport import Transport
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells count
+TRANSPORTS = ("mrc", "ecmp", "roce", "htsim")
+
 ENGINES = ("fluid", "packets")
-CPU_S = 600.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `phalanx fabric simulate`."""
     parser.add_argument("fabric", metavar="FABRIC", help=FABRIC_HELP)
-    parser.add_argument("--engine", choices=ENGINES, help="fair rates, or packet by packet (fluid)")
+    parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="fair rates, or packet by packet (fluid)")
     parser.add_argument("--cm", metavar="FILE.cm", help="traffic from a connection matrix of htsim")
     add_traffic(parser)
     parser.add_argument("--routing", metavar="HOW", help="flow, qp, oblivious, adaptive or all (paths; fluid: all)")
     parser.add_argument("--paths", metavar="K", type=int, default=0, help="per flow: QPs or sprayed paths")
+    _add_failures(parser)
+    parser.add_argument("--wire", metavar="NAME", help="fluid: overheads mrc, htsim or ideal (mrc)")
+    parser.add_argument("--transport", metavar="NAME", help=f"packets: {', '.join(TRANSPORTS)} (mrc)")
+    onoff = argparse.BooleanOptionalAction
+    parser.add_argument("--pfc", action=onoff, help="pauses instead of drops: RoCE, or fluid by flow or QP")
+    parser.add_argument("--dcqcn", action=onoff, help="packets: RoCE's congestion control")
+    parser.add_argument("--cpu", metavar="S", type=float, help=f"CPU seconds it may take ({CPU_S:.0f})")
+    add_json(parser)
+
+
+def _add_failures(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fail",
         metavar="PART",
         action="append",
         default=[],
-        help="nic:PLANE/HOST, link:PLANE/T0/PORT, t0:PLANE/N, t1:PLANE/N or transceiver:HOST; may be repeated; "
-        "with packets also t1link:PLANE/T1/PORT, and PART@50us or PART@50us..2ms",
+        help="nic:PLANE/HOST, link:PLANE/T0/PORT, t0:PLANE/N, t1:PLANE/N, t1link:PLANE/T1/PORT, transceiver:HOST or "
+        "all; PART@50us fails then, PART@50us..2ms returns; may be repeated",
     )
     parser.add_argument("--left", metavar="SHARE", type=float, default=0.0, help="capacity a failed part keeps (0)")
+    parser.add_argument("--loss", metavar="SHARE", type=float, help="packets lost on the failed parts, which stay up")
     parser.add_argument("--recovery", metavar="WHO", default="", help="none, conventional or edge")
-    parser.add_argument("--wire", metavar="NAME", help="fluid: overheads mrc, htsim or ideal (mrc)")
-    parser.add_argument("--transport", metavar="NAME", help="packets: mrc, ecmp or htsim (mrc)")
-    parser.add_argument("--converge", metavar="S", type=float, help="packets: seconds until routing knows (1)")
-    parser.add_argument("--loss", metavar="SHARE", type=float, help="packets: lost on the failed parts, which stay up")
-    parser.add_argument("--cpu", metavar="S", type=float, help=f"packets: CPU seconds it may take ({CPU_S:.0f})")
-    parser.add_argument("--compare", action="store_true", help="packets: ECMP and convergence beside edge recovery")
-    add_json(parser)
+    parser.add_argument("--converge", metavar="S", type=float, help="seconds until routing knows (1)")
+    parser.add_argument(
+        "--compare", action="store_true", help="a conventional fabric, PFC off and on, beside recovery at the edge"
+    )
+    parser.add_argument(
+        "--scenario",
+        metavar="NAME",
+        help="compare a named failure: link-flap, t1-reboot, t0-loss, nic-port, transceiver, grey-path, grey-all, "
+        "incast, or all of them",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Solve and print."""
-    engine = args.engine or ("packets" if args.compare else ENGINES[0])
-    _check(args, engine)
+    _check(args)
     fabric, said = load_fabric(args.fabric)
+    if args.compare or args.scenario:
+        _usual_bytes(args, fabric)
+    if args.scenario:
+        return run_scenarios(args, fabric, args.engine)
     traffic = load_matrix(args, fabric) if args.cm else load_traffic(args, fabric)
     traffic = replace(traffic, not_mapped=said + traffic.not_mapped)
-    return _fluid(args, fabric, traffic) if engine == "fluid" else _packets(args, fabric, traffic)
+    if args.compare:
+        return run_compare(args, fabric, traffic, args.engine)
+    return _fluid(args, fabric, traffic) if args.engine == "fluid" else _packets(args, fabric, traffic)
 
 
-def _check(args: argparse.Namespace, engine: str) -> None:
+def _usual_bytes(args: argparse.Namespace, fabric: Fabric) -> None:
+    """Comparisons need traffic that is still there when something fails, unless the user says how much."""
+    from phalanx.sim.scenarios import usual_bytes
+
+    if not args.cm and not says_bytes(args.traffic or "") and args.nbytes is None:
+        args.nbytes = f"{usual_bytes(fabric):.0f}"
+
+
+def _check(args: argparse.Namespace) -> None:
     """An option that would have no effect is a mistake."""
-    packets = {"--transport": args.transport, "--converge": args.converge, "--loss": args.loss, "--cpu": args.cpu}
-    if engine == "fluid":
-        for option, value in packets.items():
+    if args.engine == "fluid":
+        for option, value in {"--transport": args.transport, "--dcqcn": args.dcqcn}.items():
             if value is not None:
-                raise mistake(option, "the fluid engine has no packets and no time", fix="add --engine packets")
-        if args.compare:
-            raise mistake("--compare", "convergence takes time, which the fluid engine has not", fix="--engine packets")
+                raise mistake(option, "the fluid engine has no packets", fix="add --engine packets")
     elif args.wire is not None:
         raise mistake("--wire", "packets have the headers of their transport", fix="use --transport mrc or htsim")
-    given = {"--transport": args.transport, "--routing": args.routing, "--recovery": args.recovery}
+    given = {
+        "--transport": args.transport,
+        "--routing": args.routing,
+        "--recovery": args.recovery,
+        "--wire": args.wire,
+        "--pfc": args.pfc,
+        "--dcqcn": args.dcqcn,
+    }
     for option, value in given.items():
-        if args.compare and value:
-            raise mistake(option, "--compare chooses it for both", fix="leave one of the two out")
+        if (args.compare or args.scenario) and value not in (None, ""):
+            raise mistake(option, "--compare and --scenario choose it for all columns", fix="leave one of the two out")
+    named = {"--fail": args.fail, "--left": args.left, "--loss": args.loss, "--cm": args.cm, "--traffic": args.traffic}
+    for option, value in named.items():
+        if args.scenario and value:
+            raise mistake(option, "--scenario says what fails under which traffic", fix="use --compare for your own")
     if args.paths < 0:
         raise mistake("--paths", f"{args.paths} paths per flow", fix="use 1 or more")
     if args.cpu is not None and not 0 < args.cpu < 1e9:
@@ -80,76 +124,77 @@ def _check(args: argparse.Namespace, engine: str) -> None:
 
 
 def _fluid(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> int:
-    from phalanx.sim.simulate import simulate
-
     said = traffic.not_mapped
-    if traffic.failed:
-        said += (f"{len(traffic.failed)} dead AGG uplinks: only with --engine packets",)
     if args.fabric.strip().lower().endswith(".topo"):
         said += ("latencies: the fluid engine takes them from --wire",)
-    found = simulate(
+    in_time = args.loss or args.converge is not None or args.pfc or any("@" in one for one in args.fail)
+    found = _in_time(args, fabric, traffic) if in_time else _settled(args, fabric, traffic)
+    say(found)
+    if args.json:
+        print_json({**found, "not_mapped": said})
+    else:
+        print("\n".join([columns_text([found]) if in_time else _text(found), *_said(said)]))
+    return INTERRUPTED if found["stopped"] else 0
+
+
+def _settled(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> dict[str, Any]:
+    """Rates that settle, with what is broken from the start."""
+    from phalanx.sim.packets.budget import Budget
+    from phalanx.sim.simulate import simulate
+
+    return simulate(
         fabric,
         traffic.name,
         flows=traffic.flows,
         spread=args.routing or "all",
         paths=args.paths,
-        failed=args.fail,
+        failed=(*args.fail, *traffic.failed),
         left=args.left,
         recovery=args.recovery,
         wire=args.wire or "mrc",
         seed=args.seed,
+        budget=Budget(cpu_s=args.cpu or CPU_S),
     )
-    if args.json:
-        print_json({**found, "not_mapped": said})
-    else:
-        print("\n".join([_text(found), *_said(said)]))
-    return 0
+
+
+def _in_time(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> dict[str, Any]:
+    """What happens when something fails on the way."""
+    from phalanx.sim.compare import one_fluid_run
+    from phalanx.sim.simulate import WIRES, choice
+
+    return one_fluid_run(
+        question_of(args, fabric, traffic, "fluid"),
+        spread=args.routing or "adaptive",
+        recovery=args.recovery,
+        converges=args.converge is not None,
+        pauses=bool(args.pfc),
+        wire=WIRES[choice("--wire", args.wire or "mrc", tuple(WIRES))],
+    )
 
 
 def _packets(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> int:
-    from phalanx.sim.simulate_packets import compared, transport_of
-
-    transports: tuple[Transport, ...]
-    if args.compare:
-        transports = compared(fabric, paths=args.paths, converge_s=args.converge)
-    else:
-        words = {"routing": args.routing or "", "paths": args.paths, "recovery": args.recovery}
-        transports = (transport_of(args.transport or "mrc", converge_s=args.converge, **words),)
-    found, code = _each(args, fabric, traffic, transports)
-    if args.json:
-        rest = {"not_mapped": traffic.not_mapped}
-        print_json({"compare": found, **rest} if args.compare else {**found[0], **rest})
-    else:
-        print("\n".join([_packet_text(found), *_said(traffic.not_mapped)]))
-    return code
-
-
-def _each(
-    args: argparse.Namespace, fabric: Fabric, traffic: Traffic, transports: tuple[Transport, ...]
-) -> tuple[list[dict[str, Any]], int]:
-    """What each transport gives, up to Ctrl-C, and the exit code."""
     from phalanx.sim.failures import Break
     from phalanx.sim.packets.budget import Budget
     from phalanx.sim.simulate_packets import simulate_packets
+    from phalanx.sim.transports import transport_of
 
-    broken = Break(failed=(*args.fail, *traffic.failed), left=args.left, loss=args.loss or 0.0)
-    rest: dict[str, Any] = {"broken": broken, "seed": args.seed, "budget": Budget(cpu_s=args.cpu or CPU_S)}
-    found: list[dict[str, Any]] = []
-    for transport in transports:
-        try:
-            found.append(simulate_packets(fabric, traffic.name, traffic.flows, transport=transport, **rest))
-        except KeyboardInterrupt:  # before the first slot; in the middle, the engine itself returns what is finished
-            if not found:
-                raise
-            return found, INTERRUPTED
-        one = found[-1]
-        for part in one["failed_too_late"]:
-            note(f"{one['transport']}: {part} had no effect: all was over after {format_seconds(one['simulated_s'])}")
-        if one["stopped"]:
-            note(f"stopped ({one['stopped']}): {one['finished_flows']:,} of {one['flows']:,} flows are finished")
-        if one["stopped"] == "interrupted":
-            return found, INTERRUPTED
-    return found, 0
+    words = {"routing": args.routing or "", "recovery": args.recovery, "pfc": args.pfc, "dcqcn": args.dcqcn}
+    found: dict[str, Any] = simulate_packets(
+        fabric,
+        traffic.name,
+        traffic.flows,
+        transport=transport_of(args.transport or "mrc", paths=args.paths, converge_s=args.converge, **words),
+        broken=Break(failed=(*args.fail, *traffic.failed), left=args.left, loss=args.loss or 0.0),
+        seed=args.seed,
+        budget=Budget(cpu_s=args.cpu or CPU_S),
+        schedule=getattr(traffic, "schedule", None),
+    )
+    say(found)
+    if args.json:
+        print_json({**found, "not_mapped": traffic.not_mapped})
+    else:
+        print("\n".join([_packet_text([found]), *_said(traffic.not_mapped)]))
+    return INTERRUPTED if found["stopped"] == "interrupted" else 0
 
 
 def _said(said: tuple[str, ...]) -> list[str]:

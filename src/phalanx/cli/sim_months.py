@@ -7,7 +7,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from phalanx.cli.output import note, print_json
+from phalanx.cli.output import note, print_json, warn
 from phalanx.errors import Problem, UserError, mistake
 
 if TYPE_CHECKING:
@@ -107,9 +107,12 @@ def _together(args: argparse.Namespace) -> list[Problem]:
         found.append(_outside("--planes", args.planes, 1, 1024))
     elif args.planes == 1 and (args.edge_recovery or args.compare) and args.fabric is None:
         found.append(_one_plane())
-    if args.compare and (args.edge_recovery or args.levers):
-        other = "--edge-recovery" if args.edge_recovery else "--levers"
-        found.append(Problem(where=WHERE, what=f"--compare with {other}", fix=f"--compare has both: leave {other} out"))
+    if args.compare and args.edge_recovery:
+        fix = "--compare runs both networks: leave --edge-recovery out"
+        found.append(Problem(where=WHERE, what="--compare with --edge-recovery", fix=fix))
+    if args.compare and args.levers:
+        fix = "leave one of them out"
+        found.append(Problem(where=WHERE, what="--compare and --levers are two tables", fix=fix))
     return [one for one in found if one]
 
 
@@ -145,6 +148,8 @@ def _network(plan: Plan, args: argparse.Namespace) -> Network:
     from phalanx.sim.months.network import DEFAULT_PLANES, Network
 
     if args.fabric is None:
+        if args.planes is not None and not (args.edge_recovery or args.compare or args.levers):
+            warn([Problem(where=WHERE, what="--planes has no effect: only --edge-recovery and --compare use it")])
         return Network(edge=args.edge_recovery, planes=args.planes or DEFAULT_PLANES)
     from phalanx.network.fabric.parse import parse_fabric
     from phalanx.sim.step.paths import check_size
@@ -193,7 +198,9 @@ def _compare(plan: Plan, network: Network, args: argparse.Namespace) -> int:
         note(f"stopped by Ctrl-C: {len(rows)} of {len(asked)} rows are finished, and shown")
         code = INTERRUPTED
     if args.json:
-        print_json({"days": args.days, "runs": args.runs, "seed": args.seed, "devices": plan.layout.devices, "rows": rows})
+        print_json(
+            {"days": args.days, "runs": args.runs, "seed": args.seed, "devices": plan.layout.devices, "rows": rows}
+        )
     else:
         named = network.fabric.name if network.fabric else f"without a name, Llama 3's rate, {network.planes} planes"
         print(render(plan, rows, days=args.days, runs=args.runs, seed=args.seed, network=named))

@@ -12,6 +12,7 @@ from phalanx.cli.output import note, print_json
 from phalanx.errors import Problem, UserError
 
 if TYPE_CHECKING:
+    from phalanx.network.fabric.types import Fabric
     from phalanx.plan.plan import Plan
     from phalanx.sim.step.breaks import Aftermath
     from phalanx.sim.step.report import StepReport
@@ -55,6 +56,7 @@ def run_step(plan: Plan, args: argparse.Namespace) -> int:
     from phalanx.sim.step.report import step_report
 
     fabric = parse_fabric(args.fabric) if args.fabric is not None else None
+    _check_break(plan, fabric, args)
     _announce(plan, args)
     report = step_report(plan, fabric, Transport(edge=args.routing != "ecmp"))
     if args.trace:
@@ -65,6 +67,15 @@ def run_step(plan: Plan, args: argparse.Namespace) -> int:
     else:
         _show(report, args.broken, found)
     return code
+
+
+def _check_break(plan: Plan, fabric: Fabric | None, args: argparse.Namespace) -> None:
+    """Before anything is simulated: a fabric may lack the part."""
+    from phalanx.sim.step.breaks import broken
+    from phalanx.sim.step.paths import derived_fabric
+
+    if args.broken is not None:
+        broken(fabric or derived_fabric(plan.layout.devices, plan.cluster.nic_bytes_per_s), args.broken)
 
 
 def _announce(plan: Plan, args: argparse.Namespace) -> None:
@@ -83,9 +94,7 @@ def _broken(plan: Plan, report: StepReport, args: argparse.Namespace) -> tuple[l
     try:
         for edge in (False, True):
             healthy = report if report.edge == edge else None
-            found.append(
-                aftermath(plan, report.fabric, args.broken, edge=edge, outage_s=args.outage, healthy=healthy)
-            )
+            found.append(aftermath(plan, report.fabric, args.broken, edge=edge, outage_s=args.outage, healthy=healthy))
     except KeyboardInterrupt:
         note("stopped by Ctrl-C: the step is finished, and shown; what a failure does to it is not")
         return found, sim_months.INTERRUPTED

@@ -6,10 +6,14 @@ A table of network claims (source, quantity, value, unit, conditions) goes to si
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 
 from phalanx.cli.options import add_json
 from phalanx.cli.output import note, print_json
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
+EVERY_S = 5.0  # between lines of progress
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +35,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="calibrate on N rows of each source drawn from TABLE itself, and predict the others",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of --draw (default 0)")
-    parser.add_argument("--simulate", action="store_true", help="of network claims: also those that need packets")
+    parser.add_argument(
+        "--simulate", action="store_true", help="of network claims: also what takes more than a minute of CPU"
+    )
     add_json(parser)
 
 
@@ -68,17 +74,34 @@ def run(args: argparse.Namespace) -> int:
 def _network(args: argparse.Namespace) -> int:
     """Network claims: nothing is fitted but the two ends of a series, so the options of runs do not apply."""
     from phalanx.errors import mistake
-    from phalanx.sim.validate.run import validate
+    from phalanx.sim.validate.run import plan, validate
     from phalanx.sim.validate.table import read_rows
     from phalanx.sim.validate.text import text
 
     if args.predictions or args.calibrate or args.draw:
         raise mistake(args.table, "is a table of network claims", fix="leave --predictions, --calibrate and --draw out")
-    if args.simulate:
-        note("simulating packets: about a minute of CPU for 50 rows; Ctrl-C keeps what is finished")
-    card = validate(read_rows(Path(args.table)), simulate=args.simulate)
+    rows = read_rows(Path(args.table))
+    planned = plan(rows, simulate=args.simulate)
+    if planned.keys:
+        note(f"{len(planned.keys)} simulations, about {planned.cpu_s:.0f} s of CPU; Ctrl-C keeps what is finished")
+    if planned.left_out:
+        note(f"{planned.left_out} more would take about {planned.left_out_cpu_s:,.0f} s: add --simulate")
+    card = validate(rows, simulate=args.simulate, planned=planned, progress=_Progress().tell)
     if args.json:
         print_json(card)
     else:
         print(text(card))
-    return 0
+    return INTERRUPTED if card.interrupted else 0
+
+
+class _Progress:
+    """A line now and then, so that a minute does not look like a hang."""
+
+    def __init__(self) -> None:
+        self.said_s = time.monotonic()
+
+    def tell(self, done: int, of: int) -> None:
+        """Rows that are done."""
+        if time.monotonic() - self.said_s > EVERY_S and done < of:
+            self.said_s = time.monotonic()
+            note(f"  {done:,} of {of:,} rows")

@@ -66,14 +66,10 @@ def reigns(comm: System, operation: Operation, low: float, high: float) -> tuple
     """Which pair is picked from where to where, to about a byte in a thousand million."""
     found: list[Reign] = []
     for from_bytes, to_bytes, picked in _pieces(comm, operation, low, high):
-        one = Reign(
-            from_bytes=from_bytes, to_bytes=to_bytes, algorithm=picked.algorithm, protocol=picked.protocol
-        )
+        one = Reign(from_bytes=from_bytes, to_bytes=to_bytes, algorithm=picked.algorithm, protocol=picked.protocol)
         last = found[-1] if found else None
         if last and (last.algorithm, last.protocol) == (one.algorithm, one.protocol):
-            one = Reign(
-                from_bytes=last.from_bytes, to_bytes=to_bytes, algorithm=one.algorithm, protocol=one.protocol
-            )
+            one = Reign(from_bytes=last.from_bytes, to_bytes=to_bytes, algorithm=one.algorithm, protocol=one.protocol)
             found.pop()
         found.append(one)
     return tuple(found)

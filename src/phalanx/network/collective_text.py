@@ -11,16 +11,16 @@ from phalanx.network.sizes import format_size
 from phalanx.units import format_seconds
 
 NONE = "-"
-# Measured over modelled times of 23 sweeps on 9 systems (benchmarks/2026-11-15-collective-fit.md).
-MODEL_NOTE = """\
-NCCL's own model: made to rank, and short of what systems take. Of 23 measured sweeps the middle one took 1.5 times
-this at 16 MiB, 1.1 at 256 MiB, 1.0 from 1 GiB on. For times on your system give --fit FILE: nccl-tests' output, or two
-sizes"""
+# Measured over modelled times: benchmarks/2026-11-15-collective-fit.md.
+MODEL_NOTE = """
+NCCL's own model: made to rank, and short of what systems take. Of 23 measured sweeps the middle one took 1.6 times
+this at 16 MiB, 1.2 at 256 MiB, 1.1 at 1 GiB and 1.0 from 8 GiB on. For times on your system: --fit FILE, with the
+output of nccl-tests or two sizes of your own"""
 
 
 def show_pairs(one: Answer) -> str:
     """Every pair at one size, the pick first."""
-    rows = [("", "algorithm", "protocol", "start-up", "transfer", "in all", "")]
+    rows = [("", "algorithm", "protocol", "start-up", "transfer", "NCCL reckons", "")]
     best = one.pairs[0].seconds if one.pairs else 0.0
     for place, pair in enumerate(one.pairs):
         rows.append(
@@ -39,34 +39,44 @@ def show_pairs(one: Answer) -> str:
 
 def show_expected(one: Answer) -> str:
     """What the pick takes at one size."""
-    lines = []
-    if one.expected_s is not None:
-        lines.append(f"{format_size(one.nbytes)} takes {_time(one.expected_s)}{_bus(one.bus_bytes_per_s)} by the model")
-    if one.fitted_s is not None:
-        lines.append(f"{format_size(one.nbytes)} takes {_time(one.fitted_s)}{_bus(one.fitted_bus_bytes_per_s)} by the fit")
-    return "\n".join(lines)
+    by_links, by_fit = "by the rates of links and NICs", "by the fit"
+    found = (
+        (by_links, one.expected_s, one.bus_bytes_per_s),
+        (by_fit, one.fitted_s, one.fitted_bus_bytes_per_s),
+    )
+    lines = [
+        f"{format_size(one.nbytes)} takes {format_seconds(seconds)}{_bus(rate)} {name}"
+        for name, seconds, rate in found
+        if seconds is not None
+    ]
+    return "\n".join(lines or [f"{format_size(one.nbytes)}: fits speak from 16 MiB on"])
 
 
-def show_sizes(found: Sequence[Answer], *, fitted: bool) -> str:
-    """A line per size."""
-    head = ["size", "NCCL picks", "time", "busbw GB/s", "next best"]
-    rows = [(*head, "fitted", "busbw GB/s") if fitted else tuple(head)]
+def show_sizes(found: Sequence[Answer]) -> str:
+    """A line per size; columns that nobody filled are left out."""
+    modelled, fitted = any(one.pairs for one in found), any(one.fitted_s for one in found)
+    head = ["size"]
+    head += ["NCCL picks", "time", "busbw GB/s", "next best"] if modelled else []
+    head += ["fitted", "busbw GB/s"] if fitted else []
+    rows = [head]
     for one in found:
-        row = [format_size(one.nbytes), *_picked(one)]
-        if fitted:
-            row += [_or_none(one.fitted_s, format_seconds), _gb(one.fitted_bus_bytes_per_s)]
-        rows.append(tuple(row))
-    return "\n".join(table(rows, right=(0, 2, 3, 5, 6)))
+        by_model = _picked(one) if modelled else []
+        by_fit = [_seconds(one.fitted_s), _gb(one.fitted_bus_bytes_per_s)] if fitted else []
+        rows.append([format_size(one.nbytes), *by_model, *by_fit])
+    left = (1, 4) if modelled else ()
+    return "\n".join(table(rows, right=[place for place in range(len(head)) if place not in left]))
 
 
 def _picked(one: Answer) -> list[str]:
     if not one.pairs:
         return [NONE] * 4
     first, *others = one.pairs
-    then = f"{others[0].algorithm} {others[0].protocol} {others[0].seconds / first.seconds - 1:+.0%}" if others else NONE
+    then = (
+        f"{others[0].algorithm} {others[0].protocol} {others[0].seconds / first.seconds - 1:+.0%}" if others else NONE
+    )
     return [
         f"{first.algorithm} {first.protocol}",
-        _or_none(one.expected_s, format_seconds),
+        _seconds(one.expected_s),
         _gb(one.bus_bytes_per_s),
         then,
     ]
@@ -74,9 +84,11 @@ def _picked(one: Answer) -> list[str]:
 
 def show_reigns(found: Sequence[Reign]) -> str:
     """Where the pick changes."""
+    last = f"{found[-1].algorithm} {found[-1].protocol}"
+    if len(found) == 1:
+        return f"{last} at every size between"
     parts = [f"{one.algorithm} {one.protocol} below {format_size(one.to_bytes)}" for one in found[:-1]]
-    last = found[-1]
-    return "changes: " + ", ".join([*parts, f"{last.algorithm} {last.protocol} above" if parts else "none"])
+    return ", ".join([*parts, f"{last} above"])
 
 
 def show_fit(fit: AlphaBeta, count: int, error: float, at_bytes: float) -> str:
@@ -88,10 +100,6 @@ def show_fit(fit: AlphaBeta, count: int, error: float, at_bytes: float) -> str:
     )
 
 
-def _time(seconds: float) -> str:
-    return format_seconds(seconds)
-
-
 def _bus(rate: float | None) -> str:
     return f" ({rate / 1e9:,.1f} GB/s busbw)" if rate else ""
 
@@ -100,6 +108,5 @@ def _gb(rate: float | None) -> str:
     return NONE if not rate else f"{rate / 1e9:,.4g}"
 
 
-def _or_none(value: float | None, show: object) -> str:
-    assert callable(show)
-    return NONE if value is None else str(show(value))
+def _seconds(value: float | None) -> str:
+    return NONE if value is None else format_seconds(value)

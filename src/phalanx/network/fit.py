@@ -2,10 +2,10 @@
 
 A message of W bytes on the wire of a rank (2(n-1)/n of the message for an all-reduce) runs through in chunks:
 t = α + W/B + k √(α W/B). The root is the filling of the pipeline: with the best chunk for every size k is 2
-(t = (√α + √(W/B))², Thakur et al. 2005, section 4), with a chunk that never changes it is 0. Inside a node k = 2 fits;
-between nodes NCCL's chunks are cut for small messages only, and k = 0.3 fits. Both were chosen by leaving out one
-source of measured sweeps after the other (benchmarks/2026-11-15-collective-fit.md): a calibration of the form. α and B
-belong to one system, operation and number of ranks, and are not physics.
+(t = (√α + √(W/B))², Thakur et al. 2005, section 4), with a chunk that never changes it is 0. Inside a node k = 2 holds,
+as well as anything from 1.25 on; between nodes, where many steps start up and only small messages get smaller chunks,
+0.4. Measured sweeps of 12 sources say so, each source left out in turn (benchmarks/2026-11-15-collective-fit.md): a
+calibration of the form. α and B belong to one system, operation and number of ranks, and are not physics.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MIB = 2**20
 LEAST_BYTES = 16 * MIB
 LARGE_BYTES = 1024 * MIB
 LARGE_ERROR, MEDIUM_ERROR = 0.10, 0.25  # of the time; what two points must give from LARGE_BYTES on, and below
-FILL_INSIDE, FILL_ACROSS = 2.0, 0.3  # k
+FILL_INSIDE, FILL_ACROSS = 2.0, 0.4  # k
 WHERE = "fit"
 HALVINGS = 200  # more than doubles can tell apart
 SCAN = 240  # places of the half-bandwidth size that are looked at before the best is refined
@@ -75,21 +75,26 @@ def wire_share(operation: Operation, ranks: int) -> float:
 
 
 def fit_points(
-    points: Sequence[Point], *, ranks: int, nodes: int = 1, operation: Operation = "all-reduce"
+    points: Sequence[Point],
+    *,
+    ranks: int,
+    nodes: int = 1,
+    operation: Operation = "all-reduce",
+    fill: float | None = None,
 ) -> AlphaBeta:
     """α and B from two measurements exactly, from more with the least mean square of log errors.
 
     Use a small and a large message, as 16 MiB and 4 GiB: they pin the two numbers apart. Raises UserError where more
-    bytes took no longer.
+    bytes took no longer. `fill` None: k as the nodes have it.
     """
     share = wire_share(operation, ranks)
-    fill = FILL_INSIDE if nodes == 1 else FILL_ACROSS
+    k = fill if fill is not None else FILL_INSIDE if nodes == 1 else FILL_ACROSS
     known = [(share * one.nbytes, one.seconds) for one in _checked(points)]
-    start_bytes = _exact(known[0], known[-1], fill) if len(known) == 2 else _least(known, fill)
-    logs = [math.log(_shape(start_bytes, wire, fill) / seconds) for wire, seconds in known]
+    start_bytes = _exact(known[0], known[-1], k) if len(known) == 2 else _least(known, k)
+    logs = [math.log(_shape(start_bytes, wire, k) / seconds) for wire, seconds in known]
     # Without start-up two points need not lie on the line: the large one counts, as most of the time is there.
     rate = math.exp(logs[-1] if len(known) == 2 else sum(logs) / len(logs))
-    return AlphaBeta(alpha_s=start_bytes / rate, bytes_per_s=rate, wire_share=share, fill=fill)
+    return AlphaBeta(alpha_s=start_bytes / rate, bytes_per_s=rate, wire_share=share, fill=k)
 
 
 def _exact(small: tuple[float, float], large: tuple[float, float], fill: float) -> float:

@@ -22,9 +22,11 @@ SIZE_COLUMNS = ("bytes", "nbytes", "size")
 SECONDS = {"s": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "time_us": 1e-6}
 BUS_COLUMNS = ("busbw", "busbw_gb_s")
 FORMS = "give the output of all_reduce_perf, or a CSV with the columns bytes and us (or ms, s, busbw)"
-# size, count, type, operator, then root (newer versions), time in µs, algbw and busbw in GB/s; anything may stand before
+# size, count, type, operator, root (newer versions), µs, algbw and busbw in GB/s; a log may put anything before
 _NUMBER = r"(\d+(?:\.\d+)?)"
-_LINE = re.compile(rf"(?:^|\s)(\d+)\s+\d+\s+[a-z]\w+\s+[a-z]\w+\s+(?:-?\d+\s+)?{_NUMBER}\s+{_NUMBER}\s+{_NUMBER}(?=\s|$)")
+_LINE = re.compile(
+    rf"(?:^|\s)(\d+)\s+\d+\s+[a-z]\w+\s+[a-z]\w+\s+(?:-?\d+\s+)?{_NUMBER}\s+{_NUMBER}\s+{_NUMBER}(?=\s|$)"
+)
 _OLD_LINE = re.compile(rf"(?:^|\s)(\d+)\s+\d+\s+[a-z]\w+\s+[a-z]\w+\s+{_NUMBER}\s+{_NUMBER}\s+{_NUMBER}(?=\s|$)")
 _PROGRAM = re.compile(rf"\b({'|'.join(PROGRAMS)})_perf\b")
 _RANK = re.compile(r"#\s+Rank\s+(\d+)\b")
@@ -33,24 +35,25 @@ ROUNDING = 0.03  # of algbw, which is printed with two digits
 
 def read_points(text: str, *, where: str, operation: Operation, ranks: int) -> tuple[Point, ...]:
     """What the text holds about this operation; raises UserError where it is of other ranks, or of nothing."""
-    if not re.search(r"^[^,\n]*,", text) or _LINE.search(text):
-        return _from_output(text, where, operation, ranks)
-    return _from_table(text, where, wire_share(operation, ranks))
-
-
-def _from_output(text: str, where: str, operation: Operation, ranks: int) -> tuple[Point, ...]:
-    numbered = {int(one[1]) for one in _RANK.finditer(text)}
-    if numbered and max(numbered) + 1 != ranks:
-        what = f"was measured on {max(numbered) + 1:,} ranks, and the cluster has {ranks:,}"
-        raise mistake(where, what, why="start-up and bandwidth belong to one number of ranks", fix="name that cluster")
     found = list(_rows(text))
-    ours = tuple(point for name, point in found if name in (operation, None))
-    if found and not ours:
-        names = ", ".join(sorted({str(name) for name, _ in found}))
-        raise mistake(where, f"holds {names}, not {operation}", fix=f"add --kind {sorted({str(n) for n, _ in found})[0]}")
-    if not ours:
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    if not found and lines and "," in lines[0]:
+        return _from_table(lines, where, wire_share(operation, ranks))
+    if not found:
         raise mistake(where, "no line of it is a measurement", fix=FORMS)
+    _check_ranks(text, where, ranks)
+    ours = tuple(point for name, point in found if name in (operation, None))
+    if not ours:
+        names = sorted({str(name) for name, _ in found})
+        raise mistake(where, f"holds {', '.join(names)}, not {operation}", fix=f"add --kind {names[0]}")
     return ours
+
+
+def _check_ranks(text: str, where: str, ranks: int) -> None:
+    measured = max((int(one[1]) + 1 for one in _RANK.finditer(text)), default=ranks)
+    if measured != ranks:
+        what = f"was measured on {measured:,} ranks, and the cluster has {ranks:,}"
+        raise mistake(where, what, why="start-up and bandwidth belong to one number of ranks", fix="name that cluster")
 
 
 def _rows(text: str) -> Iterator[tuple[Operation | None, Point]]:
@@ -74,17 +77,20 @@ def _agrees(nbytes: float, us: float, algbw_gb: float) -> bool:
     return abs(rate_gb - algbw_gb) <= max(0.01, ROUNDING * rate_gb)
 
 
-def _from_table(text: str, where: str, share: float) -> tuple[Point, ...]:
-    reader = csv.DictReader(line for line in text.splitlines() if line.strip() and not line.startswith("#"))
+def _from_table(lines: Sequence[str], where: str, share: float) -> tuple[Point, ...]:
+    reader = csv.DictReader(lines)
     columns = {(name or "").strip().lower(): name for name in reader.fieldnames or ()}
     size = next((columns[name] for name in SIZE_COLUMNS if name in columns), None)
     value = next((name for name in (*SECONDS, *BUS_COLUMNS) if name in columns), None)
     if size is None or value is None:
         raise mistake(where, f"has the columns {', '.join(columns) or 'of nothing'}"[:160], fix=FORMS)
-    found = [
-        _point(row, where=f"{where}:{reader.line_num}", size=size, column=columns[value], unit=value, share=share)
-        for row in reader
-    ]
+    try:
+        found = [
+            _point(row, where=f"{where}:{reader.line_num}", size=size, column=columns[value], unit=value, share=share)
+            for row in reader
+        ]
+    except csv.Error as error:
+        raise mistake(f"{where}:{reader.line_num}", f"is no table: {error}", fix=FORMS) from None
     if not found:
         raise mistake(where, "holds no rows", fix=FORMS)
     return tuple(found)

@@ -115,9 +115,7 @@ def _exists(comm: System, operation: Operation) -> Iterator[tuple[Algorithm, Pro
             yield "CollnetChain", "Simple", comm.ring.count * comm.ring.inside_gb
 
 
-def _by_switch(
-    comm: System, found: Channels, operation: Operation
-) -> Iterator[tuple[Algorithm, Protocol, float]]:
+def _by_switch(comm: System, found: Channels, operation: Operation) -> Iterator[tuple[Algorithm, Protocol, float]]:
     """Gathers and scatters need a head per rank (src/enqueue.cc): none in a rack of 72."""
     reduces = operation == "all-reduce"
     if (comm.nodes == 1 or comm.sharp) and (reduces or comm.per_node <= MOST_NVLS_HEADS):

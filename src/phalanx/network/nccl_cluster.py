@@ -41,7 +41,7 @@ def _foreign(cluster: Cluster) -> UserError:
     device = cluster.accelerator
     why = {
         "amd": "RCCL has its own tables for AMD's devices",
-        "nvidia": f"the model is of boards with NVLink, Volta to Blackwell, and this is {device.family} on {device.link}",
+        "nvidia": f"it is a model of NVLink boards, Volta to Blackwell; this is {device.family} on {device.link}",
     }.get(device.vendor, f"{device.vendor}'s devices do not run NCCL")
     return mistake(
         f"cluster {cluster.name}",

@@ -1,7 +1,8 @@
 """The collectives of a plan as flows: ranks in order on the NICs of a fabric, a fast domain's own traffic left inside.
 
 A group with m members in each fast domain uses their m NICs side by side (NCCL builds as many rings), so each NIC
-carries 1/m of what a ring sends, to the member with the same place in the next domain.
+carries 1/m of what a ring sends, to the member with the same place in the next domain. A simulated step asks for who
+sends to whom at once (`phase`), `fabric simulate` for a step's bytes (`axis_flows`); both are `neighbours`.
 """
 
 from __future__ import annotations
@@ -75,24 +76,40 @@ def _timed(one: AxisTraffic, sent: Flows, fabric: Fabric, routing: Routing, wire
     )
 
 
+def neighbours(size: int, stride: int, step: int, ranks: int, *, wraps: bool = True) -> tuple[Ints, Ints]:
+    """(sources, targets): each member of groups of `size` to the one `step` places further in its group.
+
+    >>> [side.tolist() for side in neighbours(4, 1, 2, 4)]
+    [[0, 1, 2, 3], [2, 3, 0, 1]]
+    """
+    source = np.arange(ranks - ranks % (size * stride), dtype=np.int64)
+    place = source // stride % size
+    after = place + step
+    target = source + (after % size - place) * stride
+    keeps = (source != target) & (wraps | (after < size))
+    return source[keeps], target[keeps]
+
+
+def phase(axis: str, *, size: int, stride: int, inside: int, ranks: int) -> tuple[Ints, Ints]:
+    """Who sends to whom at once: to the next domain of a ring (`inside` members are in one), the next stage of a
+    pipeline, or half the group away, the farthest phase of an all-to-all."""
+    step = size // 2 if axis == "expert" else inside
+    return neighbours(size, stride, step, ranks, wraps=axis != "pipeline")
+
+
 def axis_flows(use: AxisUse, ranks: int, domain: int) -> Flows | None:
     """The flows of an axis between fast domains; None when there are none."""
-    place = np.arange(ranks) // use.stride % use.size
     if "all-to-all" in use.operation:
-        return _everyone(use, ranks, domain, place)
+        return _everyone(use, ranks, domain)
     if use.operation == "send":
-        return _neighbours(use, domain, place)
+        return _stages(use, ranks, domain)
     # Ring attention passes whole blocks from rank to rank; only collectives run several rings side by side.
     together = 1 if use.operation == "ring send" else _together(use, domain)
-    step = use.stride * together
     if together >= use.size or ranks <= domain:
         return None
     if use.algorithm == "tree":
-        return _tree(use, place, together)
-    block = use.stride * use.size
-    source = np.arange(ranks)
-    target = source // block * block + (source % block + step) % block
-    return _between(source, target, _ring_bytes(use, together), domain)
+        return _tree(use, np.arange(ranks) // use.stride % use.size, together)
+    return _between(*neighbours(use.size, use.stride, together, ranks), _ring_bytes(use, together), domain)
 
 
 def _together(use: AxisUse, domain: int) -> int:
@@ -119,25 +136,22 @@ def _tree(use: AxisUse, place: Ints, together: int) -> Flows:
     return flows(np.concatenate([child, parent]), np.concatenate([parent, child]), whole)
 
 
-def _neighbours(use: AxisUse, domain: int, place: Ints) -> Flows | None:
+def _stages(use: AxisUse, ranks: int, domain: int) -> Flows | None:
     """Pipeline: half of the bytes to the next stage, half to the one before; ends have one neighbour."""
-    first = np.flatnonzero(place < use.size - 1)
-    second = first + use.stride
+    first, second = neighbours(use.size, use.stride, 1, ranks, wraps=False)
     source, target = np.concatenate([first, second]), np.concatenate([second, first])
     return _between(source, target, use.bytes_per_step / 2, domain)
 
 
-def _everyone(use: AxisUse, ranks: int, domain: int, place: Ints) -> Flows | None:
+def _everyone(use: AxisUse, ranks: int, domain: int) -> Flows | None:
     if ranks * (use.size - 1) > MOST_FLOWS:
         raise mistake(
             use.axis,
             f"an all-to-all of {use.size:,} among {ranks:,} ranks is more than {MOST_FLOWS:,} flows",
             fix=f"use groups of at most {MOST_FLOWS // ranks + 1:,}",
         )
-    source = np.repeat(np.arange(ranks), use.size - 1)
-    away = np.tile(np.arange(1, use.size), ranks)
-    at = place[source]
-    target = source + ((at + away) % use.size - at) * use.stride
+    pairs = [neighbours(use.size, use.stride, away, ranks) for away in range(1, use.size)]
+    source, target = (np.concatenate(side) for side in zip(*pairs, strict=True))
     return _between(source, target, use.bytes_per_step / (use.size - 1), domain)
 
 

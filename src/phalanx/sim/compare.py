@@ -23,16 +23,19 @@ from phalanx.sim.fluid_budget import afford
 from phalanx.sim.links import Floats, links_of
 from phalanx.sim.matrices import Flows
 from phalanx.sim.packets.budget import Budget
+from phalanx.sim.packets.transport import MRC as EDGE
 from phalanx.sim.routes import Routing, spray
-from phalanx.sim.simulate import BUDGET, ROWS, asked_for
+from phalanx.sim.simulate import BUDGET, ROWS, asked_for, routing_of, usual_paths
 from phalanx.sim.wire import MRC, Wire
 
 # "Seconds or tens of seconds" (OpenAI, 2026-05-05): the least that a conventional fabric takes.
 CONVERGE_S = 1.0
+# What a sender keeps and tries again, as in the packet engine.
+SENDER: dict[str, Any] = {"least_paths": EDGE.least_paths, "probe_s": EDGE.probe_s}
 PATHS = 256  # of MRC: 128 to 256 (arXiv:2605.04333 section 2.1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Run:
     """One way of sending, in either engine."""
 
@@ -63,16 +66,24 @@ class Question:
     budget: Budget = BUDGET
 
 
-def compare(question: Question, runs: Callable[[Question], Iterator[Run]]) -> Iterator[dict[str, Any]]:
-    """Each way of sending with and without the failure, one after the other, as plain values."""
+def compare(
+    question: Question, runs: Callable[[Question], Iterator[Run]], kept: list[Run] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Each way of sending with and without the failure, one after the other, as plain values.
+
+    `kept` takes the runs without failure, and spares them where it has them already.
+    """
     faults_of(question.broken)
-    whole = iter(runs(replace(question, broken=UNBROKEN)))
-    hit = iter(runs(question)) if question.broken.failed else None
+    known = kept if kept is not None else []
+    whole = iter(tuple(known)) if known else runs(replace(question, broken=UNBROKEN))
+    hit = runs(question) if question.broken.failed else None
     for healthy in whole:
         found = next(hit) if hit is not None else healthy
         yield values(question, found, healthy)
-        if found.stopped:
+        if found.stopped or healthy.stopped:
             return
+        if healthy not in known:
+            known.append(healthy)
 
 
 def fluid_runs(question: Question) -> Iterator[Run]:
@@ -109,16 +120,39 @@ def fluid_manners(question: Question) -> tuple[Manner, Manner, Manner]:
     roce = Manner(name="RoCE, PFC off", routing=hashed, react_s=question.converge_s, go_back=True)
     affordable = max(1, 4 * ROWS // (len(question.flows) * planes)) * planes
     paths = question.paths or max(planes, min(PATHS // planes * planes, affordable))
-    edge = Manner(name="MRC, edge", routing=spray(paths, seed=seed), react_s=EDGE_RECOVERY_S)
+    edge = Manner(name="MRC, edge", routing=spray(paths, seed=seed), react_s=EDGE_RECOVERY_S, **SENDER)
     return roce, replace(roce, name="RoCE, PFC on", pauses=True), edge
+
+
+def one_fluid_run(
+    question: Question, *, spread: str, recovery: str, converges: bool, pauses: bool, wire: Wire
+) -> dict[str, Any]:
+    """One way of sending in time, by its words, beside the same without the failure."""
+    if spread == "all":
+        what = "cables that act as one cannot fail one by one in time"
+        raise mistake("--routing all", what, fix="use --routing adaptive")
+    flows, fabric = question.flows, question.fabric
+    paths = question.paths or usual_paths(fabric, spread, len(flows))
+    routing = routing_of(fabric, spread, paths, recovery, question.seed)
+    if converges and routing.recovery != "conventional":
+        raise mistake("--converge", f"recovery {routing.recovery} waits for no routing", fix="--recovery conventional")
+    if pauses and spread not in ("flow", "qp"):
+        what = "pauses stop a whole queue, which spraying over many paths does not survive"
+        raise mistake("--pfc", what, fix="use --routing qp, or flow")
+    react_s = {"none": math.inf, "conventional": question.converge_s, "edge": EDGE_RECOVERY_S}[routing.recovery]
+    by_qp = spread in ("flow", "qp")
+    manner = Manner(name=spread, routing=routing, react_s=react_s, pauses=pauses, go_back=by_qp, **SENDER)
+    afford(links_of(fabric), len(flows), routing, question.budget)
+    healthy = fluid_run(question, manner, wire, faults=())
+    faults = faults_of(question.broken)
+    return values(question, fluid_run(question, manner, wire, faults=faults) if faults else healthy, healthy)
 
 
 def values(question: Question, run: Run, healthy: Run) -> dict[str, Any]:
     """A run beside the same without the failure."""
     faults = faults_of(question.broken)
     at_s = min((fault.at_s for fault in faults), default=math.inf)
-    over_s = max((fault.until_s for fault in faults), default=math.inf)
-    back_s = min(at_s + run.left_after_s, over_s)
+    back_s = at_s + _recovered_s(run, question.broken) if faults else math.inf
     done = run.times_s[np.isfinite(run.times_s)]
     return {
         **asked_for(str(run.more["engine"]), question.fabric, question.traffic, question.flows, question.seed),
@@ -126,7 +160,7 @@ def values(question: Question, run: Run, healthy: Run) -> dict[str, Any]:
         "paths": run.paths,
         "recovery": run.recovery,
         "converge_s": run.left_after_s if run.recovery == "conventional" else None,
-        "left_after_s": run.left_after_s if faults else None,
+        "recovered_after_s": _recovered_s(run, question.broken) if faults else None,
         "failed": list(question.broken.failed),
         "left": question.broken.left,
         "loss": question.broken.loss,
@@ -137,6 +171,8 @@ def values(question: Question, run: Run, healthy: Run) -> dict[str, Any]:
         "p99_s": float(np.percentile(done, 99)) if len(done) else math.inf,
         "tail_s": float(run.times_s.max()),
         "healthy_tail_s": float(healthy.times_s.max()),
+        "healthy_lost": round(healthy.lost),
+        "healthy_touched_flows": healthy.touched,
         "later_s": _later_s(run.times_s, healthy.times_s),
         "finished_flows": len(done),
         "lost": round(run.lost),
@@ -156,12 +192,22 @@ def _later_s(times_s: Floats, healthy_s: Floats) -> float:
 
 
 def _watched(question: Question, run: Run) -> dict[str, float]:
-    """The mean rate of the flow that is watched, as a share of its NIC's payload rate."""
+    """The mean rate of the flow that is watched, and as a share of what it would get alone."""
     if question.watched is None:
         return {}
     rate = 8.0 * float(question.flows.nbytes[question.watched]) / float(run.times_s[question.watched])
-    best = question.fabric.nic_gbps * 1e9 * MRC.payload_bytes / (MRC.payload_bytes + MRC.header_bytes)
-    return {"victim_gbps": rate / 1e9, "victim_share": rate / best}
+    size, hops = question.flows.nbytes[question.watched : question.watched + 1], np.array([question.fabric.hops + 1])
+    late_s = MRC.latency_s(size, hops, question.fabric.port_gbps, np.array([False]))
+    alone_s = float((8.0 * MRC.wire_bytes(size) / (question.fabric.nic_gbps * 1e9) + late_s)[0])
+    return {"victim_gbps": rate / 1e9, "victim_share": alone_s / float(run.times_s[question.watched])}
+
+
+def _recovered_s(run: Run, broken: Break) -> float:
+    """Until paths over what failed are left, or it is back; infinite where neither happens."""
+    # Routing does not go around a port that is up, and nobody around all of them.
+    stays = [fault.loss > 0 and (run.recovery != "edge" or fault.part == "traffic") for fault in faults_of(broken)]
+    lasts = [fault.until_s - fault.at_s for fault in faults_of(broken)]
+    return max(one if stay else min(run.left_after_s, one) for one, stay in zip(lasts, stays, strict=True))
 
 
 def checked_converge_s(converge_s: float | None, usual_s: float) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
@@ -12,8 +11,10 @@ from phalanx.network.fabric.types import Fabric
 from phalanx.sim.compare import Question, Run
 from phalanx.sim.failures import faults_of
 from phalanx.sim.packets.result import PacketResult
-from phalanx.sim.packets.transport import Transport, in_slots
-from phalanx.sim.simulate_packets import compared, counts, course_of, recovery_of, run_packets, too_late
+from phalanx.sim.packets.roce import Roce
+from phalanx.sim.packets.transport import in_slots
+from phalanx.sim.simulate_packets import counts, course_of, run_packets, too_late
+from phalanx.sim.transports import AnyTransport, compared, paths_of, recovery_of, spread_of
 
 # A second of a small fabric is a minute of CPU, because every slot costs. Ten milliseconds show the same stall; each
 # second more of convergence is a second more of it.
@@ -31,10 +32,10 @@ def packet_runs(question: Question) -> Iterator[Run]:
         yield _run(question.fabric, transport, found, late)
 
 
-def _run(fabric: Fabric, transport: Transport, found: PacketResult, late: list[str]) -> Run:
+def _run(fabric: Fabric, transport: AnyTransport, found: PacketResult, late: list[str]) -> Run:
     return Run(
         name=transport.name,
-        paths=transport.paths,
+        paths=paths_of(transport),
         recovery=recovery_of(transport),
         left_after_s=_left_after_s(fabric, transport),
         times_s=np.where(np.isfinite(found.fct_s), found.fct_s, math.inf),
@@ -44,7 +45,7 @@ def _run(fabric: Fabric, transport: Transport, found: PacketResult, late: list[s
         stopped=found.stopped if found.stopped in ("interrupted", "CPU budget") else "",
         more={
             "engine": "packets",
-            "spread": transport.spray,
+            "spread": spread_of(transport),
             "failed_too_late": late,
             "simulated_s": found.simulated_s,
             "cpu_s": found.cpu_s,
@@ -53,9 +54,9 @@ def _run(fabric: Fabric, transport: Transport, found: PacketResult, late: list[s
     )
 
 
-def _left_after_s(fabric: Fabric, transport: Transport) -> float:
-    """The sender's own clock, or that of routing."""
-    if transport.recovery == "edge":
-        slots = in_slots(fabric, replace(transport), planes=fabric.planes)
+def _left_after_s(fabric: Fabric, transport: AnyTransport) -> float:
+    """The clock of an MRC sender; routing's, and then that of a RoCE sender, which tries again when its timer ends."""
+    if not isinstance(transport, Roce):
+        slots = in_slots(fabric, transport, planes=fabric.planes)
         return slots.timeout * slots.slot_s
-    return transport.converge_s
+    return math.ceil(transport.converge_s / transport.timeout_s) * transport.timeout_s

@@ -36,6 +36,8 @@ class Manner:
     name: str
     routing: Routing
     react_s: float  # from a failure until its paths are left; infinite where nobody reacts
+    least_paths: int = 1  # that a sender keeps, good or bad
+    probe_s: float = math.inf  # until a path that was left is tried again
     pauses: bool = False  # PFC
     go_back: bool = False  # a lost packet is sent again with all that followed it (RoCE)
 
@@ -62,6 +64,7 @@ class _Stage:
     avoided: Floats | None  # 0 where nobody goes any more
     doomed: NDArray[np.bool_] | None  # dead, and not known yet
     loss: Floats | None
+    dry: bool  # senders have left all paths that lose packets, but for the least
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,7 +93,7 @@ def episode(
     account, parts, hops = None, None, np.zeros(len(flows), dtype=np.int64)
     touched, stopped = np.zeros(len(flows), dtype=bool), ""
     try:
-        for stage in _stages(links, faults, manner):
+        for stage in _stages(links, faults, manner, wire):
             case = _case(links, flows, manner, stage, wire)
             if account is None or parts is None:
                 parts = parts_of(case, wire_bits, manner.routing)
@@ -99,7 +102,8 @@ def episode(
             useful, lost = _fates(links, case, stage, manner, wire)
             moving = np.isinf(account.times[parts.of_row])
             touched[case.owner[moving & (lost > 0)]] = True
-            _advance(account, case, parts, stage, manner, useful, lost)
+            idle = _idle(case, manner) if stage.dry else np.zeros(len(moving), dtype=bool)
+            _advance(account, case, parts, stage, manner, useful, lost, idle)
             if not np.isinf(account.times).any():
                 break
     except KeyboardInterrupt:
@@ -133,26 +137,34 @@ def _episode(
     )
 
 
-def _stages(links: Links, faults: Sequence[Fault], manner: Manner) -> Iterator[_Stage]:
-    hits = [fault_links(links, fault) for fault in faults]
+def _stages(links: Links, faults: Sequence[Fault], manner: Manner, wire: Wire) -> Iterator[_Stage]:
+    found = [(fault, fault_links(links, fault), _dry_s(links, fault, manner, wire)) for fault in faults]
     edges = {0.0, math.inf}
-    for fault in faults:
+    for fault, _, dry_s in found:
         edges |= {fault.at_s, fault.until_s}
-        if fault.at_s + manner.react_s < fault.until_s:
-            edges.add(fault.at_s + manner.react_s)
-    times = sorted(edges)
-    for begin, end in itertools.pairwise(times):
-        yield _stage(links, list(zip(faults, hits, strict=True)), manner, begin, end)
+        edges |= {time for time in (fault.at_s + manner.react_s, dry_s) if time < fault.until_s}
+    for begin, end in itertools.pairwise(sorted(edges)):
+        yield _stage(links, found, manner, begin, end)
 
 
-def _stage(links: Links, faults: list[tuple[Fault, Ints]], manner: Manner, begin: float, end: float) -> _Stage:
+def _dry_s(links: Links, fault: Fault, manner: Manner, wire: Wire) -> float:
+    """When every loss has retired a path and only the least are left; infinite where probes bring them back sooner."""
+    packets_per_s = links.fabric.nic_gbps * 1e9 / (8.0 * (wire.payload_bytes + wire.header_bytes))
+    retired_per_s, most = packets_per_s * fault.loss, manner.routing.paths - manner.least_paths
+    if manner.routing.recovery != "edge" or retired_per_s * manner.probe_s <= most or fault.loss == 0:
+        return math.inf
+    return fault.at_s + most / retired_per_s
+
+
+def _stage(links: Links, faults: list[tuple[Fault, Ints, float]], manner: Manner, begin: float, end: float) -> _Stage:
     share, avoided, loss = np.ones(links.count), np.ones(links.count), np.zeros(links.count)
-    doomed = np.zeros(links.count, dtype=bool)
-    for fault, hit in faults:
+    doomed, dry = np.zeros(links.count, dtype=bool), False
+    for fault, hit, dry_s in faults:
         if not fault.at_s <= begin < fault.until_s:
             continue
         known = begin >= fault.at_s + manner.react_s
         if fault.loss > 0:
+            dry = dry or begin >= dry_s
             loss[hit] = 1 - (1 - loss[hit]) * (1 - fault.loss)
             if known and manner.routing.recovery == "edge":
                 avoided[hit] = 0.0
@@ -169,7 +181,15 @@ def _stage(links: Links, faults: list[tuple[Fault, Ints]], manner: Manner, begin
         avoided=avoided if (avoided < 1).any() else None,
         doomed=doomed if doomed.any() else None,
         loss=loss if loss.any() else None,
+        dry=dry,
     )
+
+
+def _idle(case: Case, manner: Manner) -> NDArray[np.bool_]:
+    """Paths that lose packets and are left, where a flow has enough others."""
+    cut = case.routes.cut.reshape(-1, manner.routing.paths)
+    good = (~cut).sum(axis=1, keepdims=True)
+    return np.asarray(cut & (np.cumsum(cut, axis=1) > np.maximum(0, manner.least_paths - good))).reshape(-1)
 
 
 def _case(links: Links, flows: Flows, manner: Manner, stage: _Stage, wire: Wire) -> Case:
@@ -200,10 +220,17 @@ def _went_back(survives: Floats, fabric: Fabric, wire: Wire) -> Floats:
 
 
 def _advance(
-    account: _Account, case: Case, parts: Parts, stage: _Stage, manner: Manner, useful: Floats, lost: Floats
+    account: _Account,
+    case: Case,
+    parts: Parts,
+    stage: _Stage,
+    manner: Manner,
+    useful: Floats,
+    lost: Floats,
+    idle: NDArray[np.bool_],
 ) -> None:
     """Drain until the stage ends or nothing moves."""
-    rows = np.flatnonzero(np.isinf(account.times[parts.of_row]))
+    rows = np.flatnonzero(np.isinf(account.times[parts.of_row]) & ~idle)
     if manner.routing.recovery != "edge" and stage.doomed is not None:
         rows = _wait(account, case, parts, stage, useful, rows)
     while len(rows) and account.now < stage.end_s:

@@ -8,7 +8,7 @@ import numpy as np
 
 from phalanx.errors import mistake, nearest
 from phalanx.network.fabric.types import Fabric
-from phalanx.sim.failures import Break
+from phalanx.sim.failures import UNBROKEN, Break
 from phalanx.sim.links import links_of
 from phalanx.sim.matrices import Flows, flows
 
@@ -22,7 +22,7 @@ class Scenario:
 
     name: str
     what: str
-    broken: Break = Break()
+    broken: Break = UNBROKEN
     tiers: int = 1  # that a fabric must have
     incast: bool = False
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -12,20 +11,22 @@ from phalanx.errors import mistake
 from phalanx.network.fabric.types import Fabric
 from phalanx.sim.course import Course
 from phalanx.sim.failures import UNBROKEN, Break, faults_of
+from phalanx.sim.links import Links
 from phalanx.sim.matrices import Flows
-from phalanx.sim.packets.budget import LOOK_S, Budget
+from phalanx.sim.packets.budget import LOOK_S, Budget, Cost
 from phalanx.sim.packets.build import sketch
 from phalanx.sim.packets.faults import Fault
 from phalanx.sim.packets.result import PacketResult
+from phalanx.sim.packets.roce import Roce
+from phalanx.sim.packets.roce_build import roce_sketch
 from phalanx.sim.packets.run import BUDGET, REST_S, run
 from phalanx.sim.packets.schedule import Schedule
 from phalanx.sim.packets.state import MOST_SLOTS
-from phalanx.sim.packets.transport import ECMP, HTSIM, MRC, Transport
-from phalanx.sim.simulate import RECOVERIES, ROUTINGS, asked_for, choice
+from phalanx.sim.packets.transport import MRC
+from phalanx.sim.simulate import asked_for
+from phalanx.sim.transports import AnyTransport, converge_of, paths_of, recovery_of, spread_of
 
-TRANSPORTS: dict[str, Transport] = {"mrc": MRC, "ecmp": ECMP, "htsim": HTSIM}
 SOON = 100  # times the duration of unhindered traffic: a later failure meets nobody
-QPS = 8  # "little gain past 8 QPs" (arXiv:2605.04333 section 5.2.7)
 
 
 def simulate_packets(
@@ -33,7 +34,7 @@ def simulate_packets(
     traffic_name: str,
     flows: Flows,
     *,
-    transport: Transport = MRC,
+    transport: AnyTransport = MRC,
     broken: Break = UNBROKEN,
     seed: int = 0,
     budget: Budget = BUDGET,
@@ -43,8 +44,8 @@ def simulate_packets(
     faults = faults_of(broken)
     found = run_packets(fabric, flows, transport, faults, seed=seed, budget=budget, schedule=schedule)
     asked = asked_for("packets", fabric, traffic_name, flows, seed)
-    chosen = {"transport": transport.name, "spread": transport.spray, "paths": transport.paths}
-    recovers = {"recovery": recovery_of(transport), "converge_s": _converge_s(transport)}
+    chosen = {"transport": transport.name, "spread": spread_of(transport), "paths": paths_of(transport)}
+    recovers = {"recovery": recovery_of(transport), "converge_s": converge_of(transport)}
     parts = {"failed": list(broken.failed), "left": broken.left, "loss": broken.loss}
     late = {"failed_too_late": too_late(broken, faults, found.simulated_s)}
     course = {"throughput_over_time": course_of(found).series()}
@@ -54,7 +55,7 @@ def simulate_packets(
 def run_packets(
     fabric: Fabric,
     flows: Flows,
-    transport: Transport,
+    transport: AnyTransport,
     faults: tuple[Fault, ...],
     *,
     seed: int = 0,
@@ -77,99 +78,46 @@ def too_late(broken: Break, faults: Sequence[Fault], simulated_s: float) -> list
     return [text for text, fault in zip(broken.failed, faults, strict=True) if fault.at_s > simulated_s]
 
 
-def transport_of(
-    name: str = "mrc", *, routing: str = "", paths: int = 0, recovery: str = "", converge_s: float | None = None
-) -> Transport:
-    """A transport by its words; empty ones are its own settings."""
-    made = TRANSPORTS[choice("--transport", name, tuple(TRANSPORTS))]
-    made = _spread(made, routing)
-    if paths:
-        if routing == "flow" and paths != 1:
-            raise mistake("--paths", f"{paths} paths, but --routing flow is one", fix="use --routing qp")
-        made = replace(made, paths=paths)
-    if recovery:
-        chosen = choice("--recovery", recovery, RECOVERIES)
-        made = replace(made, recovery="edge" if chosen == "edge" else "routing")
-        if chosen == "none":
-            if converge_s is not None:
-                raise mistake("--converge", "nothing converges with --recovery none", fix="leave one of them out")
-            return replace(made, converge_s=math.inf)
-    if converge_s is None:
-        return made
-    if made.recovery == "edge":
-        raise mistake("--converge", "recovery at the edge waits for no routing", fix="add --recovery conventional")
-    if not 0 < converge_s < math.inf:
-        raise mistake("--converge", f"{converge_s:g} seconds", fix="use 1, or 0.1")
-    return replace(made, converge_s=converge_s)
-
-
-def compared(fabric: Fabric, *, paths: int = 0, converge_s: float | None = None) -> tuple[Transport, Transport]:
-    """A conventional transport, one hashed path per plane and routing that converges, and recovery at the edge.
-
-    One path in all could use one plane only, and the difference would be that of planes, not of recovery.
-    """
-    return transport_of("ecmp", paths=fabric.planes, converge_s=converge_s), transport_of("mrc", paths=paths)
-
-
-def _spread(transport: Transport, routing: str) -> Transport:
-    """A routing of the fluid engine as paths and spraying: `qp` is here 8 paths taken in turn."""
-    if not routing:
-        return transport
-    word = choice("--routing", routing, ROUTINGS)
-    if word == "flow":
-        return replace(transport, paths=1, spray="oblivious")
-    if word == "qp":
-        return replace(transport, paths=QPS, spray="oblivious")
-    if word == "oblivious":
-        return replace(transport, spray="oblivious")
-    if word == "adaptive":
-        return replace(transport, spray="skip" if transport.spray == "oblivious" else transport.spray)
-    raise mistake(
-        "--routing all",
-        "every path at once is an idea of the fluid engine: packets take one path each",
-        fix="use --routing adaptive with --paths 256",
-    )
-
-
 def _afford_waiting(
-    fabric: Fabric, flows: Flows, transport: Transport, faults: Sequence[Fault], budget: Budget
+    fabric: Fabric, flows: Flows, transport: AnyTransport, faults: Sequence[Fault], budget: Budget
 ) -> None:
     """Refuse when waiting for routing, or for a part to return, would exceed the budget: every slot costs."""
-    if transport.recovery == "edge":
+    if recovery_of(transport) == "edge":
         return  # it does not wait
-    plan = sketch(fabric, flows, transport, alike=not faults)
-    soon_s = SOON * plan.cost.slots * plan.slots.slot_s
+    links, slot_s, expected = _expected(fabric, flows, transport, faults)
+    soon_s = SOON * expected.slots * slot_s
     waits = (_until_s(fault, transport) for fault in faults if fault.left == fault.loss == 0 and fault.at_s <= soon_s)
     wait_s = max(waits, default=0.0)
-    slots = wait_s / plan.slots.slot_s
-    cpu_s = plan.cost.cpu_s + slots * plan.links.count * LOOK_S
+    slots = wait_s / slot_s
+    cpu_s = expected.cpu_s + slots * links.count * LOOK_S
     if slots <= MOST_SLOTS and (cpu_s <= budget.cpu_s or not wait_s):
         return  # without waiting, run() itself refuses with its own numbers
-    most_s = min(MOST_SLOTS, budget.cpu_s / (plan.links.count * LOOK_S)) * plan.slots.slot_s
+    most_s = min(MOST_SLOTS, budget.cpu_s / (links.count * LOOK_S)) * slot_s
     raise mistake(
         f"packets on {fabric.name}",
         f"{wait_s:g} s until the last failure is routed around or over are {slots:,.0f} slots of "
-        f"{plan.slots.slot_s * 1e9:.0f} ns on {plan.links.count:,} links: about {cpu_s:,.0f} s of CPU",
+        f"{slot_s * 1e9:.0f} ns on {links.count:,} links: about {cpu_s:,.0f} s of CPU",
         why=f"the budget is {budget.cpu_s:,.0f} s, and the engine counts to {MOST_SLOTS:,} slots",
-        fix=f"let it be below {0.9 * most_s:.2g} s (--converge, @TIME), simulate fewer hosts, or raise --cpu",
+        fix=f"let it be below {0.9 * most_s:.2g} s (--converge, @TIME), simulate fewer hosts, raise --cpu, "
+        "or use --engine fluid",
     )
 
 
-def _until_s(fault: Fault, transport: Transport) -> float:
+def _expected(
+    fabric: Fabric, flows: Flows, transport: AnyTransport, faults: Sequence[Fault]
+) -> tuple[Links, float, Cost]:
+    if isinstance(transport, Roce):
+        pairs = roce_sketch(fabric, flows, transport)
+        return pairs.links, pairs.slots.slot_s, pairs.cost
+    plan = sketch(fabric, flows, transport, alike=not faults)
+    return plan.links, plan.slots.slot_s, plan.cost
+
+
+def _until_s(fault: Fault, transport: AnyTransport) -> float:
     """When the connections on a dead part go on; where they never do, the engine gives up after a while."""
     wait_s = transport.converge_s if math.isfinite(transport.converge_s) else REST_S
-    return min(fault.at_s + wait_s, fault.until_s)
-
-
-def recovery_of(transport: Transport) -> str:
-    """Who leaves dead paths, in the words of the fluid engine."""
-    if transport.recovery == "edge":
-        return "edge"
-    return "conventional" if math.isfinite(transport.converge_s) else "none"
-
-
-def _converge_s(transport: Transport) -> float | None:
-    return transport.converge_s if recovery_of(transport) == "conventional" else None
+    patience_s = transport.timeout_s if isinstance(transport, Roce) else 0.0
+    return min(fault.at_s + wait_s, fault.until_s) + patience_s
 
 
 def _times(found: PacketResult) -> dict[str, object]:
@@ -197,5 +145,7 @@ def counts(found: PacketResult) -> dict[str, object]:
         "touched_flows": found.touched,
         "touched_by_loss_flows": found.touched_by_loss,
         "retired_paths": found.retired_paths,
+        "dropped": found.dropped,
+        "paused_share": found.paused_share,
         "planes_simulated": found.planes_simulated,
     }

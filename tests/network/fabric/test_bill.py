@@ -62,6 +62,14 @@ def test_losses_of_an_oversubscribed_fabric() -> None:
     assert one.t1 == 1 / (2 * 16)
 
 
+def test_with_rails_a_t0_has_one_nic_of_each_server() -> None:
+    # 72 GPUs are 9 servers of 8: nine NICs on each of eight T0s, though a T0 has 32 ports down
+    one = loss(parse_fabric("clos2:72x800G/1p/64/8r"))
+    assert one.t0_hosts == 9
+    assert loss(parse_fabric("clos2:2048x800G/1p/64/8r")).t0_hosts == 32
+    assert loss(parse_fabric("clos2:20x800G/1p/64")).t0_hosts == 20
+
+
 def test_a_single_switch_has_no_links_above() -> None:
     fabric = parse_fabric("clos1:64x400G/1p/64")
     assert bill(fabric).links == (64,)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from phalanx.errors import UserError
 from phalanx.network.fabric.design import Wish, designs, nominal_ratio
@@ -34,8 +37,8 @@ def test_a_starred_design_is_beaten_by_no_other() -> None:
 
     def goals(index: int) -> tuple[float, ...]:
         one = found[index]
-        assert one.bill.watts is not None
-        return one.usd_middle, one.fabric.hops, one.bill.watts, nominal_ratio(one.fabric), one.loss.nic_link
+        watts = math.inf if one.bill.watts is None else one.bill.watts
+        return one.usd_middle, one.fabric.hops, watts, nominal_ratio(one.fabric), one.loss.nic_link
 
     for mine, one in enumerate(found):
         beaten = any(
@@ -116,3 +119,33 @@ def test_the_table_merges_rails_that_make_no_difference() -> None:
     assert re.search(r"\* +Spectrum-5 512x100G +8 +2 +none/8 +4,096 +2,048 +- +6,144 +262,144 +524,288", lines[0])
     assert "12.5%  0.39%" in lines[0]
     assert "more with --top" in page
+
+
+def test_bare_ports_are_designed_without_a_price() -> None:
+    (one,) = designs(Wish(gpus=5000, nic_gbps=400, switch="96x400G", oversubscription=1, rails=1))
+    assert one.bill.usd is None
+    assert one.fabric.switch.name == "96x400G"
+    assert "unknown" in show_designs([one], top=1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    wish=st.builds(
+        Wish,
+        gpus=st.one_of(st.integers(-5, 5000), st.integers(-(10**13), 10**13)),
+        nic_gbps=st.one_of(st.sampled_from([100.0, 400.0, 800.0, 1600.0]), st.floats()),
+        switch=st.one_of(st.none(), st.sampled_from(["Tomahawk 5", "Quantum-2", "8x100G", "QM9700", "abacus", ""])),
+        tiers=st.one_of(st.none(), st.integers(-1, 6)),
+        planes=st.one_of(st.none(), st.integers(-1, 40), st.just(10**15)),
+        oversubscription=st.one_of(st.none(), st.sampled_from([1.0, 2.0, 3.0]), st.floats()),
+        rails=st.one_of(st.none(), st.integers(-1, 20), st.just(10**15)),
+    )
+)
+def test_any_wish_has_designs_or_a_user_error(wish: Wish) -> None:
+    said = "phalanx fabric design: it fits\n  so build it"
+    try:
+        assert {one.fabric.hosts for one in designs(wish)} == {wish.gpus}
+    except UserError as error:
+        said = str(error)
+    assert said.startswith("phalanx fabric design: ")
+    assert "\n  " in said  # what to do

@@ -6,9 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from phalanx.errors import UserError
 from phalanx.network.fabric.parse import parse_fabric
+from phalanx.network.fabric.text import show_fabric
 
 
 def test_short_form() -> None:
@@ -50,6 +53,10 @@ def test_a_file(tmp_path: Path) -> None:
         ("hosts = inf\nnic_gbps = 800\ntiers = 2\nradix = 64\n", "not a whole number"),
         ("hosts = 64\nnic_gbps = nan\ntiers = 2\nradix = 64\n", "not a number above 0"),
         ("hosts = 64\nnic_gbps = 800\ntiers = 2\nswitch = 5\n", "switch is no text"),
+        ("hosts = 64\nnic_gbps = 400\nplanes = 3\ntiers = 2\nradix = 64\n", "use 2 or 4 planes"),
+        ("hosts = 64\nnic_gbps = 400\ntiers = 2\nradix = 64\nusd = 5\n", "mine.toml:5: usd is not a low and a high"),
+        ("hosts = 64\nnic_gbps = 400\ntiers = 2\nradix = 64\nusd = [9, 5]\n", "usd is not a low and a high price"),
+        ("hosts = 64\nnic_gbps = 400\ntiers = 2\nradix = 64\nwatts = -5\n", "watts = -5.0 is not a number above 0"),
     ],
 )
 def test_a_bad_file(tmp_path: Path, content: str, words: str) -> None:
@@ -73,6 +80,15 @@ def test_a_bad_file(tmp_path: Path, content: str, words: str) -> None:
         ("clos2:" + "9" * 5000 + "x800G/1p/64", "is not a fabric"),
         ("clos2:131072x800G/4p/256", "join at most 32,768"),
         ("clos2:64x0G/1p/64", "carries nothing"),
+        ("clos2:64x400G/3p/64", "3 planes make ports of 133.333 Gb/s of a 400 Gb/s NIC"),
+        ("clos2:64x400G/3p/64", "use 2 or 4 planes"),
+        ("clos2:64x800G/5p/64", "use 4 or 8 planes"),
+        ("clos2:64x800G/999999999p/64", "use 80 planes"),
+        ("clos2:64x90G/4p/64", "use 3 or 5 planes"),
+        ("clos2:64x0.001G/2p/64", "use 1 plane"),
+        ("clos2:64x800G/0p/64", "0 planes"),
+        ("clos2:64x400G/1p/2", "a switch of 2 ports cannot branch"),
+        ("clos3:64x400G/1p/999999986", "no switch has 999,999,986 ports"),  # its half is a prime: minutes of divisors
         ("nowhere.toml", "no such file"),
     ],
 )
@@ -80,3 +96,36 @@ def test_bad_text(text: str, words: str) -> None:
     with pytest.raises(UserError) as error:
         parse_fabric(text)
     assert words in str(error.value)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    tiers=st.integers(0, 6),
+    hosts=st.one_of(st.integers(0, 300), st.integers(0, 10**13)),
+    nic=st.sampled_from(["0", "1", "25", "90", "100", "400", "800", "1600", "0.001", "99999999999999"]),
+    planes=st.one_of(st.integers(0, 20), st.integers(0, 10**12)),
+    box=st.sampled_from(["0", "1", "3", "4", "5", "63", "64", "512", "999999999", "Tomahawk 5", "512x100G", "abacus"]),
+    more=st.sampled_from(["", "/2:1", "/0:1", "/64:1", "/99999:1", "/8r", "/0r", "/7r", "/999999r", "/wide", "/1p"]),
+)
+def test_any_short_form_is_a_fabric_or_a_user_error(
+    tiers: int, hosts: int, nic: str, planes: int, box: str, more: str
+) -> None:
+    said = "fabric"
+    try:
+        fabric = parse_fabric(f"clos{tiers}:{hosts}x{nic}G/{planes}p/{box}{more}")
+        assert fabric.t0 * fabric.t0_down >= fabric.hosts == hosts
+        assert show_fabric(fabric)
+    except UserError as error:
+        said = str(error)
+    assert said.startswith("fabric")
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.text(max_size=60))
+def test_any_text_is_a_fabric_or_a_user_error(text: str) -> None:
+    said = "a fabric"
+    try:
+        parse_fabric(text)
+    except UserError as error:
+        said = str(error)
+    assert said

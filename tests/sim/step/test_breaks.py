@@ -1,13 +1,16 @@
 """A step on a broken fabric."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from phalanx.errors import UserError
 from phalanx.network.fabric.parse import parse_fabric
-from phalanx.sim.step.breaks import CONVERGE_S, REMAP_S, aftermath, broken
+from phalanx.sim.step.breaks import ACK_TIMEOUT_S, GREY_LOSS, OUTAGE_S, aftermath, broken, bursts, go_back_n
 from phalanx.sim.step.paths import derived_fabric
+from phalanx.sim.step.recovery import CONVERGE_S, GIVE_UP_S, REMAP_S
+from phalanx.sim.step.report import step_report
 from phalanx.sim.step.text import render_break
 
 PLANES = "clos2:32x400G/4p/8"
@@ -39,8 +42,60 @@ def test_a_lost_port_stops_the_conventional_job_and_slows_the_other(piped, kind)
     assert page.splitlines()[1].split() == ["conventional", "edge"]
 
 
-def test_one_plane_cannot_lose_its_port(piped):
-    assert math.isinf(aftermath(piped, parse_fabric("clos2:32x400G/1p/8"), "nic", edge=True).after_s)
+def test_one_plane_cannot_lose_its_port_for_longer_than_connections_wait(piped):
+    alone = parse_fabric("clos2:32x400G/1p/8")
+    gone = aftermath(piped, alone, "nic", edge=True)
+    assert math.isinf(gone.after_s)
+    assert gone.minute == 0.0
+    flap = aftermath(piped, alone, "nic", edge=True, outage_s=20.0)
+    assert (flap.stall_s, flap.after_s, flap.restart_s) == (20.0 + REMAP_S, flap.healthy_s, 0.0)
+    assert math.isinf(aftermath(piped, alone, "nic", edge=True, outage_s=GIVE_UP_S).after_s)
+
+
+def test_a_transceiver_takes_all_planes_and_a_quarter_of_the_minute(piped):
+    """A calibration: arXiv:2605.04333 section 5.1 has -25 % for the minute in which four NIC-T0 links flapped."""
+    routed, edge = (aftermath(piped, parse_fabric(PLANES), "transceiver", edge=one) for one in (False, True))
+    assert edge.minute == pytest.approx(0.75)
+    assert (edge.share, edge.restart_s) == (0.0, 0.0)
+    assert edge.stalled == edge.touched > 0
+    assert routed.stall_s == OUTAGE_S["transceiver"] + CONVERGE_S
+    assert routed.minute == pytest.approx(1 - routed.stall_s / 60)
+
+
+def test_the_minute_of_a_lost_t1_is_hardly_touched_at_the_edge(piped):
+    routed, edge = (aftermath(piped, parse_fabric(PLANES), "t1", edge=one) for one in (False, True))
+    assert edge.minute > 0.97  # "largely unaffected"
+    assert routed.minute == pytest.approx(1 - CONVERGE_S / 60, abs=0.03)
+    port = aftermath(piped, parse_fabric(PLANES), "nic", edge=True)
+    expected = (60 - REMAP_S) / 60 * port.healthy_s / port.after_s  # slower for the rest of the minute
+    assert port.minute == pytest.approx(expected)
+
+
+def test_a_link_that_only_loses_packets_is_left_by_senders_and_kept_by_switches(piped):
+    fabric = parse_fabric(PLANES)
+    routed, edge = (aftermath(piped, fabric, "grey", edge=one) for one in (False, True))
+    dead = aftermath(piped, fabric, "link", edge=True)
+    assert (edge.after_s, edge.touched) == (dead.after_s, dead.touched)
+    assert routed.touched > 0
+    assert (routed.stalled, routed.stall_s) == (0, 0.0)
+    assert broken(fabric, "grey", edge=False).left == go_back_n(GREY_LOSS, 100)
+    # Two sends of each micro-batch end in a packet whose loss nothing behind it tells.
+    waits_s = GREY_LOSS * ACK_TIMEOUT_S * 2 * piped.layout.accumulation
+    assert routed.after_s >= routed.healthy_s + waits_s
+    assert "LOSES 1% OF ITS PACKETS" in render_break("grey", [routed, edge])
+
+
+def test_how_often_connections_go_quiet(piped, sharded):
+    assert bursts(sharded.layout, 12, "shard") == 3 * 12 * sharded.layout.accumulation
+    assert bursts(piped.layout, 12, "shard") == 2
+    assert bursts(replace(piped.layout, context=4), 12, "context") == 3 * 3 * 3 * piped.layout.accumulation
+    assert bursts(piped.layout, 12, "expert") == 4 * 3 * piped.layout.accumulation
+
+
+def test_a_known_healthy_step_is_not_run_again(piped):
+    fabric = parse_fabric(PLANES)
+    known = step_report(piped, fabric)
+    assert aftermath(piped, fabric, "t1", edge=True, healthy=known) == aftermath(piped, fabric, "t1", edge=True)
 
 
 def test_one_tier_has_no_uplink_to_break():

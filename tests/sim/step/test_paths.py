@@ -6,12 +6,12 @@ import pytest
 from phalanx.errors import UserError
 from phalanx.network.fabric.parse import parse_fabric
 from phalanx.sim.broken import Broken
+from phalanx.sim.collect import neighbours, phase
 from phalanx.sim.step.paths import (
     Transport,
     axis_paths,
     check_size,
     derived_fabric,
-    neighbours,
     on_fabric,
     used_axes,
 )
@@ -34,6 +34,16 @@ def test_neighbours_stay_in_their_group_and_a_pipeline_has_an_end():
     source, target = neighbours(4, 4, 1, 16, wraps=False)
     assert (target - source == 4).all()
     assert len(source) == 12
+
+
+def test_a_phase_is_the_next_domain_the_next_stage_or_half_the_group_away():
+    def far(axis, **shape):
+        source, target = phase(axis, ranks=64, **shape)
+        return set((target - source).tolist())
+
+    assert far("shard", size=8, stride=4, inside=2) == {8, -24}
+    assert far("pipeline", size=4, stride=16, inside=1) == {16}
+    assert far("expert", size=16, stride=1, inside=8) == {8, -8}
 
 
 def test_one_switch_gives_everyone_line_rate(sharded):

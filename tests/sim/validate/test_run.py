@@ -128,12 +128,8 @@ def test_a_series_is_fitted_on_its_ends_and_judged_between() -> None:
     found = [tried(one, *rows) for one in rows]
     assert [one.status for one in found] == ["not attempted", "calibrated", "reproduced", "reproduced", "calibrated"]
     assert found[2].note == "fitted on 16 MiB and 4 GiB"
-    # α + W/B through both ends, by hand
-    share, mib = 1.875, 2.0**20
-    small, large = share * 16 * mib / 100e9, share * 4096 * mib / 400e9
-    slope = (large - small) / (4080 * mib)
-    middle = small + slope * 240 * mib
-    assert found[2].ours == pytest.approx(share * 256 * mib / middle / 1e9)
+    # A + W + 0.4 √(A W) over B through both ends by hand, W in 16 MiB: 63 a² + 19.2 a = 192, a = √A = 1.6, B = 420 GB/s
+    assert found[2].ours == pytest.approx(16 * 420 / (1.6**2 + 16 + 0.4 * 1.6 * 4))
     assert [one.within for one in found[2:4]] == [True, False]
 
 

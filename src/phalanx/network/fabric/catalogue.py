@@ -43,7 +43,7 @@ def find_switches(name: str, *, where: str, among: Sequence[Switch] = ()) -> tup
     if found:
         return found
     ports = _PORTS.match(name.strip().lower())
-    if ports:
+    if ports and int(ports[1]) and float(ports[2]):
         return (unnamed(int(ports[1]), float(ports[2])),)
     names = {_squeeze(one): one for switch in known for one in (switch.box, switch.name, *_products(switch))}
     near = names.get(nearest(wanted, names), "")

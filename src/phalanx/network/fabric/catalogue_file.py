@@ -14,12 +14,12 @@ from pathlib import Path
 from phalanx.errors import Problem, UserError, mistake, nearest
 from phalanx.hardware.tomlfile import read_text
 from phalanx.network.fabric.catalogue import switch_of
-from phalanx.network.fabric.sizing import LEAST_RADIX
+from phalanx.network.fabric.sizing import LEAST_RADIX, MOST_RADIX
 from phalanx.network.fabric.types import Switch
 
 NEEDED = ("box", "port_gbps", "radix")
 COLUMNS = (*NEEDED, "lanes", "watts", "usd_low", "usd_high", "evidence", "also", "source")
-MOST_RADIX, MOST_ROWS = 65536, 2000  # a slip of the pen, and what is enumerated in well under a second
+MOST_ROWS = 2000  # enumerated in well under a second
 EXAMPLE = "box,port_gbps,radix,watts,usd_low,usd_high"
 
 

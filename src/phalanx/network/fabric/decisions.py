@@ -9,6 +9,7 @@ Sources: arXiv:2605.04333 section 2; formulas in loads.py, budget.py and sizing.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -23,9 +24,9 @@ from phalanx.network.fabric.budget import (
     event_s,
     flap_share,
 )
-from phalanx.network.fabric.catalogue import find_switches
+from phalanx.network.fabric.catalogue import find_switches, switches, unnamed
 from phalanx.network.fabric.loads import idle_share, max_to_mean
-from phalanx.network.fabric.sizing import MOST_TIERS, Shape, check, most_hosts, size
+from phalanx.network.fabric.sizing import LEAST_RADIX, MOST_TIERS, Shape, check, most_hosts, size
 from phalanx.network.fabric.types import Fabric, Switch
 
 WHERE = "phalanx fabric decisions"
@@ -127,6 +128,35 @@ def decisions(
         why = f"{box} splits a {nic_gbps:g} Gb/s NIC only into whole ports"
         raise mistake(WHERE, f"{chosen} planes", why=why, fix=f"use one of {given}")
     fabric = _fabric(gpus, nic_gbps, choices[chosen], chosen)
+    return _decide(fabric, choices, paths, recovery_s, restart_s)
+
+
+def decisions_of(
+    fabric: Fabric, *, paths: int = 256, recovery_s: float = EDGE_RECOVERY_S, restart_s: float = RESTART_S[0]
+) -> Decisions:
+    """The same for a fabric that exists, beside other splits of the same box."""
+    _check(paths, recovery_s, restart_s)
+    if fabric.tiers < 2:
+        raise mistake(
+            WHERE, f"{fabric.name} has one tier: there is no path to choose", fix="name one of 2 tiers or more"
+        )
+    shipped = any(one.box == fabric.switch.box for one in switches())
+    choices = _choices(fabric.switch.box, fabric.nic_gbps) if shipped else _splits(fabric)
+    return _decide(fabric, {**choices, fabric.planes: fabric.switch}, paths, recovery_s, restart_s)
+
+
+def _splits(fabric: Fabric) -> dict[int, Switch]:
+    """Fewer planes of a box that only this fabric knows: half the planes are half the ports at twice the speed."""
+    radix, planes = fabric.switch.radix, fabric.planes
+    fewer = [one for one in range(1, planes) if planes % one == 0 and radix * one % planes == 0]
+    wide = {one: unnamed(radix * one // planes, fabric.nic_gbps / one) for one in fewer}
+    return {one: switch for one, switch in wide.items() if switch.radix >= LEAST_RADIX}
+
+
+def _decide(
+    fabric: Fabric, choices: Mapping[int, Switch], paths: int, recovery_s: float, restart_s: float
+) -> Decisions:
+    gpus, nic_gbps = fabric.hosts, fabric.nic_gbps
     rows = tuple(_plane_row(gpus, nic_gbps, choices[count], count) for count in sorted(choices))
     switch_ratio, optics_ratio = _ratios(fabric, choices[min(choices)], min(choices))
     slow = max(RESTART_S[1], restart_s)
@@ -231,8 +261,8 @@ def _ratios(fabric: Fabric, flat: Switch, flat_planes: int) -> tuple[str, str]:
 
 
 def _loads(fabric: Fabric, paths: int) -> tuple[LoadRow, ...]:
-    """Units per uplink: hosts of a T0 times units per host and plane, over its uplinks."""
-    share = fabric.hosts_per_t0 / fabric.t0_up
+    """Units per uplink: hosts of a full T0 times units per host and plane, over its uplinks."""
+    share = fabric.t0_down / fabric.t0_up
     per_plane = max(1.0, paths / fabric.planes)
     kinds = (
         ("one flow per port (ECMP)", share),

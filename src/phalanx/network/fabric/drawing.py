@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from phalanx.units import format_count
 
 PANEL_W, PANEL_H, TOP = 320, 270, 160
 LINE_CHARS = 48  # of a finding, 13 px wide words over a panel and its scale
+REMARK_CHARS = 54  # of 12 px under a panel
+LETTER_PX = 7.2  # a letter of 13 px, rather too wide
 
 # Blue and orange keep apart for the colour-blind, on white and on near-black (contrast over 3:1 with both). Words have
 # a rim in the colour of the page, so that no line runs through them.
@@ -67,14 +70,14 @@ def frame(x0: float, head: Heading, up: Axis, ticks: Sequence[float], *, count: 
         y = up.at(tick)
         shown = format_count(tick) if count and tick >= 1000 else f"{tick:g}"
         parts.append(f'<line class="grid" x1="{x0}" x2="{x0 + PANEL_W}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(words(x0 - 6, y + 4, shown.replace(".00", "").replace(".0", ""), "soft small", "end"))
+        parts.append(words(x0 - 6, y + 4, _short(shown), "soft small", "end"))
     base = TOP + PANEL_H
     return [*parts, f'<line class="line" x1="{x0}" x2="{x0 + PANEL_W}" y1="{base}" y2="{base}"/>']
 
 
 def ticks_below(across: Axis, ticks: Sequence[float], write: Callable[[float], str]) -> list[str]:
     """Numbers under the base line."""
-    shown = [write(tick).replace(".00", "").replace(".0", "") for tick in ticks]
+    shown = [_short(write(tick)) for tick in ticks]
     pairs = zip(ticks, shown, strict=True)
     return [words(across.at(tick), TOP + PANEL_H + 18, label, "soft small", "middle") for tick, label in pairs]
 
@@ -98,7 +101,28 @@ def key(x0: float, names: tuple[str, str], remark: str) -> list[str]:
         f'<rect class="b" x="{x0 + 160}" y="{y - 10}" width="11" height="11"/>',
         words(x0 + 176, y, names[1], "ink"),
     ]
-    return [*parts, words(x0, y + 21, remark, "soft small")] if remark else parts
+    lines = textwrap.wrap(remark, REMARK_CHARS)[:2]
+    return [*parts, *(words(x0, y + 21 + 16 * number, line, "soft small") for number, line in enumerate(lines))]
+
+
+def labels(points: Sequence[tuple[float, float, str]], right: float) -> list[str]:
+    """A label beside each point, moved up where another is in the way, to the left of it near the right end."""
+    parts: list[str] = []
+    taken: list[tuple[float, float, float]] = []
+    for x, y, text in sorted(points, reverse=True):
+        width = LETTER_PX * len(text)
+        left = x - width if x + 9 + width > right else x + 9
+        height = y - 20 if left < x else y - 5
+        while any(abs(height - other) < 16 and left < end and left + width > start for start, end, other in taken):
+            height -= 4
+        taken.append((left, left + width, height))
+        parts.append(words(left, height, text, "ink"))
+    return parts
+
+
+def _short(number: str) -> str:
+    """10.0 as 10, and 0.01 as it is."""
+    return re.sub(r"\.0+(?!\d)", "", number)
 
 
 def words(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:

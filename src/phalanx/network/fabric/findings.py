@@ -18,9 +18,12 @@ def against(one: Decisions) -> str:
 def _scale(one: Decisions) -> str:
     flat, chosen = one.planes[0], next(row for row in one.planes if row.planes == one.fabric.planes)
     most = chosen.most_hosts[max(chosen.tiers, 2) - 2]
-    said = f"{_planes(chosen)} of {chosen.radix} ports reach {most:,} hosts in {chosen.tiers} tiers"
+    reach = "reaches" if chosen.planes == 1 else "reach"
+    said = f"{_planes(chosen)} of {chosen.radix} ports {reach} {most:,} hosts in {chosen.tiers} tiers".capitalize()
     if flat.planes == chosen.planes:
         return said
+    if flat.tiers == chosen.tiers:
+        return f"{said}, {_planes(flat)} of {flat.radix} only {flat.most_hosts[flat.tiers - 2]:,}"
     if not flat.tiers:
         return f"{said}; {_planes(flat)} of {flat.radix} cannot reach {one.gpus:,}"
     needs = "needs" if flat.planes == 1 else "need"
@@ -41,13 +44,14 @@ def _recovery(one: Decisions) -> str:
     if chosen.restarts:
         return f"So late a bypass restarts the job: {chosen.lost_gpu_hours_per_day:,.0f} GPU-hours lost a day"
     return (
-        f"{_hours(chosen.lost_gpu_hours_per_day)} GPU-hours lost a day, "
-        f"not {_hours(restart.lost_gpu_hours_per_day)} as when each failure restarts the job"
+        f"{show_hours(chosen.lost_gpu_hours_per_day).capitalize()} GPU-hours lost a day, "
+        f"{show_hours(restart.lost_gpu_hours_per_day)} if each failure restarts the job"
     )
 
 
-def _hours(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+def show_hours(value: float) -> str:
+    """Whole hours where there are some."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}" if value >= 0.1 else "under 0.1"
 
 
 def _planes(row: PlaneRow) -> str:

@@ -17,15 +17,16 @@ from phalanx.network.fabric.drawing import (
     curve,
     frame,
     key,
+    labels,
     scale_below,
     ticks_below,
     words,
 )
-from phalanx.network.fabric.findings import against, findings
+from phalanx.network.fabric.findings import against, findings, show_hours
 from phalanx.network.fabric.loads import max_to_mean
 from phalanx.units import format_count, format_seconds
 
-WIDTH, HEIGHT, LEFT = 1260, 560, 70
+WIDTH, HEIGHT, LEFT = 1260, 580, 70
 GAP = 415  # from one panel to the next
 CONVERGES_S = (1.0, 60.0)  # "seconds or tens of seconds" of a conventional fabric (the post on the MRC network)
 SOURCES = (
@@ -73,10 +74,11 @@ def _hosts(one: Decisions) -> list[str]:
     slot = PANEL_W / len(one.planes)
     head = Heading(name="1. Planes and radix", finding=findings(one)[0], scale="hosts at full bisection")
     parts = frame(x0, head, axis, axis.decades(), count=True)
+    bars = [_bars(row, x0 + index * slot, slot, axis, one.gpus) for index, row in enumerate(one.planes)]
     height = axis.at(one.gpus)
-    for index, row in enumerate(one.planes):
-        parts += _bars(row, x0 + index * slot, slot, axis, one.gpus)
+    parts += [mark for marks, _ in bars for mark in marks]
     parts.append(f'<line class="want" x1="{x0}" x2="{x0 + PANEL_W}" y1="{height:.1f}" y2="{height:.1f}"/>')
+    parts += [number for _, numbers in bars for number in numbers]
     for index, row in enumerate(one.planes):
         label = f"{row.planes}×{row.radix}"
         parts.append(words(x0 + (index + 0.5) * slot, TOP + PANEL_H + 18, label, "soft small", "middle"))
@@ -86,18 +88,19 @@ def _hosts(one: Decisions) -> list[str]:
     return [*parts, *key(x0, ("2 tiers, 3 hops", "3 tiers, 5 hops"), note)]
 
 
-def _bars(row: PlaneRow, left: float, slot: float, axis: Axis, wanted: int) -> list[str]:
-    parts = []
+def _bars(row: PlaneRow, left: float, slot: float, axis: Axis, wanted: int) -> tuple[list[str], list[str]]:
+    """Two bars and their numbers."""
+    marks, numbers = [], []
     width = min(0.36 * slot, 40.0)
     middle = left + slot / 2
     for x, hosts, kind in ((middle - width, row.most_hosts[0], "a"), (middle + 2, row.most_hosts[1], "b")):
         top, base = axis.at(hosts), TOP + PANEL_H
         pale = " pale" if hosts < wanted else ""
         size = f'width="{width:.1f}" height="{base - top:.1f}"'
-        parts.append(f'<rect class="{kind}{pale}" x="{x:.1f}" y="{top:.1f}" {size}/>')
+        marks.append(f'<rect class="{kind}{pale}" x="{x:.1f}" y="{top:.1f}" {size}/>')
         edge, anchor = (x + width, "end") if kind == "a" else (x, "start")
-        parts.append(words(edge, top - 4, format_count(hosts), "soft small", anchor))
-    return parts
+        numbers.append(words(edge, top - 4, format_count(hosts), "soft small", anchor))
+    return marks, numbers
 
 
 def _load(one: Decisions) -> list[str]:
@@ -118,14 +121,14 @@ def _load(one: Decisions) -> list[str]:
     parts += ticks_below(across, [4.0**power for power in range(7)], lambda tick: f"{tick:g}")
     parts.append(curve("al", [(across.at(x), up.at(y)) for x, y in zip(units, alone, strict=True)]))
     parts.append(curve("bl", [(across.at(x), up.at(y)) for x, y in zip(units, whole, strict=True)]))
+    points = []
     for row, short in zip(one.loads, ("1 flow", "16 QPs", f"{one.paths} paths", "packets"), strict=True):
         x, y = across.at(row.units_per_link), up.at(row.worst_of_fabric)
         parts.append(f'<circle class="b" cx="{x:.1f}" cy="{y:.1f}" r="4.5"/>')
-        right = x > x0 + 0.8 * PANEL_W
-        label = f"{short} {row.worst_of_fabric:.2f}"
-        parts.append(words(x, y - 20, label, "ink", "end") if right else words(x + 9, y - 5, label, "ink"))
+        points.append((x, y, f"{short} {row.worst_of_fabric:.2f}"))
+    parts += labels(points, right=x0 + PANEL_W)
     parts.append(scale_below(x0, "random units per uplink"))
-    note = "at full load; skipping marked paths removes what is above 1"
+    note = "skipping marked paths removes what is above 1"
     return [*parts, *key(x0, (f"{fabric.t0_up} uplinks of a T0", f"worst of {groups:,} T0s"), note)]
 
 
@@ -136,7 +139,7 @@ def _lost(one: Decisions) -> list[str]:
     edge = (GIVE_UP_S, GIVE_UP_S * 1.001)  # a step, not a slope
     times = sorted([*(10.0 ** (power / 4) for power in range(-20, 9)), *edge])
     rows = [recovery_row(fabric, time_s, restart_s) for time_s in times]
-    hours = [max(row.lost_gpu_hours_per_day, 1e-3) for row in rows]
+    hours = [max(row.lost_gpu_hours_per_day, 1e-9) for row in rows]
     across = Axis(low=times[0], high=times[-1], start=x0, end=x0 + PANEL_W)
     restarts = one.budget.restart[0].lost_gpu_hours_per_day
     low = 10 ** math.floor(math.log10(min(hours)))
@@ -153,7 +156,7 @@ def _lost(one: Decisions) -> list[str]:
     parts += _chosen(one, across, up)
     parts.append(scale_below(x0, "time from failure to bypass"))
     note = f"a step is late in {one.late[1].step:.0%} of cases if 1 transfer in 10⁶ is"
-    return [*parts, *key(x0, ("bypassed", f"a restart each: {restarts:,.0f}"), note)]
+    return [*parts, *key(x0, ("bypassed", f"a restart each: {show_hours(restarts)}"), note)]
 
 
 def _chosen(one: Decisions, across: Axis, up: Axis) -> list[str]:
@@ -161,5 +164,5 @@ def _chosen(one: Decisions, across: Axis, up: Axis) -> list[str]:
     hours = recovery_row(one.fabric, one.recovery_s, one.budget.restart[0].seconds_per_event).lost_gpu_hours_per_day
     x, y = across.at(one.recovery_s or across.low), up.at(max(hours, up.low))
     anchor = "end" if x > across.start + 0.6 * PANEL_W else "start"
-    label = f"{format_seconds(one.recovery_s)}: {hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
+    label = f"{format_seconds(one.recovery_s)}: {show_hours(hours)}"
     return [f'<circle class="a" cx="{x:.1f}" cy="{y:.1f}" r="5"/>', words(x, y - 11, label, "ink", anchor)]

@@ -16,7 +16,7 @@ from phalanx.network.fabric.types import Fabric, Switch
 MOST_TIERS = 4
 # Beyond any plan, within exact integers: a typing mistake, not a fabric.
 MOST_HOSTS = 10**9
-LEAST_RADIX = 4  # two down and two up
+LEAST_RADIX, MOST_RADIX = 4, 65536  # two down and two up; 128 times the widest box
 WHERE = "fabric"
 
 
@@ -65,6 +65,8 @@ def size(hosts: int, nic_gbps: float, switch: Switch, shape: Shape, *, name: str
         raise _wrong_speed(nic_gbps, shape, switch, where)
     if switch.radix < LEAST_RADIX:
         raise mistake(where, f"a switch of {switch.radix} ports cannot branch", fix=f"use {LEAST_RADIX} ports or more")
+    if switch.radix > MOST_RADIX:
+        raise mistake(where, f"no switch has {switch.radix:,} ports", fix=f"use at most {MOST_RADIX:,}; 512 are sold")
     if most_hosts(switch.radix, shape) < hosts:
         raise too_many(hosts, switch, shape, where=where)
     down, up = split_t0(switch.radix, shape.tiers, shape.oversubscription)

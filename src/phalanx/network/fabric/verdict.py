@@ -65,6 +65,8 @@ class Verdict:
 
     prices: Prices
     options: tuple[Option, ...]
+    at_low: Fabric  # the pick if every price were at the low end of its range
+    at_high: Fabric
 
     @property
     def pick(self) -> Option:
@@ -74,6 +76,9 @@ class Verdict:
     def role(self, name: str) -> Option | None:
         """The option of that role, where there is one."""
         return next((one for one in self.options if one.role == name), None)
+
+
+_Priced = tuple[Design, Economics]
 
 
 def check_prices(prices: Prices, *, where: str) -> None:
@@ -109,10 +114,17 @@ def verdict(
     for name, choice in roles:
         if choice is not None and all(choice[0] is not one.design for one in options):
             options.append(Option(role=name, design=choice[0], economics=choice[1]))
-    return Verdict(prices=prices, options=tuple(options))
+    low, high = (_at_end(full, end) for end in (0, 1))
+    return Verdict(prices=prices, options=tuple(options), at_low=low, at_high=high)
 
 
-_Priced = tuple[Design, Economics]
+def _at_end(choices: Sequence[_Priced], end: int) -> Fabric:
+    """The pick at the low (0) or the high (1) end of all prices."""
+
+    def total(one: _Priced) -> float:
+        return one[1].total_usd - one[1].usd + (one[0].bill.usd or (math.inf, math.inf))[end]
+
+    return min(choices, key=total)[0].fabric
 
 
 def _roles(
@@ -125,19 +137,19 @@ def _roles(
     def of(ratio: float) -> _Priced | None:
         return _least([one for one in priced if nominal_ratio(one[0].fabric) == ratio], _total)
 
-    roles = [
+    # The first role of a design is the one it is told by.
+    quickest = _least(full, lambda one: one[1].step_s or math.inf) if steps_s else None
+    return [
         ("pick", pick),
-        ("least to buy", _least(full, lambda one: one[1].usd)),
-        ("least power", _least(full, lambda one: one[1].power_usd_per_year)),
-        ("best of another box", _least([one for one in full if one[0].fabric.switch.box != box], _total)),
-        ("one plane", _least([one for one in full if one[0].fabric.planes == 1], _total)),
+        ("quickest step", quickest),
         ("full bisection", of(1.0)),
         ("2:1", of(2.0)),
         ("4:1", of(4.0)),
+        ("best of another box", _least([one for one in full if one[0].fabric.switch.box != box], _total)),
+        ("one plane", _least([one for one in full if one[0].fabric.planes == 1], _total)),
+        ("least to buy", _least(full, lambda one: one[1].usd)),
+        ("least power", _least(full, lambda one: one[1].power_usd_per_year)),
     ]
-    if steps_s:
-        roles.insert(1, ("quickest step", _least(full, lambda one: one[1].step_s or math.inf)))
-    return roles
 
 
 def _total(one: _Priced) -> float:

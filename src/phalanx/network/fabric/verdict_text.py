@@ -57,7 +57,22 @@ def _sentences(one: Verdict) -> list[str]:
     ]
     if costs.step_s is not None:
         said.append(f"The job's step takes {format_seconds(costs.step_s)} on it{_slower(one)}.")
-    return [*said, *(_against(pick, option) for option in one.options[1:] if option.role in _TOLD)]
+    told = [_against(pick, option) for option in one.options[1:] if option.role in _TOLD]
+    return [*said, *told, _ends(one)]
+
+
+def _ends(one: Verdict) -> str:
+    """Whether the choice stands at both ends of the price ranges."""
+    pick = one.pick.design.fabric
+    other = {"low": one.at_low, "high": one.at_high}
+    moved = [f"{_what(fabric)} at the {end} end" for end, fabric in other.items() if _kind(fabric) != _kind(pick)]
+    if moved:
+        return f"Prices decide: it would be {' and '.join(moved)} of all price ranges."
+    return "The choice is the same at the low and at the high end of all price ranges."
+
+
+def _kind(fabric: Fabric) -> tuple[object, ...]:
+    return fabric.planes, fabric.tiers, fabric.switch.name, fabric.rails, round(fabric.oversubscription, 3)
 
 
 def _slower(one: Verdict) -> str:

@@ -79,11 +79,13 @@ def arrivals(
     `shape` 1 is a Poisson process. Below 1 the gaps are Weibull with the same mean: failures come in bursts, as in nine
     years of Los Alamos clusters (Schroeder and Gibson, DSN 2006: Weibull with decreasing hazard).
     """
-    shares = [one.share for one in mix]
+    # Uniform numbers by our own formulas: numpy keeps those the same from version to version, its distributions not
+    # (NEP 19), and a seed is to be the same run everywhere.
+    ends = np.cumsum([one.share for one in mix])[:-1]
     scale_s = mtbf_s / math.gamma(1.0 + 1.0 / shape)
     while True:
-        gaps_s = scale_s * random.weibull(shape, BLOCK)
-        kinds = random.choice(len(mix), BLOCK, p=shares)
+        gaps_s = scale_s * (-np.log1p(-random.random(BLOCK))) ** (1.0 / shape)
+        kinds = np.searchsorted(ends, random.random(BLOCK), side="right")
         yield from ((float(gap_s), mix[kind]) for gap_s, kind in zip(gaps_s, kinds, strict=True))
 
 

@@ -6,6 +6,7 @@ starts that recovery anew; while the job waits for hosts or is stopped its devic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -31,7 +32,8 @@ def simulate(policy: Policy, *, days: float, random: np.random.Generator) -> Out
 def runs(policy: Policy, *, days: float, count: int, seed: int) -> Iterator[Outcome]:
     """Runs that differ by their random numbers only; run `i` is the same however many are asked for."""
     for index in range(count):
-        yield simulate(policy, days=days, random=np.random.default_rng([seed, index]))
+        random = np.random.Generator(np.random.PCG64([seed, index]))  # by name: numpy may change its default
+        yield simulate(policy, days=days, random=random)
 
 
 class _Run:
@@ -86,7 +88,7 @@ class _Run:
         if self._up and self._sound_s is None:
             self._sound_s = self._progress.newest_s
             digest_s = self._policy.digest_s
-            found_s = float(self._random.uniform(0.0, digest_s)) if digest_s < NEVER else UNNOTICED_S
+            found_s = self._random.random() * digest_s if digest_s < NEVER else UNNOTICED_S
             self.clock.after(found_s, partial(self._find, cause))
 
     def _find(self, cause: Cause) -> None:
@@ -112,7 +114,8 @@ class _Run:
 
     def _next_planned(self) -> None:
         if self._policy.planned_per_day > 0:
-            self.clock.after(float(self._planning.exponential(DAY_S / self._policy.planned_per_day)), self._maintain)
+            gap_s = -math.log1p(-self._planning.random()) * DAY_S / self._policy.planned_per_day
+            self.clock.after(gap_s, self._maintain)
 
     def _maintain(self) -> None:
         """Save, wait until it is safe, start again. A job that is down anyway is maintained meanwhile."""

@@ -33,6 +33,8 @@ class PacketResult:
     simulated_s: float
     cpu_s: float
     stopped: str  # why it ended early: "", "interrupted" or "time limit"
+    dropped: int = 0  # of the lost, those that found a full buffer (conventional transport without PFC)
+    paused_share: float = 0.0  # of time, that ports with something to send were paused (PFC)
 
     @property
     def finished(self) -> int:
@@ -70,6 +72,8 @@ class PacketResult:
             "sent": self.sent,
             "delivered": self.delivered,
             "lost": self.lost,
+            "dropped": self.dropped,
+            "paused_share": self.paused_share,
             "trimmed": self.trimmed,
             "marked": self.marked,
             "connections_touched": self.touched,

@@ -16,6 +16,8 @@ from phalanx.sim.packets.budget import Budget, afford
 from phalanx.sim.packets.build import World, build, sketch
 from phalanx.sim.packets.faults import Change, Fault, changes
 from phalanx.sim.packets.result import PacketResult
+from phalanx.sim.packets.roce import Roce
+from phalanx.sim.packets.roce_run import run_roce
 from phalanx.sim.packets.schedule import Schedule, at_once, check_schedule
 from phalanx.sim.packets.state import (
     ACTIVE,
@@ -43,7 +45,7 @@ def run(
     fabric: Fabric,
     traffic: Flows,
     *,
-    transport: Transport,
+    transport: Transport | Roce,
     faults: tuple[Fault, ...] = (),
     seed: int = 0,
     budget: Budget = BUDGET,
@@ -57,6 +59,20 @@ def run(
     Without a limit that is 0.1 s after the last fault or start. `watch` names connections whose throughput is kept over
     time. Interrupted (Ctrl-C), it returns what was finished.
     """
+    if isinstance(transport, Roce):
+        if schedule is not None:
+            raise mistake("schedule", f"{transport.name} starts everything at once", fix="use MRC or ECMP with starts")
+        return run_roce(
+            fabric,
+            traffic,
+            transport,
+            faults=faults,
+            seed=seed,
+            budget=budget,
+            limit=lambda todo, slot_s: _limit(limit_s, todo, slot_s, 0.0),
+            sample_s=sample_s,
+            watch=_watched(watch, len(traffic)),
+        )
     check(transport)
     starts = schedule or at_once(len(traffic))
     check_schedule(starts, len(traffic))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from phalanx.errors import mistake
 from phalanx.network.fabric.types import Fabric
+from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.sim.broken import Broken
 from phalanx.sim.step.paths import Transport
@@ -17,7 +18,7 @@ PARTS = {
     "t1": "a T1 switch",
     "t0": "a T0 switch",
     "nic": "a NIC port",
-    "transceiver": "all ports of a NIC",
+    "transceiver": "a NIC's transceiver",
     "grey": "a T0-T1 link that loses packets",
 }
 # Seconds until the part is back, where nobody says. Links: "most failed links return within a minute" (the post). T1:
@@ -29,6 +30,8 @@ GREY_LOSS = 0.01  # of the packets, as the paper injects (section 5.2.7)
 # There and back between hosts under different T0s: twice 6.54 µs (arXiv:2605.04333 section 5.2.1).
 ROUND_TRIP_S = 2 * 6.54e-6
 PACKET_BITS = 4096 * 8
+# A QP that loses the last packet of a burst hears nothing and waits: 4.096 µs * 2^20 (NCCL's IbTimeout of 20).
+ACK_TIMEOUT_S = 4.096e-6 * 2**20
 MINUTE_S = 60.0
 NEVER = float("inf")
 
@@ -70,6 +73,8 @@ def aftermath(
     stops = hit.stalled and stall_s > GIVE_UP_S
     # Whoever waits until the part is back goes on as before.
     after_s = healthy.step_s if hit.stalled else hit.step_s
+    if kind == "grey" and not edge:
+        after_s += _timeouts_s(plan, hit)
     slow_s = 0.0 if hit.stalled else max(0.0, min(away_s, MINUTE_S) - stall_s)
     return Aftermath(
         recovery="edge" if edge else "conventional",
@@ -121,12 +126,30 @@ def broken(fabric: Fabric, kind: str, *, edge: bool = True) -> Broken:
 def go_back_n(loss: float, gbps: float) -> float:
     """Goodput of a QP that sends everything under way again for each packet lost: 1 / (1 + p W), W packets a trip.
 
-    Without timeouts, which make real ones slower (the paper calls RoCE unusable at 1 %).
+    Timeouts come on top, and are the worse part (the paper calls RoCE unusable at 1 %).
 
     >>> round(go_back_n(0.01, 100), 2), round(go_back_n(0.01, 400), 2)
     (0.71, 0.39)
     """
     return 1.0 / (1.0 + loss * gbps * 1e9 * ROUND_TRIP_S / PACKET_BITS)
+
+
+def _timeouts_s(plan: Plan, hit: StepReport) -> float:
+    """Expected wait for acknowledgements of one lossy connection in a step: at least, for others may be hit too."""
+    counts = (bursts(plan.layout, hit.layers, path.axis) for path in hit.paths if path.touched)
+    return GREY_LOSS * ACK_TIMEOUT_S * max(counts, default=0.0)
+
+
+def bursts(layout: Layout, layers: int, axis: str) -> float:
+    """How often in a step a connection of an axis goes quiet: then nothing behind a lost packet tells of it."""
+    passes = layers / layout.pipeline * layout.accumulation
+    if axis == "pipeline":
+        return 2 * layout.virtual_pipeline * layout.accumulation
+    if axis == "context":
+        return 3 * (layout.context - 1) * passes
+    if axis in ("tensor", "expert"):
+        return 4 * passes
+    return 3 * passes if layout.zero == 3 and layout.pipeline == 1 else 2
 
 
 def _stall_s(kind: str, outage_s: float, *, edge: bool, cut: bool) -> float:

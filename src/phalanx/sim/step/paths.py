@@ -17,6 +17,7 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.traffic import Groups
 from phalanx.sim.broken import NOTHING, Broken
 from phalanx.sim.broken import shares as working
+from phalanx.sim.collect import phase
 from phalanx.sim.fluid import solve
 from phalanx.sim.links import Floats, Ints, Links, links_of
 from phalanx.sim.matrices import flows
@@ -103,9 +104,7 @@ def axis_paths(
         group: Group = getattr(groups, axis)
         ranks, inside = int(np.max(group.ranks)), int(np.max(group.per_domain))
         if ranks > 1 and crosses_network(group, axis):
-            # The farthest phase of an all-to-all, the next domain of a ring.
-            step = ranks // 2 if axis == "expert" else inside
-            pairs = neighbours(ranks, stride[axis], step, devices, wraps=axis != "pipeline")
+            pairs = phase(axis, size=ranks, stride=stride[axis], inside=inside, ranks=devices)
             found[axis] = _axis_path(fabric, axis, *pairs, transport)
     return found
 
@@ -134,20 +133,6 @@ def _strides(groups: Groups) -> dict[str, int]:
         "expert_data": ranks("expert") if ranks("expert") > 1 else tensor,
         "pipeline": tensor * ranks("data"),
     }
-
-
-def neighbours(ranks: int, stride: int, step: int, devices: int, *, wraps: bool = True) -> tuple[Ints, Ints]:
-    """(sources, targets): each member to the one `step` places further in its group.
-
-    >>> [side.tolist() for side in neighbours(4, 1, 2, 4)]
-    [[0, 1, 2, 3], [2, 3, 0, 1]]
-    """
-    source = np.arange(devices - devices % (ranks * stride), dtype=np.int64)
-    place = source // stride % ranks
-    after = place + step
-    target = source + (after % ranks - place) * stride
-    keeps = (source != target) & (wraps | (after < ranks))
-    return source[keeps], target[keeps]
 
 
 def _axis_path(fabric: Fabric, axis: str, source: Ints, target: Ints, transport: Transport) -> AxisPath:

@@ -54,6 +54,7 @@ class StepReport:
     job: str
     layout: str
     devices: int
+    layers: int
     fabric: Fabric
     derived: bool  # from the cluster, for want of a named fabric
     edge: bool  # packets sprayed by senders; otherwise QPs hashed by switches
@@ -91,6 +92,7 @@ def _report(q: Question, named: Fabric | None, transport: Transport) -> StepRepo
         job=plan.job.name,
         layout=plan.layout.name,
         devices=devices,
+        layers=q.ask.model.layers,
         fabric=fabric,
         derived=named is None,
         edge=transport.edge,

@@ -40,7 +40,8 @@ def _fabric(report: StepReport) -> str:
     route = f"packets over {SPRAYED_PATHS} paths" if report.edge else f"{HASHED_QPS} hashed QPs (ECMP)"
     planes = f"{f.planes} plane{'s' if f.planes > 1 else ''}"
     tiers = f"{f.tiers} tier{'s' if f.tiers > 1 else ''}"
-    return f"{f.name}: {f.hosts:,} NICs of {f.nic_gbps:g} Gb/s, {planes}, {tiers}, {route}"
+    unused = "" if report.paths else "; nothing of this step leaves a fast domain, so the fabric carries nothing"
+    return f"{f.name}: {f.hosts:,} NICs of {f.nic_gbps:g} Gb/s, {planes}, {tiers}, {route}{unused}"
 
 
 def _unit(report: StepReport) -> tuple[str, float]:

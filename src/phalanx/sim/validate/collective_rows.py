@@ -8,21 +8,20 @@ but its links: a prediction without any fit, meant for sizes from about 1 GiB on
 from __future__ import annotations
 
 import re
-from typing import Literal
 
+from phalanx.errors import UserError
 from phalanx.network.fit import LEAST_BYTES, Point, allowed_error, ends, fit_points, wire_share
-from phalanx.network.nccl_choice import Choice, bus_bytes_per_s, choices, choose, on_wire
+from phalanx.network.nccl_choice import OPERATIONS, Choice, Operation, bus_bytes_per_s, choices, choose, on_wire
 from phalanx.network.nccl_system import System
 from phalanx.sim.validate.machines import machine
 from phalanx.sim.validate.outcome import Context, Outcome, Reader, calibrated, reproduced, skipped
 from phalanx.sim.validate.table import Row
 from phalanx.sim.validate.words import size_bytes, without_size
 
-Operation = Literal["all-reduce", "all-gather", "reduce-scatter"]
-OPERATIONS: tuple[Operation, ...] = ("all-reduce", "all-gather", "reduce-scatter")
 GB = 1e9
 LARGE = 8 * 2**30  # where a row names no size, it means the plateau
 MODEL_ERROR = 0.10
+TOO_SMALL = "below 16 MiB launches and protocols decide, and two points do not tell them"
 
 
 def bus_bandwidth(row: Row, context: Context) -> Outcome | None:
@@ -35,8 +34,10 @@ def bus_bandwidth(row: Row, context: Context) -> Outcome | None:
     comm = machine(words, nvls=not off)
     if comm is None:
         return skipped(row, "its GPUs are not among those of NCCL's model")
-    nbytes = size_bytes(row.conditions)
-    series = _series(row, context) if nbytes is not None and "computed" not in row.source else ()
+    nbytes, measured = size_bytes(row.conditions), "computed" not in row.source
+    if measured and nbytes is not None and nbytes < LEAST_BYTES:
+        return skipped(row, TOO_SMALL)
+    series = _series(row, context) if measured and nbytes is not None else ()
     picked = ends(_points(series, operation, comm.ranks))
     if nbytes is not None and picked is not None:
         return _fitted(row, comm, operation, nbytes, picked)
@@ -63,9 +64,10 @@ def _points(series: tuple[Row, ...], operation: Operation, ranks: int) -> tuple[
 
 
 def _fitted(row: Row, comm: System, operation: Operation, nbytes: float, picked: tuple[Point, Point]) -> Outcome:
-    if nbytes < LEAST_BYTES:
-        return skipped(row, "below 16 MiB launches and protocols decide, and two points do not tell them")
-    fit = fit_points(picked, ranks=comm.ranks, nodes=comm.nodes, operation=operation)
+    try:
+        fit = fit_points(picked, ranks=comm.ranks, nodes=comm.nodes, operation=operation)
+    except UserError as error:
+        return skipped(row, f"its series makes no fit: {error.problems[0].what}")
     ours = fit.bus_bytes_per_s(nbytes) / GB
     sizes = " and ".join(_named(one.nbytes) for one in picked)
     if nbytes in (picked[0].nbytes, picked[1].nbytes):
@@ -111,4 +113,4 @@ def _named(nbytes: float) -> str:
     return f"{mib / 1024:g} GiB" if mib >= 1024 else f"{mib:g} MiB"
 
 
-READERS: tuple[tuple[str, Reader], ...] = ((r"\b(all-reduce|all-gather|reduce-scatter) busbw", bus_bandwidth),)
+READERS: tuple[tuple[str, Reader], ...] = ((rf"\b({'|'.join(OPERATIONS)}) busbw", bus_bandwidth),)

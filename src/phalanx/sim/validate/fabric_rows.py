@@ -3,203 +3,169 @@
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 
 from phalanx.network.fabric.bill import bill, loss, tier_links
 from phalanx.network.fabric.catalogue import unnamed
-from phalanx.network.fabric.decisions import decisions, harmonic, late_step
+from phalanx.network.fabric.decisions import harmonic, late_step
 from phalanx.network.fabric.loads import idle_share, max_to_mean
 from phalanx.network.fabric.sizing import Shape, most_hosts, size, split_t0
 from phalanx.network.fabric.types import Fabric
+from phalanx.sim.validate import shapes
 from phalanx.sim.validate.outcome import Context, Outcome, Reader, reproduced
 from phalanx.sim.validate.table import Row
-from phalanx.sim.validate.words import count, number, pair
+from phalanx.sim.validate.words import NotSaid, count, number, said
 
-BOX_GBPS = 51_200  # the boxes of arXiv:2605.04333: 512 ports of 100G, 64 of 800G
-NIC_GBPS = 800.0
-REFERENCE_GPUS = 131_072
 EXACT = 1e-3  # exact values are printed with four digits
 SAMPLED = 0.02  # the rows' own Monte Carlo error
-MOST_PORTS = 4096  # of one switch: none has more than 1,024
 MOST_UNITS = 10**8  # per link: a slip beyond, and an array of every load up to there
+# The two ends of the comparison in arXiv:2605.04333 section 2: 8 planes on two tiers of 512x100G, one plane of 64x800G.
+MULTI_PLANE, MULTI_RADIX, SINGLE_RADIX = Shape(planes=8, tiers=2), 512, 64
+TIER_OF = {"NIC-T0": 0, "T0-T1": 1, "T1-T2": 2}
 
 
-def _planes(row: Row) -> int:
-    return count(f"{row.quantity}, {row.conditions}", "planes?") or 1
-
-
-def _radix(row: Row) -> int | None:
-    text = f"{row.quantity}, {row.conditions}"
-    ports = count(text, "ports?")
-    if ports is None and (found := pair(text, "G")):
-        ports = found[0]
-    if ports is None and (speed := number(text, r"(\d+)G plane")):
-        ports = int(BOX_GBPS / speed)
-    if ports is None and count(text, "planes?"):
-        ports = int(BOX_GBPS * _planes(row) / NIC_GBPS)
-    return ports if ports is not None and ports <= MOST_PORTS else None
-
-
-def _fabric(row: Row) -> Fabric | None:
-    """The fabric a row describes; full when it names no hosts, of 51.2T boxes when it names no ports."""
-    radix, planes = _radix(row), _planes(row)
-    if radix is None:
-        return None
-    shape = Shape(planes=planes, tiers=count(row.conditions, "tiers?") or 2)
-    hosts = count(row.conditions, "hosts?") or most_hosts(radix, shape)
-    return size(hosts, NIC_GBPS, unnamed(radix, NIC_GBPS / planes), shape)
-
-
-def hosts(row: Row, _: Context) -> Outcome | None:
+def hosts(row: Row, _: Context) -> Outcome:
     """2·(k/2)^L."""
-    tiers = count(f"{row.quantity}, {row.conditions}", "tiers?")
-    radix = _radix(row)
-    if tiers is None or radix is None or not 1 <= tiers <= 4:
-        return None
-    return reproduced(row, most_hosts(radix, Shape(planes=_planes(row), tiers=tiers)), "fabric/sizing", tolerance=EXACT)
+    found = most_hosts(shapes.radix(row), shapes.shape(row))
+    return reproduced(row, found, "fabric/sizing", tolerance=EXACT)
 
 
-def switch_ratio(row: Row, _: Context) -> Outcome:
-    """Switches per host against three tiers, of the reference fabric."""
-    return reproduced(row, float(Fraction(decisions(REFERENCE_GPUS).switch_ratio)), "fabric/decisions", tolerance=EXACT)
+def _full(radix: int, shape: Shape) -> Fabric:
+    gbps = shapes.NIC_GBPS if shapes.NIC_GBPS % shape.planes == 0 else 100.0 * shape.planes
+    return size(most_hosts(radix, shape), gbps, unnamed(radix, gbps / shape.planes), shape)
 
 
-def optics_ratio(row: Row, _: Context) -> Outcome:
-    """Optics per host against three tiers."""
-    return reproduced(row, float(Fraction(decisions(REFERENCE_GPUS).optics_ratio)), "fabric/decisions", tolerance=EXACT)
+def per_host_ratio(row: Row, _: Context) -> Outcome:
+    """Switches or optics per host of eight planes against one plane of so many tiers."""
+    against = count(row.quantity, "tiers?") or 3
+    many = _full(MULTI_RADIX, MULTI_PLANE)
+    one = _full(SINGLE_RADIX, Shape(planes=1, tiers=against))
+    if row.quantity.startswith("optics"):
+        ours = bill(many).optics_800g / many.hosts / (bill(one).optics_800g / one.hosts)
+        return reproduced(row, ours, "fabric/bill", tolerance=EXACT)
+    return reproduced(row, many.switches / many.hosts / (one.switches / one.hosts), "fabric/bill", tolerance=EXACT)
 
 
-def hops(row: Row, _: Context) -> Outcome | None:
+def hops(row: Row, _: Context) -> Outcome:
     """Switches on the longest path."""
-    tiers = count(row.conditions, "tiers?")
-    if tiers is None or not 1 <= tiers <= 4:
-        return None
-    fabric = size(64, NIC_GBPS, unnamed(64, NIC_GBPS), Shape(planes=1, tiers=tiers))
-    return reproduced(row, fabric.hops, "fabric/types", tolerance=EXACT)
+    made = size(64, 800.0, unnamed(64, 800.0), Shape(planes=1, tiers=shapes.tiers(row)))
+    return reproduced(row, made.hops, "fabric/types", tolerance=EXACT)
 
 
-def under_t0(row: Row, _: Context) -> Outcome | None:
+def under_t0(row: Row, _: Context) -> Outcome:
     """Ports of a T0 that go down."""
-    radix = _radix(row)
-    ratio = number(row.conditions, r"(\d+(?:\.\d+)?):1\b") or 1.0
-    return None if radix is None else reproduced(row, split_t0(radix, 2, ratio)[0], "fabric/sizing", tolerance=EXACT)
+    return reproduced(row, split_t0(shapes.radix(row), 2, shapes.ratio(row))[0], "fabric/sizing", tolerance=EXACT)
 
 
-def uplink_loss(row: Row, _: Context) -> Outcome | None:
+def uplink_loss(row: Row, _: Context) -> Outcome:
     """Share of a T0's uplinks that one is."""
-    speed = number(row.quantity, r"(\d+)G plane")
-    if not speed or speed > NIC_GBPS:
-        return None
-    planes, radix = int(NIC_GBPS / speed), int(BOX_GBPS / speed)
-    shape = Shape(planes=planes, tiers=2)
-    fabric = size(most_hosts(radix, shape), NIC_GBPS, unnamed(radix, NIC_GBPS / planes), shape)
-    return reproduced(row, 100 * loss(fabric).t0_t1_link, "fabric/bill; the row is rounded")
+    made = _full(shapes.radix(row), Shape(planes=shapes.planes(row), tiers=2))
+    return reproduced(row, 100 * loss(made).t0_t1_link, "fabric/bill; the row is rounded")
 
 
-def nic_loss(row: Row, _: Context) -> Outcome | None:
+def nic_loss(row: Row, _: Context) -> Outcome:
     """Share of a NIC that a plane is."""
-    fabric = _fabric(row)
-    return None if fabric is None else reproduced(row, 100 * loss(fabric).nic_link, "fabric/bill; the row is rounded")
+    made = _full(SINGLE_RADIX, Shape(planes=shapes.said_planes(row), tiers=2))
+    return reproduced(row, 100 * loss(made).nic_link, "fabric/bill; the row is rounded")
 
 
-def total(row: Row, _: Context) -> Outcome | None:
+def total(row: Row, _: Context) -> Outcome:
     """Switches or links of a whole fabric."""
-    fabric = _fabric(row)
-    if fabric is None:
-        return None
-    boxes = {"switches": fabric.switches, "T0 switches": fabric.planes * fabric.t0}
-    boxes["T1 switches"] = fabric.planes * fabric.t1
+    made = shapes.fabric(row)
+    boxes = {"switches": made.switches, "T0 switches": made.planes * made.t0, "T1 switches": made.planes * made.t1}
+    boxes["T2 switches"] = made.planes * made.t2
     name = row.quantity.rpartition(" total")[0]
     if name in boxes:
         return reproduced(row, boxes[name], "fabric/sizing", tolerance=EXACT)
-    tier = 0 if name.startswith("NIC") else 1
-    return reproduced(row, tier_links(fabric)[tier], "fabric/bill", tolerance=EXACT)
+    tier = TIER_OF[name.split(" ")[0]]
+    links = tier_links(made)
+    if tier >= len(links):
+        raise NotSaid(f"a fabric with {name}: it has {made.tiers} tiers")
+    return reproduced(row, links[tier], "fabric/bill", tolerance=EXACT)
 
 
-def per_host(row: Row, _: Context) -> Outcome | None:
+def per_host(row: Row, _: Context) -> Outcome:
     """Switches or 800G-class optics for one NIC of a full fabric."""
-    tiers, radix = count(f"{row.quantity}, {row.conditions}", "tiers?"), _radix(row)
-    if tiers is None or radix is None or not 2 <= tiers <= 4:
-        return None
-    shape = Shape(planes=_planes(row), tiers=tiers)
-    fabric = size(most_hosts(radix, shape), NIC_GBPS, unnamed(radix, NIC_GBPS / shape.planes), shape)
-    whole = fabric.switches if row.quantity.startswith("switches") else bill(fabric).optics_800g
-    return reproduced(row, whole / fabric.hosts, "fabric/bill", tolerance=EXACT)
+    made = _full(shapes.radix(row), shapes.shape(row))
+    whole = made.switches if row.quantity.startswith("switches") else bill(made).optics_800g
+    return reproduced(row, whole / made.hosts, "fabric/bill", tolerance=EXACT)
 
 
-def paths(row: Row, _: Context) -> Outcome | None:
-    """Paths between hosts under different T0s."""
-    fabric = _fabric(row)
-    return None if fabric is None else reproduced(row, fabric.paths, "fabric/types", tolerance=EXACT)
+def paths(row: Row, _: Context) -> Outcome:
+    """Paths between hosts under different T0s: over every T1 of every plane in two tiers."""
+    if t1 := count(row.conditions, "T1s?"):
+        return reproduced(row, shapes.planes(row) * t1, "planes x T1", tolerance=EXACT)
+    return reproduced(row, shapes.fabric(row).paths, "fabric/types", tolerance=EXACT)
 
 
-def touched(row: Row, _: Context) -> Outcome | None:
+def touched(row: Row, _: Context) -> Outcome:
     """Chance that a connection has a path over one given T1."""
-    found = re.search(r"(\d+) EVs of (\d+) paths", row.quantity)
-    if found is None:
-        return None
-    entropy, ways = int(found[1]), int(found[2])
+    text = shapes.words(row)
+    entropy, ways = said(count(text, "EVs?"), "how many EVs"), said(count(text, "paths?"), "of how many paths")
     return reproduced(row, 100 * (1 - (1 - 1 / ways) ** entropy), "1-(1-1/paths)^EVs", tolerance=5e-3)
 
 
-def link_load(row: Row, _: Context) -> Outcome | None:
+def link_load(row: Row, _: Context) -> Outcome:
     """Balls into bins."""
-    units, links = count(row.conditions, "units? per link"), count(row.conditions, "links")
-    if not units or not links or units > MOST_UNITS:
-        return None
+    units = said(count(row.conditions, "(?:units?|flows?|QPs?|EVs?|packets?) per link"), "how many units per link")
+    links = said(count(row.conditions, "(?:up)?links"), "how many links")
+    if units > MOST_UNITS:
+        raise NotSaid(f"a load: {units:,} units per link are none")
     return reproduced(row, max_to_mean(units, links), "fabric/loads, no sampling", tolerance=SAMPLED)
 
 
-def spray_load(row: Row, _: Context) -> Outcome | None:
-    """The busiest of all T0-T1 links, both ways, when every connection draws its paths at random."""
-    entropy, fabric = count(row.conditions, "EVs? per QP"), _fabric(row)
-    if not entropy or fabric is None:
-        return None
-    units = fabric.t0_down * entropy / fabric.planes / fabric.t0_up
+def spray_load(row: Row, _: Context) -> Outcome:
+    """The busiest uplink of all T0s when every connection draws its paths at random.
+
+    A T0-T1 link is counted once, as everywhere in the table and in `phalanx fabric decisions`: its way down is another
+    draw of the same kind, and the busiest of both ways 1 to 2 % higher.
+    """
+    entropy, made = said(count(row.conditions, "EVs?(?: per QP)?"), "how many EVs per QP"), shapes.fabric(row)
+    units = made.t0_down * entropy / made.planes / made.t0_up
     if units > MOST_UNITS:
-        return None
-    ours = max_to_mean(units, fabric.t0_up, groups=2 * fabric.planes * fabric.t0)
-    return reproduced(row, ours, "fabric/loads over all T0s, planes and directions")
+        raise NotSaid(f"a load: {units:,.0f} units per link are none")
+    ours = max_to_mean(units, made.t0_up, groups=made.planes * made.t0)
+    return reproduced(row, ours, "fabric/loads over the uplinks of all T0s and planes")
 
 
-def idle_links(row: Row, _: Context) -> Outcome | None:
+def idle_links(row: Row, _: Context) -> Outcome:
     """Links on which nothing falls."""
-    units = count(row.conditions, "(?:units?|flows?) per link")
+    units = said(count(row.conditions, "(?:units?|flows?|QPs?) per link"), "how many units per link")
     scale = 100.0 if row.unit == "percent" else 1.0
-    return None if not units else reproduced(row, scale * idle_share(units), "fabric/loads", tolerance=SAMPLED)
+    return reproduced(row, scale * idle_share(units), "fabric/loads", tolerance=SAMPLED)
 
 
-def late(row: Row, _: Context) -> Outcome | None:
+def late(row: Row, _: Context) -> Outcome:
     """Chance that one of N transfers is late."""
-    words = f"{row.quantity}, {row.conditions}"
-    chance, flows = number(words, r"p ?= ?([\d.]+(?:e-?\d+)?)"), number(words, r"N ?= ?([\d,]+)")
-    if chance is None or not flows or not 0 <= chance < 1:
-        return None
+    text = shapes.words(row)
+    chance = number(text, r"p ?= ?([\d.]+(?:e-?\d+)?)(?!\d|\^)")
+    if power := re.search(r"p ?= ?10\^-?(\d+)", text):
+        chance = 10.0 ** -int(power[1][:3])
+    flows = number(text, r"N ?= ?([\d,]+)") or count(text, "(?:transfers?|flows?|GPUs?)")
+    if chance is None or not 0 <= chance < 1:
+        raise NotSaid("the chance p that a transfer is late")
     scale = 100.0 if row.unit == "percent" else 1.0
-    return reproduced(row, scale * late_step(chance, int(flows)), "fabric/decisions")
+    return reproduced(row, scale * late_step(chance, int(said(flows, "how many transfers N"))), "fabric/decisions")
 
 
-def slowest(row: Row, _: Context) -> Outcome | None:
+def slowest(row: Row, _: Context) -> Outcome:
     """The harmonic number."""
-    flows = number(row.conditions, r"N ?= ?([\d,]+)")
-    if not flows:
-        return None
-    return reproduced(row, harmonic(int(flows)), "fabric/decisions", tolerance=EXACT)
+    text = shapes.words(row)
+    flows = number(text, r"N ?= ?([\d,]+)") or count(text, "(?:transfers?|flows?)")
+    return reproduced(row, harmonic(int(said(flows, "how many transfers N"))), "fabric/decisions", tolerance=EXACT)
 
 
 READERS: tuple[tuple[str, Reader], ...] = (
-    (r"^hosts at full bisection|^hosts, \d tiers", hosts),
-    (r"^switch count ratio", switch_ratio),
-    (r"^optics ratio", optics_ratio),
-    (r"^max switch hops", hops),
-    (r"^hosts under one T0", under_t0),
-    (r"^capacity lost per T0-T1 link", uplink_loss),
-    (r"^NIC bandwidth lost per NIC-T0 link", nic_loss),
-    (r"^(switches|T0 switches|T1 switches|T0-T1 links|NIC-T0 links) total", total),
+    (r"^(max )?hosts( at|,| in| of)|^(max|most) hosts", hosts),
+    (r"^(switch|switches|switch count|optics) ratio", per_host_ratio),
+    (r"^(max |worst )?switch hops", hops),
+    (r"^hosts (under one T0|one switch away)", under_t0),
+    (r"^capacity lost per (failed )?T0-T1 link", uplink_loss),
+    (r"^NIC bandwidth lost per (failed )?NIC-T0 link", nic_loss),
+    (r"^(switches|T[012] switches|T0-T1 links|NIC-T0 links|T1-T2 links) total", total),
     (r"^(switches|optics) per host", per_host),
     (r"^(links|share of links) idle|^idle links", idle_links),
     (r"\bstep\b.*\blate\b|^late steps", late),
-    (r"^paths between hosts", paths),
+    (r"^(distinct )?paths (between hosts|per host pair)", paths),
     (r"^QPs touched by one T1", touched),
     (r"^max link load", link_load),
     (r"^worst T0-T1 link load", spray_load),

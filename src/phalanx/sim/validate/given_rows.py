@@ -11,14 +11,16 @@ from phalanx.network.fabric.budget import (
     REPAIR_S,
 )
 from phalanx.network.fabric.parse import parse_fabric
+from phalanx.plan.physics import physics
 from phalanx.sim.packets.transport import ECMP, MRC
 from phalanx.sim.validate.outcome import Context, Outcome, Reader, calibrated, reproduced
 from phalanx.sim.validate.table import Row
-from phalanx.sim.validate.words import count, number
+from phalanx.sim.validate.words import NotSaid, count, number, said
 
 # arXiv:2605.04333 table 1: GB/s of a GPU's NIC.
 CLUSTER_GB = {"A": 100.0, "B": 100.0, "C": 50.0, "D": 50.0}
 REFERENCE = "mrc-131k"
+LLAMA_ALL = 419  # arXiv:2407.21783 table 5: unexpected interruptions of all causes in the same 54 days
 PEAK = 0.03  # what the design asks of the peak of a collective
 
 
@@ -29,30 +31,27 @@ def latency(row: Row, _: Context) -> Outcome:
     return calibrated(row, 1e6 * (MRC.host_s + links * hop_s), "host_s and hop_s were set from this measurement")
 
 
-def write_rate(row: Row, _: Context) -> Outcome | None:
+def write_rate(row: Row, _: Context) -> Outcome:
     """Payload's share of the line."""
-    line = number(row.conditions, r"(\d+)G NIC")
-    if line is None:
-        return None
+    line = said(number(row.conditions, r"(\d+)G NIC") or number(row.conditions, r"(\d+)G\b"), "the NIC's speed")
     return calibrated(row, line * MRC.payload_bytes / MRC.packet_bytes, "the header bytes were set from this")
 
 
-def goodput(row: Row, _: Context) -> Outcome | None:
+def goodput(row: Row, _: Context) -> Outcome:
     """The same from the bytes the row names."""
-    payload, header = number(row.conditions, r"(\d+) B payload"), number(row.conditions, r"(\d+) B headers")
-    line = number(row.conditions, r"(\d+)G\b")
-    if not payload or header is None or line is None:
-        return None
+    payload = said(number(row.conditions, r"(\d+) ?B payload"), "the payload's bytes")
+    header = said(number(row.conditions, r"(\d+) ?B headers?"), "the headers' bytes")
+    line = said(number(row.conditions, r"(\d+)G\b"), "the line's speed")
     return reproduced(row, line * payload / (payload + header), "payload / (payload + headers)", tolerance=1e-3)
 
 
-def collective_peak(row: Row, _: Context) -> Outcome | None:
-    """A NIC's line rate without headers: nothing else is lost in our model."""
+def collective_peak(row: Row, _: Context) -> Outcome:
+    """What the planner takes a collective to get of a NIC: fitted to published training runs, of which this is none."""
     name = row.conditions.rpartition("Cluster ")[2][:1]
     if name not in CLUSTER_GB:
-        return None
-    share = MRC.payload_bytes / MRC.packet_bytes
-    return reproduced(row, CLUSTER_GB[name] * share, "line rate less headers", tolerance=PEAK)
+        raise NotSaid("which of the paper's clusters it is")
+    share = float(physics().nic)
+    return reproduced(row, CLUSTER_GB[name] * share, f"plan/physics: {share:.3f} of a NIC's line rate", tolerance=PEAK)
 
 
 def link_month(row: Row, _: Context) -> Outcome:
@@ -65,20 +64,45 @@ def llama(row: Row, _: Context) -> Outcome:
     return calibrated(row, LLAMA_COUNT, "our rate of network interruptions is this one")
 
 
-def interruptions(row: Row, _: Context) -> Outcome | None:
+def _interruptions_per_day(row: Row) -> float:
+    gpus = said(count(row.conditions, "GPUs?"), "how many GPUs")
+    everything = "all cause" in f"{row.quantity} {row.conditions}".lower().replace("-", " ")
+    return gpus * (LLAMA_ALL if everything else LLAMA_COUNT) / LLAMA_GPU_DAYS
+
+
+def interruptions(row: Row, _: Context) -> Outcome:
     """Per day, by GPUs."""
-    gpus = count(row.conditions, "GPUs?")
-    if not gpus:
-        return None
-    return reproduced(row, gpus * LLAMA_COUNT / LLAMA_GPU_DAYS, "fabric/budget", tolerance=5e-3)
+    return reproduced(row, _interruptions_per_day(row), "fabric/budget", tolerance=5e-3)
 
 
-def link_failures(row: Row, _: Context) -> Outcome | None:
+def between_interruptions(row: Row, _: Context) -> Outcome:
+    """The same the other way round."""
+    scale = said({"h": 24.0, "hours": 24.0, "min": 1440.0, "minutes": 1440.0}.get(row.unit), "a unit of time")
+    return reproduced(row, scale / _interruptions_per_day(row), "fabric/budget", tolerance=0.02)
+
+
+def lost_share(row: Row, _: Context) -> Outcome:
+    """Of the cluster's time, when every interruption by the network costs a restart."""
+    minutes = said(number(row.conditions, r"([\d.]+) ?min"), "how many minutes a restart takes")
+    per_day = number(row.conditions, r"([\d.]+) (?:network-caused )?(?:restarts?|interruptions?)")
+    per_day = per_day or _interruptions_per_day(row)
+    scale = 100.0 if row.unit == "percent" else 1.0
+    return reproduced(row, scale * per_day * minutes / 1440, "fabric/budget")
+
+
+def link_failures(row: Row, _: Context) -> Outcome:
     """Per day, by cables."""
-    links = number(row.conditions, r"([\d,]+) (?:800G-equivalent )?links")
-    if not links:
-        return None
-    return reproduced(row, links * CABLE_PER_DAY, "fabric/budget", tolerance=5e-3)
+    links = number(row.conditions, r"([\d,]+) (?:800G-equivalent )?(?:links|cables)")
+    return reproduced(row, said(links, "how many links") * CABLE_PER_DAY, "fabric/budget", tolerance=5e-3)
+
+
+def mean_time(row: Row, _: Context) -> Outcome:
+    """Between failures of any of so many parts that live so long."""
+    text = f"{row.conditions}, {row.quantity}"
+    years = said(number(text, r"(\d+(?:\.\d+)?)[ -]years?"), "the years one part lives")
+    parts = said(count(text, "(?:links?|NICs?|GPUs?|hosts?)"), "how many parts")
+    scale = said({"h": 8760.0, "hours": 8760.0, "min": 525_600.0, "minutes": 525_600.0}.get(row.unit), "a unit of time")
+    return reproduced(row, scale * years / parts, "years / parts", tolerance=0.02)
 
 
 def _taken(ours: float, note: str) -> Reader:
@@ -95,11 +119,13 @@ READERS: tuple[tuple[str, Reader], ...] = (
     (r"^NCCL over MRC peak", collective_peak),
     (r"^NIC-ToR link failures per month", link_month),
     (r"^network switch/cable interruptions", llama),
-    (r"^network interruptions per day", interruptions),
+    (r"^(network |all-cause )?interruptions per day", interruptions),
+    (r"between (network |all-cause )?interruptions", between_interruptions),
+    (r"lost to (the )?network", lost_share),
+    (r"MTTF|between (NIC )?link failures", mean_time),
     (r"^link failures per day", link_failures),
     (r"^entropy values per QP, high", _taken(MRC.paths, "our default number of paths")),
     (r"^path failure bypass", _taken(1e6 * EDGE_RECOVERY_S, "our default of recovery at the edge")),
     (r"^conventional fabric reroute", _taken(ECMP.converge_s, "our default of routing's convergence")),
-    (r"^Clustermapper probe interval", _taken(1e3 * MRC.probe_s, "our default between probes of a retired path")),
     (r"^link recovery time, most", _taken(REPAIR_S / 60, "our default time until a link is back")),
 )

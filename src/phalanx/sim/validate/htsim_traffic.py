@@ -1,7 +1,7 @@
 """Who sends what in the connection files of uet-htsim, from the names of the files.
 
-The files are not in a table, but public: Broadcom/csg-htsim and forks of uet-htsim have them with the scripts that wrote
-them. Permutations are Python's own shuffle: the files of 16 and of 1,024 nodes there are its seed 13 to the last pair.
+The files are not in a table, but public: Broadcom/csg-htsim and forks of uet-htsim have them, with the scripts that
+wrote them. Permutations are Python's own shuffle: the files of 16 and of 1,024 nodes there are its seed 13, pair by pair.
 Files whose names say nothing are spelled out here, and the small permutation, of which three public copies differ: this
 one is of tommasobo/REPS_EuroSys_Artifact. The others have pairs under one T0, which take 167 µs; the fastest that
 uet-htsim printed is 188, so they are not its file.
@@ -12,12 +12,13 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from phalanx.sim.matrices import Flows
+from phalanx.sim.packets.schedule import Schedule, at_once
 
 Pattern = Literal["permutation", "incast", "listed"]
 # From, to, bytes, and the start in microseconds.
@@ -58,8 +59,7 @@ def _to_one_with_others(into: int, out: int, nbytes: int) -> Listed:
     return tuple(found)
 
 
-_SMALL = ((13, 6), (1, 4), (6, 0), (2, 13), (10, 5), (15, 1), (8, 14), (14, 2), (5, 15), (4, 12), (12, 11), (0, 8))
-_SMALL += ((9, 7), (7, 9), (3, 10), (11, 3))
+_SMALL = "13>6 1>4 6>0 2>13 10>5 15>1 8>14 14>2 5>15 4>12 12>11 0>8 9>7 7>9 3>10 11>3"
 LISTED: Mapping[str, tuple[int, Listed]] = {
     "one.cm": (16, ((0, 13, NBYTES, 0.0),)),
     "bidir.cm": (16, ((0, 13, NBYTES, 0.0), (13, 0, NBYTES, 0.0))),
@@ -67,7 +67,7 @@ LISTED: Mapping[str, tuple[int, Listed]] = {
         128,
         ((127, 0, NBYTES, 0.0), (95, 0, 250_000, 40.0), (61, 0, 250_000, 40.0)),
     ),
-    "perm_16n_16c_2MB.cm": (16, tuple((a, b, NBYTES, 0.0) for a, b in _SMALL)),
+    "perm_16n_16c_2MB.cm": (16, tuple((int(a), int(b), NBYTES, 0.0) for a, b in re.findall(r"(\d+)>(\d+)", _SMALL))),
     "outcast_incast.cm": (128, _to_one_with_others(3, 10, NBYTES)),
 }
 
@@ -108,15 +108,30 @@ def _nbytes(digits: str | None, unit: str | None) -> int:
     return int(digits[:12]) * UNITS[(unit or "b").lower()] if digits else NBYTES
 
 
-def flows_of(sent: Sent, *, seed: int | None = None) -> Flows:
-    """The connections as flows; another `seed` than the file's draws another permutation of the same kind."""
+def rows_of(sent: Sent) -> Listed:
+    """The connections one by one."""
     if sent.pattern == "permutation":
-        rows = shuffled(sent.hosts, sent.connections, sent.seed if seed is None else seed)
-        return _flows([(a, b, sent.nbytes, 0.0) for a, b in rows])
+        return tuple((a, b, sent.nbytes, 0.0) for a, b in shuffled(sent.hosts, sent.connections, sent.seed))
     if sent.pattern == "incast":
         last = sent.hosts - 1
-        return _flows([(host, last, sent.nbytes, 0.0) for host in range(last)])
-    return _flows(list(sent.listed))
+        return tuple((host, last, sent.nbytes, 0.0) for host in range(last))
+    return sent.listed
+
+
+def flows_of(sent: Sent) -> Flows:
+    """The connections as flows."""
+    rows = rows_of(sent)
+    return Flows(
+        source=np.array([row[0] for row in rows], dtype=np.int64),
+        target=np.array([row[1] for row in rows], dtype=np.int64),
+        nbytes=np.array([row[2] for row in rows], dtype=np.float64),
+    )
+
+
+def schedule_of(sent: Sent) -> Schedule:
+    """When they start."""
+    rows = rows_of(sent)
+    return replace(at_once(len(rows)), start_s=np.array([1e-6 * row[3] for row in rows]))
 
 
 def shuffled(hosts: int, connections: int, seed: int) -> list[tuple[int, int]]:
@@ -134,11 +149,3 @@ def shuffled(hosts: int, connections: int, seed: int) -> list[tuple[int, int]]:
             after = (at + 1) % hosts
             target[at], target[after] = target[after], target[at]
     return list(zip(source, target, strict=True))[:connections]
-
-
-def _flows(rows: list[tuple[int, int, int, float]]) -> Flows:
-    return Flows(
-        source=np.array([row[0] for row in rows], dtype=np.int64),
-        target=np.array([row[1] for row in rows], dtype=np.int64),
-        nbytes=np.array([row[2] for row in rows], dtype=np.float64),
-    )

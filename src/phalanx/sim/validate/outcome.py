@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,19 +31,46 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Simulation:
+    """What a row needs simulated, and what that costs. Rows with the same key share one simulation."""
+
+    key: Hashable
+    cpu_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
     """What a reader may look at beside its row. Other rows' values serve only to fit two points of a system."""
 
     rows: tuple[Row, ...]
-    simulate: bool = False
+    simulate: bool = False  # everything, whatever it costs
+    allowed: frozenset[Hashable] = frozenset()  # simulations that are cheap enough without being asked for
+
+    def refuses(self, one: Simulation) -> str:
+        """Why a simulation is not run, or nothing."""
+        if self.simulate or one.key in self.allowed:
+            return ""
+        return f"needs --simulate: about {max(one.cpu_s, 1):,.0f} s of CPU"
 
 
 Reader = Callable[[Row, Context], Outcome | None]
+Wanted = Callable[[Row], Simulation | None]
 
 
-def reproduced(row: Row, ours: float, note: str, *, tolerance: float = TOLERANCE, inverse: bool = False) -> Outcome:
-    """A number computed without the row's value; `inverse` judges 1/ours, as the time behind a rate."""
-    return _judged(row, "reproduced", ours, note, tolerance, inverse=inverse)
+def reproduced(
+    row: Row,
+    ours: float,
+    note: str,
+    *,
+    tolerance: float = TOLERANCE,
+    inverse: bool = False,
+    between: tuple[float, float] | None = None,
+) -> Outcome:
+    """A number computed without the row's value; `inverse` judges 1/ours, as the time behind a rate.
+
+    Where an input is not published, `between` are our numbers at both ends of what it may be.
+    """
+    return _judged(row, "reproduced", ours, note, tolerance, inverse=inverse, between=between)
 
 
 def calibrated(row: Row, ours: float, note: str, *, tolerance: float = TOLERANCE) -> Outcome:
@@ -56,13 +83,24 @@ def skipped(row: Row, reason: str) -> Outcome:
     return Outcome(row=row, status="not attempted", note=reason)
 
 
-def _judged(row: Row, status: Status, ours: float, note: str, tolerance: float, *, inverse: bool = False) -> Outcome:
+def _judged(
+    row: Row,
+    status: Status,
+    ours: float,
+    note: str,
+    tolerance: float,
+    *,
+    inverse: bool = False,
+    between: tuple[float, float] | None = None,
+) -> Outcome:
     if row.value is None:
         return skipped(row, "its value is no number")
     error = ours / row.value - 1 if row.value else ours
     judged = row.value / ours - 1 if inverse and ours else error
     within = abs(judged) <= tolerance + 1e-12
-    if found := _RANGE.search(row.conditions):
+    if between is not None:
+        within = min(between) * (1 - tolerance) <= row.value <= max(between) * (1 + tolerance)
+    elif found := _RANGE.search(row.conditions):
         within = float(found[1]) <= ours <= float(found[2])
     elif found := _LEAST.search(row.conditions):
         within = ours >= float(found[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import UserError
@@ -15,21 +15,29 @@ from phalanx.sim.validate import (
     loss_rows,
     nccl_rows,
     packet_rows,
+    paper_rows,
     reasons,
+    ring_rows,
 )
-from phalanx.sim.validate.outcome import Context, Outcome, skipped
+from phalanx.sim.validate.outcome import Context, Outcome, Simulation, Wanted, skipped
 from phalanx.sim.validate.table import Row
+from phalanx.sim.validate.words import NotSaid
 
 READERS = (
     *fabric_rows.READERS,
     *given_rows.READERS,
+    *paper_rows.READERS,
     *nccl_rows.READERS,
     *collective_rows.READERS,
     *fluid_rows.READERS,
+    *ring_rows.READERS,
     *packet_rows.READERS,
     *loss_rows.READERS,
     *reasons.READERS,
 )
+WANTED = (*packet_rows.WANTED, *loss_rows.WANTED)
+FAILURES = (UserError, OverflowError, ZeroDivisionError, ValueError)
+FREE_S = 60.0  # of CPU: what is simulated without being asked for, the cheapest first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,22 +61,64 @@ class NetworkCard:
     total: SourceScore
     sources: tuple[SourceScore, ...]
     outcomes: tuple[Outcome, ...]
+    interrupted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What will be simulated, and what is left out because it takes too long."""
+
+    keys: frozenset[Hashable]
+    cpu_s: float
+    left_out: int
+    left_out_cpu_s: float
+
+
+def plan(rows: Sequence[Row], *, simulate: bool = False) -> Plan:
+    """Everything when asked for, else the cheapest simulations up to FREE_S together."""
+    costs: dict[Hashable, float] = {}
+    for row in rows:
+        for pattern, wanted in WANTED:
+            if re.search(pattern, row.quantity) and (found := _wanted(wanted, row)) is not None:
+                costs[found.key] = found.cpu_s
+    keys: list[Hashable] = []
+    total = 0.0
+    for key, cpu_s in sorted(costs.items(), key=lambda item: item[1]):
+        if simulate or total + cpu_s <= FREE_S:
+            keys.append(key)
+            total += cpu_s
+    rest = sum(costs.values()) - total
+    return Plan(keys=frozenset(keys), cpu_s=total, left_out=len(costs) - len(keys), left_out_cpu_s=rest)
+
+
+def _wanted(wanted: Wanted, row: Row) -> Simulation | None:
+    try:
+        return wanted(row)
+    except (NotSaid, *FAILURES):
+        return None  # the reader will say it
 
 
 def validate(
-    rows: Sequence[Row], *, simulate: bool = False, progress: Callable[[int, int], None] | None = None
+    rows: Sequence[Row],
+    *,
+    simulate: bool = False,
+    planned: Plan | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> NetworkCard:
     """Attempt every row, in the order of the table; interrupted, the rest counts as not attempted."""
-    context = Context(rows=tuple(rows), simulate=simulate)
+    chosen = planned or plan(rows, simulate=simulate)
+    context = Context(rows=tuple(rows), simulate=simulate, allowed=chosen.keys)
     outcomes: list[Outcome] = []
+    interrupted = False
     try:
         for index, row in enumerate(rows):
             outcomes.append(attempt(row, context))
             if progress is not None:
                 progress(index + 1, len(rows))
     except KeyboardInterrupt:
+        interrupted = True
         outcomes += [skipped(row, "interrupted") for row in rows[len(outcomes) :]]
-    return card(outcomes)
+    return card(outcomes, interrupted=interrupted)
 
 
 def attempt(row: Row, context: Context) -> Outcome:
@@ -82,20 +132,29 @@ def attempt(row: Row, context: Context) -> Outcome:
         known = True
         try:
             found = reader(row, context)
-        except (UserError, OverflowError, ZeroDivisionError, ValueError) as error:
+        except NotSaid as missing:
+            return skipped(row, f"its words do not say {missing}")
+        except FAILURES as error:
             return skipped(row, f"cannot be computed: {_first_line(error)}")
         if found is not None:
             return found
     if known:
         return skipped(row, "its conditions do not say enough")
-    return skipped(row, f"no reader for '{row.quantity[:60]}'")
+    return skipped(row, f"no reader for '{row.quantity[:60]}'{_strange(row.quantity)}")
+
+
+def _strange(quantity: str) -> str:
+    """Words that no quantity we know has."""
+    known = set(re.findall(r"[a-z]{3,}", " ".join(pattern for pattern, _ in READERS).lower()))
+    odd = [word for word in re.findall(r"[A-Za-z]{3,}", quantity) if word.lower() not in known]
+    return f": not understood: {', '.join(dict.fromkeys(odd))[:80]}" if odd else ""
 
 
 def _first_line(error: Exception) -> str:
     return error.problems[0].what if isinstance(error, UserError) else str(error).partition("\n")[0][:100]
 
 
-def card(outcomes: Sequence[Outcome]) -> NetworkCard:
+def card(outcomes: Sequence[Outcome], *, interrupted: bool = False) -> NetworkCard:
     """Count by source, in the order of the table."""
     names = list(dict.fromkeys(one.row.source for one in outcomes))
     by_source = {name: [one for one in outcomes if one.row.source == name] for name in names}
@@ -103,6 +162,7 @@ def card(outcomes: Sequence[Outcome]) -> NetworkCard:
         total=_score("all", outcomes),
         sources=tuple(_score(name, found) for name, found in by_source.items()),
         outcomes=tuple(outcomes),
+        interrupted=interrupted,
     )
 
 

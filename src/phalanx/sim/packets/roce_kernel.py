@@ -1,0 +1,406 @@
+"""The compiled loop of the conventional transport: go-back-N, PFC from switch to switch, DCQCN at the NIC.
+
+A file of its own, so that the loop of MRC is not compiled again when this one changes; all in one file for the reason
+in `kernel.py`. Paths are fixed lists of links, so the loop knows nothing of the fabric but which switch a link ends at.
+"""
+
+from __future__ import annotations
+
+from phalanx.sim.compiled import compiled
+from phalanx.sim.packets.kernel import part
+from phalanx.sim.packets.roce_state import (
+    ACK,
+    ACTIVE,
+    ALPHA,
+    ALPHA_AT,
+    CNP,
+    CNP_AT,
+    COMPLAINED,
+    DELIVERED,
+    DROPPED,
+    EXPECTED,
+    FAST_BYTES,
+    FAST_TIME,
+    FREE,
+    IN_NET,
+    KIND_BITS,
+    LOST,
+    MARKS,
+    NAK,
+    NEXT,
+    NUMBER_BIT,
+    OVERFLOW,
+    PATIENCE,
+    PAUSED,
+    PROGRESS,
+    QP_BITS,
+    RANDOM,
+    RATE,
+    SEND_AT,
+    SENT,
+    SENT_BYTES,
+    SIGNAL_FIRST,
+    SIGNALS,
+    TARGET,
+    TIMER_AT,
+    TOTAL,
+    UNACKED,
+    Form,
+    Packets,
+    Pairs,
+    Ports,
+    Rules,
+)
+from phalanx.sim.packets.state import Calendar, Floats, Ints, Ints32
+
+PAIR_MASK = (1 << QP_BITS) - 1
+KIND_MASK = (1 << KIND_BITS) - 1
+MOST_DOUBLINGS = 6  # of a timeout: seven retries are what a queue pair has
+
+
+@part
+def draw(totals: Ints) -> float:
+    """A random number in [0, 1): xorshift64."""
+    x = totals[RANDOM]
+    x ^= x << 13
+    x ^= (x >> 7) & 0x1FFFFFFFFFFFFFF
+    x ^= x << 17
+    totals[RANDOM] = x
+    return float(((x >> 11) & 0xFFFFFFFFFFFFF) / 4503599627370496.0)
+
+
+@part
+def tell(calendar: Calendar, totals: Ints, at: int, word: int) -> None:
+    """Have a sender learn something in a slot of the calendar's ring."""
+    event = calendar.free[0]
+    if event < 0:
+        totals[OVERFLOW] += 1
+        return
+    calendar.free[0] = calendar.next[event]
+    calendar.word[event] = word
+    calendar.next[event] = calendar.first[at]
+    calendar.first[at] = event
+
+
+@part
+def forget(packets: Packets, totals: Ints, packet: int) -> None:
+    """A packet leaves the fabric."""
+    packets.next[packet] = totals[FREE]
+    totals[FREE] = packet
+    totals[IN_NET] -= 1
+
+
+@part
+def signal(form: Form, ports: Ports, totals: Ints, slot: int, link: int, pause: int) -> None:
+    """A switch asks the other end of a link to pause, or to go on: it takes effect one flight later."""
+    ports.asked[link] = pause
+    size = ports.signal_slot.shape[0]
+    if totals[SIGNALS] == size:
+        totals[OVERFLOW] += 1
+        return
+    at = (totals[SIGNAL_FIRST] + totals[SIGNALS]) % size
+    ports.signal_slot[at] = slot + form.back
+    ports.signal_link[at] = link * 2 + pause
+    totals[SIGNALS] += 1
+
+
+@part
+def signals(ports: Ports, totals: Ints, slot: int) -> None:
+    """Pauses, and their ends, that arrive in this slot."""
+    while totals[SIGNALS] > 0 and ports.signal_slot[totals[SIGNAL_FIRST]] <= slot:
+        word = ports.signal_link[totals[SIGNAL_FIRST]]
+        ports.paused[word >> 1] = word & 1
+        totals[SIGNAL_FIRST] = (totals[SIGNAL_FIRST] + 1) % ports.signal_slot.shape[0]
+        totals[SIGNALS] -= 1
+
+
+@part
+def receive(form: Form, rules: Rules, packets: Packets, pairs: Pairs, calendar: Calendar, totals: Ints, slot: int,
+            packet: int) -> None:  # fmt: skip
+    """A receiver takes a packet that is the next in order, and complains once about a gap; a mark is passed on."""
+    count, pair, number = pairs.counts, packets.pair[packet], packets.number[packet]
+    at = (slot + pairs.hops[pair] * form.back + form.host_slots) % form.ring
+    kind = -1
+    if number == count[pair, EXPECTED]:
+        count[pair, EXPECTED] += 1
+        count[pair, COMPLAINED] = 0
+        totals[DELIVERED] += 1
+        pairs.arrived[pairs.owner[pair]] += 1
+        if (number + 1) % rules.ack_every == 0 or number + 1 == count[pair, TOTAL]:
+            kind = ACK
+    elif number > count[pair, EXPECTED]:
+        if count[pair, COMPLAINED] == 0:
+            count[pair, COMPLAINED] = 1
+            kind = NAK
+    elif (number + 1) % rules.ack_every == 0 or number + 1 == count[pair, TOTAL]:
+        kind = ACK  # it came before: the sender went back too far
+    if kind >= 0:
+        tell(calendar, totals, at, pair | (kind << QP_BITS) | (count[pair, EXPECTED] << NUMBER_BIT))
+    if rules.dcqcn and packets.marked[packet] and slot - pairs.rate[pair, CNP_AT] >= rules.cnp:
+        pairs.rate[pair, CNP_AT] = slot
+        tell(calendar, totals, at, pair | (CNP << QP_BITS))
+
+
+@part
+def enqueue(form: Form, rules: Rules, ports: Ports, packets: Packets, pairs: Pairs, totals: Ints, slot: int, link: int,
+            packet: int) -> None:  # fmt: skip
+    """A switch takes a packet that came over `link`, or drops it; it pauses the link that fills it."""
+    node = ports.node[link]
+    free = rules.buffer - ports.used[node]
+    out = pairs.route[packets.pair[packet], packets.hop[packet]]
+    if not rules.pfc and ports.waiting[out] >= free:
+        totals[DROPPED] += 1
+        pairs.touched[pairs.owner[packets.pair[packet]]] |= 2
+        forget(packets, totals, packet)
+        return
+    packets.came[packet] = link
+    packets.next[packet] = -1
+    if ports.waiting[out] == 0:
+        ports.first[out] = packet
+    else:
+        packets.next[ports.last[out]] = packet
+    ports.last[out] = packet
+    ports.waiting[out] += 1
+    ports.used[node] += 1
+    ports.held[link] += 1
+    if rules.pfc and ports.asked[link] == 0 and ports.held[link] >= rules.pause_share * free:
+        signal(form, ports, totals, slot, link, 1)
+
+
+@part
+def arrive(form: Form, rules: Rules, ports: Ports, packets: Packets, pairs: Pairs, calendar: Calendar, totals: Ints,
+           slot: int) -> None:  # fmt: skip
+    """Everything that reaches the end of a wire; who is first changes from slot to slot."""
+    wire, now, links = ports.wire, slot % form.wire, ports.waiting.shape[0]
+    link = (slot * 7919) % links
+    for _ in range(links):
+        link = link + 1 if link + 1 < links else 0
+        packet = wire[now, link] - 1
+        if packet < 0:
+            continue
+        packets.hop[packet] += 1
+        if packets.hop[packet] == pairs.hops[packets.pair[packet]]:
+            receive(form, rules, packets, pairs, calendar, totals, slot, packet)
+            forget(packets, totals, packet)
+        else:
+            enqueue(form, rules, ports, packets, pairs, totals, slot, link, packet)
+
+
+@part
+def fails(ports: Ports, totals: Ints, link: int) -> bool:
+    """Whether a packet disappears on a link."""
+    return bool(ports.share[link] == 0.0 or (ports.loss[link] > 0 and draw(totals) < ports.loss[link]))
+
+
+@part
+def slow(share: Floats, link: int, slot: int) -> bool:
+    """Whether a slow link lets this slot pass."""
+    return bool(0.0 < share[link] < 1.0 and int((slot + 1) * share[link]) == int(slot * share[link]))
+
+
+@part
+def lose(packets: Packets, pairs: Pairs, totals: Ints, packet: int) -> None:
+    """A packet disappears."""
+    totals[LOST] += 1
+    pairs.touched[pairs.owner[packets.pair[packet]]] |= 1
+    forget(packets, totals, packet)
+
+
+@part
+def leave(form: Form, rules: Rules, ports: Ports, packets: Packets, totals: Ints, slot: int, link: int) -> int:
+    """Take the head of a queue: the link it came over may go on when the switch holds little of it."""
+    packet = ports.first[link]
+    ports.first[link] = packets.next[packet]
+    ports.waiting[link] -= 1
+    came = packets.came[packet]
+    node = ports.node[came]
+    ports.used[node] -= 1
+    ports.held[came] -= 1
+    if ports.asked[came] and ports.held[came] + 2 <= rules.pause_share * (rules.buffer - ports.used[node]):
+        signal(form, ports, totals, slot, came, 0)
+    waiting = ports.waiting[link]
+    if waiting > rules.mark_low:
+        over = (waiting - rules.mark_low) / (rules.mark_high - rules.mark_low)
+        if over >= 1.0 or draw(totals) < over * rules.mark_most:
+            packets.marked[packet] = 1
+            totals[MARKS] += 1
+    return int(packet)
+
+
+@part
+def serve(form: Form, rules: Rules, ports: Ports, packets: Packets, pairs: Pairs, totals: Ints, slot: int) -> None:
+    """Every switch port that is not paused sends the head of its queue."""
+    wire, waiting, paused, now = ports.wire, ports.waiting, ports.paused, slot % form.wire
+    for plane in range(form.planes):
+        base = plane * form.per_plane
+        for link in range(base + form.hosts, base + form.per_plane):
+            wire[now, link] = 0
+            if waiting[link] == 0:
+                continue
+            if paused[link]:
+                totals[PAUSED] += 1
+                continue
+            if slow(ports.share, link, slot):
+                continue
+            packet = leave(form, rules, ports, packets, totals, slot, link)
+            if fails(ports, totals, link):
+                lose(packets, pairs, totals, packet)
+            else:
+                wire[now, link] = packet + 1
+
+
+@part
+def send(ports: Ports, packets: Packets, pairs: Pairs, totals: Ints, slot: int, now: int, link: int, pair: int) -> None:
+    """The next packet of a queue pair goes onto the wire of its NIC port."""
+    packet = totals[FREE]
+    if packet < 0:
+        totals[OVERFLOW] += 1
+        return
+    totals[FREE] = packets.next[packet]
+    totals[IN_NET] += 1
+    totals[SENT] += 1
+    count, rate = pairs.counts, pairs.rate
+    if count[pair, NEXT] == count[pair, UNACKED]:
+        count[pair, PROGRESS] = slot
+    packets.pair[packet] = pair
+    packets.number[packet] = count[pair, NEXT]
+    packets.hop[packet] = 0
+    packets.marked[packet] = 0
+    count[pair, NEXT] += 1
+    rate[pair, SENT_BYTES] += 1
+    rate[pair, SEND_AT] = max(rate[pair, SEND_AT], slot - 1.0) + 1.0 / rate[pair, RATE]
+    if fails(ports, totals, link):
+        lose(packets, pairs, totals, packet)
+    else:
+        ports.wire[now, link] = packet + 1
+
+
+@part
+def inject(form: Form, ports: Ports, packets: Packets, pairs: Pairs, totals: Ints, slot: int) -> None:
+    """Every NIC port that is not paused sends a packet of the next of its queue pairs whose rate allows it."""
+    count, rate, mine, begin, turns = pairs.counts, pairs.rate, pairs.mine, pairs.begin, pairs.turn
+    wire, paused, now = ports.wire, ports.paused, slot % form.wire
+    for plane in range(form.planes):
+        for host in range(form.hosts):
+            link, port = plane * form.per_plane + host, plane * form.hosts + host
+            wire[now, link] = 0
+            first = begin[port]
+            number = begin[port + 1] - first
+            if number == 0 or slow(ports.share, link, slot):
+                continue
+            at = turns[port]
+            for _ in range(number):
+                pair = mine[first + at]
+                at = at + 1 if at + 1 < number else 0
+                if count[pair, NEXT] < count[pair, TOTAL] and rate[pair, SEND_AT] <= slot:
+                    if paused[link]:
+                        totals[PAUSED] += 1
+                    else:
+                        send(ports, packets, pairs, totals, slot, now, link, pair)
+                        turns[port] = at
+                    break
+
+
+@part
+def cut(rules: Rules, rate: Floats, count: Ints32, pair: int, slot: int) -> None:
+    """A complaint about marks halves the rate by alpha (DCQCN, equation 1)."""
+    rate[pair, TARGET] = rate[pair, RATE]
+    rate[pair, RATE] = max(rate[pair, RATE] * (1 - rate[pair, ALPHA] / 2), rules.least)
+    rate[pair, ALPHA] = (1 - rules.gain) * rate[pair, ALPHA] + rules.gain
+    rate[pair, ALPHA_AT] = slot + rules.alpha
+    rate[pair, TIMER_AT] = slot + rules.timer
+    rate[pair, SENT_BYTES] = 0.0
+    count[pair, FAST_TIME] = 0
+    count[pair, FAST_BYTES] = 0
+
+
+@part
+def rise(rules: Rules, rate: Floats, count: Ints32, pair: int) -> None:
+    """A round of the timer or of the byte counter: back half way, then add, then add more (DCQCN, section 3.3)."""
+    timed, sent = count[pair, FAST_TIME], count[pair, FAST_BYTES]
+    if min(timed, sent) > rules.fast_rounds:
+        rate[pair, TARGET] += rules.hyper * (min(timed, sent) - rules.fast_rounds)
+    elif max(timed, sent) >= rules.fast_rounds:
+        rate[pair, TARGET] += rules.add
+    rate[pair, TARGET] = min(rate[pair, TARGET], 1.0)
+    rate[pair, RATE] = (rate[pair, TARGET] + rate[pair, RATE]) / 2
+
+
+@part
+def timers(form: Form, rules: Rules, pairs: Pairs, slot: int) -> None:
+    """What passes without news: alpha falls, rates rise, and a sender that hears nothing goes back."""
+    count, rate = pairs.counts, pairs.rate
+    for pair in range(count.shape[0]):
+        if count[pair, UNACKED] == count[pair, TOTAL]:
+            continue
+        if rules.dcqcn and rate[pair, RATE] < 1.0:
+            while rate[pair, ALPHA_AT] <= slot:
+                rate[pair, ALPHA] *= 1 - rules.gain
+                rate[pair, ALPHA_AT] += rules.alpha
+            while rate[pair, TIMER_AT] <= slot:
+                count[pair, FAST_TIME] += 1
+                rate[pair, TIMER_AT] += rules.timer
+                rise(rules, rate, count, pair)
+            if rate[pair, SENT_BYTES] >= rules.counter:
+                rate[pair, SENT_BYTES] = 0.0
+                count[pair, FAST_BYTES] += 1
+                rise(rules, rate, count, pair)
+        wait = form.timeout << min(count[pair, PATIENCE], MOST_DOUBLINGS)
+        if count[pair, NEXT] > count[pair, UNACKED] and slot - count[pair, PROGRESS] > wait:
+            count[pair, NEXT] = count[pair, UNACKED]
+            count[pair, PROGRESS] = slot
+            count[pair, PATIENCE] += 1
+
+
+@part
+def events(form: Form, rules: Rules, pairs: Pairs, calendar: Calendar, totals: Ints, slot: int) -> None:
+    """What senders hear in this slot."""
+    count, at = pairs.counts, slot % form.ring
+    event = calendar.first[at]
+    calendar.first[at] = -1
+    while event >= 0:
+        word = calendar.word[event]
+        pair, kind, number = word & PAIR_MASK, (word >> QP_BITS) & KIND_MASK, word >> NUMBER_BIT
+        if kind == CNP:
+            cut(rules, pairs.rate, count, pair, slot)
+        elif number > count[pair, UNACKED] or kind == NAK:
+            unfinished = count[pair, UNACKED] < count[pair, TOTAL]
+            count[pair, UNACKED] = max(count[pair, UNACKED], number)
+            count[pair, PROGRESS] = slot
+            count[pair, PATIENCE] = 0
+            # Go-back-N: everything from the gap on is sent again.
+            count[pair, NEXT] = number if kind == NAK else max(count[pair, NEXT], number)
+            if unfinished and count[pair, UNACKED] == count[pair, TOTAL]:
+                owner = pairs.owner[pair]
+                pairs.left[owner] -= 1
+                if pairs.left[owner] == 0:
+                    pairs.done[owner] = slot
+                    totals[ACTIVE] -= 1
+        after = calendar.next[event]
+        calendar.next[event] = calendar.free[0]
+        calendar.free[0] = event
+        event = after
+
+
+@compiled
+def advance(form: Form, rules: Rules, ports: Ports, packets: Packets, pairs: Pairs, calendar: Calendar, totals: Ints,
+            begin: int, end: int) -> int:  # fmt: skip
+    """Run the slots from `begin` up to `end`; stops early when every connection has finished."""
+    slot = begin
+    while slot < end:
+        signals(ports, totals, slot)
+        arrive(form, rules, ports, packets, pairs, calendar, totals, slot)
+        events(form, rules, pairs, calendar, totals, slot)
+        if totals[ACTIVE] == 0:
+            return slot
+        if slot % form.tick == 0:
+            timers(form, rules, pairs, slot)
+        before = totals[SENT]
+        serve(form, rules, ports, packets, pairs, totals, slot)
+        inject(form, ports, packets, pairs, totals, slot)
+        slot += 1
+        # Nothing is in the fabric and nobody sent: on to the next thing that a sender hears, or to the next timer.
+        if totals[IN_NET] == 0 and totals[SENT] == before:
+            while slot < end and slot % form.tick and calendar.first[slot % form.ring] < 0:
+                slot += 1
+    return slot

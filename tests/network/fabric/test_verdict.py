@@ -1,0 +1,96 @@
+"""The pick is the least sum of price, power and GPU-hours, and its numbers follow from the bill and the budget."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from phalanx.errors import UserError
+from phalanx.network.fabric.budget import budget
+from phalanx.network.fabric.design import Wish, designs, nominal_ratio
+from phalanx.network.fabric.verdict import Prices, check_prices, verdict
+from phalanx.network.fabric.verdict_text import show_verdict
+
+FULL = designs(Wish(gpus=131072, nic_gbps=800))
+
+
+def test_the_published_fabric_is_the_pick_at_131072() -> None:
+    found = verdict(FULL)
+    assert found is not None
+    assert (found.pick.design.fabric.planes, found.pick.design.fabric.tiers) == (8, 2)
+    totals = [one.economics.total_usd for one in found.options if nominal_ratio(one.design.fabric) == 1]
+    assert found.pick.economics.total_usd == min(totals)
+
+
+def test_its_dollars_by_hand() -> None:
+    prices = Prices(gpu_hour_usd=2.0, kwh_usd=0.1, years=5)
+    found = verdict(FULL, prices)
+    assert found is not None
+    one, costs = found.pick.design, found.pick.economics
+    assert one.bill.usd is not None
+    assert one.bill.watts is not None
+    assert costs.usd == sum(one.bill.usd) / 2
+    assert costs.usd_per_gpu == costs.usd / 131072
+    assert costs.power_usd_per_year == pytest.approx(one.bill.watts / 1000 * 8766 * 0.1)
+    failures = budget(one.fabric)
+    assert costs.lost_usd_per_day == pytest.approx(2 * failures.edge.lost_gpu_hours_per_day)
+    assert costs.restart_usd_per_day == pytest.approx(2 * failures.restart[0].lost_gpu_hours_per_day)
+    total = costs.usd + 5 * costs.power_usd_per_year + 5 * 365.25 * costs.lost_usd_per_day
+    assert costs.total_usd == pytest.approx(total)
+
+
+def test_one_plane_pays_for_its_restarts() -> None:
+    found = verdict(FULL)
+    assert found is not None
+    flat = found.role("one plane")
+    assert flat is not None
+    # half of the cables are NIC links, and each of their failures restarts the job
+    assert flat.economics.lost_gpu_hours_per_day == pytest.approx(113272 / 2, rel=0.01)
+    dear = verdict(FULL, Prices(gpu_hour_usd=100.0))
+    assert dear is not None
+    assert dear.pick.design.fabric.planes > 1
+
+
+def test_a_slow_step_outweighs_a_cheap_fabric_and_a_harmless_one_does_not() -> None:
+    two = next(one for one in FULL if nominal_ratio(one.fabric) == 2)
+    full = FULL[0]
+    harmless = verdict(FULL, steps_s={full.fabric: 6.0, two.fabric: 6.001})
+    harmful = verdict(FULL, steps_s={full.fabric: 6.0, two.fabric: 8.0})
+    assert harmless is not None
+    assert harmful is not None
+    assert harmless.pick.design is two
+    assert harmful.pick.design is full
+    slow = next(one for one in harmful.options if one.design is two)
+    assert slow.economics.slower_usd_per_day == pytest.approx(0.25 * 131072 * 24 * 3.25)
+    assert "slower steps" in show_verdict(harmful)
+
+
+def test_nothing_with_a_price_is_no_verdict() -> None:
+    assert verdict(designs(Wish(gpus=64, nic_gbps=400, switch="96x400G"))) is None
+
+
+def test_the_page_names_pick_price_and_loss() -> None:
+    found = verdict(FULL)
+    assert found is not None
+    page = show_verdict(found)
+    assert page.startswith("Take 8 planes in 2 tiers of Spectrum-5 512x100G: 6,144 switches, $897M-2.31B")
+    assert "113,272 where each restarts the job" in page.replace("\n", " ")
+    assert max(map(len, page.splitlines()[:5])) <= 119
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf, 1e9])
+def test_prices_that_are_none(bad: float) -> None:
+    for prices in (Prices(gpu_hour_usd=bad), Prices(kwh_usd=bad), Prices(years=bad)):
+        with pytest.raises(UserError, match="is out of range"):
+            check_prices(prices, where="x")
+
+
+def test_it_says_when_prices_decide() -> None:
+    steady, torn = verdict(FULL), verdict(designs(Wish(gpus=1000, nic_gbps=400)))
+    assert steady is not None
+    assert torn is not None
+    assert "The choice is the same at the low" in show_verdict(steady).replace("\n", " ")
+    # a Quantum-2 is 36 to 50 thousand dollars, a 51.2T box 50 to 250
+    assert torn.at_low.switch.box != torn.at_high.switch.box == "Quantum-2"
+    assert "Prices decide: it would be" in show_verdict(torn).replace("\n", " ")

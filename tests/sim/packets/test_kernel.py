@@ -1,0 +1,220 @@
+"""Single steps of the loop, as the Python they are compiled from: path states, the window, queues."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from phalanx.sim.packets import kernel
+from phalanx.sim.packets.state import (
+    ACKED,
+    ARRIVED,
+    ASSUMED_BAD,
+    AVERAGE,
+    BAD_PATHS,
+    BASE,
+    CREDIT,
+    DENIED,
+    FAST,
+    GOOD,
+    IN_FLIGHT,
+    KEPT,
+    LAST_ADD,
+    LAST_CUT,
+    LOST,
+    MOST,
+    MOST_SKIP,
+    RANDOM,
+    RETIRED,
+    TODO,
+    TRIMMED,
+    TRIMMED_LAST_HOP,
+    UNACKED,
+    WINDOW,
+)
+
+KNOBS: dict[str, Any] = {
+    "paths": 4, "skip": 1, "kept": 0, "edge": 1, "controlled": 0, "target": 40.0, "rtt": 60.0, "idle": 3.0,
+    "scale": 1.0, "gain": 4.0, "least_paths": 1,
+}  # fmt: skip
+
+
+def knobs(**changed: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{**KNOBS, **changed})
+
+
+@pytest.fixture
+def state(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """One connection of four paths with 3 packets under way, in the middle of slot 1000."""
+    for name in ("draw", "judge", "quadrant", "grow"):
+        monkeypatch.setattr(kernel, name, getattr(getattr(kernel, name), "py_func", getattr(kernel, name)))
+    made = SimpleNamespace(
+        tally=np.zeros((1, 16), dtype=np.int32),
+        window=np.zeros((1, 16)),
+        path=np.zeros((1, 4), dtype=np.uint8),
+        kept=np.zeros((1, 8), dtype=np.int16),
+        turn=np.zeros((1, 1), dtype=np.int32),
+        totals=np.zeros(9, dtype=np.int64),
+    )
+    made.totals[RANDOM] = 12345
+    made.tally[0, IN_FLIGHT] = 3
+    made.window[0, WINDOW], made.window[0, MOST], made.window[0, BASE] = 10, 100, 60
+    made.window[0, LAST_ADD] = made.window[0, LAST_CUT] = 900
+    return made
+
+
+def heard(state: SimpleNamespace, kind: int, path: int = 1, **changed: Any) -> None:
+    args = (state.tally, state.window, state.path, state.totals)
+    kernel.missing.py_func(knobs(**changed), *args, 0, path, 1000, kind)  # type: ignore[attr-defined]
+
+
+def acknowledged(state: SimpleNamespace, marks: int, number: int = 2, waited: int = 0, **changed: Any) -> None:
+    word = (marks << kernel.SEEN_BIT) | (number << kernel.NUMBER_BIT) | (waited << kernel.DELAY_BIT)
+    args = (state.tally, state.window, state.path, state.kept)
+    kernel.acknowledged.py_func(knobs(**changed), *args, 0, 1, 1000, word)  # type: ignore[attr-defined]
+
+
+def test_what_is_missing_is_sent_again(state: SimpleNamespace) -> None:
+    for kind in (LOST, TRIMMED, TRIMMED_LAST_HOP):
+        heard(state, kind)
+    assert (state.tally[0, IN_FLIGHT], state.tally[0, TODO]) == (0, 3)
+
+
+def test_a_silent_loss_retires_its_path_once(state: SimpleNamespace) -> None:
+    heard(state, LOST)
+    heard(state, LOST)
+    assert state.path[0].tolist() == [GOOD, ASSUMED_BAD, GOOD, GOOD]
+    assert (state.tally[0, RETIRED], state.totals[BAD_PATHS]) == (1, 1)
+    heard(state, LOST, path=2, edge=0)
+    assert state.path[0, 2] == GOOD
+    state.path[0, 2] = DENIED
+    heard(state, LOST, path=2)
+    assert state.path[0, 2] == DENIED
+
+
+def test_the_last_path_stays(state: SimpleNamespace) -> None:
+    for path in range(4):
+        heard(state, LOST, path=path)
+    assert state.path[0].tolist() == [ASSUMED_BAD, ASSUMED_BAD, ASSUMED_BAD, GOOD]
+
+
+def test_a_trim_skips_its_path_four_times_but_not_on_the_last_hop(state: SimpleNamespace) -> None:
+    heard(state, TRIMMED)
+    assert state.path[0, 1] == 4
+    for _ in range(5):
+        heard(state, TRIMMED)
+    assert state.path[0, 1] == MOST_SKIP
+    heard(state, TRIMMED_LAST_HOP, path=2)
+    heard(state, TRIMMED, path=3, skip=0)
+    assert state.path[0, 2:].tolist() == [GOOD, GOOD]
+    heard(state, LOST)
+    heard(state, TRIMMED)
+    assert state.path[0, 1] == ASSUMED_BAD
+
+
+def test_a_trim_takes_a_packet_of_the_window_and_an_edge_loss_none(state: SimpleNamespace) -> None:
+    heard(state, TRIMMED, controlled=1)
+    assert state.window[0, WINDOW] == 9
+    heard(state, LOST, controlled=1)
+    assert state.window[0, WINDOW] == 9
+    heard(state, LOST, controlled=1, edge=0)
+    assert state.window[0, WINDOW] == 8
+
+
+def test_a_mark_skips_its_path_once_and_the_last_hop_says_nothing_of_it(state: SimpleNamespace) -> None:
+    acknowledged(state, 1)
+    assert state.path[0, 1] == 1
+    acknowledged(state, 2)
+    assert state.path[0, 1] == 1
+    state.path[0, 1] = MOST_SKIP
+    acknowledged(state, 1)
+    assert state.path[0, 1] == MOST_SKIP
+    state.path[0, 1] = ASSUMED_BAD
+    acknowledged(state, 1)
+    assert state.path[0, 1] == ASSUMED_BAD
+
+
+def test_an_answer_counts_what_had_arrived(state: SimpleNamespace) -> None:
+    acknowledged(state, 0, number=2)
+    assert (state.tally[0, IN_FLIGHT], state.tally[0, ACKED]) == (1, 2)
+    state.tally[0, UNACKED] = 1
+    acknowledged(state, 0, number=0)
+    assert (state.tally[0, IN_FLIGHT], state.tally[0, ACKED], state.tally[0, UNACKED]) == (0, 3, 0)
+    assert state.tally[0, ARRIVED] == 0
+
+
+def test_only_unmarked_paths_are_kept_and_no_more_than_fit(state: SimpleNamespace) -> None:
+    for marks in (0, 1, 2, 0, 0):
+        acknowledged(state, marks, kept=2)
+    assert state.tally[0, KEPT] == 2
+
+
+def choose(state: SimpleNamespace) -> int:
+    path: int = kernel.choose.py_func(state.path, state.turn, state.totals, 0, 0, 1, 4)  # type: ignore[attr-defined]
+    return path
+
+
+def test_paths_take_turns_without_those_to_skip(state: SimpleNamespace) -> None:
+    assert [choose(state) for _ in range(4)] == [0, 1, 2, 3]
+    state.turn[:] = 0
+    state.path[0] = [GOOD, ASSUMED_BAD, DENIED, GOOD]
+    assert [choose(state) for _ in range(2)] == [0, 3]
+    state.turn[:] = 0
+    state.path[0] = [2, GOOD, GOOD, GOOD]
+    assert choose(state) == 1
+    assert state.path[0, 0] == 1  # one rotation has passed
+    state.path[0] = [ASSUMED_BAD, DENIED, 3, ASSUMED_BAD]
+    assert choose(state) == 2  # better a busy path than none
+    state.path[0] = [ASSUMED_BAD, DENIED, ASSUMED_BAD, ASSUMED_BAD]
+    assert choose(state) == -1
+
+
+def quadrant(state: SimpleNamespace, marked: int, waited: float) -> None:
+    kernel.quadrant.py_func(knobs(), state.window, 0, 1000, marked, 2, waited)  # type: ignore[attr-defined]
+
+
+def test_the_four_quadrants(state: SimpleNamespace) -> None:
+    quadrant(state, 0, 20.0)  # no mark, short wait: grow by the distance to the target
+    assert state.window[0, CREDIT] == pytest.approx(4 * 2 * 0.5)
+    quadrant(state, 0, 40.0)  # no mark, long wait: grow fairly
+    assert state.window[0, CREDIT] == pytest.approx(4 + 5 * 2)
+    quadrant(state, 1, 39.0)  # mark, short wait: hold
+    assert (state.window[0, WINDOW], state.window[0, CREDIT]) == (10, pytest.approx(14))
+    state.window[0, AVERAGE] = 50
+    quadrant(state, 1, 40.0)  # mark, long wait: cut by the average's distance to the target
+    assert state.window[0, WINDOW] == pytest.approx(10 * (1 - 0.8 * 10 / 50))
+    quadrant(state, 1, 80.0)  # once in a round trip
+    assert state.window[0, WINDOW] == pytest.approx(8.4)
+    state.window[0, LAST_CUT], state.window[0, AVERAGE] = 900, 1e6
+    quadrant(state, 1, 80.0)  # at most by half
+    assert state.window[0, WINDOW] == pytest.approx(4.2)
+
+
+def test_an_idle_path_grows_fast_after_a_calm_window(state: SimpleNamespace) -> None:
+    for _ in range(5):
+        quadrant(state, 0, 1.0)
+    assert (state.window[0, WINDOW], state.window[0, FAST]) == (10, 0)
+    quadrant(state, 0, 1.0)
+    assert (state.window[0, WINDOW], state.window[0, FAST]) == (10.5, 1)
+    quadrant(state, 0, 3.0)
+    assert state.window[0, FAST] == 0
+
+
+def test_a_queue_takes_what_fits_and_goes_round() -> None:
+    ring, head, count = np.zeros((1, 3), dtype=np.int64), np.array([2], dtype=np.int16), np.zeros(1, dtype=np.int16)
+    taken = [kernel.push.py_func(ring, head, count, 3, 0, packet) for packet in (7, 8, 9, 10)]  # type: ignore[attr-defined]
+    assert taken == [True, True, True, False]
+    assert ring[0].tolist() == [8, 9, 7]
+
+
+def test_a_slow_port_lets_slots_pass() -> None:
+    share, trouble = np.array([0.25]), np.ones(1, dtype=np.uint8)
+    held = [kernel.held.py_func(share, trouble, 0, slot) for slot in range(100)]  # type: ignore[attr-defined]
+    assert held.count(False) == 25
+    trouble[0] = 3
+    assert kernel.held.py_func(np.ones(1), trouble, 0, 0)  # type: ignore[attr-defined]
+    assert trouble[0] == 1
+    assert not kernel.held.py_func(np.ones(1), trouble, 0, 0)  # type: ignore[attr-defined]

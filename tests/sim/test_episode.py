@@ -1,0 +1,107 @@
+"""Failures in time, against arithmetic by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from phalanx.network.fabric.parse import parse_fabric
+from phalanx.sim import matrices, routes
+from phalanx.sim.episode import Episode, Manner, episode
+from phalanx.sim.packets.faults import Fault
+from phalanx.sim.wire import IDEAL, MRC, Wire
+
+FABRIC = parse_fabric("clos2:64x800G/8p/16/wide")
+ALONE = matrices.flows([0], [60], 20e6)  # 200 µs at line rate
+QPS = routes.Routing(spread="qp", paths=8, planes="equal", recovery="conventional")
+ROCE = Manner(name="RoCE", routing=QPS, react_s=1.0, go_back=True)
+EDGE = Manner(name="MRC", routing=routes.spray(256), react_s=30e-6)
+PORT = Fault(part="nic", number=0, at_s=50e-6)
+
+
+def run(manner: Manner, *faults: Fault, flows: matrices.Flows = ALONE, over: Wire = IDEAL) -> Episode:
+    return episode(FABRIC, flows, manner=manner, faults=faults, wire=over)
+
+
+def test_nothing_broken_is_line_rate() -> None:
+    for manner in (ROCE, EDGE):
+        found = run(manner)
+        assert found.times_s == pytest.approx([200e-6])
+        assert found.bits.sum() == pytest.approx(8 * 20e6)
+        assert (found.lost_packets, found.touched) == (0, 0)
+
+
+def test_a_port_at_the_edge_takes_an_eighth_and_what_was_sent_before_it_was_known() -> None:
+    """50 µs whole, 30 µs in which 7/8 arrive and 1/8 is lost, then 7/8 of line rate: 12.5 % less."""
+    found = run(EDGE, PORT)
+    whole, blind = 50e-6 * 800e9, 30e-6 * 700e9
+    assert found.times_s == pytest.approx([80e-6 + (160e6 - whole - blind) / 700e9])
+    assert found.lost_packets == pytest.approx(30e-6 * 100e9 / 8 / 4096)
+    assert found.touched == 1
+
+
+def test_a_port_that_returns_lets_a_queue_pair_go_on_where_it_was() -> None:
+    """Its eighth has 15 MB/8 left after 50 µs, and 2 ms later still."""
+    found = run(ROCE, replace(PORT, until_s=2e-3))
+    assert found.times_s == pytest.approx([2e-3 + 150e-6])
+    assert found.lost_packets == pytest.approx(15e6 / 8 / 4096)  # it sends what it has, and no more
+    assert math.isinf(run(ROCE, PORT).times_s[0])  # no other port in that plane
+    assert run(ROCE, PORT).bits.sum() == pytest.approx(160e6 * 7 / 8 + 20e6 / 4)
+
+
+def test_routing_goes_around_a_switch_when_it_has_converged() -> None:
+    t1 = int(np.flatnonzero([run(ROCE, Fault(part="t1", number=n, at_s=50e-6)).touched for n in range(8)])[0])
+    dead = Fault(part="t1", number=t1, at_s=50e-6)
+    assert run(ROCE, dead).times_s == pytest.approx([50e-6 + 1.0 + 150e-6])
+    assert run(replace(ROCE, react_s=math.inf), dead).times_s[0] == math.inf
+
+
+def test_connections_touched_are_those_with_a_path_there() -> None:
+    """1-(1-1/n)^k with n = 8 T1s and k = 32 or 8 paths in the plane."""
+    flows = matrices.shift(64, 20e6)
+    for paths in (64, 256):
+        found = run(replace(EDGE, routing=routes.spray(paths)), Fault(part="t1", number=3, at_s=50e-6), flows=flows)
+        expected = 64 * (1 - (1 - 1 / 8) ** (paths / 8))
+        assert found.touched == pytest.approx(expected, abs=3 * math.sqrt(expected * (1 - expected / 64.001)) + 1)
+
+
+def test_loss_on_a_link_is_left_by_senders_and_never_by_routing() -> None:
+    """Go-back-N with n packets under way gets 0.8/(0.8 + 0.2·n) through a port that loses a fifth."""
+    grey = Fault(part="nic", number=0, at_s=50e-6, loss=0.2)
+    edge, conventional = run(EDGE, grey, over=MRC), run(ROCE, grey, over=MRC)
+    whole_s = run(ROCE, over=MRC).times_s[0]
+    assert edge.times_s[0] == pytest.approx(50e-6 + (whole_s - 50e-6) * 8 / 7, rel=0.02)
+    # 38 packets of 4,262 B on 100 Gb/s in the 13.1 µs of a round trip.
+    under_way = 2 * (3.64e-6 + 4 * 0.725e-6) * 100e9 / 8 / 4262
+    share = 0.8 / (0.8 + 0.2 * under_way)
+    assert conventional.times_s[0] == pytest.approx(50e-6 + (whole_s - 50e-6) / share, rel=0.05)
+    assert 0 < edge.lost_packets < conventional.lost_packets
+
+
+def test_loss_everywhere_dries_up_the_paths_of_long_transfers() -> None:
+    """A packet in a hundred retires a path, probes bring back 1 in 10 ms: after 1 ms four paths are left, of eight."""
+    sender = replace(EDGE, least_paths=4, probe_s=10e-3)
+    grey = Fault(part="traffic", loss=0.01)
+    short, long = run(sender, grey), run(sender, grey, flows=matrices.flows([0], [60], 2e9))
+    assert short.times_s[0] == pytest.approx(200e-6 / 0.99, rel=0.01)
+    assert long.times_s[0] == pytest.approx(20e-3 / 0.5 / 0.99, rel=0.03)
+    rare = run(sender, replace(grey, loss=0.001), flows=matrices.flows([0], [60], 2e9))
+    assert rare.times_s[0] == pytest.approx(20e-3, rel=0.01)
+
+
+def test_ctrl_c_keeps_what_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages, advance = [], episode.__globals__["_advance"]
+
+    def stop_in_the_second(*args: object) -> None:
+        stages.append(1)
+        if len(stages) == 2:
+            raise KeyboardInterrupt
+        advance(*args)
+
+    monkeypatch.setattr("phalanx.sim.episode._advance", stop_in_the_second)
+    found = run(EDGE, replace(PORT, at_s=1e-3), flows=matrices.flows([0, 1], [60, 61], [1e6, 2e9]))
+    assert found.stopped == "interrupted"
+    assert np.isfinite(found.times_s).tolist() == [True, False]

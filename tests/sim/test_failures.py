@@ -1,0 +1,66 @@
+"""Words of `--fail` as faults."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from phalanx.errors import UserError
+from phalanx.network.fabric.parse import parse_fabric
+from phalanx.sim.broken import NOTHING
+from phalanx.sim.failures import Break, broken_of, faults_of
+from phalanx.sim.links import links_of
+from phalanx.sim.packets.faults import Fault
+
+
+@pytest.mark.parametrize(
+    ("word", "fault"),
+    [
+        ("nic:1/7", Fault(part="nic", plane=1, number=7)),
+        ("link:1/2/3", Fault(part="link", plane=1, number=2, port=3)),
+        ("t1link:1/2/3", Fault(part="t1_link", plane=1, number=2, port=3)),
+        ("T0:1/2", Fault(part="t0", plane=1, number=2)),
+        ("transceiver:5", Fault(part="transceiver", number=5)),
+        ("t1:1/2@1.5ms", Fault(part="t1", plane=1, number=2, at_s=1.5e-3)),
+        ("t1:1/2@50us..2s", Fault(part="t1", plane=1, number=2, at_s=50e-6, until_s=2.0)),
+    ],
+)
+def test_faults(word: str, fault: Fault) -> None:
+    assert faults_of(Break(failed=(word,))) == (fault,)
+
+
+@pytest.mark.parametrize(
+    ("broken", "text"),
+    [
+        (Break(failed=("plug:1",)), '"plug:1" names no part of a fabric'),
+        (Break(failed=("nic:1",)), "write nic:PLANE/HOST"),
+        (Break(failed=("linc:0/0/0",)), "write link:PLANE/T0/PORT"),
+        (Break(failed=("t1:0/3@",)), "has no time after @"),
+        (Break(failed=("t1:0/3@50",)), "has no time after @"),
+        (Break(failed=("t1:0/3@2ms..",)), "has no time after @"),
+        (Break(failed=("t1:0/3@2ms..50us",)), "ends before it begins"),
+        (Break(failed=("t1:0/3@..50us",)), "has no time after @"),
+        (Break(failed=("all",)), "nothing would be left"),
+        (Break(failed=("t1:0/3",), left=1.0), "1 of the capacity is left"),
+        (Break(failed=("t1:0/3",), loss=2.0), "2 of the packets are lost"),
+        (Break(failed=("t1:0/3",), loss=0.1, left=0.1), "either slow or loses packets"),
+        (Break(loss=0.1), "nothing is named that loses packets"),
+        (Break(left=0.1), "nothing is named that is slow"),
+    ],
+)
+def test_words_that_name_nothing(broken: Break, text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        faults_of(broken)
+    assert text in str(caught.value)
+
+
+def test_what_is_left_of_links() -> None:
+    links = links_of(parse_fabric("clos2:64x800G/8p/16/wide"))
+    assert broken_of(links, Break()) is NOTHING
+    left = broken_of(links, Break(failed=("t1:3/2", "transceiver:5"), left=0.25)).links
+    assert left is not None
+    # A T1 has a link to each of 8 T0s, a transceiver a lane in each of 8 planes; both count in both directions.
+    assert np.unique(left).tolist() == [0.25, 1.0]
+    assert (left < 1).sum() == 2 * 8 + 2 * 8
+    assert Break(failed=("t1:0/3@50us",)).timed
+    assert not Break(failed=("t1:0/3",)).timed
