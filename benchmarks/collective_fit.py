@@ -14,14 +14,15 @@ from pathlib import Path
 from statistics import mean, median
 
 from phalanx.network.fit import FILL_ACROSS, FILL_INSIDE, Operation, Point, allowed_error, ends, fit_points
-from phalanx.network.nccl_choice import OPERATIONS, choose, on_wire
-from phalanx.network.nccl_system import system
+from phalanx.network.nccl_choice import FILL, OPERATIONS, choose, expected_s
+from phalanx.network.nccl_choice import Operation as NcclOperation
+from phalanx.network.nccl_system import System, system
 from phalanx.network.nccl_tables import Family
 from phalanx.network.sizes import format_size
 
 DATA = Path(__file__).parent / "data" / "collective_sweeps.csv"
 FAMILY: dict[str, Family] = {"A100": "ampere", "H100": "hopper", "H200": "hopper", "B200": "blackwell"}
-FILLS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0)
+FILLS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0, 1.25, 1.5, 2.0)
 MEASURED: dict[str, Operation] = {"all-to-all": "all-to-all", **{str(one): one for one in OPERATIONS}}
 MIB, GIB = 2**20, 2**30
 SMALL = 64 * MIB  # the largest small point of a recommended pair
@@ -184,22 +185,59 @@ def by_series(series: Sequence[Series]) -> list[str]:
     return lines
 
 
-def against_model(series: Sequence[Series]) -> list[str]:
-    """Measured over modelled time, of NCCL's pick at the rates of links and NICs."""
-    ratios: dict[float, list[float]] = {}
+def modelled(series: Sequence[Series]) -> dict[str, tuple[System, NcclOperation]]:
+    """Sweeps that NCCL's model can say something about: its GPUs and operations, its own choice."""
+    found = {}
     for one in series:
         asked = next((name for name in OPERATIONS if name == one.operation), None)
-        if one.gpu not in FAMILY or asked is None or "ALGO" in one.forced:
-            continue
-        comm = system(nodes=one.nodes, per_node=one.per_node, family=FAMILY[one.gpu], nic_gbps=one.nic_gbps)
-        for point in one.points:
-            pick = choose(comm, point.nbytes, operation=asked)
-            expected = on_wire(comm, pick, point.nbytes, operation=asked)
-            ratios.setdefault(point.nbytes, []).append(point.seconds / expected.seconds)
+        if one.gpu in FAMILY and asked is not None and "ALGO" not in one.forced:
+            comm = system(nodes=one.nodes, per_node=one.per_node, family=FAMILY[one.gpu], nic_gbps=one.nic_gbps)
+            found[one.name] = (comm, asked)
+    return found
+
+
+def unfitted(one: Series, known: tuple[System, NcclOperation], fill: float) -> list[Miss]:
+    """Errors without any measurement."""
+    comm, asked = known
+    times = {
+        point: expected_s(comm, choose(comm, point.nbytes, operation=asked), point.nbytes, operation=asked, fill=fill)
+        for point in one.points
+    }
+    return [
+        Miss(series=one.name, error=seconds / point.seconds - 1, nbytes=point.nbytes)
+        for point, seconds in times.items()
+    ]
+
+
+def against_model(series: Sequence[Series]) -> list[str]:
+    """Measured over expected time, of NCCL's pick, without any fit."""
+    known = modelled(series)
+    some = [one for one in series if one.name in known]
     lines = ["", "| size | sweeps | least | median | most |", "|---|---|---|---|---|"]
-    for size, some in sorted(ratios.items()):
-        lines.append(f"| {format_size(size)} | {len(some)} | {min(some):.2f} | {median(some):.2f} | {max(some):.2f} |")
+    found = [m for one in some for m in unfitted(one, known[one.name], FILL)]
+    for size in sorted({m.nbytes for m in found}):
+        ratios = [1 / (1 + m.error) for m in found if m.nbytes == size]
+        cells = f"{min(ratios):.2f} | {median(ratios):.2f} | {max(ratios):.2f}"
+        lines.append(f"| {format_size(size)} | {len(ratios)} | {cells} |")
+    lines += ["", "The same with other k (0 is NCCL's sum, with unrounded links):", ""]
+    lines += [
+        "| k | ≥ 1 GiB median | p90 | worst | 16–512 MiB median | p90 | worst | outside |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for fill in (0.0, 0.3, FILL, 1.0):
+        lines.append(_line(f"{fill:g}", [m for one in some for m in unfitted(one, known[one.name], fill)]))
+    lines += ["", "k chosen without each source:", ""]
+    for source in dict.fromkeys(one.source for one in some):
+        others = [one for one in some if one.source != source]
+        lines.append(
+            f"- without {source}: {min(FILLS, key=lambda k: mean(_model_cost(one, known, k) for one in others)):g}"
+        )
     return lines
+
+
+def _model_cost(one: Series, known: dict[str, tuple[System, NcclOperation]], fill: float) -> float:
+    found = unfitted(one, known[one.name], fill)
+    return mean(min(3.0, abs(m.error) / allowed_error(m.nbytes)) ** 2 for m in found)
 
 
 def page() -> str:
@@ -223,7 +261,7 @@ def page() -> str:
         "## Each sweep, fitted on its smallest and largest size",
         *by_series(series),
         "",
-        "## Measured over modelled time, without any fit",
+        "## Without any fit: measured over expected time",
         *against_model(series),
     ]
     return "\n".join(lines) + "\n"

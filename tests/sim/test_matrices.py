@@ -33,6 +33,36 @@ def test_shapes_of_traffic() -> None:
     assert incast.target[5] != incast.target[0]
 
 
+# Who hosts 0 and 20 of 64 send to (20 as one of many: stage 2 of 8, server 2 of 8, a node of the tree with two
+# children), and how many bytes are sent in all when each transfer has one, but for the parts of an all-to-all.
+NEIGHBOURS = {
+    "shift": ([32], [52], 64.0),
+    "all-to-all": (list(range(1, 64)), [n for n in range(64) if n != 20], 64.0),
+    "ring": ([1], [21], 64.0),
+    "tree": ([1, 2], [9, 41, 42], 2 * 63.0),
+    "hierarchical": ([8], [28], 64.0),
+    "pipeline": ([8], [12, 28], 2 * 56.0),
+}
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_neighbours_and_bytes_of_every_kind(name: str) -> None:
+    made = matrices.traffic(name, 64, 1.0)
+    first, other, total = NEIGHBOURS[name]
+    assert sorted(made.target[made.source == 0].tolist()) == first
+    assert sorted(made.target[made.source == 20].tolist()) == other
+    assert made.nbytes.sum() == pytest.approx(total)
+
+
+def test_a_permutation_has_each_host_once_on_either_side() -> None:
+    made = matrices.traffic("permutation", 64, 1.0, seed=3)
+    assert sorted(made.source.tolist()) == sorted(made.target.tolist()) == list(range(64))
+    assert made.nbytes.sum() == 64
+    crowd = matrices.traffic("incast", 64, 1.0)
+    assert np.bincount(crowd.target).max() == 7
+    assert crowd.nbytes.sum() == 8
+
+
 @pytest.mark.parametrize(
     ("name", "hosts", "nbytes", "text"),
     [
@@ -124,7 +154,7 @@ def test_simulate_by_name_and_its_mistakes() -> None:
     assert ideal["rate_slowest"] == pytest.approx(1.0)
     for call, text in (
         ({"failed": ["plug:1"]}, '"plug:1" names no part'),
-        ({"failed": ["nic:9/9"]}, "there is no (9, 9)"),
+        ({"failed": ["nic:9/9"]}, "there is no plane 9, host 9"),
         ({"spread": "adaptve"}, "use adaptive"),
         ({"wire": "x"}, "use mrc, htsim, ideal"),
         ({"left": 2.0}, "2 of the capacity"),

@@ -133,7 +133,7 @@ def test_hosts_and_parts_that_do_not_exist_are_named() -> None:
     one = links.links_of(fabric())
     with pytest.raises(UserError, match="host 64 is not on"):
         routes.route(one, matrices.flows([0], [64], 1.0), routes.by_flow())
-    with pytest.raises(UserError, match=r"there is no \(0, 99\)"):
+    with pytest.raises(UserError, match=r"there is no plane 0, T1 99"):
         broken.shares(one, broken.Broken(t1=((0, 99),)))
     with pytest.raises(UserError, match="sub-flows"):
         routes.route(one, matrices.ring(64, 1.0), routes.spray(1 << 20))

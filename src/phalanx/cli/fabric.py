@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.cli import fabric_collective, fabric_design, fabric_export, fabric_simulate
+from phalanx.cli.fabric_files import named_fabric
 from phalanx.cli.fabric_plain import fabric_plain, gpus_of, value_plain
 from phalanx.cli.options import add_json
 from phalanx.cli.output import note, print_json
@@ -27,7 +28,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         verbs.add_parser("decisions", help="planes, paths and recovery: the three decisions in numbers")
     )
     show = verbs.add_parser("show", help="one fabric: parts, weak points, failures per day")
-    show.add_argument("fabric", metavar="FABRIC", nargs="?", help="clos2:131072x800G/8p/512, a .toml file or a name")
+    show.add_argument(
+        "fabric", metavar="FABRIC", nargs="?", help="clos2:131072x800G/8p/512, a .toml or .topo file, or a name"
+    )
     add_json(show)
     simulate = verbs.add_parser("simulate", help="traffic on a fabric, whole or broken: rates and completion times")
     fabric_simulate.configure(simulate)
@@ -39,7 +42,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _configure_decisions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", metavar="N", help="GPUs to join, one NIC each")
-    parser.add_argument("--fabric", metavar="F", help="of this fabric instead: a short form, a .toml file or a name")
+    parser.add_argument(
+        "--fabric", metavar="F", help="of this fabric instead: a short form, a .toml or .topo file, or a name"
+    )
     parser.add_argument("--nic-gbps", metavar="G", type=float, help="speed of a NIC (800)")
     parser.add_argument("--switch", metavar="NAME", help="the box whose ports are split (Spectrum-5)")
     parser.add_argument("--planes", metavar="P", type=int, help="planes (the most the box can do)")
@@ -78,7 +83,6 @@ def _decide(args: argparse.Namespace) -> Decisions:
     """For a number of GPUs, or for a fabric that exists."""
     from phalanx.network.fabric.budget import EDGE_RECOVERY_S, RESTART_S
     from phalanx.network.fabric.decisions import BOX, decisions, decisions_of
-    from phalanx.network.fabric.parse import parse_fabric
 
     recovery_s = EDGE_RECOVERY_S if args.recovery_s is None else args.recovery_s
     restart_s = RESTART_S[0] if args.restart_s is None else args.restart_s
@@ -87,7 +91,7 @@ def _decide(args: argparse.Namespace) -> Decisions:
         for option, value in given.items():
             if value is not None:
                 raise mistake(f"{WHERE} decisions", f"--fabric already says {option}", fix="leave one of them out")
-        return decisions_of(parse_fabric(args.fabric), paths=args.paths, recovery_s=recovery_s, restart_s=restart_s)
+        return decisions_of(named_fabric(args.fabric), paths=args.paths, recovery_s=recovery_s, restart_s=restart_s)
     if args.gpus is None:
         raise mistake(f"{WHERE} decisions", "--gpus is missing", fix="give --gpus 131072, or --fabric F")
     return decisions(
@@ -104,12 +108,11 @@ def _decide(args: argparse.Namespace) -> Decisions:
 def _show(args: argparse.Namespace) -> int:
     from phalanx.network.fabric.bill import bill, loss
     from phalanx.network.fabric.budget import budget
-    from phalanx.network.fabric.parse import parse_fabric
     from phalanx.network.fabric.text import show_fabric
 
     if args.fabric is None:
         return _list(args)
-    fabric = parse_fabric(args.fabric)
+    fabric = named_fabric(args.fabric)
     if args.json:
         print_json(
             {"fabric": fabric_plain(fabric), "bill": bill(fabric), "loss": loss(fabric), "budget": budget(fabric)}
@@ -129,7 +132,10 @@ def _list(args: argparse.Namespace) -> int:
         print_json({"fabrics": names, "switches": switches()})
         return 0
     fabrics = [(f"  {name}", spec, source) for name, (spec, source) in named_fabrics().items()]
-    boxes = [(f"  {one.name}", f"{one.watts:,.0f} W", money(one.usd), one.evidence) for one in switches()]
+    boxes = [
+        (f"  {one.name}", f"{one.watts:,.0f} W" if one.watts else "unknown", money(one.usd), one.evidence, one.also)
+        for one in switches()
+    ]
     print("fabrics\n" + table(fabrics, left=3))
     print("\nswitches (power without optics, list price, how far both can be trusted)\n" + table(boxes))
     return 0

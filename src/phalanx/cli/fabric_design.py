@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from phalanx.network.fabric.verdict import Prices, Verdict
 
 WHERE = "phalanx fabric design"
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         found, chosen, steps = _for_job(args, catalogue)
     _write(found, chosen, args)
     _tell(found, chosen, steps, args)
-    return 0
+    return INTERRUPTED if steps is not None and steps.interrupted else 0
 
 
 def _catalogue(name: str | None) -> tuple[Switch, ...]:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phalanx.cli.output import note
 from phalanx.errors import mistake
 from phalanx.units import parse_count
 
 if TYPE_CHECKING:
     from phalanx.network.fabric.types import Fabric
     from phalanx.sim.matrices import Flows
+    from phalanx.sim.packets.schedule import Schedule
 
 FABRIC_HELP = "clos2:131072x800G/8p/512, a .toml or .topo file, or a name"
 TRAFFIC, NBYTES = "permutation", "2M"
@@ -21,10 +23,11 @@ TRAFFIC, NBYTES = "permutation", "2M"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Flows, what they are called, what fails in their file, and what of the file flows cannot hold."""
+    """Flows, what they are called, when they start, what fails in their file, and what of it is not simulated."""
 
     name: str
     flows: Flows
+    schedule: Schedule | None = None  # None: together
     failed: tuple[str, ...] = ()
     not_mapped: tuple[str, ...] = ()
 
@@ -50,6 +53,14 @@ def load_fabric(text: str) -> tuple[Fabric, tuple[str, ...]]:
     return parse_fabric(text), ()
 
 
+def named_fabric(text: str) -> Fabric:
+    """The same for commands that have no page for what a file's fabric leaves out: it goes to stderr."""
+    fabric, said = load_fabric(text)
+    for one in said:
+        note(f"{text.strip()}: not mapped: {one}")
+    return fabric
+
+
 def load_traffic(args: argparse.Namespace, fabric: Fabric) -> Traffic:
     """By name; `--seed` below zero is refused, since numpy would."""
     from phalanx.sim.matrices import traffic
@@ -72,8 +83,14 @@ def load_matrix(args: argparse.Namespace, fabric: Fabric) -> Traffic:
     if matrix.nodes > fabric.hosts:
         what = f"{matrix.nodes:,} nodes, but {fabric.name} has {fabric.hosts:,} hosts"
         raise mistake(args.cm, what, fix="use a larger fabric, or the .topo file of this matrix")
+    # The fluid engine and comparisons have no clock of starts.
+    timed = args.engine == "packets" and not args.compare
     return Traffic(
-        name=Path(args.cm).name, flows=matrix.flows(), failed=matrix.failed(), not_mapped=matrix.not_mapped()
+        name=Path(args.cm).name,
+        flows=matrix.flows(),
+        schedule=matrix.schedule() if timed else None,
+        failed=matrix.failed(),
+        not_mapped=matrix.not_mapped(timed=timed),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phalanx.cli.output import note, warn
-from phalanx.errors import Problem, UserError
+from phalanx.errors import Problem, UserError, mistake
 
 if TYPE_CHECKING:
     from phalanx.network.fabric.design import Design
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from phalanx.network.fabric.verdict import Prices
     from phalanx.plan.plan import Plan
 
+WHERE = "phalanx fabric design"
 MOST_TIERS = 3  # what the engine routes (sim.links)
 BUDGET_S = 60.0  # after this no further design is begun; 16,384 GPUs take about a second each
 
@@ -39,6 +40,7 @@ class JobSteps:
     layout: str
     rows: tuple[JobStep, ...]
     steps_s: dict[Fabric, float]
+    interrupted: bool
 
     def text(self) -> str:
         """A table, quickest first."""
@@ -72,28 +74,40 @@ def job_plan(job: str, overrides: list[str], cluster: str | None) -> Plan:
 
 
 def job_steps(plan: Plan, found: Sequence[Design], prices: Prices) -> JobSteps:
-    """The step on the cheapest design of each oversubscription, with rails and without, and on one plane."""
-    rows: list[JobStep] = []
-    steps: dict[Fabric, float] = {}
+    """The step on the cheapest design of each oversubscription, with rails and without, and on one plane.
+
+    What is finished when the time is up or Ctrl-C comes is kept.
+    """
+    steps: dict[Fabric, JobStep] = {}
     refused: UserError | None = None
+    interrupted = False
     started = time.perf_counter()
     for fabric in _candidates(found, prices):
-        if rows and time.perf_counter() - started > BUDGET_S:
+        if steps and time.perf_counter() - started > BUDGET_S:
             note(f"stopped after {BUDGET_S:.0f} s: the other designs are not compared")
             break
         note(f"step on {fabric.name}")
         try:
-            row = _step(plan, fabric)
+            steps[fabric] = _step(plan, fabric)
         except UserError as error:  # too large for the engine: the others may not be
             refused = error
-            continue
-        rows.append(row)
-        steps[fabric] = row.step_s
-    if not rows:
-        raise refused or UserError(
-            Problem(where="phalanx fabric design", what="no design is small enough to simulate", fix="leave out --job")
+        except KeyboardInterrupt:
+            if not steps:
+                raise
+            note(f"stopped by Ctrl-C: {len(steps)} designs are compared")
+            interrupted = True
+            break
+    if not steps:
+        raise refused or mistake(
+            WHERE, "no design is small enough to simulate", fix="leave out --job, or use --tiers 3"
         )
-    return JobSteps(job=plan.job.name, layout=plan.layout.name, rows=tuple(rows), steps_s=steps)
+    return JobSteps(
+        job=plan.job.name,
+        layout=plan.layout.name,
+        rows=tuple(steps.values()),
+        steps_s={fabric: row.step_s for fabric, row in steps.items()},
+        interrupted=interrupted,
+    )
 
 
 def _candidates(found: Sequence[Design], prices: Prices) -> list[Fabric]:

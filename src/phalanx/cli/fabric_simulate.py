@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     """Solve and print."""
     _check(args)
     fabric, said = load_fabric(args.fabric)
+    _holds(fabric, args.engine)
     if args.compare or args.scenario:
         _usual_bytes(args, fabric)
     if args.scenario:
@@ -84,6 +85,14 @@ def run(args: argparse.Namespace) -> int:
     if args.compare:
         return run_compare(args, fabric, traffic, args.engine)
     return _fluid(args, fabric, traffic) if args.engine == "fluid" else _packets(args, fabric, traffic)
+
+
+def _holds(fabric: Fabric, engine: str) -> None:
+    """Refuse a fabric of more links than an engine holds before any traffic is made for it."""
+    from phalanx.sim.links import links_of
+
+    # Planes that are alike are simulated once by the packet engine.
+    links_of(fabric if engine == "fluid" else replace(fabric, planes=1, nic_gbps=fabric.port_gbps))
 
 
 def _usual_bytes(args: argparse.Namespace, fabric: Fabric) -> None:
@@ -187,7 +196,7 @@ def _packets(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> int:
         broken=Break(failed=(*args.fail, *traffic.failed), left=args.left, loss=args.loss or 0.0),
         seed=args.seed,
         budget=Budget(cpu_s=args.cpu or CPU_S),
-        schedule=getattr(traffic, "schedule", None),
+        schedule=traffic.schedule,
     )
     say(found)
     if args.json:

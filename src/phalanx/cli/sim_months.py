@@ -7,6 +7,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
+from phalanx.cli.fabric_files import named_fabric
 from phalanx.cli.output import note, print_json, warn
 from phalanx.errors import Problem, UserError, mistake
 
@@ -151,10 +152,9 @@ def _network(plan: Plan, args: argparse.Namespace) -> Network:
         if args.planes is not None and not (args.edge_recovery or args.compare or args.levers):
             warn([Problem(where=WHERE, what="--planes has no effect: only --edge-recovery and --compare use it")])
         return Network(edge=args.edge_recovery, planes=args.planes or DEFAULT_PLANES)
-    from phalanx.network.fabric.parse import parse_fabric
     from phalanx.sim.step.paths import check_size
 
-    fabric = parse_fabric(args.fabric)
+    fabric = named_fabric(args.fabric)
     check_size(fabric, plan.layout.devices)
     if args.planes not in (None, fabric.planes):
         raise mistake(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.cli import sim_months
+from phalanx.cli.fabric_files import named_fabric
 from phalanx.cli.output import note, print_json
 from phalanx.errors import Problem, UserError
 
@@ -51,11 +52,10 @@ def check(args: argparse.Namespace) -> None:
 
 def run_step(plan: Plan, args: argparse.Namespace) -> int:
     """Simulate, tell, and write the trace. Ctrl-C during --break leaves the step."""
-    from phalanx.network.fabric.parse import parse_fabric
     from phalanx.sim.step.paths import Transport
     from phalanx.sim.step.report import step_report
 
-    fabric = parse_fabric(args.fabric) if args.fabric is not None else None
+    fabric = named_fabric(args.fabric) if args.fabric is not None else None
     _check_break(plan, fabric, args)
     _announce(plan, args)
     report = step_report(plan, fabric, Transport(edge=args.routing != "ecmp"))

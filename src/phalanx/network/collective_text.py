@@ -11,11 +11,11 @@ from phalanx.network.sizes import format_size
 from phalanx.units import format_seconds
 
 NONE = "-"
-# Measured over modelled times: benchmarks/2026-11-15-collective-fit.md.
+# benchmarks/2026-11-15-collective-fit.md, "Without any fit"
 MODEL_NOTE = """
-NCCL's own model: made to rank, and short of what systems take. Of 23 measured sweeps the middle one took 1.6 times
-this at 16 MiB, 1.2 at 256 MiB, 1.1 at 1 GiB and 1.0 from 8 GiB on. For times on your system: --fit FILE, with the
-output of nccl-tests or two sizes of your own"""
+Without a measurement this is a guess: 23 measured sweeps took 0.75 to 5 times these times at 16 MiB, the middle one
+1.2; 0.7 to 2.8 times at 1 GiB, the middle one 1.0. For your system: --fit FILE, with the output of nccl-tests or two
+sizes of your own"""
 
 
 def show_pairs(one: Answer) -> str:
@@ -39,7 +39,7 @@ def show_pairs(one: Answer) -> str:
 
 def show_expected(one: Answer) -> str:
     """What the pick takes at one size."""
-    by_links, by_fit = "by the rates of links and NICs", "by the fit"
+    by_links, by_fit = "by links and NICs", "by the fit"
     found = (
         (by_links, one.expected_s, one.bus_bytes_per_s),
         (by_fit, one.fitted_s, one.fitted_bus_bytes_per_s),

@@ -1,9 +1,9 @@
 """Which algorithm and protocol NCCL 2.30 picks by itself, and the time its model gives for it.
 
 The model is NCCL's (src/graph/tuning.cc, 2.30.7), all seven algorithms and three protocols; `nccl_system.py` has what
-its search for channels finds. Use it to choose: below about 1 GiB its times are a ranking, not a prediction
-(network/fit.py predicts). Left out: PCIe-only boards, mixed GPUs, rails that share a NIC, user settings (NCCL_ALGO,
-NCCL_PROTO), aggregated calls, symmetric-memory kernels.
+its search for channels finds. Use `choose` to choose and `expected_s` for a time; below 1 GiB that is a guess, and two
+measurements are better (network/fit.py). Left out: PCIe-only boards, mixed GPUs, rails that share a NIC, user settings
+(NCCL_ALGO, NCCL_PROTO), aggregated calls, symmetric-memory kernels.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ PLATEAU = 1.4  # ring all-reduce, Simple, several nodes, 64 B or more per channe
 OLD_PLATEAU = 1.9
 PLATEAU_BYTES = 64
 CORRECTED_TREE, CORRECTED_NVLS_TREE = 23, 24  # places of c(S) that are read
+# Of √(start-up x transfer). Ours, not NCCL's: 0.5 to 0.7 whichever source of measured sweeps is left out
+# (benchmarks/2026-11-15-collective-fit.md).
+FILL = 0.6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,10 +93,21 @@ def choices(comm: System, nbytes: float, *, operation: Operation = "all-reduce")
 
 
 def on_wire(comm: System, picked: Choice, nbytes: float, *, operation: Operation = "all-reduce") -> Choice:
-    """The same pair with the time that unrounded links give: what to expect, where `picked` is what NCCL expects."""
+    """The same pair with the start-up and transfer that unrounded links give."""
     pair = (picked.algorithm, picked.protocol)
     found = choices(wired(comm), nbytes, operation=operation)
     return next(one for one in found if (one.algorithm, one.protocol) == pair)
+
+
+def expected_s(
+    comm: System, picked: Choice, nbytes: float, *, operation: Operation = "all-reduce", fill: float = FILL
+) -> float:
+    """What the pair will take, where `picked` has what NCCL reckons: with unrounded links, and the pipeline filled.
+
+    NCCL adds start-up and transfer, as if the first chunk were the whole message or nothing (network/fit.py).
+    """
+    one = on_wire(comm, picked, nbytes, operation=operation)
+    return one.seconds + fill * math.sqrt(one.latency_s * one.transfer_s)
 
 
 def _exists(comm: System, operation: Operation) -> Iterator[tuple[Algorithm, Protocol, float]]:

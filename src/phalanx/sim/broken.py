@@ -48,30 +48,35 @@ def shares(links: Links, broken: Broken) -> Floats:
     return left
 
 
-def _table(rows: tuple[tuple[int, ...], ...], limits: tuple[int, ...], what: str) -> Ints:
+def _table(rows: tuple[tuple[int, ...], ...], limits: dict[str, int], what: str) -> Ints:
+    """Rows of numbers below their limits, which are by name."""
     table = np.array(rows, dtype=np.int64).reshape(-1, len(limits))
-    wrong = (table < 0) | (table >= np.array(limits))
+    wrong = (table < 0) | (table >= np.array(list(limits.values())))
     if wrong.any():
         row = tuple(int(value) for value in table[wrong.any(axis=1)][0])
-        raise mistake(f"broken {what}", f"there is no {row}", fix=f"numbers start at 0 and stay below {limits}")
+        given = " ".join(f"{name} {value:,}," for name, value in zip(limits, row, strict=True)).rstrip(",")
+        there = [f"{name}s are 0 to {most - 1:,}" if most else f"there are no {name}s" for name, most in limits.items()]
+        raise mistake(f"broken {what}", f"there is no {given}", fix=", ".join(there))
     return table
 
 
 def _nics(links: Links, broken: Broken) -> Ints:
-    table = _table(broken.nics, (links.fabric.planes, links.fabric.hosts), "NIC port (plane, host)")
+    table = _table(broken.nics, {"plane": links.fabric.planes, "host": links.fabric.hosts}, "NIC port")
     return np.concatenate([links.nic_up(table[:, 0], table[:, 1]), links.nic_down(table[:, 0], table[:, 1])])
 
 
 def _uplinks(links: Links, broken: Broken) -> Ints:
     f = links.fabric
-    table = _table(broken.uplinks, (f.planes, f.t0, max(f.t0_up, 1)), "T0-T1 link (plane, T0, port)")
+    table = _table(
+        broken.uplinks, {"plane": f.planes, "T0": f.t0, "uplink": f.t0_up if f.tiers > 1 else 0}, "T0-T1 link"
+    )
     plane, t0, port = table[:, 0], table[:, 1], table[:, 2]
     return np.concatenate([links.t0_up(plane, t0, port), links.t0_down(plane, t0, port)])
 
 
 def _t0(links: Links, broken: Broken) -> Ints:
     f = links.fabric
-    table = _table(broken.t0, (f.planes, f.t0), "T0 switch (plane, number)")
+    table = _table(broken.t0, {"plane": f.planes, "T0": f.t0}, "T0 switch")
     home = links.host_t0(np.arange(f.hosts))
     found = [np.empty(0, dtype=np.int64)]
     for plane, t0 in table:
@@ -82,7 +87,7 @@ def _t0(links: Links, broken: Broken) -> Ints:
 
 def _t1(links: Links, broken: Broken) -> Ints:
     f = links.fabric
-    table = _table(broken.t1, (f.planes, max(f.t1, 1)), "T1 switch (plane, number)")
+    table = _table(broken.t1, {"plane": f.planes, "T1": f.t1 if f.tiers > 1 else 0}, "T1 switch")
     t0, port = (grid.ravel() for grid in np.meshgrid(np.arange(f.t0), np.arange(f.t0_up), indexing="ij"))
     home = links.t1_of(t0, port)
     found = [np.empty(0, dtype=np.int64)]

@@ -25,7 +25,7 @@ from phalanx.sim.matrices import Flows
 from phalanx.sim.packets.budget import Budget
 from phalanx.sim.packets.transport import MRC as EDGE
 from phalanx.sim.routes import Routing, spray
-from phalanx.sim.simulate import BUDGET, ROWS, asked_for, routing_of, usual_paths
+from phalanx.sim.simulate import BUDGET, MOST_CONVERGE_S, ROWS, asked_for, routing_of, usual_paths
 from phalanx.sim.wire import MRC, Wire
 
 # "Seconds or tens of seconds" (OpenAI, 2026-05-05): the least that a conventional fabric takes.
@@ -214,6 +214,6 @@ def checked_converge_s(converge_s: float | None, usual_s: float) -> float:
     """Seconds of convergence; raises UserError for what is no time."""
     if converge_s is None:
         return usual_s
-    if not 0 < converge_s < math.inf:
-        raise mistake("--converge", f"{converge_s:g} seconds", fix="use 1, or 0.1")
+    if not 0 < converge_s <= MOST_CONVERGE_S:
+        raise mistake("--converge", f"{converge_s:g} seconds", fix="use 1, or 30")
     return converge_s

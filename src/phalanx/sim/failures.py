@@ -83,7 +83,7 @@ def _fault(text: str, broken: Break) -> Fault:
     word, _, when = text.strip().lower().partition("@")
     kind, numbers = _part(word, text)
     part = PARTS[kind][1]
-    if part == "traffic" and not (broken.loss or broken.left):
+    if part == "traffic" and broken.loss in (0, 1) and not broken.left:
         raise mistake("--fail all", "nothing would be left", fix="add --loss 0.01, or name parts")
     plane, number, port = (0, *numbers, 0) if kind == "transceiver" else (*numbers, 0, 0, 0)[:3]
     at_s, until_s = _when(when, text)

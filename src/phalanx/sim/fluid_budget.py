@@ -28,13 +28,19 @@ def afford(links: Links, flows: int, routing: Routing, budget: Budget) -> None:
     if cpu_s <= budget.cpu_s and nbytes <= budget.memory_bytes:
         return
     share = min(budget.cpu_s / cpu_s, budget.memory_bytes / nbytes)
-    fewer = int(routing.paths * share) // links.fabric.planes * links.fabric.planes
-    ways = [f"--paths {fewer}"] if fewer >= 1 and routing.spread != "all" else []
-    ways += ["--routing all"] if routing.spread != "all" and share * routing.paths >= links.fabric.planes / 4 else []
     raise mistake(
         f"fluid on {links.fabric.name}",
         f"{flows:,} flows on {routing.paths} paths each need about {cpu_s:,.0f} s of CPU and {nbytes / 1e9:,.1f} GB; "
-        f"the budget is {budget.cpu_s:,.0f} s and {budget.memory_bytes / 1e9:,.1f} GB",
+        f"the budget is {budget.cpu_s:,.3g} s and {budget.memory_bytes / 1e9:,.1f} GB",
         why="every path of every flow is a row to be filled",
-        fix=f"use {' or '.join([*ways, f'about {max(2, int(flows * share)):,} flows'])}, or raise --cpu",
+        fix=" or ".join(_ways(links, flows, routing, share, enough=nbytes <= budget.memory_bytes)),
     )
+
+
+def _ways(links: Links, flows: int, routing: Routing, share: float, *, enough: bool) -> list[str]:
+    """What would fit: fewer paths, cables as one, fewer flows, or more time where memory is enough."""
+    planes = links.fabric.planes
+    fewer = int(routing.paths * share) // planes * planes
+    ways = [f"use --paths {fewer:,}".replace(",", "")] if fewer and routing.spread not in ("flow", "all") else []
+    ways += ["--routing all"] if routing.spread not in ("flow", "all") and routing.paths * share >= planes else []
+    return [*ways, f"simulate about {max(2, int(flows * share)):,} flows", *(["raise --cpu"] if enough else [])]

@@ -135,8 +135,8 @@ def traffic(name: str, hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
     if name not in TRAFFIC:
         guess = nearest(name, TRAFFIC)
         raise mistake("traffic", f"there is no {name!r}", fix=f"use {guess}" if guess else f"use {', '.join(TRAFFIC)}")
-    if not 0 < nbytes < float("inf"):
-        raise mistake("traffic", f"a transfer of {nbytes:g} bytes", fix="sizes are above zero, for instance 2e6")
+    if not 1 <= nbytes < float("inf"):
+        raise mistake("traffic", f"a transfer of {nbytes:g} bytes", fix="send at least one byte, for instance 2M")
     return TRAFFIC[name](hosts, nbytes, seed=seed)
 
 

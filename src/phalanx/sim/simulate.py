@@ -21,6 +21,7 @@ from phalanx.sim.wire import HTSIM, IDEAL, MRC, Wire
 ROUTINGS = ("flow", "qp", "oblivious", "adaptive", "all")
 RECOVERIES = ("none", "conventional", "edge")
 BUDGET = Budget()
+MOST_CONVERGE_S = 86400.0  # what takes longer than a day is no convergence
 WIRES: dict[str, Wire] = {"mrc": MRC, "htsim": HTSIM, "ideal": IDEAL}
 ROWS = 1 << 20  # sub-flows that are solved in about two seconds
 

@@ -9,7 +9,7 @@ from phalanx.errors import mistake
 from phalanx.network.fabric.types import Fabric
 from phalanx.sim.packets.roce import ROCE, ROCE_LOSSY, Dcqcn, Roce
 from phalanx.sim.packets.transport import ECMP, HTSIM, MRC, Transport
-from phalanx.sim.simulate import RECOVERIES, ROUTINGS, choice
+from phalanx.sim.simulate import MOST_CONVERGE_S, RECOVERIES, ROUTINGS, choice
 
 AnyTransport = Transport | Roce
 TRANSPORTS: dict[str, AnyTransport] = {"mrc": MRC, "ecmp": ECMP, "roce": ROCE, "htsim": HTSIM}
@@ -127,6 +127,6 @@ def _converging(made: AnyTransport, converge_s: float | None) -> AnyTransport:
         return made
     if recovery_of(made) == "edge":
         raise mistake("--converge", "recovery at the edge waits for no routing", fix="add --recovery conventional")
-    if not 0 < converge_s < math.inf:
+    if not 0 < converge_s <= MOST_CONVERGE_S:
         raise mistake("--converge", f"{converge_s:g} seconds", fix="use 1, or 0.1")
     return replace(made, converge_s=converge_s)

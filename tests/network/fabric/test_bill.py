@@ -36,6 +36,8 @@ def test_one_failure() -> None:
     assert loss(CLASSIC).t0_t1_link == 1 / 32
     assert loss(CLASSIC).t0_hosts == 32
     assert loss(CLASSIC).t1 == 1 / 32  # one of the 32 T1s of its pod
+    assert loss(CLASSIC).t2 == 1 / 1024  # one of the 32 x 32 links that leave a pod for as many T2s
+    assert loss(PLANES).t2 is None
 
 
 def test_money_and_power_add_up() -> None:

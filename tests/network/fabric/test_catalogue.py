@@ -49,9 +49,10 @@ def test_a_product_or_bare_ports() -> None:
     assert (own.radix, own.port_gbps, own.usd) == (1024, 50, None)
 
 
-def test_an_empty_name_is_no_switch() -> None:
-    with pytest.raises(UserError, match='there is no switch ""'):
-        find_switches("", where="x")
+@pytest.mark.parametrize("name", ["", "0x0G", "0x100G", "64x0G"])
+def test_nothing_is_no_switch(name: str) -> None:
+    with pytest.raises(UserError, match=f'there is no switch "{name}"'):
+        find_switches(name, where="x")
 
 
 def test_every_named_fabric_can_be_built() -> None:

@@ -93,3 +93,10 @@ def test_bad_input(hosts: int, gbps: float, shape: Shape, words: str) -> None:
 def test_a_switch_that_cannot_branch() -> None:
     with pytest.raises(UserError, match="a switch of 2 ports cannot branch"):
         size(4, 800, unnamed(2, 800), Shape(planes=1, tiers=2))
+
+
+@pytest.mark.parametrize("radix", [64, 144, 256, 512])
+def test_a_ratio_of_ports_splits_into_these_ports(radix: int) -> None:
+    # 144 ports as 113 down and 31 up: 144 / (1 + 113/31) is a hair above 31 in floating point
+    for up in range(1, radix // 2 + 1):
+        assert split_t0(radix, 2, (radix - up) / up) == (radix - up, up)

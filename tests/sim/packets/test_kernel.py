@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,13 @@ KNOBS: dict[str, Any] = {
 }  # fmt: skip
 
 
+def plain(name: str) -> Callable[..., Any]:
+    """A step of the loop before it was compiled."""
+    made = getattr(kernel, name)
+    python: Callable[..., Any] = getattr(made, "py_func", made)
+    return python
+
+
 def knobs(**changed: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**KNOBS, **changed})
 
@@ -50,7 +58,7 @@ def knobs(**changed: Any) -> SimpleNamespace:
 def state(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """One connection of four paths with 3 packets under way, in the middle of slot 1000."""
     for name in ("draw", "judge", "quadrant", "grow"):
-        monkeypatch.setattr(kernel, name, getattr(getattr(kernel, name), "py_func", getattr(kernel, name)))
+        monkeypatch.setattr(kernel, name, plain(name))
     made = SimpleNamespace(
         tally=np.zeros((1, 16), dtype=np.int32),
         window=np.zeros((1, 16)),
@@ -68,13 +76,13 @@ def state(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def heard(state: SimpleNamespace, kind: int, path: int = 1, **changed: Any) -> None:
     args = (state.tally, state.window, state.path, state.totals)
-    kernel.missing.py_func(knobs(**changed), *args, 0, path, 1000, kind)  # type: ignore[attr-defined]
+    plain("missing")(knobs(**changed), *args, 0, path, 1000, kind)
 
 
 def acknowledged(state: SimpleNamespace, marks: int, number: int = 2, waited: int = 0, **changed: Any) -> None:
     word = (marks << kernel.SEEN_BIT) | (number << kernel.NUMBER_BIT) | (waited << kernel.DELAY_BIT)
     args = (state.tally, state.window, state.path, state.kept)
-    kernel.acknowledged.py_func(knobs(**changed), *args, 0, 1, 1000, word)  # type: ignore[attr-defined]
+    plain("acknowledged")(knobs(**changed), *args, 0, 1, 1000, word)
 
 
 def test_what_is_missing_is_sent_again(state: SimpleNamespace) -> None:
@@ -153,7 +161,7 @@ def test_only_unmarked_paths_are_kept_and_no_more_than_fit(state: SimpleNamespac
 
 
 def choose(state: SimpleNamespace) -> int:
-    path: int = kernel.choose.py_func(state.path, state.turn, state.totals, 0, 0, 1, 4)  # type: ignore[attr-defined]
+    path: int = plain("choose")(state.path, state.turn, state.totals, 0, 0, 1, 4)
     return path
 
 
@@ -173,7 +181,7 @@ def test_paths_take_turns_without_those_to_skip(state: SimpleNamespace) -> None:
 
 
 def quadrant(state: SimpleNamespace, marked: int, waited: float) -> None:
-    kernel.quadrant.py_func(knobs(), state.window, 0, 1000, marked, 2, waited)  # type: ignore[attr-defined]
+    plain("quadrant")(knobs(), state.window, 0, 1000, marked, 2, waited)
 
 
 def test_the_four_quadrants(state: SimpleNamespace) -> None:
@@ -205,16 +213,16 @@ def test_an_idle_path_grows_fast_after_a_calm_window(state: SimpleNamespace) -> 
 
 def test_a_queue_takes_what_fits_and_goes_round() -> None:
     ring, head, count = np.zeros((1, 3), dtype=np.int64), np.array([2], dtype=np.int16), np.zeros(1, dtype=np.int16)
-    taken = [kernel.push.py_func(ring, head, count, 3, 0, packet) for packet in (7, 8, 9, 10)]  # type: ignore[attr-defined]
+    taken = [plain("push")(ring, head, count, 3, 0, packet) for packet in (7, 8, 9, 10)]
     assert taken == [True, True, True, False]
     assert ring[0].tolist() == [8, 9, 7]
 
 
 def test_a_slow_port_lets_slots_pass() -> None:
     share, trouble = np.array([0.25]), np.ones(1, dtype=np.uint8)
-    held = [kernel.held.py_func(share, trouble, 0, slot) for slot in range(100)]  # type: ignore[attr-defined]
+    held = [plain("held")(share, trouble, 0, slot) for slot in range(100)]
     assert held.count(False) == 25
     trouble[0] = 3
-    assert kernel.held.py_func(np.ones(1), trouble, 0, 0)  # type: ignore[attr-defined]
+    assert plain("held")(np.ones(1), trouble, 0, 0)
     assert trouble[0] == 1
-    assert not kernel.held.py_func(np.ones(1), trouble, 0, 0)  # type: ignore[attr-defined]
+    assert not plain("held")(np.ones(1), trouble, 0, 0)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from packet_fabrics import FAT_TREE, LEAF_SPINE, PLANES, SHUFFLE, clos
 
 from phalanx.errors import UserError
 from phalanx.network.fabric.types import Fabric
@@ -16,7 +17,6 @@ from phalanx.sim.packets.faults import Fault
 from phalanx.sim.packets.roce import ROCE, ROCE_LOSSY, ROCE_PFC, Roce
 from phalanx.sim.packets.roce_build import roce_routes, switch_at_end
 from phalanx.sim.packets.run import run
-from tests.sim.packets.test_run import FAT_TREE, LEAF_SPINE, PLANES, SHUFFLE, clos
 
 FAST = clos(64, 8, gbps=400)
 INCAST = flows([*range(8, 64, 8), 15], [0] * 7 + [1], [1e9] * 8)  # the last is the victim, under the T0 of a sender

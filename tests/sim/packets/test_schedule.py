@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from packet_fabrics import FAT_TREE, LEAF_SPINE
 
 from phalanx.errors import UserError
 from phalanx.sim.matrices import flows
@@ -11,7 +12,6 @@ from phalanx.sim.packets.roce import ROCE
 from phalanx.sim.packets.run import run
 from phalanx.sim.packets.schedule import Schedule
 from phalanx.sim.packets.transport import HTSIM, MRC
-from tests.sim.packets.test_run import FAT_TREE, LEAF_SPINE
 
 # Sources fall, so that the engine's own order is another than the caller's.
 FOUR = flows([3, 2, 1, 0], [12, 13, 14, 15], 2e6)

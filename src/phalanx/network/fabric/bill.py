@@ -36,6 +36,7 @@ class Loss:
     t0: float  # of the bandwidth of the hosts under it
     t0_hosts: int  # how many those are
     t1: float  # of what the hosts of its pod can send beyond their T0
+    t2: float | None  # of what the hosts of a pod can send beyond it; None where T2 is not the top of three tiers
 
 
 def bill(fabric: Fabric) -> Bill:
@@ -74,7 +75,15 @@ def loss(fabric: Fabric) -> Loss:
         t0=1 / fabric.planes,
         t0_hosts=fabric.hosts_per_t0,
         t1=math.ceil(fabric.t0_up / fabric.t1_per_pod) / fabric.t0_up / fabric.planes if above else 0.0,
+        t2=_t2(fabric) if fabric.tiers == 3 else None,
     )
+
+
+def _t2(fabric: Fabric) -> float:
+    up = fabric.t1_up or fabric.switch.radix // 2
+    per_t1 = max(1, fabric.t2 // fabric.t1_per_pod)  # T2s that a T1 meets
+    links = math.ceil(up / per_t1)  # from the one T1 of a pod that meets it
+    return links / (up * fabric.t1_per_pod) / fabric.planes
 
 
 def _watts(fabric: Fabric, modules: float) -> float | None:

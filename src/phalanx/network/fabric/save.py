@@ -70,6 +70,7 @@ def _row(one: Design) -> dict[str, object]:
         "lost_t0_t1_link": lost.t0_t1_link,
         "lost_t0": lost.t0,
         "lost_t1": lost.t1,
+        "lost_t2": "" if lost.t2 is None else lost.t2,
         "watts": "" if parts.watts is None else parts.watts,
         "usd_low": low,
         "usd_high": high,

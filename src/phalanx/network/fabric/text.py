@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from phalanx.network.fabric.bill import bill, loss
+from phalanx.network.fabric.bill import Loss, bill, loss
 from phalanx.network.fabric.budget import Budget, budget
 from phalanx.network.fabric.decisions import Decisions, RecoveryRow
 from phalanx.network.fabric.design import Design, nominal_ratio
@@ -106,7 +106,8 @@ def show_fabric(fabric: Fabric) -> str:
             "one failure takes",
             f"NIC link {percent(lost.nic_link)} of the NIC, T0-T1 link {percent(lost.t0_t1_link)} of",
         ),
-        ("", f"its T0's uplinks in a plane, T0 {percent(lost.t0)} of {lost.t0_hosts:,} hosts, T1 {percent(lost.t1)}"),
+        ("", f"its T0's uplinks in a plane, T0 {percent(lost.t0)} of {lost.t0_hosts:,} hosts,"),
+        ("", f"T1 {percent(lost.t1)} of what its pod's hosts send beyond their T0{_t2(lost)}"),
         ("power", "unknown" if parts.watts is None else f"{parts.watts / 1e6:.3g} MW with optics"),
         ("cost", money(parts.usd)),
         ("spare ports", f"{parts.spare_ports:,}"),
@@ -247,6 +248,10 @@ def percent(share: float) -> str:
 def money(usd: tuple[float, float] | None) -> str:
     """A range of dollars, or a question mark."""
     return "unknown" if usd is None else f"{format_money(usd[0])}-{format_money(usd[1])[1:]}"
+
+
+def _t2(lost: Loss) -> str:
+    return "" if lost.t2 is None else f", T2 {percent(lost.t2)} of what a pod sends beyond it"
 
 
 def _by_rail(fabric: Fabric) -> str:

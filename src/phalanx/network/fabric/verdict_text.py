@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx.network.fabric.findings import show_hours
 from phalanx.network.fabric.text import money, percent, table
 from phalanx.network.fabric.types import Fabric
 from phalanx.network.fabric.verdict import Option, Verdict
@@ -39,7 +40,7 @@ def _row(option: Option, *, job: bool) -> tuple[str, ...]:
         format_money(costs.usd),
         format_money(costs.usd_per_gpu),
         f"{(parts.watts or 0.0) / 1e6:.3g}",
-        f"{costs.lost_gpu_hours_per_day:,.0f} ({format_money(costs.lost_usd_per_day)})",
+        f"{show_hours(costs.lost_gpu_hours_per_day)} ({format_money(costs.lost_usd_per_day)})",
         *step,
         format_money(costs.total_usd),
     )
@@ -48,11 +49,12 @@ def _row(option: Option, *, job: bool) -> tuple[str, ...]:
 def _sentences(one: Verdict) -> list[str]:
     pick = one.pick
     fabric, costs, parts = pick.design.fabric, pick.economics, pick.design.bill
+    lost, restarts = (show_hours(one) for one in (costs.lost_gpu_hours_per_day, costs.restart_gpu_hours_per_day))
     said = [
         f"Take {_what(fabric)}: {fabric.switches:,} switches, {money(parts.usd)} "
         f"({format_money(costs.usd_per_gpu)} a GPU), {(parts.watts or 0.0) / 1e6:.3g} MW.",
-        f"Network failures cost it {costs.lost_gpu_hours_per_day:,.0f} GPU-hours a day where the edge bypasses them "
-        f"({format_money(costs.lost_usd_per_day)}), {costs.restart_gpu_hours_per_day:,.0f} where each restarts the job "
+        f"Network failures cost it {lost} GPU-hours a day where the edge bypasses them "
+        f"({format_money(costs.lost_usd_per_day)}), {restarts} where each restarts the job "
         f"({format_money(costs.restart_usd_per_day)}).",
     ]
     if costs.step_s is not None:
@@ -93,7 +95,7 @@ def _against(pick: Option, other: Option) -> str:
         saved = pick.economics.usd - other.economics.usd
         return f"{name} saves {format_money(saved)} if the job can bear it: --job JOB tells."
     if abs(more) < 0.005 * pick.economics.total_usd:
-        return f"{name} comes to the same within 0.5 %: let quotes decide."
+        return f"{name} comes to the same within 0.5%: let quotes decide."
     return f"{name} comes to {format_money(abs(more))} {'more' if more > 0 else 'less'}{_why(pick, other)}."
 
 

@@ -6,7 +6,8 @@ Read as connection_matrix.cpp of Broadcom/csg-htsim reads it. Start times are pi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import numpy as np
 from phalanx.errors import mistake
 from phalanx.sim.htsim.lines import Line, read_lines
 from phalanx.sim.matrices import Flows
+from phalanx.sim.packets.schedule import NONE, Schedule
 
 MOST_BYTES = 64 << 20  # 1.4 million connections
 MOST_SIZE = 2**31 - 1  # htsim reads sizes with stoi
@@ -67,7 +69,7 @@ class Matrix:
     failures: tuple[Failure, ...] = ()
 
     def flows(self) -> Flows:
-        """The connections as flows that start together."""
+        """The connections as flows."""
         return Flows(
             source=np.array([one.source for one in self.connections], dtype=np.int64),
             target=np.array([one.target for one in self.connections], dtype=np.int64),
@@ -78,22 +80,45 @@ class Matrix:
         """Failures of AGG uplinks in the words of `phalanx fabric simulate --fail`."""
         return tuple(f"t1link:0/{one.number}/{one.link}" for one in self.failures if one.switch == "AGG")
 
-    def not_mapped(self) -> tuple[str, ...]:
-        """What flows cannot hold."""
-        found, some = [], self.connections
-        if waits := sum(one.trigger > 0 for one in some):
-            found.append(
-                f"triggers: {waits:,} of {len(some):,} connections wait for others there, and start at once here"
-            )
-        starts = {one.start_ps for one in some if one.start_ps is not None}
-        if len(starts) > 1:
-            last = max(starts) / 1e6
-            found.append(f"start times up to {last:g} µs: all connections start together here")
+    def schedule(self) -> Schedule | None:
+        """When the connections start; None where they start together."""
+        some = self.connections
+        if not any(one.trigger or one.start_ps for one in some):
+            return None
+        place = {trigger.ident: at for at, trigger in enumerate(self.triggers)}
+        return Schedule(
+            start_s=np.array([(one.start_ps or 0.0) * 1e-12 for one in some]),
+            waits_for=np.array([place.get(one.trigger, NONE) for one in some], dtype=np.int64),
+            fires=np.array([place.get(one.recv_done or one.send_done, NONE) for one in some], dtype=np.int64),
+            needed=np.array([max(1, trigger.count) for trigger in self.triggers], dtype=np.int64),
+        )
+
+    def not_mapped(self, *, timed: bool) -> tuple[str, ...]:
+        """What a simulation does not hold; `timed` ones start connections when the file says."""
+        found, some = list(self._untimed() if not timed else self._inexact()), self.connections
         if ranked := sum(one.priority is not None for one in some):
             found.append(f"priorities of {ranked:,} connections")
         if other := sum(one.switch != "AGG" for one in self.failures):
             found.append(f"{other} failures of TOR or CORE links: htsim itself only fails uplinks of AGG switches")
         return tuple(found)
+
+    def _untimed(self) -> Iterator[str]:
+        some = self.connections
+        if waits := sum(one.trigger > 0 for one in some):
+            yield f"triggers: {waits:,} of {len(some):,} connections wait for others there, and start at once here"
+        starts = {one.start_ps for one in some if one.start_ps is not None}
+        if len(starts) > 1:
+            yield f"start times up to {max(starts) / 1e6:g} µs: all connections start together here"
+
+    def _inexact(self) -> Iterator[str]:
+        waiting = Counter(one.trigger for one in self.connections)
+        often = sum(trigger.kind == "multishot" and waiting[trigger.ident] > 1 for trigger in self.triggers)
+        if often:
+            yield f"multishot: {often} triggers start one connection at a time there, and all with the first here"
+        if any(one.recv_done for one in self.connections):
+            yield "recv_done_trigger: it is pulled here when the sender knows, half a round trip later"
+        if both := sum(0 < one.send_done != one.recv_done > 0 for one in self.connections):
+            yield f"send_done_trigger of {both} connections that have a recv_done_trigger too: only that one is pulled"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -251,6 +276,23 @@ def _check(reading: _Reading, path: Path) -> None:
     for ident, line in reading.used.items():
         if ident not in reading.triggers:
             raise line.wrong(f"trigger {ident} is named but not described", fix=f"add trigger id {ident} oneshot")
+    _check_triggers(reading)
+
+
+def _check_triggers(reading: _Reading) -> None:
+    """Connections that would wait for ever."""
+    waited = {one.trigger for one in reading.connections} - {0}
+    pulls = Counter(one.recv_done or one.send_done for one in reading.connections)
+    for ident in waited:
+        trigger, needed = reading.triggers[ident], max(1, reading.triggers[ident].count)
+        if pulls[ident] < needed:
+            raise reading.used[ident].wrong(
+                f"a connection waits for trigger {ident}, which {pulls[ident]} of {needed} connections pull",
+                why="it would never start",
+                fix=f"add send_done_trigger {ident} to another"
+                if trigger.kind != "barrier"
+                else f"use count {pulls[ident]}",
+            )
 
 
 def matrix_of(flows: Flows, nodes: int, *, parts: int = 1) -> tuple[Matrix, tuple[str, ...]]:

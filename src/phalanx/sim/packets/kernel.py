@@ -731,11 +731,11 @@ def alive(shape: Shape, net: Net, traffic: Traffic, totals: Ints, flow: int, pat
 
 @compiled
 def probe(shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, totals: Ints, phase: int, phases: int) -> None:
-    """Try every `phases`-th retired path; one whose links all carry the probe is good again."""
-    for flow in range(traffic.path.shape[0]):
+    """Every `phases`-th connection tries its retired paths; one whose links all carry the probe is good again."""
+    for flow in range(phase, traffic.path.shape[0], phases):
         if traffic.done[flow] >= 0 or traffic.tally[flow, RETIRED] == 0:
             continue
-        for path in range(phase, knobs.paths, phases):
+        for path in range(knobs.paths):
             if traffic.path[flow, path] == ASSUMED_BAD and alive(shape, net, traffic, totals, flow, path):
                 traffic.path[flow, path] = GOOD
                 traffic.tally[flow, RETIRED] -= 1

@@ -29,7 +29,9 @@ def run_roce(
     faults: tuple[Fault, ...],
     seed: int,
     budget: Budget,
-    limit: Callable[[list[Change], float], int],  # slots, from what changes and the length of a slot
+    limit: Callable[
+        [list[Change], float, int], int
+    ],  # slots; from changes, a slot's length, slots of unhindered traffic
     sample_s: float,
     watch: tuple[int, ...],
 ) -> PacketResult:
@@ -51,7 +53,7 @@ def run_roce(
         sample=max(1, round(sample_s / slot_s)),
     )
     started = time.process_time()
-    stopped = clock.run(limit(todo, slot_s), started + budget.cpu_s)
+    stopped = clock.run(limit(todo, slot_s, plan.cost.slots), started + budget.cpu_s)
     return _result(clock, stopped, time.process_time() - started)
 
 

@@ -37,8 +37,9 @@ from phalanx.sim.packets.transport import Transport, check
 
 SAMPLE_S = 10e-6
 BUDGET = Budget()
-PROBE_PHASES = 16  # probes of a connection's retired paths are spread over the time between two of the same path
-REST_S = 0.1  # simulated after the last change, unless a limit is given
+PROBE_PHASES = 16  # connections do not probe all at once
+REST_S = 0.1  # simulated after the last change, unless a limit is given,
+PATIENCE = 20  # and this many times what the traffic takes unhindered
 
 
 def run(
@@ -56,8 +57,8 @@ def run(
 ) -> PacketResult:
     """Simulate until every connection has finished, or `limit_s` of simulated time is over.
 
-    Without a limit that is 0.1 s after the last fault or start. `watch` names connections whose throughput is kept over
-    time. Interrupted (Ctrl-C), it returns what was finished.
+    Without a limit that is 0.1 s after the last fault or start and 20 times what the traffic takes unhindered. `watch`
+    names connections whose throughput is kept over time. Interrupted (Ctrl-C), it returns what was finished.
     """
     if isinstance(transport, Roce):
         if schedule is not None:
@@ -69,7 +70,7 @@ def run(
             faults=faults,
             seed=seed,
             budget=budget,
-            limit=lambda todo, slot_s: _limit(limit_s, todo, slot_s, 0.0),
+            limit=lambda todo, slot_s, ideal: _limit(limit_s, todo, slot_s, 0.0, ideal=ideal),
             sample_s=sample_s,
             watch=_watched(watch, len(traffic)),
         )
@@ -95,7 +96,7 @@ def run(
         sample=max(1, round(sample_s / world.slots.slot_s)),
     )
     started = time.process_time()
-    limit = _limit(limit_s, todo, world.slots.slot_s, last_start_s)
+    limit = _limit(limit_s, todo, world.slots.slot_s, last_start_s, ideal=plan.cost.slots)
     stopped = clock.run(limit, started + budget.cpu_s)
     return _result(clock, order, traffic, transport, stopped, time.process_time() - started)
 
@@ -116,10 +117,10 @@ def _starts(schedule: Schedule, slot_s: float) -> list[tuple[int, Ints]]:
     return list(zip(at.tolist(), np.split(timed, first[1:]), strict=True))[::-1]
 
 
-def _limit(limit_s: float | None, todo: list[Change], slot_s: float, last_start_s: float) -> int:
+def _limit(limit_s: float | None, todo: list[Change], slot_s: float, last_start_s: float, *, ideal: int) -> int:
     last = 0
     if limit_s is None:
-        last = max(todo[-1].slot if todo else 0, round(last_start_s / slot_s))
+        last = max(todo[-1].slot if todo else 0, round(last_start_s / slot_s)) + PATIENCE * ideal
     return min(last + round((REST_S if limit_s is None else limit_s) / slot_s) + 2, MOST_SLOTS)
 
 

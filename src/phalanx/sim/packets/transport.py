@@ -41,8 +41,8 @@ class Transport:
     # ev_min_active: that many paths of a connection are never retired (4 in mrc_qp.md, an example of the OCP)
     least_paths: int = 4
     # Between tries of a retired path. Calibrated, the cadence is not published: with 1 % loss everywhere about a third
-    # of the throughput is left (arXiv:2605.04333 section 5.2.7); from 9 to 20 ms it is 0.31 to 0.39.
-    probe_s: float = 10e-3
+    # of the throughput is left (arXiv:2605.04333 section 5.2.7). Docs have what 15 and 20 ms give.
+    probe_s: float = 20e-3
 
     @property
     def packet_bytes(self) -> int:

@@ -95,8 +95,8 @@ def aftermath(
 def minute(still_s: float, slow_s: float, *, pace: float) -> float:
     """Training of a minute with so many seconds of standing still and so many at a slower pace.
 
-    >>> minute(15.0, 0.0, pace=1.0), minute(3.0, 57.0, pace=0.9)
-    (0.75, 0.855)
+    >>> minute(15.0, 0.0, pace=1.0), minute(0.0, 60.0, pace=0.5)
+    (0.75, 0.5)
     """
     left_s = max(0.0, MINUTE_S - still_s)
     slow_s = min(slow_s, left_s)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from phalanx.columns import table
 from phalanx.sim.step.breaks import GREY_LOSS, PARTS, Aftermath
 from phalanx.sim.step.paths import HASHED_QPS, SPRAYED_PATHS
+from phalanx.sim.step.picture import COLUMNS, picture
 from phalanx.sim.step.report import Line, StepReport
 from phalanx.units import format_seconds
 
@@ -26,6 +27,9 @@ def render(report: StepReport) -> str:
         "",
         f"WHERE THE TIME GOES ({_unit(report)[0]} of the busiest stage; plan + order + network = shown)",
         *_lines(report),
+        "",
+        f"THE STEP ({format_seconds(report.step_s / COLUMNS)} a column; --trace has every slice)",
+        *(f"  {line}" for line in picture(report.timeline)),
         "",
         "WHY IT DIFFERS FROM THE PLAN",
         *_reasons(report),

@@ -11,7 +11,7 @@ import re
 
 from phalanx.errors import UserError
 from phalanx.network.fit import LEAST_BYTES, Point, allowed_error, ends, fit_points, wire_share
-from phalanx.network.nccl_choice import OPERATIONS, Choice, Operation, bus_bytes_per_s, choices, choose, on_wire
+from phalanx.network.nccl_choice import OPERATIONS, Choice, Operation, bus_bytes_per_s, choices, choose, expected_s
 from phalanx.network.nccl_system import System
 from phalanx.sim.validate.machines import machine
 from phalanx.sim.validate.outcome import Context, Outcome, Reader, calibrated, reproduced, skipped
@@ -80,9 +80,10 @@ def _modelled(row: Row, comm: System, operation: Operation, nbytes: float) -> Ou
     best = _best(comm, nbytes, operation, wanted)
     if best is None:
         return skipped(row, f"NCCL has no {wanted} for it")
-    # Rows computed from NCCL's model have its rounded rates; measured ones have the wire's.
-    timed = best if "computed" in row.source else on_wire(comm, best, nbytes, operation=operation)
-    ours = bus_bytes_per_s(comm, nbytes, timed.seconds, operation=operation) / GB
+    # Rows computed from NCCL's model have its rounded rates and no filling; measured ones have the wire's.
+    computed = "computed" in row.source
+    seconds = best.seconds if computed else expected_s(comm, best, nbytes, operation=operation)
+    ours = bus_bytes_per_s(comm, nbytes, seconds, operation=operation) / GB
     picks = f"NCCL's model, no fit: {best.algorithm} {best.protocol}"
     logged = re.search(r"\balgo (\w+)", row.conditions)
     if logged is None:

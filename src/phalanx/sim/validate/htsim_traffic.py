@@ -1,7 +1,7 @@
 """Who sends what in the connection files of uet-htsim, from the names of the files.
 
 The files are not in a table, but public: Broadcom/csg-htsim and forks of uet-htsim have them, with the scripts that
-wrote them. Permutations are Python's own shuffle: the files of 16 and of 1,024 nodes there are its seed 13, pair by pair.
+wrote them. Permutations are Python's own shuffle: the files of 16 and of 1,024 nodes there are its seed 13, each pair.
 Files whose names say nothing are spelled out here, and the small permutation, of which three public copies differ: this
 one is of tommasobo/REPS_EuroSys_Artifact. The others have pairs under one T0, which take 167 µs; the fastest that
 uet-htsim printed is 188, so they are not its file.

@@ -11,8 +11,6 @@ REASONS = (
         "a speed of a machine: see benchmarks/",
     ),
     (r"^largest cluster validated|^mean alignment to real", "a result of another simulator on data we do not have"),
-    (r"DCQCN|PFC only", "DCQCN and PFC are not modelled"),
-    (r"^victim flow loss MRC", "phalanx sim runs it (incast with a victim); not part of this table's runs"),
     (r"^SRv6 locator|^SACK bitmap", "a field of a header: routes and acknowledgements are modelled, not their bits"),
     (r"^entropy values per QP, low", "the other end of a range; ours is the upper one"),
     (r"^Clustermapper probe interval", "an agent that probes links for operators: no simulation here depends on it"),
@@ -21,7 +19,6 @@ REASONS = (
     (r"^packets lost when T1", "it grows with the load and the queue pairs per GPU of that job: neither is published"),
     (r"^T1 forwarding restored", "how long that switch took to boot"),
     (r"^lost packets per QP|^T1 switches rebooted", "an observation of one cluster"),
-    (r"^slowest flow, slotted spray", "a prototype's result: one seed, no window; ours has one"),
     (r"^all-reduce gain of|^fragmented placement", "a gain over a baseline that is not described"),
 )
 

@@ -12,12 +12,14 @@ from phalanx.sim.validate import (
     fabric_rows,
     fluid_rows,
     given_rows,
+    incast_rows,
     loss_rows,
     nccl_rows,
     packet_rows,
     paper_rows,
     reasons,
     ring_rows,
+    slotted_rows,
 )
 from phalanx.sim.validate.outcome import Context, Outcome, Simulation, Wanted, skipped
 from phalanx.sim.validate.table import Row
@@ -33,9 +35,11 @@ READERS = (
     *ring_rows.READERS,
     *packet_rows.READERS,
     *loss_rows.READERS,
+    *incast_rows.READERS,
+    *slotted_rows.READERS,
     *reasons.READERS,
 )
-WANTED = (*packet_rows.WANTED, *loss_rows.WANTED)
+WANTED = (*packet_rows.WANTED, *loss_rows.WANTED, *incast_rows.WANTED, *slotted_rows.WANTED)
 FAILURES = (UserError, OverflowError, ZeroDivisionError, ValueError)
 FREE_S = 60.0  # of CPU: what is simulated without being asked for, the cheapest first
 

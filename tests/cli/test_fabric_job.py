@@ -1,0 +1,74 @@
+"""Steps on candidates: one of each kind, and what is finished is kept when Ctrl-C comes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli import fabric_job
+from phalanx.cli.fabric_job import JobStep, job_plan, job_steps
+from phalanx.cli.main import main
+from phalanx.errors import UserError, mistake
+from phalanx.network.fabric.design import Wish, designs, nominal_ratio
+from phalanx.network.fabric.types import Fabric
+from phalanx.network.fabric.verdict import Prices
+from phalanx.plan.plan import Plan
+
+JOB = str(Path(__file__).parents[2] / "examples" / "llama-3-8b-64xH100.toml")
+FOUND = designs(Wish(gpus=64, nic_gbps=400, tiers=2))
+
+
+def row(fabric: Fabric) -> JobStep:
+    return JobStep(fabric=fabric.name, step_s=1.0, slowest_axis="", slowest_share=1.0, crossing_share=0.0)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return job_plan(JOB, [], None)
+
+
+def test_one_of_each_kind(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fabric_job, "_step", lambda _, fabric: row(fabric))
+    made = job_steps(plan, FOUND, Prices())
+    kinds = [(nominal_ratio(one), one.rails, one.planes == 1) for one in made.steps_s]
+    assert len(set(kinds)) == len(kinds) == 12
+    assert kinds[0] == (1.0, 1, False)
+
+
+def test_ctrl_c_keeps_what_is_finished(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done: list[Fabric] = []
+
+    def step(_: Plan, fabric: Fabric) -> JobStep:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(fabric)
+        return row(fabric)
+
+    monkeypatch.setattr(fabric_job, "_step", step)
+    made = job_steps(plan, FOUND, Prices())
+    assert made.interrupted
+    assert list(made.steps_s) == done
+    assert "stopped by Ctrl-C: 2 designs are compared" in capsys.readouterr().err
+    done.clear()
+    assert main(["fabric", "design", "--job", JOB, "--tiers", "2"]) == 130
+    assert "The job's step takes 1.00 s" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_design_the_engine_refuses_is_left_out(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(_: Plan, fabric: Fabric) -> JobStep:
+        if fabric.planes == 1:
+            raise mistake("x", "too large")
+        return row(fabric)
+
+    monkeypatch.setattr(fabric_job, "_step", step)
+    assert all(one.planes > 1 for one in job_steps(plan, FOUND, Prices()).steps_s)
+
+    def never(_: Plan, fabric: Fabric) -> JobStep:
+        raise mistake("x", f"{fabric.name} is too large")
+
+    monkeypatch.setattr(fabric_job, "_step", never)
+    with pytest.raises(UserError, match="is too large"):
+        job_steps(plan, FOUND, Prices())

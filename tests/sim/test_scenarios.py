@@ -1,0 +1,54 @@
+"""Named failures, and the incast beside which a victim sends."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from phalanx.errors import UserError
+from phalanx.network.fabric.parse import parse_fabric
+from phalanx.sim.compare import Question, compare, fluid_runs
+from phalanx.sim.failures import faults_of
+from phalanx.sim.links import links_of
+from phalanx.sim.scenarios import SCENARIOS, chosen, incast_beside, usual_bytes
+
+FABRIC = parse_fabric("clos2:64x800G/8p/16/wide")
+
+
+def test_every_scenario_names_parts_that_exist_and_meets_its_traffic() -> None:
+    lasts_s = usual_bytes(FABRIC) * 8 / 800e9
+    for one in chosen("all", FABRIC):
+        for fault in faults_of(one.broken):
+            assert fault.at_s < lasts_s / 2
+    assert [one.name for one in chosen("all", FABRIC)] == list(SCENARIOS)
+    assert chosen("incast", FABRIC) == (SCENARIOS["incast"],)
+
+
+@pytest.mark.parametrize("text", ["clos2:64x800G/8p/16/wide", "clos2:64x400G/1p/16/8r"])
+def test_a_victim_shares_switches_but_no_host(text: str) -> None:
+    fabric = parse_fabric(text)
+    flows, home = incast_beside(fabric, 1e6), links_of(fabric).host_t0(np.arange(fabric.hosts))
+    assert len(flows) == 8
+    assert len(set(flows.source.tolist())) == 8
+    assert len(set(flows.target[:7].tolist())) == 1
+    assert flows.target[7] not in flows.target[:7]
+    assert home[flows.target[7]] == home[flows.target[0]]
+    assert len(set(home[flows.source].tolist())) == 1
+    with pytest.raises(UserError, match="at least 10 hosts"):
+        incast_beside(parse_fabric("clos2:9x800G/8p/16"), 1e6)
+
+
+def test_runs_without_failure_are_kept() -> None:
+    question = Question(fabric=FABRIC, flows=incast_beside(FABRIC, 1e6), broken=SCENARIOS["nic-port"].broken)
+    kept: list[object] = []
+    first = list(compare(question, fluid_runs, kept))  # type: ignore[arg-type]
+    assert len(first) == len(kept) == 3
+    asked = []
+
+    def runs(one: Question) -> object:
+        asked.append(one.broken.failed)
+        return fluid_runs(one)
+
+    again = list(compare(question, runs, kept))  # type: ignore[arg-type]
+    assert asked == [("nic:0/0@50us",)]
+    assert again == first
