@@ -73,6 +73,19 @@ def test_kinds_in_any_spelling(kind: str, capsys: pytest.CaptureFixture[str]) ->
     assert found["reigns"][0]["algorithm"] == "PAT"
 
 
+def expected_s(capsys: pytest.CaptureFixture[str], *words: str) -> float:
+    found = json.loads(call(capsys, "8xH100:4", "--bytes", "4GiB", *words, "--json")[0])
+    return float(found["sizes"][0]["expected_s"])
+
+
+def test_nics_hosts_and_switches_change_the_time(capsys: pytest.CaptureFixture[str]) -> None:
+    usual = expected_s(capsys)
+    assert expected_s(capsys, "--nic-gbps", "200") > 1.5 * usual
+    assert expected_s(capsys, "--cpu", "amd") > usual
+    out, _ = call(capsys, "8xH100:4", "--bytes", "1GiB", "--sharp")
+    assert "CollnetDirect" in out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fit import FILL_ACROSS, FILL_INSIDE, Point, allowed_error, ends, fit_points, wire_share
+from phalanx.network.fit import FILL_ACROSS, FILL_INSIDE, AlphaBeta, Point, allowed_error, ends, fit_points, wire_share
 
 MIB = 2**20
 # busbw in GB/s by MiB: stas00/ml-engineering network/README.md @744d01e, all of its sizes from 16 MiB on
@@ -20,6 +23,11 @@ TWO_NODES_US |= {2048: 12646.0, 4096: 24361.0, 8192: 47535.0}
 # µs, eight nodes of 8 x H100 (NVIDIA/nccl-tests issue 309, gj-aion)
 EIGHT_NODES_US = {16: 378.1, 32: 509.6, 64: 718.1, 128: 1159.1, 256: 1955.1, 512: 3517.3, 1024: 7370.5}
 EIGHT_NODES_US |= {2048: 13252.0, 4096: 26438.0, 8192: 52733.0}
+
+
+def squares(fit: AlphaBeta, points: list[Point]) -> float:
+    logs = [math.log(fit.seconds(one.nbytes) / one.seconds) for one in points]
+    return sum((one - sum(logs) / len(logs)) ** 2 for one in logs)
 
 
 def measured(rates: dict[int, float], ranks: int) -> list[Point]:
@@ -90,6 +98,9 @@ def test_many_points_give_back_what_made_them_and_share_an_error(nodes: int) -> 
     errors = [fit.seconds(one.nbytes) / one.seconds - 1 for one in noisy]
     assert -0.1 < min(errors) < -0.03
     assert max(errors) < 0.05
+    assert sum((math.log(1 + one)) for one in errors) == pytest.approx(0.0, abs=1e-9)
+    moved = replace(fit, alpha_s=fit.alpha_s * 1.02)
+    assert squares(fit, noisy) < squares(moved, noisy)
 
 
 def test_ends_wait_for_a_third_size_to_judge_by() -> None:

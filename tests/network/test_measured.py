@@ -45,6 +45,7 @@ def test_out_of_place_times_whatever_the_log_puts_before_them() -> None:
 
 def test_versions_without_a_root_column() -> None:
     assert read(OLD) == [(2**30, 22661.0)]
+    assert read(OLD.replace("0e+00", "0")) == [(2**30, 22661.0)]
 
 
 def test_one_log_with_several_tests() -> None:
@@ -60,7 +61,7 @@ def test_a_table(head: str) -> None:
 
 def test_a_table_of_bus_bandwidths_needs_the_ranks() -> None:
     assert read("size,busbw\n1GiB,375\n", ranks=4) == [(2**30, round(1.5 * 2**30 / 375e9 * 1e6, 2))]
-    assert read("size,s\n1GiB,0.5\n") == [(2**30, 5e5)]
+    assert read("size,s\n1GiB,0.5\n") == read("size,ms\n1GiB,500\n") == [(2**30, 5e5)]
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,9 @@ def test_no_correction_below_64_bytes() -> None:
 def test_from_and_to_one_rank_there_are_only_rings(operation: nccl.Operation) -> None:
     """NCCL passes on from rank to rank: at once inside a node, rank after rank between nodes (tuning.cc)."""
     one, four = board("hopper", 8), system(nodes=4, per_node=8, family="hopper", nic_gbps=400)
-    assert {choice.algorithm for choice in nccl.choices(four, GIB, operation=operation)} == {"Ring"}
+    alone, adding = (system(nodes=4, per_node=gpus, family="hopper", nic_gbps=400, sharp=True) for gpus in (1, 8))
+    for comm in (one, four, alone, adding):
+        assert {choice.algorithm for choice in nccl.choices(comm, GIB, operation=operation)} == {"Ring"}
     assert nccl.latency(one, "Ring", "Simple", operation=operation) == pytest.approx(8.4 + 3.4)
     assert nccl.latency(four, "Ring", "Simple", operation=operation) == pytest.approx(8.4 + 32 * 14.0)
     assert nccl.latency(four, "Ring", "LL", operation=operation) == pytest.approx(6.6 + 32 * 2.7)

@@ -42,7 +42,7 @@ def parse_sizes(text: str, where: str) -> tuple[float, ...]:
     if high <= low:
         raise mistake(where, f"{text.strip()[:60]} ends before it begins", fix=FORMS)
     between = range(math.floor(math.log2(low)) + 1, math.ceil(math.log2(high)))
-    return (low, *(2.0**power for power in between if low < 2.0**power < high), high)
+    return (low, *(2.0**power for power in between), high)
 
 
 def format_size(nbytes: float) -> str:

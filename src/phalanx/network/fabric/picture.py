@@ -30,7 +30,7 @@ WIDTH, HEIGHT, LEFT = 1260, 580, 70
 GAP = 415  # from one panel to the next
 CONVERGES_S = (1.0, 60.0)  # "seconds or tens of seconds" of a conventional fabric (the post on the MRC network)
 SOURCES = (
-    "Sources: geometry and recovery, arXiv:2605.04333 section 2; loads, balls into bins computed exactly; failures, "
+    "Sources: geometry and recovery, arXiv:2605.04333 section 2; loads, balls into bins without sampling; failures, "
     "Llama 3, arXiv:2407.21783 table 5 (35 in 54 days of 16,384 GPUs)."
 )
 
