@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from phalanx.network.fit import FILL_ACROSS, FILL_INSIDE, Operation, Point, allowed_error, ends, fit_points
-from phalanx.network.nccl_choice import FILL, OPERATIONS, choose, expected_s
+from phalanx.network.nccl_choice import FILL, OPERATIONS, choose, expected_s, on_wire
 from phalanx.network.nccl_choice import Operation as NcclOperation
 from phalanx.network.nccl_system import System, system
 from phalanx.network.nccl_tables import Family
@@ -25,6 +25,7 @@ FAMILY: dict[str, Family] = {"A100": "ampere", "H100": "hopper", "H200": "hopper
 FILLS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0, 1.25, 1.5, 2.0)
 MEASURED: dict[str, Operation] = {"all-to-all": "all-to-all", **{str(one): one for one in OPERATIONS}}
 MIB, GIB = 2**20, 2**30
+HEAD = "| form | ≥ 1 GiB median | p90 | worst | 16–512 MiB median | p90 | worst | outside |"
 SMALL = 64 * MIB  # the largest small point of a recommended pair
 Pair = tuple[Point, Point]
 Pairs = Callable[[Sequence[Point]], Iterable[Pair]]
@@ -140,12 +141,46 @@ def forms(series: Sequence[Series]) -> list[str]:
             "",
             f"### {title}",
             "",
-            "| form | ≥ 1 GiB median | p90 | worst | 16–512 MiB median | p90 | worst | outside |",
+            HEAD,
         ]
         lines.append("|---|---|---|---|---|---|---|---|")
         for name, fill in names:
             lines.append(_line(name, [m for one in series for m in misses(one, pairs, fill)]))
     return lines
+
+
+def scaled(series: Sequence[Series]) -> list[str]:
+    """NCCL's own curve with its start-up and its transfer scaled to the two points, where NCCL has one."""
+    known = modelled(series)
+    some = [one for one in series if one.name in known]
+    lines = [
+        "",
+        f"### {len(some)} sweeps that NCCL's model knows, fitted on any size up to 64 MiB and any from 1 GiB on",
+        "",
+    ]
+    lines += [HEAD, "|---|---|---|---|---|---|---|---|"]
+    lines.append(_line("NCCL's start-up and transfer, each scaled", [m for one in some for m in _scaled(one, known)]))
+    for name, fill in (("α + W/B (k = 0)", 0.0), ("ours", None)):
+        lines.append(_line(name, [m for one in some for m in misses(one, recommended, fill)]))
+    return lines
+
+
+def _scaled(one: Series, known: dict[str, tuple[System, NcclOperation]]) -> list[Miss]:
+    comm, asked = known[one.name]
+    parts = {
+        point: on_wire(comm, choose(comm, point.nbytes, operation=asked), point.nbytes, operation=asked)
+        for point in one.points
+    }
+    found = []
+    for small, large in recommended(one.points):
+        a0, b0, a1, b1 = (x for p in (small, large) for x in (parts[p].latency_s, parts[p].transfer_s))
+        start = max(0.0, (small.seconds * b1 - large.seconds * b0) / (a0 * b1 - a1 * b0))
+        rest = (large.seconds - start * a1) / b1
+        for point, part in parts.items():
+            if point not in (small, large):
+                seconds = start * part.latency_s + rest * part.transfer_s
+                found.append(Miss(series=one.name, error=seconds / point.seconds - 1, nbytes=point.nbytes))
+    return found
 
 
 def left_out(series: Sequence[Series]) -> list[str]:
@@ -252,6 +287,7 @@ def page() -> str:
         "",
         "## Forms",
         *forms(series),
+        *scaled(series),
         "",
         "## k without each source",
         "",

@@ -33,6 +33,8 @@ def test_options_reach_the_model() -> None:
     cluster = resolve("8xH100:4")
     assert nccl_system(cluster, nvls=False).nvls is None
     assert (nccl_system(cluster, cpu="amd", sharp=True).sharp, nccl_system(cluster, cpu="amd").cpu) == (True, "amd")
+    assert [nccl_system(resolve(spec)).cpu for spec in ("8xB200", "72xGB200", "GH200:64")] == ["intel", "arm", "arm"]
+    assert nccl_system(resolve("72xGB200"), cpu="amd").cpu == "amd"
     plain = nccl_system(resolve("8xH100"), nvls=False)
     assert bus_bytes_per_s(plain, 2.0**34, choose(plain, 2.0**34).seconds) == pytest.approx(360e9, rel=0.01)
 

@@ -43,6 +43,30 @@ def test_a_port_at_the_edge_takes_an_eighth_and_what_was_sent_before_it_was_know
     assert found.touched == 1
 
 
+def test_a_part_that_is_slow_keeps_its_share() -> None:
+    """A port at a tenth from 50 µs on: 7.1 of 8 planes for what sprays, a tenth of its own eighth for a queue pair."""
+    slow = replace(PORT, left=0.1)
+    assert run(EDGE, slow).times_s == pytest.approx([50e-6 + 120e6 / 710e9])
+    assert run(ROCE, slow).times_s == pytest.approx([50e-6 + 150e-6 / 0.1])
+    assert run(EDGE, slow).lost_packets == 0
+
+
+def test_two_grey_parts_on_a_path_lose_more_than_one() -> None:
+    both = (replace(PORT, loss=0.1), Fault(part="nic", number=60, at_s=50e-6, loss=0.1))
+    again = (*both, replace(both[0], part="transceiver"))  # the same port twice, and the other seven
+    once, twice = run(ROCE, *both), run(ROCE, *again)
+    # Over the remaining 150 µs a plane delivers 15 Mb; a path that keeps s of its packets sends 1/s as many.
+    assert once.lost_packets == pytest.approx(15e6 / 8 / 4096 * (1 / 0.81 - 1), rel=1e-6)
+    expected = 15e6 / 8 / 4096 * ((1 / (0.81 * 0.9) - 1) + 7 * (1 / 0.9 - 1))
+    assert twice.lost_packets == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_flow_that_is_done_is_not_touched() -> None:
+    flows = matrices.flows([0, 0], [60, 61], [1e6, 20e6])
+    assert run(EDGE, replace(PORT, at_s=100e-6), flows=flows).touched == 1
+    assert run(EDGE, PORT, flows=matrices.flows([0, 0], [60, 61], [20e6, 20e6])).touched == 2
+
+
 def test_a_port_that_returns_lets_a_queue_pair_go_on_where_it_was() -> None:
     """Its eighth has 15 MB/8 left after 50 µs, and 2 ms later still."""
     found = run(ROCE, replace(PORT, until_s=2e-3))
@@ -57,6 +81,9 @@ def test_routing_goes_around_a_switch_when_it_has_converged() -> None:
     dead = Fault(part="t1", number=t1, at_s=50e-6)
     assert run(ROCE, dead).times_s == pytest.approx([50e-6 + 1.0 + 150e-6])
     assert run(replace(ROCE, react_s=math.inf), dead).times_s[0] == math.inf
+    found = run(ROCE, dead)
+    assert found.end_s[-2:] == pytest.approx([1 + 50e-6, 1 + 200e-6])
+    assert found.bits[-2:] == pytest.approx([0.0, 15e6])  # nothing while it waits, then what was left: 15 Mb
 
 
 def test_connections_touched_are_those_with_a_path_there() -> None:

@@ -91,6 +91,17 @@ def test_all_paths_lose_exactly_what_is_broken() -> None:
     assert (cable.share < 1).sum() == 16  # those under this T0, and those who send to them
 
 
+@pytest.mark.parametrize(("text", "uplinks"), [("clos2:131072x100G/1p/512", 256), ("clos2:2048x800G/1p/64", 32)])
+def test_a_link_between_switches_takes_its_share_of_the_uplinks(text: str, uplinks: int) -> None:
+    """0.39 % with 512 ports, 3.1 % with 64 (arXiv:2605.04333 section 2), for those under this T0 and their senders."""
+    fabric = parse_fabric(text)
+    flows = matrices.shift(fabric.hosts, 1e6)
+    rates = fluid.solve(fabric, flows, routing=routes.every_path(1), broken=Broken(uplinks=((0, 3, 5),)))
+    slowed = rates.share < 1 - 1e-9
+    assert slowed.sum() == 2 * uplinks
+    assert rates.share[slowed] == pytest.approx(1 - 1 / uplinks)
+
+
 def test_one_path_permutation_on_leaf_spine() -> None:
     """0.529 of line rate on 1,024 hosts (network_validation.csv): one draw; 200 seeds give 0.524 with sigma 0.0084."""
     found = [

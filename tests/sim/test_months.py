@@ -444,6 +444,8 @@ def test_who_outlives_what(llama):
     assert outlived(FABRIC, edge=False) == above
     assert outlived(FABRIC, edge=True) == {*above, "link", "T0 switch"}
     assert outlived("clos2:16384x400G/1p/256", edge=True) == above  # one plane: a NIC's link is all it has
+    falls = {one.name: one.takes_host for one in on_fabric(llama).mix if one.name in ("link", "T0 switch")}
+    assert falls == {"link": True, "T0 switch": False}  # a switch is waited for, a host with a dead cable is replaced
     slowest = {one.name: one.pace for one in on_fabric(llama, edge=True).mix}
     assert slowest["link"] == slowest["T0 switch"] == slower(llama, 1 / 4)
     assert slowest["link"] < slowest["T1 switch"] < slowest["uplink"] < 1.0

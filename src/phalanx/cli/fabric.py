@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "fabric", metavar="FABRIC", nargs="?", help="clos2:131072x800G/8p/512, a .toml or .topo file, or a name"
     )
     add_json(show)
-    simulate = verbs.add_parser("simulate", help="traffic on a fabric, whole or broken: rates and completion times")
+    simulate = verbs.add_parser("simulate", help="traffic on a fabric, whole or broken, and recoveries compared")
     fabric_simulate.configure(simulate)
     export = verbs.add_parser("export", help="a fabric and its traffic as .topo and .cm files of htsim")
     fabric_export.configure(export)

@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", metavar="WHAT", default=KINDS[0], help=f"{', '.join(KINDS)} ({KINDS[0]})")
     parser.add_argument("--bytes", metavar="SIZE", default=SIZES, help=f"64MiB, or a range as 1MiB..16GiB ({SIZES})")
     parser.add_argument("--nic-gbps", metavar="G", type=float, help="per GPU (the cluster's)")
-    parser.add_argument("--cpu", choices=("intel", "amd", "arm"), default="intel", help="of the hosts (intel)")
+    parser.add_argument("--cpu", choices=("intel", "amd", "arm"), help="of the hosts (intel; arm with GB200)")
     parser.add_argument("--no-nvls", action="store_true", help="NCCL_NVLS_ENABLE=0: no sums in the NVSwitch")
     parser.add_argument("--sharp", action="store_true", help="the network's switches add too (CollNet)")
     parser.add_argument("--fit", metavar="FILE", help="your measurements: nccl-tests' output, or CSV with bytes and us")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 CPU_S = 600.0
+TELL_S = 10.0
 
 
 def run_compare(args: argparse.Namespace, fabric: Fabric, traffic: Traffic, engine: str) -> int:
@@ -97,6 +98,8 @@ def _columns(question: Question, engine: str, kept: list[Run]) -> tuple[list[dic
     from phalanx.sim.compare_packets import packet_runs
 
     found: list[dict[str, Any]] = []
+    if engine == "fluid" and not kept:
+        _announce(question)
     rows: Iterator[dict[str, Any]] = compare(question, fluid_runs if engine == "fluid" else packet_runs, kept)
     try:
         for one in rows:
@@ -107,6 +110,19 @@ def _columns(question: Question, engine: str, kept: list[Run]) -> tuple[list[dic
             raise
         return found, INTERRUPTED
     return found, INTERRUPTED if found[-1]["stopped"] == "interrupted" else 0
+
+
+def _announce(question: Question) -> None:
+    """Say how long it will take, where that is long."""
+    from phalanx.sim.compare import fluid_manners
+    from phalanx.sim.fluid_budget import expected
+    from phalanx.sim.links import links_of
+
+    links, flows = links_of(question.fabric), len(question.flows)
+    cpu_s = sum(expected(links, flows, manner.routing)[0] for manner in fluid_manners(question))
+    twice = 2 if question.broken.failed else 1
+    if twice * cpu_s > TELL_S:
+        note(f"{flows:,} flows, three ways of sending: about {twice * cpu_s:,.0f} s of CPU")
 
 
 def say(one: dict[str, Any]) -> None:

@@ -61,7 +61,9 @@ def _add_failures(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recovery", metavar="WHO", default="", help="none, conventional or edge")
     parser.add_argument("--converge", metavar="S", type=float, help="seconds until routing knows (1)")
     parser.add_argument(
-        "--compare", action="store_true", help="a conventional fabric, PFC off and on, beside recovery at the edge"
+        "--compare",
+        action="store_true",
+        help="a conventional fabric, PFC off and on, beside recovery at the edge (--bytes: what 200 µs carry)",
     )
     parser.add_argument(
         "--scenario",
@@ -202,7 +204,7 @@ def _packets(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> int:
     if args.json:
         print_json({**found, "not_mapped": traffic.not_mapped})
     else:
-        print("\n".join([_packet_text([found]), *_said(traffic.not_mapped)]))
+        print("\n".join([_packet_text(found), *_said(traffic.not_mapped)]))
     return INTERRUPTED if found["stopped"] == "interrupted" else 0
 
 
@@ -238,28 +240,25 @@ def _text(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _packet_text(found: list[dict[str, Any]]) -> str:
-    """One column for each transport."""
-    first = found[0]
+def _packet_text(one: dict[str, Any]) -> str:
     rows = [
-        ("", [one["transport"] for one in found]),
-        ("paths per flow", [f"{one['paths']} {one['spread']}" if one["paths"] > 1 else "1" for one in found]),
-        ("recovery", [_recovery(one) for one in found]),
-        ("done, mean", [_some(one, "mean_s") for one in found]),
-        ("done, 99 %", [_some(one, "p99_s") for one in found]),
-        ("done, last", [_last(one) for one in found]),
-        ("packets sent", [f"{one['sent']:,}" for one in found]),
-        ("packets lost", [f"{one['lost']:,}" for one in found]),
-        ("packets trimmed", [f"{one['trimmed']:,}" for one in found]),
-        ("flows touched", [f"{one['touched_flows']:,}, {one['touched_by_loss_flows']:,} by loss" for one in found]),
+        ("", one["transport"]),
+        ("paths per flow", f"{one['paths']} {one['spread']}" if one["paths"] > 1 else "1"),
+        ("recovery", _recovery(one)),
+        ("done, mean", _some(one, "mean_s")),
+        ("done, 99 %", _some(one, "p99_s")),
+        ("done, last", _last(one)),
+        ("packets sent", f"{one['sent']:,}"),
+        ("packets lost", f"{one['lost']:,}" + (f", {one['dropped']:,} dropped" if one["dropped"] else "")),
+        ("packets trimmed", f"{one['trimmed']:,}"),
+        ("ports paused", f"{one['paused_share']:.1%} of the time" if one["paused_share"] else ""),
+        ("flows touched", f"{one['touched_flows']:,}, {one['touched_by_loss_flows']:,} by loss"),
     ]
-    if any(one["finished_flows"] < one["flows"] for one in found):
-        rows.append(("flows unfinished", [f"{one['flows'] - one['finished_flows']:,}" for one in found]))
-    widths = [max(len(cells[at]) for _, cells in rows) for at in range(len(found))]
-    table = [
-        f"  {name:<17}" + "".join(f"  {c:>{w}}" for c, w in zip(cells, widths, strict=True)) for name, cells in rows
-    ]
-    return "\n".join([_head(first), f"  broken: {_broken(first)}", *table])
+    if one["finished_flows"] < one["flows"]:
+        rows.append(("flows unfinished", f"{one['flows'] - one['finished_flows']:,}"))
+    wide = max(len(cell) for _, cell in rows)
+    table = [f"  {name:<17}  {cell:>{wide}}" for name, cell in rows if cell]
+    return "\n".join([_head(one), f"  broken: {_broken(one)}", *table])
 
 
 def _recovery(one: dict[str, Any]) -> str:

@@ -15,12 +15,16 @@ FAMILIES: Mapping[str, Family] = {
     "hopper": "hopper",
     "blackwell": "blackwell",
 }
+GRACE = ("GH", "GB")  # Grace, an Arm processor, on the same module
 # One direction of one NVLink as vendors count it; NCCL counts 20 to 20.6 and 40.1 of these (nccl_tables.NVLINK_GB).
 LINK_GB: Mapping[Family, float] = {"volta": 25.0, "ampere": 25.0, "hopper": 25.0, "blackwell": 50.0}
 
 
-def nccl_system(cluster: Cluster, *, nvls: bool = True, cpu: Cpu = "intel", sharp: bool = False) -> System:
-    """Nodes are fast domains, and every device has its own NIC. Raises UserError for what NCCL's model leaves out."""
+def nccl_system(cluster: Cluster, *, nvls: bool = True, cpu: Cpu | None = None, sharp: bool = False) -> System:
+    """Nodes are fast domains, and every device has its own NIC. Raises UserError for what NCCL's model leaves out.
+
+    `cpu` None: Arm beside devices that come with one (GH200, GB200, GB300), else Intel.
+    """
     device = cluster.accelerator
     family = FAMILIES.get(device.family)
     if device.vendor != "nvidia" or family is None or not device.link.startswith("NVLink"):
@@ -31,7 +35,7 @@ def nccl_system(cluster: Cluster, *, nvls: bool = True, cpu: Cpu = "intel", shar
         family=family,
         nic_gbps=cluster.nic_bytes_per_s * 8 / 1e9,
         nvls=nvls,
-        cpu=cpu,
+        cpu=cpu or ("arm" if device.name.startswith(GRACE) else "intel"),
         sharp=sharp,
         links=max(1, round(cluster.link_bytes_per_s / 1e9 / LINK_GB[family])),
     )

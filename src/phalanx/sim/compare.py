@@ -78,9 +78,11 @@ def compare(
     whole = iter(tuple(known)) if known else runs(replace(question, broken=UNBROKEN))
     hit = runs(question) if question.broken.failed else None
     for healthy in whole:
+        if healthy.stopped == "interrupted":
+            raise KeyboardInterrupt  # those before it are finished
         found = next(hit) if hit is not None else healthy
         yield values(question, found, healthy)
-        if found.stopped or healthy.stopped:
+        if found.stopped:
             return
         if healthy not in known:
             known.append(healthy)
@@ -165,7 +167,8 @@ def values(question: Question, run: Run, healthy: Run) -> dict[str, Any]:
         "left": question.broken.left,
         "loss": question.broken.loss,
         "before_gbps": run.course.gbps(0.0, at_s),
-        "during_gbps": run.course.gbps(at_s, back_s) if faults else None,
+        # As long as there is something to send without the failure: waiting for the last would hide what it does.
+        "during_gbps": run.course.gbps(at_s, min(back_s, float(healthy.times_s.max()))) if faults else None,
         "after_gbps": run.course.gbps(back_s, math.inf) if faults else None,
         "mean_s": float(done.mean()) if len(done) else math.inf,
         "p99_s": float(np.percentile(done, 99)) if len(done) else math.inf,

@@ -239,7 +239,10 @@ def _advance(
         if leaves is None:
             break
         rows = rows[~leaves[parts.of_row[rows]]]
-    account.now = max(account.now, stage.end_s) if math.isfinite(stage.end_s) else account.now
+    if account.now < stage.end_s < math.inf:  # those that are left wait
+        account.now = stage.end_s
+        account.ends.append(stage.end_s)
+        account.bits.append(0.0)
 
 
 def _wait(account: _Account, case: Case, parts: Parts, stage: _Stage, useful: Floats, rows: Ints) -> Ints:

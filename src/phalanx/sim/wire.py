@@ -50,8 +50,8 @@ IDEAL = Wire()
 MRC = Wire(header_bytes=166, stores=True, base_s=3.64e-6, link_s=0.725e-6)
 # uet-htsim, as its public forks have it: 4,150 B packets with 64 B of headers and 1 µs per link, done when the last
 # ACK is back. These give its single connection (2 MB, six links of 100G) 176.2 µs, as it prints. The last two are
-# fitted, on its seven rows of three tiers alone (grid of 0 to 3 and 0 to 1, smallest largest error: 5.8 %); its rows of
-# two tiers were held out, and come within 7.8 %. One reason for the first: windows are up to 1.5 bandwidth-delay
+# fitted, on its seven rows of three tiers alone (grid of 0 to 3 and 0 to 1, smallest largest error: 6 %); its rows of
+# two tiers were held out, and come within 8 %. One reason for the first: windows are up to 1.5 bandwidth-delay
 # products, and what exceeds one waits in queues. One for the second: 2 MB last a few dozen round trips, too short for
 # windows to become equal. docs/simulation/fluid.md has the table.
 HTSIM = Wire(payload_bytes=4086, header_bytes=64, link_s=1e-6, stores=True, replies=True, queue_trips=1.5, unequal=0.75)

@@ -47,11 +47,33 @@ def test_connections_triggers_and_failures_are_read(tmp_path: Path) -> None:
     assert found.flows().nbytes.tolist() == [4096, 4096, 100]
 
 
-def test_what_flows_cannot_hold_is_said(tmp_path: Path) -> None:
-    said = read(tmp_path, CHAIN).not_mapped()
+def test_what_is_not_simulated_is_said(tmp_path: Path) -> None:
+    said = read(tmp_path, CHAIN).not_mapped(timed=False)
     assert [one.split(" ")[0] for one in said] == ["triggers:", "start", "priorities", "1"]
     assert "1 of 3 connections wait" in said[0]
     assert "up to 5 µs" in said[1]
+    timed = read(tmp_path, CHAIN).not_mapped(timed=True)
+    assert [one.split(" ")[0] for one in timed] == ["recv_done_trigger:", "priorities", "1"]
+
+
+def test_starts_and_triggers_are_a_schedule(tmp_path: Path) -> None:
+    found = read(tmp_path, CHAIN).schedule()
+    assert found is not None
+    assert found.start_s.tolist() == [0, 0, pytest.approx(5e-6)]
+    assert (found.waits_for.tolist(), found.fires.tolist(), found.needed.tolist()) == ([-1, 0, -1], [0, 1, -1], [1, 2])
+    matrix, _ = matrix_of(permutation(8, 100.0), 8)
+    assert matrix.schedule() is None
+
+
+def test_a_multishot_of_two_and_a_second_trigger_are_said() -> None:
+    rows = (
+        Connection(source=0, target=1, nbytes=1, send_done=1, recv_done=2),
+        Connection(source=1, target=2, nbytes=1, start_ps=None, trigger=1),
+        Connection(source=2, target=3, nbytes=1, start_ps=None, trigger=1),
+    )
+    triggers = (Trigger(ident=1, kind="multishot"), Trigger(ident=2, kind="oneshot"))
+    said = Matrix(nodes=4, connections=rows, triggers=triggers).not_mapped(timed=True)
+    assert [one.split(" ")[0] for one in said] == ["multishot:", "recv_done_trigger:", "send_done_trigger"]
 
 
 def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -64,7 +86,7 @@ def test_a_permutation_of_1024_comes_back(tmp_path: Path) -> None:
     matrix, said = matrix_of(ours, 1024)
     back = read(tmp_path, write_cm(matrix))
     assert said == ()
-    assert back.not_mapped() == ()
+    assert back.not_mapped(timed=False) == ()
     assert back.nodes == 1024
     for mine, theirs in zip(
         (ours.source, ours.target, ours.nbytes),
@@ -94,6 +116,8 @@ def test_planes_and_broken_bytes_are_said() -> None:
         ("start 0", "trigger 7 start 0", "either a start or a trigger"),
         ("start 0", "start soon", "not a time in picoseconds"),
         ("trigger 7 size", "trigger 9 size", "f.cm:7: trigger 9 is named but not described"),
+        ("send_done_trigger 7", "prio 1", "f.cm:7: a connection waits for trigger 7, which 0 of 1 connections pull"),
+        ("oneshot", "barrier count 2", "which 1 of 2 connections pull\n  it would never start\n  use count 1"),
         ("Connections 3", "Connections 4", "Connections 4, but the file has 3"),
         ("oneshot", "twoshot", "f.cm:9: there is no \"twoshot\""),
         ("switch_type AGG", "switch_type LEAF", "f.cm:11: no failure of a link"),

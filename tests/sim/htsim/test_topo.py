@@ -75,6 +75,20 @@ def test_leaf_spine(tmp_path: Path) -> None:
     assert found.not_mapped == ()
 
 
+def test_leaf_spine_1024_comes_back_word_by_word(tmp_path: Path) -> None:
+    # leaf_spine_1024_oversub.topo of public forks of uet-htsim, and the same at 1:1
+    for up in (32, 8):
+        tier = f"Tier 0\nDownlink_speed_Gbps 100\nRadix_Down 32\nRadix_Up {up}\nOversubscribed {32 // up}\n"
+        tier += "Downlink_Latency_ns 1000\nSwitch_Latency_ns 0\n"
+        rest = "Tier 1\nDownlink_speed_Gbps 100\nRadix_Down 32\nDownlink_Latency_ns 1000\nSwitch_Latency_ns 0\n"
+        text = f"Nodes 1024\nTiers 2\nPodsize 1024\n\n{tier}\n{rest}"
+        found = read(tmp_path, text)
+        assert (found.fabric.t0, found.fabric.t1, found.not_mapped) == (32, up, ())
+        written = write_topo(found.fabric).text
+        assert written.split("\n", 1)[1] == text
+        assert replace(read(tmp_path, written).fabric, name=found.fabric.name) == found.fabric
+
+
 def test_fat_tree(tmp_path: Path) -> None:
     f = read(tmp_path, FAT_TREE).fabric
     assert (f.t0, f.t1, f.t2, f.pods, f.t1_up, f.hops) == (128, 128, 64, 16, 8, 5)

@@ -69,6 +69,9 @@ def test_the_minute_of_a_lost_t1_is_hardly_touched_at_the_edge(piped):
     port = aftermath(piped, parse_fabric(PLANES), "nic", edge=True)
     expected = (60 - REMAP_S) / 60 * port.healthy_s / port.after_s  # slower for the rest of the minute
     assert port.minute == pytest.approx(expected)
+    flap = aftermath(piped, parse_fabric(PLANES), "nic", edge=True, outage_s=30.0)
+    slow_s = 30.0 - REMAP_S
+    assert flap.minute == pytest.approx((slow_s * flap.healthy_s / flap.after_s + 30.0) / 60)
 
 
 def test_a_link_that_only_loses_packets_is_left_by_senders_and_kept_by_switches(piped):

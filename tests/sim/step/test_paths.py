@@ -43,7 +43,7 @@ def test_a_phase_is_the_next_domain_the_next_stage_or_half_the_group_away():
 
     assert far("shard", size=8, stride=4, inside=2) == {8, -24}
     assert far("pipeline", size=4, stride=16, inside=1) == {16}
-    assert far("expert", size=16, stride=1, inside=8) == {8, -8}
+    assert far("expert", size=32, stride=1, inside=8) == {16, -16}
 
 
 def test_one_switch_gives_everyone_line_rate(sharded):

@@ -25,6 +25,13 @@ def test_cells_and_lines(tmp_path: Path) -> None:
     assert (second.line, second.value) == (3, None)
 
 
+@pytest.mark.parametrize(
+    ("text", "half"), [("6.1", 0.05), ("85", 0.5), ("0.390", 0.0005), ("8", 0.0), ("4e-08", 0.0), ("1.0", 0.05)]
+)
+def test_half_of_the_last_digit(tmp_path: Path, text: str, half: float) -> None:
+    assert read_rows(write(tmp_path, HEADER + f"x,y,{text},,\n"))[0].rounding == half
+
+
 def test_same_means_the_row_above(tmp_path: Path) -> None:
     rows = read_rows(write(tmp_path, HEADER + 'x,y,1,,"8 hosts, one plane"\nx,z,2,,same\nx,z,3,,"same, 4 QPs"\n'))
     assert [row.conditions for row in rows] == ["8 hosts, one plane"] * 2 + ["8 hosts, one plane, 4 QPs"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,11 +28,11 @@ def claims(tmp_path: Path) -> str:
 
 def test_the_page(claims: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", claims]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert err == "1 simulations, about 0 s of CPU; Ctrl-C keeps what is finished\n"
     assert out.startswith("paper\n  hosts at full bisection | 2 tiers, 8 planes x 100G, 512-p…  131,072 NICs  131,072")
-    assert "not attempted: no reader for 'shoe size'\n" in out
-    assert "not attempted: needs --simulate\n" in out
-    assert "\n4 rows: 1 reproduced (1 within their tolerance), 1 calibrated" in out
+    assert "not attempted: no reader for 'shoe size': not understood: shoe" in out
+    assert "\n4 rows: 2 reproduced (2 within their tolerance), 1 calibrated" in out
 
 
 def test_json_holds_every_row(claims: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,3 +54,21 @@ def test_wrong_calls(claims: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     bad.write_text("id,layers,hidden,seq,gpu,gpus,global_batch\nx,1,1,1,H100,1,1\n")
     assert main(["validate", str(bad), "--simulate"]) == 2
     assert "--simulate: " in capsys.readouterr().err
+
+
+def test_ctrl_c_prints_what_was_finished(
+    claims: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from phalanx.sim.validate import packet_rows
+
+    real = packet_rows.run
+
+    def halfway(*args: object, **named: object) -> object:
+        return replace(real(*args, **named), stopped="interrupted")  # type: ignore[arg-type]
+
+    monkeypatch.setattr(packet_rows, "run", halfway)
+    packet_rows._run.cache_clear()
+    assert main(["validate", claims]) == 130
+    out = capsys.readouterr().out
+    assert "not attempted: interrupted" in out
+    assert "4 rows: 1 reproduced (1 within their tolerance), 1 calibrated" in out

@@ -382,6 +382,21 @@ def events(form: Form, rules: Rules, pairs: Pairs, calendar: Calendar, totals: I
         event = after
 
 
+@part
+def wake(form: Form, pairs: Pairs, slot: int) -> int:
+    """The slot in which a sender next sends or loses patience, if it hears nothing until then."""
+    count, rate = pairs.counts, pairs.rate
+    first = slot + 1e9
+    for pair in range(count.shape[0]):
+        if count[pair, NEXT] < count[pair, TOTAL]:
+            first = min(first, rate[pair, SEND_AT])
+        if count[pair, NEXT] > count[pair, UNACKED]:
+            wait = form.timeout << min(count[pair, PATIENCE], MOST_DOUBLINGS)
+            first = min(first, float(count[pair, PROGRESS] + wait))
+    # Timers are looked at in slots that are multiples of a tick.
+    return int(first // form.tick) * form.tick
+
+
 @compiled
 def advance(form: Form, rules: Rules, ports: Ports, packets: Packets, pairs: Pairs, calendar: Calendar, totals: Ints,
             begin: int, end: int) -> int:  # fmt: skip
@@ -399,8 +414,9 @@ def advance(form: Form, rules: Rules, ports: Ports, packets: Packets, pairs: Pai
         serve(form, rules, ports, packets, pairs, totals, slot)
         inject(form, ports, packets, pairs, totals, slot)
         slot += 1
-        # Nothing is in the fabric and nobody sent: on to the next thing that a sender hears, or to the next timer.
+        # Nothing is in the fabric and nobody sent: on to the next thing that a sender hears or does.
         if totals[IN_NET] == 0 and totals[SENT] == before:
-            while slot < end and slot % form.tick and calendar.first[slot % form.ring] < 0:
+            until = min(end, wake(form, pairs, slot))
+            while slot < until and calendar.first[slot % form.ring] < 0:
                 slot += 1
     return slot

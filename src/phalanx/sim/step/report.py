@@ -9,18 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from phalanx.network.fabric.types import Fabric
-from phalanx.plan.compute import compute
 from phalanx.plan.plan import Plan
 from phalanx.plan.reasons import PARTS
 from phalanx.plan.traffic import Groups
+from phalanx.sim.step.lanes import BUBBLE
 from phalanx.sim.step.paths import AxisPath, Transport, axis_paths, check_size, derived_fabric, on_fabric, used_axes
 from phalanx.sim.step.question import Question, one, question
 from phalanx.sim.step.timeline import Timeline, check_spans, simulate
-from phalanx.sim.step.work import COMPUTE_PARTS, split_layers, work
+from phalanx.sim.step.work import COMPUTE_PARTS, Work, work
 
 COMPUTE = "compute_s"
 TRAFFIC = ("tensor_s", "context_s", "expert_s", "pipeline_send_s", "shard_s", "gradient_s")
-LINES = (COMPUTE, *TRAFFIC, "bubble_s", "optimizer_s", "overhead_s")
+LINES = (COMPUTE, *TRAFFIC, BUBBLE, "optimizer_s", "overhead_s")
 # part of the step -> axes whose traffic it is, the first that is in use counts
 AXES_OF = {
     "tensor_s": ("tensor",),
@@ -100,7 +100,7 @@ def _report(q: Question, named: Fabric | None, transport: Transport) -> StepRepo
         plan_step_s=plan.prediction.step_s,
         stage=timeline.busiest,
         stages=plan.layout.pipeline,
-        lines=_lines(q, groups, paths, ordered, timeline),
+        lines=_lines(q, here, groups, paths, ordered, timeline),
         paths=tuple(paths.values()),
         stalled=any(path.stalled for path in paths.values()),
         timeline=timeline,
@@ -108,7 +108,7 @@ def _report(q: Question, named: Fabric | None, transport: Transport) -> StepRepo
 
 
 def _lines(
-    q: Question, groups: Groups, paths: dict[str, AxisPath], ordered: Timeline, timeline: Timeline
+    q: Question, here: Work, groups: Groups, paths: dict[str, AxisPath], ordered: Timeline, timeline: Timeline
 ) -> tuple[Line, ...]:
     stage = timeline.busiest
     planned = _planned(q.plan)
@@ -127,7 +127,7 @@ def _lines(
             plan_s=planned[part],
             order_s=in_order - planned[part],
             network_s=exposed - in_order,
-            why=_why(q, groups, paths, part),
+            why=_waiting(here) if part == BUBBLE else _why(q, groups, paths, part),
         )
         lines.append(line)
     return tuple(lines)
@@ -142,11 +142,7 @@ def _planned(plan: Plan) -> dict[str, float]:
 
 def _why(q: Question, groups: Groups, paths: dict[str, AxisPath], part: str) -> str:
     """What the simulation does otherwise than the plan on this line."""
-    if part == COMPUTE:
-        return "the plan's own seconds"
-    if part == "bubble_s":
-        return f"stages of {_layers(q)} wait for each other; traffic of a stage that waits anyway costs nothing"
-    if part in ("optimizer_s", "overhead_s"):
+    if part in (COMPUTE, "optimizer_s", "overhead_s"):
         return "the plan's own seconds"
     network = _network(q, groups, paths, part)
     if part == "shard_s":
@@ -159,11 +155,17 @@ def _why(q: Question, groups: Groups, paths: dict[str, AxisPath], part: str) -> 
     return network
 
 
-def _layers(q: Question) -> str:
-    layers = split_layers(q, compute(q.cases, q.ask.physics, q.ask.profile))
-    if min(layers) == max(layers):
-        return f"{layers[0]} layers, the last with the head,"
-    return f"{min(layers)} to {max(layers)} layers, the last with the head,"
+def _waiting(here: Work) -> str:
+    """Why stages wait for each other otherwise than by the plan's formula of equal stages."""
+    least, most = min(here.layers), max(here.layers)
+    layers = f"{most}" if least == most else f"{least} to {most}"
+    each_s = here.forward.compute_s + here.backward.compute_s
+    head = (here.head_forward_s + here.head_backward_s) / each_s if each_s > 0 else 0.0
+    chunk = f", all in one of its {here.chunks} chunks," if here.chunks > 1 else ""
+    return (
+        f"stages of {layers} layers wait for each other; the head is as long as {head:.1f} layers{chunk} on the last; "
+        "traffic of a stage that waits anyway costs nothing"
+    )
 
 
 def _network(q: Question, groups: Groups, paths: dict[str, AxisPath], part: str) -> str:

@@ -6,6 +6,7 @@ and the order of things. Traffic is the planner's arithmetic over groups that ha
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -101,15 +102,25 @@ def work(q: Question, groups: traffic.Groups) -> Work:
 
 def split_layers(q: Question, done: Compute) -> tuple[int, ...]:
     """Layers of each stage, as the plan splits them: the last may hold fewer beside the head."""
-    times, total = q.times, q.ask.model.layers
+    times, total, balanced = q.times, q.ask.model.layers, q.ask.profile.balanced_stages
     per_layer = sum(one(getattr(times, part)) for part in LAYER_PARTS) / _passed(q, done)
-    head_s = one(done.head.forward + done.head.backward)
-    fullest, last = stage_layers(
-        q.cases,
-        head_layers=np.asarray([head_s / max(per_layer, 1e-30)]),
-        balanced=np.asarray(q.ask.profile.balanced_stages),
-    )
-    return spread_layers(total, q.plan.layout.pipeline, most=round(one(fullest)), last=round(one(last)))
+    head = one(done.head.forward + done.head.backward) / max(per_layer, 1e-30)
+    fullest, least = stage_layers(q.cases, head_layers=np.asarray([head]), balanced=np.asarray(balanced))
+    most, last = round(one(fullest)), round(one(least))
+    if one(balanced) > 0:
+        last = beside_the_head(most, last, head)
+    return spread_layers(total, q.plan.layout.pipeline, most=most, last=last)
+
+
+def beside_the_head(most: int, last: int, head: float) -> int:
+    """Layers of the last stage: what the others leave over or, where that is less than it has time for, more.
+
+    The plan asks only for the slowest stage, and a split that leaves the last one idle is as good to it.
+
+    >>> beside_the_head(5, 0, 2.2), beside_the_head(8, 6, 1.4), beside_the_head(2, 0, 1.1)
+    (2, 6, 0)
+    """
+    return max(last, min(most, math.floor(max(most, last + head) - head + 1e-9)))
 
 
 def spread_layers(total: int, stages: int, *, most: int, last: int) -> tuple[int, ...]:

@@ -14,13 +14,14 @@ from phalanx.sim.validate.htsim_traffic import Sent, read_sent
 
 PORT_GBPS = 100  # uet-htsim main.h
 HOP_US = 1.0
+END_US = 1000.0  # what has not finished then is not printed
 PACKET_BYTES = 4150
 SACK_BYTES = 4 * PACKET_BYTES  # received without an acknowledgement: one for four packets ("4SACK" in the table)
 MOST_HOSTS = 16_384
 SPRAYS: dict[str, Spray] = {"oblivious": "oblivious", "bitmap": "skip", "reps": "recycle", "mixed": "recycle"}
-# Options by what they do here. What only changes how long it runs, what it prints or its luck changes nothing.
-NUMBERS = ("paths", "q", "cwnd", "failed", "sack_threshold", "linkspeed", "hop_latency", "tiers", "mtu")
-IDLE = ("end", "seed", "log", "logtime", "o", "nodes", "conns", "tm", "topo", "load_balancing_algo", "sender_cc_algo")
+# Options by what they do here. What only changes what it prints or its luck changes nothing.
+NUMBERS = ("end", "paths", "q", "cwnd", "failed", "sack_threshold", "linkspeed", "hop_latency", "tiers", "mtu")
+IDLE = ("seed", "log", "logtime", "o", "nodes", "conns", "tm", "topo", "load_balancing_algo", "sender_cc_algo")
 FLAGS = ("sender_cc_only", "receiver_cc_only", "debug")
 
 
@@ -49,6 +50,7 @@ class Case:
     window: int | None
     credits: bool  # the receiver grants what may be sent, not a window of the sender
     failed: int  # slow links
+    end_s: float
 
 
 def read_case(command: str) -> Case | str:
@@ -77,6 +79,7 @@ def read_case(command: str) -> Case | str:
         window=_whole(values, "cwnd"),
         credits="-sender_cc_only" not in command,
         failed=int(values.get("failed", 0)),
+        end_s=1e-6 * values.get("end", END_US),
     )
 
 

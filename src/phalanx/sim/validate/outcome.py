@@ -97,7 +97,7 @@ def _judged(
         return skipped(row, "its value is no number")
     error = ours / row.value - 1 if row.value else ours
     judged = row.value / ours - 1 if inverse and ours else error
-    within = abs(judged) <= tolerance + 1e-12
+    within = abs(judged) <= tolerance + 1e-12 or abs(ours - row.value) <= row.rounding * (1 + 1e-9)
     if between is not None:
         within = min(between) * (1 - tolerance) <= row.value <= max(between) * (1 + tolerance)
     elif found := _RANGE.search(row.conditions):

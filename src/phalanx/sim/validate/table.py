@@ -25,6 +25,7 @@ class Row:
     value: float | None  # None: the cell is no number
     unit: str
     conditions: str
+    rounding: float = 0.0  # half of the last digit that is printed; 0 where that says nothing
 
 
 def is_network_table(path: Path) -> bool:
@@ -97,7 +98,17 @@ def _row(raw: dict[str, str], line: int, before: Row | None) -> Row:
         value=_number(cells["value"]),
         unit=cells["unit"],
         conditions=conditions,
+        rounding=_rounding(cells["value"]),
     )
+
+
+def _rounding(text: str) -> float:
+    """Half of the last digit: 6.1 stands for 6.05 to 6.15, and 85 for 84.5 to 85.5; a single digit may be a count."""
+    digits = text.replace(",", "").replace("_", "").lstrip("+-")
+    whole, point, part = digits.partition(".")
+    if not (whole + part).isdecimal() or (not point and len(whole) < 2):
+        return 0.0
+    return 0.5 * 10.0 ** -len(part)
 
 
 def _number(text: str) -> float | None:
