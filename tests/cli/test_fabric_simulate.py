@@ -147,7 +147,13 @@ def test_scenarios_are_one_table_or_a_line_each(capsys: pytest.CaptureFixture[st
     assert set(made) == set(SCENARIOS)
     assert [one["tail_s"] is None for one in made["nic-port"]] == [True, True, False]
     assert made["incast"][2]["victim_share"] > 0.99
-    assert made["incast"][1]["victim_share"] < 0.75
+    assert made["incast"][1]["victim_share"] < 0.3 < 0.6 < made["incast"][0]["victim_share"]
+    assert [one["recovered_after_s"] for one in made["grey-path"]] == [None, None, pytest.approx(30e-6)]
+    assert [one["recovered_after_s"] for one in made["grey-all"]] == [None, None, None]
+    assert [one["recovered_after_s"] for one in made["link-flap"]] == pytest.approx([950e-6, 950e-6, 30e-6])
+    assert [one["recovered_after_s"] for one in made["t1-reboot"]] == pytest.approx([1.0, 1.0, 30e-6])
+    assert made["grey-path"][0]["tail_s"] > 1.2 * made["grey-path"][0]["healthy_tail_s"]
+    assert all(one["lost"] > one["healthy_lost"] == 0 for one in made["t0-loss"])
     assert "link-flap" not in call(capsys, "simulate", "clos1:12x800G/8p/512", "--scenario", "all")
     assert main(["fabric", "simulate", "clos1:12x800G/8p/512", "--scenario", "link-flap"]) == 2
 

@@ -118,6 +118,15 @@ def test_a_fabric_brings_its_planes_links_and_switches(job, capsys):
     assert found["by_cause"]["link"] == 0
 
 
+def test_a_job_inside_a_domain_does_not_notice_the_fabric(job, capsys):
+    assert (
+        main(["sim", job, "--cluster", "8xH100", "--days", "5", "--runs", "2", "--fabric", "clos2:32x400G/4p/8"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert "\n  network clos2:32x400G/4p/8, which carries nothing of this job" in out
+    assert "\n  uplink" not in out
+
+
 def test_planes_without_effect_are_warned_of(job, capsys):
     assert main(["sim", job, "--days", "5", "--runs", "2", "--planes", "4"]) == 0
     assert "warning: phalanx sim: --planes has no effect" in capsys.readouterr().err

@@ -72,6 +72,9 @@ def test_a_port_that_returns_lets_a_queue_pair_go_on_where_it_was() -> None:
     found = run(ROCE, replace(PORT, until_s=2e-3))
     assert found.times_s == pytest.approx([2e-3 + 150e-6])
     assert found.lost_packets == pytest.approx(15e6 / 8 / 4096)  # it sends what it has, and no more
+    blink = run(ROCE, replace(PORT, until_s=60e-6))
+    assert blink.lost_packets == pytest.approx(10e-6 * 100e9 / 8 / 4096)
+    assert blink.times_s == pytest.approx([210e-6])
     assert math.isinf(run(ROCE, PORT).times_s[0])  # no other port in that plane
     assert run(ROCE, PORT).bits.sum() == pytest.approx(160e6 * 7 / 8 + 20e6 / 4)
 
@@ -106,6 +109,9 @@ def test_loss_on_a_link_is_left_by_senders_and_never_by_routing() -> None:
     share = 0.8 / (0.8 + 0.2 * under_way)
     assert conventional.times_s[0] == pytest.approx(50e-6 + (whole_s - 50e-6) / share, rel=0.05)
     assert 0 < edge.lost_packets < conventional.lost_packets
+    # However fast routing is: it could leave this switch, but its ports are up.
+    t1 = replace(grey, part="t1")
+    assert run(replace(ROCE, react_s=1e-6), t1).times_s == run(ROCE, t1).times_s
 
 
 def test_loss_everywhere_dries_up_the_paths_of_long_transfers() -> None:

@@ -18,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx sim`."""
     add_job(parser)
     parser.add_argument("--cluster", metavar="SPEC", help="on this cluster instead of the job's, as 8xH100:16")
-    parser.add_argument("--fabric", metavar="F", help="as clos2:131072x800G/8p/512, a .toml file or a name")
+    parser.add_argument("--fabric", metavar="F", help="as clos2:131072x800G/8p/512, a .toml or .topo file, or a name")
     sim_step.configure(parser)
     sim_months.configure(parser)
     add_json(parser)

@@ -72,7 +72,7 @@ def _usd_per_day(made: Forecast) -> float | None:
 def render(plan: Plan, rows: Sequence[Row], *, days: float, runs: int, seed: int, network: str) -> str:
     """The table."""
     head = f"{plan.job.name}: {days:g} days on {plan.cluster.name} ({plan.layout.devices:,} devices)"
-    heads = ("recovery", "network", "effective", "90% confidence", "stops/day", "lost to network", "GPU-h lost/day")
+    heads = ("recovery", "network", "effective", "90% confidence", "stops/day", "lost to network", "device-h lost/day")
     lines = [(*heads, "lost/day"), *(_cells(one) for one in rows)]
     body = table(lines, right=(0, 2, 3, 4, 5, 6, 7))
     notes = [

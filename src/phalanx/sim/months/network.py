@@ -42,9 +42,14 @@ def job_causes(plan: Plan, network: Network) -> tuple[tuple[Cause, ...], float]:
     if not per_day:
         return usual_mix(), mtbf_s
     own = [(replace(one, share=0.0), one.share * per_day) for one in usual_mix() if one.name not in NETWORK]
-    rated = [*own, *_parts(plan, network, network.fabric)]
+    # A job inside one fast domain does not notice the network.
+    rated = [*own, *(_parts(plan, network, network.fabric) if _leaves(plan) else ())]
     total = sum(rate for _, rate in rated)
     return tuple(replace(cause, share=rate / total) for cause, rate in rated), DAY_S / total
+
+
+def _leaves(plan: Plan) -> bool:
+    return any("NIC" in use.tier for use in plan.mapping)
 
 
 def borne_at_the_edge(mix: tuple[Cause, ...], plan: Plan, network: Network) -> tuple[Cause, ...]:

@@ -10,6 +10,7 @@ from phalanx.columns import table
 from phalanx.plan.plan import Plan
 from phalanx.sim.months.forecast import Forecast, PhaseShare
 from phalanx.sim.months.ledger import PHASES
+from phalanx.sim.months.network import ALL_NETWORK
 from phalanx.sim.months.policy import Policy
 from phalanx.sim.months.spread import Spread
 from phalanx.units import DAY_S, format_money, format_seconds
@@ -63,6 +64,8 @@ def _headline(plan: Plan, made: Forecast) -> list[str]:
 def _network(made: Forecast) -> str:
     planes = f"{made.planes} plane{'s' if made.planes > 1 else ''}"
     name = f"{made.fabric}, {planes}" if made.fabric else "without a name, at Llama 3's rate (name one with --fabric)"
+    if made.fabric and all(one.cause not in ALL_NETWORK for one in made.rates):
+        return f"{made.fabric}, which carries nothing of this job: it stays inside a fast domain"
     if made.edge:
         return f"{name}; recovery at the edge{'' if made.fabric else f', {planes}'}"
     return f"{name}; conventional (--edge-recovery for the other)"

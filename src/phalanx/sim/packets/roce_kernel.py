@@ -51,7 +51,7 @@ from phalanx.sim.packets.roce_state import (
     Ports,
     Rules,
 )
-from phalanx.sim.packets.state import Calendar, Floats, Ints, Ints32
+from phalanx.sim.packets.state import Bytes, Calendar, Floats, Ints, Ints32
 
 PAIR_MASK = (1 << QP_BITS) - 1
 KIND_MASK = (1 << KIND_BITS) - 1
@@ -91,7 +91,9 @@ def forget(packets: Packets, totals: Ints, packet: int) -> None:
 
 
 @part
-def signal(form: Form, ports: Ports, totals: Ints, slot: int, link: int, pause: int) -> None:
+def signal(
+    form: Form, ports: Ports, totals: Ints, slot: int, link: int, pause: int
+) -> None:
     """A switch asks the other end of a link to pause, or to go on: it takes effect one flight later."""
     ports.asked[link] = pause
     size = ports.signal_slot.shape[0]
@@ -135,67 +137,110 @@ def receive(form: Form, rules: Rules, packets: Packets, pairs: Pairs, calendar: 
     elif (number + 1) % rules.ack_every == 0 or number + 1 == count[pair, TOTAL]:
         kind = ACK  # it came before: the sender went back too far
     if kind >= 0:
-        tell(calendar, totals, at, pair | (kind << QP_BITS) | (count[pair, EXPECTED] << NUMBER_BIT))
-    if rules.dcqcn and packets.marked[packet] and slot - pairs.rate[pair, CNP_AT] >= rules.cnp:
+        tell(
+            calendar,
+            totals,
+            at,
+            pair | (kind << QP_BITS) | (count[pair, EXPECTED] << NUMBER_BIT),
+        )
+    if (
+        rules.dcqcn
+        and packets.marked[packet]
+        and slot - pairs.rate[pair, CNP_AT] >= rules.cnp
+    ):
         pairs.rate[pair, CNP_AT] = slot
         tell(calendar, totals, at, pair | (CNP << QP_BITS))
 
 
 @part
-def enqueue(form: Form, rules: Rules, ports: Ports, packets: Packets, pairs: Pairs, totals: Ints, slot: int, link: int,
-            packet: int) -> None:  # fmt: skip
-    """A switch takes a packet that came over `link`, or drops it; it pauses the link that fills it."""
-    node = ports.node[link]
-    free = rules.buffer - ports.used[node]
-    out = pairs.route[packets.pair[packet], packets.hop[packet]]
-    if not rules.pfc and ports.waiting[out] >= free:
-        totals[DROPPED] += 1
-        pairs.touched[pairs.owner[packets.pair[packet]]] |= 2
-        forget(packets, totals, packet)
-        return
-    packets.came[packet] = link
-    packets.next[packet] = -1
-    if ports.waiting[out] == 0:
-        ports.first[out] = packet
+def enqueue(
+    first: Ints32,
+    last: Ints32,
+    waiting: Ints32,
+    following: Ints32,
+    out: int,
+    packet: int,
+) -> None:
+    """Put a packet at the end of a port's queue."""
+    following[packet] = -1
+    if waiting[out] == 0:
+        first[out] = packet
     else:
-        packets.next[ports.last[out]] = packet
-    ports.last[out] = packet
-    ports.waiting[out] += 1
-    ports.used[node] += 1
-    ports.held[link] += 1
-    if rules.pfc and ports.asked[link] == 0 and ports.held[link] >= rules.pause_share * free:
-        signal(form, ports, totals, slot, link, 1)
+        following[last[out]] = packet
+    last[out] = packet
+    waiting[out] += 1
 
 
 @part
 def arrive(form: Form, rules: Rules, ports: Ports, packets: Packets, pairs: Pairs, calendar: Calendar, totals: Ints,
            slot: int) -> None:  # fmt: skip
-    """Everything that reaches the end of a wire; who is first changes from slot to slot."""
-    wire, now, links = ports.wire, slot % form.wire, ports.waiting.shape[0]
+    """Everything that reaches the end of a wire; who is first changes from slot to slot.
+
+    A switch takes the packet, or drops it when its buffer is full and it may not pause the link that fills it.
+    """
+    wire, first, last, waiting, following = (
+        ports.wire,
+        ports.first,
+        ports.last,
+        ports.waiting,
+        packets.next,
+    )
+    nodes, used, held, asked, came, owner = (
+        ports.node,
+        ports.used,
+        ports.held,
+        ports.asked,
+        packets.came,
+        packets.pair,
+    )
+    hop, hops, route = packets.hop, pairs.hops, pairs.route
+    now, links, pfc, buffer, share = (
+        slot % form.wire,
+        waiting.shape[0],
+        rules.pfc,
+        rules.buffer,
+        rules.pause_share,
+    )
     link = (slot * 7919) % links
     for _ in range(links):
         link = link + 1 if link + 1 < links else 0
         packet = wire[now, link] - 1
         if packet < 0:
             continue
-        packets.hop[packet] += 1
-        if packets.hop[packet] == pairs.hops[packets.pair[packet]]:
+        hop[packet] += 1
+        pair = owner[packet]
+        if hop[packet] == hops[pair]:
             receive(form, rules, packets, pairs, calendar, totals, slot, packet)
             forget(packets, totals, packet)
-        else:
-            enqueue(form, rules, ports, packets, pairs, totals, slot, link, packet)
+            continue
+        out, node = route[pair, hop[packet]], nodes[link]
+        free = buffer - used[node]
+        if not pfc and waiting[out] >= free:
+            totals[DROPPED] += 1
+            pairs.touched[pairs.owner[pair]] |= 2
+            forget(packets, totals, packet)
+            continue
+        came[packet] = link
+        enqueue(first, last, waiting, following, out, packet)
+        used[node] += 1
+        held[link] += 1
+        if pfc and asked[link] == 0 and held[link] >= share * free:
+            signal(form, ports, totals, slot, link, 1)
 
 
 @part
-def fails(ports: Ports, totals: Ints, link: int) -> bool:
+def fails(share: Floats, loss: Floats, totals: Ints, link: int) -> bool:
     """Whether a packet disappears on a link."""
-    return bool(ports.share[link] == 0.0 or (ports.loss[link] > 0 and draw(totals) < ports.loss[link]))
+    return bool(share[link] == 0.0 or (loss[link] > 0 and draw(totals) < loss[link]))
 
 
 @part
 def slow(share: Floats, link: int, slot: int) -> bool:
     """Whether a slow link lets this slot pass."""
-    return bool(0.0 < share[link] < 1.0 and int((slot + 1) * share[link]) == int(slot * share[link]))
+    return bool(
+        0.0 < share[link] < 1.0
+        and int((slot + 1) * share[link]) == int(slot * share[link])
+    )
 
 
 @part
@@ -207,30 +252,44 @@ def lose(packets: Packets, pairs: Pairs, totals: Ints, packet: int) -> None:
 
 
 @part
-def leave(form: Form, rules: Rules, ports: Ports, packets: Packets, totals: Ints, slot: int, link: int) -> int:
-    """Take the head of a queue: the link it came over may go on when the switch holds little of it."""
-    packet = ports.first[link]
-    ports.first[link] = packets.next[packet]
-    ports.waiting[link] -= 1
-    came = packets.came[packet]
-    node = ports.node[came]
-    ports.used[node] -= 1
-    ports.held[came] -= 1
-    if ports.asked[came] and ports.held[came] + 2 <= rules.pause_share * (rules.buffer - ports.used[node]):
-        signal(form, ports, totals, slot, came, 0)
-    waiting = ports.waiting[link]
-    if waiting > rules.mark_low:
-        over = (waiting - rules.mark_low) / (rules.mark_high - rules.mark_low)
-        if over >= 1.0 or draw(totals) < over * rules.mark_most:
-            packets.marked[packet] = 1
-            totals[MARKS] += 1
-    return int(packet)
+def marks(rules: Rules, totals: Ints, waiting: int) -> bool:
+    """Whether a packet is marked that leaves so many behind it."""
+    if waiting <= rules.mark_low:
+        return False
+    over = (waiting - rules.mark_low) / (rules.mark_high - rules.mark_low)
+    return bool(over >= 1.0 or draw(totals) < over * rules.mark_most)
 
 
 @part
-def serve(form: Form, rules: Rules, ports: Ports, packets: Packets, pairs: Pairs, totals: Ints, slot: int) -> None:
-    """Every switch port that is not paused sends the head of its queue."""
-    wire, waiting, paused, now = ports.wire, ports.waiting, ports.paused, slot % form.wire
+def serve(
+    form: Form,
+    rules: Rules,
+    ports: Ports,
+    packets: Packets,
+    pairs: Pairs,
+    totals: Ints,
+    slot: int,
+) -> None:
+    """Every switch port that is not paused sends the head of its queue.
+
+    The link that the packet came over may go on when the switch holds little of it.
+    """
+    wire, waiting, paused, asked, first = (
+        ports.wire,
+        ports.waiting,
+        ports.paused,
+        ports.asked,
+        ports.first,
+    )
+    nodes, used, held, came, following = (
+        ports.node,
+        ports.used,
+        ports.held,
+        packets.came,
+        packets.next,
+    )
+    share, loss, marked, now = ports.share, ports.loss, packets.marked, slot % form.wire
+    buffer, pause_share, low = rules.buffer, rules.pause_share, rules.mark_low
     for plane in range(form.planes):
         base = plane * form.per_plane
         for link in range(base + form.hosts, base + form.per_plane):
@@ -240,65 +299,112 @@ def serve(form: Form, rules: Rules, ports: Ports, packets: Packets, pairs: Pairs
             if paused[link]:
                 totals[PAUSED] += 1
                 continue
-            if slow(ports.share, link, slot):
+            if slow(share, link, slot):
                 continue
-            packet = leave(form, rules, ports, packets, totals, slot, link)
-            if fails(ports, totals, link):
+            packet = first[link]
+            first[link] = following[packet]
+            waiting[link] -= 1
+            behind = came[packet]
+            node = nodes[behind]
+            used[node] -= 1
+            held[behind] -= 1
+            if asked[behind] and held[behind] + 2 <= pause_share * (
+                buffer - used[node]
+            ):
+                signal(form, ports, totals, slot, behind, 0)
+            if waiting[link] > low and marks(rules, totals, waiting[link]):
+                marked[packet] = 1
+                totals[MARKS] += 1
+            if fails(share, loss, totals, link):
                 lose(packets, pairs, totals, packet)
             else:
                 wire[now, link] = packet + 1
 
 
 @part
-def send(ports: Ports, packets: Packets, pairs: Pairs, totals: Ints, slot: int, now: int, link: int, pair: int) -> None:
-    """The next packet of a queue pair goes onto the wire of its NIC port."""
-    packet = totals[FREE]
-    if packet < 0:
-        totals[OVERFLOW] += 1
-        return
-    totals[FREE] = packets.next[packet]
-    totals[IN_NET] += 1
-    totals[SENT] += 1
-    count, rate = pairs.counts, pairs.rate
-    if count[pair, NEXT] == count[pair, UNACKED]:
-        count[pair, PROGRESS] = slot
-    packets.pair[packet] = pair
-    packets.number[packet] = count[pair, NEXT]
-    packets.hop[packet] = 0
-    packets.marked[packet] = 0
-    count[pair, NEXT] += 1
-    rate[pair, SENT_BYTES] += 1
-    rate[pair, SEND_AT] = max(rate[pair, SEND_AT], slot - 1.0) + 1.0 / rate[pair, RATE]
-    if fails(ports, totals, link):
-        lose(packets, pairs, totals, packet)
-    else:
-        ports.wire[now, link] = packet + 1
+def fill(
+    pairs_of: Ints32,
+    numbers: Ints32,
+    hop: Bytes,
+    marked: Bytes,
+    packet: int,
+    pair: int,
+    number: int,
+) -> None:
+    """What a packet is at its start."""
+    pairs_of[packet] = pair
+    numbers[packet] = number
+    hop[packet] = 0
+    marked[packet] = 0
 
 
 @part
-def inject(form: Form, ports: Ports, packets: Packets, pairs: Pairs, totals: Ints, slot: int) -> None:
+def inject(
+    form: Form, ports: Ports, packets: Packets, pairs: Pairs, totals: Ints, slot: int
+) -> None:
     """Every NIC port that is not paused sends a packet of the next of its queue pairs whose rate allows it."""
-    count, rate, mine, begin, turns = pairs.counts, pairs.rate, pairs.mine, pairs.begin, pairs.turn
-    wire, paused, now = ports.wire, ports.paused, slot % form.wire
+    count, rate, mine, begin, turns = (
+        pairs.counts,
+        pairs.rate,
+        pairs.mine,
+        pairs.begin,
+        pairs.turn,
+    )
+    wire, paused, share, loss, now = (
+        ports.wire,
+        ports.paused,
+        ports.share,
+        ports.loss,
+        slot % form.wire,
+    )
+    owner, numbers, hop, marked, following = (
+        packets.pair,
+        packets.number,
+        packets.hop,
+        packets.marked,
+        packets.next,
+    )
     for plane in range(form.planes):
         for host in range(form.hosts):
             link, port = plane * form.per_plane + host, plane * form.hosts + host
             wire[now, link] = 0
             first = begin[port]
             number = begin[port + 1] - first
-            if number == 0 or slow(ports.share, link, slot):
+            if number == 0 or slow(share, link, slot):
                 continue
             at = turns[port]
             for _ in range(number):
                 pair = mine[first + at]
                 at = at + 1 if at + 1 < number else 0
-                if count[pair, NEXT] < count[pair, TOTAL] and rate[pair, SEND_AT] <= slot:
-                    if paused[link]:
-                        totals[PAUSED] += 1
-                    else:
-                        send(ports, packets, pairs, totals, slot, now, link, pair)
-                        turns[port] = at
+                if (
+                    count[pair, NEXT] >= count[pair, TOTAL]
+                    or rate[pair, SEND_AT] > slot
+                ):
+                    continue
+                packet = totals[FREE]
+                if paused[link] or packet < 0:
+                    totals[PAUSED] += paused[link]
+                    totals[OVERFLOW] += packet < 0
                     break
+                totals[FREE] = following[packet]
+                totals[IN_NET] += 1
+                totals[SENT] += 1
+                turns[port] = at
+                fill(owner, numbers, hop, marked, packet, pair, count[pair, NEXT])
+                if count[pair, NEXT] == count[pair, UNACKED]:
+                    count[pair, PROGRESS] = (
+                        slot  # the timer runs from the oldest that is not acknowledged
+                    )
+                count[pair, NEXT] += 1
+                rate[pair, SENT_BYTES] += 1
+                rate[pair, SEND_AT] = (
+                    max(rate[pair, SEND_AT], slot - 1.0) + 1.0 / rate[pair, RATE]
+                )
+                if fails(share, loss, totals, link):
+                    lose(packets, pairs, totals, packet)
+                else:
+                    wire[now, link] = packet + 1
+                break
 
 
 @part
@@ -346,21 +452,30 @@ def timers(form: Form, rules: Rules, pairs: Pairs, slot: int) -> None:
                 count[pair, FAST_BYTES] += 1
                 rise(rules, rate, count, pair)
         wait = form.timeout << min(count[pair, PATIENCE], MOST_DOUBLINGS)
-        if count[pair, NEXT] > count[pair, UNACKED] and slot - count[pair, PROGRESS] > wait:
+        if (
+            count[pair, NEXT] > count[pair, UNACKED]
+            and slot - count[pair, PROGRESS] > wait
+        ):
             count[pair, NEXT] = count[pair, UNACKED]
             count[pair, PROGRESS] = slot
             count[pair, PATIENCE] += 1
 
 
 @part
-def events(form: Form, rules: Rules, pairs: Pairs, calendar: Calendar, totals: Ints, slot: int) -> None:
+def events(
+    form: Form, rules: Rules, pairs: Pairs, calendar: Calendar, totals: Ints, slot: int
+) -> None:
     """What senders hear in this slot."""
     count, at = pairs.counts, slot % form.ring
     event = calendar.first[at]
     calendar.first[at] = -1
     while event >= 0:
         word = calendar.word[event]
-        pair, kind, number = word & PAIR_MASK, (word >> QP_BITS) & KIND_MASK, word >> NUMBER_BIT
+        pair, kind, number = (
+            word & PAIR_MASK,
+            (word >> QP_BITS) & KIND_MASK,
+            word >> NUMBER_BIT,
+        )
         if kind == CNP:
             cut(rules, pairs.rate, count, pair, slot)
         elif number > count[pair, UNACKED] or kind == NAK:
@@ -369,7 +484,9 @@ def events(form: Form, rules: Rules, pairs: Pairs, calendar: Calendar, totals: I
             count[pair, PROGRESS] = slot
             count[pair, PATIENCE] = 0
             # Go-back-N: everything from the gap on is sent again.
-            count[pair, NEXT] = number if kind == NAK else max(count[pair, NEXT], number)
+            count[pair, NEXT] = (
+                number if kind == NAK else max(count[pair, NEXT], number)
+            )
             if unfinished and count[pair, UNACKED] == count[pair, TOTAL]:
                 owner = pairs.owner[pair]
                 pairs.left[owner] -= 1

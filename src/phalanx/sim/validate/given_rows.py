@@ -14,6 +14,7 @@ from phalanx.network.fabric.parse import parse_fabric
 from phalanx.plan.physics import physics
 from phalanx.sim.packets.transport import ECMP, MRC
 from phalanx.sim.validate.outcome import Context, Outcome, Reader, calibrated, reproduced
+from phalanx.sim.validate.paper_rows import ENTROPY
 from phalanx.sim.validate.table import Row
 from phalanx.sim.validate.words import NotSaid, count, number, said
 
@@ -124,6 +125,7 @@ READERS: tuple[tuple[str, Reader], ...] = (
     (r"lost to (the )?network", lost_share),
     (r"MTTF|between (NIC )?link failures", mean_time),
     (r"^link failures per day", link_failures),
+    (r"^entropy values per QP, low", _taken(ENTROPY[0], "the lower end of what paper_rows assume")),
     (r"^entropy values per QP, high", _taken(MRC.paths, "our default number of paths")),
     (r"^path failure bypass", _taken(1e6 * EDGE_RECOVERY_S, "our default of recovery at the edge")),
     (r"^conventional fabric reroute", _taken(ECMP.converge_s, "our default of routing's convergence")),

@@ -12,7 +12,6 @@ REASONS = (
     ),
     (r"^largest cluster validated|^mean alignment to real", "a result of another simulator on data we do not have"),
     (r"^SRv6 locator|^SACK bitmap", "a field of a header: routes and acknowledgements are modelled, not their bits"),
-    (r"^entropy values per QP, low", "the other end of a range; ours is the upper one"),
     (r"^Clustermapper probe interval", "an agent that probes links for operators: no simulation here depends on it"),
     (r"^NIC port failure QP remap", "the remapping of queue pairs by a NIC is not modelled"),
     (r"^EV injected loss", "an input of an experiment; what it does is in docs/simulation/packets.md"),

@@ -22,7 +22,7 @@ from phalanx.sim.validate.words import NotSaid, count, said
 T0_DOWN, RADIX = 64, 128
 TOGETHER, RANGE = 8, (4, 32)  # NICs of the ring under one T0
 SEEDS = range(20)  # of the hashes: one draw of 64 flows says little
-MOST = 1024  # ranks
+MOST = 512  # ranks: four to a T0 of 64 are as many as two tiers join
 QPS = (1, 2, 4, 8, 16, 32, 64)
 LITTLE = 0.05  # of gain from twice as many queue pairs
 WORDING = 0.05

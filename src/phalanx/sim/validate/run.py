@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from phalanx.errors import UserError
+from phalanx.errors import PhalanxError
 from phalanx.sim.validate import (
     collective_rows,
     fabric_rows,
@@ -40,7 +40,7 @@ READERS = (
     *reasons.READERS,
 )
 WANTED = (*packet_rows.WANTED, *loss_rows.WANTED, *incast_rows.WANTED, *slotted_rows.WANTED)
-FAILURES = (UserError, OverflowError, ZeroDivisionError, ValueError)
+FAILURES = (PhalanxError, OverflowError, ZeroDivisionError, ValueError)
 FREE_S = 60.0  # of CPU: what is simulated without being asked for, the cheapest first
 
 
@@ -155,7 +155,7 @@ def _strange(quantity: str) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return error.problems[0].what if isinstance(error, UserError) else str(error).partition("\n")[0][:100]
+    return error.problems[0].what if isinstance(error, PhalanxError) else str(error).partition("\n")[0][:100]
 
 
 def card(outcomes: Sequence[Outcome], *, interrupted: bool = False) -> NetworkCard:
