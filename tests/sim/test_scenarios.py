@@ -7,9 +7,11 @@ import pytest
 
 from phalanx.errors import UserError
 from phalanx.network.fabric.parse import parse_fabric
-from phalanx.sim.compare import Question, compare, fluid_runs
+from phalanx.sim.compare import Question, compare, fluid_manners, fluid_runs
 from phalanx.sim.failures import faults_of
 from phalanx.sim.links import links_of
+from phalanx.sim.matrices import all_to_all
+from phalanx.sim.packets.transport import MRC
 from phalanx.sim.scenarios import SCENARIOS, chosen, incast_beside, usual_bytes
 
 FABRIC = parse_fabric("clos2:64x800G/8p/16/wide")
@@ -36,6 +38,15 @@ def test_a_victim_shares_switches_but_no_host(text: str) -> None:
     assert len(set(home[flows.source].tolist())) == 1
     with pytest.raises(UserError, match="at least 10 hosts"):
         incast_beside(parse_fabric("clos2:9x800G/8p/16"), 1e6)
+
+
+def test_ways_of_sending_are_alike_but_for_what_is_compared() -> None:
+    off, on, edge = fluid_manners(Question(fabric=FABRIC, flows=incast_beside(FABRIC, 1e6), converge_s=3.0))
+    assert (off.routing, off.go_back, off.react_s) == (on.routing, on.go_back, on.react_s)
+    assert (off.pauses, on.pauses, off.routing.paths, off.react_s) == (False, True, 8, 3.0)
+    assert (edge.routing.paths, edge.least_paths, edge.probe_s) == (256, MRC.least_paths, MRC.probe_s)
+    many = Question(fabric=FABRIC, flows=all_to_all(64, 1e6), paths=16)
+    assert fluid_manners(many)[2].routing.paths == 16
 
 
 def test_runs_without_failure_are_kept() -> None:

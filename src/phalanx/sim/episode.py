@@ -150,7 +150,7 @@ def _stages(links: Links, faults: Sequence[Fault], manner: Manner, wire: Wire) -
 def _dry_s(links: Links, fault: Fault, manner: Manner, wire: Wire) -> float:
     """When every loss has retired a path and only the least are left; infinite where probes bring them back sooner."""
     packets_per_s = links.fabric.nic_gbps * 1e9 / (8.0 * (wire.payload_bytes + wire.header_bytes))
-    retired_per_s, most = packets_per_s * fault.loss, manner.routing.paths - manner.least_paths
+    retired_per_s, most = packets_per_s * fault.loss, max(0, manner.routing.paths - manner.least_paths)
     if manner.routing.recovery != "edge" or retired_per_s * manner.probe_s <= most or fault.loss == 0:
         return math.inf
     return fault.at_s + most / retired_per_s

@@ -11,6 +11,7 @@ import pytest
 
 from phalanx.sim.packets import kernel
 from phalanx.sim.packets.state import (
+    ACHIEVED,
     ACKED,
     ARRIVED,
     ASSUMED_BAD,
@@ -20,17 +21,24 @@ from phalanx.sim.packets.state import (
     CREDIT,
     DENIED,
     FAST,
+    FRESH,
     GOOD,
+    IGNORED,
     IN_FLIGHT,
+    JUDGE_AT,
     KEPT,
     LAST_ADD,
     LAST_CUT,
+    LAST_LOSS,
+    LOSSES,
     LOST,
     MOST,
     MOST_SKIP,
     RANDOM,
     RETIRED,
+    STAMP_BIT,
     TODO,
+    TOUCHED,
     TRIMMED,
     TRIMMED_LAST_HOP,
     UNACKED,
@@ -211,11 +219,92 @@ def test_an_idle_path_grows_fast_after_a_calm_window(state: SimpleNamespace) -> 
     assert state.window[0, FAST] == 0
 
 
+def judged(state: SimpleNamespace, *, bad: bool = False, marked: int = 0, waited: float = 0.0) -> bool:
+    settled: bool = plain("judge")(knobs(), state.window, 0, 3, 1000, bad, marked, waited)
+    return settled
+
+
+def test_a_round_trip_that_delivered_next_to_nothing_sets_the_window(state: SimpleNamespace) -> None:
+    state.window[0, JUDGE_AT], state.window[0, ACHIEVED] = 999, 12  # an eighth of the most is 12.5
+    assert not judged(state)  # nothing was trimmed, and nobody waited long
+    state.window[0, JUDGE_AT], state.window[0, ACHIEVED] = 999, 13
+    assert not judged(state, bad=True)
+    state.window[0, JUDGE_AT], state.window[0, ACHIEVED] = 999, 12
+    assert judged(state, bad=True)
+    assert (state.window[0, WINDOW], state.window[0, JUDGE_AT]) == (12, 1000 + 60 + 40)
+    # What was under way then is not judged again, if it comes back marked.
+    assert judged(state, marked=1)
+    assert not judged(state, marked=0)
+    state.window[0, IGNORED] = 3
+    assert not judged(state, marked=1)
+
+
+def test_a_long_wait_alarms_as_a_trim_does(state: SimpleNamespace) -> None:
+    state.window[0, JUDGE_AT] = 999
+    assert not judged(state, waited=160)
+    state.window[0, JUDGE_AT] = 999
+    assert judged(state, waited=161)
+    assert not judged(state, waited=161)  # the next round trip has just begun
+    assert state.window[0, WINDOW] == 1
+
+
+def test_credit_becomes_window_after_eight_packets_or_a_round_trip(state: SimpleNamespace) -> None:
+    state.window[0, JUDGE_AT], state.window[0, LAST_ADD], state.window[0, CREDIT] = 2000, 950, 20
+    state.window[0, FRESH] = 8
+    plain("grow")(knobs(), state.window, 0, 3, 1000, 0, 2, 20.0)
+    assert (state.window[0, WINDOW], state.window[0, CREDIT]) == (10, 24)
+    state.window[0, FRESH] = 9
+    plain("grow")(knobs(), state.window, 0, 3, 1000, 0, 2, 20.0)
+    assert (state.window[0, WINDOW], state.window[0, CREDIT]) == (pytest.approx(12.8), 0)
+    plain("grow")(knobs(), state.window, 0, 3, 1011, 1, 2, 20.0)  # a round trip since the last: a little in any case
+    assert state.window[0, WINDOW] == pytest.approx(12.8 + 0.15)
+    # A long wait without a mark is a path that drains: a quarter of a round trip in the average.
+    state.window[0, AVERAGE] = 0
+    plain("grow")(knobs(), state.window, 0, 3, 1012, 0, 2, 60.0)
+    assert state.window[0, AVERAGE] == pytest.approx(0.0125 * 15)
+
+
+def test_losses_in_a_row_are_counted_once_per_round_trip_until_something_arrives(state: SimpleNamespace) -> None:
+    heard(state, LOST)
+    heard(state, LOST)
+    assert state.tally[0, LOSSES] == 1
+    state.window[0, LAST_LOSS] = 939
+    heard(state, LOST)
+    assert state.tally[0, LOSSES] == 2
+    acknowledged(state, 0)
+    assert state.tally[0, LOSSES] == 0
+
+
+def test_a_kept_path_is_used_unless_it_went_bad(state: SimpleNamespace) -> None:
+    shape, more = SimpleNamespace(planes=1), knobs(kept=8)
+    state.kept[0, :2], state.tally[0, KEPT] = [3, 2], 2
+    state.path[0, 2] = ASSUMED_BAD
+    taken = [plain("again")(more, shape, state.tally, state.path, state.kept, 0, 0) for _ in range(3)]
+    assert taken == [3, -1, -1]
+    assert state.tally[0, KEPT] == 0
+
+
+@pytest.mark.parametrize(("edge", "losses", "wait"), [(1, 3, 200), (0, 0, 200), (0, 3, 1600), (0, 9, 3200)])
+def test_a_timeout_doubles_where_there_is_no_other_path(
+    state: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, edge: int, losses: int, wait: int
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(kernel, "tell", lambda *args: told.append(args[6]))
+    state.tally[0, LOSSES] = losses
+    shape = SimpleNamespace(timeout=200, ring=5000)
+    calendar = SimpleNamespace(first=None, word=None, next=None, free=None)
+    plain("lose")(shape, knobs(edge=edge), state, calendar, state.totals, 1000, 990 << STAMP_BIT)
+    assert told == [990 + wait]
+    assert state.tally[0, TOUCHED] == 1
+
+
 def test_a_queue_takes_what_fits_and_goes_round() -> None:
     ring, head, count = np.zeros((1, 3), dtype=np.int64), np.array([2], dtype=np.int16), np.zeros(1, dtype=np.int16)
-    taken = [plain("push")(ring, head, count, 3, 0, packet) for packet in (7, 8, 9, 10)]
-    assert taken == [True, True, True, False]
+    push, room = plain("push"), np.ones(1)
+    assert [push(ring, head, count, room, 3, 0, packet) for packet in (7, 8, 9, 10)] == [True, True, True, False]
     assert ring[0].tolist() == [8, 9, 7]
+    head[0], count[0], room[0] = 0, 0, 0.5  # half of the queue
+    assert [push(ring, head, count, room, 3, 0, packet) for packet in (7, 8, 9)] == [True, True, False]
 
 
 def test_a_slow_port_lets_slots_pass() -> None:

@@ -193,6 +193,7 @@ def _net(links: Links, shape: Shape) -> Net:
         waiting=np.zeros(count, dtype=np.int16),
         wire=np.zeros((shape.wire, count), dtype=np.int64),
         share=np.ones(count),
+        room=np.ones(count),
         loss=np.zeros(count),
         avoided=np.zeros(count, dtype=np.uint8),
         trouble=np.zeros(count, dtype=np.uint8),

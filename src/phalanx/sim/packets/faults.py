@@ -28,6 +28,7 @@ class Fault:
     until_s: float = math.inf
     left: float = 0.0
     loss: float = 0.0  # above 0 the part keeps its speed: a grey failure
+    short: bool = False  # with its speed its queue and where that marks shrink: so do slow links of uet-htsim
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +39,7 @@ class Change:
     links: Ints
     share: float
     loss: float
+    room: float = 1.0  # of the queue
     routed: int | None = None  # 1: routing avoids them from now on; 0: uses them again
 
 
@@ -49,7 +51,8 @@ def changes(links: Links, faults: tuple[Fault, ...], *, slot_s: float, converge_
         hit = fault_links(links, fault)
         grey = fault.loss > 0
         begin, end = _slot(fault.at_s, slot_s), _slot(fault.until_s, slot_s)
-        found.append(Change(slot=begin, links=hit, share=1.0 if grey else fault.left, loss=fault.loss))
+        share, room = 1.0 if grey else fault.left, fault.left if fault.short else 1.0
+        found.append(Change(slot=begin, links=hit, share=share, loss=fault.loss, room=room))
         # Routing follows a dead link, never a slow or a grey one: the port is up.
         if converge_s is not None and not grey and fault.left == 0:
             known = begin + _slot(converge_s, slot_s)

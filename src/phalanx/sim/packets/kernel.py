@@ -360,7 +360,7 @@ def serve(
 ) -> None:
     """Every switch port of a plane sends the head of its queue, marked when the queue behind it is long."""
     wire, ring, head, counts, trouble = net.wire, net.ring, net.head, net.waiting, net.trouble
-    share, loss = net.share, net.loss
+    share, loss, room = net.share, net.loss, net.room
     now, queue, low, high = slot % shape.wire, shape.queue, knobs.mark_low, knobs.mark_high
     last_hop = base + 2 * shape.hosts
     for link in range(base + shape.hosts, base + shape.per_plane):
@@ -368,6 +368,9 @@ def serve(
         packet = 0
         if count > 0:
             troubled = trouble[link]
+            if troubled and room[link] < 1.0:
+                shorten(shape, knobs, net, traffic, calendar, totals, slot, base, link)
+                count = counts[link]
             if troubled and held(share, trouble, link, slot):
                 wire[now, link] = 0
                 continue
@@ -379,12 +382,40 @@ def serve(
             if troubled and (share[link] == 0.0 or draw(totals) < loss[link]):
                 lose(shape, knobs, traffic, calendar, totals, slot, packet)
                 packet = 0
-            elif count > low and (knobs.mark_last_hop or link >= last_hop):
-                over = (count - low) / (high - low)
+            elif count > (low * room[link] if troubled else low) and (knobs.mark_last_hop or link >= last_hop):
+                over = (count / room[link] - low) / (high - low) if troubled else (count - low) / (high - low)
                 if over >= 1.0 or draw(totals) < over:
                     packet |= MARK if link >= last_hop else 1 << LAST_BIT
                     totals[MARKS] += 1
         wire[now, link] = packet
+
+
+@part
+def shorten(
+    shape: Shape,
+    knobs: Knobs,
+    net: Net,
+    traffic: Traffic,
+    calendar: Calendar,
+    totals: Ints,
+    slot: int,
+    base: int,
+    link: int,
+) -> None:
+    """Trim what a short queue has no room for. Here, not where packets enter: there it would cost every one of them."""
+    ups = shape.t0 * shape.t0_up
+    place = link - base - 2 * shape.hosts
+    while net.waiting[link] > max(1, int(shape.queue * net.room[link])):
+        net.waiting[link] -= 1
+        packet = net.ring[link, (net.head[link] + net.waiting[link]) % shape.queue]
+        left = 1
+        if place >= 2 * ups:  # beyond T0-T1: up to a T2, then down
+            left = 4 if place < 2 * ups + shape.t1_up * (shape.t0 // shape.t0_per_pod) * shape.t1_per_pod else 3
+        elif place >= ups:
+            left = 2
+        elif place >= 0:
+            left = traffic.links[packet & FLOW_MASK] - 1
+        trim(shape, knobs, net, traffic, calendar, totals, slot, link, packet, left)
 
 
 @part

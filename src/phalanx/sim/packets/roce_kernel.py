@@ -91,9 +91,7 @@ def forget(packets: Packets, totals: Ints, packet: int) -> None:
 
 
 @part
-def signal(
-    form: Form, ports: Ports, totals: Ints, slot: int, link: int, pause: int
-) -> None:
+def signal(form: Form, ports: Ports, totals: Ints, slot: int, link: int, pause: int) -> None:
     """A switch asks the other end of a link to pause, or to go on: it takes effect one flight later."""
     ports.asked[link] = pause
     size = ports.signal_slot.shape[0]
@@ -143,11 +141,7 @@ def receive(form: Form, rules: Rules, packets: Packets, pairs: Pairs, calendar: 
             at,
             pair | (kind << QP_BITS) | (count[pair, EXPECTED] << NUMBER_BIT),
         )
-    if (
-        rules.dcqcn
-        and packets.marked[packet]
-        and slot - pairs.rate[pair, CNP_AT] >= rules.cnp
-    ):
+    if rules.dcqcn and packets.marked[packet] and slot - pairs.rate[pair, CNP_AT] >= rules.cnp:
         pairs.rate[pair, CNP_AT] = slot
         tell(calendar, totals, at, pair | (CNP << QP_BITS))
 
@@ -237,10 +231,7 @@ def fails(share: Floats, loss: Floats, totals: Ints, link: int) -> bool:
 @part
 def slow(share: Floats, link: int, slot: int) -> bool:
     """Whether a slow link lets this slot pass."""
-    return bool(
-        0.0 < share[link] < 1.0
-        and int((slot + 1) * share[link]) == int(slot * share[link])
-    )
+    return bool(0.0 < share[link] < 1.0 and int((slot + 1) * share[link]) == int(slot * share[link]))
 
 
 @part
@@ -308,9 +299,7 @@ def serve(
             node = nodes[behind]
             used[node] -= 1
             held[behind] -= 1
-            if asked[behind] and held[behind] + 2 <= pause_share * (
-                buffer - used[node]
-            ):
+            if asked[behind] and held[behind] + 2 <= pause_share * (buffer - used[node]):
                 signal(form, ports, totals, slot, behind, 0)
             if waiting[link] > low and marks(rules, totals, waiting[link]):
                 marked[packet] = 1
@@ -339,9 +328,7 @@ def fill(
 
 
 @part
-def inject(
-    form: Form, ports: Ports, packets: Packets, pairs: Pairs, totals: Ints, slot: int
-) -> None:
+def inject(form: Form, ports: Ports, packets: Packets, pairs: Pairs, totals: Ints, slot: int) -> None:
     """Every NIC port that is not paused sends a packet of the next of its queue pairs whose rate allows it."""
     count, rate, mine, begin, turns = (
         pairs.counts,
@@ -376,10 +363,7 @@ def inject(
             for _ in range(number):
                 pair = mine[first + at]
                 at = at + 1 if at + 1 < number else 0
-                if (
-                    count[pair, NEXT] >= count[pair, TOTAL]
-                    or rate[pair, SEND_AT] > slot
-                ):
+                if count[pair, NEXT] >= count[pair, TOTAL] or rate[pair, SEND_AT] > slot:
                     continue
                 packet = totals[FREE]
                 if paused[link] or packet < 0:
@@ -392,14 +376,10 @@ def inject(
                 turns[port] = at
                 fill(owner, numbers, hop, marked, packet, pair, count[pair, NEXT])
                 if count[pair, NEXT] == count[pair, UNACKED]:
-                    count[pair, PROGRESS] = (
-                        slot  # the timer runs from the oldest that is not acknowledged
-                    )
+                    count[pair, PROGRESS] = slot  # the timer runs from the oldest that is not acknowledged
                 count[pair, NEXT] += 1
                 rate[pair, SENT_BYTES] += 1
-                rate[pair, SEND_AT] = (
-                    max(rate[pair, SEND_AT], slot - 1.0) + 1.0 / rate[pair, RATE]
-                )
+                rate[pair, SEND_AT] = max(rate[pair, SEND_AT], slot - 1.0) + 1.0 / rate[pair, RATE]
                 if fails(share, loss, totals, link):
                     lose(packets, pairs, totals, packet)
                 else:
@@ -452,19 +432,14 @@ def timers(form: Form, rules: Rules, pairs: Pairs, slot: int) -> None:
                 count[pair, FAST_BYTES] += 1
                 rise(rules, rate, count, pair)
         wait = form.timeout << min(count[pair, PATIENCE], MOST_DOUBLINGS)
-        if (
-            count[pair, NEXT] > count[pair, UNACKED]
-            and slot - count[pair, PROGRESS] > wait
-        ):
+        if count[pair, NEXT] > count[pair, UNACKED] and slot - count[pair, PROGRESS] > wait:
             count[pair, NEXT] = count[pair, UNACKED]
             count[pair, PROGRESS] = slot
             count[pair, PATIENCE] += 1
 
 
 @part
-def events(
-    form: Form, rules: Rules, pairs: Pairs, calendar: Calendar, totals: Ints, slot: int
-) -> None:
+def events(form: Form, rules: Rules, pairs: Pairs, calendar: Calendar, totals: Ints, slot: int) -> None:
     """What senders hear in this slot."""
     count, at = pairs.counts, slot % form.ring
     event = calendar.first[at]
@@ -484,9 +459,7 @@ def events(
             count[pair, PROGRESS] = slot
             count[pair, PATIENCE] = 0
             # Go-back-N: everything from the gap on is sent again.
-            count[pair, NEXT] = (
-                number if kind == NAK else max(count[pair, NEXT], number)
-            )
+            count[pair, NEXT] = number if kind == NAK else max(count[pair, NEXT], number)
             if unfinished and count[pair, UNACKED] == count[pair, TOTAL]:
                 owner = pairs.owner[pair]
                 pairs.left[owner] -= 1

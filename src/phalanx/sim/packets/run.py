@@ -183,6 +183,7 @@ class _Clock:
                 self.routed = int(net.avoided.any())
                 continue
             net.share[change.links] = change.share
+            net.room[change.links] = change.room
             net.loss[change.links] = change.loss
             net.trouble[change.links] &= 2
             net.trouble[change.links] |= int(change.share < 1 or change.loss > 0)

@@ -108,6 +108,7 @@ class Net(NamedTuple):
     waiting: Shorts  # packets in the queue
     wire: Ints  # [slot, link] packets on their way, 0 is none
     share: Floats  # of its speed that a link has
+    room: Floats  # of its queue and of where that marks
     loss: Floats  # chance that a packet on it disappears
     avoided: Bytes  # 1: routing knows that the link is dead
     trouble: Bytes  # 1: share or loss is not the normal one, 2: headers are owed a slot

@@ -112,10 +112,10 @@ def _faults(case: Case) -> tuple[Fault, ...]:
     """Slow links where uet-htsim has them: three tiers, T2 to T1; two, the first T1s both ways."""
     fabric = fabric_of(case)
     if fabric.tiers == 2:
-        return tuple(Fault(part="t1", number=t1, left=SLOW) for t1 in range(min(case.failed, fabric.t1)))
+        return tuple(Fault(part="t1", number=t1, left=SLOW, short=True) for t1 in range(min(case.failed, fabric.t1)))
     ports = fabric.t1_up or fabric.switch.radix // 2
     slow = range(min(case.failed, fabric.t1 * ports))
-    return tuple(Fault(part="t1_fall", number=one // ports, port=one % ports, left=SLOW) for one in slow)
+    return tuple(Fault(part="t1_fall", number=one // ports, port=one % ports, left=SLOW, short=True) for one in slow)
 
 
 def wanted(row: Row) -> Simulation | None:

@@ -1,0 +1,44 @@
+"""What the fluid engine refuses before it starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.errors import UserError
+from phalanx.network.fabric.parse import parse_fabric
+from phalanx.sim.fluid_budget import afford, expected
+from phalanx.sim.links import links_of
+from phalanx.sim.packets.budget import Budget
+from phalanx.sim.routes import by_flow, by_qp, every_path, spray
+
+LINKS = links_of(parse_fabric("clos2:131072x800G/8p/512"))
+HOSTS = 131_072
+
+
+def test_estimates_are_near_what_was_measured() -> None:
+    """CPU seconds and GB on one core, 2026-11-15: rates and completion times of a permutation (docs: fluid.md)."""
+    measured = {by_qp(8): (24.6, 0.61), spray(8): (20.4, 0.57), spray(32): (42.6, 0.98), every_path(8): (4.5, 0.51)}
+    for routing, (cpu_s, gigabytes) in measured.items():
+        seconds, nbytes = expected(LINKS, HOSTS, routing)
+        assert 0.5 < seconds / cpu_s < 2
+        assert nbytes / 1e9 == pytest.approx(gigabytes, rel=0.4)
+
+
+@pytest.mark.parametrize(
+    ("paths", "budget", "said"),
+    [
+        (256, Budget(), "use --paths 128 or --routing all or simulate about"),
+        (64, Budget(cpu_s=20), "use --paths 8 or --routing all or simulate about 23,148 flows or raise --cpu"),
+    ],
+)
+def test_what_is_too_much_says_what_would_fit(paths: int, budget: Budget, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        afford(LINKS, HOSTS, spray(paths), budget)
+    assert said in str(caught.value)
+    assert ("raise --cpu" in str(caught.value)) == (budget.cpu_s == 20)  # more time does not help against memory
+
+
+def test_one_path_has_no_fewer() -> None:
+    afford(LINKS, HOSTS, by_flow(), Budget())
+    with pytest.raises(UserError, match="simulate about 31,746 flows or raise --cpu"):
+        afford(LINKS, HOSTS, by_flow(), Budget(cpu_s=1))
