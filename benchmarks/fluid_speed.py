@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--part", choices=("rates", "completions", "fit", "oversubscribed", "loads"))
     args = parser.parse_args()
     fluid.solve(parse_fabric("clos2:64x100G/1p/16"), matrices.ring(64, 1.0), routing=routes.by_flow())
-    parts = {
+    parts: dict[str, Callable[[], None]] = {
         "rates": rates,
         "completions": completions,
         "fit": fit,

@@ -24,13 +24,43 @@ def test_the_best_is_the_fastest_that_fits_up_to_a_tie(make_ask):
     assert found.legal == scores.legal >= scores.base.size
 
 
-def test_chunked_scores_equal_one_by_one_prices(make_ask):
-    ask = make_ask(cluster="8xH100:1", batch=16)
-    scores = score(build(ask))
-    rows = np.linspace(0, scores.base.size - 1, 25, dtype=int)
+@pytest.mark.parametrize(
+    ("preset", "settings"),
+    [
+        ("llama-3-8b", {}),
+        ("mixtral-8x7b", {}),
+        ("mixtral-8x7b", {"optim__name": '"muon"'}),
+        ("qwen3-30b-a3b", {"parallel__recompute_layers": 4, "parallel__recompute": '"full"'}),
+        ("llama-3-8b", {"parallel__compression": '"powersgd"'}),
+        ("llama-3-8b", {"parallel__offload": '"parameters"'}),
+        ("llama-3-8b", {"parallel__offload": '"activations"'}),
+        ("llama-3-8b", {"parallel__zero": 2}),
+    ],
+)
+def test_scores_of_a_grid_equal_prices_one_by_one(make_ask, preset, settings):
+    ask = make_ask(preset, cluster="8xH100:2", batch=16, **settings)
+    scores = score(build(ask), hopeless=np.inf)
+    rows = np.linspace(0, scores.base.size - 1, 200, dtype=int)
     _, times, memory = price(ask, [scores.layout(int(row)) for row in rows])
-    assert np.allclose(times.step_s, scores.step_s[rows], rtol=1e-9)
-    assert np.allclose(memory.total, scores.memory_bytes[rows], rtol=1e-9)
+    assert np.allclose(times.step_s, scores.step_s[rows], rtol=1e-12, atol=0)
+    assert np.allclose(memory.total, scores.memory_bytes[rows], rtol=1e-12, atol=0)
+    assert memory.runs.all()
+
+
+def test_scores_are_in_the_order_of_the_tables(make_ask):
+    scores = score(build(make_ask("mixtral-8x7b")))
+    order = scores.base * scores.space.choice["zero"].size + scores.choice
+    assert (np.diff(order) > 0).all(), "of equals the first is taken: it must not depend on how they were priced"
+
+
+def test_where_nothing_comes_near_only_the_smallest_is_kept(make_ask, monkeypatch):
+    monkeypatch.setattr("phalanx.plan.space.GRID_CELLS", 500)
+    space = build(make_ask())
+    everything, least = score(space, hopeless=np.inf), score(space, hopeless=1e-3)
+    smallest = everything.memory_bytes == everything.memory_bytes.min()
+    assert least.legal == everything.legal
+    assert least.base.tolist() == everything.base[smallest].tolist()
+    assert least.choice.tolist() == everything.choice[smallest].tolist()
 
 
 def axes_of(scores):

@@ -8,8 +8,12 @@ from phalanx.plan.space import build, divisors, expert_sizes, micro_batches, sch
 
 def layouts(space, every=1):
     """Legal layouts of a space, or one in `every` of them."""
-    rows = [pair for base, choice, _ in space.chunks() for pair in zip(base, choice, strict=True)]
+    rows = np.concatenate([np.stack(grid.rows(legal_cells(grid)), axis=1) for grid in space.grids()])
     return [space.layout(int(base), int(choice)) for base, choice in rows[::every]]
+
+
+def legal_cells(grid):
+    return np.broadcast_to(grid.legal, grid.shape)
 
 
 @given(st.integers(1, 3000))
@@ -34,8 +38,43 @@ def test_every_layout_is_legal(make_ask, domains, batch):
         assert one.zero in (ask.limits.zero_with_pipeline if one.pipeline > 1 else ask.limits.zero)
         assert (one.virtual_pipeline > 1) == (one.schedule == "interleaved")
         assert not one.sequence_parallel or one.tensor > 1
-    rows = np.concatenate([np.stack(list(columns.values()), axis=1) for _, _, columns in space.chunks()])
-    assert len(np.unique(rows, axis=0)) == len(rows) > 100, "no layout is listed twice"
+    found = layouts(space)
+    assert len(set(found)) == len(found) > 100, "no layout is listed twice"
+
+
+@pytest.mark.parametrize(
+    ("preset", "cluster", "batch"), [("mixtral-8x7b", "8xH100:6", 96), ("llama-3-8b", "8xH100:3", 60)]
+)
+def test_a_cell_of_a_grid_is_the_layout_of_its_rows(make_ask, preset, cluster, batch):
+    space = build(make_ask(preset, cluster, batch=batch), offload=("none", "optimizer"))
+    for grid in space.grids():
+        where = legal_cells(grid)
+        base, choice = grid.rows(where)
+        for name, values in space.columns(base, choice).items():
+            if name != "group":
+                assert np.array_equal(np.broadcast_to(grid.columns[name], grid.shape)[where], values), name
+
+
+def test_the_grid_around_some_layouts_holds_exactly_them(make_ask):
+    space = build(make_ask("mixtral-8x7b", "8xH100:4"))
+    for grid in space.grids():
+        wanted = legal_cells(grid) & (grid.columns["zero"] == 1) & (grid.columns["ep"] > 2)
+        small, inside = grid.around(wanted)
+        assert inside.shape == small.shape
+        assert set(zip(*(one.tolist() for one in small.rows(inside)), strict=True)) == set(
+            zip(*(one.tolist() for one in grid.rows(wanted)), strict=True)
+        )
+        for name, values in grid.columns.items():
+            kept = np.broadcast_to(small.columns[name], small.shape)[inside]
+            assert np.array_equal(kept, np.broadcast_to(values, grid.shape)[wanted]), name
+
+
+def test_what_is_legal_does_not_depend_on_how_grids_are_joined(make_ask, monkeypatch):
+    space = build(make_ask("mixtral-8x7b", "8xH100:6", batch=96))
+    joined = set(layouts(space))
+    monkeypatch.setattr("phalanx.plan.grid.WASTED_CELLS", 0)
+    monkeypatch.setattr("phalanx.plan.space.GRID_CELLS", 500)
+    assert set(layouts(space)) == joined
 
 
 def test_device_counts_that_are_no_power_of_two_are_split(make_ask):

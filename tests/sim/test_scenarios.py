@@ -23,6 +23,7 @@ def test_every_scenario_names_parts_that_exist_and_meets_its_traffic() -> None:
         for fault in faults_of(one.broken):
             assert fault.at_s < lasts_s / 2
     assert [one.name for one in chosen("all", FABRIC)] == list(SCENARIOS)
+    assert "incast" not in [one.name for one in chosen("all", parse_fabric("clos2:9x800G/8p/16"))]
     assert chosen("incast", FABRIC) == (SCENARIOS["incast"],)
 
 

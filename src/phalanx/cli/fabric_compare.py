@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.cli.fabric_files import Traffic
 from phalanx.cli.output import note, print_json
+from phalanx.errors import mistake
 from phalanx.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -98,8 +99,7 @@ def _columns(question: Question, engine: str, kept: list[Run]) -> tuple[list[dic
     from phalanx.sim.compare_packets import packet_runs
 
     found: list[dict[str, Any]] = []
-    if engine == "fluid" and not kept:
-        _announce(question)
+    _announce(question, engine)
     rows: Iterator[dict[str, Any]] = compare(question, fluid_runs if engine == "fluid" else packet_runs, kept)
     try:
         for one in rows:
@@ -112,17 +112,22 @@ def _columns(question: Question, engine: str, kept: list[Run]) -> tuple[list[dic
     return found, INTERRUPTED if found[-1]["stopped"] == "interrupted" else 0
 
 
-def _announce(question: Question) -> None:
-    """Say how long it will take, where that is long."""
-    from phalanx.sim.compare import fluid_manners
-    from phalanx.sim.fluid_budget import expected
-    from phalanx.sim.links import links_of
+def _announce(question: Question, engine: str) -> None:
+    """Say how long it will take, where that is long; raises UserError where it is too long."""
+    from phalanx.sim.compare import fluid_cpu_s
+    from phalanx.sim.compare_packets import packet_cpu_s
 
-    links, flows = links_of(question.fabric), len(question.flows)
-    cpu_s = sum(expected(links, flows, manner.routing)[0] for manner in fluid_manners(question))
-    twice = 2 if question.broken.failed else 1
-    if twice * cpu_s > TELL_S:
-        note(f"{flows:,} flows, three ways of sending: about {twice * cpu_s:,.0f} s of CPU")
+    cpu_s = fluid_cpu_s(question) if engine == "fluid" else packet_cpu_s(question)
+    if cpu_s > question.budget.cpu_s:
+        raise mistake(
+            f"{engine} on {question.fabric.name}",
+            f"{len(question.flows):,} flows in three ways of sending need about {cpu_s:,.0f} s of CPU; the budget is "
+            f"{question.budget.cpu_s:,.3g} s",
+            fix="raise --cpu, or simulate fewer hosts"
+            + (", or send fewer --bytes, shorten --converge, or use --engine fluid" if engine == "packets" else ""),
+        )
+    if cpu_s > TELL_S:
+        note(f"{len(question.flows):,} flows in three ways of sending: about {cpu_s:,.0f} s of CPU")
 
 
 def say(one: dict[str, Any]) -> None:
@@ -226,12 +231,16 @@ def _time(value: float) -> str:
 
 def _last(one: dict[str, Any]) -> str:
     """When all was done; packets stop being simulated some time after the last failure is over."""
+    if math.isinf(one["tail_s"]) and one["stopped"]:
+        return "-"
     if math.isinf(one["tail_s"]) and "simulated_s" in one:
         return f">{format_seconds(one['simulated_s'])}"
     return _time(one["tail_s"])
 
 
 def _later(one: dict[str, Any]) -> str:
+    if math.isinf(one["later_s"]) and one["stopped"]:
+        return "-"
     if math.isinf(one["later_s"]) and "simulated_s" in one:
         return f">{format_seconds(one['simulated_s'] - one['healthy_tail_s'])}"
     return _time(one["later_s"])

@@ -36,7 +36,7 @@ def no_layout(ask: Ask) -> UserError:
             why="tensor × context × pipeline × data must use every device",
             fix=f"make the product {near:,}, or use a cluster of {_multiple(devices, product):,} devices",
         )
-    if next(build(ask).chunks(), None) is not None:  # legal, and yet nothing of it runs
+    if next(build(ask).grids(), None) is not None:  # legal, and yet nothing of it runs
         return _cannot_run(ask)
     for release in ("expert", "virtual_pipeline", "schedule", "micro", "shard", "sequence_parallel", "data"):
         if release in fixed and build(_without(ask, release)).rows:

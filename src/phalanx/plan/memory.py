@@ -76,6 +76,14 @@ class MemoryUse:
         return 1.0 - self.total / self.usable
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MostMemory:
+    """The sum of a MemoryUse without its parts."""
+
+    total: Floats
+    runs: NDArray[np.bool_]
+
+
 def layer_activations(c: Cases, f: MemoryProfile) -> tuple[Floats, Floats]:
     """(kept per layer without recompute, kept with full recompute) for one micro-batch, bytes."""
     tokens, size = c.tokens, element_bytes(c)
@@ -173,8 +181,8 @@ def _stage_bytes(c: Cases, f: MemoryProfile, stage: _Stage) -> dict[str, Floats]
     }
 
 
-def predict_memory(c: Cases, f: MemoryProfile) -> MemoryUse:
-    """The fullest stage of every case: the first (activations in flight) or the last (logits)."""
+def _both_ends(c: Cases, f: MemoryProfile) -> tuple[dict[str, Floats], dict[str, Floats]]:
+    """The bytes of the first stage (activations in flight) and of the last (logits): one of them is the fullest."""
     balanced = np.asarray(f.balanced_stages) > 0
     share = (c.layers + np.where(balanced, head_layers(c), 0.0)) / c.pp
     single = c.pp <= 1
@@ -189,18 +197,33 @@ def predict_memory(c: Cases, f: MemoryProfile) -> MemoryUse:
     # GPipe's last stage holds every micro-batch too, before the first backward; the others' holds one.
     held = np.where(single | (c.schedule == GPIPE), in_flight(c), 1.0)
     last = _Stage(layers=left, in_flight=held, tables=both, head=np.ones_like(left))
-    parts_first, parts_last = _stage_bytes(c, f, first), _stage_bytes(c, f, last)
+    return _stage_bytes(c, f, first), _stage_bytes(c, f, last)
+
+
+def _runs(c: Cases, f: MemoryProfile) -> NDArray[np.bool_]:
+    return (empty_stages(c, balanced=f.balanced_stages) < 1) & (c.tokens * c.vocab / c.tp <= INDEX_LIMIT)
+
+
+def predict_most_memory(c: Cases, f: MemoryProfile) -> MostMemory:
+    """The bytes of the fullest stage of every case."""
+    first, last = _both_ends(c, f)
+    total = np.maximum(sum(first.values()), sum(last.values()))
+    return MostMemory(total=total, runs=_runs(c, f))
+
+
+def predict_memory(c: Cases, f: MemoryProfile) -> MemoryUse:
+    """The fullest stage of every case, part by part."""
+    parts_first, parts_last = _both_ends(c, f)
     total_first, total_last = sum(parts_first.values()), sum(parts_last.values())
     wins = total_first >= total_last
     parts = {name: np.where(wins, value, parts_last[name]) for name, value in parts_first.items()}
     total = np.where(wins, total_first, total_last)
-    runs = (empty_stages(c, balanced=f.balanced_stages) < 1) & (c.tokens * c.vocab / c.tp <= INDEX_LIMIT)
     return MemoryUse(
         **parts,
         total=total,
         first_stage=total_first + np.zeros_like(total),
         usable=c.memory_bytes * np.asarray(f.usable) + np.zeros_like(total),
-        runs=runs & np.ones_like(total, dtype=bool),
+        runs=_runs(c, f) & np.ones_like(total, dtype=bool),
     )
 
 

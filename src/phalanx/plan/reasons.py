@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from phalanx.plan.ask import Ask
-from phalanx.plan.cases import Floats
+from phalanx.plan.build import cases, layout_columns
+from phalanx.plan.cases import Cases, Floats
 from phalanx.plan.layout import Layout
-from phalanx.plan.score import price
+from phalanx.plan.score import price, step_times
 from phalanx.plan.search import FULL_MEMORY, SAME, Candidate
 from phalanx.plan.step import StepTimes
 from phalanx.units import format_bytes, format_seconds
@@ -141,30 +142,32 @@ def seconds_of(times: StepTimes, name: str, row: int) -> float:
 
 
 def crossing(ask: Ask, best: Layout, other: Layout) -> str:
-    """The smallest change of one machine parameter, up to 8x either way, at which the runner-up is as fast."""
-    found: list[tuple[float, str]] = []
-    table, _, _ = price(ask, [best])
-    for column, (name, written) in LEVERS.items():
-        value = float(getattr(table, column))
-        factor = _turn(ask, best, other, column, value)
-        if factor is not None:
-            sign = "≥" if factor > 1 else "≤"
-            found.append((abs(np.log(factor)), f"wins with a {name} {sign} {written(value * factor)}"))
-    if not found:
+    """The smallest change of one machine parameter, up to 8x either way, at which the runner-up is as fast.
+
+    One grid over all parameters finds the side, a finer one the place.
+    """
+    columns = layout_columns([other, best])
+    table = cases(ask, {name: value[:, None] for name, value in columns.items()})
+    whole = np.linspace(-np.log(REACH), np.log(REACH), GRID)
+    sides = [_nearest_win(lead, whole) for lead in _leads(ask, table, [whole] * len(LEVERS))]
+    if all(side is None for side in sides):
         return f"no change of NIC, link or memory speed within {REACH:.0f}x makes it win"
+    finer = [whole if side is None else np.linspace(side, side + _back(side, whole), GRID) for side in sides]
+    found: list[tuple[float, str]] = []
+    leads = _leads(ask, table, finer)
+    for side, logs, lead, (column, (name, written)) in zip(sides, finer, leads, LEVERS.items(), strict=True):
+        if side is not None:
+            place = _nearest_win(lead, logs)
+            factor = float(np.exp(side if place is None else place))
+            sign = "≥" if factor > 1 else "≤"
+            value = float(getattr(table, column)) * factor
+            found.append((abs(np.log(factor)), f"wins with a {name} {sign} {written(value)}"))
     return min(found)[1]
 
 
-def _turn(ask: Ask, best: Layout, other: Layout, column: str, value: float) -> float | None:
-    """The factor nearest to 1 at which `other` overtakes `best`: one grid finds the side, a finer one the place."""
-    logs = np.linspace(-np.log(REACH), np.log(REACH), GRID)
-    nearest = _nearest_win(_lead(ask, best, other, column, value * np.exp(logs)), logs)
-    if nearest is None:
-        return None
-    back = logs[1] - logs[0] if nearest < 0 else logs[0] - logs[1]  # towards 1, where `best` still leads
-    finer = np.linspace(nearest, nearest + back, GRID)
-    found = _nearest_win(_lead(ask, best, other, column, value * np.exp(finer)), finer)
-    return float(np.exp(nearest if found is None else found))
+def _back(side: float, logs: Floats) -> float:
+    """A step of the grid towards 1, where the best layout still leads."""
+    return float(logs[1] - logs[0] if side < 0 else logs[0] - logs[1])
 
 
 def _nearest_win(lead: Floats, logs: Floats) -> float | None:
@@ -172,10 +175,12 @@ def _nearest_win(lead: Floats, logs: Floats) -> float | None:
     return float(wins[np.argmin(np.abs(wins))]) if wins.size else None
 
 
-def _lead(ask: Ask, best: Layout, other: Layout, column: str, values: Floats) -> Floats:
-    """Seconds by which `best` is ahead, for each value of one machine column."""
-    steps = []
-    for layout in (other, best):
-        _, times, _ = price(ask, [layout], machine={column: values})
-        steps.append(times.step_s)
-    return steps[0] - steps[1]
+def _leads(ask: Ask, table: Cases, logs: list[Floats]) -> Floats:
+    """Seconds by which row 1 is ahead of row 0, one row per lever: each is turned alone, by the factors of its logs."""
+    turned = {}
+    for index, column in enumerate(LEVERS):
+        value = getattr(table, column)
+        turned[column] = np.full((len(LEVERS), 1, GRID), value)
+        turned[column][index, 0] = value * np.exp(logs[index])
+    step_s = step_times(ask, replace(table, **turned)).step_s
+    return step_s[:, 0] - step_s[:, 1]

@@ -11,15 +11,16 @@ import numpy as np
 from phalanx.plan.ask import Ask
 from phalanx.plan.build import cases, layout_columns
 from phalanx.plan.cases import Cases, Floats
+from phalanx.plan.grid import Bools, Grid, Ints
 from phalanx.plan.layout import Layout
-from phalanx.plan.memory import MemoryUse, predict_memory
-from phalanx.plan.space import Bools, Ints, Space
+from phalanx.plan.memory import MemoryUse, MostMemory, predict_memory, predict_most_memory
+from phalanx.plan.space import Space
 from phalanx.plan.step import StepTimes, predict_step
 
 # Layouts that need more than this many times the usable memory are counted but not kept: no such device is sold.
 HOPELESS = 2.0
 
-Part = TypeVar("Part", MemoryUse, StepTimes)
+Part = TypeVar("Part", MemoryUse, MostMemory, StepTimes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,10 +40,11 @@ class Scores:
         """Which layouts fit into memory."""
         return self.memory_bytes <= self.usable_bytes
 
-    def column(self, name: str) -> Ints:
-        """A layout column over all rows."""
-        table = self.space.base if name in self.space.base else self.space.choice
-        return table[name][self.base if name in self.space.base else self.choice]
+    def column(self, name: str, rows: Ints | slice = slice(None)) -> Ints:
+        """A layout column over all rows, or some."""
+        if name in self.space.base:
+            return self.space.base[name][self.base[rows]]
+        return self.space.choice[name][self.choice[rows]]
 
     def layout(self, row: int) -> Layout:
         """The layout of a row."""
@@ -52,21 +54,42 @@ class Scores:
 def score(space: Space, *, hopeless: float = HOPELESS) -> Scores:
     """Price every legal layout: memory first, then the time of those that come near fitting."""
     parts: list[tuple[Ints, Ints, Floats, Floats]] = []
-    legal, usable = 0, 0.0
-    for base, choice, columns in space.chunks():
-        table = cases(space.ask, columns)
-        memory = memory_use(space.ask, table)
-        usable, legal = float(np.max(memory.usable)), legal + int(memory.runs.sum())
-        # The smallest of a chunk is kept in any case: an answer to "what is the least it needs?".
-        least = np.min(memory.total, where=memory.runs, initial=np.inf)
-        near = memory.runs & (memory.total <= max(hopeless * usable, least))
-        times = step_times(space.ask, table.take(near))
-        parts.append((base[near], choice[near], times.step_s, memory.total[near]))
+    legal, usable, bound = 0, 0.0, np.inf
+    for grid in space.grids():
+        table = cases(space.ask, grid.columns)
+        memory = most_memory(space.ask, table)
+        total, runs = np.broadcast_to(memory.total, grid.shape), np.broadcast_to(memory.runs & grid.legal, grid.shape)
+        legal += int(np.count_nonzero(runs))
+        usable = float(np.max(table.memory_bytes * space.ask.memory.usable))
+        near = runs & (total <= hopeless * usable)
+        if near.any():
+            bound = hopeless * usable
+        elif bound > hopeless * usable:
+            # The smallest of all is kept in any case: an answer to "what is the least it needs?".
+            bound = min(bound, float(np.min(total, where=runs, initial=np.inf)))
+            near = runs & (total <= bound)
+        if near.any():
+            parts.append(_priced(space, grid, near, total))
     empty = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
-    base, choice, step_s, total = (np.concatenate(column) for column in zip(empty, *parts, strict=True))
+    base, choice, step_s, memory_bytes = (np.concatenate(column) for column in zip(empty, *parts, strict=True))
+    order = np.argsort(base * space.choice["zero"].size + choice)
+    order = order[memory_bytes[order] <= bound]
     return Scores(
-        space=space, base=base, choice=choice, step_s=step_s, memory_bytes=total, usable_bytes=usable, legal=legal
+        space=space,
+        base=base[order],
+        choice=choice[order],
+        step_s=step_s[order],
+        memory_bytes=memory_bytes[order],
+        usable_bytes=usable,
+        legal=legal,
     )
+
+
+def _priced(space: Space, grid: Grid, near: Bools, total: Floats) -> tuple[Ints, Ints, Floats, Floats]:
+    """Base row, choice row, seconds and bytes of the layouts of a grid that come near fitting."""
+    small, inside = grid.around(near)
+    times = step_times(space.ask, cases(space.ask, small.columns))
+    return *small.rows(inside), np.broadcast_to(times.step_s, small.shape)[inside], total[near]
 
 
 def price(
@@ -76,6 +99,11 @@ def price(
     table = cases(ask, layout_columns(layouts), global_sequences=global_sequences)
     table = replace(table, **machine) if machine else table
     return table, step_times(ask, table), memory_use(ask, table)
+
+
+def most_memory(ask: Ask, table: Cases) -> MostMemory:
+    """The same without its parts, which a search of a million layouts does not look at."""
+    return _by_layer(ask, table, lambda cases: predict_most_memory(cases, ask.memory))
 
 
 def memory_use(ask: Ask, table: Cases) -> MemoryUse:

@@ -10,10 +10,12 @@ import numpy as np
 from phalanx.errors import Problem
 from phalanx.plan.ask import Ask
 from phalanx.plan.cases import OFFLOAD, RECOMPUTE, SCHEDULES
+from phalanx.plan.grid import Bools, Ints
 from phalanx.plan.impossible import no_fit, no_layout
 from phalanx.plan.layout import Layout
+from phalanx.plan.legal import DOMAIN, GIVEN
 from phalanx.plan.score import Scores, score
-from phalanx.plan.space import DOMAIN, GIVEN, Bools, Ints, build
+from phalanx.plan.space import build
 from phalanx.units import format_seconds
 
 # Layouts within 2 % of the fastest are equal and the simplest is taken: the cost model misses published steps by 4.8 %
@@ -101,8 +103,10 @@ def _first_that_fits(ask: Ask) -> tuple[Scores, tuple[Problem, ...]]:
 
 def _fastest(scores: Scores, rows: Ints) -> int:
     """The fastest of some rows; of equals the one with the least memory."""
-    seconds = scores.step_s[rows].round(9)
-    first = rows[seconds == seconds.min()]  # sorting a million rows to read one would double the search
+    seconds = scores.step_s[rows]
+    least = seconds.min()
+    near = rows[seconds <= least + 2e-9]  # sorting or rounding a million rows to read one would double the search
+    first = near[scores.step_s[near].round(9) == least.round(9)]
     return int(first[np.argmin(scores.memory_bytes[first])])
 
 
@@ -123,9 +127,10 @@ def _as_good(scores: Scores, rows: Ints) -> Ints:
     fastest = _fastest(scores, rows)
     full, filled = FULL_MEMORY * scores.usable_bytes, float(scores.memory_bytes[fastest])
     room = max(SAFE_MEMORY * scores.usable_bytes, min(filled, full))
+    quick = rows[scores.step_s[rows] <= scores.step_s[fastest] * max(SAME, ROOMIER)]
     for slack, most_bytes in ((SAME, room), (ROOMIER, full)):
-        quick = scores.step_s[rows] <= scores.step_s[fastest] * slack
-        near: Ints = rows[quick & (scores.memory_bytes[rows] <= most_bytes)]
+        enough = scores.step_s[quick] <= scores.step_s[fastest] * slack
+        near: Ints = quick[enough & (scores.memory_bytes[quick] <= most_bytes)]
         if near.size:
             return near
     held = rows[scores.memory_bytes[rows] <= DEVICE_MEMORY * scores.space.ask.cluster.accelerator.memory_bytes]
@@ -142,7 +147,7 @@ def complexity(scores: Scores, rows: Ints) -> tuple[Ints, ...]:
     """
 
     def column(name: str) -> Ints:
-        return scores.column(name)[rows]
+        return scores.column(name, rows)
 
     axes = sum((column(name) > 1).astype(np.int64) for name in ("tp", "cp", "pp", "ep"))
     staged = column("pp") > 1
@@ -184,15 +189,16 @@ IDEAS: dict[str, Idea] = {
 
 def _others(scores: Scores, best: Layout) -> tuple[Candidate, ...]:
     found: dict[Layout, Candidate] = {}
-    if scores.fits.any():
-        _add(found, _candidate(scores, _fastest(scores, np.flatnonzero(scores.fits)), FASTEST), best)
+    fits = scores.fits
+    if fits.any():
+        _add(found, _candidate(scores, _fastest(scores, np.flatnonzero(fits)), FASTEST), best)
     for idea, mask in IDEAS.items():
-        rows = np.flatnonzero(scores.fits & mask(scores, best))
+        rows = np.flatnonzero(fits & mask(scores, best))
         if rows.size:
             _add(found, _candidate(scores, _simplest(scores, rows), idea), best)
-    limit = np.min(scores.step_s, where=scores.fits, initial=np.inf)
-    unfit = np.where(scores.fits, np.inf, scores.step_s)
-    cheaper = {"no recompute": scores.column("recompute") == 0, "if memory were larger": np.ones_like(scores.fits)}
+    limit = np.min(scores.step_s, where=fits, initial=np.inf)
+    unfit = np.where(fits, np.inf, scores.step_s)
+    cheaper = {"no recompute": scores.column("recompute") == 0, "if memory were larger": np.ones_like(fits)}
     for idea, wanted in cheaper.items():
         row = _least(unfit, wanted & (scores.column("offload") == OFFLOAD.index(best.offload)))
         if row is not None and scores.step_s[row] < limit:
@@ -229,7 +235,8 @@ def _pareto(ask: Ask, scores: Scores) -> tuple[Candidate, ...]:
 
 
 def _offloads(scores: Scores) -> tuple[str, ...]:
-    return tuple(OFFLOAD[index] for index in np.unique(scores.column("offload")))
+    used = np.unique(scores.space.choice["offload"][np.flatnonzero(np.bincount(scores.choice))])
+    return tuple(OFFLOAD[index] for index in used)
 
 
 def _front(scores: Scores) -> list[Candidate]:
@@ -237,8 +244,9 @@ def _front(scores: Scores) -> list[Candidate]:
 
     The simplest of the fastest is on it too, unless the fastest also needs less memory.
     """
-    fastest = np.min(scores.step_s, where=scores.fits, initial=np.inf)
-    rows = np.flatnonzero(scores.fits & (scores.step_s <= PARETO_SLOWEST * fastest))
+    fits = scores.fits
+    fastest = np.min(scores.step_s, where=fits, initial=np.inf)
+    rows = np.flatnonzero(fits & (scores.step_s <= PARETO_SLOWEST * fastest))
     rows = rows[np.lexsort((scores.memory_bytes[rows], scores.step_s[rows]))]
     if not rows.size:
         return []

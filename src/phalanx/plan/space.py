@@ -1,26 +1,24 @@
-"""Every legal layout of a model on a number of devices, as columns that are cut into chunks for the cost model."""
+"""Every legal layout of a model on a number of devices: tables of what is combined, and grids for the cost model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from math import isqrt
 
 import numpy as np
-from numpy.typing import NDArray
 
 from phalanx.plan.ask import Ask
-from phalanx.plan.cases import COMPRESSION, OFFLOAD, RECOMPUTE, SCHEDULES, Floats
+from phalanx.plan.cases import COMPRESSION, OFFLOAD, RECOMPUTE, SCHEDULES
+from phalanx.plan.grid import GRID_CELLS, Bools, Grid, Ints, alike
 from phalanx.plan.layout import Layout
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
+from phalanx.plan.legal import DOMAIN, FULL, GIVEN, NONE, may_recompute, may_share, may_split_sequence, shard_size
 
 # Larger micro-batches are legal but never tried unless fixed by hand: throughput is flat long before.
 MOST_MICRO_BATCH = 256
-CHUNK_ROWS = 1 << 15  # 256 kB per column: the arithmetic stays in the second-level cache
-NONE, FULL, DOMAIN, GIVEN = range(4)  # who shares a sharded copy
+NO_ROW = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,31 +29,65 @@ class Space:
     devices: int
     base: dict[str, Ints]
     choice: dict[str, Ints]
+    experts: Ints  # all expert sizes
+    of_expert: Ints  # [expert, rest]: rows of `base`, NO_ROW where the size is not legal
+    product: Ints  # [sharing, recompute, sequence parallelism]: rows of `choice`
 
     @property
     def rows(self) -> int:
         """Combinations before the illegal ones are masked out."""
         return self.base["tp"].size * self.choice["zero"].size
 
-    def chunks(self) -> Iterator[tuple[Ints, Ints, dict[str, Floats]]]:
-        """(base index, choice index, layout columns) of the legal layouts, chunk by chunk."""
-        wide = self.choice["zero"].size
-        step = max(1, CHUNK_ROWS // wide)
-        for start in range(0, self.base["tp"].size, step):
-            rows = np.arange(start, min(start + step, self.base["tp"].size), dtype=np.int64)
-            base = np.repeat(rows, wide)
-            choice = np.tile(np.arange(wide, dtype=np.int64), rows.size)
-            columns = self.columns(base, choice)
-            legal = _legal(self.ask, columns)
-            if legal.any():
-                kept = {name: value[legal].astype(np.float64) for name, value in columns.items() if name != "group"}
-                yield base[legal], choice[legal], kept
+    def grids(self) -> Iterator[Grid]:
+        """All legal layouts."""
+        legal = self._legal()
+        for rest in alike(legal):
+            used = [np.flatnonzero(one[:, rest].any(axis=1)) for one in legal]
+            step = max(1, GRID_CELLS // math.prod(one.size for one in used))
+            for start in range(0, rest.size, step):
+                yield self._grid(used, rest[start : start + step], legal)
+
+    def _legal(self) -> tuple[Bools, Bools, Bools, Bools]:
+        """Where each way to share, to recompute, to split the sequence and the experts is legal: [way, rest].
+
+        No rule looks at two of them at once, so that what is legal is a product.
+        """
+        first = self.of_expert.max(axis=0, initial=NO_ROW)
+        columns = {name: value[first] for name, value in self.base.items()}
+
+        def legal(rule: Callable[[Ask, dict[str, Ints]], Bools], ways: Ints) -> Bools:
+            chosen = {name: value[ways][:, None] for name, value in self.choice.items()}
+            return np.broadcast_to(rule(self.ask, columns | chosen), (ways.size, first.size))
+
+        return (
+            legal(may_share, self.product[:, 0, 0]),
+            legal(may_recompute, self.product[0, :, 0]),
+            legal(may_split_sequence, self.product[0, 0, :]),
+            self.of_expert != NO_ROW,
+        )
+
+    def _grid(self, used: list[Ints], rest: Ints, legal: tuple[Bools, ...]) -> Grid:
+        share, recompute, split, expert = (one[np.ix_(ways, rest)] for one, ways in zip(legal, used, strict=True))
+        choice, base = self.product[np.ix_(*used[:3])], self.of_expert[np.ix_(used[3], rest)]
+        columns = {name: value[base.max(axis=0)] for name, value in self.base.items()}
+        columns["ep"] = self.experts[used[3]][:, None]
+        for name in ("zero", "group", "offload", "compression"):
+            columns[name] = _single(self.choice[name][choice[:, 0, 0]][:, None, None, None, None])
+        columns["shard"] = shard_size(self.ask, columns)
+        columns["recompute"] = self.choice["recompute"][choice[0, :, 0]][:, None, None, None]
+        columns["sp"] = self.choice["sp"][choice[0, 0, :]][:, None, None]
+        return Grid(
+            base=base,
+            choice=choice,
+            legal=share[:, None, None, None] & recompute[:, None, None] & split[:, None] & expert,
+            columns={name: value.astype(np.float64) for name, value in columns.items() if name != "group"},
+        )
 
     def columns(self, base: Ints, choice: Ints) -> dict[str, Ints]:
         """Layout columns of some combinations, with the shard size worked out."""
         columns = {name: value[base] for name, value in self.base.items()}
         columns |= {name: value[choice] for name, value in self.choice.items()}
-        columns["shard"] = _shard_size(self.ask, columns)
+        columns["shard"] = shard_size(self.ask, columns)
         return columns
 
     def layout(self, base: int, choice: int) -> Layout:
@@ -93,7 +125,17 @@ def build(
     count = devices or ask.cluster.devices
     limit = widest_tensor or ask.cluster.domain_devices
     degrees = [row for row in splits(ask, count) if "tensor" in ask.fixed or row[0] <= limit]
-    return Space(ask=ask, devices=count, base=_base(ask, degrees, most_micro), choice=_choices(ask, offload))
+    base, experts, of_expert = _base(ask, degrees, most_micro)
+    choice, product = _choices(ask, offload)
+    return Space(
+        ask=ask,
+        devices=count,
+        base=base,
+        choice=choice,
+        experts=experts,
+        of_expert=of_expert,
+        product=product,
+    )
 
 
 def splits(ask: Ask, devices: int) -> list[tuple[int, int, int, int]]:
@@ -184,22 +226,43 @@ def _chunks(ask: Ask, pp: int, accumulation: int) -> list[int]:
     return [n for n in divisors(per_stage) if n > 1 and pp * n <= ask.model.layers]
 
 
-def _base(ask: Ask, degrees: list[tuple[int, int, int, int]], most_micro: int) -> dict[str, Ints]:
-    rows: list[tuple[int, ...]] = []
-    for tp, cp, pp, dp in degrees:
-        inner = [
-            (micro, *one)
-            for micro in micro_batches(ask, dp, most_micro)
-            for one in schedules(ask, pp, ask.global_sequences // (dp * micro))
-        ]
-        for ep in expert_sizes(ask, dp * cp * tp):
-            rows += [(tp, cp, pp, dp, ep, *one) for one in inner]
-    table = np.array(rows, dtype=np.int64).reshape(-1, 8)
+def _base(ask: Ask, degrees: list[tuple[int, int, int, int]], most_micro: int) -> tuple[dict[str, Ints], Ints, Ints]:
+    """The base table, degrees by degrees and in each by expert size; all expert sizes, and the rows of each."""
+
+    @cache
+    def inner(pp: int, dp: int) -> Ints:
+        micros = micro_batches(ask, dp, most_micro)
+        rows = [(micro, *one) for micro in micros for one in schedules(ask, pp, ask.global_sequences // (dp * micro))]
+        return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+    sizes = {ranks: expert_sizes(ask, ranks) for ranks in {tp * cp * dp for tp, cp, _, dp in degrees}}
+    degrees = [(tp, cp, pp, dp) for tp, cp, pp, dp in degrees if sizes[tp * cp * dp]]
+    experts = sorted({size for some in sizes.values() for size in some})
+    has_size = np.array([[size in sizes[tp * cp * dp] for size in experts] for tp, cp, _, dp in degrees], dtype=bool)
+    has_size = has_size.reshape(len(degrees), len(experts))
+    parts = [inner(pp, dp) for *_, pp, dp in degrees]
+    lengths = np.array([len(part) for part in parts], dtype=np.int64)
+    # Rows of a block of degrees start where those before it end; each expert size repeats the inner rows.
+    blocks = lengths * has_size.sum(axis=1)
+    start = (np.cumsum(blocks) - blocks)[:, None] + (np.cumsum(has_size, axis=1) - 1) * lengths[:, None]
+    own = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    of_expert = np.where(np.repeat(has_size, lengths, axis=0).T, np.repeat(start, lengths, axis=0).T + own, NO_ROW)
+    table = np.zeros((int(blocks.sum()), 8), dtype=np.int64)
+    rest = np.concatenate((np.zeros((0, 7), dtype=np.int64), *_beside(degrees, parts)))
+    for size, rows in zip(experts, of_expert, strict=True):
+        used = rows != NO_ROW
+        table[rows[used]] = np.insert(rest[used], 4, size, axis=1)
     names = ("tp", "cp", "pp", "dp", "ep", "micro_batch", "schedule", "vpp")
-    return {name: table[:, index].copy() for index, name in enumerate(names)}
+    columns = {name: table[:, index].copy() for index, name in enumerate(names)}
+    return columns, np.array(experts, dtype=np.int64), of_expert
 
 
-def _choices(ask: Ask, offload: tuple[str, ...]) -> dict[str, Ints]:
+def _beside(degrees: list[tuple[int, int, int, int]], parts: list[Ints]) -> list[Ints]:
+    return [np.column_stack((np.tile(one, (len(part), 1)), part)) for one, part in zip(degrees, parts, strict=True)]
+
+
+def _choices(ask: Ask, offload: tuple[str, ...]) -> tuple[dict[str, Ints], Ints]:
+    """The choice table, and its rows as a product of sharing, recompute and sequence parallelism."""
     fixed = ask.fixed
     groups = (GIVEN,) if "shard" in fixed else (FULL, DOMAIN)
     zeros = _zeros(ask)
@@ -218,7 +281,9 @@ def _choices(ask: Ask, offload: tuple[str, ...]) -> dict[str, Ints]:
     ]
     table = np.array(rows, dtype=np.int64).reshape(-1, 6)
     names = ("zero", "group", "recompute", "sp", "offload", "compression")
-    return {name: table[:, index].copy() for index, name in enumerate(names)}
+    lengths = (len(shared), len(recomputes), len(flags), len(offloads) * len(compressions))
+    product = np.moveaxis(np.arange(len(rows)).reshape(lengths), 3, 1).reshape(-1, *lengths[1:3])
+    return {name: table[:, index].copy() for index, name in enumerate(names)}, product
 
 
 def _zeros(ask: Ask) -> tuple[int, ...]:
@@ -230,36 +295,6 @@ def _zeros(ask: Ask) -> tuple[int, ...]:
     return (0,) if ask.fixed.get("compression") == "powersgd" else ask.limits.zero
 
 
-def _shard_size(ask: Ask, c: dict[str, Ints]) -> Ints:
-    replicas = c["dp"] * c["cp"]
-    inside = np.maximum(1, ask.cluster.domain_devices // c["tp"])
-    given = int(ask.fixed.get("shard", 1))
-    return np.select([c["group"] == FULL, c["group"] == DOMAIN, c["group"] == GIVEN], [replicas, inside, given], 1)
-
-
-def _legal(ask: Ask, c: dict[str, Ints]) -> Bools:
-    replicas, shard = c["dp"] * c["cp"], c["shard"]
-    within = (shard > 1) & (shard < replicas) & (replicas % shard == 0)
-    alone = replicas == 1
-    grouped = np.select(
-        [c["group"] == DOMAIN, c["group"] == GIVEN], [within & ~alone, replicas % shard == 0], np.ones_like(within)
-    ).astype(bool)
-    staged = np.isin(c["zero"], ask.limits.zero_with_pipeline) | (c["pp"] == 1)
-    if "zero" in ask.fixed:
-        sharded = grouped
-    else:
-        # ZeRO-2 between micro-batches either keeps whole gradients (then it is ZeRO-1) or reduces them every time.
-        whole = (c["zero"] != 2) | (ask.global_sequences == c["dp"] * c["micro_batch"])
-        # One rank alone has nobody to share with, but may keep its parameters in host memory.
-        hosted = c["offload"] == OFFLOAD.index("parameters")
-        sharded = grouped & staged & whole & ((c["zero"] == 0) | ~alone | hosted)
-    slices = (ask.sequence // c["cp"]) % c["tp"] == 0
-    # Without tensor parallelism there is nothing for sequence parallelism to split: one of the two rows is kept.
-    unsplit = (c["tp"] == 1) & (c["sp"] == 0)
-    if ask.fixed.get("sequence_parallel") is True:
-        unsplit = c["tp"] == 1
-    legal: Bools = sharded & (unsplit | ((c["tp"] > 1) & ((c["sp"] == 0) | slices)))
-    if not ask.limits.selective_zero_bubble:
-        bubble, kept = SCHEDULES.index("zero-bubble"), RECOMPUTE.index("selective")
-        legal &= ~((c["pp"] > 1) & (c["schedule"] == bubble) & (c["recompute"] == kept))
-    return legal
+def _single(column: Ints) -> Ints:
+    """A column of one value as a scalar, so that it widens no term that looks at it."""
+    return column.reshape(-1)[0:1].reshape(()) if (column == column.flat[0]).all() else column

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.plan import traffic
 from phalanx.plan.cases import Cases, Floats
@@ -22,6 +23,7 @@ ZERO_BUBBLE = 3  # index in cases.SCHEDULES
 # Splitting every backward in two loses fused weight gradients and reads activations twice: an assumption, to be
 # replaced when the trainer measures it.
 ZERO_BUBBLE_SLOWDOWN = 1.04
+ZERO = np.zeros(())  # a part that no case of a table has, of no length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +56,28 @@ def smooth_max(a: Floats, b: Floats, sharpness: Floats | float) -> Floats:
     return top * ((a / top) ** sharpness + (b / top) ** sharpness) ** (1.0 / sharpness)
 
 
-def stage_layers(c: Cases, *, head_layers: Floats, balanced: Floats) -> tuple[Floats, Floats]:
-    """(layers of the fullest stage, layers of the last one), the head weighing `head_layers` layers.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """Layers of the fullest stage and of the last one: `even`, or where `uneven` one more in all but the last."""
+
+    even: Floats
+    left: Floats
+    left_more: Floats
+    uneven: NDArray[np.bool_]
+
+    @property
+    def fullest(self) -> Floats:
+        """Layers of the fullest stage."""
+        return np.where(self.uneven, self.even + 1.0, self.even)
+
+    @property
+    def last(self) -> Floats:
+        """Layers of the last stage."""
+        return np.where(self.uneven, self.left_more, self.left)
+
+
+def split_layers(c: Cases, *, head_layers: Floats, balanced: Floats) -> Split:
+    """The split into stages, the head weighing `head_layers` layers.
 
     A balanced split may give the last stage fewer layers, or every other stage one more, whichever is faster.
     """
@@ -64,8 +86,55 @@ def stage_layers(c: Cases, *, head_layers: Floats, balanced: Floats) -> tuple[Fl
     more = even + 1.0
     left_more = np.clip(c.layers - more * (c.pp - 1.0), 0.0, more)
     wins = (balanced > 0) & (np.maximum(more, left_more + head_layers) < np.maximum(even, left + head_layers))
-    wins = wins & (c.pp > 1)
-    return np.where(wins, more, even), np.where(wins, left_more, left)
+    return Split(even=even, left=left, left_more=left_more, uneven=wins & (c.pp > 1))
+
+
+def stage_layers(c: Cases, *, head_layers: Floats, balanced: Floats) -> tuple[Floats, Floats]:
+    """(layers of the fullest stage, layers of the last one)."""
+    split = split_layers(c, head_layers=head_layers, balanced=balanced)
+    return split.fullest, split.last
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _State:
+    """Seconds that follow from the parameters of a stage: a search works them out once for every way to recompute."""
+
+    fetch: Floats
+    moving: Floats
+    reduce: Floats
+    gather: Floats
+    again: Floats
+    factoring: Floats
+    update: Floats
+
+
+def _state(c: Cases, k: Physics, f: Profile, g: traffic.Groups, layers: Floats) -> _State:
+    w = rank_weights(c, stage_layers=layers)
+    hosted = c.offload == OFFLOAD_PARAMETERS
+    fetch = (
+        np.where(hosted, owned_weights(c, w) * FETCHED_BYTES, 0.0) / c.host_link_bytes_per_s if hosted.any() else ZERO
+    )
+    sync = traffic.gradient_traffic(c, g, w, f)
+    alone = c.pp <= 1
+    return _State(
+        fetch=fetch,
+        moving=traffic.shard_seconds(c, g, w, f) + fetch if np.any((c.zero == 3) & alone) else ZERO,
+        reduce=sync.reduce,
+        gather=sync.gather,
+        again=sync.again if np.any((c.zero == 2) & alone) else ZERO,
+        factoring=traffic.factoring_seconds(c, k, w) if np.any(c.compression == traffic.POWERSGD) else ZERO,
+        update=update_seconds(c, k, f, w, g),
+    )
+
+
+def _state_of(c: Cases, k: Physics, f: Profile, g: traffic.Groups, split: Split) -> _State:
+    """The state of the fullest stage, which has one of two sizes."""
+    even = _state(c, k, f, g, split.even)
+    if not split.uneven.any():
+        return even
+    more = _state(c, k, f, g, split.even + 1.0)
+    pairs = {field.name: (getattr(more, field.name), getattr(even, field.name)) for field in fields(_State)}
+    return _State(**{name: np.where(split.uneven, *pair) if pair[0].ndim else ZERO for name, pair in pairs.items()})
 
 
 def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
@@ -85,7 +154,8 @@ def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
 
     head_s = work.head.forward + work.head.backward
     per_layer = layers_s / c.layers
-    fullest, last = stage_layers(c, head_layers=head_s / per_layer, balanced=np.asarray(f.balanced_stages))
+    split = split_layers(c, head_layers=head_s / per_layer, balanced=np.asarray(f.balanced_stages))
+    fullest, last = split.fullest, split.last
     mid_s, last_s = fullest * per_layer, last * per_layer + head_s
     stage_s = np.maximum(mid_s, last_s)
     holds_head = last_s >= mid_s
@@ -98,18 +168,15 @@ def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
         moved = np.where(c.offload == OFFLOAD_ACTIVATIONS, 2.0 * fullest * kept / c.host_link_bytes_per_s, 0.0)
         busy = np.maximum(busy, moved)
 
-    w = rank_weights(c, stage_layers=fullest)
-    fetched = np.where(c.offload == OFFLOAD_PARAMETERS, owned_weights(c, w) * FETCHED_BYTES, 0.0)
-    fetch_s = fetched / c.host_link_bytes_per_s
-    moving_s = traffic.shard_seconds(c, g, w, f) + fetch_s
-    micro = np.where((c.zero == 3) & (c.pp <= 1), smooth_max(busy, moving_s, f.shard_sharpness), busy)
+    state = _state_of(c, k, f, g, split)
+    gathers = (c.zero == 3) & (c.pp <= 1)
+    micro = np.where(gathers, smooth_max(busy, state.moving, f.shard_sharpness), busy) if gathers.any() else busy
     mean_stage = (c.layers * per_layer + head_s) / c.pp
     bubble = (c.pp - 1.0) / c.vpp * (mean_stage + send + host_micro)
     # ZB-H1 fills the bubble with weight gradients: (p-1)(F+B-W) remains of (p-1)(F+B+W) (Qi et al., arXiv 2401.10241).
     weight_s = work.matmul.backward / 2.0
     bubble = np.where(c.schedule == ZERO_BUBBLE, bubble * np.maximum(0.0, 1.0 - 2.0 * weight_s / device), bubble)
 
-    sync = traffic.gradient_traffic(c, g, w, f)
     # Traffic hides behind elapsed time, whether the device or the host sets it.
     share = fullest / c.layers * layers_s / device
     backward_s = (work.matmul.backward + work.attention.backward + work.elementwise.backward) * share
@@ -118,14 +185,14 @@ def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
     # ZeRO-2 owns no full gradient: it scatters after every micro-batch, behind the next one.
     repeats = np.where((c.zero == 2) & (c.pp <= 1), count - 1.0, 0.0)
     overlap = np.where(c.zero == 0, f.data_overlap, f.scatter_overlap)
-    shown = repeats * np.maximum(0.0, sync.again - overlap * (forward_s + backward_s))
-    shown = shown + sync.reduce - np.minimum(sync.reduce, backward_s) * overlap
-    shown = shown + sync.gather - np.minimum(sync.gather, forward_s) * f.gather_overlap
-    factoring = traffic.factoring_seconds(c, k, w)
-    shown = shown + factoring
-    gradient = sync.reduce + repeats * sync.again + sync.gather + factoring
+    shown = state.reduce - np.minimum(state.reduce, backward_s) * overlap
+    if repeats.any():
+        shown = repeats * np.maximum(0.0, state.again - overlap * (forward_s + backward_s)) + state.reduce
+        shown = shown - np.minimum(state.reduce, backward_s) * overlap
+    shown = shown + state.gather - np.minimum(state.gather, forward_s) * f.gather_overlap + state.factoring
+    gradient = state.reduce + repeats * state.again + state.gather + state.factoring
     # A pipeline keeps gathered weights for the whole step (memory.py), so there they are fetched once.
-    optimizer = update_seconds(c, k, f, w, g) + np.where(c.pp > 1, fetch_s, 0.0)
+    optimizer = state.update + np.where(c.pp > 1, state.fetch, 0.0)
     overhead = f.step_s + f.step_log_devices_s * np.log2(np.maximum(c.devices, 1.0))
 
     step = count * micro + bubble + shown + optimizer + overhead

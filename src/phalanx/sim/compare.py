@@ -19,7 +19,7 @@ from phalanx.network.fabric.types import Fabric
 from phalanx.sim.course import Course
 from phalanx.sim.episode import Manner, episode
 from phalanx.sim.failures import UNBROKEN, Break, faults_of
-from phalanx.sim.fluid_budget import afford
+from phalanx.sim.fluid_budget import afford, expected
 from phalanx.sim.links import Floats, links_of
 from phalanx.sim.matrices import Flows
 from phalanx.sim.packets.budget import Budget
@@ -96,6 +96,13 @@ def fluid_runs(question: Question) -> Iterator[Run]:
         afford(links, len(question.flows), manner.routing, question.budget)
     for manner in manners:
         yield fluid_run(question, manner, MRC, faults=faults)
+
+
+def fluid_cpu_s(question: Question) -> float:
+    """Expected of all runs, with and without the failure."""
+    links, flows = links_of(question.fabric), len(question.flows)
+    once = sum(expected(links, flows, manner.routing)[0] for manner in fluid_manners(question))
+    return 2 * once if question.broken.failed else once
 
 
 def fluid_run(question: Question, manner: Manner, wire: Wire, *, faults: Any) -> Run:

@@ -13,7 +13,7 @@ from phalanx.sim.failures import faults_of
 from phalanx.sim.packets.result import PacketResult
 from phalanx.sim.packets.roce import Roce
 from phalanx.sim.packets.transport import in_slots
-from phalanx.sim.simulate_packets import counts, course_of, run_packets, too_late
+from phalanx.sim.simulate_packets import counts, course_of, expected_cpu_s, run_packets, too_late
 from phalanx.sim.transports import AnyTransport, compared, paths_of, recovery_of, spread_of
 
 # A second of a small fabric is a minute of CPU, because every slot costs. Ten milliseconds show the same stall; each
@@ -30,6 +30,16 @@ def packet_runs(question: Question) -> Iterator[Run]:
         )
         late = too_late(question.broken, faults, found.simulated_s)
         yield _run(question.fabric, transport, found, late)
+
+
+def packet_cpu_s(question: Question) -> float:
+    """Expected of all runs, with and without the failure."""
+    faults = faults_of(question.broken)
+    transports = compared(question.fabric, paths=question.paths, converge_s=question.converge_s)
+    passes = ((), faults) if faults else ((),)
+    return sum(
+        expected_cpu_s(question.fabric, question.flows, transport, one) for transport in transports for one in passes
+    )
 
 
 def _run(fabric: Fabric, transport: AnyTransport, found: PacketResult, late: list[str]) -> Run:

@@ -63,7 +63,8 @@ ALL = "all"
 def chosen(name: str, fabric: Fabric) -> tuple[Scenario, ...]:
     """The scenario of a name, or all that a fabric can have; raises UserError."""
     if name == ALL:
-        return tuple(one for one in SCENARIOS.values() if one.tiers <= fabric.tiers)
+        crowded = fabric.hosts >= SENDERS + 3
+        return tuple(one for one in SCENARIOS.values() if one.tiers <= fabric.tiers and (crowded or not one.incast))
     if name not in SCENARIOS:
         guess = nearest(name, [*SCENARIOS, ALL])
         fix = f"use {guess}" if guess else f"use {', '.join(SCENARIOS)} or {ALL}"

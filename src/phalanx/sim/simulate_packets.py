@@ -82,12 +82,8 @@ def _afford_waiting(
     fabric: Fabric, flows: Flows, transport: AnyTransport, faults: Sequence[Fault], budget: Budget
 ) -> None:
     """Refuse when waiting for routing, or for a part to return, would exceed the budget: every slot costs."""
-    if recovery_of(transport) == "edge":
-        return  # it does not wait
     links, slot_s, expected = _expected(fabric, flows, transport, faults)
-    soon_s = SOON * expected.slots * slot_s
-    waits = (_until_s(fault, transport) for fault in faults if fault.left == fault.loss == 0 and fault.at_s <= soon_s)
-    wait_s = max(waits, default=0.0)
+    wait_s = _wait_s(transport, faults, SOON * expected.slots * slot_s)
     slots = wait_s / slot_s
     cpu_s = expected.cpu_s + slots * links.count * LOOK_S
     if slots <= MOST_SLOTS and (cpu_s <= budget.cpu_s or not wait_s):
@@ -101,6 +97,20 @@ def _afford_waiting(
         fix=f"let it be below {0.9 * most_s:.2g} s (--converge, @TIME), simulate fewer hosts, raise --cpu, "
         "or use --engine fluid",
     )
+
+
+def expected_cpu_s(fabric: Fabric, flows: Flows, transport: AnyTransport, faults: Sequence[Fault]) -> float:
+    """Of a run, with what it waits."""
+    links, slot_s, expected = _expected(fabric, flows, transport, faults)
+    return expected.cpu_s + _wait_s(transport, faults, SOON * expected.slots * slot_s) / slot_s * links.count * LOOK_S
+
+
+def _wait_s(transport: AnyTransport, faults: Sequence[Fault], soon_s: float) -> float:
+    """Simulated time in which connections only wait; the edge does not."""
+    if recovery_of(transport) == "edge":
+        return 0.0
+    waits = (_until_s(fault, transport) for fault in faults if fault.left == fault.loss == 0 and fault.at_s <= soon_s)
+    return max(waits, default=0.0)
 
 
 def _expected(

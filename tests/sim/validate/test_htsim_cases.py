@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from phalanx.sim.packets.run import run
 from phalanx.sim.validate import packet_rows
 from phalanx.sim.validate.htsim_cases import Case, fabric_of, read_case
 from phalanx.sim.validate.htsim_traffic import flows_of, rows_of, schedule_of, shuffled
@@ -27,7 +30,8 @@ def test_options_become_a_transport() -> None:
         "-paths 16 -q 500 -cwnd 50 -hop_latency 0.5 -mtu 2048 -failed 8 -end 400"
     )
     assert (made.paths, made.spray, made.ack_every, made.credits, made.failed) == (16, "skip", 2, True, 8)
-    assert (made.queue, made.window, made.hop_s, made.end_s) == (500, 50, 0.5e-6, pytest.approx(400e-6))
+    assert (made.queue, made.window) == (500, 50)
+    assert (made.hop_s, made.end_s) == pytest.approx((0.5e-6, 400e-6))
 
 
 @pytest.mark.parametrize(
@@ -98,6 +102,24 @@ def test_a_slow_link_makes_the_tail_later_and_only_what_ends_in_time_counts() ->
     whole, slow, cut = ours(""), ours("-failed 4"), ours("-end 190")
     assert slow > 1.2 * whole
     assert whole > 190 >= cut > 180
+
+
+def test_a_slow_link_has_a_short_queue_as_in_uet_htsim() -> None:
+    made = case("-tm perm_16n_16c_2MB.cm -sender_cc_only -paths 128 -failed 1")
+    faults = packet_rows._faults(made)
+    assert [(one.part, one.number, one.port, one.left) for one in faults] == [("t1_fall", 0, 0, 0.25)]
+    long = tuple(replace(one, short=False) for one in faults)
+    whole, short = (
+        run(fabric_of(made), flows_of(made.sent), transport=packet_rows._transport(made), faults=some)
+        for some in (long, faults)
+    )
+    assert short.trimmed > whole.trimmed
+    assert short.tail_s < whole.tail_s
+
+
+def test_two_tiers_have_slow_t1s() -> None:
+    made = case(f"{PERMUTATION} -topo leaf_spine_1024.topo -failed 3")
+    assert [(one.part, one.number) for one in packet_rows._faults(made)] == [("t1", 0), ("t1", 1), ("t1", 2)]
 
 
 def test_credits_of_several_senders_have_a_last_end_only() -> None:

@@ -57,7 +57,7 @@ def test_the_lowest_hour_is_not_a_cut_one():
 
 
 def test_a_jump_is_measured_against_what_came_before():
-    values = [2.0] * 300
+    values = np.full(300, 2.0)
     values[200] = 11.0
     values[250] = 30.0
     whole, parts = Jump("loss"), Jump("loss")

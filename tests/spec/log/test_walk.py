@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import asdict
 
 import pytest
 from synthetic import write_run
 
+from phalanx.record.account.book import Book
 from phalanx.record.account.ledger import Walk, walk
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
-from phalanx.spec.log import walk as module
-from phalanx.spec.log.walk import quick_walk
+from phalanx.spec.log import stream
+from phalanx.spec.log.stream import LogStream
+from phalanx.spec.log.walk import Passing, quick_walk
 
 
 def both(run: Run) -> tuple[Walk, Walk]:
@@ -39,8 +42,8 @@ def assert_same(run: Run) -> Walk:
 @pytest.mark.parametrize("straggler", [None, 1])
 def test_the_same_ledger(tmp_path, monkeypatch, incidents, straggler):
     taken = []
-    real = module.Book.take_steps
-    monkeypatch.setattr(module.Book, "take_steps", lambda *all_: taken.append(real(*all_)) or taken[-1])
+    real = Book.take_steps
+    monkeypatch.setattr(Book, "take_steps", lambda *all_: taken.append(real(*all_)) or taken[-1])
     run = write_run(tmp_path, ranks=2, hosts=1, steps=300, incidents=incidents, straggler=straggler)
     found = assert_same(run)
     assert any(taken)
@@ -74,3 +77,69 @@ def test_a_clock_that_jumps_and_lines_that_are_none(tmp_path, at):
     lines.insert(20, "torn {")
     run.events(0).write_text("\n".join(lines) + "\n")
     assert assert_same(run).ledger.clock_jumps == 1
+
+
+def test_one_damaged_step_does_not_lose_the_ledger(tmp_path):
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=120, incidents=0)
+    lines = run.events(0).read_text().splitlines()
+    lines[40] = re.sub(r'"epoch":\d+', '"epoch":[]', lines[40])
+    run.events(0).write_text("\n".join(lines) + "\n")
+    assert assert_same(run).ledger.steps > 100
+
+
+# ---- the ledger while events pass by ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """Whether what passed by was of use, for every account that was made; runs of any size are long enough."""
+    found, make, fits = [], Passing.of, Passing.fits
+    monkeypatch.setattr(stream.Passing, "of", lambda *all_: make(*all_, least_bytes=0))
+    monkeypatch.setattr(Passing, "fits", lambda *all_: found.append(fits(*all_)) or found[-1])
+    return found
+
+
+@pytest.mark.parametrize("incidents", [0, 3])
+def test_what_passes_by_comes_to_the_same(tmp_path, used, incidents):
+    run = write_run(tmp_path, ranks=2, hosts=1, steps=300, incidents=incidents)
+    log = LogStream(run)
+    log.refresh()
+    found = log.facts()
+    assert used == [True]
+    assert found.ledger == quick_walk(run, RunHistory.open(run), least_bytes=0).ledger
+
+
+def test_a_formation_that_began_elsewhere_than_told_is_walked_again(tmp_path, used):
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=200, incidents=1)
+    lines = run.events(0).read_text().splitlines()
+    place = max(place for place, line in enumerate(lines) if '"run_start"' in line)
+    event = json.loads(lines[place])
+    lines[place] = json.dumps(event | {"step": event["step"] - 5}, separators=(",", ":"))
+    run.events(0).write_text("\n".join(lines) + "\n")
+    log = LogStream(run)
+    log.refresh()
+    found = log.facts()
+    assert used == [False]
+    assert found.ledger == quick_walk(run, RunHistory.open(run), least_bytes=0).ledger
+
+
+def test_a_run_that_grew_meanwhile_is_walked_again(tmp_path, used):
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=200, incidents=0)
+    lines = run.events(0).read_text().splitlines(keepends=True)
+    run.events(0).write_text("".join(lines[:-50]))
+    log = LogStream(run)
+    log.refresh()
+    with run.events(0).open("a") as file:
+        file.write("".join(lines[-50:]))
+    found = log.facts()
+    assert used == []
+    assert found.ledger == quick_walk(run, RunHistory.open(run), least_bytes=0).ledger
+
+
+def test_a_run_read_bit_by_bit_is_walked_at_the_end(tmp_path, used):
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=200, incidents=0)
+    log = LogStream(run)
+    while log.refresh(20_000):
+        pass
+    assert log.facts().ledger == quick_walk(run, RunHistory.open(run), least_bytes=0).ledger
+    assert used == []

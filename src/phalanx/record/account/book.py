@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,9 @@ from numpy.typing import NDArray
 from phalanx.record.account.formations import JUMP_S, Formation
 from phalanx.record.events import Event
 from phalanx.record.values import integer, seconds
+
+if TYPE_CHECKING:
+    from phalanx.record.account.waiting import Waited
 
 Floats = NDArray[np.float64]
 MOST_POINTS = 1024  # of the trail; then every second one goes
@@ -62,17 +66,14 @@ class Trail:
                 self.points, self._every = self.points[::2], 2 * self._every
         self._count += 1
 
-    def add_all(self, points: Sequence[Point]) -> None:
-        """Many at once; the same are kept as if they had come one by one."""
-        done = 0
-        while done < len(points):
-            skip = -self._count % self._every
-            taken = min(skip, len(points) - done)
-            done, self._count = done + taken, self._count + taken
-            if done < len(points):
-                self.add(points[done])
-                done += 1
-        self._last = points[-1]
+    def add_all(self, time_s: Floats, wall_s: Floats, effective_s: Floats) -> None:
+        """Many points at once; the same are kept as if they had come one by one."""
+        done, last = 0, len(time_s) - 1
+        while done <= last:
+            skip = min(-self._count % self._every, last - done)  # to the next that is kept, or to the newest
+            done, self._count = done + skip, self._count + skip
+            self.add((float(time_s[done]), float(wall_s[done]), float(effective_s[done])))
+            done += 1
 
     def close(self) -> list[Point]:
         """All that was kept, the newest included."""
@@ -111,7 +112,7 @@ class Book:
         launches: Sequence[float],
         formations: Sequence[Formation],
         supervised: bool,
-        waited: Callable[[int], float],
+        waited: Waited,
     ) -> None:
         self._launches, self._formations, self._supervised = sorted(launches), formations, supervised
         self._waited = waited  # seconds of a step that slow ranks cost
@@ -172,7 +173,7 @@ class Book:
         at_s, moved_s = moved_s, np.minimum(moved_s + steps.copied_s, time_s)
         spent["checkpoint"] += float((moved_s - at_s).sum())
         at_s, until_s, grown_s = moved_s, np.maximum(moved_s, time_s - steps.compared_s), np.zeros(len(time_s))
-        waited_s = np.array([self._waited(step) for step in steps.step.tolist()])
+        waited_s = self._waited.of_all(steps.step)
         for account, claimed_s in (("compile", steps.compile_s), ("data", steps.data_s), ("waiting", waited_s)):
             moved_s = np.minimum(at_s + claimed_s, until_s)
             spent[account] += float((moved_s - at_s).sum())
@@ -181,7 +182,7 @@ class Book:
         spent["productive"] += float((until_s - at_s).sum())
         spent["guard"] += float((time_s - until_s).sum())
         wall_s, grown_s = self.wall_s + time_s - self._began_s, stepping_s + np.cumsum(grown_s + until_s - at_s)
-        self.trail.add_all(list(zip(time_s.tolist(), wall_s.tolist(), grown_s.tolist(), strict=True)))
+        self.trail.add_all(time_s, wall_s, grown_s)
 
     def close(self) -> Accounts:
         """The end of the record."""
@@ -305,7 +306,7 @@ class Book:
         held_up = (
             ("compile", seconds(event, "compile_s")),
             ("data", seconds(event, "data_s")),
-            ("waiting", self._waited(integer(event, "step") or 0)),
+            ("waiting", self._waited.of(integer(event, "step") or 0)),
         )
         for account, claimed_s in held_up:
             if claimed_s:

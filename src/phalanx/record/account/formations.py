@@ -5,6 +5,7 @@ A witness is the lowest rank with a record that did not fall in a formation; its
 
 from __future__ import annotations
 
+import functools
 import heapq
 import json
 import re
@@ -59,9 +60,13 @@ class Formation:
         return next((rank for rank in here or range(self.world) if rank not in self.fallen), here[0] if here else 0)
 
 
-def formations(run: Run) -> list[Formation]:
-    """All of them, in order; of a run without a supervisor, its starts."""
-    found = _supervised(run) if run.supervisor.is_file() else list(_started(run))
+def formations(run: Run, *, starts: Callable[[int], Iterable[Event]] | None = None) -> list[Formation]:
+    """All of them, in order; of a run without a supervisor, its starts.
+
+    `starts` gives the `run_start` events of a rank, where the caller knows them: the events are not read then.
+    """
+    known = starts or functools.partial(_starts, run)
+    found = _supervised(run, known) if run.supervisor.is_file() else list(_started(run))
     floor = NEVER_UNDONE
     for one in reversed(found):
         one.floor = floor
@@ -69,7 +74,7 @@ def formations(run: Run) -> list[Formation]:
     return found
 
 
-def _supervised(run: Run) -> list[Formation]:
+def _supervised(run: Run, starts: Callable[[int], Iterable[Event]]) -> list[Formation]:
     found: dict[int, Formation] = {}
     recorded = tuple(run.recorded())
     for _, event in Lines().read(parts(run.supervisor)):
@@ -84,7 +89,7 @@ def _supervised(run: Run) -> list[Formation]:
             ranks = [event.get("rank"), *(others if isinstance(others, list) else ())]
             found[epoch].fallen.update(rank for rank in ranks if isinstance(rank, int))
     for rank in sorted({one.witness for one in found.values()}):
-        for event in _starts(run, rank):
+        for event in starts(rank):
             epoch = integer(event, "epoch")
             if epoch in found and found[epoch].witness == rank:
                 found[epoch].from_step = integer(event, "step")  # where a damaged checkpoint made it fall back to

@@ -7,7 +7,7 @@ nothing has to be remembered of the steps: a run of a million of them needs as m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from phalanx.record.run import Run
 from phalanx.units import format_seconds
 
 if TYPE_CHECKING:
+    from phalanx.record.account.waiting import Waited
     from phalanx.record.archive.history import RunHistory
 
 TOLERANCE = 0.01  # of the wall clock
@@ -130,7 +131,7 @@ def closed(book: Book, known: Sequence[Formation], *, unreadable: int, jumps: in
     return Walk(ledger=made, trail=book.trail.close(), recoveries=book.recoveries)
 
 
-def _waited(run: Run, history: RunHistory | None) -> Callable[[int], float]:
+def _waited(run: Run, history: RunHistory | None) -> Waited:
     from phalanx.record.account.waiting import waited  # reads the other ranks
 
     return waited(run, history)

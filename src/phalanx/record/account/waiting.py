@@ -8,10 +8,11 @@ for; the worst group counts, since the step waits for it, and no more of it than
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.errors import PhalanxError
 from phalanx.record.account.lag import Table, Work, median_of_others, work
@@ -25,18 +26,26 @@ COLUMN_STEPS = 20
 MOST_COLUMNS = 256
 
 
-def waited(run: Run, history: RunHistory | None = None) -> Callable[[int], float]:
-    """A function from the number of a step to the seconds it lost to slow ranks."""
+class Waited:
+    """The seconds that steps lost to slow ranks, by their numbers."""
+
+    def __init__(self, firsts: Sequence[int] = (), lag_s: Sequence[float] = ()) -> None:
+        self._firsts, self._lag_s = firsts, [0.0, *lag_s]  # 0 before the first
+
+    def of(self, step: int) -> float:
+        """Of one step."""
+        return self._lag_s[bisect.bisect_right(self._firsts, step)]
+
+    def of_all(self, steps: NDArray[np.int64]) -> Table:
+        """Of many."""
+        found: Table = np.array(self._lag_s)[np.searchsorted(np.array(self._firsts, dtype=np.int64), steps, "right")]
+        return found
+
+
+def waited(run: Run, history: RunHistory | None = None) -> Waited:
+    """What the steps of a run lost."""
     found = _lags(run, history)
-    if found is None:
-        return lambda step: 0.0
-    firsts, lag_s = found
-
-    def of(step: int) -> float:
-        index = bisect.bisect_right(firsts, step) - 1
-        return lag_s[index] if index >= 0 else 0.0
-
-    return of
+    return Waited() if found is None else Waited(*found)
 
 
 def _lags(run: Run, history: RunHistory | None) -> tuple[list[int], list[float]] | None:

@@ -410,7 +410,7 @@ def shorten(
         packet = net.ring[link, (net.head[link] + net.waiting[link]) % shape.queue]
         left = 1
         if place >= 2 * ups:  # beyond T0-T1: up to a T2, then down
-            left = 4 if place < 2 * ups + shape.t1_up * (shape.t0 // shape.t0_per_pod) * shape.t1_per_pod else 3
+            left = 4 if place - 2 * ups < (shape.per_plane - 2 * shape.hosts - 2 * ups) // 2 else 3
         elif place >= ups:
             left = 2
         elif place >= 0:

@@ -82,9 +82,8 @@ def plan(rows: Sequence[Row], *, simulate: bool = False) -> Plan:
     """Everything when asked for, else the cheapest simulations up to FREE_S together."""
     costs: dict[Hashable, float] = {}
     for row in rows:
-        for pattern, wanted in WANTED:
-            if re.search(pattern, row.quantity) and (found := _wanted(wanted, row)) is not None:
-                costs[found.key] = found.cpu_s
+        if (found := simulation_of(row)) is not None:
+            costs[found.key] = found.cpu_s
     keys: list[Hashable] = []
     total = 0.0
     for key, cpu_s in sorted(costs.items(), key=lambda item: item[1]):
@@ -93,6 +92,12 @@ def plan(rows: Sequence[Row], *, simulate: bool = False) -> Plan:
             total += cpu_s
     rest = sum(costs.values()) - total
     return Plan(keys=frozenset(keys), cpu_s=total, left_out=len(costs) - len(keys), left_out_cpu_s=rest)
+
+
+def simulation_of(row: Row) -> Simulation | None:
+    """What a row needs simulated, if anything."""
+    found = (_wanted(wanted, row) for pattern, wanted in WANTED if re.search(pattern, row.quantity))
+    return next((one for one in found if one is not None), None)
 
 
 def _wanted(wanted: Wanted, row: Row) -> Simulation | None:
@@ -109,20 +114,25 @@ def validate(
     planned: Plan | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> NetworkCard:
-    """Attempt every row, in the order of the table; interrupted, the rest counts as not attempted."""
+    """Attempt every row, those without simulations first; interrupted, the rest counts as not attempted."""
     chosen = planned or plan(rows, simulate=simulate)
     context = Context(rows=tuple(rows), simulate=simulate, allowed=chosen.keys)
-    outcomes: list[Outcome] = []
+    found: dict[int, Outcome] = {}
     interrupted = False
     try:
-        for index, row in enumerate(rows):
-            outcomes.append(attempt(row, context))
+        for index in _cheapest_first(rows):
+            found[index] = attempt(rows[index], context)
             if progress is not None:
-                progress(index + 1, len(rows))
+                progress(len(found), len(rows))
     except KeyboardInterrupt:
         interrupted = True
-        outcomes += [skipped(row, "interrupted") for row in rows[len(outcomes) :]]
+    outcomes = [found.get(index) or skipped(row, "interrupted") for index, row in enumerate(rows)]
     return card(outcomes, interrupted=interrupted)
+
+
+def _cheapest_first(rows: Sequence[Row]) -> list[int]:
+    needs = [simulation_of(row) for row in rows]
+    return sorted(range(len(rows)), key=lambda index: one.cpu_s if (one := needs[index]) else 0.0)
 
 
 def attempt(row: Row, context: Context) -> Outcome:

@@ -42,7 +42,7 @@ def _cells(one: Outcome) -> tuple[str, ...]:
     theirs = f"{_number(row.value)} {row.unit}".strip()
     if one.status == "not attempted":
         return named, theirs, "", "", f"not attempted: {one.note}"
-    flag = "" if one.within else f", outside ±{100 * (one.tolerance or 0):.3g} %"
+    flag = "" if one.within else f", outside ±{100 * one.tolerance:.3g} %" if one.tolerance else ", outside"
     return named, theirs, _number(one.ours), _error(one), f"{one.status}{flag}: {one.note}"
 
 

@@ -19,10 +19,8 @@ from phalanx.record.run import Run
 from phalanx.record.values import at, number
 from phalanx.spec.facts.log import Spread
 from phalanx.spec.log.sums import Histogram
-from phalanx.spec.log.walk import quick_walk
+from phalanx.spec.log.walk import TROUBLES, Passing, quick_walk
 from phalanx.units import HOUR_S
-
-_TROUBLES = (PhalanxError, OSError, KeyError, TypeError, ValueError, ArithmeticError, IndexError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,16 +34,19 @@ class Account:
     cost: Cost | None = None
 
 
-def account(run: Run, history: RunHistory) -> Account:
-    """Read what the stream has not kept; a damaged file costs what it would have told, nothing else."""
+def account(run: Run, history: RunHistory, passed: Passing | None = None) -> Account:
+    """Read what the stream has not kept; a damaged file costs what it would have told, nothing else.
+
+    `passed` is no use when the run has grown since it began.
+    """
     try:
-        history.refresh()
-        walked = quick_walk(run, history)
-    except _TROUBLES:
+        has_grown = history.refresh()
+        walked = quick_walk(run, history, passed=None if has_grown else passed)
+    except TROUBLES:
         return Account()
     try:
         fell = tuple(incidents(run, walked, history.supervisor()))
-    except _TROUBLES:
+    except TROUBLES:
         fell = ()
     return Account(
         walked=walked,
@@ -71,14 +72,14 @@ def _lowest(walked: Walk) -> float | None:
 def _scores(history: RunHistory) -> Scores | None:
     try:
         return scores(history)
-    except _TROUBLES:
+    except TROUBLES:
         return None
 
 
 def _cost(run: Run, history: RunHistory, walked: Walk) -> Cost | None:
     try:
         return cost(run, history, walked.ledger)
-    except _TROUBLES:
+    except TROUBLES:
         return None
 
 

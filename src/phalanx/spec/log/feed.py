@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+
 from phalanx.record.events import MOST_LINE_BYTES, part_numbers, part_path
 from phalanx.spec.outcome import Spot
 
@@ -148,7 +150,7 @@ class Feed:
             start = end
 
     def _piece(self, data: bytes, path: Path) -> Piece:
-        made = Piece(data=data, file=self._spot(path, 0).file, line=self._line + 1, count=data.count(b"\n"))
+        made = Piece(data=data, file=self._spot(path, 0).file, line=self._line + 1, count=count_of(b"\n", data))
         self._line += made.count
         return made
 
@@ -178,6 +180,11 @@ def open_inside(path: Path) -> BinaryIO:
         os.close(file)
         raise OSError(errno.EINVAL, "not a file", str(path))
     return os.fdopen(file, "rb", buffering=0)
+
+
+def count_of(byte: bytes, data: bytes) -> int:
+    """How often a byte is in there: `bytes.count` looks at one at a time, which was a twentieth of all."""
+    return int(np.count_nonzero(np.frombuffer(data, np.uint8) == byte[0]))
 
 
 def _size(path: Path) -> int:

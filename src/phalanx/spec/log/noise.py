@@ -46,13 +46,10 @@ class Noise:
         if not columns.has("noise_scale"):
             return
         steps, scales = columns.get("step"), columns.get("noise_scale")
-        places = [place for place, scale in enumerate(scales) if scale is not None]
-        if places:
-            whole = len(places) == len(scales)
-            self._tell(
-                np.array(steps if whole else [steps[place] for place in places], dtype=np.float64),
-                np.array(scales if whole else [scales[place] for place in places], dtype=np.float64),
-            )
+        told = columns.floats("noise_scale")
+        known = ~np.isnan(told)
+        if known.any():
+            self._tell(columns.floats("step")[known], told[known])
         if self._checked < MOST_CHECKED and columns.has("noise_trace") and columns.has("grad_squared"):
             self._checked += len(columns)
             self._check(columns, steps, scales)

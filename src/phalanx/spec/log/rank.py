@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from phalanx.record.events import Event
@@ -10,11 +10,12 @@ from phalanx.spec.log.agree import LATE_S, Clocks, Digests, Formations, Key
 from phalanx.spec.log.devices import Gaps, Meter, Monitors, Peers
 from phalanx.spec.log.feed import Feed, Piece
 from phalanx.spec.log.grammar import BACK_S, Grammar
-from phalanx.spec.log.lines import Lines
+from phalanx.spec.log.lines import Batch, Lines
 from phalanx.spec.log.saves import Pending, Restore, Saves, restore_of
 from phalanx.spec.log.secrets import Secrets
 from phalanx.spec.log.shape import Columns, known_kinds
 from phalanx.spec.log.steps import Steps
+from phalanx.spec.log.walk import Passing
 from phalanx.spec.outcome import Spot
 
 MOST_SKIPS = 256  # of a rank
@@ -60,38 +61,37 @@ class RankLog:
         self.retries: int | None = None
         self.monitor_gaps, self.peer_gaps, self.meter, self._pending = Gaps(), Gaps(), Meter(), Pending()
         self.restores: list[Restore] = []
+        self.passing: Passing | None = None  # who else wants to see the events
 
     def take(self, piece: Piece) -> None:
         """The next lines."""
-        events, lines, bad = self._all.lines.events(piece)
-        if bad:
-            self._all.grammar.unread(piece, bad)
-            self._all.secrets.look_at(piece, bad)
+        batch = self._all.lines.batch(piece)
+        if self.passing is not None:
+            self.passing.take(batch)
+        if batch.bad:
+            self._all.grammar.unread(piece, batch.bad)
+            self._all.secrets.look_at(piece, batch.bad)
             self.is_whole = False
-        if not events:
+        if not batch.events:
             return
-        kinds = [event["event"] for event in events]
-        starts = [place for place, kind in enumerate(kinds) if kind in STARTS] if STARTS.intersection(kinds) else []
-        for begin, end in zip([0, *starts], [*starts, len(events)], strict=True):
-            if end > begin:
-                self._segment(events[begin:end], kinds[begin:end], lines[begin:end], piece.file)
+        for segment in batch.parts([place for place, kind in batch.others if kind in STARTS]):
+            self._segment(segment, piece.file)
 
-    def _segment(self, events: list[Event], kinds: list[str], lines: Sequence[int], file: str) -> None:
+    def _segment(self, batch: Batch, file: str) -> None:
         """Events without a start between them: steps go up."""
-        self._time([event.get("t") for event in events], file, lines)
-        for kind, places in _by_kind(kinds):
+        self._time(batch.times, file, batch.lines)
+        for kind in batch.kinds:
+            columns, lines = batch.columns(kind)
             if kind not in known_kinds():
-                self._all.grammar.strange(kind, len(places))
-                self._all.secrets.look_in([events[place] for place in places], file, [lines[place] for place in places])
-                continue
-            some = events if len(places) == len(events) else [events[place] for place in places]
-            where = lines if len(places) == len(events) else [lines[place] for place in places]
-            self._kind(kind, some, where, file)
+                self._all.grammar.strange(kind, len(columns))
+                self._all.secrets.look_in(columns.events, file, lines)
+            else:
+                self._kind(kind, columns, lines, file)
 
-    def _kind(self, kind: str, events: Sequence[Event], lines: Sequence[int], file: str) -> None:
-        columns = Columns(kind, events)
+    def _kind(self, kind: str, columns: Columns, lines: Sequence[int], file: str) -> None:
         wrong = self._all.grammar.valid(columns, file, lines)
         if wrong or set(columns.get("rank")) != {self.rank}:
+            events = columns.events
             good = [
                 place for place in range(len(events)) if place not in (wrong or ()) and self._is_mine(events[place])
             ]
@@ -104,7 +104,7 @@ class RankLog:
             if not good:
                 return
             lines = [lines[place] for place in good]
-            columns = Columns(kind, [events[place] for place in good])
+            columns = columns.pick(good)
         if columns.is_doubted or wrong:
             columns = columns.whole()
         self.kinds[kind] = self.kinds.get(kind, 0) + len(columns)
@@ -178,10 +178,7 @@ class RankLog:
             keep = self._ordered(steps, file, lines)
             if not keep:
                 return
-            columns, lines = (
-                Columns("step", [columns.events[place] for place in keep]),
-                [lines[place] for place in keep],
-            )
+            columns, lines = columns.pick(keep), [lines[place] for place in keep]
             steps = columns.get("step")
         self._is_begun, self._last_step = False, steps[-1]
         self._note_epochs(columns, file, lines)
@@ -233,7 +230,7 @@ class RankLog:
 
     def _note_skips(self, columns: Columns, file: str, lines: Sequence[int]) -> None:
         skipped = columns.get("skipped")
-        if True not in skipped:
+        if not any(skipped):
             return
         steps, epochs = columns.get("step"), columns.get("epoch")
         for place, one in enumerate(skipped):
@@ -244,10 +241,11 @@ class RankLog:
         """Time in steps, and in steps waiting for others; the first steps of a rank are not its usual ones."""
         took, waited = columns.get("duration_s"), columns.get("wait_s")
         self.steps += len(columns)
-        if None in waited or None in took:
+        try:
+            took_s, waited_s = sum(took), sum(waited)
+        except TypeError:  # None; to look for it would take longer than to add up
             pairs = [(one, other) for one, other in zip(took, waited, strict=True) if None not in (one, other)]
-            took, waited = tuple(one for one, _ in pairs), tuple(other for _, other in pairs)
-        took_s, waited_s = sum(took), sum(waited)
+            took_s, waited_s = sum(one for one, _ in pairs), sum(other for _, other in pairs)
         if took_s < MOST_S and waited_s < MOST_S:
             self.took_s += took_s
             self.waited_s += waited_s
@@ -256,12 +254,3 @@ class RankLog:
             self.telemetry_s = (self.telemetry_s or 0.0) + (told_s if told_s < MOST_S else 0.0)
         peak = max(filter(None, columns.get("memory_bytes")), default=0.0)
         self.peak_bytes = max(self.peak_bytes, peak if peak < 1e18 else 0.0)
-
-
-def _by_kind(kinds: Sequence[str]) -> Iterable[tuple[str, Sequence[int]]]:
-    if kinds.count(kinds[0]) == len(kinds):
-        return [(kinds[0], range(len(kinds)))]
-    found: dict[str, list[int]] = {}
-    for place, kind in enumerate(kinds):
-        found.setdefault(kind, []).append(place)
-    return found.items()

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from phalanx.record.events import Event
 from phalanx.record.schema import load_schema
 from phalanx.record.values import printable
@@ -27,9 +30,11 @@ _TYPES: dict[str, frozenset[type]] = {
     "null": frozenset((type(None),)),
 }
 _NUMBERS = frozenset((int, float))
+_NUMBERS_OR_NONE = _NUMBERS | {type(None)}
 _UNHASHABLE = frozenset((list, dict))
 COMMON = ("v", "event", "t", "rank")
 Column = tuple[Any, ...]
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,8 @@ def known_kinds() -> frozenset[str]:
 
 
 @functools.cache
-def _fields(kind: str) -> dict[str, Field]:
+def fields_of(kind: str) -> dict[str, Field]:
+    """What the schema has of a kind that it knows, but for `event` itself."""
     schema = _schema()
     found = {**schema["properties"], **schema["$defs"][kind]["properties"]}
     return {name: _field(known) for name, known in found.items() if name != "event"}
@@ -87,12 +93,12 @@ def _required(kind: str) -> frozenset[str]:
 class Columns:
     """The fields of events of one kind, each as a column; a field that an event lacks is None there."""
 
-    def __init__(self, kind: str, events: Sequence[Event]) -> None:
-        self.kind, self.events = kind, events
-        self.names = tuple(events[0])
+    def __init__(self, kind: str, events: Sequence[Any], *, names: tuple[str, ...] = ()) -> None:
+        """With `names`, events are rows of these (typed.py), which the schema has nothing against."""
+        self.kind, self.names, self._told, self._is_typed = kind, names or tuple(events[0]), events, bool(names)
         try:
-            rows = list(map(_getter(self.names), events))
-            self.is_even = sum(map(len, events)) == len(events) * len(self.names)
+            rows = events if names else list(map(_getter(self.names), events))
+            self.is_even = self._is_typed or sum(map(len, events)) == len(events) * len(self.names)
         except KeyError:
             self.is_even = False
         if not self.is_even:  # events of several versions, or with fields of somebody's own
@@ -100,44 +106,95 @@ class Columns:
             rows = [tuple([event.get(name) for name in self.names]) for event in events]
         self._columns: dict[str, Column] = dict(zip(self.names, zip(*rows, strict=True), strict=True))
         self._nothing: Column = (None,) * len(events)
+        self._floats: dict[str, Floats] = {}
         self.is_doubted = False
 
     def __len__(self) -> int:
-        return len(self.events)
+        return len(self._told)
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """As tables."""
+        return [self.event(place) for place in range(len(self))] if self._is_typed else self._told
+
+    def event(self, place: int) -> Event:
+        """One of them."""
+        told = self._told[place]
+        return {"event": self.kind, **dict(zip(self.names, told, strict=True))} if self._is_typed else told
 
     def get(self, name: str) -> Column:
         """A column."""
         return self._columns.get(name, self._nothing)
 
+    def floats(self, name: str) -> Floats:
+        """A column as numbers; NaN where there is none."""
+        found = self._floats.get(name)
+        if found is None:
+            column = self.get(name)
+            if column[0] is None and column.count(None) == len(column):
+                found = np.full(len(column), np.nan)
+            else:
+                found = _numbers(column if self._is_typed else _known(column))
+            self._floats[name] = found
+        return found
+
     def has(self, name: str) -> bool:
         """Whether any event has the field."""
         return name in self._columns
 
+    def pick(self, places: Sequence[int]) -> Columns:
+        """Those of some of the events."""
+        return Columns(self.kind, [self._told[place] for place in places], names=self.names if self._is_typed else ())
+
+    def tells(self, place: int, name: str) -> bool:
+        """Whether an event has a field that any of them has."""
+        return self.is_even or name in self._told[place]
+
     def doubts(self) -> list[int]:
         """Places of events that the whole schema must be asked about."""
+        if self._is_typed:
+            return []
         found: set[int] = set()
         required = _required(self.kind)
         if not self.is_even or not required <= set(self.names):
             found.update(place for place, event in enumerate(self.events) if not required <= event.keys())
-        for name, field in _fields(self.kind).items():
+        for name, field in fields_of(self.kind).items():
             column = self._columns.get(name)
             if column is not None:
                 found.update(_misfits(column, field))
         self.is_doubted = bool(found)
         return sorted(found)
 
-    def free(self) -> list[str]:
+    def free(self) -> Sequence[str]:
         """Fields that may hold any text: those that the schema does not know, and its own texts."""
-        fields = _fields(self.kind)
-        return [name for name in self.names if name != "event" and (name not in fields or fields[name].is_free)]
+        return _free(self.kind, self.names)
 
     def whole(self) -> Columns:
         """With 5 for 5.0 where the schema wants an integer: to JSON they are the same."""
-        integers = [name for name, field in _fields(self.kind).items() if field.types and not field.types & {float}]
+        integers = [name for name, field in fields_of(self.kind).items() if field.types and not field.types & {float}]
         return Columns(self.kind, [event | _whole(event, integers) for event in self.events])
 
 
+@functools.lru_cache(maxsize=256)
+def _free(kind: str, names: tuple[str, ...]) -> Sequence[str]:
+    fields = fields_of(kind)
+    return [name for name in names if name != "event" and (name not in fields or fields[name].is_free)]
+
+
 MOST_FIELDS = 1000  # of events of one kind in a piece; somebody else's beyond that
+
+
+def _known(column: Column) -> Column:
+    if {*map(type, column)} <= _NUMBERS_OR_NONE:
+        return column
+    return tuple(value if type(value) in _NUMBERS else None for value in column)
+
+
+def _numbers(column: Column) -> Floats:
+    try:
+        return np.array(column, dtype=np.float64)
+    except OverflowError:  # an integer of 400 digits
+        return np.array([value if type(value) is float else np.nan for value in column])
 
 
 def _whole(event: Event, names: Sequence[str]) -> Event:

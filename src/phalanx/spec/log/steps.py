@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from phalanx.spec.facts.log import NoiseFacts, StepFacts
 from phalanx.spec.log.noise import Noise
-from phalanx.spec.log.shape import Columns
+from phalanx.spec.log.shape import Columns, Floats
 from phalanx.spec.log.sums import Histogram, Sample
 from phalanx.spec.outcome import Spot
 
@@ -17,6 +18,7 @@ WARM_UP = 5  # steps of a formation that no timing counts: NVRx leaves out as ma
 MOST_SIZES = 256  # of batches
 DECAY = 0.99  # of the running means that a jump is measured by: they look back on about 100 steps
 BLOCK = 512  # values whose running mean is computed at once: dⁿ stays far from 0
+SETTLED = 4_096  # steps after which 1 − dⁿ is 1
 FIRST = 16  # steps before the first jump can be told: norms fall fast at the start of a run
 
 
@@ -46,16 +48,16 @@ class Steps:
         """Some more."""
         steps = columns.get("step")
         self._count(steps)
-        taken_s = _floats(columns.get("duration_s"))
+        taken_s = columns.floats("duration_s")
         steady = self._steady(columns, taken_s)
         self._time(columns, taken_s, steady)
         self._batches(columns, file, lines)
         skipped = columns.get("skipped")
-        if True in skipped or self._row:
+        if any(skipped) or self._row:
             self._skips(skipped)
         self._finite(columns, skipped, file, lines)
         for jump in self._jumps:
-            jump.take(columns.get(jump.field), skipped, file, lines)
+            jump.take(columns.floats(jump.field), skipped, file, lines)
         self._noise.take(columns)
 
     def _count(self, steps: Sequence[int]) -> None:
@@ -76,7 +78,7 @@ class Steps:
             self._settling = min(WARM_UP, self._settling + len(columns))
         compiled = columns.get("compile_s")
         if any(compiled):
-            steady &= ~(np.nan_to_num(_floats(compiled)) > 0.0)
+            steady &= ~(np.nan_to_num(columns.floats("compile_s")) > 0.0)
         return steady
 
     def _time(self, columns: Columns, taken_s: Any, steady: Any) -> None:
@@ -84,8 +86,8 @@ class Steps:
         self._durations.add(known_s.tolist())
         self._drift.add(known_s)
         self._steady_s += float(known_s.sum())
-        self._data_s += _sum(columns.get("data_s"), steady)
-        self._tokens_steady += _sum(columns.get("tokens"), steady)
+        self._data_s += _sum(columns.floats("data_s"), steady)
+        self._tokens_steady += _sum(columns.floats("tokens"), steady)
 
     def _batches(self, columns: Columns, file: str, lines: Sequence[int]) -> None:
         if self._sizes is None:
@@ -112,12 +114,12 @@ class Steps:
         """A number that is not finite is written as null, and was not skipped."""
         for name in ("loss", "grad_norm"):
             column = columns.get(name)
-            if not columns.has(name) or None not in column:
+            if not columns.has(name) or not np.isnan(columns.floats(name)).any():
                 continue
             places = [
                 place
                 for place, value in enumerate(column)
-                if value is None and skipped[place] is not True and name in columns.events[place]
+                if value is None and skipped[place] is not True and columns.tells(place, name)
             ]
             if places:
                 self._not_finite += len(places)
@@ -166,11 +168,11 @@ class Jump:
         self.spot: Spot | None = None
         self._mean, self._count = 0.0, 0
 
-    def take(self, column: Sequence[Any], skipped: Sequence[Any], file: str, lines: Sequence[int]) -> None:
+    def take(self, values: Floats, skipped: Sequence[Any], file: str, lines: Sequence[int]) -> None:
         """Some more values. The running mean of all of them at once: m·dⁿ + (1 − d)·Σ v·dⁿ⁻ⁱ."""
-        values, places = _floats(column), np.arange(len(column))
+        places = np.arange(len(values))
         usual = (values >= 0.0) & (values < 1e150)
-        if True in skipped:
+        if any(skipped):
             usual &= np.array([one is not True for one in skipped])
         values, places = values[usual], places[usual]
         for begin in range(0, len(values), BLOCK):
@@ -178,10 +180,10 @@ class Jump:
 
     def _block(self, values: Any, places: Any, file: str, lines: Sequence[int]) -> None:
         count = len(values)
-        powers = DECAY ** np.arange(count + 1)
+        powers = _powers()[: count + 1]
         added = np.concatenate([[0.0], np.cumsum(values / powers[1:])])
         means = powers * (self._mean + (1 - DECAY) * added)
-        weights = 1.0 - DECAY ** (self._count + np.arange(count))
+        weights = 1.0 - DECAY ** (self._count + np.arange(count)) if self._count < SETTLED else 1.0
         early = max(0, FIRST - self._count)
         ratios = np.where(means[:-1] > 0.0, values * weights / np.maximum(means[:-1], 1e-300), 0.0)[early:]
         if len(ratios) and ratios.max() > self.worst:
@@ -194,15 +196,12 @@ def _is_run(steps: Sequence[int]) -> bool:
     return steps[-1] - steps[0] == len(steps) - 1 and steps == tuple(range(steps[0], steps[-1] + 1))
 
 
-def _sum(column: Sequence[Any], steady: Any) -> float:
+def _sum(column: Floats, steady: Any) -> float:
     """Of what can be a number of seconds or tokens."""
-    values = _floats(column)[steady]
+    values = column[steady]
     return float(values[(values >= 0.0) & (values < 1e15)].sum())
 
 
-def _floats(column: Sequence[Any]) -> Any:
-    """As numbers; None is NaN."""
-    try:
-        return np.array(column, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):  # an integer of 400 digits
-        return np.array([value if type(value) is float else np.nan for value in column])
+@functools.cache
+def _powers() -> Floats:
+    return np.power(DECAY, np.arange(BLOCK + 1), dtype=np.float64)

@@ -28,6 +28,7 @@ from phalanx.spec.log.folder import has_provenance, is_job_changed, launch_of, l
 from phalanx.spec.log.lines import uncollected
 from phalanx.spec.log.rank import Counted, RankLog
 from phalanx.spec.log.told import Supervisor
+from phalanx.spec.log.walk import Passing
 from phalanx.spec.outcome import Spot
 
 TURN_BYTES = 32 * 2**20  # of a rank before the next one has its turn, where there is a budget
@@ -57,6 +58,7 @@ class LogStream:
         self._supervisor = Feed(self.run.supervisor, self._shown, tally=self._tally)
         self._ranks: dict[int, RankLog] = {}
         self._account, self._account_bytes = accounts.Account(), -1
+        self._passing: Passing | None = None
 
     @property
     def bytes_read(self) -> int:
@@ -81,15 +83,25 @@ class LogStream:
         found = list(self.run.recorded())
         if self._ranks and found and found[0] < min(self._ranks):
             self._begin()  # a lower rank has come: it is the witness, of all its steps
+        # Of a run that is over, and read at once, the ledger is made as its witness's events pass by.
+        at_once = budget_bytes is None and not self._ranks and found and is_over(self.run)
+        passing = Passing.of(self.run, self._history, found[0]) if at_once else None
         for rank in found:
             if rank not in self._ranks:
                 feed = Feed(self.run.events(rank), self._shown, tally=self._tally)
                 self._ranks[rank] = RankLog(rank, feed, self._all, witness=rank == found[0])
+        self._pass(passing)
         self._list()
         for piece in self._supervisor.pieces(budget_bytes):
             self._told.take(piece, self._all.lines, self._all.grammar, self._all.secrets)
         self._read(before, budget_bytes, progress)
         return self.bytes_read != before
+
+    def _pass(self, passing: Passing | None) -> None:
+        """Somebody who sees the events of the witness, from the first on; nobody else does any more."""
+        self._passing = passing
+        for place, rank in enumerate(self._ranks.values()):
+            rank.passing = passing if place == 0 else None
 
     def _read(self, before: int, budget_bytes: int | None, progress: Progress | None) -> None:
         total = self.bytes_read + self.bytes_left if progress is not None else 0
@@ -198,7 +210,9 @@ class LogStream:
         read, before = self.bytes_read, self._account_bytes
         little = not ended and read >= SMALL_BYTES and read - before <= AGAIN_SHARE * before
         if before < 0 or (read != before and not little):
-            self._account, self._account_bytes = accounts.account(self.run, self._history), read
+            self._account = accounts.account(self.run, self._history, self._passing)
+            self._account_bytes = read
+            self._pass(None)
         return self._account
 
     def _steps(self) -> StepFacts | None:
