@@ -61,6 +61,7 @@ def test_connections_are_those_of_the_public_files() -> None:
     # the first and the 437th line of perm_1024n_1024c_0u_2000000b.cm (Broadcom/csg-htsim)
     rows = shuffled(1024, 1024, 13)
     assert (rows[:2], rows[436]) == ([(334, 395), (404, 414)], (137, 470))
+    assert rows_of(case(PERMUTATION).sent)[0] == (334, 395, 2_000_000, 0.0)
     assert {a for a, _ in rows} == {b for _, b in rows} == set(range(1024))
     assert all(a != b for a, b in rows)
     part = case("-tm perm_1024n_200c_1MB_seed4.cm").sent

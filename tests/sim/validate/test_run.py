@@ -32,6 +32,7 @@ ARITHMETIC = [
     ("hosts under one T0", "96x800G, 3:1", 72),
     ("capacity lost per T0-T1 link, 200G plane", "", 100 / 128),
     ("NIC bandwidth lost per NIC-T0 link", "4 planes", 25),
+    ("NIC bandwidth lost per NIC-T0 link", "CX-8, 2x400G", 50),
     ("switches total", "2048 hosts, 1 plane, 64-port", 64 + 32),
     ("NIC-T0 links total", "32768 hosts, 4 planes", 4 * 32768),
     ("T1 switches total", "32768 hosts, 4 planes", 4 * 128),
