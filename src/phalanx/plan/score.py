@@ -46,12 +46,6 @@ class Scores:
             return self.space.base[name][self.base[rows]]
         return self.space.choice[name][self.choice[rows]]
 
-    def has(self, name: str, value: int) -> Bools:
-        """Which rows have this value in a layout column."""
-        if name in self.space.base:
-            return (self.space.base[name] == value)[self.base]
-        return (self.space.choice[name] == value)[self.choice]
-
     def layout(self, row: int) -> Layout:
         """The layout of a row."""
         return self.space.layout(int(self.base[row]), int(self.choice[row]))

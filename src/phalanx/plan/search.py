@@ -173,15 +173,17 @@ Idea = Callable[[Scores, Layout], Bools]
 
 # What a person would ask "why not ...?" about.
 IDEAS: dict[str, Idea] = {
-    "another tensor size": lambda s, best: ~s.has("tp", best.tensor),
-    "another pipeline depth": lambda s, best: ~s.has("pp", best.pipeline),
-    "another context size": lambda s, best: ~s.has("cp", best.context),
-    "another expert size": lambda s, best: ~s.has("ep", best.expert),
-    "another ZeRO stage": lambda s, best: ~s.has("zero", best.zero),
-    "another recompute": lambda s, best: ~s.has("recompute", RECOMPUTE.index(best.recompute)),
-    "another micro-batch": lambda s, best: ~s.has("micro_batch", best.micro_batch),
-    "pure FSDP": lambda s, best: s.has("zero", 3) & s.has("tp", 1) & s.has("pp", 1) & s.has("cp", 1),
-    "no model parallelism": lambda s, best: s.has("tp", 1) & s.has("pp", 1) & s.has("cp", 1),
+    "another tensor size": lambda s, best: s.column("tp") != best.tensor,
+    "another pipeline depth": lambda s, best: s.column("pp") != best.pipeline,
+    "another context size": lambda s, best: s.column("cp") != best.context,
+    "another expert size": lambda s, best: s.column("ep") != best.expert,
+    "another ZeRO stage": lambda s, best: s.column("zero") != best.zero,
+    "another recompute": lambda s, best: s.column("recompute") != RECOMPUTE.index(best.recompute),
+    "another micro-batch": lambda s, best: s.column("micro_batch") != best.micro_batch,
+    "pure FSDP": lambda s, best: (
+        (s.column("zero") == 3) & (s.column("tp") == 1) & (s.column("pp") == 1) & (s.column("cp") == 1)
+    ),
+    "no model parallelism": lambda s, best: (s.column("tp") == 1) & (s.column("pp") == 1) & (s.column("cp") == 1),
 }
 
 
@@ -196,9 +198,9 @@ def _others(scores: Scores, best: Layout) -> tuple[Candidate, ...]:
             _add(found, _candidate(scores, _simplest(scores, rows), idea), best)
     limit = np.min(scores.step_s, where=fits, initial=np.inf)
     unfit = np.where(fits, np.inf, scores.step_s)
-    cheaper = {"no recompute": scores.has("recompute", 0), "if memory were larger": np.ones_like(fits)}
+    cheaper = {"no recompute": scores.column("recompute") == 0, "if memory were larger": np.ones_like(fits)}
     for idea, wanted in cheaper.items():
-        row = _least(unfit, wanted & scores.has("offload", OFFLOAD.index(best.offload)))
+        row = _least(unfit, wanted & (scores.column("offload") == OFFLOAD.index(best.offload)))
         if row is not None and scores.step_s[row] < limit:
             _add(found, _candidate(scores, row, idea), best)
     return tuple(sorted(found.values(), key=lambda one: (not one.fits, one.step_s)))
