@@ -2,8 +2,9 @@
 
 Writes runs of about 100 MB and 1 GB of events with the trainer's own EventWriter: steps, device samples, pings,
 timelines and checkpoints at their usual rates, on `--ranks` ranks. Each is read by a process of its own, whose
-processor time and largest memory count; "stream" is the reading of every line, "all" the facts of the rules with the
-ledger, stragglers and cost. Then every example job is checked. The floor is 100 MB/s for one core (issue 6).
+processor time and largest memory count; "stream" is the reading of every line, with the ledger made on the way,
+"all" the facts of the rules with stragglers and cost. Then every example job is checked. The floor is 100 MB/s for one
+core (issue 6).
 """
 
 from __future__ import annotations
