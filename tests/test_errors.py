@@ -1,6 +1,6 @@
 import pytest
 
-from phalanx.errors import nearest
+from phalanx.errors import Problem, mistake, nearest
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,13 @@ def test_nonsense_is_not_suggested(word, choices):
 
 def test_a_beginning_that_several_share_names_none():
     assert nearest("glo", ["global_tokens", "global_sequences"]) == ""
+
+
+def test_a_message_spells_out_what_a_file_smuggles_in():
+    problem = Problem(where="a\nb\x1b.toml", what='no key "\x1b[2J\x9b"', why="Jörg\u202e", fix="30 µs")
+    assert problem.render() == 'a\\nb\\x1b.toml: no key "\\x1b[2J\\x9b"\n  Jörg\\u202e\n  30 µs'
+    assert str(mistake("\x1b", "x")) == "\\x1b: x"
+
+
+def test_no_line_of_a_part_poses_as_a_message():
+    assert Problem(where="a", what="b\nc: d").render() == "a: b\n  c: d"

@@ -11,6 +11,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "phalanx"
 
 LAYERS = (
+    {"visible"},
     {"errors", "units"},
     {"files", "columns", "listen"},
     {"job", "hardware", "record"},

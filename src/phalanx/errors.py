@@ -12,6 +12,8 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from phalanx.visible import one_line, visible
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
@@ -23,9 +25,11 @@ class Problem:
     fix: str = ""
 
     def render(self) -> str:
-        """The text a person reads, most important line first."""
-        head = f"{self.where}: {self.what}" if self.where else self.what
-        return "\n".join([head, *(f"  {line}" for line in (self.why, self.fix) if line)])
+        """The text a person reads, most important line first, without control characters of the file or call."""
+        head = f"{one_line(self.where)}: {self.what}" if self.where else self.what
+        parts = [head, *(f"  {line}" for line in (self.why, self.fix) if line)]
+        # Further lines of a part are indented: none can pose as a message of its own.
+        return "\n".join(visible(part).replace("\n", "\n  ") for part in parts)
 
 
 class PhalanxError(Exception):

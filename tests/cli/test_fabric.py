@@ -54,3 +54,35 @@ def test_decisions_of_a_fabric_that_exists(capsys: pytest.CaptureFixture[str]) -
     assert "has one tier" in capsys.readouterr().err
     assert main(["fabric", "decisions"]) == 2
     assert "--gpus is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["x.png", "x.txt", "x", ""])
+def test_a_picture_is_an_svg(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / name if name else ""
+    assert main(["fabric", "decisions", "--gpus", "4096", "--picture", str(path)]) == 2
+    assert "does not end in .svg" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_pages_keep_to_the_columns_they_are_given(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = (["decisions", "--gpus", "4096"], ["show", "mrc-131k"], ["design", "--gpus", "4096", "--nic-gbps", "800"])
+    for call in calls:
+        monkeypatch.delenv("COLUMNS", raising=False)
+        assert main(["fabric", *call]) == 0
+        wide = capsys.readouterr().out
+        monkeypatch.setenv("COLUMNS", "60")
+        assert main(["fabric", *call]) == 0
+        narrow = capsys.readouterr().out
+        assert max(map(len, narrow.splitlines())) <= 60 < max(map(len, wide.splitlines()))
+        assert set(wide.split()) <= set(narrow.split())  # nothing is dropped
+
+
+def test_one_tier_has_no_uplinks_to_tell_of(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fabric", "show", "clos1:64x400G/2p/64"]) == 0
+    out = capsys.readouterr().out
+    assert "2 of 200 Gb/s, each one tier of 64x200G" in out
+    assert "one switch between any two hosts, in each plane" in out
+    for words in ("1 tiers", "T0-T1", "different T0s", " T1 "):
+        assert words not in out

@@ -48,7 +48,8 @@ def test_fitted_on_two_sizes_the_others_are_close_to_what_was_measured(
         assert fitted[mib] == pytest.approx(us * 1e-6, rel=0.1)
     out, _ = call(capsys, "8xH100:8", "--bytes", "1GiB", "--fit", str(path))
     assert "by the fit\nfitted on 2 sizes from 16 MiB on" in out
-    assert "(met exactly)" in out
+    assert out.endswith("(met exactly)\nthe file names no collective: taken for all-reduce\n")
+    assert found["fit_kind_assumed"]
 
 
 def test_other_devices_and_all_to_all_have_only_the_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,6 +63,25 @@ def test_other_devices_and_all_to_all_have_only_the_fit(tmp_path: Path, capsys: 
     assert "1 GiB takes" in out
     out, _ = call(capsys, "8xH100:8", "--kind", "alltoall", "--bytes", "1MiB", "--fit", str(path))
     assert "fits speak from 16 MiB on" in out
+
+
+def test_a_log_of_another_collective_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "nccl.log"
+    path.write_text(
+        "# nccl-tests\n"
+        " 16777216   4194304  float  sum  -1   200.00   83.89  162.53  0   200.0  83.89  162.53  0\n"
+        "1073741824 268435456  float  sum  -1   5000.0  214.75  416.08  0   5000.  214.75  416.08  0\n"
+    )
+    out, err = call(capsys, "8xH100:4", "--bytes", "256MiB", "--kind", "all-gather", "--fit", str(path), code=2)
+    assert out == ""
+    assert "holds all-reduce, not all-gather" in err
+    assert "add --kind all-reduce" in err
+    _, err = call(capsys, "8xH100:1", "--bytes", "256MiB", "--fit", str(path), code=2)
+    assert "busbw is 1.94 times algbw, and 1.75 for all-reduce on 8 ranks" in err
+    out, _ = call(capsys, "8xH100:4", "--bytes", "256MiB", "--fit", str(path))
+    assert out.endswith("the file names no collective: taken for all-reduce\n")
+    path.write_text("# Collective test starting: all_reduce_perf\n" + path.read_text())
+    assert "names no collective" not in call(capsys, "8xH100:4", "--bytes", "256MiB", "--fit", str(path))[0]
 
 
 @pytest.mark.parametrize("kind", ["all-gather", "all_gather", "AllGather"])

@@ -90,6 +90,9 @@ def test_what_is_missing_or_out_of_range(capsys: pytest.CaptureFixture[str]) -> 
     assert "--nic-gbps is missing" in capsys.readouterr().err
     assert main(["fabric", "design", "--gpus", "64", "--nic-gbps", "400", "--gpu-hour-usd", "nan"]) == 2
     assert "--gpu-hour-usd nan is out of range" in capsys.readouterr().err
+    for bad in ("-1", "nan", "inf"):
+        assert main(["fabric", "design", "--gpus", "64", "--nic-gbps", "400", "--recovery-s", bad]) == 2
+        assert f"--recovery-s {bad} is out of range" in capsys.readouterr().err
 
 
 def test_a_job_says_its_gpus_its_nic_and_which_oversubscription_is_harmless(

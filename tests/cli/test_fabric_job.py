@@ -11,9 +11,11 @@ from phalanx.cli.fabric_job import JobStep, job_plan, job_steps
 from phalanx.cli.main import main
 from phalanx.errors import UserError, mistake
 from phalanx.network.fabric.design import Wish, designs, nominal_ratio
+from phalanx.network.fabric.text import percent
 from phalanx.network.fabric.types import Fabric
 from phalanx.network.fabric.verdict import Prices
 from phalanx.plan.plan import Plan
+from phalanx.sim.months.network import network_share
 
 JOB = str(Path(__file__).parents[2] / "examples" / "llama-3-8b-64xH100.toml")
 FOUND = designs(Wish(gpus=64, nic_gbps=400, tiers=2))
@@ -54,7 +56,9 @@ def test_ctrl_c_keeps_what_is_finished(
     assert "stopped by Ctrl-C: 2 designs are compared" in capsys.readouterr().err
     done.clear()
     assert main(["fabric", "design", "--job", JOB, "--tiers", "2"]) == 130
-    assert "The job's step takes 1.00 s" in capsys.readouterr().out.replace("\n", " ")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The job's step takes 1.00 s" in said
+    assert f"waits for the network {percent(network_share(plan))} of its time" in said
 
 
 def test_a_design_the_engine_refuses_is_left_out(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

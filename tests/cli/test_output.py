@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.cli.output import print_json
+from phalanx.cli.output import note, print_json, say
 
 
 @dataclass(frozen=True)
@@ -25,3 +25,14 @@ def test_print_json(capsys: pytest.CaptureFixture[str]) -> None:
     }
     print_json(value)
     assert json.loads(capsys.readouterr().out) == {"a": {"rate": None}, "b": [1.5, 2, [1.0, None]], "c": "x"}
+
+
+def test_controls_in_names_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    say("a\x1b[2J\x9b\nend")
+    note("c\u202e")
+    print_json({"d": "e\x9b\x7f\u202e"})
+    out, err = capsys.readouterr()
+    said, _, document = out.partition("end\n")
+    assert (said, err) == ("a\\x1b[2J\\x9b\n", "c\\u202e\n")
+    assert "\\u009b\\u007f\\u202e" in document
+    assert json.loads(document) == {"d": "e\x9b\x7f\u202e"}

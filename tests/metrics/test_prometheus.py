@@ -70,6 +70,13 @@ def test_exposition_holds_every_series_with_its_labels(finished: Run) -> None:
             assert all(set(sample.labels) == {"run", *metric.labels} for sample in family.samples)
 
 
+def test_the_name_of_a_run_does_not_act_on_a_terminal(finished: Run, tmp_path: Path) -> None:
+    (tmp_path / "r\x1b[2J\x9b").symlink_to(finished.path, target_is_directory=True)
+    text = exposition(Readings(Run(path=tmp_path / "r\x1b[2J\x9b")))
+    assert 'run="r [2J "' in text
+    assert text.replace("\n", "").isprintable()
+
+
 def test_scrape(server: MetricsServer) -> None:
     status, text = get(server.url)
     assert status == 200

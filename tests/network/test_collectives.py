@@ -75,6 +75,14 @@ def test_alone_costs_nothing(cost):
     assert cost(group(1), GIB) == 0.0
 
 
+def test_hierarchical_all_reduce_by_hand():
+    # Both ways inside the node over NVLink; between 4 nodes a ring all-reduce of the eighth that each NIC has.
+    times = net.all_reduce_by_algorithm(group(32), np.array([1e9]))
+    inside_s = 7 / 8 * 1e9 / 384e9 + 7 * 3.4e-6
+    between_s = 2 * 3 / 4 * (1e9 / 8) / 48e9 + 2 * 3 * 14e-6
+    assert times[net.ALGORITHMS.index("hierarchical")].item() == pytest.approx(2 * inside_s + between_s)
+
+
 def test_ring_all_gather_by_hand():
     # 7 of 8 shards arrive over NVLink, in 7 steps.
     assert gather(group(8), 1e9) == pytest.approx(7 / 8 * 1e9 / 384e9 + 7 * 3.4e-6)

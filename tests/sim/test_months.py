@@ -11,26 +11,19 @@ import numpy as np
 import pytest
 
 from phalanx.job.load import load
-from phalanx.network.fabric.budget import part_rates
+from phalanx.network.fabric.budget import Answer, part_rates, part_s
 from phalanx.network.fabric.parse import parse_fabric
+from phalanx.network.fabric.recovery import CABLE_S, CONVERGE_S, EDGE_RECOVERY_S, FLAP_S, LINK_BACK_S, SWITCH_BACK_S
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.reliability import daly
 from phalanx.sim.months import run as months
-from phalanx.sim.months.causes import SWITCH_OUTAGE_S, Cause, arrivals, usual_mix
+from phalanx.sim.months.causes import Cause, arrivals, usual_mix
 from phalanx.sim.months.compare import cases, recoveries, recovering, row
 from phalanx.sim.months.compare import render as compare_page
 from phalanx.sim.months.forecast import Forecast, forecast, formula_shares
 from phalanx.sim.months.levers import levers
 from phalanx.sim.months.network import ALL_NETWORK, Network, network_share, slower
-from phalanx.sim.months.policy import (
-    CABLE_S,
-    FLAP_S,
-    UNNOTICED_S,
-    Policy,
-    failures_per_day,
-    policy,
-    usual_planned_per_day,
-)
+from phalanx.sim.months.policy import UNNOTICED_S, Policy, failures_per_day, policy, usual_planned_per_day
 from phalanx.sim.months.progress import Saving
 from phalanx.sim.months.run import runs, simulate
 from phalanx.sim.months.spread import spread
@@ -118,7 +111,7 @@ def test_three_failures_in_a_row_are_told(monkeypatch):
 
 def test_a_dead_switch_is_waited_for(monkeypatch):
     one = scripted(monkeypatch, ALONE, (1_500.0, "switch"))
-    assert one.lost_s["switch", "detect"] + one.lost_s["switch", "waiting"] == pytest.approx(SWITCH_OUTAGE_S)
+    assert one.lost_s["switch", "detect"] + one.lost_s["switch", "waiting"] == pytest.approx(SWITCH_BACK_S)
     assert one.lost_s["switch", "restart"] == pytest.approx(300.0)
 
 
@@ -156,9 +149,27 @@ def test_without_a_spare_the_job_shrinks_and_grows_again(monkeypatch):
     slow_work_s = 6 * 990.0 + slow_s - 6_000.0
     assert one.lost_s["no spare", "degraded"] == pytest.approx(0.25 * slow_work_s)
     assert one.lost_s["no spare", "restart"] == pytest.approx(300.0)
+    assert one.lost_s["no spare", "checkpoint"] == pytest.approx(15.0)  # growing saves first: 10 s, and 5 s to disk
+    assert unaccounted_s(one) == pytest.approx(0.0, abs=1e-6)
     stays = scripted(monkeypatch, changed(shrinks, recovery="shrink"), (1_500.0, "device"))
     assert ("no spare", "restart") not in stays.lost_s
     assert stays.lost_s["no spare", "degraded"] > 5 * one.lost_s["no spare", "degraded"]
+
+
+def test_a_failure_after_growing_finds_what_it_saved(monkeypatch):
+    seldom = changed(
+        ALONE,
+        spares=0,
+        paces={0: 1.0, 1: 0.75},
+        repair_s=7_200.0,
+        saving=Saving(interval_s=36_000.0, blocking_s=10.0, lag_s=5.0),
+    )
+    one = scripted(monkeypatch, seldom, (1_500.0, "device"), (9_515.0, "software"))
+    # Back at 8,700 s, saved at 8,715 s, going again at 9,015 s.
+    assert one.lost_s["software", "redone"] == pytest.approx(500.0)
+    # A failure during the save loses what it would have kept.
+    hit = scripted(monkeypatch, seldom, (1_500.0, "device"), (8_710.0, "software"))
+    assert hit.lost_s["software", "redone"] == pytest.approx(0.75 * (8_700.0 - 1_830.0))
 
 
 def test_stop_means_stop(monkeypatch):
@@ -176,17 +187,17 @@ def test_edge_recovery_bears_links_and_switches(monkeypatch):
     lengths_s = (one.lost_s[name, "degraded"] / 0.02 + 3.0 for name in ("link", "switch"))
     link_s, switch_s = lengths_s
     assert link_s == pytest.approx(FLAP_S) or link_s == pytest.approx(CABLE_S, rel=0.02)
-    assert switch_s == pytest.approx(SWITCH_OUTAGE_S)
+    assert switch_s == pytest.approx(SWITCH_BACK_S)
     assert unaccounted_s(one) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_of_two_narrow_places_the_slower_counts(monkeypatch):
     slow = [dataclasses.replace(one, pace=0.5) if one.name == "switch" else one for one in borne(stall_s=0.0)]
     one = scripted(monkeypatch, changed(ALONE, mix=tuple(slow)), (1_100.0, "link"), (1_100.0, "switch"))
-    assert one.lost_s["switch", "degraded"] == pytest.approx(0.5 * SWITCH_OUTAGE_S)
+    assert one.lost_s["switch", "degraded"] == pytest.approx(0.5 * SWITCH_BACK_S)
     assert one.lost_s.get(("link", "degraded"), 0.0) in (
         0.0,
-        pytest.approx(0.02 * (CABLE_S - SWITCH_OUTAGE_S), rel=0.02),
+        pytest.approx(0.02 * (CABLE_S - SWITCH_BACK_S), rel=0.02),
     )
 
 
@@ -449,6 +460,34 @@ def test_who_outlives_what(llama):
     slowest = {one.name: one.pace for one in on_fabric(llama, edge=True).mix}
     assert slowest["link"] == slowest["T0 switch"] == slower(llama, 1 / 4)
     assert slowest["link"] < slowest["T1 switch"] < slowest["uplink"] < 1.0
+    # 128 uplinks and 64 T1s a plane: a T1 takes two of the first, in one of four planes.
+    lost = {"uplink": 1 / 128, "T1 switch": 2 / 128}
+    for name, share in lost.items():
+        assert slowest[name] == pytest.approx(slower(llama, share / 4))
+    routed = {one.name: one.pace for one in on_fabric(llama).mix}
+    for name, share in lost.items():  # hashed QPs stay in their plane, and the message waits for the slowest
+        assert routed[name] == pytest.approx(slower(llama, share))
+
+
+@pytest.mark.parametrize("kind", ["ethernet", "infiniband"])
+@pytest.mark.parametrize("edge", [True, False])
+def test_a_part_costs_months_what_it_costs_the_budget(llama, edge, kind):
+    """One set of times, and one idea of what is lost: `fabric show` and `sim --days` do not differ."""
+    fabric = parse_fabric(FABRIC)
+    fabric = dataclasses.replace(fabric, switch=dataclasses.replace(fabric.switch, kind=kind))
+    made = policy(llama, network=Network(edge=edge, planes=fabric.planes, fabric=fabric))
+    parts = {"link": "NIC-T0 cables", "uplink": "T0-T1 cables", "T0 switch": "T0 switches", "T1 switch": "T1 switches"}
+    answer = Answer(
+        recovery_s=EDGE_RECOVERY_S if edge else CONVERGE_S, restart_s=600.0, waits=network_share(llama), edge=edge
+    )
+    for cause in made.mix:
+        if cause.name not in parts:
+            continue
+        if cause.stall_s is None:
+            lost_s = cause.outage_s + 600.0
+        else:
+            lost_s = cause.stall_s + (cause.outage_s or LINK_BACK_S) * (1 - cause.pace)
+        assert part_s(fabric, parts[cause.name], answer) == pytest.approx(lost_s)
 
 
 def test_llama_3_on_a_named_fabric(llama):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -103,6 +104,22 @@ def test_dead_paths_are_left_by_those_who_may() -> None:
     conventional = routes.route(one, flows, routes.spray(64, recovery="conventional"), left)
     assert conventional.cut[:64].sum() == 16
     assert conventional.cut[64:].sum() == 0
+
+
+@pytest.mark.parametrize("made", [routes.by_flow, lambda **words: routes.by_qp(8, **words)])
+def test_switches_keep_the_plane_that_a_hash_gave(made: Callable[..., routes.Routing]) -> None:
+    one = links.links_of(fabric("clos2:128x800G/8p/32/wide"))
+    flows = matrices.shift(128, 1.0)
+    ports = broken.shares(one, broken.Broken(t0=((0, 0), (1, 0)), t1=((2, 0), (3, 1))))
+    first = routes.route(one, flows, made(seed=4))
+    later = routes.route(one, flows, made(seed=4, recovery="conventional"), ports)
+    assert (first.links[:, 0] == later.links[:, 0]).all()  # the port of the NIC names the plane
+    assert (first.links != later.links).any()  # T1s are gone around
+    # What left or was meant for a host of the dead T0s in planes 0 and 1, and nothing else, is cut off.
+    works = np.append(ports, 1.0)[first.links[:, [0, -1]]].min(axis=1) > 0
+    assert (later.cut == ~works).all()
+    assert later.cut.any()
+    assert not routes.route(one, flows, made(seed=4, recovery="edge"), ports).cut.any()  # a sender leaves by another
 
 
 def test_a_cable_fails_in_both_directions_and_a_switch_takes_its_cables() -> None:

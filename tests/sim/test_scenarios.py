@@ -10,9 +10,9 @@ from phalanx.network.fabric.parse import parse_fabric
 from phalanx.sim.compare import Question, compare, fluid_manners, fluid_runs
 from phalanx.sim.failures import faults_of
 from phalanx.sim.links import links_of
-from phalanx.sim.matrices import all_to_all
+from phalanx.sim.matrices import all_to_all, incast
 from phalanx.sim.packets.transport import MRC
-from phalanx.sim.scenarios import SCENARIOS, chosen, incast_beside, usual_bytes
+from phalanx.sim.scenarios import SCENARIOS, chosen, usual_bytes
 
 FABRIC = parse_fabric("clos2:64x800G/8p/16/wide")
 
@@ -30,7 +30,7 @@ def test_every_scenario_names_parts_that_exist_and_meets_its_traffic() -> None:
 @pytest.mark.parametrize("text", ["clos2:64x800G/8p/16/wide", "clos2:64x400G/1p/16/8r"])
 def test_a_victim_shares_switches_but_no_host(text: str) -> None:
     fabric = parse_fabric(text)
-    flows, home = incast_beside(fabric, 1e6), links_of(fabric).host_t0(np.arange(fabric.hosts))
+    flows, home = incast(fabric, 1e6), links_of(fabric).host_t0(np.arange(fabric.hosts))
     assert len(flows) == 8
     assert len(set(flows.source.tolist())) == 8
     assert len(set(flows.target[:7].tolist())) == 1
@@ -38,11 +38,11 @@ def test_a_victim_shares_switches_but_no_host(text: str) -> None:
     assert home[flows.target[7]] == home[flows.target[0]]
     assert len(set(home[flows.source].tolist())) == 1
     with pytest.raises(UserError, match="at least 10 hosts"):
-        incast_beside(parse_fabric("clos2:9x800G/8p/16"), 1e6)
+        incast(parse_fabric("clos2:9x800G/8p/16"), 1e6)
 
 
 def test_ways_of_sending_are_alike_but_for_what_is_compared() -> None:
-    off, on, edge = fluid_manners(Question(fabric=FABRIC, flows=incast_beside(FABRIC, 1e6), converge_s=3.0))
+    off, on, edge = fluid_manners(Question(fabric=FABRIC, flows=incast(FABRIC, 1e6), converge_s=3.0))
     assert (off.routing, off.go_back, off.react_s) == (on.routing, on.go_back, on.react_s)
     assert (off.pauses, on.pauses, off.routing.paths, off.react_s) == (False, True, 8, 3.0)
     assert (edge.routing.paths, edge.least_paths, edge.probe_s) == (256, MRC.least_paths, MRC.probe_s)
@@ -51,7 +51,7 @@ def test_ways_of_sending_are_alike_but_for_what_is_compared() -> None:
 
 
 def test_runs_without_failure_are_kept() -> None:
-    question = Question(fabric=FABRIC, flows=incast_beside(FABRIC, 1e6), broken=SCENARIOS["nic-port"].broken)
+    question = Question(fabric=FABRIC, flows=incast(FABRIC, 1e6), broken=SCENARIOS["nic-port"].broken)
     kept: list[object] = []
     first = list(compare(question, fluid_runs, kept))  # type: ignore[arg-type]
     assert len(first) == len(kept) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from phalanx.errors import UserError
 from phalanx.network.fabric.parse import parse_fabric
 from phalanx.sim.packets.roce import ROCE, ROCE_PFC, Roce
 from phalanx.sim.packets.transport import HTSIM, MRC, Transport
-from phalanx.sim.transports import compared, converge_of, paths_of, recovery_of, transport_of
+from phalanx.sim.transports import SHORT_CONVERGE_S, compared, converge_of, paths_of, recovery_of, transport_of
 
 
 def sprayed(*words: str, **more: Any) -> Transport:
@@ -31,11 +32,12 @@ def test_transports_that_spray() -> None:
 
 
 def test_roce_by_its_words() -> None:
-    assert transport_of("roce") == ROCE
+    assert transport_of("roce") == replace(ROCE, converge_s=SHORT_CONVERGE_S)  # packets cannot wait ten seconds
+    assert converge_of(transport_of("ecmp")) == SHORT_CONVERGE_S
     made = transport_of("roce", routing="qp", pfc=False, dcqcn=False, converge_s=2.0)
     assert isinstance(made, Roce)
     assert (made.qps, made.pfc, made.dcqcn, made.converge_s, made.name) == (8, False, None, 2.0, "RoCE")
-    assert transport_of("roce", dcqcn=False) == ROCE_PFC
+    assert transport_of("roce", dcqcn=False) == replace(ROCE_PFC, converge_s=SHORT_CONVERGE_S)
     assert (paths_of(made), recovery_of(made), converge_of(made)) == (8, "conventional", 2.0)
     assert converge_of(transport_of("roce", recovery="none")) is None
 

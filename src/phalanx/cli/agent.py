@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 
+from phalanx.cli.output import note
 from phalanx.errors import mistake
 
 TYPE_CHECKING = False
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         raise mistake("phalanx agent", f"--slots {slots} is below 1", fix="use 1 or more")
     host = args.host or platform.node() or "localhost"
     words = [str(made.path), host, str(slots), args.address or _address(made), "0"]
-    print(f"host {host} joins {made.path} with {slots} slots", file=sys.stderr, flush=True)
+    note(f"host {host} joins {made.path} with {slots} slots")
     os.execv(sys.executable, [sys.executable, *AGENT, *words])
 
 

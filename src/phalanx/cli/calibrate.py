@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from phalanx.cli.options import add_json
-from phalanx.cli.output import note, print_json
+from phalanx.cli.output import note, print_json, say
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -32,5 +32,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(report)
     else:
-        print(text(report))
+        say(text(report))
     return 0

@@ -13,6 +13,7 @@ from phalanx.cli.options import add_json, add_set
 from phalanx.cli.output import note
 from phalanx.errors import PhalanxError, mistake
 from phalanx.units import MB
+from phalanx.visible import visible
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -189,7 +190,8 @@ def _mended(target: str, request: Request, args: argparse.Namespace) -> Report:
     cure = find_cure(lambda sets: _checked(target, replace(request, overrides=sets), args), unsafe=args.unsafe_fixes)
     after = edited(before, cure.edits, where=target)
     if args.diff:
-        sys.stdout.write(difference(before, after, name=target))
+        patch = difference(before, after, name=target)
+        sys.stdout.write(visible(patch) if sys.stdout.isatty() else patch)  # a pipe may end in `patch`
     elif after != before:
         write_exactly(path, before, after)
     _tell(target, cure, written=not args.diff)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from phalanx.cli.options import add_json
-from phalanx.cli.output import note, print_json
+from phalanx.cli.output import note, print_json, say
 from phalanx.errors import UserError
 from phalanx.hardware.catalog import accelerators, matmul_flops
 from phalanx.hardware.cluster import resolve, to_dict
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         )
     except UserError as error:
         if not args.json and not args.toml:  # the machine is still worth seeing
-            print(_table("machine", machine_rows(machine)))
+            say(_table("machine", machine_rows(machine)))
         raise error
     _show(machine, cluster, args)
     return 0
@@ -67,8 +67,8 @@ def _show(machine: Machine | None, cluster: Cluster, args: argparse.Namespace) -
         print(render_cluster(cluster), end="")
     else:
         if machine is not None:
-            print(_table("machine", machine_rows(machine)), end="\n\n")
-        print(_table(f"cluster {cluster.name}", cluster_rows(cluster)))
+            say(_table("machine", machine_rows(machine)), end="\n\n")
+        say(_table(f"cluster {cluster.name}", cluster_rows(cluster)))
 
 
 def _table(title: str, rows: Rows) -> str:
@@ -175,7 +175,7 @@ def _list(devices: Sequence[Accelerator], *, as_json: bool) -> int:
         print_json(devices)
         return 0
     head = ("name", "vendor", "family", "bf16 peak", "best matmul", "memory", "link", "domain", "TDP")
-    print(_columns([head, *(_list_row(device) for device in devices)]))
+    say(_columns([head, *(_list_row(device) for device in devices)]))
     return 0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.cli.options import add_json
-from phalanx.cli.output import note, print_json
+from phalanx.cli.output import note, print_json, say
 from phalanx.errors import mistake
 from phalanx.units import format_bytes, format_count, format_seconds, parse_count
 
@@ -137,7 +137,7 @@ def _verify(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"path": args.path, "files": files, "digest": manifest.digest})
     else:
-        print(f"{args.path}: all {files:,} files are as they were written ({format_seconds(time.monotonic() - start)})")
+        say(f"{args.path}: all {files:,} files are as they were written ({format_seconds(time.monotonic() - start)})")
     return 0
 
 
@@ -145,7 +145,7 @@ def _print(manifest: Manifest, path: Path, *, as_json: bool) -> None:
     if as_json:
         print_json({"path": path, "digest": manifest.digest, **summary(manifest), "manifest": manifest})
     else:
-        print(table(manifest, path))
+        say(table(manifest, path))
 
 
 def summary(manifest: Manifest) -> dict[str, dict[str, float]]:

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from phalanx.cli.options import add_json
-from phalanx.cli.output import print_json, warn
+from phalanx.cli.output import print_json, say, warn
 from phalanx.errors import mistake
 
 TYPE_CHECKING = False
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         ]
         print_json({**kinds, "same": not found, "differences": listed})
     else:
-        print(render(a, b, found))
+        say(render(a, b, found))
     return 1 if found else 0
 
 

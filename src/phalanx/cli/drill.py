@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.cli.options import add_json, add_set
-from phalanx.cli.output import note, plain, print_json, warn
+from phalanx.cli.output import note, plain, print_json, say, warn
 from phalanx.errors import WorldError, mistake
 from phalanx.units import MINUTE_S
 
@@ -274,8 +274,8 @@ def _print(args: argparse.Namespace, result: Result, path: Path) -> None:
     if args.json:
         print_json({"ok": result.ok, "record": path, "result": result})
         return
-    print(render(result))
-    print(f"record: {path}")
+    say(render(result))
+    say(f"record: {path}")
     if result.message:
         note(result.message)
 
@@ -314,8 +314,8 @@ def _check(path: Path, *, as_json: bool) -> int:
     if as_json:
         print_json({"ok": not wrong and not failed, "wrong": wrong, "failed": failed, "record": record})
     else:
-        print(f"{path}: {len(record['faults'])} faults, {len(record['files'])} files")
+        say(f"{path}: {len(record['faults'])} faults, {len(record['files'])} files")
         for text in wrong or ["signature and evidence are as they were written"]:
-            print(f"  {text}")
-        print(f"  verdicts that failed: {', '.join(failed) or 'none'}")
+            say(f"  {text}")
+        say(f"  verdicts that failed: {', '.join(failed) or 'none'}")
     return 1 if wrong or failed else 0

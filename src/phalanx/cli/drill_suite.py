@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cli.output import note, plain, print_json
+from phalanx.cli.output import note, plain, print_json, say
 from phalanx.errors import mistake
 from phalanx.units import format_seconds
 
@@ -99,12 +99,12 @@ def _print(args: argparse.Namespace, played: list[Played], *, took_s: float) -> 
         print_json({"ok": ok, "seconds": round(took_s, 1), "parts": parts})
         return
     for one in played:
-        print(_told(one))
+        say(_told(one))
     if ok:
-        print(f"{format_seconds(took_s)}; kept in {store_path(os.environ)}, where phalanx check finds it")
-        print("the signature says that this user's phalanx wrote the records and that nobody changed them since")
+        say(f"{format_seconds(took_s)}; kept in {store_path(os.environ)}, where phalanx check finds it")
+        say("the signature says that this user's phalanx wrote the records and that nobody changed them since")
     else:
-        print(f"{format_seconds(took_s)}; not kept: a drill that failed proves nothing")
+        say(f"{format_seconds(took_s)}; not kept: a drill that failed proves nothing")
 
 
 def _told(one: Played) -> str:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from phalanx.cli.options import add_json
-from phalanx.cli.output import note, print_json
+from phalanx.cli.output import note, print_json, say
 from phalanx.errors import mistake
 
 
@@ -36,5 +36,5 @@ def run(args: argparse.Namespace) -> int:
         print_json({"out": str(out), "step": made.step, "files": list(made.files), "bytes": made.bytes})
     else:
         note(f"step {made.step:,} of {args.run}")
-        print(f"wrote {out}: {', '.join(made.files)}")
+        say(f"wrote {out}: {', '.join(made.files)}")
     return 0

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from phalanx.cli import fabric_collective, fabric_design, fabric_export, fabric_simulate
 from phalanx.cli.fabric_files import named_fabric
-from phalanx.cli.fabric_plain import fabric_plain, gpus_of, value_plain
+from phalanx.cli.fabric_plain import fabric_plain, gpus_of, page_width, value_plain
 from phalanx.cli.options import add_json
-from phalanx.cli.output import note, print_json
+from phalanx.cli.output import note, print_json, say
 from phalanx.errors import mistake
 
 if TYPE_CHECKING:
@@ -63,8 +63,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _decisions(args: argparse.Namespace) -> int:
-    from phalanx.network.fabric.text import show_decisions
+    from phalanx.network.fabric.decisions_text import show_decisions
 
+    if args.picture is not None and Path(args.picture).suffix.lower() != ".svg":
+        what = f"--picture {args.picture[:80]} does not end in .svg"
+        raise mistake(f"{WHERE} decisions", what, why="the picture is an SVG", fix="name it as decisions.svg")
     found = _decide(args)
     if args.picture:
         from phalanx.files import write_text
@@ -75,14 +78,15 @@ def _decisions(args: argparse.Namespace) -> int:
     if args.json:
         print_json({**value_plain(found), "fabric": fabric_plain(found.fabric)})
     else:
-        print(show_decisions(found))
+        say(show_decisions(found, width=page_width()))
     return 0
 
 
 def _decide(args: argparse.Namespace) -> Decisions:
     """For a number of GPUs, or for a fabric that exists."""
-    from phalanx.network.fabric.budget import EDGE_RECOVERY_S, RESTART_S
+    from phalanx.network.fabric.budget import RESTART_S
     from phalanx.network.fabric.decisions import BOX, decisions, decisions_of
+    from phalanx.network.fabric.recovery import EDGE_RECOVERY_S
 
     recovery_s = EDGE_RECOVERY_S if args.recovery_s is None else args.recovery_s
     restart_s = RESTART_S[0] if args.restart_s is None else args.restart_s
@@ -118,14 +122,15 @@ def _show(args: argparse.Namespace) -> int:
             {"fabric": fabric_plain(fabric), "bill": bill(fabric), "loss": loss(fabric), "budget": budget(fabric)}
         )
     else:
-        print(show_fabric(fabric))
+        say(show_fabric(fabric, width=page_width()))
     return 0
 
 
 def _list(args: argparse.Namespace) -> int:
     """The catalogue: named fabrics and switches."""
     from phalanx.network.fabric.catalogue import named_fabrics, switches
-    from phalanx.network.fabric.text import money, table
+    from phalanx.network.fabric.tables import folded, table
+    from phalanx.network.fabric.text import money
 
     if args.json:
         names = [{"name": name, "spec": spec, "source": source} for name, (spec, source) in named_fabrics().items()]
@@ -133,9 +138,18 @@ def _list(args: argparse.Namespace) -> int:
         return 0
     fabrics = [(f"  {name}", spec, source) for name, (spec, source) in named_fabrics().items()]
     boxes = [
-        (f"  {one.name}", f"{one.watts:,.0f} W" if one.watts else "unknown", money(one.usd), one.evidence, one.also)
+        (
+            f"  {one.name}",
+            one.kind,
+            f"{one.watts:,.0f} W" if one.watts else "unknown",
+            money(one.usd),
+            one.evidence,
+            one.also,
+        )
         for one in switches()
     ]
-    print("fabrics\n" + table(fabrics, left=3))
-    print("\nswitches (power without optics, list price, how far both can be trusted)\n" + table(boxes))
+    page = (
+        f"fabrics\n{table(fabrics, left=3)}\n\nswitches (power without optics, list price, how far both can be trusted)"
+    )
+    say(folded(f"{page}\n{table(boxes, left=2)}", page_width()))
     return 0

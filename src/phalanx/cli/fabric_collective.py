@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.cli.options import add_json
-from phalanx.cli.output import print_json
+from phalanx.cli.output import print_json, say
 from phalanx.errors import mistake, nearest
 
 if TYPE_CHECKING:
     from phalanx.hardware.types import Cluster
     from phalanx.network.fit import AlphaBeta, Operation, Point
+    from phalanx.network.measured import Measured
     from phalanx.network.nccl_system import System
 
 KINDS: tuple[Operation, ...] = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce", "all-to-all")
@@ -43,25 +44,26 @@ def run(args: argparse.Namespace) -> int:
     cluster = _with_nic(resolve(args.cluster), args.nic_gbps)
     if cluster.devices < 2:
         raise mistake(f"cluster {cluster.name}", "one rank has nobody to talk to", fix="use 8xH100, or 8xH100:16")
-    points = _measured(args.fit, kind, cluster) if args.fit else ()
+    measured = _measured(args.fit, kind, cluster) if args.fit else None
     comm = _model(args, cluster, kind)
-    fit = _fit(points, cluster, kind) if points else None
+    fit = _fit(measured.points, cluster, kind) if measured else None
     found = answers(comm, None if kind == "all-to-all" else kind, sizes, fit)
     ruled = reigns(comm, kind, sizes[0], sizes[-1]) if comm and kind != "all-to-all" else ()
     if args.json:
+        assumed = measured is not None and not measured.named
         group = {"cluster": cluster.name, "ranks": cluster.devices, "kind": kind, "fit": fit}
-        print_json({**group, "sizes": found, "reigns": ruled})
+        print_json({**group, "fit_kind_assumed": assumed, "sizes": found, "reigns": ruled})
         return 0
     from phalanx.network import collective_text as text
 
-    print(f"{kind}, {_named(cluster)}\n")
+    say(f"{kind}, {_named(cluster)}\n")
     if len(sizes) == 1:
-        print((text.show_pairs(found[0]) + "\n\n" if comm else "") + text.show_expected(found[0]))
+        say((text.show_pairs(found[0]) + "\n\n" if comm else "") + text.show_expected(found[0]))
     else:
-        print(text.show_sizes(found))
+        say(text.show_sizes(found))
     if ruled and len(sizes) > 1:
-        print("\n" + text.show_reigns(ruled))
-    print(_footing(fit, points) if fit else text.MODEL_NOTE)
+        say("\n" + text.show_reigns(ruled))
+    say(_footing(fit, measured, kind) if fit and measured else text.MODEL_NOTE)
     return 0
 
 
@@ -114,7 +116,7 @@ def _model(args: argparse.Namespace, cluster: Cluster, kind: Operation) -> Syste
         raise
 
 
-def _measured(name: str, kind: Operation, cluster: Cluster) -> tuple[Point, ...]:
+def _measured(name: str, kind: Operation, cluster: Cluster) -> Measured:
     from phalanx.network.measured import read_points
 
     path = Path(name)
@@ -140,11 +142,12 @@ def _fit(points: tuple[Point, ...], cluster: Cluster, kind: Operation) -> AlphaB
     return fit_points(usable, ranks=cluster.devices, nodes=cluster.domains, operation=kind)
 
 
-def _footing(fit: AlphaBeta, points: tuple[Point, ...]) -> str:
+def _footing(fit: AlphaBeta, measured: Measured, kind: Operation) -> str:
     from phalanx.network.collective_text import show_fit
     from phalanx.network.fit import LEAST_BYTES
     from phalanx.network.measured import worst
 
-    usable = [one for one in points if one.nbytes >= LEAST_BYTES]
+    usable = [one for one in measured.points if one.nbytes >= LEAST_BYTES]
     error, at = worst(usable, [fit.seconds(one.nbytes) for one in usable])
-    return show_fit(fit, len(usable), error, at.nbytes)
+    said = show_fit(fit, len(usable), error, at.nbytes)
+    return said if measured.named else f"{said}\nthe file names no collective: taken for {kind}"

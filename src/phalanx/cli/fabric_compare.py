@@ -6,16 +6,18 @@ import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cli.fabric_files import Traffic
-from phalanx.cli.output import note, print_json
+from phalanx.cli.fabric_files import Traffic, load_traffic, who_text
+from phalanx.cli.output import note, print_json, say
 from phalanx.errors import mistake
 from phalanx.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from phalanx.network.fabric.types import Fabric
     from phalanx.sim.compare import Question, Run
+    from phalanx.sim.failures import Break
     from phalanx.sim.scenarios import Scenario
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -25,72 +27,89 @@ TELL_S = 10.0
 
 def run_compare(args: argparse.Namespace, fabric: Fabric, traffic: Traffic, engine: str) -> int:
     """One failure, a column for each way of sending."""
+    from phalanx.sim.compare import unsaid
+
     question = question_of(args, fabric, traffic, engine)
+    _announce([question], engine)
     found, code = _columns(question, engine, [])
+    notes = unsaid(question.broken, found)
     if args.json:
-        print_json({"compare": found, "not_mapped": traffic.not_mapped})
+        print_json({"compare": found, "notes": notes, "not_mapped": traffic.not_mapped})
     else:
         job = _job(args.fabric, question.broken.failed, loss=question.broken.loss > 0)
-        print("\n".join([columns_text(found), *(f"  not mapped: {one}" for one in traffic.not_mapped), job]))
+        said = (f"  not mapped: {one}" for one in traffic.not_mapped)
+        say("\n".join([columns_text(found), *who_text(traffic), *notes_text(notes), *said, job]))
     return code
 
 
 def run_scenarios(args: argparse.Namespace, fabric: Fabric, engine: str) -> int:
     """Named failures: one as a table, several as a line each."""
+    from phalanx.sim.compare import unsaid
     from phalanx.sim.scenarios import chosen
 
     picked = chosen(args.scenario, fabric)
     done: dict[str, list[dict[str, Any]]] = {}
     kept: list[Run] = []  # without failure, of the traffic that all but the incast have
     code = 0
-    for one in picked:
+    questions = [_scenario(args, fabric, one, engine) for one in picked]
+    _announce(questions, engine)
+    for one, question in zip(picked, questions, strict=True):
         if len(picked) > 1:
             note(f"{one.name}: {one.what}")
-        question = _scenario(args, fabric, one, engine)
         done[one.name], code = _columns(question, engine, [] if one.incast else kept)
         if code:
             break
+    notes = tuple(dict.fromkeys(line for one in picked for line in unsaid(one.broken, done.get(one.name, ()))))
     if args.json:
-        print_json({"scenarios": [{"scenario": name, "compare": found} for name, found in done.items()]})
+        made = [{"scenario": name, "compare": found} for name, found in done.items()]
+        print_json({"scenarios": made, "notes": notes})
         return code
     if len(picked) == 1:
         one = picked[0]
         job = _job(args.fabric, one.broken.failed, loss=one.broken.loss > 0)
-        print("\n".join([f"{one.name}: {one.what}", columns_text(done[one.name]), job]))
+        who = who_text(Traffic(name="", flows=questions[0].flows, watched=questions[0].watched))
+        say("\n".join([f"{one.name}: {one.what}", columns_text(done[one.name]), *who, *notes_text(notes), job]))
     else:
-        print("\n".join([lines_text(done), f"  step time of a job: phalanx sim JOB --fabric {args.fabric} --break t1"]))
+        job = f"  step time of a job: phalanx sim JOB --fabric {args.fabric} --break t1"
+        say("\n".join([lines_text(done), *notes_text(notes), job]))
     return code
+
+
+def broken_by(args: argparse.Namespace, traffic: Traffic) -> Break:
+    """What fails, by the options and by a file of connections."""
+    from phalanx.sim.failures import Break
+
+    failed, denied = (*args.fail, *traffic.failed), tuple(args.deny)
+    return Break(failed=failed, left=args.left, loss=args.loss or 0.0, denied=denied)
 
 
 def question_of(args: argparse.Namespace, fabric: Fabric, traffic: Traffic, engine: str) -> Question:
     """What the options ask to compare."""
-    from phalanx.sim import compare, compare_packets
-    from phalanx.sim.failures import Break
+    from phalanx.network.fabric.recovery import CONVERGE_S
+    from phalanx.sim import compare
     from phalanx.sim.packets.budget import Budget
+    from phalanx.sim.transports import SHORT_CONVERGE_S
 
-    usual_s = compare.CONVERGE_S if engine == "fluid" else compare_packets.CONVERGE_S
+    usual_s = CONVERGE_S if engine == "fluid" else SHORT_CONVERGE_S
     return compare.Question(
         fabric=fabric,
         flows=traffic.flows,
         traffic=traffic.name,
-        broken=Break(failed=(*args.fail, *traffic.failed), left=args.left, loss=args.loss or 0.0),
-        paths=args.paths,
+        broken=broken_by(args, traffic),
+        paths=args.paths or 0,
         converge_s=compare.checked_converge_s(args.converge, usual_s),
+        watched=traffic.watched,
         seed=args.seed,
         budget=Budget(cpu_s=args.cpu or CPU_S),
     )
 
 
 def _scenario(args: argparse.Namespace, fabric: Fabric, one: Scenario, engine: str) -> Question:
-    from phalanx.cli.fabric_files import load_traffic
-    from phalanx.sim.scenarios import incast_beside
+    from phalanx.sim.matrices import INCAST
 
-    traffic = load_traffic(args, fabric)
-    if not one.incast:
-        return replace(question_of(args, fabric, traffic, engine), broken=one.broken)
-    crowd = incast_beside(fabric, float(traffic.flows.nbytes[0]))
-    made = question_of(args, fabric, Traffic(name="incast", flows=crowd), engine)
-    return replace(made, watched=len(crowd) - 1)
+    args = argparse.Namespace(**{**vars(args), "traffic": INCAST if one.incast else None})
+    made = question_of(args, fabric, load_traffic(args, fabric), engine)
+    return replace(made, broken=replace(one.broken, denied=made.broken.denied))
 
 
 def _columns(question: Question, engine: str, kept: list[Run]) -> tuple[list[dict[str, Any]], int]:
@@ -99,12 +118,11 @@ def _columns(question: Question, engine: str, kept: list[Run]) -> tuple[list[dic
     from phalanx.sim.compare_packets import packet_runs
 
     found: list[dict[str, Any]] = []
-    _announce(question, engine)
     rows: Iterator[dict[str, Any]] = compare(question, fluid_runs if engine == "fluid" else packet_runs, kept)
     try:
         for one in rows:
             found.append(one)
-            say(one)
+            say_beside(one)
     except KeyboardInterrupt:
         if not found:
             raise
@@ -112,30 +130,50 @@ def _columns(question: Question, engine: str, kept: list[Run]) -> tuple[list[dic
     return found, INTERRUPTED if found[-1]["stopped"] == "interrupted" else 0
 
 
-def _announce(question: Question, engine: str) -> None:
-    """Say how long it will take, where that is long; raises UserError where it is too long."""
-    from phalanx.sim.compare import fluid_cpu_s
-    from phalanx.sim.compare_packets import packet_cpu_s
-
-    cpu_s = fluid_cpu_s(question) if engine == "fluid" else packet_cpu_s(question)
+def _announce(questions: Sequence[Question], engine: str) -> None:
+    """Say how long all will take, where that is long; raises UserError where it is too long."""
+    question, cpu_s = questions[0], _cpu_s(questions, engine)
+    cases = f" and {len(questions)} scenarios" if len(questions) > 1 else ""
     if cpu_s > question.budget.cpu_s:
         raise mistake(
             f"{engine} on {question.fabric.name}",
-            f"{len(question.flows):,} flows in three ways of sending need about {cpu_s:,.0f} s of CPU; the budget is "
-            f"{question.budget.cpu_s:,.3g} s",
+            f"{len(question.flows):,} flows in three ways of sending{cases} need about {cpu_s:,.0f} s of CPU; the "
+            f"budget is {question.budget.cpu_s:,.3g} s",
             fix="raise --cpu, or simulate fewer hosts"
+            + (", or one scenario" if cases else "")
             + (", or send fewer --bytes, shorten --converge, or use --engine fluid" if engine == "packets" else ""),
         )
     if cpu_s > TELL_S:
-        note(f"{len(question.flows):,} flows in three ways of sending: about {cpu_s:,.0f} s of CPU")
+        note(f"{len(question.flows):,} flows in three ways of sending{cases}: about {cpu_s:,.0f} s of CPU")
 
 
-def say(one: dict[str, Any]) -> None:
+def _cpu_s(questions: Sequence[Question], engine: str) -> float:
+    """Expected of all; the same traffic without failure runs once."""
+    from phalanx.sim.compare import fluid_cpu_s
+    from phalanx.sim.compare_packets import packet_cpu_s
+
+    expected = fluid_cpu_s if engine == "fluid" else packet_cpu_s
+    total, seen = 0.0, set()
+    for one in questions:
+        total += expected(one)
+        if one.traffic in seen and one.broken.failed:
+            total -= expected(replace(one, broken=one.broken.healthy))
+        seen.add(one.traffic)
+    return total
+
+
+def say_beside(one: dict[str, Any]) -> None:
     """What a reader must know beside the numbers."""
     for part in one.get("failed_too_late", ()):
-        note(f"{one['transport']}: {part} had no effect: all was over after {format_seconds(one['simulated_s'])}")
+        over_s = one.get("simulated_s", one["tail_s"])
+        note(f"{one['transport']}: {part} had no effect: all was over after {format_seconds(over_s)}")
     if one["stopped"]:
         note(f"stopped ({one['stopped']}): {one['finished_flows']:,} of {one['flows']:,} flows are finished")
+
+
+def notes_text(notes: Sequence[str]) -> list[str]:
+    """Lines below a table, none longer than a page is wide."""
+    return [line for one in notes for line in wrap(one, 110, initial_indent="  note: ", subsequent_indent="        ")]
 
 
 def columns_text(found: list[dict[str, Any]]) -> str:
@@ -165,7 +203,7 @@ def _broken_rows(found: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     if not found[0]["failed"]:
         return []
     return [
-        ("time to recover", [_time(one["recovered_after_s"]) for one in found]),
+        ("time to recover", [_time(one["recovered_after_s"], none="no effect") for one in found]),
         ("Gb/s before", [_gbps(one["before_gbps"]) for one in found]),
         ("  until then", [_gbps(one["during_gbps"]) for one in found]),
         ("  afterwards", [_gbps(one["after_gbps"]) for one in found]),
@@ -214,7 +252,9 @@ def _head(one: dict[str, Any], *, broken: bool = True) -> str:
     if not broken:
         return head
     how = f"losing {one['loss']:.2%}" if one["loss"] else f"at {one['left']:.0%}"
-    return f"{head}\n  broken: {', '.join(one['failed'])} {how}" if one["failed"] else f"{head}\n  broken: nothing"
+    denied = f"; denied: {', '.join(one['denied'])}" if one["denied"] else ""
+    what = f"{', '.join(one['failed'])} {how}" if one["failed"] else "nothing"
+    return f"{head}\n  broken: {what}{denied}"
 
 
 def _job(fabric: str, failed: Sequence[str], *, loss: bool) -> str:
@@ -225,7 +265,9 @@ def _job(fabric: str, failed: Sequence[str], *, loss: bool) -> str:
     return f"  step time of a job: phalanx sim JOB --fabric {fabric}{breaks}"
 
 
-def _time(value: float) -> str:
+def _time(value: float | None, none: str = "-") -> str:
+    if value is None:
+        return none
     return "never" if math.isinf(value) else "-" if math.isnan(value) else format_seconds(value)
 
 

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.cli.fabric_plain import fabric_plain, gpus_of, value_plain
+from phalanx.cli.fabric_plain import fabric_plain, gpus_of, page_width, value_plain
 from phalanx.cli.options import add_json, add_set
-from phalanx.cli.output import note, print_json
+from phalanx.cli.output import note, print_json, say
 from phalanx.errors import mistake
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _wish(args: argparse.Namespace, catalogue: tuple[Switch, ...], *, gpus: int 
     )
 
 
-def _prices(args: argparse.Namespace, gpu_hour_usd: float | None = None) -> Prices:
+def _prices(args: argparse.Namespace, gpu_hour_usd: float | None = None, waits: float | None = None) -> Prices:
     from phalanx.network.fabric.verdict import Prices, check_prices
 
     given = {
@@ -99,6 +99,7 @@ def _prices(args: argparse.Namespace, gpu_hour_usd: float | None = None) -> Pric
         "kwh_usd": args.kwh_usd,
         "years": args.years,
         "recovery_s": args.recovery_s,
+        "waits": waits,
     }
     prices = Prices(**{name: value for name, value in given.items() if value is not None})
     check_prices(prices, where=WHERE)
@@ -117,6 +118,7 @@ def _for_job(
     from phalanx.cli.fabric_job import job_plan, job_steps
     from phalanx.network.fabric.design import designs
     from phalanx.network.fabric.verdict import verdict
+    from phalanx.sim.months.network import network_share
 
     plan = job_plan(args.job, args.overrides, args.cluster)
     cluster = plan.cluster
@@ -124,7 +126,8 @@ def _for_job(
     if wish.gpus < plan.layout.devices:
         what = f"{wish.gpus:,} GPUs, but the job runs on {plan.layout.devices:,}"
         raise mistake(WHERE, what, fix="leave out --gpus, or name a smaller --cluster")
-    prices = _prices(args, plan.bill.usd_per_device_hour[1] if plan.bill.usd_per_device_hour else None)
+    usd = plan.bill.usd_per_device_hour[1] if plan.bill.usd_per_device_hour else None
+    prices = _prices(args, usd, waits=network_share(plan))
     found = designs(wish)
     steps = job_steps(plan, found, prices)
     return found, verdict(found, prices, steps_s=steps.steps_s), steps
@@ -144,6 +147,7 @@ def _write(found: tuple[Design, ...], chosen: Verdict | None, args: argparse.Nam
 
 
 def _tell(found: tuple[Design, ...], chosen: Verdict | None, steps: JobSteps | None, args: argparse.Namespace) -> None:
+    from phalanx.network.fabric.tables import folded
     from phalanx.network.fabric.text import show_designs
     from phalanx.network.fabric.verdict_text import show_verdict
 
@@ -152,11 +156,12 @@ def _tell(found: tuple[Design, ...], chosen: Verdict | None, steps: JobSteps | N
         said = show_verdict(chosen) if chosen is not None else None
         print_json({"verdict": chosen, "verdict_text": said, "job": _job(steps), "designs": made})
         return
+    width = page_width()
     if chosen is not None:
-        print(show_verdict(chosen) + "\n")
+        say(show_verdict(chosen, width=width) + "\n")
     if steps is not None:
-        print(steps.text() + "\n")
-    print(show_designs(found, top=args.top))
+        say(folded(steps.text(), width) + "\n")
+    say(show_designs(found, top=args.top, width=width))
 
 
 def _job(steps: JobSteps | None) -> dict[str, object] | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from phalanx.cli.fabric_files import FABRIC_HELP, add_traffic, load_fabric, load_traffic
 from phalanx.cli.options import add_json
-from phalanx.cli.output import print_json
+from phalanx.cli.output import print_json, say
 from phalanx.errors import mistake
 
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"fabric": fabric.name, "files": files, "not_mapped": said})
     else:
-        print(_text(files, said))
+        say(_text(files, said))
     return 0
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from phalanx.cli.output import note
 from phalanx.errors import mistake
 from phalanx.units import parse_count
+from phalanx.visible import one_line
 
 if TYPE_CHECKING:
     from phalanx.network.fabric.types import Fabric
@@ -28,8 +29,19 @@ class Traffic:
     name: str
     flows: Flows
     schedule: Schedule | None = None  # None: together
+    watched: int | None = None  # a flow whose own rate matters: the victim of an incast
     failed: tuple[str, ...] = ()
     not_mapped: tuple[str, ...] = ()
+
+
+def who_text(traffic: Traffic) -> list[str]:
+    """Hosts of an incast, whose numbers nobody gave."""
+    if traffic.watched is None:
+        return []
+    source, target = traffic.flows.source.tolist(), traffic.flows.target.tolist()
+    crowd = ", ".join(f"{host:,}" for at, host in enumerate(source) if at != traffic.watched)
+    victim = f"{source[traffic.watched]:,} to {target[traffic.watched]:,}"
+    return [f"  incast: hosts {crowd} to {target[0]:,}; the victim sends from {victim}"]
 
 
 def add_traffic(parser: argparse.ArgumentParser) -> None:
@@ -63,14 +75,15 @@ def named_fabric(text: str) -> Fabric:
 
 def load_traffic(args: argparse.Namespace, fabric: Fabric) -> Traffic:
     """By name; `--seed` below zero is refused, since numpy would."""
-    from phalanx.sim.matrices import traffic
+    from phalanx.sim.matrices import INCAST, traffic
 
     if args.seed < 0:
         raise mistake("--seed", f"{args.seed} is below zero", fix="use 0 or more")
     name = args.traffic or TRAFFIC
     if says_bytes(name):
         return _from_file(name.strip(), args.nbytes, fabric)
-    return Traffic(name=name, flows=traffic(name, fabric.hosts, _bytes(args.nbytes or NBYTES), seed=args.seed))
+    made = traffic(name, fabric, _bytes(args.nbytes or NBYTES), seed=args.seed)
+    return Traffic(name=name, flows=made, watched=len(made) - 1 if name == INCAST else None)
 
 
 def load_matrix(args: argparse.Namespace, fabric: Fabric) -> Traffic:
@@ -86,7 +99,7 @@ def load_matrix(args: argparse.Namespace, fabric: Fabric) -> Traffic:
     # The fluid engine and comparisons have no clock of starts.
     timed = args.engine == "packets" and not args.compare
     return Traffic(
-        name=Path(args.cm).name,
+        name=one_line(Path(args.cm).name),
         flows=matrix.flows(),
         schedule=matrix.schedule() if timed else None,
         failed=matrix.failed(),
@@ -105,10 +118,10 @@ def _from_file(name: str, nbytes: str | None, fabric: Fabric) -> Traffic:
     if name.lower().endswith(".csv"):
         from phalanx.sim.matrix_file import read_matrix
 
-        return Traffic(name=Path(name).name, flows=read_matrix(Path(name), fabric.hosts))
+        return Traffic(name=one_line(Path(name).name), flows=read_matrix(Path(name), fabric.hosts))
     from phalanx.cli.fabric_plan import plan_flows
 
-    return Traffic(name=Path(name).name, flows=plan_flows(name, fabric))
+    return Traffic(name=one_line(Path(name).name), flows=plan_flows(name, fabric))
 
 
 def _bytes(text: str) -> float:

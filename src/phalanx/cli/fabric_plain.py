@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from typing import TYPE_CHECKING
 
 from phalanx.cli.output import plain
@@ -21,6 +24,14 @@ def gpus_of(text: str, where: str) -> int:
     if number != number // 1 or abs(number) > 1e18:
         raise mistake(where, f"--gpus {text[:40]} is not a whole number of GPUs", fix="write it as 131072")
     return int(number)
+
+
+def page_width() -> int | None:
+    """Columns of the terminal, or what COLUMNS says; None where the result goes to a file or a pipe."""
+    said = os.environ.get("COLUMNS", "")
+    if said.isdecimal() and len(said) < 6 and int(said) > 0:
+        return int(said)
+    return shutil.get_terminal_size((0, 0)).columns or None if sys.stdout.isatty() else None
 
 
 def fabric_plain(fabric: Fabric) -> dict[str, object]:

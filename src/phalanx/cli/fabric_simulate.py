@@ -6,7 +6,17 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cli.fabric_compare import CPU_S, INTERRUPTED, columns_text, question_of, run_compare, run_scenarios, say
+from phalanx.cli.fabric_compare import (
+    CPU_S,
+    INTERRUPTED,
+    broken_by,
+    columns_text,
+    notes_text,
+    question_of,
+    run_compare,
+    run_scenarios,
+    say_beside,
+)
 from phalanx.cli.fabric_files import (
     FABRIC_HELP,
     Traffic,
@@ -15,9 +25,10 @@ from phalanx.cli.fabric_files import (
     load_matrix,
     load_traffic,
     says_bytes,
+    who_text,
 )
 from phalanx.cli.options import add_json
-from phalanx.cli.output import print_json
+from phalanx.cli.output import note, print_json, say
 from phalanx.errors import mistake
 from phalanx.units import format_bytes, format_seconds
 
@@ -36,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cm", metavar="FILE.cm", help="traffic from a connection matrix of htsim")
     add_traffic(parser)
     parser.add_argument("--routing", metavar="HOW", help="flow, qp, oblivious, adaptive or all (paths; fluid: all)")
-    parser.add_argument("--paths", metavar="K", type=int, default=0, help="per flow: QPs or sprayed paths")
+    parser.add_argument("--paths", metavar="K", type=int, help="per flow: QPs or sprayed paths")
     _add_failures(parser)
     parser.add_argument("--wire", metavar="NAME", help="fluid: overheads mrc, htsim or ideal (mrc)")
     parser.add_argument("--transport", metavar="NAME", help=f"packets: {', '.join(TRANSPORTS)} (mrc)")
@@ -58,8 +69,15 @@ def _add_failures(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--left", metavar="SHARE", type=float, default=0.0, help="capacity a failed part keeps (0)")
     parser.add_argument("--loss", metavar="SHARE", type=float, help="packets lost on the failed parts, which stay up")
-    parser.add_argument("--recovery", metavar="WHO", default="", help="none, conventional or edge")
-    parser.add_argument("--converge", metavar="S", type=float, help="seconds until routing knows (1)")
+    parser.add_argument(
+        "--deny",
+        metavar="PART",
+        action="append",
+        default=[],
+        help="never used, as if the controller had told so before; names as for --fail, without a time",
+    )
+    parser.add_argument("--recovery", metavar="WHO", help="none, conventional or edge")
+    parser.add_argument("--converge", metavar="S", type=float, help="seconds until routing knows (10; packets 0.01)")
     parser.add_argument(
         "--compare",
         action="store_true",
@@ -75,12 +93,20 @@ def _add_failures(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Solve and print."""
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        note("stopped (interrupted): nothing is finished yet")
+        return INTERRUPTED
+
+
+def _run(args: argparse.Namespace) -> int:
     _check(args)
     fabric, said = load_fabric(args.fabric)
     _holds(fabric, args.engine)
-    if args.compare or args.scenario:
+    if args.compare or args.scenario is not None:
         _usual_bytes(args, fabric)
-    if args.scenario:
+    if args.scenario is not None:
         return run_scenarios(args, fabric, args.engine)
     traffic = load_matrix(args, fabric) if args.cm else load_traffic(args, fabric)
     traffic = replace(traffic, not_mapped=said + traffic.not_mapped)
@@ -107,6 +133,13 @@ def _usual_bytes(args: argparse.Namespace, fabric: Fabric) -> None:
 
 def _check(args: argparse.Namespace) -> None:
     """An option that would have no effect is a mistake."""
+    from phalanx.sim.failures import Break, faults_of
+
+    for name, value in vars(args).items():
+        if value == "" or (isinstance(value, list) and "" in value):
+            raise mistake(f"--{'bytes' if name == 'nbytes' else name}", "is empty", fix="leave it out, or say which")
+    if not args.cm:  # its file may name parts too
+        faults_of(Break(failed=tuple(args.fail), left=args.left, loss=args.loss or 0.0))
     if args.engine == "fluid":
         for option, value in {"--transport": args.transport, "--dcqcn": args.dcqcn}.items():
             if value is not None:
@@ -128,8 +161,8 @@ def _check(args: argparse.Namespace) -> None:
     for option, value in named.items():
         if args.scenario and value:
             raise mistake(option, "--scenario says what fails under which traffic", fix="use --compare for your own")
-    if args.paths < 0:
-        raise mistake("--paths", f"{args.paths} paths per flow", fix="use 1 or more")
+    if args.paths is not None and args.paths < 1:
+        raise mistake("--paths", f"{args.paths} paths per flow", fix="use 1 or more, or leave it out")
     if args.cpu is not None and not 0 < args.cpu < 1e9:
         raise mistake("--cpu", f"{args.cpu:g} seconds", fix="use 60, or 600")
 
@@ -140,11 +173,13 @@ def _fluid(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> int:
         said += ("latencies: the fluid engine takes them from --wire",)
     in_time = args.loss or args.converge is not None or args.pfc or any("@" in one for one in args.fail)
     found = _in_time(args, fabric, traffic) if in_time else _settled(args, fabric, traffic)
-    say(found)
+    say_beside(found)
+    notes = _unsaid(args, traffic, found) if in_time else ()
     if args.json:
-        print_json({**found, "not_mapped": said})
+        print_json({**found, "notes": notes, "not_mapped": said})
     else:
-        print("\n".join([columns_text([found]) if in_time else _text(found), *_said(said)]))
+        text = columns_text([found]) if in_time else _text(found)
+        say("\n".join([text, *who_text(traffic), *notes_text(notes), *_said(said)]))
     return INTERRUPTED if found["stopped"] else 0
 
 
@@ -158,12 +193,14 @@ def _settled(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> dict
         traffic.name,
         flows=traffic.flows,
         spread=args.routing or "all",
-        paths=args.paths,
+        paths=args.paths or 0,
         failed=(*args.fail, *traffic.failed),
         left=args.left,
-        recovery=args.recovery,
+        denied=args.deny,
+        recovery=args.recovery or "",
         wire=args.wire or "mrc",
         seed=args.seed,
+        watched=traffic.watched,
         budget=Budget(cpu_s=args.cpu or CPU_S),
     )
 
@@ -176,7 +213,7 @@ def _in_time(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> dict
     return one_fluid_run(
         question_of(args, fabric, traffic, "fluid"),
         spread=args.routing or "adaptive",
-        recovery=args.recovery,
+        recovery=args.recovery or "",
         converges=args.converge is not None,
         pauses=bool(args.pfc),
         wire=WIRES[choice("--wire", args.wire or "mrc", tuple(WIRES))],
@@ -184,28 +221,34 @@ def _in_time(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> dict
 
 
 def _packets(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> int:
-    from phalanx.sim.failures import Break
     from phalanx.sim.packets.budget import Budget
     from phalanx.sim.simulate_packets import simulate_packets
     from phalanx.sim.transports import transport_of
 
-    words = {"routing": args.routing or "", "recovery": args.recovery, "pfc": args.pfc, "dcqcn": args.dcqcn}
+    words = {"routing": args.routing or "", "recovery": args.recovery or "", "pfc": args.pfc, "dcqcn": args.dcqcn}
     found: dict[str, Any] = simulate_packets(
         fabric,
         traffic.name,
         traffic.flows,
-        transport=transport_of(args.transport or "mrc", paths=args.paths, converge_s=args.converge, **words),
-        broken=Break(failed=(*args.fail, *traffic.failed), left=args.left, loss=args.loss or 0.0),
+        transport=transport_of(args.transport or "mrc", paths=args.paths or 0, converge_s=args.converge, **words),
+        broken=broken_by(args, traffic),
         seed=args.seed,
         budget=Budget(cpu_s=args.cpu or CPU_S),
         schedule=traffic.schedule,
     )
-    say(found)
+    say_beside(found)
+    notes = _unsaid(args, traffic, found)
     if args.json:
-        print_json({**found, "not_mapped": traffic.not_mapped})
+        print_json({**found, "notes": notes, "not_mapped": traffic.not_mapped})
     else:
-        print("\n".join([_packet_text(found), *_said(traffic.not_mapped)]))
+        say("\n".join([_packet_text(found), *who_text(traffic), *notes_text(notes), *_said(traffic.not_mapped)]))
     return INTERRUPTED if found["stopped"] == "interrupted" else 0
+
+
+def _unsaid(args: argparse.Namespace, traffic: Traffic, found: dict[str, Any]) -> tuple[str, ...]:
+    from phalanx.sim.compare import unsaid
+
+    return unsaid(broken_by(args, traffic), [found])
 
 
 def _said(said: tuple[str, ...]) -> list[str]:
@@ -218,25 +261,33 @@ def _head(found: dict[str, Any]) -> str:
 
 
 def _broken(found: dict[str, Any]) -> str:
+    denied = f"; denied: {', '.join(found['denied'])}" if found["denied"] else ""
     if not found["failed"]:
-        return "nothing"
+        return f"nothing{denied}"
     how = f"losing {found['loss']:.2%}" if found.get("loss") else f"at {found['left']:.0%}"
-    return f"{', '.join(found['failed'])} {how}"
+    return f"{', '.join(found['failed'])} {how}{denied}"
 
 
 def _text(found: dict[str, Any]) -> str:
     paths = f"{found['paths']} path{'s' if found['paths'] > 1 else ''} per flow"
+    paths = "every path of every plane" if found["spread"] == "all" else paths
+    never = "not yet" if found["stopped"] else "never"
     lines = [
         _head(found),
         f"  routing   {found['spread']}, {paths}, recovery {found['recovery']}; broken: {_broken(found)}",
         f"  rate      mean {found['rate_mean']:.3f} of line rate, median {found['rate_median']:.3f}, "
         f"slowest 1 % {found['rate_p1']:.3f}, slowest {found['rate_slowest']:.3f}",
         f"  links     {found['full_links']:,} full, {found['idle_links']:,} idle",
-        f"  done      mean {_seconds(found['mean_s'])}, 99 % {_seconds(found['p99_s'])}, "
-        f"last {_seconds(found['tail_s'])}",
+        f"  done      mean {_seconds(found['mean_s'], never)}, 99 % {_seconds(found['p99_s'], never)}, "
+        f"last {_seconds(found['tail_s'], never)}",
     ]
+    if "victim_rate" in found:
+        lines.append(f"  victim    {found['victim_rate']:.3f} of line rate")
     if found["stalled_flows"]:
-        lines.append(f"  stalled   {found['stalled_flows']:,} flows have no working path")
+        lines.append(
+            f"  stalled   {found['stalled_flows']:,} flows have no working path: give hosts ports in more planes, or "
+            "let the part return (PART@0us..1ms)"
+        )
     return "\n".join(lines)
 
 
@@ -277,5 +328,5 @@ def _last(one: dict[str, Any]) -> str:
     return format_seconds(one["tail_s"])
 
 
-def _seconds(value: float) -> str:
-    return "never" if value == float("inf") else format_seconds(value)
+def _seconds(value: float, never: str) -> str:
+    return never if value == float("inf") else format_seconds(value)

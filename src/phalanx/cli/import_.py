@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from phalanx.cli.options import add_json, add_set
-from phalanx.cli.output import note, print_json
+from phalanx.cli.output import note, print_json, say
 from phalanx.errors import UserError, mistake
 from phalanx.files import write_text
 from phalanx.record.values import printable
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(_answer(found, out))
     else:
-        print(found.text if out is None else out, end="" if out is None else "\n")
+        say(found.text if out is None else out, end="" if out is None else "\n")
     _notes(found, out)
     return 0
 

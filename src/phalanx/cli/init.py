@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from phalanx.cli.options import add_json
-from phalanx.cli.output import note, print_json
+from phalanx.cli.output import note, print_json, say
 from phalanx.errors import Problem, WorldError, mistake, nearest
 from phalanx.files import replace_text
 from phalanx.job.presets import Preset, presets
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"path": str(path), "model": args.model, "cluster": args.cluster})
     else:
-        print(path)
+        say(path)
     note(f"next: phalanx plan {path}")
     return 0
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from phalanx.cli.output import note
 from phalanx.record.page.follow import Follower
 from phalanx.record.run import Run
+from phalanx.visible import visible
 
 if TYPE_CHECKING:
     from rich.live import Live as RichLive
@@ -86,4 +87,4 @@ def _terminal() -> RichLive:
 def _text(line: str) -> Text:
     from rich.text import Text
 
-    return Text(line, overflow="ellipsis", no_wrap=True)
+    return Text(visible(line), overflow="ellipsis", no_wrap=True)

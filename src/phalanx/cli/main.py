@@ -139,7 +139,9 @@ def _apologise(error: Exception) -> int:
         import traceback
 
         traceback.print_exception(error)
-    text = str(error).splitlines()
+    from phalanx.visible import visible
+
+    text = visible(str(error)).splitlines()
     print(
         f"phalanx: sorry, something failed that should not: {type(error).__name__}: {text[0] if text else ''}",
         file=sys.stderr,

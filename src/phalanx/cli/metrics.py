@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from phalanx.cli.options import add_json
-from phalanx.cli.output import note, print_json
+from phalanx.cli.output import note, print_json, say
 from phalanx.errors import WorldError, mistake
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _serve(readings: Readings, args: argparse.Namespace) -> int:
         if args.json:
             print_json(shown)
         else:
-            print("\n".join(shown.values()), flush=True)
+            say("\n".join(shown.values()), flush=True)
         note("Ctrl-C ends it")
         while not (args.follow and is_over(readings.run)):
             time.sleep(1.0)
@@ -157,5 +157,5 @@ def _said(args: argparse.Namespace, **values: object) -> int:
     if args.json:
         print_json(values)
     else:
-        print(", ".join(f"{name}: {value}" for name, value in values.items()))
+        say(", ".join(f"{name}: {value}" for name, value in values.items()))
     return 0

@@ -10,11 +10,17 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 from phalanx.errors import Problem
+from phalanx.visible import visible, visible_json
 
 
 def print_json(value: object) -> None:
     """One JSON document on stdout; dataclasses become objects, infinities and NaN become null."""
-    print(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False))
+    print(visible_json(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)))
+
+
+def say(text: object, *, end: str = "\n", flush: bool = False) -> None:
+    """A result on stdout. Names in it may be a stranger's: control characters are spelt out."""
+    print(visible(str(text)), end=end, flush=flush)
 
 
 def plain(value: object) -> object:
@@ -46,7 +52,7 @@ def own_version() -> str:
 
 def note(text: str) -> None:
     """A line of progress or advice for a person, on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    print(visible(text), file=sys.stderr, flush=True)
 
 
 def warn(problems: Iterable[Problem]) -> None:

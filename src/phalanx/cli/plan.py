@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from phalanx.cli.options import add_json, add_set
-from phalanx.cli.output import note, print_json, warn
+from phalanx.cli.output import note, print_json, say, warn
 from phalanx.errors import Problem, mistake
 from phalanx.files import write_text
 from phalanx.hardware.cluster import resolve
@@ -17,6 +17,7 @@ from phalanx.plan import compare as comparing
 from phalanx.plan import text
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import CalibrationNote, Plan
+from phalanx.visible import visible
 
 MOST_COMPARED = 8
 
@@ -83,7 +84,7 @@ def _compare(args: argparse.Namespace, jobs: list[str]) -> int:
     if args.json:
         print_json({"differences": differences, "plans": [one.to_dict() for one in plans]})
         return 0
-    print(comparing.render(differences))
+    say(comparing.render(differences))
     for job, one in zip(jobs, plans, strict=True):
         warn(Problem(where=job, what=line) for line in one.warnings)
     return 0
@@ -92,12 +93,12 @@ def _compare(args: argparse.Namespace, jobs: list[str]) -> int:
 def _show(page: str) -> None:
     """The page as it is; on a terminal the headings stand out."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
-        print(page)
+        say(page)
         return
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
-    for number, line in enumerate(page.splitlines()):
+    for number, line in enumerate(visible(page).splitlines()):
         heading = number < 2 or (line and not line.startswith(" "))
         console.print(Text(line, style="bold" if heading else ""))

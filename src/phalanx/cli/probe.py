@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from phalanx.cli.options import add_json
-from phalanx.cli.output import note, print_json
+from phalanx.cli.output import note, print_json, say
 from phalanx.errors import Problem, WorldError, mistake
 from phalanx.hardware.discover import discover
 from phalanx.hardware.machine import Machine
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(profile)
     else:
-        print(table(profile))
+        say(table(profile))
     return 0
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from phalanx.cli.options import add_json
-from phalanx.cli.output import own_version, print_json
+from phalanx.cli.output import own_version, print_json, say
 from phalanx.errors import mistake
 
 TYPE_CHECKING = False
@@ -59,7 +59,7 @@ def _put(kind: str, name: str, story: Story, *, quiet: bool) -> None:
 
     write_text(Path(name), text, fix=f"name another file with --{kind}, or - for stdout")
     if not quiet:
-        print(name)
+        say(name)
 
 
 def _made(kind: str, story: Story) -> str:

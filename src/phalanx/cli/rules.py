@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cli.options import add_json
-from phalanx.cli.output import note, print_json
+from phalanx.cli.output import note, print_json, say
 from phalanx.errors import Problem, WorldError, mistake
 
 TYPE_CHECKING = False
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
         sys.stdout.write(index(rules))
     else:
-        print(_list(rules, profile))
+        say(_list(rules, profile))
     return 0
 
 

@@ -6,7 +6,7 @@ import argparse
 
 from phalanx.arch.counts import count_parameters
 from phalanx.cli.options import add_job, add_json
-from phalanx.cli.output import print_json, warn
+from phalanx.cli.output import print_json, say, warn
 from phalanx.job.dump import to_dict, to_rows
 from phalanx.job.load import ResolvedJob, load
 from phalanx.job.rules import shown
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
         derived = {"data.tokens": tokens} if (tokens := auto_tokens(resolved)) else {}
         print_json({"path": str(resolved.path), "job": to_dict(resolved.job), "origins": origins, "derived": derived})
     else:
-        print(table(resolved))
+        say(table(resolved))
     return 0
 
 

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from phalanx.cli.fabric_files import named_fabric
-from phalanx.cli.output import note, print_json, warn
+from phalanx.cli.output import note, print_json, say, warn
 from phalanx.errors import Problem, UserError, mistake
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def run_months(plan: Plan, args: argparse.Namespace) -> int:
     if args.json:
         print_json(made)
     else:
-        print(render(plan, policy, made))
+        say(render(plan, policy, made))
     return code
 
 
@@ -203,7 +203,7 @@ def _compare(plan: Plan, network: Network, args: argparse.Namespace) -> int:
         )
     else:
         named = network.fabric.name if network.fabric else f"without a name, Llama 3's rate, {network.planes} planes"
-        print(render(plan, rows, days=args.days, runs=args.runs, seed=args.seed, network=named))
+        say(render(plan, rows, days=args.days, runs=args.runs, seed=args.seed, network=named))
     return code
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.cli import sim_months
 from phalanx.cli.fabric_files import named_fabric
-from phalanx.cli.output import note, print_json
+from phalanx.cli.output import note, print_json, say
 from phalanx.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -114,9 +114,9 @@ def _write_trace(plan: Plan, report: StepReport, name: str) -> None:
 def _show(report: StepReport, kind: str | None, found: list[Aftermath]) -> None:
     from phalanx.sim.step.text import render, render_break
 
-    print(render(report))
+    say(render(report))
     if kind is not None and found:
-        print("\n" + render_break(kind, found))
+        say("\n" + render_break(kind, found))
 
 
 def _plain(report: StepReport, kind: str | None, found: list[Aftermath]) -> dict[str, object]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.cli.options import add_job, add_json
-from phalanx.cli.output import note, print_json, warn
+from phalanx.cli.output import note, print_json, say, warn
 from phalanx.errors import mistake
 from phalanx.files import write_text
 
@@ -145,14 +145,14 @@ def _print(
         print_json(_as_json(plan, traces, hang, lines))
         return
     if len(traces) == 1:
-        print(text.render_rank(traces[0]))
+        say(text.render_rank(traces[0]))
     else:
         fullest = max(traces, key=lambda trace: trace.peak.nbytes)
-        print("\n".join(["RANKS", text.SHORT_HEAD, *(text.render_short(trace) for trace in traces), ""]))
-        print("FULLEST: " + text.render_rank(fullest) + "\n")
-        print(f"HANG: {hang.render()}" if hang is not None else "the traced ranks meet in every operation")
+        say("\n".join(["RANKS", text.SHORT_HEAD, *(text.render_short(trace) for trace in traces), ""]))
+        say("FULLEST: " + text.render_rank(fullest) + "\n")
+        say(f"HANG: {hang.render()}" if hang is not None else "the traced ranks meet in every operation")
     if lines:
-        print("\n" + text.render_against(lines))
+        say("\n" + text.render_against(lines))
 
 
 def _as_json(plan: Plan, traces: Sequence[RankTrace], hang: Hang | None, lines: Sequence[Line]) -> dict[str, object]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from phalanx.cli.options import add_json, add_set
-from phalanx.cli.output import note, print_json, warn
+from phalanx.cli.output import note, print_json, say, warn
 from phalanx.errors import PhalanxError, mistake
 
 TYPE_CHECKING = False
@@ -167,7 +167,7 @@ def _dry_run(plan: Plan, *, as_json: bool) -> int:
     if as_json:
         print_json(plan.to_dict())
     else:
-        print(f"{plan.layout.devices} ranks would train {plan.duration.steps:,} steps: {plan.layout.name}")
+        say(f"{plan.layout.devices} ranks would train {plan.duration.steps:,} steps: {plan.layout.name}")
     return 0
 
 
@@ -287,7 +287,7 @@ def _report(made: Run, *, as_json: bool) -> int:
     if as_json:
         print_json(summary)
     else:
-        print(render(summary))
+        say(render(summary))
     return 0
 
 

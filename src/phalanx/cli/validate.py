@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from phalanx.cli.options import add_json
-from phalanx.cli.output import note, print_json
+from phalanx.cli.output import note, print_json, say
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 EVERY_S = 5.0  # between lines of progress
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"scorecard": card, "calibrated_on_rows": len(known), "predictions": predictions})
     else:
-        print(text(card, calibrated_on=len(known)))
+        say(text(card, calibrated_on=len(known)))
     return 0
 
 
@@ -90,7 +90,7 @@ def _network(args: argparse.Namespace) -> int:
     if args.json:
         print_json(card)
     else:
-        print(text(card))
+        say(text(card))
     return INTERRUPTED if card.interrupted else 0
 
 

@@ -7,7 +7,7 @@ import os
 import time
 
 from phalanx.cli.options import add_job, add_json
-from phalanx.cli.output import note, print_json
+from phalanx.cli.output import note, print_json, say
 from phalanx.errors import mistake
 
 MOST_STEPS = 1000
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"proven": proof.holds, "proof": proof})
     else:
-        print(render(proof))
+        say(render(proof))
     return 0 if proof.holds else 1
 
 

@@ -8,7 +8,8 @@ import sys
 import time
 from collections import deque
 
-from phalanx.cli.output import plain
+from phalanx.cli.output import plain, say
+from phalanx.visible import visible_json
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -60,10 +61,10 @@ def _lines(watcher: Watcher, checker: Checker) -> None:
             remarks = [f"… {len(remarks) - FIRST:,} remarks before", *remarks[-FIRST:]]
         first = False
         for line in remarks:
-            print(line, flush=True)
+            say(line, flush=True)
         line = view.progress.line() if view.progress is not None else "no step yet"
         if line != shown and (view.over or time.monotonic() >= due_s):
-            print(line, flush=True)
+            say(line, flush=True)
             shown, due_s = line, time.monotonic() + PLAIN_S
         if view.over:
             _judged(checker.last(), broken, last=True)
@@ -82,9 +83,9 @@ def _judged(known: Known, broken: set[str], *, last: bool = False) -> None:
     for one in known.problems() if whole else ():
         if one.rule.id not in broken:
             broken.add(one.rule.id)
-            print(f"check: {one.severity} {one.rule.id} {one.rule.slug}: {printable(one.outcome.what)}", flush=True)
+            say(f"check: {one.severity} {one.rule.id} {one.rule.slug}: {printable(one.outcome.what)}", flush=True)
     if last and known.line():
-        print(f"check: {known.line()}", flush=True)
+        say(f"check: {known.line()}", flush=True)
 
 
 def _last_words(view: View) -> None:
@@ -93,15 +94,15 @@ def _last_words(view: View) -> None:
 
     s = view.summary
     for one in view.scores.named:
-        print(f"straggler: {one.text}")
+        say(f"straggler: {one.text}")
     if s.ledger is not None and s.ledger.wall_s:
-        print(s.ledger)
+        say(s.ledger)
     for name, so_far, _, planned in cost_rows(s.cost) if s.cost is not None else ():
-        print(f"{name}: {so_far}, planned {planned}")
+        say(f"{name}: {so_far}, planned {planned}")
     for damage in s.damage:
-        print(f"damaged: {printable(damage.where)}: {printable(damage.what)} ({damage.count:,})")
+        say(f"damaged: {printable(damage.where)}: {printable(damage.what)} ({damage.count:,})")
     why = f": {printable(s.message)}" if s.message else ""
-    print(f"{printable(view.state, most=40)}{why}", flush=True)
+    say(f"{printable(view.state, most=40)}{why}", flush=True)
 
 
 def _objects(watcher: Watcher, checker: Checker) -> None:
@@ -110,7 +111,7 @@ def _objects(watcher: Watcher, checker: Checker) -> None:
         view = watcher.look()
         known = checker.last() if view.over else checker.known
         told = _as_json(view) | {"check": known.as_json()}
-        line = json.dumps(plain(told), ensure_ascii=False, allow_nan=False)
+        line = visible_json(json.dumps(plain(told), ensure_ascii=False, allow_nan=False))
         if line != shown:
             print(line, flush=True)
             shown = line

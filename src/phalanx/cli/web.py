@@ -9,7 +9,7 @@ import sys
 from urllib.parse import quote
 
 from phalanx.cli.options import add_json
-from phalanx.cli.output import note, print_json
+from phalanx.cli.output import note, print_json, say
 from phalanx.errors import mistake
 
 
@@ -50,7 +50,7 @@ def _tell(args: argparse.Namespace, url: str, visit: str, token: str | None, cou
     if args.json:
         print_json({"url": url, "token": token, "open": visit, "runs": count, "pid": os.getpid()})
     else:
-        print(visit)
+        say(visit)
     sys.stdout.flush()  # whoever started us through a pipe waits for the address
     note(f"{count} run{'' if count == 1 else 's'} in {args.runs}; stop with Ctrl-C")
 

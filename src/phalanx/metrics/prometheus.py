@@ -18,6 +18,7 @@ from phalanx.metrics.names import METRICS
 from phalanx.metrics.need import need
 from phalanx.metrics.point import Point
 from phalanx.metrics.readings import Readings
+from phalanx.record.values import printable
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -43,7 +44,7 @@ class RunCollector:
         """Every metric that has a value."""
         with self._lock:
             points = self._readings.points()
-        yield from families(points, run=self._readings.run.name)
+        yield from families(points, run=printable(self._readings.run.name))
 
 
 def families(points: Iterable[Point], *, run: str) -> Iterator[Any]:

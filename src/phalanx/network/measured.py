@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from phalanx.errors import mistake
+from phalanx.errors import UserError, mistake
 from phalanx.network.fit import Operation, Point, wire_share
 from phalanx.network.sizes import parse_size
 
@@ -18,35 +19,95 @@ PROGRAMS: Mapping[str, Operation] = {
     "broadcast": "broadcast",
     "reduce": "reduce",
 }
+KIND_COLUMNS = ("kind", "operation", "collective")
 SIZE_COLUMNS = ("bytes", "nbytes", "size")
 SECONDS = {"s": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "time_us": 1e-6}
 BUS_COLUMNS = ("busbw", "busbw_gb_s")
 FORMS = "give the output of all_reduce_perf, or a CSV with the columns bytes and us (or ms, s, busbw)"
-# size, count, type, operator, root (newer versions), µs, algbw and busbw in GB/s; a log may put anything before
+# size, count, type, operator (older versions only where there is one), root (newer versions), µs, algbw and busbw in
+# GB/s; a log may put anything before
 _NUMBER = r"(\d+(?:\.\d+)?)"
-_LINE = re.compile(
-    rf"(?:^|\s)(\d+)\s+\d+\s+[a-z]\w+\s+[a-z]\w+\s+(?:-?\d+\s+)?{_NUMBER}\s+{_NUMBER}\s+{_NUMBER}(?=\s|$)"
-)
-_OLD_LINE = re.compile(rf"(?:^|\s)(\d+)\s+\d+\s+[a-z]\w+\s+[a-z]\w+\s+{_NUMBER}\s+{_NUMBER}\s+{_NUMBER}(?=\s|$)")
-_PROGRAM = re.compile(rf"\b({'|'.join(PROGRAMS)})_perf\b")
+_WORDS = r"(?:^|\s)(\d+)\s+\d+\s+[a-z]\w+(?:\s+(?P<operator>[a-z]\w+))?"
+_TIMES = rf"\s+{_NUMBER}\s+{_NUMBER}\s+{_NUMBER}(?=\s|$)"
+_LINES = (re.compile(_WORDS + r"\s+(?P<root>-?\d+)" + _TIMES), re.compile(_WORDS + _TIMES))
+OTHERS = ("sendrecv", "gather", "scatter", "hypercube", "alltoallv")  # tests of nccl-tests that nothing here fits
+_PROGRAM = re.compile(rf"\b({'|'.join((*PROGRAMS, *OTHERS))})_perf\b")
 _RANK = re.compile(r"#\s+Rank\s+(\d+)\b")
 ROUNDING = 0.03  # of algbw, which is printed with two digits
+BUS_ROUNDING = 0.005  # of busbw, likewise
+SUMS: tuple[Operation, ...] = ("all-reduce", "reduce-scatter", "reduce")  # have an operator; the others print "none"
+ROOTED: tuple[Operation, ...] = ("broadcast", "reduce")  # have a root; the others print -1
 
 
-def read_points(text: str, *, where: str, operation: Operation, ranks: int) -> tuple[Point, ...]:
-    """What the text holds about this operation; raises UserError where it is of other ranks, or of nothing."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What a file holds about one operation; `named`: the file says which, else it is taken for what was asked."""
+
+    points: tuple[Point, ...]
+    named: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    """A line of nccl-tests; `test` is the program's name, None where the text has none above it."""
+
+    test: str | None
+    operator: str | None
+    root: int | None
+    algbw: float
+    busbw: float
+    point: Point
+
+    def may_be(self, operation: Operation, ranks: int) -> bool:
+        """Whether operator, root and the ratio of its bandwidths are those of the operation."""
+        if self.operator is not None and (self.operator != "none") != (operation in SUMS):
+            return False
+        if self.root is not None and (self.root >= 0) != (operation in ROOTED):
+            return False
+        bus = wire_share(operation, ranks) * self.algbw
+        return abs(bus - self.busbw) <= max(0.015, BUS_ROUNDING * bus)
+
+
+def read_points(text: str, *, where: str, operation: Operation, ranks: int) -> Measured:
+    """What the text holds about this operation; raises UserError where that is another, of other ranks, or nothing."""
     found = list(_rows(text))
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     if not found and lines and "," in lines[0]:
-        return _from_table(lines, where, wire_share(operation, ranks))
+        return _from_table(lines, where, operation, ranks)
     if not found:
         raise mistake(where, "no line of it is a measurement", fix=FORMS)
     _check_ranks(text, where, ranks)
-    ours = tuple(point for name, point in found if name in (operation, None))
+    ours = [row for row in found if row.test is None or PROGRAMS.get(row.test) == operation]
     if not ours:
-        names = sorted({str(name) for name, _ in found})
-        raise mistake(where, f"holds {', '.join(names)}, not {operation}", fix=f"add --kind {names[0]}")
-    return ours
+        raise _another(where, operation, [PROGRAMS.get(str(row.test), str(row.test)) for row in found])
+    fitting = [row for row in ours if row.may_be(operation, ranks)]
+    # Without names, lines of other tests may stand between; under a name every line must be like it.
+    unlike = [row for row in ours if row not in fitting and (row.test or not fitting)]
+    if unlike:
+        raise _unlike(unlike[0], where, operation, ranks)
+    return Measured(points=tuple(row.point for row in fitting), named=all(row.test for row in fitting))
+
+
+def _another(where: str, operation: Operation, held: Sequence[str], why: str = "") -> UserError:
+    names = sorted(set(held))
+    known = [name for name in names if name in PROGRAMS.values()]
+    fix = f"add --kind {known[0]}" if known else f"measure {operation}"
+    return mistake(where, f"holds {' or '.join(names) if why else ', '.join(names)}, not {operation}", why=why, fix=fix)
+
+
+def _unlike(row: _Row, where: str, operation: Operation, ranks: int) -> UserError:
+    """The mistake of a line that cannot be of this operation on so many ranks."""
+    ratio = f"{row.busbw / max(row.algbw, 1e-9):.3g}"
+    like = [one for one in PROGRAMS.values() if row.may_be(one, ranks)]
+    if like and row.test is None:
+        said = [f"operator {row.operator}"] * (row.operator is not None) + [f"root {row.root}"] * (row.root is not None)
+        return _another(where, operation, like, why=", ".join([*said, f"busbw {ratio} times algbw"]))
+    return mistake(
+        where,
+        f"busbw is {ratio} times algbw, and {wire_share(operation, ranks):.3g} for {operation} on {ranks:,} ranks",
+        why="start-up and bandwidth belong to one operation and one number of ranks",
+        fix="name the cluster it was measured on, or the right --kind",
+    )
 
 
 def _check_ranks(text: str, where: str, ranks: int) -> None:
@@ -56,17 +117,27 @@ def _check_ranks(text: str, where: str, ranks: int) -> None:
         raise mistake(where, what, why="start-up and bandwidth belong to one number of ranks", fix="name that cluster")
 
 
-def _rows(text: str) -> Iterator[tuple[Operation | None, Point]]:
+def _rows(text: str) -> Iterator[_Row]:
     """Out-of-place times; the name of the test stands in the command or the heading above them."""
-    name: Operation | None = None
+    test: str | None = None
     for line in text.splitlines():
         if named := _PROGRAM.search(line):
-            name = PROGRAMS[named[1]]
-        for pattern in (_LINE, _OLD_LINE):
-            found = pattern.search(line)
-            if found and _agrees(nbytes := float(found[1]), us := float(found[2]), float(found[3])):
-                yield name, Point(nbytes=nbytes, seconds=us * 1e-6)
-                break
+            test = named[1]
+        row = next(filter(None, (_row(pattern.search(line), test) for pattern in _LINES)), None)
+        if row:
+            yield row
+
+
+def _row(found: re.Match[str] | None, test: str | None) -> _Row | None:
+    if found is None:
+        return None
+    words = found.groupdict()
+    nbytes, (us, algbw, busbw) = float(found[1]), (float(one) for one in found.groups()[-3:])
+    if not _agrees(nbytes, us, algbw):
+        return None
+    root = int(words["root"]) if words.get("root") else None
+    point = Point(nbytes=nbytes, seconds=us * 1e-6)
+    return _Row(test=test, operator=words["operator"], root=root, algbw=algbw, busbw=busbw, point=point)
 
 
 def _agrees(nbytes: float, us: float, algbw_gb: float) -> bool:
@@ -77,23 +148,36 @@ def _agrees(nbytes: float, us: float, algbw_gb: float) -> bool:
     return abs(rate_gb - algbw_gb) <= max(0.01, ROUNDING * rate_gb)
 
 
-def _from_table(lines: Sequence[str], where: str, share: float) -> tuple[Point, ...]:
+def _from_table(lines: Sequence[str], where: str, operation: Operation, ranks: int) -> Measured:
     reader = csv.DictReader(lines)
     columns = {(name or "").strip().lower(): name for name in reader.fieldnames or ()}
     size = next((columns[name] for name in SIZE_COLUMNS if name in columns), None)
     value = next((name for name in (*SECONDS, *BUS_COLUMNS) if name in columns), None)
     if size is None or value is None:
         raise mistake(where, f"has the columns {', '.join(columns) or 'of nothing'}"[:160], fix=FORMS)
+    kind = next((columns[name] for name in KIND_COLUMNS if name in columns), None)
+    share, column = wire_share(operation, ranks), columns[value]
+    found: list[Point] = []
+    others: list[str] = []
     try:
-        found = [
-            _point(row, where=f"{where}:{reader.line_num}", size=size, column=columns[value], unit=value, share=share)
-            for row in reader
-        ]
+        for row in reader:
+            at = f"{where}:{reader.line_num}"
+            if kind is not None and (other := _other_kind(row.get(kind), operation)):
+                others.append(other)
+            else:
+                found.append(_point(row, where=at, size=size, column=column, unit=value, share=share))
     except csv.Error as error:
         raise mistake(f"{where}:{reader.line_num}", f"is no table: {error}", fix=FORMS) from None
     if not found:
-        raise mistake(where, "holds no rows", fix=FORMS)
-    return tuple(found)
+        raise _another(where, operation, others) if others else mistake(where, "holds no rows", fix=FORMS)
+    return Measured(points=tuple(found), named=kind is not None)
+
+
+def _other_kind(text: str | None, operation: Operation) -> str | None:
+    """What a cell of a table names, where it is another operation: AllGather, all_gather_perf, all-gather."""
+    word = re.sub(r"[^a-z]", "", (text or "").strip().lower().removesuffix("_perf"))
+    named = next((one for one in PROGRAMS.values() if one.replace("-", "") == word), (text or "")[:40] or "nothing")
+    return None if named == operation else named
 
 
 def _point(row: Mapping[str, str | None], *, where: str, size: str, column: str, unit: str, share: float) -> Point:

@@ -40,6 +40,7 @@ class AxisUse:
     bytes_per_step: float
     wire_s: float
     shown_s: float
+    network_copies: float = 1.0  # of an all-to-all: share of what goes to other domains that crosses the network
 
     @property
     def exposed(self) -> float:
@@ -116,6 +117,7 @@ def _use(ask: Ask, axis: _Axis, shown_s: float) -> AxisUse:
         # Where the cost model shows more than the bare wire (contention in nanotron's profile), the wire is as slow.
         wire_s=max(axis.wire_s, shown_s),
         shown_s=shown_s,
+        network_copies=axis.loads[0].network_copies,
     )
 
 

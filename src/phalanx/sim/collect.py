@@ -127,13 +127,18 @@ def _ring_bytes(use: AxisUse, together: int) -> float:
 
 
 def _tree(use: AxisUse, place: Ints, together: int) -> Flows:
-    """Both directions of a binary tree of domains, in heap order; every edge carries the NIC's part of the sum."""
-    node = place // together
+    """Both directions of two binary trees of domains, in heap order and mirrored, each with half of the sum.
+
+    As NCCL's double trees: a domain with two children in one is a leaf of the other, so a NIC sends two sums at most.
+    """
+    node, last = place // together, use.size // together - 1
     child = np.flatnonzero(node > 0)
     parent = child + (((node[child] - 1) // 2 - node[child]) * together) * use.stride
-    # bytes_per_step counts 2 (n-1)/n sums; an edge carries one sum up and one down.
-    whole = use.bytes_per_step / (2 * (use.size - 1) / use.size) / together
-    return flows(np.concatenate([child, parent]), np.concatenate([parent, child]), whole)
+    mirrored = np.arange(len(place)) + (last - 2 * node) * together * use.stride
+    up, down = np.concatenate([child, mirrored[child]]), np.concatenate([parent, mirrored[parent]])
+    # bytes_per_step counts 2 (n-1)/n sums; an edge carries half a sum up and half a sum down.
+    half = use.bytes_per_step / (2 * (use.size - 1) / use.size) / together / 2
+    return flows(np.concatenate([up, down]), np.concatenate([down, up]), half)
 
 
 def _stages(use: AxisUse, ranks: int, domain: int) -> Flows | None:
@@ -144,15 +149,36 @@ def _stages(use: AxisUse, ranks: int, domain: int) -> Flows | None:
 
 
 def _everyone(use: AxisUse, ranks: int, domain: int) -> Flows | None:
-    if ranks * (use.size - 1) > MOST_FLOWS:
+    """An all-to-all; of what goes to another domain `network_copies` cross the network.
+
+    Where a token crosses once for all that want it in a domain, it goes to the member with the sender's own place there
+    and on over the fast links (DeepSeek-V3, arXiv:2412.19437 section 3.2.2): every NIC sends as much as with a flow to
+    each member, and stays on its rail.
+    """
+    away, together = use.bytes_per_step / (use.size - 1), _together(use, domain)
+    if use.network_copies < 1 and _tiles(use, ranks, domain):
+        return _pairs(use, range(together, use.size, together), away * together * use.network_copies, ranks, domain)
+    return _pairs(use, range(1, use.size), away * use.network_copies, ranks, domain)
+
+
+def _tiles(use: AxisUse, ranks: int, domain: int) -> bool:
+    """Whether every group fills two or more domains with the same places in each."""
+    together = _together(use, domain)
+    whole = ranks % (use.size * use.stride) == 0 and domain == together * use.stride
+    return whole and together < use.size and use.size % together == 0
+
+
+def _pairs(use: AxisUse, steps: range, nbytes: float, ranks: int, domain: int) -> Flows | None:
+    """Each member to those `steps` places further in its group."""
+    if ranks * len(steps) > MOST_FLOWS:
         raise mistake(
             use.axis,
             f"an all-to-all of {use.size:,} among {ranks:,} ranks is more than {MOST_FLOWS:,} flows",
-            fix=f"use groups of at most {MOST_FLOWS // ranks + 1:,}",
+            fix=f"use groups of at most {(MOST_FLOWS // ranks + 1) * steps.step:,}",
         )
-    pairs = [neighbours(use.size, use.stride, away, ranks) for away in range(1, use.size)]
+    pairs = [neighbours(use.size, use.stride, step, ranks) for step in steps]
     source, target = (np.concatenate(side) for side in zip(*pairs, strict=True))
-    return _between(source, target, use.bytes_per_step / (use.size - 1), domain)
+    return _between(source, target, nbytes, domain)
 
 
 def _between(source: Ints, target: Ints, nbytes: float, domain: int) -> Flows | None:

@@ -7,31 +7,42 @@ converged; without or with PFC. Edge is MRC: packets over many paths, and a send
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from phalanx.errors import mistake
-from phalanx.network.fabric.budget import EDGE_RECOVERY_S
+from phalanx.network.fabric.recovery import CONVERGE_S, EDGE_RECOVERY_S, REMAP_S
 from phalanx.network.fabric.types import Fabric
 from phalanx.sim.course import Course
 from phalanx.sim.episode import Manner, episode
-from phalanx.sim.failures import UNBROKEN, Break, faults_of
+from phalanx.sim.failures import UNBROKEN, Break, denied_of, faults_of, too_late
 from phalanx.sim.fluid_budget import afford, expected
 from phalanx.sim.links import Floats, links_of
 from phalanx.sim.matrices import Flows
 from phalanx.sim.packets.budget import Budget
+from phalanx.sim.packets.faults import Fault
+from phalanx.sim.packets.roce import ROCE
 from phalanx.sim.packets.transport import MRC as EDGE
 from phalanx.sim.routes import Routing, spray
-from phalanx.sim.simulate import BUDGET, MOST_CONVERGE_S, ROWS, asked_for, routing_of, usual_paths
+from phalanx.sim.simulate import (
+    BUDGET,
+    MOST_CONVERGE_S,
+    ROWS,
+    asked_for,
+    check_deny,
+    routing_of,
+    usual_paths,
+)
 from phalanx.sim.wire import MRC, Wire
+from phalanx.units import format_seconds
 
-# "Seconds or tens of seconds" (OpenAI, 2026-05-05): the least that a conventional fabric takes.
-CONVERGE_S = 1.0
 # What a sender keeps and tries again, as in the packet engine.
 SENDER: dict[str, Any] = {"least_paths": EDGE.least_paths, "probe_s": EDGE.probe_s}
+# A queue pair of RoCE sends all again from a lost packet on, and waits for its timer where that is lost again.
+WAITS: dict[str, Any] = {"go_back": True, "timeout_s": ROCE.timeout_s}
 PATHS = 256  # of MRC: 128 to 256 (arXiv:2605.04333 section 2.1)
 
 
@@ -75,7 +86,7 @@ def compare(
     """
     faults_of(question.broken)
     known = kept if kept is not None else []
-    whole = iter(tuple(known)) if known else runs(replace(question, broken=UNBROKEN))
+    whole = iter(tuple(known)) if known else runs(replace(question, broken=question.broken.healthy))
     hit = runs(question) if question.broken.failed else None
     for healthy in whole:
         if healthy.stopped == "interrupted":
@@ -90,12 +101,12 @@ def compare(
 
 def fluid_runs(question: Question) -> Iterator[Run]:
     """PFC off, PFC on, and the edge, by fair rates in stages of time."""
-    links, faults = links_of(question.fabric), faults_of(question.broken)
+    links = links_of(question.fabric)
     manners = fluid_manners(question)
     for manner in manners:
         afford(links, len(question.flows), manner.routing, question.budget)
     for manner in manners:
-        yield fluid_run(question, manner, MRC, faults=faults)
+        yield fluid_run(question, manner, MRC)
 
 
 def fluid_cpu_s(question: Question) -> float:
@@ -105,9 +116,11 @@ def fluid_cpu_s(question: Question) -> float:
     return 2 * once if question.broken.failed else once
 
 
-def fluid_run(question: Question, manner: Manner, wire: Wire, *, faults: Any) -> Run:
+def fluid_run(question: Question, manner: Manner, wire: Wire) -> Run:
     """One way of sending by the fluid engine."""
-    found = episode(question.fabric, question.flows, manner=manner, faults=faults, wire=wire)
+    faults, denied = faults_of(question.broken), denied_of(question.broken)
+    found = episode(question.fabric, question.flows, manner=manner, faults=faults, denied=denied, wire=wire)
+    over_s = float(found.end_s[-1]) if len(found.end_s) else 0.0
     return Run(
         name=manner.name,
         paths=manner.routing.paths,
@@ -118,7 +131,11 @@ def fluid_run(question: Question, manner: Manner, wire: Wire, *, faults: Any) ->
         lost=found.lost_packets,
         touched=found.touched,
         stopped=found.stopped,
-        more={"engine": "fluid", "spread": manner.routing.spread},
+        more={
+            "engine": "fluid",
+            "spread": manner.routing.spread,
+            "failed_too_late": too_late(question.broken, faults, over_s) if np.isfinite(found.times_s).all() else [],
+        },
     )
 
 
@@ -126,7 +143,7 @@ def fluid_manners(question: Question) -> tuple[Manner, Manner, Manner]:
     """RoCE without and with PFC, and MRC."""
     planes, seed = question.fabric.planes, question.seed
     hashed = Routing(spread="qp", paths=planes, planes="equal", recovery="conventional", seed=seed)
-    roce = Manner(name="RoCE, PFC off", routing=hashed, react_s=question.converge_s, go_back=True)
+    roce = Manner(name="RoCE, PFC off", routing=hashed, react_s=question.converge_s, **WAITS)
     affordable = max(1, 4 * ROWS // (len(question.flows) * planes)) * planes
     paths = question.paths or max(planes, min(PATHS // planes * planes, affordable))
     edge = Manner(name="MRC, edge", routing=spray(paths, seed=seed), react_s=EDGE_RECOVERY_S, **SENDER)
@@ -148,29 +165,33 @@ def one_fluid_run(
     if pauses and spread not in ("flow", "qp"):
         what = "pauses stop a whole queue, which spraying over many paths does not survive"
         raise mistake("--pfc", what, fix="use --routing qp, or flow")
+    if question.broken.denied:
+        check_deny(routing.recovery)
     react_s = {"none": math.inf, "conventional": question.converge_s, "edge": EDGE_RECOVERY_S}[routing.recovery]
     by_qp = spread in ("flow", "qp")
-    manner = Manner(name=spread, routing=routing, react_s=react_s, pauses=pauses, go_back=by_qp, **SENDER)
+    manner = Manner(name=spread, routing=routing, react_s=react_s, pauses=pauses, **(WAITS if by_qp else SENDER))
     afford(links_of(fabric), len(flows), routing, question.budget)
-    healthy = fluid_run(question, manner, wire, faults=())
-    faults = faults_of(question.broken)
-    return values(question, fluid_run(question, manner, wire, faults=faults) if faults else healthy, healthy)
+    healthy = fluid_run(replace(question, broken=question.broken.healthy), manner, wire)
+    return values(question, fluid_run(question, manner, wire) if question.broken.failed else healthy, healthy)
 
 
 def values(question: Question, run: Run, healthy: Run) -> dict[str, Any]:
     """A run beside the same without the failure."""
-    faults = faults_of(question.broken)
+    late = run.more.get("failed_too_late") or ()
+    words = zip(question.broken.failed, faults_of(question.broken), strict=True)
+    faults = [fault for word, fault in words if word not in cast(Sequence[str], late)]
     at_s = min((fault.at_s for fault in faults), default=math.inf)
-    back_s = at_s + _recovered_s(run, question.broken) if faults else math.inf
+    back_s = at_s + _recovered_s(run, faults) if faults else math.inf
     done = run.times_s[np.isfinite(run.times_s)]
     return {
         **asked_for(str(run.more["engine"]), question.fabric, question.traffic, question.flows, question.seed),
         "transport": run.name,
         "paths": run.paths,
         "recovery": run.recovery,
-        "converge_s": run.left_after_s if run.recovery == "conventional" else None,
-        "recovered_after_s": _recovered_s(run, question.broken) if faults else None,
+        "converge_s": question.converge_s if run.recovery == "conventional" else None,
+        "recovered_after_s": _recovered_s(run, faults) if faults else None,
         "failed": list(question.broken.failed),
+        "denied": list(question.broken.denied),
         "left": question.broken.left,
         "loss": question.broken.loss,
         "before_gbps": run.course.gbps(0.0, at_s),
@@ -205,19 +226,39 @@ def _watched(question: Question, run: Run) -> dict[str, float]:
     """The mean rate of the flow that is watched, and as a share of what it would get alone."""
     if question.watched is None:
         return {}
+    source, target = (int(side[question.watched]) for side in (question.flows.source, question.flows.target))
     rate = 8.0 * float(question.flows.nbytes[question.watched]) / float(run.times_s[question.watched])
     size, hops = question.flows.nbytes[question.watched : question.watched + 1], np.array([question.fabric.hops + 1])
     late_s = MRC.latency_s(size, hops, question.fabric.port_gbps, np.array([False]))
     alone_s = float((8.0 * MRC.wire_bytes(size) / (question.fabric.nic_gbps * 1e9) + late_s)[0])
-    return {"victim_gbps": rate / 1e9, "victim_share": alone_s / float(run.times_s[question.watched])}
+    share = alone_s / float(run.times_s[question.watched])
+    return {"victim_source": source, "victim_target": target, "victim_gbps": rate / 1e9, "victim_share": share}
 
 
-def _recovered_s(run: Run, broken: Break) -> float:
+def _recovered_s(run: Run, faults: Sequence[Fault]) -> float:
     """Until paths over what failed are left, or it is back; infinite where neither happens."""
     # Routing does not go around a port that is up, and nobody around all of them.
-    stays = [fault.loss > 0 and (run.recovery != "edge" or fault.part == "traffic") for fault in faults_of(broken)]
-    lasts = [fault.until_s - fault.at_s for fault in faults_of(broken)]
+    stays = [fault.loss > 0 and (run.recovery != "edge" or fault.part == "traffic") for fault in faults]
+    lasts = [fault.until_s - fault.at_s for fault in faults]
     return max(one if stay else min(run.left_after_s, one) for one, stay in zip(lasts, stays, strict=True))
+
+
+def unsaid(broken: Break, found: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """What a reader must know beside the numbers of runs: what they leave out that other commands count."""
+    faults = [fault for fault in faults_of(broken) if fault.loss == fault.left == 0]
+    converge_s = min((one["converge_s"] for one in found if one.get("converge_s") is not None), default=math.inf)
+    lines = []
+    if converge_s < CONVERGE_S and any(fault.until_s - fault.at_s > converge_s for fault in faults):
+        lines.append(
+            f"routing knows after {format_seconds(converge_s)} here; a conventional fabric takes seconds or tens of "
+            f"seconds ({format_seconds(CONVERGE_S)} in other commands), and what waits for it waits so much longer"
+        )
+    if any(fault.part in ("nic", "t0") for fault in faults) and any(one["recovery"] == "edge" for one in found):
+        lines.append(
+            "edge: packets leave a dead port at once; moving all queue pairs of a NIC off it takes a few seconds "
+            f"({format_seconds(REMAP_S)} in `phalanx sim`) and is not simulated here"
+        )
+    return tuple(lines)
 
 
 def checked_converge_s(converge_s: float | None, usual_s: float) -> float:

@@ -9,16 +9,12 @@ import numpy as np
 
 from phalanx.network.fabric.types import Fabric
 from phalanx.sim.compare import Question, Run
-from phalanx.sim.failures import faults_of
+from phalanx.sim.failures import denied_of, faults_of, too_late
 from phalanx.sim.packets.result import PacketResult
 from phalanx.sim.packets.roce import Roce
 from phalanx.sim.packets.transport import in_slots
-from phalanx.sim.simulate_packets import counts, course_of, expected_cpu_s, run_packets, too_late
+from phalanx.sim.simulate_packets import counts, course_of, expected_cpu_s, run_packets
 from phalanx.sim.transports import AnyTransport, compared, paths_of, recovery_of, spread_of
-
-# A second of a small fabric is a minute of CPU, because every slot costs. Ten milliseconds show the same stall; each
-# second more of convergence is a second more of it.
-CONVERGE_S = 0.01
 
 
 def packet_runs(question: Question) -> Iterator[Run]:
@@ -26,7 +22,13 @@ def packet_runs(question: Question) -> Iterator[Run]:
     faults = faults_of(question.broken)
     for transport in compared(question.fabric, paths=question.paths, converge_s=question.converge_s):
         found = run_packets(
-            question.fabric, question.flows, transport, faults, seed=question.seed, budget=question.budget
+            question.fabric,
+            question.flows,
+            transport,
+            faults,
+            denied_of(question.broken),
+            seed=question.seed,
+            budget=question.budget,
         )
         late = too_late(question.broken, faults, found.simulated_s)
         yield _run(question.fabric, transport, found, late)

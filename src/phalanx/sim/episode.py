@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,7 @@ class Manner:
     probe_s: float = math.inf  # until a path that was left is tried again
     pauses: bool = False  # PFC
     go_back: bool = False  # a lost packet is sent again with all that followed it (RoCE)
+    timeout_s: float = 0.0  # that such a sender waits when it is lost again: a receiver complains once about a gap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +66,7 @@ class _Stage:
     avoided: Floats | None  # 0 where nobody goes any more
     doomed: NDArray[np.bool_] | None  # dead, and not known yet
     loss: Floats | None
-    dry: bool  # senders have left all paths that lose packets, but for the least
+    keeps: int  # paths that senders keep although they lose packets; 0 before they run dry: all
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,25 +87,28 @@ def episode(
     *,
     manner: Manner,
     faults: Sequence[Fault] = (),
+    denied: Sequence[Fault] = (),
     wire: Wire = MRC,
 ) -> Episode:
-    """Flows that start together, and what breaks meanwhile."""
+    """Flows that start together, and what breaks meanwhile; nobody ever uses what is `denied`."""
     links = links_of(fabric)
+    without = np.concatenate([np.empty(0, dtype=np.int64), *(fault_links(links, one) for one in denied)])
     wire_bits = 8.0 * wire.wire_bytes(flows.nbytes)
     account, parts, hops = None, None, np.zeros(len(flows), dtype=np.int64)
     touched, stopped = np.zeros(len(flows), dtype=bool), ""
     try:
-        for stage in _stages(links, faults, manner, wire):
+        for stage in _stages(links, faults, without, manner, wire):
             case = _case(links, flows, manner, stage, wire)
             if account is None or parts is None:
                 parts = parts_of(case, wire_bits, manner.routing)
                 account = _Account(left=parts.bits.copy(), times=np.full(len(parts.bits), np.inf))
                 np.maximum.at(hops, case.owner, case.routes.hops)
-            useful, lost = _fates(links, case, stage, manner, wire)
+            useful, lost, survives = _fates(links, case, stage, manner, wire)
+            waits = _waits(parts, survives, manner, wire)
             moving = np.isinf(account.times[parts.of_row])
             touched[case.owner[moving & (lost > 0)]] = True
-            idle = _idle(case, manner) if stage.dry else np.zeros(len(moving), dtype=bool)
-            _advance(account, case, parts, stage, manner, useful, lost, idle)
+            idle = _idle(case, manner, stage.keeps) if stage.keeps else np.zeros(len(moving), dtype=bool)
+            _advance(account, case, parts, stage, manner, useful, lost, waits, idle)
             if not np.isinf(account.times).any():
                 break
     except KeyboardInterrupt:
@@ -137,34 +142,47 @@ def _episode(
     )
 
 
-def _stages(links: Links, faults: Sequence[Fault], manner: Manner, wire: Wire) -> Iterator[_Stage]:
-    found = [(fault, fault_links(links, fault), _dry_s(links, fault, manner, wire)) for fault in faults]
+def _stages(links: Links, faults: Sequence[Fault], without: Ints, manner: Manner, wire: Wire) -> Iterator[_Stage]:
+    found = [_Hit(fault, fault_links(links, fault), *_drought(links, fault, manner, wire)) for fault in faults]
     edges = {0.0, math.inf}
-    for fault, _, dry_s in found:
+    for fault, _, dry_s, _ in found:
         edges |= {fault.at_s, fault.until_s}
         edges |= {time for time in (fault.at_s + manner.react_s, dry_s) if time < fault.until_s}
     for begin, end in itertools.pairwise(sorted(edges)):
-        yield _stage(links, found, manner, begin, end)
+        yield _stage(links, found, without, manner, begin, end)
 
 
-def _dry_s(links: Links, fault: Fault, manner: Manner, wire: Wire) -> float:
-    """When every loss has retired a path and only the least are left; infinite where probes bring them back sooner."""
+class _Hit(NamedTuple):
+    """A fault, its links, when senders run dry of paths by it, and how many they then keep."""
+
+    fault: Fault
+    links: Ints
+    dry_s: float
+    keeps: int
+
+
+def _drought(links: Links, fault: Fault, manner: Manner, wire: Wire) -> tuple[float, int]:
+    """When losses have retired the paths that can be spared, and how many are left; never where probes bring them back
+    sooner. Then as many are lost as return: rate·loss·probe_s = paths that can be spared, and the rate is that of so
+    many planes, or of the least paths."""
     packets_per_s = links.fabric.nic_gbps * 1e9 / (8.0 * (wire.payload_bytes + wire.header_bytes))
     retired_per_s, most = packets_per_s * fault.loss, max(0, manner.routing.paths - manner.least_paths)
     if manner.routing.recovery != "edge" or retired_per_s * manner.probe_s <= most or fault.loss == 0:
-        return math.inf
-    return fault.at_s + most / retired_per_s
+        return math.inf, 0
+    balance = most / (retired_per_s * manner.probe_s)
+    return fault.at_s + most / retired_per_s, max(manner.least_paths, round(balance * links.fabric.planes))
 
 
-def _stage(links: Links, faults: list[tuple[Fault, Ints, float]], manner: Manner, begin: float, end: float) -> _Stage:
+def _stage(links: Links, faults: list[_Hit], without: Ints, manner: Manner, begin: float, end: float) -> _Stage:
     share, avoided, loss = np.ones(links.count), np.ones(links.count), np.zeros(links.count)
-    doomed, dry = np.zeros(links.count, dtype=bool), False
-    for fault, hit, dry_s in faults:
+    doomed, keeps = np.zeros(links.count, dtype=bool), 0
+    for fault, hit, dry_s, kept in faults:
         if not fault.at_s <= begin < fault.until_s:
             continue
         known = begin >= fault.at_s + manner.react_s
         if fault.loss > 0:
-            dry = dry or begin >= dry_s
+            if begin >= dry_s:
+                keeps = min(keeps or kept, kept)
             loss[hit] = 1 - (1 - loss[hit]) * (1 - fault.loss)
             if known and manner.routing.recovery == "edge":
                 avoided[hit] = 0.0
@@ -174,6 +192,7 @@ def _stage(links: Links, faults: list[tuple[Fault, Ints, float]], manner: Manner
             share[hit] = avoided[hit] = 0.0
         else:
             doomed[hit] = True
+    share[without] = avoided[without] = 0.0
     return _Stage(
         begin_s=begin,
         end_s=end,
@@ -181,15 +200,15 @@ def _stage(links: Links, faults: list[tuple[Fault, Ints, float]], manner: Manner
         avoided=avoided if (avoided < 1).any() else None,
         doomed=doomed if doomed.any() else None,
         loss=loss if loss.any() else None,
-        dry=dry,
+        keeps=keeps,
     )
 
 
-def _idle(case: Case, manner: Manner) -> NDArray[np.bool_]:
+def _idle(case: Case, manner: Manner, keeps: int) -> NDArray[np.bool_]:
     """Paths that lose packets and are left, where a flow has enough others."""
     cut = case.routes.cut.reshape(-1, manner.routing.paths)
     good = (~cut).sum(axis=1, keepdims=True)
-    return np.asarray(cut & (np.cumsum(cut, axis=1) > np.maximum(0, manner.least_paths - good))).reshape(-1)
+    return np.asarray(cut & (np.cumsum(cut, axis=1) > np.maximum(0, keeps - good))).reshape(-1)
 
 
 def _case(links: Links, flows: Flows, manner: Manner, stage: _Stage, wire: Wire) -> Case:
@@ -199,17 +218,30 @@ def _case(links: Links, flows: Flows, manner: Manner, stage: _Stage, wire: Wire)
     return replace(case, table=replace(case.table, pull=pulls))
 
 
-def _fates(links: Links, case: Case, stage: _Stage, manner: Manner, wire: Wire) -> tuple[Floats, Floats]:
-    """Of what each row sends: the share that counts, and the share that is lost."""
+def _fates(links: Links, case: Case, stage: _Stage, manner: Manner, wire: Wire) -> tuple[Floats, Floats, Floats]:
+    """Of what each row sends: the share that counts, what is lost, and what gets over parts that only lose."""
     rows, hops = len(case.owner), case.routes.links
     survives = np.ones(rows)
     if stage.loss is not None:
         survives = np.append(1 - stage.loss, 1.0)[hops].prod(axis=1)  # -1, a hop that is not there, reads the last
+    alive = survives.copy()
     useful = _went_back(survives, links.fabric, wire) if manner.go_back else survives.copy()
     if stage.doomed is not None:
         dead = np.append(stage.doomed, False)[hops].any(axis=1)
         useful[dead] = survives[dead] = 0.0
-    return useful, 1 - survives
+    return useful, 1 - survives, alive
+
+
+def _waits(parts: Parts, survives: Floats, manner: Manner, wire: Wire) -> Floats:
+    """Seconds that each row waits for timers per bit it gets through: for every packet that is lost twice in a row, and
+    for the last, behind which nothing comes that would show the gap. Luck is drawn once for the whole of a part."""
+    if not (manner.go_back and manner.timeout_s) or survives.min(initial=1.0) >= 1:
+        return np.zeros(len(survives))
+    bits, lost = parts.bits[parts.of_row], 1 - survives
+    packets = bits / (8.0 * (wire.payload_bytes + wire.header_bytes))
+    luck = np.random.default_rng(manner.routing.seed)
+    timers = luck.poisson(packets * lost**2) + (luck.random(len(lost)) < lost)
+    return np.asarray(timers * manner.timeout_s / bits)
 
 
 def _went_back(survives: Floats, fabric: Fabric, wire: Wire) -> Floats:
@@ -227,6 +259,7 @@ def _advance(
     manner: Manner,
     useful: Floats,
     lost: Floats,
+    waits: Floats,
     idle: NDArray[np.bool_],
 ) -> None:
     """Drain until the stage ends or nothing moves."""
@@ -235,11 +268,12 @@ def _advance(
         rows = _wait(account, case, parts, stage, useful, rows)
     while len(rows) and account.now < stage.end_s:
         rates = _rates(case, rows, manner)
+        rates = rates / (1 + rates * useful[rows] * waits[rows])  # the rest of the time it is silent
         leaves = _step(account, parts, stage.end_s, rows, rates, useful[rows], lost[rows])
         if leaves is None:
             break
         rows = rows[~leaves[parts.of_row[rows]]]
-    if account.now < stage.end_s < math.inf:  # those that are left wait
+    if account.now < stage.end_s < math.inf and np.isinf(account.times).any():  # those that are left wait
         account.now = stage.end_s
         account.ends.append(stage.end_s)
         account.bits.append(0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +40,12 @@ class Break:
     failed: tuple[str, ...] = ()
     left: float = 0.0
     loss: float = 0.0  # above 0 the parts keep their speed and lose this share of packets
+    denied: tuple[str, ...] = ()  # parts that senders at the edge were told to leave alone, from the start
+
+    @property
+    def healthy(self) -> Break:
+        """The same without the failure."""
+        return Break(denied=self.denied)
 
     @property
     def timed(self) -> bool:
@@ -63,13 +70,23 @@ def faults_of(broken: Break) -> tuple[Fault, ...]:
     return tuple(_fault(text, broken) for text in broken.failed)
 
 
+def denied_of(broken: Break) -> tuple[Fault, ...]:
+    """The parts of a denylist from words, as if dead."""
+    for text in broken.denied:
+        if "@" in text:
+            raise mistake("--deny", f'"{text[:60]}" has a time', fix="a denylist holds from the start: leave it out")
+        if text.strip().lower() == "all":
+            raise mistake("--deny", "nothing would be left", fix="name parts: --deny link:0/0/0")
+    return tuple(_fault(text, UNBROKEN, "--deny") for text in broken.denied)
+
+
 def broken_of(links: Links, broken: Break) -> Broken:
-    """Failures without times as what is left of each link."""
-    if not broken.failed:
-        faults_of(broken)
+    """Failures without times as what is left of each link, and what nobody uses as if it were dead."""
+    faults = (*faults_of(broken), *denied_of(broken))
+    if not faults:
         return NOTHING
     left = np.ones(links.count)
-    for fault in faults_of(broken):
+    for fault in faults:
         left[fault_links(links, fault)] = fault.left
     return Broken(links=left)
 
@@ -79,9 +96,14 @@ def fault_links(links: Links, fault: Fault) -> Ints:
     return changes(links, (fault,), slot_s=1.0, converge_s=None)[0].links
 
 
-def _fault(text: str, broken: Break) -> Fault:
+def too_late(broken: Break, faults: Sequence[Fault], simulated_s: float) -> list[str]:
+    """Failures that came after the last packet."""
+    return [text for text, fault in zip(broken.failed, faults, strict=True) if fault.at_s > simulated_s]
+
+
+def _fault(text: str, broken: Break, option: str = "--fail") -> Fault:
     word, _, when = text.strip().lower().partition("@")
-    kind, numbers = _part(word, text)
+    kind, numbers = _part(word, text, option)
     part = PARTS[kind][1]
     if part == "traffic" and broken.loss in (0, 1) and not broken.left:
         raise mistake("--fail all", "nothing would be left", fix="add --loss 0.01, or name parts")
@@ -99,14 +121,14 @@ def _fault(text: str, broken: Break) -> Fault:
     )
 
 
-def _part(word: str, text: str) -> tuple[str, tuple[int, ...]]:
+def _part(word: str, text: str, option: str) -> tuple[str, tuple[int, ...]]:
     match = _PART.match(word)
     numbers = tuple(int(one) for one in match["numbers"].split("/")) if match and match["numbers"] else ()
     if match is None or match["kind"] not in PARTS or PARTS[match["kind"]][0] != len(numbers):
         kind = word.partition(":")[0]
         close = kind if kind in PARTS else nearest(kind, PARTS)
         form = next((one for one in FORMS.replace(" or ", ", ").split(", ") if one.split(":")[0] == close), FORMS)
-        raise mistake("--fail", f'"{text[:60]}" names no part of a fabric', fix=f"write {form}")
+        raise mistake(option, f'"{text[:60]}" names no part of a fabric', fix=f"write {form}")
     return match["kind"], numbers
 
 

@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 
 from phalanx.errors import mistake, nearest
-from phalanx.sim.links import Floats, Ints
+from phalanx.network.fabric.types import Fabric
+from phalanx.sim.links import Floats, Ints, links_of
 
 # 131,072 hosts to 256 each are 33 million flows: about 2 GB with their paths.
 MOST_FLOWS = 33_600_000
+MOST_BYTES = 1e15  # of a transfer: three hours at 800 Gb/s; more is a slip of the pen
+SENDERS = 7  # of an incast: arXiv:2605.04333 section 5.2.8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +36,9 @@ class Flows:
             raise mistake("flows", "there is no flow to simulate", fix="give at least two hosts")
         if not (self.nbytes > 0).all():
             raise mistake("flows", f"a transfer of {float(self.nbytes.min()):g} bytes", fix="sizes are above zero")
+        if not (self.nbytes <= MOST_BYTES).all():
+            what = f"a transfer of {float(self.nbytes.max()):g} bytes is hours long at any speed"
+            raise mistake("flows", what, fix=f"sizes are at most {MOST_BYTES:.0e} bytes")
         if (self.source == self.target).any():
             host = int(self.source[self.source == self.target][0])
             raise mistake("flows", f"host {host} sends to itself", fix="leave it out: it does not touch the network")
@@ -87,21 +93,6 @@ def all_to_all(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
     return flows(source, (source + offset) % hosts, nbytes / (hosts - 1))
 
 
-def incast(hosts: int, nbytes: float, *, seed: int = 0, senders: int = 7, victim: bool = True) -> Flows:
-    """`senders` hosts to one; the victim is a flow from the last sender to another host beside the crowded one.
-
-    Hosts are drawn at random. The victim, when there is one, is the last flow.
-    """
-    _least(hosts, senders + 1 + victim)
-    if senders < 1:
-        raise mistake("incast", f"{senders} senders", fix="use at least 1")
-    picked = np.random.default_rng(seed).permutation(hosts)[: senders + 1 + victim]
-    source, target = picked[1 : senders + 1], np.full(senders, picked[0])
-    if victim:
-        source, target = np.append(source, picked[senders]), np.append(target, picked[-1])
-    return flows(source, target, nbytes)
-
-
 def hierarchical(hosts: int, nbytes: float, *, seed: int = 0, server: int = 8) -> Flows:
     """A ring among NICs of the same place in each server: the network part of a hierarchical all-reduce."""
     _least(hosts, 2 * server)
@@ -121,7 +112,6 @@ def pipeline(hosts: int, nbytes: float, *, seed: int = 0, stages: int = 8) -> Fl
 TRAFFIC: dict[str, Callable[..., Flows]] = {
     "permutation": permutation,
     "shift": shift,
-    "incast": incast,
     "all-to-all": all_to_all,
     "ring": ring,
     "tree": tree,
@@ -130,14 +120,32 @@ TRAFFIC: dict[str, Callable[..., Flows]] = {
 }
 
 
-def traffic(name: str, hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
+INCAST = "incast"  # the one that depends on which hosts share a T0
+
+
+def incast(fabric: Fabric, nbytes: float, *, senders: int = SENDERS) -> Flows:
+    """Hosts under one T0 to one host under another, and a victim, the last flow, from a further host of the first T0
+    to a neighbour of the crowded one: it shares switches with the crowd, but neither its sender nor its receiver."""
+    if fabric.hosts < senders + 3:
+        what = f"{fabric.hosts} hosts are too few for {senders} senders, their receiver and a victim"
+        raise mistake("incast", what, fix=f"use a fabric of at least {senders + 3} hosts")
+    home = links_of(fabric).host_t0(np.arange(fabric.hosts))
+    near = np.argsort(home, kind="stable")  # hosts by their T0
+    source = near[: senders + 1]
+    target = np.append(np.full(senders, near[-1]), near[-2])
+    return flows(source, target, nbytes)
+
+
+def traffic(name: str, fabric: Fabric, nbytes: float, *, seed: int = 0) -> Flows:
     """A traffic matrix by name; raises UserError for one that does not exist."""
-    if name not in TRAFFIC:
-        guess = nearest(name, TRAFFIC)
-        raise mistake("traffic", f"there is no {name!r}", fix=f"use {guess}" if guess else f"use {', '.join(TRAFFIC)}")
-    if not 1 <= nbytes < float("inf"):
-        raise mistake("traffic", f"a transfer of {nbytes:g} bytes", fix="send at least one byte, for instance 2M")
-    return TRAFFIC[name](hosts, nbytes, seed=seed)
+    names = (*TRAFFIC, INCAST)
+    if name not in names:
+        guess = nearest(name, names)
+        raise mistake("traffic", f"there is no {name!r}", fix=f"use {guess}" if guess else f"use {', '.join(names)}")
+    if not 1 <= nbytes <= MOST_BYTES:
+        fix = f"send at least one byte, at most {MOST_BYTES:.0e}: for instance 2M"
+        raise mistake("traffic", f"a transfer of {nbytes:g} bytes", fix=fix)
+    return incast(fabric, nbytes) if name == INCAST else TRAFFIC[name](fabric.hosts, nbytes, seed=seed)
 
 
 def _least(hosts: int, least: int) -> None:

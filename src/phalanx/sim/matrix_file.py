@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.errors import Problem, UserError, mistake
-from phalanx.sim.matrices import MOST_FLOWS, Flows, flows
+from phalanx.sim.matrices import MOST_BYTES, MOST_FLOWS, Flows, flows
 from phalanx.units import parse_count
 
 COLUMNS = ("src", "dst", "bytes")
-MOST_BYTES = 256 << 20  # ten million lines
+MOST_FILE_BYTES = 256 << 20  # ten million lines
 MOST_PROBLEMS = 5  # that one message lists
 
 
@@ -71,16 +71,17 @@ def _transfer(where: str, cells: list[str], places: list[int], hosts: int) -> tu
         nbytes = float(parse_count(size))
     except ValueError:
         return Problem(where=where, what=f"bytes {size[:40]!r} is no size", fix="write 2000000 or 2M")
-    if not 0 < nbytes < 1e18:
-        return Problem(where=where, what=f"a transfer of {size[:20]} bytes", fix="sizes are above zero: leave it out")
+    if not 0 < nbytes <= MOST_BYTES:
+        fix = f"at most {MOST_BYTES:.0e}" if nbytes > 0 else "sizes are above zero: leave it out"
+        return Problem(where=where, what=f"a transfer of {size[:20]} bytes", fix=fix)
     return float(src), float(dst), nbytes
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Lines with something in them, by number."""
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise mistake(str(path), f"is larger than {MOST_BYTES >> 20} MiB", fix="check the path")
+        if path.stat().st_size > MOST_FILE_BYTES:
+            raise mistake(str(path), f"is larger than {MOST_FILE_BYTES >> 20} MiB", fix="check the path")
         with path.open(encoding="utf-8-sig", newline="") as stream:
             for number, text in enumerate(stream, start=1):
                 cells = next(csv.reader([text.split("#", 1)[0].rstrip("\r\n")]), [])

@@ -87,18 +87,25 @@ def route(links: Links, flows: Flows, routing: Routing, left: Floats | None = No
     source, target = flows.source[flow], flows.target[flow]
     if routing.rails and links.fabric.rails > 1:
         source = source // links.fabric.rails * links.fabric.rails + target % links.fabric.rails
-    taken = _paths(links, source, target, turn, _hash(number, routing.seed), routing)
+    drawn = _hash(number, routing.seed)
+    plane = _planes(links, source, turn, drawn, routing)
+    taken = _paths(links, source, target, plane, drawn, routing)
     cut = np.zeros(len(number), dtype=bool)
     if left is not None and routing.spread != "all":  # there a bundle of cables is slower, not cut
-        taken, cut = _around(links, source, target, turn, number, routing, taken, left)
+        taken, cut = _around(links, source, target, turn, number, plane, routing, taken, left)
     return Routes(flow=flow.astype(np.int32), links=taken, cut=cut)
 
 
-def _paths(links: Links, source: Ints, target: Ints, turn: Ints, drawn: NDArray[np.uint64], routing: Routing) -> Hops:
+def _planes(links: Links, source: Ints, turn: Ints, drawn: NDArray[np.uint64], routing: Routing) -> Ints:
+    """The plane of each sub-flow, which its sender chooses: the port it leaves by."""
+    planes = links.fabric.planes
+    return _digit(drawn, 0, planes) if routing.planes == "hash" else (turn + source) % planes
+
+
+def _paths(links: Links, source: Ints, target: Ints, plane: Ints, drawn: NDArray[np.uint64], routing: Routing) -> Hops:
     f = links.fabric
     if routing.spread == "all":
         drawn = np.zeros_like(drawn)  # the first cable stands for all
-    plane = _digit(drawn, 0, f.planes) if routing.planes == "hash" else (turn + source) % f.planes
     near, far = links.host_t0(source), links.host_t0(target)
     hops = [links.nic_up(plane, source)]
     if f.tiers > 1:
@@ -136,18 +143,22 @@ def _around(
     target: Ints,
     turn: Ints,
     number: Ints,
+    plane: Ints,
     routing: Routing,
     taken: Hops,
     left: Floats,
 ) -> tuple[Hops, NDArray[np.bool_]]:
-    """Draws again for paths over a dead link; switches and senders both do, but only senders change the plane."""
+    """Draws again for paths over a dead link; switches and senders both do, but only senders change the plane, since
+    planes meet in the NIC alone."""
     dead = _dead(taken, left)
     for attempt in range(1, ATTEMPTS + 1):
         if routing.recovery == "none" or not dead.any():
             break
         again = np.flatnonzero(dead)
-        moved = turn[again] + attempt if routing.recovery == "edge" else turn[again]
         drawn = _hash(number[again], routing.seed + attempt * 1_000_003)
+        moved = plane[again]
+        if routing.recovery == "edge":
+            moved = _planes(links, source[again], turn[again] + attempt, drawn, routing)
         taken[again] = _paths(links, source[again], target[again], moved, drawn, routing)
         dead[again] = _dead(taken[again], left)
     return taken, dead

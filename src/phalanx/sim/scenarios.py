@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from phalanx.errors import mistake, nearest
 from phalanx.network.fabric.types import Fabric
 from phalanx.sim.failures import UNBROKEN, Break
-from phalanx.sim.links import links_of
-from phalanx.sim.matrices import Flows, flows
+from phalanx.sim.matrices import SENDERS
 
 LASTS_S = 200e-6  # of a host's traffic at line rate, so that a failure after 50 µs meets it
-SENDERS = 7  # arXiv:2605.04333 section 5.2.8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,16 +75,3 @@ def chosen(name: str, fabric: Fabric) -> tuple[Scenario, ...]:
 def usual_bytes(fabric: Fabric) -> float:
     """What a host sends in the time that scenarios last."""
     return float(round(fabric.nic_gbps * 1e9 / 8 * LASTS_S))
-
-
-def incast_beside(fabric: Fabric, nbytes: float, *, senders: int = SENDERS) -> Flows:
-    """Hosts under one T0 to one host under another, and a victim, the last flow, from a further host of the first T0
-    to a neighbour of the crowded one: it shares switches with the crowd, but neither its sender nor its receiver."""
-    if fabric.hosts < senders + 3:
-        what = f"{fabric.hosts} hosts are too few for {senders} senders, their receiver and a victim"
-        raise mistake("incast", what, fix=f"use a fabric of at least {senders + 3} hosts")
-    home = links_of(fabric).host_t0(np.arange(fabric.hosts))
-    near = np.argsort(home, kind="stable")  # hosts by their T0
-    source = near[: senders + 1]
-    target = np.append(np.full(senders, near[-1]), near[-2])
-    return flows(source, target, nbytes)

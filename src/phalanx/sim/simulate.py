@@ -35,29 +35,35 @@ def simulate(
     paths: int = 0,
     failed: Sequence[str] = (),
     left: float = 0.0,
+    denied: Sequence[str] = (),
     recovery: str = "",
     wire: str = "mrc",
     seed: int = 0,
     flows: Flows | None = None,
+    watched: int | None = None,
     budget: Budget = BUDGET,
 ) -> dict[str, object]:
     """Rates and completion times; `paths` of 0 is one per flow, 8 QPs, or what a million rows allow.
 
     `flows`, when given, are the traffic, and `traffic_name` is only what they are called.
     """
-    flows = traffic(traffic_name, fabric.hosts, nbytes, seed=seed) if flows is None else flows
+    flows = traffic(traffic_name, fabric, nbytes, seed=seed) if flows is None else flows
     routing = routing_of(fabric, spread, paths or usual_paths(fabric, spread, len(flows)), recovery, seed)
     over = WIRES[choice("--wire", wire, tuple(WIRES))]
     links = links_of(fabric)
     afford(links, len(flows), routing, budget)
-    broken = broken_of(links, Break(failed=tuple(failed), left=left))
+    if denied:
+        check_deny(routing.recovery)
+    broken = broken_of(links, Break(failed=tuple(failed), left=left, denied=tuple(denied)))
     rates = solve(fabric, flows, routing=routing, broken=broken)
     # A hundred rounds of a million rows are minutes: large cases take larger steps.
     batch = 0.01 if len(flows) * routing.paths <= ROWS // 8 else 0.05
     done = complete(fabric, flows, routing=routing, broken=broken, wire=over, batch=batch)
     asked = asked_for("fluid", fabric, traffic_name, flows, seed)
     chosen = {"spread": spread, "paths": routing.paths, "recovery": routing.recovery, "wire": wire}
-    return {**asked, **chosen, "failed": list(failed), "left": left, **_rates(rates), **_times(done)}
+    parts = {"failed": list(failed), "left": left, "denied": list(denied)}
+    victim = {} if watched is None else {"victim_rate": float(rates.share[watched])}
+    return {**asked, **chosen, **parts, **_rates(rates), **victim, **_times(done)}
 
 
 def asked_for(engine: str, fabric: Fabric, traffic_name: str, flows: Flows, seed: int) -> dict[str, object]:
@@ -95,6 +101,12 @@ def routing_of(fabric: Fabric, spread: str, paths: int, recovery: str, seed: int
         recovery=cast(Recovery, chosen),
         seed=seed,
     )
+
+
+def check_deny(recovery: str) -> None:
+    """A controller tells senders, or switches, which parts to leave alone; somebody must choose other paths."""
+    if recovery == "none":
+        raise mistake("--deny", "with --recovery none nobody leaves a path", fix="use --recovery conventional or edge")
 
 
 def choice(option: str, word: str, choices: tuple[str, ...]) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from phalanx.errors import mistake
 from phalanx.network.fabric.types import Fabric
 from phalanx.sim.course import Course
-from phalanx.sim.failures import UNBROKEN, Break, faults_of
+from phalanx.sim.failures import UNBROKEN, Break, denied_of, faults_of, too_late
 from phalanx.sim.links import Links
 from phalanx.sim.matrices import Flows
 from phalanx.sim.packets.budget import LOOK_S, Budget, Cost
@@ -42,11 +42,12 @@ def simulate_packets(
 ) -> dict[str, object]:
     """Completion times and losses; refuses before it starts what would exceed the budget."""
     faults = faults_of(broken)
-    found = run_packets(fabric, flows, transport, faults, seed=seed, budget=budget, schedule=schedule)
+    denied = denied_of(broken)
+    found = run_packets(fabric, flows, transport, faults, denied, seed=seed, budget=budget, schedule=schedule)
     asked = asked_for("packets", fabric, traffic_name, flows, seed)
     chosen = {"transport": transport.name, "spread": spread_of(transport), "paths": paths_of(transport)}
     recovers = {"recovery": recovery_of(transport), "converge_s": converge_of(transport)}
-    parts = {"failed": list(broken.failed), "left": broken.left, "loss": broken.loss}
+    parts = {"failed": list(broken.failed), "left": broken.left, "loss": broken.loss, "denied": list(broken.denied)}
     late = {"failed_too_late": too_late(broken, faults, found.simulated_s)}
     course = {"throughput_over_time": course_of(found).series()}
     return {**asked, **chosen, **recovers, **parts, **late, **_times(found), **counts(found), **course}
@@ -57,6 +58,7 @@ def run_packets(
     flows: Flows,
     transport: AnyTransport,
     faults: tuple[Fault, ...],
+    denied: tuple[Fault, ...] = (),
     *,
     seed: int = 0,
     budget: Budget = BUDGET,
@@ -64,18 +66,22 @@ def run_packets(
 ) -> PacketResult:
     """One run, refused before it starts where even waiting would exceed the budget."""
     _afford_waiting(fabric, flows, transport, faults, budget)
-    return run(fabric, flows, transport=transport, faults=faults, seed=seed, budget=budget, schedule=schedule)
+    return run(
+        fabric,
+        flows,
+        transport=transport,
+        faults=faults,
+        denied=denied,
+        seed=seed,
+        budget=budget,
+        schedule=schedule,
+    )
 
 
 def course_of(found: PacketResult) -> Course:
     """Payload delivered in each sample."""
     taken_s = np.diff(found.time_s, prepend=0.0)
     return Course(end_s=found.time_s, bits=found.throughput_gbps * 1e9 * taken_s)
-
-
-def too_late(broken: Break, faults: Sequence[Fault], simulated_s: float) -> list[str]:
-    """Failures that came after the last packet."""
-    return [text for text, fault in zip(broken.failed, faults, strict=True) if fault.at_s > simulated_s]
 
 
 def _afford_waiting(
@@ -155,6 +161,7 @@ def counts(found: PacketResult) -> dict[str, object]:
         "touched_flows": found.touched,
         "touched_by_loss_flows": found.touched_by_loss,
         "retired_paths": found.retired_paths,
+        "denied_paths": found.denied_paths,
         "dropped": found.dropped,
         "paused_share": found.paused_share,
         "planes_simulated": found.planes_simulated,

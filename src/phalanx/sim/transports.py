@@ -13,6 +13,9 @@ from phalanx.sim.simulate import MOST_CONVERGE_S, RECOVERIES, ROUTINGS, choice
 
 AnyTransport = Transport | Roce
 TRANSPORTS: dict[str, AnyTransport] = {"mrc": MRC, "ecmp": ECMP, "roce": ROCE, "htsim": HTSIM}
+# A second of a small fabric is a minute of CPU, because every slot costs. Ten milliseconds show the same stall; each
+# second more of convergence (`network.fabric.recovery.CONVERGE_S` is ten) is a second more of it.
+SHORT_CONVERGE_S = 0.01
 QPS = 8  # "little gain past 8 QPs" (arXiv:2605.04333 section 5.2.7)
 
 
@@ -41,7 +44,7 @@ def transport_of(
     return _converging(_recovering(made, recovery, converge_s), converge_s)
 
 
-def compared(fabric: Fabric, *, paths: int = 0, converge_s: float = 1.0) -> tuple[Roce, Roce, Transport]:
+def compared(fabric: Fabric, *, paths: int = 0, converge_s: float = SHORT_CONVERGE_S) -> tuple[Roce, Roce, Transport]:
     """RoCE without and with PFC, a queue pair on each plane and routing that converges, and recovery at the edge.
 
     One path in all could use one plane only, and the difference would be that of planes, not of recovery.
@@ -124,7 +127,7 @@ def _recovering(made: AnyTransport, recovery: str, converge_s: float | None) -> 
 
 def _converging(made: AnyTransport, converge_s: float | None) -> AnyTransport:
     if converge_s is None:
-        return made
+        return replace(made, converge_s=SHORT_CONVERGE_S) if recovery_of(made) == "conventional" else made
     if recovery_of(made) == "edge":
         raise mistake("--converge", "recovery at the edge waits for no routing", fix="add --recovery conventional")
     if not 0 < converge_s <= MOST_CONVERGE_S:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.budget import GIVE_UP_S, budget, event_s, flap_share, poisson_interval, poisson_spread
+from phalanx.network.fabric.budget import (
+    Answer,
+    budget,
+    bypass_cost,
+    flap_share,
+    part_s,
+    poisson_interval,
+    poisson_spread,
+)
 from phalanx.network.fabric.parse import parse_fabric
+from phalanx.network.fabric.recovery import CONVERGE_S, GIVE_UP_S, LINK_BACK_S, REMAP_S, SHIELD_S, SWITCH_BACK_S
 
 PLANES = parse_fabric("clos2:131072x800G/8p/512")
+PARTS = ("NIC-T0 cables", "T0-T1 cables", "T0 switches", "T1 switches")
 
 
 def test_failures_per_day() -> None:
@@ -31,18 +43,87 @@ def test_restarts_cost_3_6_to_5_4_percent_and_the_edge_next_to_nothing() -> None
     quick, slow = one.restart
     assert (round(100 * quick.lost_share, 1), round(100 * slow.lost_share, 1)) == (3.6, 5.4)
     assert quick.lost_gpu_hours_per_day == pytest.approx(quick.lost_share * 131072 * 24)
-    assert one.edge.lost_share < 0.0005
+    assert one.edge.lost_share < 0.001
+
+
+def test_what_a_failed_part_costs_by_hand() -> None:
+    busy = Answer(waits=1.0)  # does nothing but communicate
+    cost_s = {part: part_s(PLANES, part, busy) for part in PARTS}
+    assert cost_s == pytest.approx(
+        {
+            "NIC-T0 cables": REMAP_S + LINK_BACK_S / 8,  # until all QPs have moved, then a plane of eight less
+            "T0-T1 cables": 30e-6 + LINK_BACK_S / 256 / 8,
+            "T0 switches": REMAP_S + SWITCH_BACK_S / 8,
+            "T1 switches": 30e-6 + SWITCH_BACK_S / 256 / 8,
+        }
+    )
+    calm = Answer(waits=0.0)  # never waits: only stalls are left
+    assert [part_s(PLANES, part, calm) for part in PARTS] == pytest.approx([REMAP_S, 30e-6, REMAP_S, 30e-6])
+    slow = Answer(waits=0.0, recovery_s=10.0)  # slower than moving QPs
+    assert [part_s(PLANES, part, slow) for part in PARTS] == pytest.approx([10.0] * 4)
+
+
+def test_without_the_edge_a_nic_is_lost_with_its_cable_and_a_message_waits_for_its_plane() -> None:
+    routed = Answer(waits=1.0, recovery_s=CONVERGE_S, edge=False)
+    cost_s = [part_s(PLANES, part, routed) for part in PARTS]
+    back_s = (LINK_BACK_S / 256, SWITCH_BACK_S / 256)
+    assert cost_s == pytest.approx([600, 10 + back_s[0], 600 + SWITCH_BACK_S, 10 + back_s[1]])
+    assert budget(PLANES).conventional.lost_share == pytest.approx(0.027, abs=0.001)
+
+
+def test_infiniband_has_no_senders_that_choose() -> None:
+    ethernet = parse_fabric("clos3:8192x800G/4p/128")
+    band = replace(ethernet, switch=replace(ethernet.switch, kind="infiniband"))
+    answer = Answer(waits=0.0)
+    assert part_s(band, "NIC-T0 cables", answer) == answer.restart_s
+    assert part_s(band, "T0 switches", answer) == answer.restart_s + SWITCH_BACK_S
+    assert part_s(band, "T0-T1 cables", answer) == pytest.approx(SHIELD_S)
+    assert budget(band).edge.lost_share > 5 * budget(ethernet).edge.lost_share
+
+
+def test_a_day_is_the_sum_of_its_parts() -> None:
+    one = budget(PLANES)
+    lost_s = sum(part.failures_per_day * part_s(PLANES, part.part, Answer()) for part in one.parts)
+    assert one.edge.lost_share * 86400 == pytest.approx(lost_s)
+    assert one.edge.seconds_per_event * one.failures_per_day == pytest.approx(lost_s)
+
+
+@pytest.mark.parametrize("planes", [1, 8])
+def test_more_tiers_never_lose_less(planes: int) -> None:
+    fabrics = [parse_fabric(f"clos{tiers}:50000x800G/{planes}p/512") for tiers in (2, 3, 4)]
+    narrow = [parse_fabric(f"clos{tiers}:50000x800G/{planes}p/64") for tiers in (3, 4)]
+    for rows in (fabrics, narrow):
+        for way in ("edge", "edge_lanes", "edge_whole", "conventional"):
+            lost = [getattr(budget(one), way).lost_gpu_hours_per_day for one in rows]
+            assert lost == sorted(lost)
+
+
+def test_what_else_a_cable_may_take_is_told() -> None:
+    one = budget(PLANES)
+    cables, switches = Answer(), Answer(cable="lanes")
+    assert part_s(PLANES, "NIC-T0 cables", cables) == part_s(PLANES, "NIC-T0 cables", switches)  # more, not dearer
+    more = one.edge_lanes.lost_share - one.edge.lost_share
+    by_cables_s = sum(
+        part.failures_per_day * part_s(PLANES, part.part, cables) for part in one.parts if "cables" in part.part
+    )
+    assert more * 86400 == pytest.approx(7 * by_cables_s)
+    # A NIC without any plane is a restart; a cable above T0 has eight lanes of 256.
+    whole = Answer(cable="whole", waits=1.0)
+    assert part_s(PLANES, "NIC-T0 cables", whole) == 600
+    assert part_s(PLANES, "T0-T1 cables", whole) == pytest.approx(30e-6 + LINK_BACK_S / 256)
+    assert one.edge_whole.lost_share == pytest.approx(0.0174, abs=0.0003)
 
 
 def test_one_plane_must_restart_for_a_nic_link_whatever_the_edge_does() -> None:
-    one = parse_fabric("clos3:65536x800G/1p/64")
-    assert event_s(one, 30e-6, restart_s=600) > 600 / 3
-    assert event_s(PLANES, 30e-6, restart_s=600) < 10
+    flat = parse_fabric("clos3:65536x800G/1p/64")
+    assert part_s(flat, "NIC-T0 cables", Answer()) == 600
+    assert part_s(PLANES, "NIC-T0 cables", Answer()) < 60
 
 
 def test_a_stall_that_outlasts_the_connection_is_a_restart() -> None:
-    assert event_s(PLANES, GIVE_UP_S * 1.01, restart_s=600) == 600
-    assert event_s(PLANES, GIVE_UP_S * 0.99, restart_s=600) < 60
+    late, soon = (bypass_cost(PLANES, Answer(recovery_s=GIVE_UP_S * by)) for by in (1.01, 0.99))
+    assert late.seconds_per_event == pytest.approx(600)
+    assert soon.seconds_per_event < 60
 
 
 def test_flaps_cost_in_proportion_to_the_recovery() -> None:

@@ -26,6 +26,7 @@ def written(folder: Path, text: str) -> Path:
 
 def test_rows_become_switches_and_designs(tmp_path: Path) -> None:
     wide, narrow = read_catalogue(written(tmp_path, GOOD))
+    assert (wide.kind, narrow.kind) == ("ethernet", "ethernet")
     assert (wide.name, wide.radix, wide.watts, wide.usd) == ("Leaf 9 128x400G", 128, 900, (30000, 40000))
     assert (narrow.watts, narrow.usd) == (0, None)
     found = designs(Wish(gpus=1024, nic_gbps=400, oversubscription=1, rails=1, catalogue=(wide, narrow)))
@@ -50,6 +51,13 @@ def test_rows_become_switches_and_designs(tmp_path: Path) -> None:
         ("box,port_gbps,radix,watts\nx,100,64,-1\n", "own.csv:2: -1 W"),
         ("box,port_gbps,radix,usd_low,usd_high\nx,100,64,9,5\n", "a price of 9 to 5 dollars"),
         ('box,port_gbps,radix\n"x,100,64\n', "is not CSV"),
+        ("box,port_gbps,radix,kind\nx,100,64,token ring\n", 'own.csv:2: "token ring" is no kind of switch'),
+        ("box,port_gbps,radix\nx\x1b[2J\u202e,100,64\n", 'own.csv:2: "x\\x1b[2J\\u202e" has characters that cannot'),
+        ("box,port_gbps,radix,source\nx,100,64,\x9b\n", "has characters that cannot be printed"),
+        (f"box,port_gbps,radix\n{'x' * 121},100,64\n", "the name of the box has 121 characters"),
+        ("box,port_gbps,radix\nx,1e30,64\n", "own.csv:2: ports of 1e+30 Gb/s"),
+        ("box,port_gbps,radix,watts\nx,100,64,1e9\n", "own.csv:2: 1e+09 W"),
+        ("box,port_gbps,radix,usd_low\nx,100,64,1e30\n", "a price of 1e+30"),
     ],
 )
 def test_mistakes(text: str, words: str, tmp_path: Path) -> None:
@@ -79,3 +87,8 @@ def test_any_file_is_a_catalogue_or_a_user_error(tmp_path: Path, pieces: list[st
     except UserError as error:
         said = str(error)
     assert "own.csv" in said
+
+
+def test_a_box_of_ones_own_can_be_infiniband(tmp_path: Path) -> None:
+    (one,) = read_catalogue(written(tmp_path, "box,port_gbps,radix,kind\nx,100,64,InfiniBand\n"))
+    assert one.kind == "infiniband"

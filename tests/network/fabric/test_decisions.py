@@ -7,9 +7,11 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.decisions import decisions, harmonic, late_step
+from phalanx.network.fabric.bill import loss
+from phalanx.network.fabric.decisions import decisions, decisions_of, harmonic, late_step
+from phalanx.network.fabric.decisions_text import show_decisions
+from phalanx.network.fabric.parse import parse_fabric
 from phalanx.network.fabric.picture import picture
-from phalanx.network.fabric.text import show_decisions
 
 FULL = decisions(131072)
 
@@ -51,7 +53,74 @@ def test_a_slower_recovery_never_costs_less() -> None:
     lost = [row.lost_gpu_hours_per_day for row in FULL.recoveries]
     assert lost == sorted(lost)
     assert [row.restarts for row in FULL.recoveries][-1]
-    assert lost[-1] == pytest.approx(FULL.budget.restart[0].lost_gpu_hours_per_day)
+    assert lost[-1] == pytest.approx(FULL.budget.failures_per_day * 600 / 3600 * 131072, rel=0.1)
+
+
+def test_a_flap_that_outlasts_the_connections_is_a_restart_and_no_share() -> None:
+    assert [row.flap_share is None for row in FULL.recoveries] == [row.restarts for row in FULL.recoveries]
+    line = next(line for line in show_decisions(FULL).splitlines() if "give up" in line)
+    assert line.split("  connections")[0].endswith(" restarts")
+
+
+def test_a_fabric_has_its_own_row_with_its_own_numbers() -> None:
+    fabric = parse_fabric("clos3:6144x400G/2p/64/3:1/8r")
+    one = decisions_of(fabric)
+    own, lost = one.own, loss(fabric)
+    assert own not in one.planes
+    assert (own.switches, own.hosts_one_switch_away, own.lost_per_t0_t1_link) == (448, 48, lost.t0_t1_link)
+    assert own.switches_per_host == 448 / 6144
+    assert own.optics_per_host == pytest.approx(2 * (1 + 2 / 3))  # a third of the links above T0, twice
+    assert one.counted_switch_ratio == 448 / one.planes[0].switches
+    page = show_decisions(one)
+    assert "\n  this " in page
+    assert "clos3:6144x400G/2p/64/3:1/8r, as it stands" in page
+
+
+@pytest.mark.parametrize("text", ["leaf-spine-1024", "mrc-131k", "clos2:100x400G/1p/64/wide"])
+def test_its_row_is_what_show_says(text: str) -> None:
+    fabric = parse_fabric(text)
+    own = decisions_of(fabric).own
+    assert (own.switches, own.hosts_one_switch_away, own.lost_per_t0_t1_link) == (
+        fabric.switches,
+        fabric.hosts_per_t0,
+        1 / fabric.t0_up,
+    )
+
+
+def test_what_is_counted_stands_beside_the_formula() -> None:
+    assert FULL.counted_switch_ratio == pytest.approx(3 / 7)  # one plane needs four tiers for 131,072
+    assert FULL.counted_optics_ratio == pytest.approx(1 / 2)
+    some = decisions(50000)
+    mine, flat = some.own, some.planes[0]
+    assert (mine.switches_per_host, flat.switches_per_host) == (mine.switches / 50000, flat.switches / 50000)
+    assert mine.switches_per_host > mine.full_switches_per_host
+    assert some.counted_switch_ratio == mine.switches / flat.switches
+    assert f"{mine.switches:,} switches are 0.62" in show_decisions(some)
+
+
+def test_a_comparison_with_itself_is_left_out() -> None:
+    flat = show_decisions(decisions(60000, planes=1))
+    assert "full, per host:" not in flat
+    assert "as counted:" not in flat
+    one = show_decisions(decisions(1000, planes=1))
+    assert "one plane in 2 tiers has 3/5 of the switches and 2/3 of the optics of one plane in 3 tiers" in one
+    same = show_decisions(decisions(20000, nic_gbps=400, box="Quantum-2"))
+    assert "2 planes in 3 tiers have as many switches and optics per host as one plane in 3 tiers" in same
+
+
+def test_more_hosts_than_the_widest_ports_reach() -> None:
+    one = decisions(3_000_000)
+    assert one.planes[0].tiers == 0
+    assert one.counted_switch_ratio is None
+    assert "one plane of 64 cannot reach 3,000,000" in show_decisions(one)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_a_narrow_page(width: int) -> None:
+    page = show_decisions(FULL, width=width)
+    assert max(map(len, page.splitlines())) <= width
+    for word in ("0.046875", "12.5%", "0.39%", f"{FULL.loads[0].worst_of_fabric:.2f}"):
+        assert word in page
 
 
 def test_planes_and_recovery_can_be_chosen() -> None:

@@ -100,6 +100,8 @@ def test_a_limit_on_logical_ports_is_named() -> None:
         (Wish(gpus=1024, nic_gbps=800, planes=3), "3 planes make ports of 266.667 Gb/s of a 800 Gb/s NIC"),
         (Wish(gpus=1024, nic_gbps=800, planes=3), "use 1 or 2 or 4 or 8 planes"),
         (Wish(gpus=1024, nic_gbps=333), "use --nic-gbps 400"),
+        (Wish(gpus=4096, nic_gbps=1e30), "no NIC has 1e+30 Gb/s"),
+        (Wish(gpus=4096, nic_gbps=102_400, switch="512x1G"), "a NIC of 102400 Gb/s is not a whole number of ports"),
         (Wish(gpus=10**12, nic_gbps=800), "use at most 1,000,000,000"),
         (Wish(gpus=0, nic_gbps=800), "use 2 or more"),
         (Wish(gpus=64, nic_gbps=800, rails=0), "0 rails"),

@@ -56,7 +56,13 @@ def test_a_file(tmp_path: Path) -> None:
         ("hosts = 64\nnic_gbps = 400\nplanes = 3\ntiers = 2\nradix = 64\n", "use 2 or 4 planes"),
         ("hosts = 64\nnic_gbps = 400\ntiers = 2\nradix = 64\nusd = 5\n", "mine.toml:5: usd is not a low and a high"),
         ("hosts = 64\nnic_gbps = 400\ntiers = 2\nradix = 64\nusd = [9, 5]\n", "usd is not a low and a high price"),
-        ("hosts = 64\nnic_gbps = 400\ntiers = 2\nradix = 64\nwatts = -5\n", "watts = -5.0 is not a number above 0"),
+        ("hosts = 64\nnic_gbps = 400\ntiers = 2\nradix = 64\nwatts = -5\n", "watts = -5 is not a number above 0"),
+        ("hosts = 64\nnic_gbps = 400\ntiers = 2\nradix = 64\nwatts = 1e9\n", "at most 1,000,000"),
+        ("hosts = 64\nnic_gbps = 400\ntiers = 2\nradix = 64\nusd = [1, 1e12]\n", "usd is not a low and a high price"),
+        ("hosts = 64\nnic_gbps = 1e30\ntiers = 2\nradix = 64\n", "no NIC has 1e+30 Gb/s"),
+        ("hosts = 64\nnic_gbps = 400\ntiers = 2\nradix = 64\nwide = 1\n", "wide = 1 is neither true nor false"),
+        ("hosts = 64\nnic_gbps = 400\ntiers = 2\nradix = 64\nname = 5\n", "mine.toml:5: name is no text"),
+        (f'hosts = 64\nnic_gbps = 400\ntiers = 2\nradix = 64\nname = "{"n" * 121}"\n', "name has 121 characters"),
     ],
 )
 def test_a_bad_file(tmp_path: Path, content: str, words: str) -> None:
@@ -67,6 +73,38 @@ def test_a_bad_file(tmp_path: Path, content: str, words: str) -> None:
     assert words in str(error.value)
 
 
+def test_all_mistakes_of_a_file_are_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('nic_gbps = 0\ntiers = "two"\nplane = 8\nname = "a\\u001b"\nusd = 3\n')
+    with pytest.raises(UserError) as error:
+        parse_fabric(str(path))
+    said = str(error.value)
+    wrong = ("plane", "name", "hosts is missing", "nic_gbps = 0", "tiers = two", "either radix or switch", "usd is not")
+    assert len(error.value.problems) == len(wrong)
+    assert all(word in said for word in wrong)
+
+
+@pytest.mark.parametrize("key", ["name", "box"])
+@pytest.mark.parametrize("code", ["001b", "009b", "202e", "000a", "fffe"])
+def test_a_name_that_acts_is_refused(tmp_path: Path, key: str, code: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f'hosts = 64\nnic_gbps = 400\ntiers = 2\nradix = 64\n{key} = "a\\u{code}"\n')
+    with pytest.raises(UserError, match=rf"mine.toml:5: {key} = .* has characters that cannot be printed"):
+        parse_fabric(str(path))
+
+
+def test_a_file_name_that_acts_is_spelt_out(tmp_path: Path) -> None:
+    path = tmp_path / "a\x1b[2J\u202e.toml"
+    path.write_text("hosts = 64\nnic_gbps = 400\ntiers = 2\nradix = 64\n")
+    assert parse_fabric(str(path)).name == "a\\x1b[2J\\u202e"
+
+
+def test_names_of_every_script_stay(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('hosts = 64\nnic_gbps = 400\ntiers = 2\nradix = 64\nname = "Köln · 漢"\nbox = "Größe"\n')
+    assert (parse_fabric(str(path)).name, parse_fabric(str(path)).switch.box) == ("Köln · 漢", "Größe")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -75,6 +113,13 @@ def test_a_bad_file(tmp_path: Path, content: str, words: str) -> None:
         ("clos2:64x800G", "write it as clos2:131072x800G/8p/512"),
         ("clos2:64x800G/1p", "it names no switch"),
         ("clos2:64x800G/1p/64/32", 'two switches: "64" and "32"'),
+        ("clos2:64x400G/1p/128/1:4", '"1:4" is not a ratio to 1'),
+        ("clos2:64x400G/1p/128/1:4", "write 4:1"),
+        ("clos2:64x400G/1p/128/0:0", "write 2:1"),
+        ("clos2:64x1000000G/1p/64", "use at most 102,400"),
+        ("clos2:64x102400G/102400p/64x1G", "102,400 planes"),
+        ("clos2:64x102399G/957p/1:2", "is not a ratio"),
+        ("clos2:64x400G/1p/\x1b[2J", 'no switch "\\x1b[2J"'),
         ("clos2:1024x800G/3p/Tomahawk 5", "use 1 or 2 or 4 or 8 planes"),
         ("clos2:1024x800G/1p/Quantum-2", "use 2 or 4 planes"),
         ("clos2:" + "9" * 5000 + "x800G/1p/64", "is not a fabric"),

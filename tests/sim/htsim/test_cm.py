@@ -107,6 +107,7 @@ def test_planes_and_broken_bytes_are_said() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "text"),
     [
+        ("0->1", "\x1b[2Jx", 'f.cm:6: there is no "\\x1b[2Jx"'),
         ("0->1", "0->16", "f.cm:6: there is no node 16\n  nodes are 0 to 15"),
         ("0->1", "1->1", "f.cm:6: node 1 sends to itself"),
         ("0->1", "0->1->2", "is no connection"),

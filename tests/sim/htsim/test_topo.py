@@ -89,6 +89,12 @@ def test_leaf_spine_1024_comes_back_line_by_line(tmp_path: Path, ratio: int) -> 
     assert read(tmp_path, written).fabric == found.fabric
 
 
+def test_a_file_name_that_acts_is_spelt_out(tmp_path: Path) -> None:
+    path = tmp_path / "a\x1b[2J\u202e.topo"
+    path.write_text(LEAF_SPINE)
+    assert read_topo(path).fabric.name == "a\\x1b[2J\\u202e"
+
+
 def test_fat_tree(tmp_path: Path) -> None:
     f = read(tmp_path, FAT_TREE).fabric
     assert (f.t0, f.t1, f.t2, f.pods, f.t1_up, f.hops) == (128, 128, 64, 16, 8, 5)
@@ -153,6 +159,9 @@ def test_latencies_and_queues_that_do_not_map_are_said(tmp_path: Path) -> None:
         ("Tier 1", "Tier 2", "tier 1 is missing"),
         ("Nodes 32\n", "", "Nodes is missing"),
         ("Nodes 32", "Nodes 99999999999999999999", "is not a whole number"),
+        ("Nodes 32", "\x1b]0;t\x07 4", "f.topo:1: there is no \"\\x1b]0;t\\x07\""),
+        ("Gbps 100", "Gbps 99999999", "f.topo:6: Downlink_speed_Gbps 99,999,999 is out of range\n  use 1 to 102,400"),
+        ("Latency_ns 1000", "Latency_ns 9999999999", "f.topo:9: Downlink_Latency_ns 9,999,999,999 is out of range"),
         ("Nodes 32", "Nodes 32 é", "f.topo:1: is not plain text"),
     ],
 )  # fmt: skip

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from phalanx.sim.packets import kernel
+from phalanx.sim.packets import kernel, roce_kernel
+from phalanx.sim.packets.parts import stamp_of
 from phalanx.sim.packets.state import (
     ACHIEVED,
     ACKED,
@@ -313,3 +316,55 @@ def test_a_slow_port_lets_slots_pass() -> None:
     assert plain("held")(np.ones(1), trouble, 0, 0)
     assert trouble[0] == 1
     assert not plain("held")(np.ones(1), trouble, 0, 0)
+
+
+def test_ports_of_both_tiers_are_even_and_independent() -> None:
+    # Were the choice at a T1 that of its T0, three tiers would use 8 of 64 ways.
+    for seed in (12345, 987654321):
+        found = np.zeros((8, 8))
+        for flow in range(100):
+            for path in range(64):
+                found[tuple(plain("spread")(seed, flow, path, salt, 8) for salt in (1, 2))] += 1
+        assert found.sum() == 6400
+        assert 60 < found.min() <= found.max() < 140  # 100 each, four standard deviations
+
+
+def test_what_loops_are_compiled_from_is_in_the_key_of_their_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("kernel.py", "state.py", "parts.py")
+    folder = Path(kernel.__file__).parent
+    stamp = stamp_of(*(str(folder / name) for name in (names[0], names[2], names[1])))
+    for loop in (kernel.advance, kernel.probe, kernel.deny):
+        assert [cell.cell_contents for cell in loop.py_func.__closure__] == [stamp]
+    held = [cell.cell_contents for cell in roce_kernel.advance.py_func.__closure__]
+    assert held == [stamp_of(*(str(folder / f"{name}.py") for name in ("roce_kernel", "parts", "roce_state", "state")))]
+    # A constant from elsewhere, as numba sees it: compiled again only because the stamp differs.
+    (tmp_path / "constant.py").write_text("SIZE = 1\n")
+    (tmp_path / "loop.py").write_text(LOOP)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    constant, loop = importlib.import_module("constant"), importlib.import_module("loop")
+    assert loop.made().size() == 1
+    (tmp_path / "constant.py").write_text("SIZE = 2\n")
+    constant.SIZE = loop.SIZE = 2
+    assert loop.made().size() == 2
+
+
+LOOP = """
+import types
+from constant import SIZE
+import constant
+from phalanx.sim.compiled import compiled
+from phalanx.sim.packets.parts import stamp_of
+
+def made():
+    stamp = stamp_of(constant.__file__)
+
+    @compiled
+    def size():
+        _ = stamp
+        return SIZE
+
+    return types.SimpleNamespace(size=size)
+"""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from phalanx.sim.packets import roce_kernel as kernel
+from phalanx.sim.packets import roce_state, state
 from phalanx.sim.packets.roce_state import (
     ACK,
     ALPHA,
@@ -119,3 +120,31 @@ def test_marks_begin_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "draw", lambda _totals: 0.15)
     found = [plain("marks")(RULES, None, waiting) for waiting in (100, 150, 180, 199, 200)]
     assert found == [False, False, True, True, True]  # 0.2 · 0.5 is below the draw, 0.2 · 0.8 above
+
+
+def test_a_switch_pauses_a_port_by_what_is_free_not_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(kernel, "enqueue", lambda *_: None)
+    monkeypatch.setattr(kernel, "signal", lambda *args: asked.append((args[4], args[5])))
+
+    def arrive(used: int, held: int) -> list[tuple[int, int]]:
+        """One packet reaches a switch of 800 that has `used` of them, `held` over this link."""
+        asked.clear()
+        ports = SimpleNamespace(
+            wire=np.ones((1, 1), dtype=np.int32), first=None, last=None, waiting=np.zeros(1, dtype=np.int32), node=[0],
+            used=[used], held=[held], asked=[0],
+        )  # fmt: skip
+        packets = SimpleNamespace(next=None, came=[0], pair=[0], hop=[0])
+        pairs = SimpleNamespace(hops=[4], route=np.zeros((1, 6), dtype=np.int32))
+        rules = SimpleNamespace(pfc=1, buffer=800, pause_share=1 / 8)
+        plain("arrive")(SimpleNamespace(wire=1), rules, ports, packets, pairs, None, None, 1000)
+        return list(asked)
+
+    assert arrive(used=0, held=98) == []  # an eighth of 800 is 100
+    assert arrive(used=0, held=99) == [(0, 1)]
+    assert arrive(used=400, held=48) == []
+    assert arrive(used=400, held=49) == [(0, 1)]  # an eighth of the 400 that are free
+
+
+def test_both_loops_draw_from_the_same_column() -> None:
+    assert roce_state.RANDOM == state.RANDOM

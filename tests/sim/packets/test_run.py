@@ -12,10 +12,11 @@ from packet_fabrics import FAT_TREE, LEAF_SPINE, PLANES, SHUFFLE, clos
 from phalanx.errors import UserError
 from phalanx.network.fabric.types import Fabric
 from phalanx.sim.matrices import Flows, flows, permutation
-from phalanx.sim.packets import kernel
+from phalanx.sim.packets import kernel, roce_kernel
 from phalanx.sim.packets.budget import Budget
 from phalanx.sim.packets.faults import Fault
 from phalanx.sim.packets.result import PacketResult
+from phalanx.sim.packets.roce import ROCE, Roce
 from phalanx.sim.packets.run import run
 from phalanx.sim.packets.transport import ECMP, HTSIM, MRC, Transport
 
@@ -43,6 +44,12 @@ def test_seeds_repeat() -> None:
     first, second, other = (run(LEAF_SPINE, SHUFFLE, transport=HTSIM, seed=seed) for seed in (4, 4, 5))
     assert np.array_equal(first.fct_s, second.fct_s)
     assert not np.array_equal(first.fct_s, other.fct_s)
+
+
+def test_another_seed_places_paths_elsewhere() -> None:
+    # With one path, who is slow is who shares a link. Without the seed in the hash the same are slow every time (0.99).
+    first, second = (run(LEAF_SPINE, SHUFFLE, transport=ECMP, seed=seed).fct_s for seed in (0, 1))
+    assert np.corrcoef(first, second)[0, 1] < 0.5
 
 
 def test_more_paths_shorten_the_tail() -> None:
@@ -79,7 +86,7 @@ def test_loss_everywhere_costs_most_when_it_retires_paths_faster_than_probes_ret
         return run(fabric, traffic, transport=transport, faults=faults).mean_s
 
     healthy = mean_s(0.0)
-    assert healthy / mean_s(0.001) > 0.9
+    assert healthy / mean_s(0.001) > 0.85  # 0.87 to 0.94 over seeds
     assert healthy / mean_s(0.01) < 0.6
     assert healthy / mean_s(0.01, replace(quick, probe_s=1e-4)) > 0.85
 
@@ -151,6 +158,28 @@ def test_routing_waits_for_convergence_where_the_edge_does_not() -> None:
     assert conserved(routed)
 
 
+def test_routing_goes_around_dead_links_above_a_t1() -> None:
+    fabric, across = clos(128, 4, tiers=3), flows(range(128), [(host + 64) % 128 for host in range(128)], 1e5)
+    quick = replace(ECMP, converge_s=1e-3)
+    some = [(t1, port) for t1 in range(8) for port in (0, 1)]
+    whole = [(t1, port) for t1 in (0, 5) for port in range(4)]  # two T1s have no way up: their T0s must know it
+    for links in (some, whole):
+        dead = tuple(Fault(part="t1_link", number=t1, port=port, at_s=5e-6) for t1, port in links)
+        result = run(fabric, across, transport=quick, faults=dead)
+        assert result.lost > 0
+        assert 1e-3 < result.tail_s < 4e-3
+        assert conserved(result)
+
+
+def test_acknowledgements_load_the_plane_they_answer() -> None:
+    # One connection each way on each of four planes: a quarter of a slot for each acknowledgement, on every plane.
+    fabric, both = clos(2, 2, planes=4), flows([0] * 4 + [1] * 4, [1] * 4 + [0] * 4, 2e6)
+    each = replace(MRC, ack_every=1, ack_bytes=MRC.packet_bytes // 4, paths=1, controlled=False)
+    result = run(fabric, both, transport=each)
+    slot_s = 8 * MRC.packet_bytes / 100e9
+    assert result.fct_s / (2e6 / MRC.payload_bytes * slot_s) == pytest.approx(1.25, rel=0.05)
+
+
 def test_nothing_more_is_sent_on_a_path_that_lost_a_packet() -> None:
     lost = [
         run(
@@ -159,6 +188,46 @@ def test_nothing_more_is_sent_on_a_path_that_lost_a_packet() -> None:
         for nbytes in (2e6, 6e6)
     ]
     assert lost[1] < 1.5 * lost[0]
+
+
+T1_OF_ONE_PLANE = Fault(part="t1", number=3, plane=1, at_s=20e-6)
+
+
+@pytest.mark.parametrize("transport", [MRC, ECMP, replace(ROCE, qps=4)], ids=lambda transport: transport.name)
+def test_nothing_takes_a_denied_part(transport: Transport | Roce) -> None:
+    # It dies during the run, and nobody notices.
+    denied = run(PLANES, SHUFFLE, transport=transport, faults=(T1_OF_ONE_PLANE,), denied=(T1_OF_ONE_PLANE,))
+    assert (denied.lost, denied.retired_paths, denied.finished) == (0, 0, 64)
+    assert run(PLANES, SHUFFLE, transport=transport, faults=(T1_OF_ONE_PLANE,), limit_s=5e-3).lost > 0
+
+
+def test_denied_paths_are_those_over_the_part_and_no_probe_brings_them_back() -> None:
+    across = flows(range(64), [(host + 8) % 64 for host in range(64)], 2e6)
+    often = replace(MRC, probe_s=20e-6)
+    result = run(PLANES, across, transport=often, denied=(T1_OF_ONE_PLANE,))
+    assert result.denied_paths / (64 * 256) == pytest.approx(1 / 32, rel=0.2)  # one of 8 T1s in one of 4 planes
+    assert result.planes_simulated == 4
+    assert result.summary()["paths_denied"] == result.denied_paths
+    deep, t1_link = clos(128, 4, tiers=3), Fault(part="t1_link", number=0, port=1)
+    over = run(deep, flows([0], [127], 1e4), transport=MRC, denied=(t1_link,))
+    assert 4 <= over.denied_paths <= 32  # of 256 over 16 pairs of a T1 and an uplink of it
+
+
+@pytest.mark.parametrize(
+    ("denied", "message"),
+    [
+        ([Fault(part="nic", number=5, plane=plane) for plane in range(4)], "without a path: 2, the first from host"),
+        ([Fault(part="traffic")], "all traffic was named"),
+        ([Fault(part="t1", number=99)], "there is no"),
+    ],
+)
+def test_what_cannot_be_denied_is_refused(denied: list[Fault], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run(PLANES, SHUFFLE, transport=MRC, denied=tuple(denied))
+
+
+def test_less_than_a_packet_is_one_packet() -> None:
+    assert [run(PLANES, flows([0], [63], nbytes), transport=MRC).packets for nbytes in (1, 4097, 4e6)] == [1, 2, 980]
 
 
 def test_throughput_over_time_shows_the_outage() -> None:
@@ -202,6 +271,26 @@ def test_ctrl_c_returns_what_was_finished(monkeypatch: pytest.MonkeyPatch) -> No
     assert result.summary()["finished"] == result.finished
 
 
+@pytest.mark.parametrize("transport", [MRC, ROCE], ids=lambda transport: transport.name)
+def test_ctrl_c_in_the_loop_does_not_lose_its_time(
+    monkeypatch: pytest.MonkeyPatch, transport: Transport | Roce
+) -> None:
+    # Python raises it when the loop returns, before the result has a name.
+    module = kernel if isinstance(transport, Transport) else roce_kernel
+    real = module.advance
+
+    def advance(*args: object) -> int:
+        real(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "advance", advance)
+    result = run(LEAF_SPINE, SHUFFLE, transport=transport, sample_s=50e-6)
+    assert result.simulated_s == pytest.approx(50e-6, rel=0.01)
+    assert result.time_s[-1] == pytest.approx(result.simulated_s)
+    assert 0 < result.throughput_gbps[-1] < 64 * 100
+    assert result.sent <= 64 * 100e9 * result.simulated_s / 8 / 4096
+
+
 @pytest.mark.parametrize(
     ("traffic", "transport", "budget", "message"),
     [
@@ -210,7 +299,7 @@ def test_ctrl_c_returns_what_was_finished(monkeypatch: pytest.MonkeyPatch) -> No
         (SHUFFLE, replace(MRC, paths=0), Budget(), "0 paths per connection"),
         (SHUFFLE, replace(MRC, paths=10**9), Budget(), "use 1 to 2,048"),
         (flows([0], [64], 1e6), MRC, Budget(), "hosts are numbered from 0 to 63"),
-        (flows([0], [1], 1e18), MRC, Budget(), "the busiest NIC"),
+        (flows([0], [1], 1e15), MRC, Budget(), "the busiest NIC"),
         (permutation(64, 1e10), MRC, Budget(cpu_s=10), "of the bytes"),
     ],
 )

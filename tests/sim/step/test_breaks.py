@@ -7,9 +7,9 @@ import pytest
 
 from phalanx.errors import UserError
 from phalanx.network.fabric.parse import parse_fabric
+from phalanx.network.fabric.recovery import CONVERGE_S, GIVE_UP_S, REMAP_S
 from phalanx.sim.step.breaks import ACK_TIMEOUT_S, GREY_LOSS, OUTAGE_S, aftermath, broken, bursts, go_back_n
-from phalanx.sim.step.paths import derived_fabric
-from phalanx.sim.step.recovery import CONVERGE_S, GIVE_UP_S, REMAP_S
+from phalanx.sim.step.paths import Transport, derived_fabric
 from phalanx.sim.step.report import step_report
 from phalanx.sim.step.text import render_break
 
@@ -108,3 +108,16 @@ def test_one_tier_has_no_uplink_to_break():
         "phalanx sim --break: non-blocking has one tier, and a T1 switch belongs to two or more\n"
         "  use --break nic or --break t0, or name a --fabric of two tiers"
     )
+
+
+@pytest.mark.parametrize("kind", ["link", "t1", "grey"])
+def test_a_broken_fabric_gives_no_flow_more_than_it_had(sharded, kind):
+    """The same flows hash alike with and without the failure, and the page has what prices both steps."""
+    fabric = parse_fabric("clos2:32x400G/2p/16/4:1")
+    for edge in (False, True):
+        one = aftermath(sharded, fabric, kind, edge=edge)
+        assert one.share <= one.share_before == step_report(sharded, fabric, Transport(edge=edge)).slowest_share
+        page = render_break(kind, [one]).splitlines()
+        told = [line.split()[-1] for line in page if "slowest flow" in line]
+        assert told == [f"{one.share_before:.2f}", f"{one.share:.2f}"]
+        assert any("waiting for lost ACKs" in line for line in page) == (kind == "grey" and not edge)

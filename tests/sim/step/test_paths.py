@@ -5,10 +5,11 @@ import pytest
 
 from phalanx.errors import UserError
 from phalanx.network.fabric.parse import parse_fabric
-from phalanx.sim.broken import Broken
+from phalanx.sim.broken import NOTHING, Broken
 from phalanx.sim.collect import neighbours, phase
 from phalanx.sim.step.paths import (
     Transport,
+    _axis_path,
     axis_paths,
     check_size,
     derived_fabric,
@@ -101,3 +102,15 @@ def test_fewer_nics_than_devices_is_refused():
         "fabric clos2:16x400G/1p/64: it has 16 NICs, and the plan has 32 devices with one each\n"
         "  name a fabric of 32 NICs or more, or a cluster of at most 16 devices"
     )
+
+
+@pytest.mark.parametrize("edge", [False, True])
+def test_a_failure_that_takes_nothing_changes_nothing(edge):
+    """The same flows are hashed with and without it: rings over domains of eight, of which a third leaves its T0."""
+    fabric, ring = parse_fabric("clos2:64x400G/4p/32/4:1"), np.arange(64)
+    harmless = Broken(uplinks=((0, 0, 0),), left=1.0)
+    whole, broken = (
+        _axis_path(fabric, "data", ring, np.roll(ring, -8), Transport(edge=edge, broken=one))
+        for one in (NOTHING, harmless)
+    )
+    assert broken.share == whole.share

@@ -32,7 +32,8 @@ def test_the_page(claims: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert err == "1 simulations, about 0 s of CPU; Ctrl-C keeps what is finished\n"
     assert out.startswith("paper\n  hosts at full bisection | 2 tiers, 8 planes x 100G, 512-p…  131,072 NICs  131,072")
     assert "not attempted: no reader for 'shoe size': not understood: shoe" in out
-    assert "\n4 rows: 2 reproduced (2 within their tolerance), 1 calibrated" in out
+    assert "\n4 rows: 2 reproduced (2 within their tolerance), 0 by range (0 covered" in out
+    assert "; an input is not published), 1 calibrated" in out
 
 
 def test_json_holds_every_row(claims: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,4 +71,13 @@ def test_ctrl_c_prints_what_was_finished(
     assert main(["validate", claims]) == 130
     out = capsys.readouterr().out
     assert "not attempted: interrupted" in out
-    assert "4 rows: 1 reproduced (1 within their tolerance), 1 calibrated" in out
+    assert "4 rows: 1 reproduced (1 within their tolerance), 0 by range" in out
+
+
+def test_a_table_that_acts_on_a_terminal_is_spelt_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "claims.csv"
+    path.write_text('source,quantity,value,unit,conditions\np\x1b[2J,"q\x9b\nr",1,u\u202e,c\x07\n')
+    assert main(["validate", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("p\\x1b[2J\n  q\\x9b\\nr | c\\x07  1 u\\u202e")
+    assert out.replace("\n", "").isprintable()

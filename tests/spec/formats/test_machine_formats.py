@@ -98,3 +98,12 @@ def test_a_name_that_is_no_utf8_costs_no_report() -> None:
     report = _elsewhere(mixed(), "job-\udcff.toml")
     for name in FORMATS:
         assert b"job-" in render(name, [report], root="/src", version="1").encode("utf-8"), name
+
+
+def test_no_format_writes_controls() -> None:
+    report = _elsewhere(made([rule(bad(what="a\x1b[2J\x9b1m\u202eb"))]), "c\x9b\u202e.toml")
+    for name in FORMATS:
+        text = render(name, [report], root="/", version="1")
+        assert text.replace("\n", "").isprintable(), name
+    found = json.loads(render("json", [report], root="/", version="1"))["findings"][0]
+    assert (found["what"], found["file"]) == ("a\x1b[2J\x9b1m\u202eb", "c\x9b\u202e.toml")

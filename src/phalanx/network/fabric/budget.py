@@ -2,15 +2,33 @@
 
 Two field rates that were measured apart agree within a tenth at 131,072 GPUs: 4.9 cable failures a day (Alibaba) and
 5.2 network interruptions (Llama 3). Both are rates of others' networks, not a prediction for yours: give your own.
+
+HPN's links are a NIC's, so failures are counted per cable as wide as a NIC. What one takes with it in eight planes
+nobody has published. We charge one plane, and say what the other two readings come to: every lane fails as often as a
+cable (so many times more), or a cable takes all planes of its NIC (and the job restarts).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from phalanx.errors import mistake
 from phalanx.network.fabric.bill import bill, loss
+from phalanx.network.fabric.recovery import (
+    CONVERGE_S,
+    EDGE_RECOVERY_S,
+    GIVE_UP_S,
+    LINK_BACK_S,
+    REMAP_S,
+    SWITCH_BACK_S,
+    WAITS,
+    pace,
+    ports_move,
+    sprays,
+    stall_s,
+)
 from phalanx.network.fabric.types import Fabric
 from phalanx.units import DAY_S, HOUR_S
 
@@ -22,11 +40,6 @@ SWITCH_PER_DAY = -math.log(0.98) / (3 * MONTH_DAYS)
 # Llama 3 (arXiv:2407.21783 table 5): 35 interruptions by switch or cable, 16,384 GPUs, 54 days.
 LLAMA_COUNT, LLAMA_GPU_DAYS = 35, 16384 * 54
 RESTART_S = (600.0, 900.0)  # 10 to 15 minutes from failure to the next useful step
-EDGE_RECOVERY_S = 30e-6  # "a few tens of microseconds" (arXiv:2605.04333 section 2.1)
-REPAIR_S = 60.0  # most failed links are back within a minute (openai.com/index/mrc-supercomputer-networking)
-# NCCL gives a connection up after 4.096 us * 2^20 * 7 tries (net_ib: IbTimeout 20, IbRetryCnt 7): a longer stall kills
-# the job, a shorter one only costs its own time.
-GIVE_UP_S = 4.096e-6 * 2**20 * 7
 # T0-T1 links flap "several times a minute" during training (the post); a reading note on the paper's figure 5 has one
 # every 2 to 3 minutes. We take the lower, on the 75,000-GPU job of section 5.1. Weak: the figure's job is not named.
 FLAP_PER_CABLE_DAY = DAY_S / 150 / 75000
@@ -40,6 +53,18 @@ class PartRate:
     part: str
     count: int
     failures_per_day: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """How failures are met."""
+
+    recovery_s: float = EDGE_RECOVERY_S  # until other paths carry on
+    restart_s: float = RESTART_S[0]
+    repair_s: float = LINK_BACK_S  # of a cable
+    waits: float = WAITS  # share of a step that waits for the network
+    edge: bool = True  # senders leave dead paths and ports; else switches route around, and QPs stay where they are
+    cable: Literal["plane", "lanes", "whole"] = "plane"  # what a failed one is: one plane of its NIC, so many, or all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,11 +83,16 @@ class Budget:
     parts: tuple[PartRate, ...]
     cable_failures_per_day: float  # HPN's rate
     switch_failures_per_day: float
-    interruptions_per_day: float  # Llama 3's rate, which the costs below use
+    failures_per_day: float  # of all parts
+    interruptions_per_day: float  # Llama 3's rate
     interruptions_interval: tuple[float, float]  # 95 %, from the 35 that were counted
     day_spread: tuple[int, int]  # 95 % of days have this many
-    restart: tuple[Cost, Cost]  # every interruption restarts the job: quick and slow restart
-    edge: Cost  # recovery at the edge
+    restart: tuple[Cost, Cost]  # every interruption at Llama 3's rate restarts the job: quick and slow restart
+    conventional: Cost  # parts at their rates; switches route around, a NIC's cable or T0 restarts the job
+    edge: Cost  # parts at their rates; recovery at the edge, where a failed cable takes one plane of its NIC
+    edge_lanes: Cost  # the same, if every lane of a cable fails as often as a cable
+    edge_whole: Cost  # the same, if a failed cable takes all planes of its NIC: the job restarts
+    waits: float  # share of a step that waits for the network
 
 
 def budget(
@@ -70,7 +100,8 @@ def budget(
     *,
     recovery_s: float = EDGE_RECOVERY_S,
     restart_s: tuple[float, float] = RESTART_S,
-    repair_s: float = REPAIR_S,
+    repair_s: float = LINK_BACK_S,
+    waits: float = WAITS,
 ) -> Budget:
     """Failures per day of a fabric and their price, with restarts and with recovery at the edge."""
     for name, value in (("recovery", recovery_s), ("restart", restart_s[0]), ("repair", repair_s)):
@@ -81,15 +112,21 @@ def budget(
     low, high = poisson_interval(LLAMA_COUNT)
     scale = fabric.hosts / LLAMA_GPU_DAYS
     quick, slow = (cost_of(fabric, seconds) for seconds in restart_s)
+    answer = Answer(recovery_s=recovery_s, restart_s=restart_s[0], repair_s=repair_s, waits=waits)
     return Budget(
         parts=parts,
         cable_failures_per_day=sum(one.failures_per_day for one in parts if "cables" in one.part),
         switch_failures_per_day=sum(one.failures_per_day for one in parts if "switches" in one.part),
+        failures_per_day=sum(one.failures_per_day for one in parts),
         interruptions_per_day=per_day,
         interruptions_interval=(low * scale, high * scale),
         day_spread=poisson_spread(per_day),
         restart=(quick, slow),
-        edge=cost_of(fabric, event_s(fabric, recovery_s, restart_s=restart_s[0], repair_s=repair_s)),
+        conventional=bypass_cost(fabric, replace(answer, recovery_s=CONVERGE_S, edge=False)),
+        edge=bypass_cost(fabric, answer),
+        edge_lanes=bypass_cost(fabric, replace(answer, cable="lanes")),
+        edge_whole=bypass_cost(fabric, replace(answer, cable="whole")),
+        waits=waits,
     )
 
 
@@ -106,18 +143,37 @@ def part_rates(fabric: Fabric) -> tuple[PartRate, ...]:
     )
 
 
-def event_s(fabric: Fabric, recovery_s: float, *, restart_s: float, repair_s: float = REPAIR_S) -> float:
-    """Seconds the whole job loses to one cable failure, averaged over the tiers by their cables.
+def bypass_cost(fabric: Fabric, answer: Answer) -> Cost:
+    """What failures of all parts cost in a day, each kind at its own rate and price."""
+    parts = part_rates(fabric)
+    lanes = fabric.planes if answer.cable == "lanes" else 1
+    lost_s = sum(
+        part.failures_per_day * part_s(fabric, part.part, answer) * (lanes if "cables" in part.part else 1)
+        for part in parts
+    )
+    return _cost(fabric, lost_s, sum(part.failures_per_day for part in parts))
 
-    After the stall the job runs slower until the cable is mended; we take a job that waits for its slowest host and
-    does nothing but communicate, so this is an upper bound. A NIC with one plane is cut off, and the job restarts.
+
+def part_s(fabric: Fabric, part: str, answer: Answer) -> float:
+    """Seconds the whole job loses to one failure of a kind of part.
+
+    After the stall the job runs slower until the part is back, as far as its steps wait for the network. A NIC needs
+    REMAP_S to leave a port, however quick paths are; one whose QPs cannot leave it is cut off, and the job restarts.
     """
-    if recovery_s > GIVE_UP_S:
-        return restart_s
-    lost, links = loss(fabric), bill(fabric).links
-    at_nic = restart_s if fabric.planes == 1 else recovery_s + repair_s * lost.nic_link
-    above = recovery_s + repair_s * lost.t0_t1_link
-    return (links[0] * at_nic + sum(links[1:]) * above) / sum(links)
+    if answer.recovery_s > GIVE_UP_S:
+        return answer.restart_s
+    cables, lost = "cables" in part, loss(fabric)
+    back_s = answer.repair_s if cables else SWITCH_BACK_S
+    if part in ("NIC-T0 cables", "T0 switches"):
+        if not answer.edge or not ports_move(fabric) or (cables and answer.cable == "whole"):
+            return answer.restart_s + (0.0 if cables else SWITCH_BACK_S)  # a host is replaced, a switch waited for
+        return max(answer.recovery_s, REMAP_S) + back_s * (1 - pace(lost.nic_link, waits=answer.waits))
+    share = lost.t0_t1_link / fabric.planes if cables else lost.t1  # of T2 and above less: an upper bound
+    if not answer.edge or not sprays(fabric):
+        share *= fabric.planes  # a QP cannot leave its plane, and the message waits for it
+    elif cables and answer.cable == "whole":
+        share = min(1 / fabric.planes, share * fabric.planes)
+    return stall_s(fabric, answer.recovery_s) + back_s * (1 - pace(share, waits=answer.waits))
 
 
 def flap_share(fabric: Fabric, recovery_s: float) -> float:
@@ -136,10 +192,15 @@ def interruptions_per_day(fabric: Fabric) -> float:
 
 
 def cost_of(fabric: Fabric, seconds: float) -> Cost:
-    """What interruptions cost in a day when each takes so many seconds of the whole job."""
-    share = min(1.0, interruptions_per_day(fabric) * seconds / DAY_S)
+    """What interruptions at Llama 3's rate cost in a day when each takes so many seconds of the whole job."""
+    return _cost(fabric, interruptions_per_day(fabric) * seconds, interruptions_per_day(fabric))
+
+
+def _cost(fabric: Fabric, lost_s: float, events: float) -> Cost:
+    """So many seconds of a day, lost to so many events."""
+    share = min(1.0, lost_s / DAY_S)
     hours = share * fabric.hosts * DAY_S / HOUR_S
-    return Cost(seconds_per_event=seconds, lost_share=share, lost_gpu_hours_per_day=hours)
+    return Cost(seconds_per_event=lost_s / events, lost_share=share, lost_gpu_hours_per_day=hours)
 
 
 def poisson_interval(count: int, confidence: float = CONFIDENCE) -> tuple[float, float]:

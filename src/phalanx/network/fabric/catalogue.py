@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from phalanx.errors import mistake, nearest
-from phalanx.network.fabric.types import Switch
+from phalanx.network.fabric.types import KINDS, Switch
 
 _PORTS = re.compile(r"^(\d{1,5})x(\d{1,5}(?:\.\d{1,3})?)g$")
 
@@ -74,6 +74,7 @@ def switch_of(row: Mapping[str, str]) -> Switch:
         lanes=int(row.get("lanes") or radix),
         evidence=row.get("evidence") or "",
         also=row.get("also") or "",
+        kind=(row.get("kind") or KINDS[0]).lower(),
     )
 
 

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
 from phalanx.errors import Problem, UserError, mistake, nearest
 from phalanx.hardware.tomlfile import read_text
 from phalanx.network.fabric.catalogue import switch_of
-from phalanx.network.fabric.sizing import LEAST_RADIX, MOST_RADIX
-from phalanx.network.fabric.types import Switch
+from phalanx.network.fabric.sizing import LEAST_RADIX, MOST_NAME, MOST_NIC_GBPS, MOST_RADIX, MOST_USD, MOST_WATTS
+from phalanx.network.fabric.types import KINDS, Switch
+from phalanx.visible import one_line
 
 NEEDED = ("box", "port_gbps", "radix")
-COLUMNS = (*NEEDED, "lanes", "watts", "usd_low", "usd_high", "evidence", "also", "source")
+COLUMNS = (*NEEDED, "kind", "lanes", "watts", "usd_low", "usd_high", "evidence", "also", "source")
 MOST_ROWS = 2000  # enumerated in well under a second
 EXAMPLE = "box,port_gbps,radix,watts,usd_low,usd_high"
 
@@ -70,13 +70,20 @@ def _wrong(one: Switch) -> tuple[str, str] | None:
     """(what is wrong, what to do), or nothing."""
     if not one.box:
         return "the box has no name", "write its name first"
+    if len(one.box) > MOST_NAME:
+        return f"the name of the box has {len(one.box):,} characters", f"use at most {MOST_NAME}"
+    odd = next((text for text in (one.box, one.also, one.evidence, one.source) if one_line(text) != text), None)
+    if odd is not None:
+        return f'"{one_line(odd)[:80]}" has characters that cannot be printed', "leave them out"
     if not LEAST_RADIX <= one.radix <= MOST_RADIX:
         return f"a radix of {one.radix:,}", f"use {LEAST_RADIX} to {MOST_RADIX:,} ports"
-    if not (math.isfinite(one.port_gbps) and one.port_gbps > 0):
+    if not 0 < one.port_gbps <= MOST_NIC_GBPS:
         return f"ports of {one.port_gbps:g} Gb/s", "use 100, 200, 400, 800 or 1600"
-    if not (math.isfinite(one.watts) and one.watts >= 0):
-        return f"{one.watts:g} W", "use watts above 0, or leave them empty"
+    if not 0 <= one.watts <= MOST_WATTS:
+        return f"{one.watts:g} W", f"use watts from 0 to {MOST_WATTS:,.0f}, or leave them empty"
+    if one.kind not in KINDS:
+        return f'"{one_line(one.kind)[:40]}" is no kind of switch', f"use {' or '.join(KINDS)}"
     low, high = one.usd or (1.0, 1.0)
-    if not (math.isfinite(high) and 0 < low <= high):
+    if not 0 < low <= high <= MOST_USD:
         return f"a price of {low:g} to {high:g} dollars", "use a low and a high price above 0, or leave both empty"
     return None

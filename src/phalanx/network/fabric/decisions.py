@@ -14,19 +14,12 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from phalanx.errors import mistake
-from phalanx.network.fabric.budget import (
-    EDGE_RECOVERY_S,
-    GIVE_UP_S,
-    RESTART_S,
-    Budget,
-    budget,
-    cost_of,
-    event_s,
-    flap_share,
-)
+from phalanx.network.fabric.bill import loss, tier_links
+from phalanx.network.fabric.budget import RESTART_S, Answer, Budget, budget, bypass_cost, flap_share
 from phalanx.network.fabric.catalogue import find_switches, switches, unnamed
 from phalanx.network.fabric.loads import idle_share, max_to_mean
-from phalanx.network.fabric.sizing import LEAST_RADIX, MOST_TIERS, Shape, check, most_hosts, size
+from phalanx.network.fabric.recovery import EDGE_RECOVERY_S, GIVE_UP_S
+from phalanx.network.fabric.sizing import LEAST_RADIX, MOST_TIERS, Shape, check, most_hosts, size, split_t0
 from phalanx.network.fabric.types import Fabric, Switch
 
 WHERE = "phalanx fabric decisions"
@@ -42,17 +35,19 @@ MOST_PATHS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlaneRow:
-    """What one number of planes makes of the same box."""
+    """What one number of planes makes of the same box, or one fabric as it stands."""
 
     planes: int
     switch: str
     radix: int
-    most_hosts: tuple[int, ...]  # with 2, 3 and 4 tiers, full bisection
-    tiers: int  # the fewest for the hosts asked for; 0 where even four do not reach
+    oversubscription: float
+    most_hosts: tuple[int, ...]  # with 2, 3 and 4 tiers
+    tiers: int  # the fewest for the hosts asked for; 0 where even four do not reach, and so is what is counted
     hops: int
-    switches: int  # for the hosts asked for
-    switches_per_host: float  # of the full fabric
-    optics_per_host: int  # 800G-class module per NIC-wide link end, full fabric
+    switches: int
+    switches_per_host: float
+    optics_per_host: float  # 800G-class module per NIC-wide link end
+    full_switches_per_host: float  # by the formula: full bisection, every port in use
     hosts_one_switch_away: int
     lost_per_nic_link: float
     lost_per_t0_t1_link: float
@@ -85,7 +80,7 @@ class RecoveryRow:
     seconds_per_event: float
     lost_share: float  # of the cluster, to cables that fail
     lost_gpu_hours_per_day: float
-    flap_share: float  # at most as much again, to links that flap
+    flap_share: float | None  # at most as much again, to links that flap; None where a flap restarts the job
     restarts: bool  # the connection gives up first, and the job restarts
 
 
@@ -98,9 +93,12 @@ class Decisions:
     fabric: Fabric
     paths: int
     recovery_s: float
-    planes: tuple[PlaneRow, ...]
-    switch_ratio: str  # switches per host of `fabric`'s planes and tiers against one plane in three tiers
+    planes: tuple[PlaneRow, ...]  # at full bisection, with the fewest tiers
+    own: PlaneRow  # `fabric` itself
+    switch_ratio: str  # by the formula, both full: `fabric`'s planes and tiers against the widest ports in three tiers
     optics_ratio: str
+    counted_switch_ratio: float | None  # switches of `fabric` over those of the first of `planes`; None: it cannot
+    counted_optics_ratio: float | None
     loads: tuple[LoadRow, ...]
     slowest_to_mean: float  # E[max]/mean of as many exponential delays as GPUs: the harmonic number
     late: tuple[LateRow, ...]
@@ -159,6 +157,7 @@ def _decide(
     gpus, nic_gbps = fabric.hosts, fabric.nic_gbps
     rows = tuple(_plane_row(gpus, nic_gbps, choices[count], count) for count in sorted(choices))
     switch_ratio, optics_ratio = _ratios(fabric, choices[min(choices)], min(choices))
+    own, flat = _row_of(fabric), rows[0]
     slow = max(RESTART_S[1], restart_s)
     return Decisions(
         gpus=gpus,
@@ -167,8 +166,11 @@ def _decide(
         paths=paths,
         recovery_s=recovery_s,
         planes=rows,
+        own=own,
         switch_ratio=switch_ratio,
         optics_ratio=optics_ratio,
+        counted_switch_ratio=own.switches / flat.switches if flat.tiers else None,
+        counted_optics_ratio=own.optics_per_host / flat.optics_per_host if flat.tiers else None,
         loads=_loads(fabric, paths),
         slowest_to_mean=harmonic(gpus),
         late=tuple(LateRow(transfer=chance, step=late_step(chance, gpus)) for chance in LATE),
@@ -230,23 +232,54 @@ def _fabric(gpus: int, nic_gbps: float, switch: Switch, planes: int) -> Fabric:
 
 
 def _plane_row(gpus: int, nic_gbps: float, switch: Switch, planes: int) -> PlaneRow:
-    radix, tiers = switch.radix, _fewest_tiers(gpus, switch.radix, planes)
-    shape = Shape(planes=planes, tiers=tiers or MOST_TIERS)
-    fabric = size(gpus, nic_gbps, switch, shape, where=WHERE) if tiers else None
+    tiers = _fewest_tiers(gpus, switch.radix, planes)
+    if tiers:
+        return _row_of(size(gpus, nic_gbps, switch, Shape(planes=planes, tiers=tiers), where=WHERE))
+    shape = Shape(planes=planes, tiers=MOST_TIERS)
+    down, up = split_t0(switch.radix, MOST_TIERS, 1.0)
     return PlaneRow(
         planes=planes,
         switch=switch.name,
-        radix=radix,
-        most_hosts=tuple(most_hosts(radix, replace(shape, tiers=one)) for one in range(2, MOST_TIERS + 1)),
-        tiers=tiers,
-        hops=2 * tiers - 1 if tiers else 0,
-        switches=fabric.switches if fabric else 0,
-        switches_per_host=float(_switches_per_host(radix, shape)),
-        optics_per_host=2 * shape.tiers,
-        hosts_one_switch_away=radix // 2,
+        radix=switch.radix,
+        oversubscription=1.0,
+        most_hosts=_reach(switch.radix, shape),
+        tiers=0,
+        hops=0,
+        switches=0,
+        switches_per_host=0.0,
+        optics_per_host=0.0,
+        full_switches_per_host=float(_switches_per_host(switch.radix, shape)),
+        hosts_one_switch_away=down,
         lost_per_nic_link=1 / planes,
-        lost_per_t0_t1_link=1 / (radix // 2),
+        lost_per_t0_t1_link=1 / up,
     )
+
+
+def _row_of(fabric: Fabric) -> PlaneRow:
+    """Counted on the fabric; only its reach and the full fabric are formulas."""
+    ratio = max(1.0, fabric.oversubscription)  # 31 ports down and 32 up are full bisection
+    shape = Shape(planes=fabric.planes, tiers=fabric.tiers, oversubscription=ratio, rails=fabric.rails)
+    lost = loss(fabric)
+    return PlaneRow(
+        planes=fabric.planes,
+        switch=fabric.switch.name,
+        radix=fabric.switch.radix,
+        oversubscription=ratio,
+        most_hosts=_reach(fabric.switch.radix, shape),
+        tiers=fabric.tiers,
+        hops=fabric.hops,
+        switches=fabric.switches,
+        switches_per_host=fabric.switches / fabric.hosts,
+        optics_per_host=2 * sum(tier_links(fabric)) / fabric.planes / fabric.hosts,
+        full_switches_per_host=float(_switches_per_host(fabric.switch.radix, shape)),
+        hosts_one_switch_away=lost.t0_hosts,
+        lost_per_nic_link=lost.nic_link,
+        lost_per_t0_t1_link=lost.t0_t1_link,
+    )
+
+
+def _reach(radix: int, shape: Shape) -> tuple[int, ...]:
+    return tuple(most_hosts(radix, replace(shape, tiers=one)) for one in range(2, MOST_TIERS + 1))
 
 
 def _switches_per_host(radix: int, shape: Shape) -> Fraction:
@@ -267,7 +300,7 @@ def _loads(fabric: Fabric, paths: int) -> tuple[LoadRow, ...]:
     kinds = (
         ("one flow per port (ECMP)", share),
         (f"{QPS} queue pairs per port", share * QPS),
-        (f"{paths} paths per connection, {per_plane:g} in a plane", share * per_plane),
+        (f"{paths} paths, {per_plane:g} in a plane", share * per_plane),
         ("every packet by itself", share * PACKETS),
     )
     return tuple(_load_row(what, units, fabric) for what, units in kinds)
@@ -288,14 +321,13 @@ def _recoveries(fabric: Fabric, chosen_s: float, restart_s: float) -> tuple[Reco
 
 
 def recovery_row(fabric: Fabric, recovery_s: float, restart_s: float) -> RecoveryRow:
-    """Cost of Llama 3's rate of network failures, and of flaps, when each is bypassed after `recovery_s`."""
-    seconds = event_s(fabric, recovery_s, restart_s=restart_s)
-    cost = cost_of(fabric, seconds)
+    """Cost of network failures, part by part, and of flaps, when each is bypassed after `recovery_s`."""
+    cost = bypass_cost(fabric, Answer(recovery_s=recovery_s, restart_s=restart_s))
     return RecoveryRow(
         recovery_s=recovery_s,
-        seconds_per_event=seconds,
+        seconds_per_event=cost.seconds_per_event,
         lost_share=cost.lost_share,
         lost_gpu_hours_per_day=cost.lost_gpu_hours_per_day,
-        flap_share=flap_share(fabric, recovery_s),
+        flap_share=None if recovery_s > GIVE_UP_S else flap_share(fabric, recovery_s),
         restarts=recovery_s > GIVE_UP_S,
     )

@@ -9,7 +9,8 @@ from phalanx.errors import UserError, mistake
 from phalanx.network.fabric.bill import Bill, Loss, bill, loss
 from phalanx.network.fabric.budget import CABLE_PER_DAY, SWITCH_PER_DAY, interruptions_per_day
 from phalanx.network.fabric.catalogue import find_switches, switches
-from phalanx.network.fabric.sizing import MOST_TIERS, Shape, check, most_hosts, size, too_many
+from phalanx.network.fabric.sizing import MOST_PLANES, MOST_TIERS, Shape, check, most_hosts, size, too_many
+from phalanx.network.fabric.subnet import MOST_LIDS, addresses, needs_routers
 from phalanx.network.fabric.types import Fabric, Switch
 
 WHERE = "phalanx fabric design"
@@ -86,11 +87,16 @@ def _configurations(wish: Wish) -> list[tuple[Switch, int]]:
     """Switches whose ports split the NIC into whole planes, with the planes."""
     boxes = _boxes(wish)
     split = [(one, wish.nic_gbps / one.port_gbps) for one in boxes]
-    whole = [(one, int(planes)) for one, planes in split if planes >= 1 and planes == int(planes)]
+    whole = [(one, int(planes)) for one, planes in split if 1 <= planes <= MOST_PLANES and planes == int(planes)]
     return [(one, planes) for one, planes in whole if wish.planes in (None, planes)]
 
 
 def _fabrics(wish: Wish) -> Iterator[Fabric]:
+    """What fits, but for planes that are too many hosts for one subnet of InfiniBand."""
+    return (one for one in _clos(wish) if not needs_routers(one))
+
+
+def _clos(wish: Wish) -> Iterator[Fabric]:
     ratios = RATIOS if wish.oversubscription is None else (wish.oversubscription,)
     for switch, planes in _configurations(wish):
         for ratio in ratios:
@@ -177,6 +183,10 @@ def _no_speed(wish: Wish) -> UserError:
 
 def _nothing(wish: Wish) -> UserError:
     """What the most capable of the allowed configurations reaches, and the nearest choices that do."""
+    near = " or ".join(_nearest(wish))
+    crowded = min(_clos(wish), key=addresses, default=None)
+    if crowded is not None:
+        return _too_many_addresses(crowded, near)
     ratio = 1.0 if wish.oversubscription is None else wish.oversubscription
     tiers = MOST_TIERS if wish.tiers is None else wish.tiers
     reach = [
@@ -185,9 +195,17 @@ def _nothing(wish: Wish) -> UserError:
         for shape in [Shape(planes=planes, tiers=tiers, oversubscription=ratio, rails=wish.rails or 1)]
     ]
     _, _, switch, shape = max(reach, key=lambda one: one[:2])
-    near = " or ".join(_nearest(wish))
     fix = f"use {near}" if near else f"use at most {most_hosts(switch.radix, shape):,} GPUs"
     return too_many(wish.gpus, switch, shape, where=WHERE, fix=fix)
+
+
+def _too_many_addresses(fabric: Fabric, near: str) -> UserError:
+    return mistake(
+        WHERE,
+        f"{fabric.hosts:,} GPUs and {fabric.switches_per_plane:,} switches do not fit into a subnet of InfiniBand",
+        why=f"it has {MOST_LIDS:,} addresses (16-bit LIDs, 0x0001 to 0xBFFF); routers between subnets are not modelled",
+        fix=f"use {near}" if near else f"use an Ethernet switch, or fewer than {MOST_LIDS:,} GPUs",
+    )
 
 
 def _nearest(wish: Wish) -> Iterator[str]:

@@ -11,23 +11,47 @@ def findings(one: Decisions) -> tuple[str, str, str]:
 
 
 def against(one: Decisions) -> str:
-    """What the ratios are measured against: the same box with its widest ports, in three tiers."""
+    """What the formula's ratios are measured against: the same box with its widest ports, in three tiers."""
     return f"{_planes(one.planes[0])} in 3 tiers"
 
 
+def formula(one: Decisions) -> str:
+    """Switches and optics per host of full fabrics, as arXiv:2605.04333 section 2 counts them."""
+    mine = f"{_planes(one.own)} in {one.own.tiers} tiers"
+    if mine == against(one):
+        return ""
+    have = "has" if one.own.planes == 1 else "have"
+    if one.switch_ratio == one.optics_ratio == "1":
+        return f"{mine} {have} as many switches and optics per host as {against(one)}"
+    return f"{mine} {have} {one.switch_ratio} of the switches and {one.optics_ratio} of the optics of {against(one)}"
+
+
+def counted(one: Decisions) -> str:
+    """The same of the fabrics that join these hosts: tiers as many as they need, ports as they are filled."""
+    flat = one.planes[0]
+    if one.own == flat or one.counted_switch_ratio is None:
+        return ""
+    return (
+        f"{one.own.switches:,} switches are {one.counted_switch_ratio:.3g} of the {flat.switches:,} of {_planes(flat)} "
+        f"in {flat.tiers} tiers at full bisection, and the optics {one.counted_optics_ratio:.3g}"
+    )
+
+
 def _scale(one: Decisions) -> str:
-    flat, chosen = one.planes[0], next(row for row in one.planes if row.planes == one.fabric.planes)
-    most = chosen.most_hosts[max(chosen.tiers, 2) - 2]
-    reach = "reaches" if chosen.planes == 1 else "reach"
-    said = f"{_planes(chosen)} of {chosen.radix} ports {reach} {most:,} hosts in {chosen.tiers} tiers".capitalize()
-    if flat.planes == chosen.planes:
+    flat, own = one.planes[0], one.own
+    most = own.most_hosts[own.tiers - 2]
+    reach = "reaches" if own.planes == 1 else "reach"
+    ratio = "" if own.oversubscription == 1 else f" at {own.oversubscription:.3g}:1"
+    said = f"{_planes(own)} of {own.radix} ports {reach} {most:,} hosts in {own.tiers} tiers{ratio}".capitalize()
+    if flat.planes == own.planes:
         return said
-    if flat.tiers == chosen.tiers:
-        return f"{said}, {_planes(flat)} of {flat.radix} only {flat.most_hosts[flat.tiers - 2]:,}"
+    full = " at full bisection" if ratio else ""
     if not flat.tiers:
-        return f"{said}; {_planes(flat)} of {flat.radix} cannot reach {one.gpus:,}"
+        return f"{said}; {_planes(flat)} of {flat.radix} cannot reach {one.gpus:,}{full}"
+    if flat.tiers == own.tiers:
+        return f"{said}, {_planes(flat)} of {flat.radix} only {flat.most_hosts[flat.tiers - 2]:,}{full}"
     needs = "needs" if flat.planes == 1 else "need"
-    return f"{said}; {_planes(flat)} of {flat.radix} {needs} {flat.tiers} for {one.gpus:,}"
+    return f"{said}; {_planes(flat)} of {flat.radix} {needs} {flat.tiers} for {one.gpus:,}{full}"
 
 
 def _balance(one: Decisions) -> str:
@@ -40,7 +64,7 @@ def _balance(one: Decisions) -> str:
 
 def _recovery(one: Decisions) -> str:
     chosen = next(row for row in one.recoveries if row.recovery_s == one.recovery_s)
-    restart = one.budget.restart[0]
+    restart = one.recoveries[-1]  # the same failures, none of them bypassed in time
     if chosen.restarts:
         return f"So late a bypass restarts the job: {chosen.lost_gpu_hours_per_day:,.0f} GPU-hours lost a day"
     return (

@@ -7,30 +7,25 @@ ports a switch of the catalogue may stand (`/Spectrum-5`), which adds power and 
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
 
 from phalanx.errors import UserError, mistake, nearest
-from phalanx.hardware.tomlfile import TomlFile, read_toml
 from phalanx.network.fabric.catalogue import find_switches, named_fabrics, unnamed
-from phalanx.network.fabric.sizing import Shape, check, size
+from phalanx.network.fabric.fabric_file import FabricFile, read_fabric_file
+from phalanx.network.fabric.sizing import MOST_PLANES, Shape, check, size
 from phalanx.network.fabric.types import Fabric, Switch
 
 _SHORT = re.compile(r"^clos(\d+):(\d[\d_]*)x(\d+(?:\.\d+)?)G((?:/[^/]+)+)$", re.IGNORECASE)
 _PLANES = re.compile(r"^(\d+)p$", re.IGNORECASE)
 _RAILS = re.compile(r"^(\d+)r$", re.IGNORECASE)
 _RATIO = re.compile(r"^(\d+(?:\.\d+)?):1$")
+_NOT_TO_1 = re.compile(r"^(\d+(?:\.\d+)?):(\d+(?:\.\d+)?)$")
 _DIGITS = 15  # beyond these a number is a slip, and int() of thousands of digits is refused by Python itself
 # Ethernet and InfiniBand as sold; 25 and 50 are single lanes, 3,200 is announced.
 PORT_SPEEDS_GBPS = (10.0, 25.0, 40.0, 50.0, 100.0, 200.0, 400.0, 800.0, 1600.0, 3200.0)
-MOST_PLANES = 1024  # lanes of the widest chip: beyond, a slip of the pen
 EXAMPLE = "clos2:131072x800G/8p/512"
-KEYS = (
-    "hosts", "nic_gbps", "planes", "tiers", "radix", "switch", "oversubscription", "rails", "wide", "name", "box",
-    "watts", "usd",
-)  # fmt: skip
 
 
 def parse_fabric(text: str) -> Fabric:
@@ -45,7 +40,7 @@ def parse_fabric(text: str) -> Fabric:
     if named is not None:
         return _short(named[0], name=text.lower())
     if text.lower().endswith(".toml"):
-        return _from_file(read_toml(Path(text)))
+        return _from_file(Path(text))
     if text.lower().startswith("clos"):
         return _short(text)
     raise _unknown(text)
@@ -61,7 +56,7 @@ def _short(text: str, *, name: str = "") -> Fabric:
             fix=f"write it as {EXAMPLE}",
         )
     tiers, hosts, nic_gbps, rest = int(match[1]), int(match[2].replace("_", "")), float(match[3]), match[4]
-    planes, rails, ratio, wide, box = 1, 1, 1.0, False, ""
+    planes, rails, ratio, wide, box, where = 1, 1, 1.0, False, "", f"fabric {text[:80]}"
     for part in rest.strip("/").split("/"):
         if found := _PLANES.match(part):
             planes = int(found[1])
@@ -69,16 +64,26 @@ def _short(text: str, *, name: str = "") -> Fabric:
             rails = int(found[1])
         elif found := _RATIO.match(part):
             ratio = float(found[1])
+        elif _NOT_TO_1.match(part):
+            raise _not_to_1(part, where)
         elif part.lower() == "wide":
             wide = True
         elif box:
-            raise mistake(f"fabric {text[:80]}", f'two switches: "{box}" and "{part[:40]}"', fix="name one")
+            raise mistake(where, f'two switches: "{box}" and "{part[:40]}"', fix="name one")
         else:
             box = part
     if not box:
-        raise mistake(f"fabric {text[:80]}", "it names no switch", fix=f"end with its ports, as {EXAMPLE}")
+        raise mistake(where, "it names no switch", fix=f"end with its ports, as {EXAMPLE}")
     shape = Shape(planes=planes, tiers=tiers, oversubscription=ratio, rails=rails, wide=wide)
-    return _build(hosts, nic_gbps, shape, box, name=name, where=f"fabric {text[:80]}")
+    return _build(hosts, nic_gbps, shape, box, name=name, where=where)
+
+
+def _not_to_1(part: str, where: str) -> UserError:
+    """A ratio the other way round, or of two numbers."""
+    down, up = (float(number) for number in part.split(":"))
+    near = max(down, up) / min(down, up) if min(down, up) else 0.0
+    why = "an oversubscription is R:1, capacity down over capacity up"
+    return mistake(where, f'"{part[:40]}" is not a ratio to 1', why=why, fix=f"write {near or 2:g}:1")
 
 
 def _build(hosts: int, nic_gbps: float, shape: Shape, box: str, *, name: str, where: str) -> Fabric:
@@ -110,7 +115,8 @@ def _check_split(nic_gbps: float, planes: int, where: str) -> None:
 
     def fits(count: int) -> bool:
         port_gbps = nic_gbps / count
-        return count == 1 or (port_gbps in PORT_SPEEDS_GBPS if known else port_gbps.is_integer())
+        sold = port_gbps in PORT_SPEEDS_GBPS if known else port_gbps.is_integer()
+        return count == 1 or (count <= MOST_PLANES and sold)
 
     if fits(planes):
         return
@@ -124,57 +130,16 @@ def _check_split(nic_gbps: float, planes: int, where: str) -> None:
     )
 
 
-def _from_file(file: TomlFile) -> Fabric:
-    for key in file.data:
-        if key not in KEYS:
-            near = nearest(key, KEYS)
-            fix = f"did you mean {near}?" if near else f"the keys are {', '.join(KEYS)}"
-            raise mistake(file.where("", key), f'there is no key "{key}" in a fabric', fix=fix)
-    hosts = _number(file, "hosts", whole=True)
-    shape = Shape(
-        planes=int(_number(file, "planes", default=1, whole=True)),
-        tiers=int(_number(file, "tiers", whole=True)),
-        oversubscription=_number(file, "oversubscription", default=1),
-        rails=int(_number(file, "rails", default=1, whole=True)),
-        wide=file.data.get("wide") is True,
-    )
-    box = file.data.get("switch")
-    if (box is None) == ("radix" not in file.data):
-        raise mistake(str(file.path), "a fabric needs either radix or switch", fix='write radix = 512 or switch = "…"')
-    if box is not None and not isinstance(box, str):
-        raise mistake(file.where("", "switch"), "switch is no text", fix='write switch = "Spectrum-5"')
-    text = box if box is not None else f"{int(_number(file, 'radix', whole=True))}"
-    name = str(file.data.get("name", file.path.stem))
-    built = _build(int(hosts), _number(file, "nic_gbps"), shape, text, name=name, where=str(file.path))
-    return built if box is not None else replace(built, switch=_own_switch(file, built.switch))
+def _from_file(path: Path) -> Fabric:
+    asked = read_fabric_file(path)
+    built = _build(asked.hosts, asked.nic_gbps, asked.shape, asked.switch, name=asked.name, where=str(path))
+    return replace(built, switch=_own_switch(asked, built.switch)) if asked.switch.isdecimal() else built
 
 
-def _own_switch(file: TomlFile, ports: Switch) -> Switch:
+def _own_switch(asked: FabricFile, ports: Switch) -> Switch:
     """The switch of a file that says what its box is called, draws and costs."""
-    usd = file.data.get("usd")
-    if usd is not None:
-        low, high = usd if isinstance(usd, list) and len(usd) == 2 else (None, None)
-        good = all(isinstance(one, int | float) and not isinstance(one, bool) for one in (low, high))
-        if not (good and 0 < float(str(low)) <= float(str(high)) < math.inf):
-            raise mistake(file.where("", "usd"), "usd is not a low and a high price", fix="write usd = [50000, 90000]")
-        usd = (float(str(low)), float(str(high)))
-    name = str(file.data["box"])[:60] if "box" in file.data else ""
-    watts = _number(file, "watts") if "watts" in file.data else 0.0
-    return replace(
-        ports, name=f"{name} {ports.name}" if name else ports.name, box=name or ports.box, watts=watts, usd=usd
-    )
-
-
-def _number(file: TomlFile, key: str, *, default: float | None = None, whole: bool = False) -> float:
-    value = file.data.get(key, default)
-    if value is None:
-        raise mistake(str(file.path), f"{key} is missing", fix=f"write {key} = …, as in docs/fabric.md")
-    if isinstance(value, int) and not isinstance(value, bool):
-        value = float(min(value, 10**18))  # float() of hundreds of digits would overflow
-    if isinstance(value, float) and math.isfinite(value) and value > 0 and (not whole or value == int(value)):
-        return value
-    kind = "a whole number above 0" if whole else "a number above 0"
-    raise mistake(file.where("", key), f"{key} = {str(value)[:40]} is not {kind}", fix=f"write {kind}")
+    name, box = (f"{asked.box} {ports.name}", asked.box) if asked.box else (ports.name, ports.box)
+    return replace(ports, name=name, box=box, watts=asked.watts, usd=asked.usd)
 
 
 def _unknown(text: str) -> UserError:

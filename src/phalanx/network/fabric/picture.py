@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from html import escape
 
-from phalanx.network.fabric.budget import GIVE_UP_S
 from phalanx.network.fabric.decisions import PACKETS, Decisions, PlaneRow, recovery_row
 from phalanx.network.fabric.drawing import (
     PANEL_H,
@@ -22,16 +21,17 @@ from phalanx.network.fabric.drawing import (
     ticks_below,
     words,
 )
-from phalanx.network.fabric.findings import against, findings, show_hours
+from phalanx.network.fabric.findings import against, findings, formula, show_hours
 from phalanx.network.fabric.loads import max_to_mean
+from phalanx.network.fabric.recovery import GIVE_UP_S
 from phalanx.units import format_count, format_seconds
 
 WIDTH, HEIGHT, LEFT = 1260, 580, 70
 GAP = 415  # from one panel to the next
 CONVERGES_S = (1.0, 60.0)  # "seconds or tens of seconds" of a conventional fabric (the post on the MRC network)
 SOURCES = (
-    "Sources: geometry and recovery, arXiv:2605.04333 section 2; loads, balls into bins without sampling; failures, "
-    "Llama 3, arXiv:2407.21783 table 5 (35 in 54 days of 16,384 GPUs)."
+    "Sources: geometry and recovery, arXiv:2605.04333 section 2; loads, balls into bins without sampling; failures of "
+    "cables, Alibaba HPN, SIGCOMM'24, of switches, Singh et al., SIGCOMM CCR 51(2) 2021."
 )
 
 
@@ -83,8 +83,8 @@ def _hosts(one: Decisions) -> list[str]:
         label = f"{row.planes}×{row.radix}"
         parts.append(words(x0 + (index + 0.5) * slot, TOP + PANEL_H + 18, label, "soft small", "middle"))
     parts.append(scale_below(x0, "planes × ports of the same box"))
-    ratios = f"per host {one.switch_ratio} of the switches, {one.optics_ratio} of the optics of {against(one)}"
-    note = f"dashed: {one.gpus:,} GPUs; {ratios}"
+    ratios = f"{one.switch_ratio} of the switches and {one.optics_ratio} of the optics per host of {against(one)}"
+    note = f"dashed: {one.gpus:,} GPUs" + (f"; full, {ratios}" if formula(one) else "")
     return [*parts, *key(x0, ("2 tiers, 3 hops", "3 tiers, 5 hops"), note)]
 
 
@@ -141,7 +141,7 @@ def _lost(one: Decisions) -> list[str]:
     rows = [recovery_row(fabric, time_s, restart_s) for time_s in times]
     hours = [max(row.lost_gpu_hours_per_day, 1e-9) for row in rows]
     across = Axis(low=times[0], high=times[-1], start=x0, end=x0 + PANEL_W)
-    restarts = one.budget.restart[0].lost_gpu_hours_per_day
+    restarts = one.recoveries[-1].lost_gpu_hours_per_day
     low = 10 ** math.floor(math.log10(min(hours)))
     high = max(10 * low, *hours, 2 * restarts)
     up = Axis(low=low, high=10 ** math.ceil(math.log10(high)), start=TOP + PANEL_H, end=TOP)

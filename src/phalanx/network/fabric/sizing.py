@@ -17,6 +17,10 @@ MOST_TIERS = 4
 # Beyond any plan, within exact integers: a typing mistake, not a fabric.
 MOST_HOSTS = 10**9
 LEAST_RADIX, MOST_RADIX = 4, 65536  # two down and two up; 128 times the widest box
+MOST_NIC_GBPS = 102_400.0  # a NIC as fast as the fastest switch (Tomahawk 6), 64 times the fastest NIC sold
+MOST_PLANES = 1024  # lanes of the widest chip
+MOST_NAME = 120  # characters of a fabric or a box: a cell of a table
+MOST_WATTS, MOST_USD = 1e6, 1e9  # of one switch: a megawatt and a billion are slips of the pen
 WHERE = "fabric"
 
 
@@ -63,6 +67,8 @@ def size(hosts: int, nic_gbps: float, switch: Switch, shape: Shape, *, name: str
     check(hosts, nic_gbps, shape, where=where)
     if abs(nic_gbps / shape.planes - switch.port_gbps) > 1e-6:
         raise _wrong_speed(nic_gbps, shape, switch, where)
+    if shape.planes > MOST_PLANES:
+        raise mistake(where, f"{shape.planes:,} planes", fix=f"use at most {MOST_PLANES:,}; 8 are built")
     if switch.radix < LEAST_RADIX:
         raise mistake(where, f"a switch of {switch.radix} ports cannot branch", fix=f"use {LEAST_RADIX} ports or more")
     if switch.radix > MOST_RADIX:
@@ -100,6 +106,9 @@ def check(hosts: int, nic_gbps: float, shape: Shape, *, where: str = WHERE) -> N
         raise mistake(where, f"{hosts:,} GPUs are not a fabric", fix=fix)
     if not (math.isfinite(nic_gbps) and nic_gbps > 0):
         raise mistake(where, f"a NIC of {nic_gbps:g} Gb/s carries nothing", fix="use 100, 200, 400, 800 or 1600")
+    if nic_gbps > MOST_NIC_GBPS:
+        fix = f"use at most {MOST_NIC_GBPS:,.0f}; 1,600 are sold"
+        raise mistake(where, f"no NIC has {nic_gbps:g} Gb/s", why="that is beyond the fastest switch", fix=fix)
     if shape.planes < 1:
         raise mistake(where, f"{shape.planes} planes", fix="use 1, 2, 4 or 8")
     if not 1 <= shape.tiers <= MOST_TIERS:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from phalanx.network.fabric.bill import Loss, bill, loss
-from phalanx.network.fabric.budget import Budget, budget
-from phalanx.network.fabric.decisions import Decisions, RecoveryRow
+from phalanx.network.fabric.budget import Budget, Cost, budget
 from phalanx.network.fabric.design import Design, nominal_ratio
-from phalanx.network.fabric.findings import against, findings
+from phalanx.network.fabric.findings import show_hours
+from phalanx.network.fabric.recovery import CONVERGE_S, SHIELD_S, ports_move, sprays
+from phalanx.network.fabric.subnet import MOST_LIDS, addresses, needs_routers
+from phalanx.network.fabric.tables import folded, table, wrapped
 from phalanx.network.fabric.types import Fabric
 from phalanx.units import format_money, format_seconds
 
@@ -19,42 +21,31 @@ _HEAD = (
 )  # fmt: skip
 
 
-def table(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Columns as wide as their widest cell; the first `left` to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = (
-        "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def show_designs(found: Sequence[Design], *, top: int) -> str:
+def show_designs(found: Sequence[Design], *, top: int, width: int | None = None) -> str:
     """The `top` designs of each oversubscription, those that nothing beats marked with a star."""
     first = found[0].fabric
-    parts = [
+    said = (
         f"{first.hosts:,} GPUs with a {first.nic_gbps:g} Gb/s NIC each: {len(found)} fabrics fit. "
         f"Network interruptions at Llama 3's rate per GPU: {found[0].interruptions_per_day:.2g} a day"
-    ]
+    )
+    parts = [folded(said, width)]
     for ratio, group in groupby(found, key=lambda one: nominal_ratio(one.fabric)):
         lines = _merged(list(group))
         name = "full bisection" if ratio == 1 else f"{ratio:g}:1 oversubscribed at T0"
         more = f", {len(lines) - top} more with --top {len(lines)}" if len(lines) > top else ""
-        parts.append(f"\n{name}{more}\n" + table([_HEAD, *lines[:top]]))
-    parts.append("\n" + LEGEND)
+        parts.append(f"\n{name}{more}\n" + table([_HEAD, *lines[:top]], width=width))
+    parts.append("\n".join(["", *wrapped(STAR, width), *wrapped(LEGEND, width)]))
     return "\n".join(parts)
 
 
-LEGEND = """\
-* nothing is as good in cost, hops, power, oversubscription and NIC-link loss, and better in one of them
-T0 to T3: switches of all planes. cables: as wide as a NIC. near: hosts one switch away. NIC link, T0-T1, T1: bandwidth
-that one failure takes from the NIC, from its T0's uplinks in that plane, from what the hosts of its pod send beyond
-their T0; a lost T0 takes the NIC-link share from all hosts near. cost: switches, optics and trunks, low to high list
-prices. fail/day: cables at Alibaba HPN's 0.057 % a month, and switches at 2 % in three months. All links count as
-optical. Sources: fabric show --json"""
+STAR = "* nothing is as good in cost, hops, power, oversubscription and NIC-link loss, and better in one of them"
+LEGEND = (
+    "T0 to T3: switches of all planes. cables: as wide as a NIC. near: hosts one switch away. NIC link, T0-T1, T1: "
+    "bandwidth that one failure takes from the NIC, from its T0's uplinks in that plane, from what the hosts of its "
+    "pod send beyond their T0; a lost T0 takes the NIC-link share from all hosts near. Quantum boxes are InfiniBand. "
+    "cost: switches, optics and trunks, low to high list prices. fail/day: cables at Alibaba HPN's 0.057 % a month, "
+    "and switches at 2 % in three months. All links count as optical. Sources: fabric show --json"
+)
 
 
 def _merged(group: Sequence[Design]) -> list[tuple[str, ...]]:
@@ -72,13 +63,13 @@ def _cells(one: Design) -> tuple[str, ...]:
         f"{'* ' if one.pareto else '  '} {fabric.switch.name}",
         str(fabric.planes),
         str(fabric.tiers),
-        *(_count(fabric.planes * number) for number in (fabric.t0, fabric.t1, fabric.t2 + fabric.t3)),
-        _count(fabric.switches),
-        _count(parts.cables),
+        *(count(fabric.planes * number) for number in (fabric.t0, fabric.t1, fabric.t2 + fabric.t3)),
+        count(fabric.switches),
+        count(parts.cables),
         f"{parts.optics_800g:,.0f}",
         str(fabric.hops),
-        _count(fabric.paths),
-        _count(lost.t0_hosts),
+        count(fabric.paths),
+        count(lost.t0_hosts),
         percent(lost.nic_link),
         percent(lost.t0_t1_link),
         percent(lost.t1),
@@ -88,148 +79,109 @@ def _cells(one: Design) -> tuple[str, ...]:
     )
 
 
-def show_fabric(fabric: Fabric) -> str:
+def show_fabric(fabric: Fabric, *, width: int | None = None) -> str:
     """One fabric on a page."""
     parts, lost = bill(fabric), loss(fabric)
     tiers = ("NIC-T0", "T0-T1", "T1-T2", "T2-T3")
+    deep = "one tier" if fabric.tiers == 1 else f"{fabric.tiers} tiers"
     boxes = [f"{fabric.planes * n:,} T{i}" for i, n in enumerate((fabric.t0, fabric.t1, fabric.t2, fabric.t3)) if n]
     rows = [
         ("hosts", f"{fabric.hosts:,} NICs of {fabric.nic_gbps:g} Gb/s"),
-        ("planes", f"{fabric.planes} of {fabric.port_gbps:g} Gb/s, each {fabric.tiers} tiers of {fabric.switch.name}"),
+        ("planes", f"{fabric.planes} of {fabric.port_gbps:g} Gb/s, each {deep} of {fabric.switch.name}"),
+        *_subnets(fabric),
         ("switches", f"{fabric.switches:,}: {' + '.join(boxes)}"),
-        ("T0 ports", f"{fabric.t0_down} down, {fabric.t0_up} up ({fabric.oversubscription:.3g}:1), {_rails(fabric)}"),
+        ("T0 ports", _ports(fabric)),
         ("links", ", ".join(f"{n:,} {tiers[i]}" for i, n in enumerate(parts.links))),
         ("optics", f"{parts.optics_800g:,.0f} 800G modules ({parts.optics:,} link ends), {parts.cables:,} cables"),
-        ("paths", f"{fabric.paths:,} between hosts of different T0s, {fabric.hops} switches at most"),
+        ("paths", _paths(fabric)),
         ("near", f"{lost.t0_hosts:,} hosts one switch away{_by_rail(fabric)}"),
-        (
-            "one failure takes",
-            f"NIC link {percent(lost.nic_link)} of the NIC, T0-T1 link {percent(lost.t0_t1_link)} of",
-        ),
-        ("", f"its T0's uplinks in a plane, T0 {percent(lost.t0)} of {lost.t0_hosts:,} hosts,"),
-        ("", f"T1 {percent(lost.t1)} of what its pod's hosts send beyond their T0{_t2(lost)}"),
+        *_failures(fabric, lost),
         ("power", "unknown" if parts.watts is None else f"{parts.watts / 1e6:.3g} MW with optics"),
         ("cost", money(parts.usd)),
         ("spare ports", f"{parts.spare_ports:,}"),
     ]
     page = table([(f"  {name}", value) for name, value in rows], left=2)
-    return f"{fabric.name}\n{page}\n\n{show_budget(budget(fabric))}"
+    return folded(f"{fabric.name}\n{page}\n\n{show_budget(fabric, budget(fabric))}", width)
 
 
-def show_budget(one: Budget) -> str:
+def _subnets(fabric: Fabric) -> list[tuple[str, str]]:
+    if sprays(fabric):
+        return []
+    taken = f"{addresses(fabric):,} addresses a plane, of {MOST_LIDS:,} in a subnet"
+    more = ": it needs routers between subnets, which are not counted" if needs_routers(fabric) else ""
+    return [("InfiniBand", f"{taken}{more}")]
+
+
+def _ports(fabric: Fabric) -> str:
+    if fabric.tiers == 1:
+        return f"{fabric.t0_down} down, none up"
+    return f"{fabric.t0_down} down, {fabric.t0_up} up ({fabric.oversubscription:.3g}:1), {_rails(fabric)}"
+
+
+def _paths(fabric: Fabric) -> str:
+    if fabric.tiers == 1:
+        return "one switch between any two hosts" + (", in each plane" if fabric.planes > 1 else "")
+    return f"{fabric.paths:,} between hosts of different T0s, {fabric.hops} switches at most"
+
+
+def _failures(fabric: Fabric, lost: Loss) -> list[tuple[str, str]]:
+    nic, t0 = f"NIC link {percent(lost.nic_link)} of the NIC", f"T0 {percent(lost.t0)} of {lost.t0_hosts:,} hosts"
+    if fabric.tiers == 1:
+        return [("one failure takes", f"{nic}, {t0}")]
+    return [
+        ("one failure takes", f"{nic}, T0-T1 link {percent(lost.t0_t1_link)} of"),
+        ("", f"its T0's uplinks in a plane, {t0},"),
+        ("", f"T1 {percent(lost.t1)} of what its pod's hosts send beyond their T0{_t2(lost)}"),
+    ]
+
+
+def show_budget(fabric: Fabric, one: Budget) -> str:
     """Failures by part and what they cost."""
     head = ("failures per day", "parts", "per day")
     rows = [(f"  {part.part}", f"{part.count:,}", f"{part.failures_per_day:.3g}") for part in one.parts]
     low, high = one.interruptions_interval
     quick, slow = one.restart
     times = f"{format_seconds(quick.seconds_per_event)} to {format_seconds(slow.seconds_per_event)}"
-    hours = f"{quick.lost_gpu_hours_per_day:,.0f} to {slow.lost_gpu_hours_per_day:,.0f} GPU-hours a day"
+    hours = f"{show_hours(quick.lost_gpu_hours_per_day)} to {show_hours(slow.lost_gpu_hours_per_day)} GPU-hours a day"
+    usual = one.conventional
     return "\n".join(
         [
             table([head, *rows]),
-            f"  network interruptions at Llama 3's rate: {one.interruptions_per_day:.3g} a day "
-            f"(95 %: {low:.2g} to {high:.2g}; most days {one.day_spread[0]} to {one.day_spread[1]})",
-            f"  each restarts the job in {times}: "
-            f"{percent(quick.lost_share)} to {percent(slow.lost_share)} of the cluster, {hours}",
-            f"  with recovery at the edge: {percent(one.edge.lost_share)}, "
-            f"{one.edge.lost_gpu_hours_per_day:,.0f} GPU-hours a day",
+            f"  lost at these rates ({one.failures_per_day:.3g} a day), of the cluster:",
+            f"    conventional: {_lost(usual)} (routes are new after {format_seconds(CONVERGE_S)}; a lost NIC link "
+            "or T0 restarts the job)",
+            *(f"    {line}" for line in _edge(fabric, one)),
+            f"  beside it, network interruptions at Llama 3's rate per GPU, whatever the fabric: "
+            f"{one.interruptions_per_day:.3g} a day",
+            f"    (95 %: {low:.2g} to {high:.2g}; most days {one.day_spread[0]} to {one.day_spread[1]}); "
+            f"each restarts the job in {times}:",
+            f"    {percent(quick.lost_share)} to {percent(slow.lost_share)} of the cluster, {hours}",
         ]
     )
 
 
-def show_decisions(one: Decisions) -> str:
-    """What they come to, then the three decisions, one after the other."""
-    said = "\n".join(f"{number}. {words}" for number, words in enumerate(findings(one), 1))
-    return "\n\n".join([said, _planes(one), _loads(one), _latency(one)])
-
-
-def _planes(one: Decisions) -> str:
-    head = (
-        "planes", "switch", "2 tiers", "3 tiers", "4 tiers", "tiers", "hops", "switches", "per host", "optics per host",
-        "near", "NIC link", "T0-T1",
-    )  # fmt: skip
-    rows = [
-        (
-            f"  {row.planes}",
-            row.switch,
-            *(f"{hosts:,}" for hosts in row.most_hosts),
-            str(row.tiers or "-"),
-            str(row.hops or "-"),
-            _count(row.switches),
-            f"{row.switches_per_host:.6f}",
-            str(row.optics_per_host),
-            str(row.hosts_one_switch_away),
-            percent(row.lost_per_nic_link),
-            percent(row.lost_per_t0_t1_link),
-        )
-        for row in one.planes
+def _edge(fabric: Fabric, one: Budget) -> list[str]:
+    """The quickest recovery these boxes have, and what it would be if a cable took more with it."""
+    if not sprays(fabric):
+        return [
+            f"InfiniBand: {_lost(one.edge)} (above T0 switches leave a dead link in {format_seconds(SHIELD_S)}, SHIELD;",
+            "  a lost NIC link or T0 restarts the job; recovery at the edge, MRC, is Ethernet's)",
+        ]
+    said = f"with recovery at the edge: {_lost(one.edge)}"
+    if not ports_move(fabric):
+        return [f"{said} (a NIC of one plane is cut off by its link, and the job restarts)"]
+    if one.edge == one.edge_whole:
+        return [said]  # so late that each failure restarts the job anyway
+    return [
+        f"{said} (a failed cable takes one plane of its NIC,",
+        f"  and steps wait for the network {percent(one.waits)} of their time). What a cable takes, nobody has published:",
+        f"  {percent(one.edge_lanes.lost_share)} if every lane fails as often as a cable, "
+        f"{percent(one.edge_whole.lost_share)} if a cable takes all planes and so the job",
     ]
-    return "\n".join(
-        [
-            f"1. Planes and radix: L tiers of k ports join 2·(k/2)^L hosts; {one.gpus:,} GPUs, {one.nic_gbps:g} Gb/s:",
-            table([head, *rows], left=2),
-            f"  {one.fabric.planes} planes in {one.fabric.tiers} tiers, against {against(one)}: "
-            f"{one.switch_ratio} of the switches and {one.optics_ratio} of the optics per host",
-        ]
-    )
 
 
-def _loads(one: Decisions) -> str:
-    head = (
-        "each unit takes a random uplink",
-        "units per link",
-        "idle links",
-        "max/mean of a T0",
-        "worst of the fabric",
-    )
-    rows = [
-        (
-            f"  {row.what}",
-            f"{row.units_per_link:g}",
-            percent(row.idle_share),
-            f"{row.max_to_mean:.2f}",
-            f"{row.worst_of_fabric:.2f}",
-        )
-        for row in one.loads
-    ]
-    return "\n".join(
-        [
-            f"2. Packets instead of flows: {one.fabric.t0_up} uplinks, {one.fabric.planes * one.fabric.t0:,} T0s",
-            table([head, *rows]),
-            "  random paths alone leave the worst link above line rate: skipping marked paths is what removes that",
-        ]
-    )
-
-
-def _latency(one: Decisions) -> str:
-    late = ", ".join(f"1 in {1 / row.transfer:,.0f}: {percent(row.step)}" for row in one.late)
-    head = ("recovery after", "s per failure", "cluster lost", "GPU-hours a day", "to flaps, at most")
-    rows = [
-        (
-            f"  {format_seconds(row.recovery_s)}",
-            f"{row.seconds_per_event:.3g}",
-            percent(row.lost_share),
-            f"{row.lost_gpu_hours_per_day:,.0f}",
-            percent(row.flap_share),
-        )
-        for row in one.recoveries
-    ]
-    lines = table([head, *rows]).splitlines()
-    remarks = [""] + [_remark(one, row) for row in one.recoveries]
-    return "\n".join(
-        [
-            f"3. Recovery at the edge: a step waits for the slowest of {one.gpus:,} transfers, "
-            f"{one.slowest_to_mean:.1f} times the mean of an exponential delay",
-            f"  transfers late, and so steps: {late}",
-            *(line + remark for line, remark in zip(lines, remarks, strict=True)),
-            show_budget(one.budget),
-        ]
-    )
-
-
-def _remark(one: Decisions, row: RecoveryRow) -> str:
-    chosen = "  chosen" if row.recovery_s == one.recovery_s else ""
-    return chosen + ("  connections give up, the job restarts" if row.restarts else "")
+def _lost(cost: Cost) -> str:
+    return f"{percent(cost.lost_share)}, {show_hours(cost.lost_gpu_hours_per_day)} GPU-hours a day"
 
 
 def percent(share: float) -> str:
@@ -264,5 +216,5 @@ def _rails(fabric: Fabric) -> str:
     return "no rails" if fabric.rails == 1 else f"{fabric.rails} rails"
 
 
-def _count(number: int) -> str:
+def count(number: int) -> str:
     return f"{number:,}" if number else "-"

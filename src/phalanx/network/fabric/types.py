@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+KINDS = ETHERNET, INFINIBAND = "ethernet", "infiniband"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Switch:
@@ -26,6 +28,7 @@ class Switch:
     lanes: int = 0  # ports at this speed the silicon has before the limit on logical ports; 0 is `radix`
     evidence: str = ""  # "fair" or "weak": how far watts and price can be trusted
     also: str = ""  # products with it, separated by commas: "QM9700, QM9790"
+    kind: str = ETHERNET  # or INFINIBAND, on which the edge recovery of MRC does not run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.errors import mistake
-from phalanx.network.fabric.budget import EDGE_RECOVERY_S, RESTART_S, cost_of, event_s
+from phalanx.network.fabric.budget import RESTART_S, Answer, bypass_cost, cost_of
 from phalanx.network.fabric.design import Design, nominal_ratio
-from phalanx.network.fabric.types import Fabric
+from phalanx.network.fabric.recovery import CONVERGE_S, EDGE_RECOVERY_S, WAITS
+from phalanx.network.fabric.types import ETHERNET, INFINIBAND, Fabric
 from phalanx.units import DAY_S, HOUR_S
 
 # Assumptions. A GPU-hour: the middle of the offers for an H100 in hardware/data/price_power.csv. Electricity:
 # about what US industry pays. Four years: how long such a cluster is written off.
 GPU_HOUR_USD, KWH_USD, LIFE_YEARS = 3.25, 0.08, 4.0
 YEAR_DAYS = 365.25
+OTHER_KIND = {ETHERNET: "best on InfiniBand", INFINIBAND: "best on Ethernet"}  # by the kind of the pick: a role
 MOST_USD = 1e6  # for a GPU-hour or a kWh: a slip of the pen
 
 
@@ -32,6 +34,7 @@ class Prices:
     kwh_usd: float = KWH_USD
     years: float = LIFE_YEARS
     recovery_s: float = EDGE_RECOVERY_S  # from a failure to its bypass
+    waits: float = WAITS  # share of a step that waits for the network
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +46,11 @@ class Economics:
     power_usd_per_year: float
     lost_gpu_hours_per_day: float  # to network failures, bypassed; a NIC of one plane restarts the job
     lost_usd_per_day: float
-    restart_gpu_hours_per_day: float  # the same if every failure restarts the job
+    whole_gpu_hours_per_day: float  # the same if a failed cable takes all planes of its NIC
+    whole_usd_per_day: float
+    conventional_gpu_hours_per_day: float  # the same failures where switches route around and a NIC link restarts
+    conventional_usd_per_day: float
+    restart_gpu_hours_per_day: float  # at Llama 3's rate of interruptions instead, each a restart
     restart_usd_per_day: float
     step_s: float | None  # of the job on it
     slower_usd_per_day: float  # GPU-hours of steps that are slower than on the quickest design
@@ -92,6 +99,8 @@ def check_prices(prices: Prices, *, where: str) -> None:
             raise mistake(
                 where, f"{option} {value:g} is out of range", fix=f"use a number above 0, at most {most:,.0f}"
             )
+    if not (math.isfinite(prices.recovery_s) and prices.recovery_s >= 0):
+        raise mistake(where, f"--recovery-s {prices.recovery_s:g} is out of range", fix="use seconds, 0 or more")
 
 
 def verdict(
@@ -132,7 +141,7 @@ def _roles(
 ) -> list[tuple[str, _Priced | None]]:
     pick = _least(full, _total)
     assert pick is not None
-    box = pick[0].fabric.switch.box
+    box, kind = pick[0].fabric.switch.box, pick[0].fabric.switch.kind
 
     def of(ratio: float) -> _Priced | None:
         return _least([one for one in priced if nominal_ratio(one[0].fabric) == ratio], _total)
@@ -145,6 +154,7 @@ def _roles(
         ("full bisection", of(1.0)),
         ("2:1", of(2.0)),
         ("4:1", of(4.0)),
+        (OTHER_KIND[kind], _least([one for one in full if one[0].fabric.switch.kind != kind], _total)),
         ("best of another box", _least([one for one in full if one[0].fabric.switch.box != box], _total)),
         ("one plane", _least([one for one in full if one[0].fabric.planes == 1], _total)),
         ("least to buy", _least(full, lambda one: one[1].usd)),
@@ -162,8 +172,11 @@ def _least(choices: Sequence[_Priced], key: Callable[[_Priced], float]) -> _Pric
 
 def _economics(one: Design, prices: Prices, steps_s: Mapping[Fabric, float]) -> Economics:
     fabric = one.fabric
-    bypassed_s = event_s(fabric, prices.recovery_s, restart_s=RESTART_S[0])
-    lost, restart = (cost_of(fabric, seconds).lost_gpu_hours_per_day for seconds in (bypassed_s, RESTART_S[0]))
+    answer = Answer(recovery_s=prices.recovery_s, waits=prices.waits)
+    lost = bypass_cost(fabric, answer).lost_gpu_hours_per_day
+    whole = bypass_cost(fabric, replace(answer, cable="whole")).lost_gpu_hours_per_day
+    usual = bypass_cost(fabric, replace(answer, recovery_s=CONVERGE_S, edge=False)).lost_gpu_hours_per_day
+    restart = cost_of(fabric, RESTART_S[0]).lost_gpu_hours_per_day
     power = (one.bill.watts or 0.0) / 1e3 * YEAR_DAYS * DAY_S / HOUR_S * prices.kwh_usd
     step_s = steps_s.get(fabric)
     slower = 1 - min(steps_s.values()) / step_s if step_s else 0.0
@@ -175,6 +188,10 @@ def _economics(one: Design, prices: Prices, steps_s: Mapping[Fabric, float]) -> 
         power_usd_per_year=power,
         lost_gpu_hours_per_day=lost,
         lost_usd_per_day=lost * prices.gpu_hour_usd,
+        whole_gpu_hours_per_day=whole,
+        whole_usd_per_day=whole * prices.gpu_hour_usd,
+        conventional_gpu_hours_per_day=usual,
+        conventional_usd_per_day=usual * prices.gpu_hour_usd,
         restart_gpu_hours_per_day=restart,
         restart_usd_per_day=restart * prices.gpu_hour_usd,
         step_s=step_s,

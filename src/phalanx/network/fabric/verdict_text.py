@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from phalanx.network.fabric.findings import show_hours
-from phalanx.network.fabric.text import money, percent, table
+from phalanx.network.fabric.recovery import CONVERGE_S, LINK_BACK_S, REMAP_S, SHIELD_S, ports_move, sprays
+from phalanx.network.fabric.tables import table, wrapped
+from phalanx.network.fabric.text import money, percent
 from phalanx.network.fabric.types import Fabric
-from phalanx.network.fabric.verdict import Option, Verdict
+from phalanx.network.fabric.verdict import OTHER_KIND, Economics, Option, Verdict
 from phalanx.units import format_money, format_seconds
 
-WIDTH = 119
 _HEAD = ("   choice", "switch", "planes", "tiers", "up", "rails", "to buy", "per GPU", "MW", "GPU-hours lost a day")
 
 
-def show_verdict(one: Verdict) -> str:
+def show_verdict(one: Verdict, *, width: int | None = None) -> str:
     """What to take and why, then the options side by side."""
     prices = one.prices
     notes = (
-        f"to buy: the middle of the range. lost: network failures bypassed after {format_seconds(prices.recovery_s)}; "
-        f"a NIC of one plane restarts the job. all: with {prices.years:g} years of power at "
-        f"{format_money(prices.kwh_usd)} a kWh and of lost GPU-hours at {format_money(prices.gpu_hour_usd)} "
-        f"(--kwh-usd, --gpu-hour-usd, --years)"
+        f"to buy: the middle of the range. lost: network failures bypassed after {format_seconds(prices.recovery_s)}, "
+        f"of a NIC's port after {format_seconds(max(prices.recovery_s, REMAP_S))}; a failed cable takes one plane of a "
+        f"NIC for {format_seconds(LINK_BACK_S)} on average, and a step waits for the network {percent(prices.waits)} "
+        f"of its time; a NIC of one plane or on InfiniBand (Quantum) restarts the job. all: with {prices.years:g} "
+        f"years of power at {format_money(prices.kwh_usd)} a kWh and of lost GPU-hours at "
+        f"{format_money(prices.gpu_hour_usd)} (--kwh-usd, --gpu-hour-usd, --years)"
     )
     job = one.pick.economics.step_s is not None
     head = (*_HEAD, *(("step", "slower, a day") if job else ()), f"all, {prices.years:g} years")
     rows = [_row(option, job=job) for option in one.options]
-    return "\n".join([*_wrap(" ".join(_sentences(one))), "", table([head, *rows], left=2), *_wrap(notes)])
+    said = wrapped(" ".join(_sentences(one)), width)
+    return "\n".join([*said, "", table([head, *rows], left=2, width=width), *wrapped(notes, width)])
 
 
 def _row(option: Option, *, job: bool) -> tuple[str, ...]:
@@ -49,18 +53,33 @@ def _row(option: Option, *, job: bool) -> tuple[str, ...]:
 def _sentences(one: Verdict) -> list[str]:
     pick = one.pick
     fabric, costs, parts = pick.design.fabric, pick.economics, pick.design.bill
-    lost, restarts = (show_hours(one) for one in (costs.lost_gpu_hours_per_day, costs.restart_gpu_hours_per_day))
     said = [
         f"Take {_what(fabric)}: {fabric.switches:,} switches, {money(parts.usd)} "
         f"({format_money(costs.usd_per_gpu)} a GPU), {(parts.watts or 0.0) / 1e6:.3g} MW.",
-        f"Network failures cost it {lost} GPU-hours a day where the edge bypasses them "
-        f"({format_money(costs.lost_usd_per_day)}), {restarts} where each restarts the job "
-        f"({format_money(costs.restart_usd_per_day)}).",
+        _lost(fabric, costs),
     ]
     if costs.step_s is not None:
         said.append(f"The job's step takes {format_seconds(costs.step_s)} on it{_slower(one)}.")
     told = [_against(pick, option) for option in one.options[1:] if option.role in _TOLD]
     return [*said, *told, _ends(one)]
+
+
+def _lost(fabric: Fabric, costs: Economics) -> str:
+    """What failures cost with the quickest recovery these boxes have; MRC's edge is Ethernet's."""
+    lost, usual = (show_hours(one) for one in (costs.lost_gpu_hours_per_day, costs.conventional_gpu_hours_per_day))
+    dollars = format_money(costs.lost_usd_per_day)
+    if not sprays(fabric):
+        return (
+            f"Network failures cost it {lost} GPU-hours a day ({dollars}): InfiniBand's switches bypass a dead link "
+            f"above T0 in {format_seconds(SHIELD_S)} (SHIELD), but a lost NIC link or T0 restarts the job."
+        )
+    whole = f", {show_hours(costs.whole_gpu_hours_per_day)} if a failed cable takes all planes of its NIC"
+    return (
+        f"Network failures cost it {lost} GPU-hours a day where the edge bypasses them "
+        f"({dollars}{whole if ports_move(fabric) else ''}), {usual} where routing converges in "
+        f"{format_seconds(CONVERGE_S)} and a lost NIC link or T0 restarts the job "
+        f"({format_money(costs.conventional_usd_per_day)})."
+    )
 
 
 def _ends(one: Verdict) -> str:
@@ -84,7 +103,7 @@ def _slower(one: Verdict) -> str:
     return f", {percent(mine / best - 1)} more than on the quickest" if mine and best else ", the quickest of all"
 
 
-_TOLD = ("best of another box", "one plane", "full bisection", "2:1", "4:1", "quickest step")
+_TOLD = (*OTHER_KIND.values(), "best of another box", "one plane", "full bisection", "2:1", "4:1", "quickest step")
 
 
 def _against(pick: Option, other: Option) -> str:
@@ -115,7 +134,7 @@ def _why(pick: Option, other: Option) -> str:
 
 def _role(option: Option) -> str:
     names = {"one plane": "One plane", "best of another box": "Another box", "quickest step": "The quickest step"}
-    return names.get(option.role, option.role.capitalize())
+    return names.get(option.role, option.role[0].upper() + option.role[1:])
 
 
 def _what(fabric: Fabric, *, role: str = "") -> str:
@@ -126,9 +145,3 @@ def _what(fabric: Fabric, *, role: str = "") -> str:
     full = "" if fabric.oversubscription <= 1 or role in ("2:1", "4:1") else f", {fabric.oversubscription:.2g}:1"
     where = tiers if role == "one plane" else f"{planes} in {tiers}"
     return f"{where} of {fabric.switch.name}{full}{rails}"
-
-
-def _wrap(words: str) -> list[str]:
-    import textwrap
-
-    return textwrap.wrap(words, WIDTH, break_long_words=False, break_on_hyphens=False)

@@ -12,8 +12,10 @@ from pathlib import Path
 
 from phalanx.errors import UserError, mistake
 from phalanx.network.fabric.catalogue import unnamed
+from phalanx.network.fabric.sizing import MOST_NIC_GBPS
 from phalanx.network.fabric.types import Fabric
 from phalanx.sim.htsim.lines import Line, read_lines
+from phalanx.visible import one_line
 
 MOST_BYTES = 1 << 20  # a page of text
 MOST_NODES = 10**7
@@ -30,6 +32,7 @@ LEAST = {  # of each word of a tier
     "queue_down": 1,
     "queue_up": 1,
 }
+MOST = {"downlink_speed_gbps": int(MOST_NIC_GBPS), "downlink_latency_ns": 10**9, "switch_latency_ns": 10**9}  # a second
 NEEDED = ("downlink_speed_gbps", "radix_down")
 
 
@@ -113,7 +116,7 @@ def _take(file: _File, found: dict[int, dict[str, int]], current: int, word: str
         return
     if word not in LEAST:
         raise line.unknown(line.words[0], LEAST)
-    most = MOST_PORTS if word.startswith(("radix", "bundle")) else 10**12
+    most = MOST_PORTS if word.startswith(("radix", "bundle")) else MOST.get(word, 10**12)
     found[current][word] = line.whole(1, least=LEAST[word], most=most)
 
 
@@ -186,7 +189,7 @@ def _fabric(file: _File) -> Fabric:
     radix = max(tier["radix_down"] + tier.get("radix_up", 0) for tier in tiers)
     gbps = float(tiers[0]["downlink_speed_gbps"])
     return Fabric(
-        name=file.path.stem[:80],
+        name=one_line(file.path.stem)[:80],
         hosts=nodes,
         nic_gbps=gbps,
         planes=1,

@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from phalanx.network.fabric.recovery import SWITCH_BACK_S
 from phalanx.units import DAY_S
 
-# Half of Azure's switch failures lasted less than 6 minutes (Singh et al., CCR 51(2), 2021).
-SWITCH_OUTAGE_S = 360.0
 BLOCK = 4096  # failures drawn at once
 
 
@@ -46,7 +45,7 @@ _TRAITS: dict[str, Callable[[float], Cause]] = {
     "host": lambda share: Cause(name="host", share=share, unit="host", takes_host=True),
     "nic": lambda share: Cause(name="nic", share=share, unit="link", takes_host=True),
     "link": lambda share: Cause(name="link", share=share, unit="link", takes_host=True),
-    "switch": lambda share: Cause(name="switch", share=share, unit="link", outage_s=SWITCH_OUTAGE_S),
+    "switch": lambda share: Cause(name="switch", share=share, unit="link", outage_s=SWITCH_BACK_S),
     "software": lambda share: Cause(name="software", share=share, unit="host"),
     "unknown": lambda share: Cause(name="unknown", share=share, unit="host"),
 }

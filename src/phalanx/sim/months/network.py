@@ -12,10 +12,19 @@ from dataclasses import dataclass, replace
 
 from phalanx.network.fabric.bill import loss
 from phalanx.network.fabric.budget import part_rates
+from phalanx.network.fabric.recovery import (
+    CONVERGE_S,
+    EDGE_RECOVERY_S,
+    REMAP_S,
+    SWITCH_BACK_S,
+    pace,
+    ports_move,
+    sprays,
+    stall_s,
+)
 from phalanx.network.fabric.types import Fabric
 from phalanx.plan.plan import Plan
-from phalanx.sim.months.causes import SWITCH_OUTAGE_S, Cause, usual_mix
-from phalanx.sim.step.recovery import CONVERGE_S, EDGE_RECOVERY_S, REMAP_S
+from phalanx.sim.months.causes import Cause, usual_mix
 from phalanx.units import DAY_S
 
 CABLES = "0.057 % of NIC-ToR links a month (Alibaba HPN, SIGCOMM'24), taken for all cables"
@@ -56,8 +65,8 @@ def borne_at_the_edge(mix: tuple[Cause, ...], plan: Plan, network: Network) -> t
     """The usual causes; at the edge a lost link or switch is one plane of a NIC until it is back."""
     if not network.edge:
         return mix
-    pace = slower(plan, 1.0 / network.planes)
-    return tuple(replace(one, stall_s=REMAP_S, pace=pace) if one.name in NETWORK else one for one in mix)
+    narrow = slower(plan, 1.0 / network.planes)
+    return tuple(replace(one, stall_s=REMAP_S, pace=narrow) if one.name in NETWORK else one for one in mix)
 
 
 def _parts(plan: Plan, network: Network, fabric: Fabric) -> Iterator[tuple[Cause, float]]:
@@ -80,15 +89,21 @@ def _name(part: str) -> str:
 
 def _part(plan: Plan, network: Network, fabric: Fabric, name: str, count: float) -> Cause:
     source, unit = (SWITCHES, "switch") if name.endswith("switch") else (CABLES, "cable")
-    outage_s = SWITCH_OUTAGE_S if unit == "switch" else 0.0
+    outage_s = SWITCH_BACK_S if unit == "switch" else 0.0
     cause = Cause(name=name, share=0.0, unit=unit, units=count, outage_s=outage_s, source=source)
     lost = loss(fabric)
     if name in ("link", "T0 switch"):
-        if not network.edge or fabric.planes == 1:
+        if not network.edge or not ports_move(fabric):
             return replace(cause, takes_host=name == "link")
         return replace(cause, stall_s=REMAP_S, pace=slower(plan, lost.nic_link))
     share = lost.t0_t1_link / fabric.planes if name == "uplink" else lost.t1
-    return replace(cause, stall_s=EDGE_RECOVERY_S if network.edge else CONVERGE_S, pace=slower(plan, share))
+    if not network.edge or not sprays(fabric):
+        share *= fabric.planes  # a QP cannot leave its plane, and the message waits for it
+    return replace(cause, stall_s=stall_s(fabric, _bypass_s(network)), pace=slower(plan, share))
+
+
+def _bypass_s(network: Network) -> float:
+    return EDGE_RECOVERY_S if network.edge else CONVERGE_S
 
 
 def network_share(plan: Plan) -> float:
@@ -99,4 +114,4 @@ def network_share(plan: Plan) -> float:
 
 def slower(plan: Plan, lost: float) -> float:
     """Pace while one NIC lacks a share of its bandwidth: it is the slowest of all, so every network wait grows."""
-    return 1.0 / (1.0 + network_share(plan) * lost / (1.0 - lost)) if lost < 1.0 else 0.0
+    return pace(lost, waits=network_share(plan))

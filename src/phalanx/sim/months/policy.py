@@ -23,9 +23,6 @@ from phalanx.units import DAY_S
 UNNOTICED_S = 4289.0
 # Planned interruptions of Llama 3 405B: 47 in 54 days on 2,048 hosts (arXiv 2407.21783 section 3.3.4).
 PLANNED_PER_DAY, PLANNED_HOSTS = 47 / 54, 2048
-# "Most failed links return within a minute" (OpenAI on MRC, 2026-05-05): nine of ten is our reading of "most", and
-# four hours for a hand with a new cable is a choice of ours.
-FLAP_SHARE, FLAP_S, CABLE_S = 0.9, 60.0, 4 * 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,10 +12,11 @@ from functools import partial
 
 import numpy as np
 
+from phalanx.network.fabric.recovery import CABLE_S, FLAP_S, FLAP_SHARE
 from phalanx.sim.months.causes import Cause, arrivals
 from phalanx.sim.months.clock import Clock
 from phalanx.sim.months.ledger import PLANNED, SAVING, SHORT, Ledger, Outcome
-from phalanx.sim.months.policy import CABLE_S, FLAP_S, FLAP_SHARE, UNNOTICED_S, Policy
+from phalanx.sim.months.policy import UNNOTICED_S, Policy
 from phalanx.sim.months.progress import Progress
 from phalanx.units import DAY_S
 
@@ -123,8 +124,12 @@ class _Run:
         self._settle()
         if self._up:
             self._ledger.interruptions[PLANNED] += 1
-            saving = self._policy.saving
-            self._down(PLANNED, "checkpoint", saving.blocking_s + saving.lag_s, then=self._saved)
+            self._save(PLANNED)
+
+    def _save(self, cause: str) -> None:
+        """A checkpoint that is waited for, then a restart from it."""
+        saving = self._policy.saving
+        self._down(cause, "checkpoint", saving.blocking_s + saving.lag_s, then=self._saved)
 
     def _saved(self) -> None:
         self._progress.save()
@@ -193,7 +198,7 @@ class _Run:
             self.clock.after(self._policy.repair_s, self._return_host)
 
     def _return_host(self) -> None:
-        """A repaired host fills a gap in the job, which starts again with it if that makes it faster."""
+        """A repaired host fills a gap in the job, which saves and starts again with it if that makes it faster."""
         self._settle()
         if not self._missing:
             self._idle += 1
@@ -201,8 +206,7 @@ class _Run:
         before = self._policy.pace(self._missing)
         self._missing -= 1
         if self._up and self._policy.pace(self._missing) > before:
-            self._cause = SHORT
-            self._restart()
+            self._save(SHORT)
         elif self._phase == "waiting":
             self._noticed()
 

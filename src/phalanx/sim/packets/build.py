@@ -32,7 +32,7 @@ from phalanx.sim.packets.state import (
 )
 from phalanx.sim.packets.transport import Slots, Transport, in_slots
 
-TOTALS = 9
+TOTALS = 10
 # Paths per plane from which planes behave alike: 128 over 8 is MRC's smallest set. With few, a connection is as slow as
 # its unluckiest plane.
 LEAST_PATHS = 16
@@ -74,7 +74,9 @@ class Sketch:
 
 def sketch(fabric: Fabric, flows: Flows, transport: Transport, *, alike: bool, last_start_s: float = 0.0) -> Sketch:
     """Sizes and expected cost. `alike` planes are simulated once: each carries an equal part of every connection."""
-    copies = fabric.planes if alike and transport.paths >= LEAST_PATHS * fabric.planes else 1
+    # A transfer of less than a packet per plane would become one on each.
+    each = flows.nbytes.min() > (fabric.planes - 1) * transport.payload_bytes
+    copies = fabric.planes if alike and each and transport.paths >= LEAST_PATHS * fabric.planes else 1
     part = replace(fabric, planes=fabric.planes // copies, nic_gbps=fabric.nic_gbps / copies)
     links = links_of(part)
     _hosts(fabric, flows)
@@ -125,7 +127,7 @@ def build(plan: Sketch, flows: Flows, transport: Transport, schedule: Schedule, 
         links=links,
         slots=slots,
         shape=shape,
-        knobs=_knobs(plan, transport),
+        knobs=_knobs(plan, transport, seed),
         net=_net(links, shape),
         traffic=_traffic(plan, flows, schedule, seed, kept=_kept(plan, transport)),
         calendar=_calendar(shape, plan.pool),
@@ -156,7 +158,7 @@ def _shape(links: Links, slots: Slots) -> Shape:
     )
 
 
-def _knobs(plan: Sketch, transport: Transport) -> Knobs:
+def _knobs(plan: Sketch, transport: Transport, seed: int) -> Knobs:
     slots, port_gbps = plan.slots, plan.fabric.port_gbps
     # uet-htsim, public forks: windows scale with the product over 12 µs at 100 Gb/s; the target is 3/4 of a round
     # trip where queues trim; the proportional gain is 4 at a target of 12 µs.
@@ -166,6 +168,7 @@ def _knobs(plan: Sketch, transport: Transport) -> Knobs:
     low, high = (math.ceil(share * slots.rtt) for share in transport.marks)
     return Knobs(
         paths=plan.paths,
+        seed=(12345 + seed * 0x9E3779B97F4A7C1) & 0x7FFFFFFFFFFFFFF,
         skip=int(transport.spray != "oblivious"),
         kept=_kept(plan, transport),
         edge=int(transport.recovery == "edge"),
@@ -228,7 +231,7 @@ def _traffic(plan: Sketch, flows: Flows, schedule: Schedule, seed: int, *, kept:
         mine=order,
         first=first,
         next=np.zeros((hosts, planes), dtype=np.int32),
-        debt=np.zeros(hosts),
+        debt=np.zeros(planes * hosts),
         began=np.full(number, -1, dtype=np.int32),
         fires=schedule.fires.astype(np.int32),
         needed=schedule.needed.astype(np.int32),

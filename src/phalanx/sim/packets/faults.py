@@ -43,12 +43,20 @@ class Change:
     routed: int | None = None  # 1: routing avoids them from now on; 0: uses them again
 
 
-def changes(links: Links, faults: tuple[Fault, ...], *, slot_s: float, converge_s: float | None) -> list[Change]:
-    """Faults as changes of links in order of time; with `converge_s` routing follows that much later."""
+def changes(
+    links: Links, faults: tuple[Fault, ...], *, slot_s: float, converge_s: float | None, denied: tuple[Fault, ...] = ()
+) -> list[Change]:
+    """Faults as changes of links in order of time; with `converge_s` routing follows that much later.
+
+    Where there is routing, what is `denied` is out of service for it from the start; MRC's senders deny paths instead.
+    """
     found: list[Change] = []
+    gone = denied_links(links, denied) if converge_s is not None else np.empty(0, dtype=np.int64)
+    if len(gone):
+        found += [Change(slot=0, links=gone, share=0.0, loss=0.0, routed=known) for known in (None, 1)]
     for fault in faults:
         _check(fault)
-        hit = fault_links(links, fault)
+        hit = np.setdiff1d(fault_links(links, fault), gone)
         grey = fault.loss > 0
         begin, end = _slot(fault.at_s, slot_s), _slot(fault.until_s, slot_s)
         share, room = 1.0 if grey else fault.left, fault.left if fault.short else 1.0
@@ -67,6 +75,13 @@ def changes(links: Links, faults: tuple[Fault, ...], *, slot_s: float, converge_
 
 def _slot(time_s: float, slot_s: float) -> int:
     return 1 + int(min(time_s / slot_s, 2**60))
+
+
+def denied_links(links: Links, denied: tuple[Fault, ...]) -> Ints:
+    """The directed links that no path may use: of parts named as faults are, whose times and shares do not matter."""
+    if any(part.part == "traffic" for part in denied):
+        raise mistake("denied parts", "all traffic was named", fix="name links, T1s, T0s or NIC ports")
+    return np.unique(np.concatenate([np.empty(0, dtype=np.int64), *(fault_links(links, part) for part in denied)]))
 
 
 def fault_links(links: Links, fault: Fault) -> Ints:

@@ -3,8 +3,7 @@
 Imported only when a simulation runs, because importing it compiles with numba.
 In every slot: packets that reach the end of a wire enter the next queue or are delivered, events reach the senders,
 every port sends the head of its queue, every NIC port sends a packet of a connection whose window allows it.
-One file on purpose: numba keeps compiled code by the date of the file that holds the loop, and would go on using it
-when a function that the loop calls changed in another.
+What it takes from other files is in the key of its cache: see `parts.py`.
 Arrays are taken out of their groups before a loop and handed on one by one: reading a group inside a loop, or a row of
 a table as an array of its own, costs an atomic reference count each time (9x on 131,072 hosts).
 """
@@ -12,10 +11,11 @@ a table as an array of its own, costs an atomic reference count each time (9x on
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
-from phalanx.sim.compiled import available, compiled
+from phalanx.sim.compiled import compiled
+from phalanx.sim.packets import parts, state
+from phalanx.sim.packets.parts import draw, part, stamp_of
 from phalanx.sim.packets.state import (
     ACHIEVED,
     ACK,
@@ -31,6 +31,7 @@ from phalanx.sim.packets.state import (
     CALM,
     CREDIT,
     DELIVERED,
+    DENIED,
     FAST,
     FLOW_BITS,
     FRESH,
@@ -52,9 +53,9 @@ from phalanx.sim.packets.state import (
     MARKS,
     MOST,
     MOST_SKIP,
+    NOW,
     OVERFLOW,
     PATH_BITS,
-    RANDOM,
     RETIRED,
     SENT,
     STAMP_BIT,
@@ -89,31 +90,10 @@ MOST_DOUBLINGS = 4  # of a timeout
 SMOOTHING = 0.0125  # of the average delay: uet-htsim, public forks
 
 
-def part(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that only the loop calls: without the entry from Python, which takes half of the compile time."""
-    if not available():
-        return compiled(function)
-    made: Callable[..., Any] = import_module("numba").njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(
-        function
-    )
-    return made
-
-
 @part
-def draw(totals: Ints) -> float:
-    """A random number in [0, 1): xorshift64."""
-    x = totals[RANDOM]
-    x ^= x << 13
-    x ^= (x >> 7) & 0x1FFFFFFFFFFFFFF
-    x ^= x << 17
-    totals[RANDOM] = x
-    return float(((x >> 11) & 0xFFFFFFFFFFFFF) / 4503599627370496.0)
-
-
-@part
-def spread(flow: int, path: int, salt: int, ways: int) -> int:
-    """Which of `ways` ports a path of a connection takes at one switch: an even hash, the same every time."""
-    x = (flow * 2654435761 + path * 40503 + salt * 97531 + 12345) & 0x7FFFFFFFFFFFFFF
+def spread(seed: int, flow: int, path: int, salt: int, ways: int) -> int:
+    """Which of `ways` ports a path of a connection takes at one switch: an even hash, another one with each seed."""
+    x = (flow * 2654435761 + path * 40503 + salt * 97531 + seed) & 0x7FFFFFFFFFFFFFF
     x ^= x >> 29
     x = (x * 0x1CE4E5B9BF58476D) & 0x7FFFFFFFFFFFFFF
     x ^= x >> 32
@@ -194,12 +174,29 @@ def trim(
 
 
 @part
+def crossing(shape: Shape, avoided: Bytes, base: int, t0: int, goal: int, place: int, turn: int) -> int:
+    """The first T1 uplink from `turn` on whose T2 routing holds for reachable, and the goal's pod from it; or -1."""
+    ups = shape.t0 * shape.t0_up
+    over = base + 2 * (shape.hosts + ups)
+    down = over + (shape.per_plane - 2 * (shape.hosts + ups)) // 2
+    here = ((t0 // shape.t0_per_pod) * shape.t1_per_pod + place) * shape.t1_up
+    there = ((goal // shape.t0_per_pod) * shape.t1_per_pod + place) * shape.t1_up
+    for _ in range(shape.t1_up):
+        if not (avoided[over + here + turn] or avoided[down + there + turn]):
+            return turn
+        turn = (turn + 1) % shape.t1_up
+    return -1
+
+
+@part
 def living(shape: Shape, avoided: Bytes, base: int, t0: int, goal: int, port: int) -> int:
-    """The first uplink from `port` on whose both ends routing holds for alive."""
+    """The first uplink from `port` on by which routing holds the goal for reachable."""
     up = base + 2 * shape.hosts
     down = up + shape.t0 * shape.t0_up
+    across = shape.t1_up > 0 and t0 // shape.t0_per_pod != goal // shape.t0_per_pod
     for _ in range(shape.t0_up):
-        if not (avoided[up + t0 * shape.t0_up + port] or avoided[down + goal * shape.t0_up + port]):
+        dead = avoided[up + t0 * shape.t0_up + port] or avoided[down + goal * shape.t0_up + port]
+        if not dead and not (across and crossing(shape, avoided, base, t0, goal, port % shape.t1_per_pod, 0) < 0):
             break
         port = (port + 1) % shape.t0_up
     return port
@@ -219,7 +216,7 @@ def from_nics(
 ) -> None:
     """What reaches the T0s from NICs."""
     wire, ring, head, count, host_t0 = net.wire, net.ring, net.head, net.waiting, net.host_t0
-    avoided, target, links = net.avoided, traffic.target, traffic.links
+    avoided, target, links, seed = net.avoided, traffic.target, traffic.links, knobs.seed
     now, hosts, queue, ports = slot % shape.wire, shape.hosts, shape.queue, shape.t0_up
     for start in range(0, hosts, shape.block):
         # The hosts of a T0 take turns at being first, or the last ones would find its queues full.
@@ -236,7 +233,7 @@ def from_nics(
             if t0 == goal:
                 link, left = base + hosts + goal_host, 1
             else:
-                port = spread(flow, (packet >> FLOW_BITS) & PATH_MASK, 1, ports)
+                port = spread(seed, flow, (packet >> FLOW_BITS) & PATH_MASK, 1, ports)
                 if routed:
                     port = living(shape, avoided, base, t0, goal, port)
                 link, left = base + 2 * hosts + t0 * ports + port, links[flow] - 1
@@ -246,12 +243,20 @@ def from_nics(
 
 @part
 def from_t0(
-    shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, base: int
+    shape: Shape,
+    knobs: Knobs,
+    net: Net,
+    traffic: Traffic,
+    calendar: Calendar,
+    totals: Ints,
+    slot: int,
+    base: int,
+    routed: int,
 ) -> None:
     """What reaches the T1s from below: down again within the pod, else up to a T2."""
     wire, ring, head, count, host_t0, target = net.wire, net.ring, net.head, net.waiting, net.host_t0, traffic.target
     now, queue, ports, per_pod = slot % shape.wire, shape.queue, shape.t0_up, shape.t0_per_pod
-    ups = shape.t0 * ports
+    ups, avoided, seed = shape.t0 * ports, net.avoided, knobs.seed
     up = base + 2 * shape.hosts
     begin = (slot * 7919) % ups
     t0, port = begin // ports, begin % ports
@@ -269,7 +274,9 @@ def from_t0(
             link, left = up + ups + goal * ports + port, 2
         else:
             t1 = (t0 // per_pod) * shape.t1_per_pod + port % shape.t1_per_pod
-            turn = spread(flow, (packet >> FLOW_BITS) & PATH_MASK, 2, shape.t1_up)
+            turn = spread(seed, flow, (packet >> FLOW_BITS) & PATH_MASK, 2, shape.t1_up)
+            if routed:  # without a way, on into the dead link
+                turn = max(crossing(shape, avoided, base, t0, goal, port % shape.t1_per_pod, turn), 0)
             link, left = up + 2 * ups + t1 * shape.t1_up + turn, 4
         if not push(ring, head, count, queue, link, packet):
             trim(shape, knobs, net, traffic, calendar, totals, slot, link, packet, left)
@@ -297,11 +304,20 @@ def from_t1(
 
 @part
 def over_t2(
-    shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, base: int
+    shape: Shape,
+    knobs: Knobs,
+    net: Net,
+    traffic: Traffic,
+    calendar: Calendar,
+    totals: Ints,
+    slot: int,
+    base: int,
+    routed: int,
 ) -> None:
     """What reaches the T2s from below, and the T1s from them."""
     wire, ring, head, count, host_t0, target = net.wire, net.ring, net.head, net.waiting, net.host_t0, traffic.target
-    now, queue, place = slot % shape.wire, shape.queue, shape.t1_per_pod
+    now, queue, place, seed = slot % shape.wire, shape.queue, shape.t1_per_pod, knobs.seed
+    avoided, source = net.avoided, traffic.source
     fall = base + 2 * shape.hosts + shape.t0 * shape.t0_up
     over = fall + shape.t0 * shape.t0_up
     half = (base + shape.per_plane - over) // 2
@@ -318,8 +334,11 @@ def over_t2(
         packet = wire[now, over + half + index]
         if packet != 0:
             flow = packet & FLOW_MASK
-            port = spread(flow, (packet >> FLOW_BITS) & PATH_MASK, 1, shape.t0_up)
-            link = fall + host_t0[target[flow]] * shape.t0_up + port - port % place + t1 % place
+            goal = host_t0[target[flow]]
+            port = spread(seed, flow, (packet >> FLOW_BITS) & PATH_MASK, 1, shape.t0_up)
+            if routed:
+                port = living(shape, avoided, base, host_t0[source[flow]], goal, port)
+            link = fall + goal * shape.t0_up + port - port % place + t1 % place
             if not push(ring, head, count, queue, link, packet):
                 trim(shape, knobs, net, traffic, calendar, totals, slot, link, packet, 2)
 
@@ -331,7 +350,7 @@ def deliver(
     """Receivers take packets, and acknowledge every few, and at once what is marked or asks for it."""
     wire, tally, packets, links, debt = net.wire, traffic.tally, traffic.packets, traffic.links, traffic.debt
     first, words, following, free = calendar.first, calendar.word, calendar.next, calendar.free
-    now = slot % shape.wire
+    now, owes = slot % shape.wire, base // shape.per_plane * shape.hosts
     for host in range(shape.hosts):
         packet = wire[now, base + shape.hosts + host]
         if packet == 0:
@@ -351,7 +370,7 @@ def deliver(
             word = (packet & WHO_MASK) | (marks << SEEN_BIT) | (number << NUMBER_BIT) | (waited << DELAY_BIT)
             at = slot + links[flow] * shape.back + shape.host_slots
             tell(first, words, following, free, totals, shape.ring, at, word)
-            debt[host] += knobs.ack_share
+            debt[owes + host] += knobs.ack_share
 
 
 @part
@@ -641,14 +660,14 @@ def inject(
     wire, trouble, share, loss = net.wire, net.trouble, net.share, net.loss
     firsts, mines, nexts, debt = traffic.first, traffic.mine, traffic.next, traffic.debt
     tally, w, state, turns, kept = traffic.tally, traffic.window, traffic.path, traffic.turn, traffic.kept
-    now, base = slot % shape.wire, plane * shape.per_plane
+    now, base, owes = slot % shape.wire, plane * shape.per_plane, plane * shape.hosts
     for host in range(shape.hosts):
         link = base + host
         wire[now, link] = 0
         first = firsts[host]
         mine = firsts[host + 1] - first
-        if debt[host] >= 1.0:
-            debt[host] -= 1.0
+        if debt[owes + host] >= 1.0:
+            debt[owes + host] -= 1.0
             continue
         if trouble[link] and held(share, trouble, link, slot):
             continue
@@ -691,42 +710,11 @@ def arrive(
         from_nics(shape, knobs, net, traffic, calendar, totals, slot, base, routed)
         deliver(shape, knobs, net, traffic, calendar, totals, slot, base)
         if shape.t0_up > 0:
-            from_t0(shape, knobs, net, traffic, calendar, totals, slot, base)
+            from_t0(shape, knobs, net, traffic, calendar, totals, slot, base, routed)
             if not above_first:
                 from_t1(shape, knobs, net, traffic, calendar, totals, slot, base)
         if shape.t1_up > 0:
-            over_t2(shape, knobs, net, traffic, calendar, totals, slot, base)
-
-
-@compiled
-def advance(
-    shape: Shape,
-    knobs: Knobs,
-    net: Net,
-    traffic: Traffic,
-    calendar: Calendar,
-    totals: Ints,
-    begin: int,
-    end: int,
-    routed: int,
-) -> int:
-    """Run the slots from `begin` up to `end`; stops early when every connection has finished."""
-    slot = begin
-    while slot < end:
-        arrive(shape, knobs, net, traffic, calendar, totals, slot, routed)
-        events(shape, knobs, traffic, calendar, totals, slot)
-        if totals[ACTIVE] == 0:
-            return slot
-        before = totals[SENT]
-        for plane in range(shape.planes):
-            serve(shape, knobs, net, traffic, calendar, totals, slot, plane * shape.per_plane)
-            inject(shape, knobs, net, traffic, calendar, totals, slot, plane)
-        slot += 1
-        # Nothing moves and nobody may send: on to the next thing that a sender hears.
-        if totals[SENT] == before == totals[DELIVERED] + totals[TRIMS] + totals[LOSSES_SEEN]:
-            while slot < end and calendar.first[slot % shape.ring] < 0:
-                slot += 1
-    return slot
+            over_t2(shape, knobs, net, traffic, calendar, totals, slot, base, routed)
 
 
 @part
@@ -736,7 +724,7 @@ def carries(net: Net, totals: Ints, link: int) -> bool:
 
 
 @part
-def alive(shape: Shape, net: Net, traffic: Traffic, totals: Ints, flow: int, path: int) -> bool:
+def alive(shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, totals: Ints, flow: int, path: int) -> bool:
     """Whether a probe over a path comes through."""
     base = ((path + flow) % shape.planes) * shape.per_plane
     up = base + 2 * shape.hosts
@@ -746,27 +734,78 @@ def alive(shape: Shape, net: Net, traffic: Traffic, totals: Ints, flow: int, pat
     if t0 == goal or not ok:
         return bool(ok)
     ups = shape.t0 * shape.t0_up
-    port = spread(flow, path, 1, shape.t0_up)
+    port = spread(knobs.seed, flow, path, 1, shape.t0_up)
     ok = carries(net, totals, up + t0 * shape.t0_up + port) and carries(
         net, totals, up + ups + goal * shape.t0_up + port
     )
     if traffic.links[flow] == 4 or not ok:
         return bool(ok)
     pods_up = (shape.per_plane - 2 * shape.hosts - 2 * ups) // 2
-    turn, place = spread(flow, path, 2, shape.t1_up), port % shape.t1_per_pod
+    turn, place = spread(knobs.seed, flow, path, 2, shape.t1_up), port % shape.t1_per_pod
     here = ((t0 // shape.t0_per_pod) * shape.t1_per_pod + place) * shape.t1_up + turn
     there = ((goal // shape.t0_per_pod) * shape.t1_per_pod + place) * shape.t1_up + turn
     ok = carries(net, totals, up + 2 * ups + here) and carries(net, totals, up + 2 * ups + pods_up + there)
     return bool(ok)
 
 
-@compiled
-def probe(shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, totals: Ints, phase: int, phases: int) -> None:
-    """Every `phases`-th connection tries its retired paths; one whose links all carry the probe is good again."""
-    for flow in range(phase, traffic.path.shape[0], phases):
-        if traffic.done[flow] >= 0 or traffic.tally[flow, RETIRED] == 0:
-            continue
-        for path in range(knobs.paths):
-            if traffic.path[flow, path] == ASSUMED_BAD and alive(shape, net, traffic, totals, flow, path):
-                traffic.path[flow, path] = GOOD
-                traffic.tally[flow, RETIRED] -= 1
+def loops(stamp: int) -> tuple[Callable[..., Any], ...]:
+    """What Python calls. `stamp` stands in each, because numba keys its cache on the variables around a function."""
+
+    @compiled
+    def advance(
+        shape: Shape,
+        knobs: Knobs,
+        net: Net,
+        traffic: Traffic,
+        calendar: Calendar,
+        totals: Ints,
+        begin: int,
+        end: int,
+        routed: int,
+    ) -> int:
+        """Run the slots from `begin` up to `end`; stops early when every connection has finished."""
+        _ = stamp
+        slot = begin
+        while slot < end:
+            arrive(shape, knobs, net, traffic, calendar, totals, slot, routed)
+            events(shape, knobs, traffic, calendar, totals, slot)
+            if totals[ACTIVE] == 0:
+                break
+            before = totals[SENT]
+            for plane in range(shape.planes):
+                serve(shape, knobs, net, traffic, calendar, totals, slot, plane * shape.per_plane)
+                inject(shape, knobs, net, traffic, calendar, totals, slot, plane)
+            slot += 1
+            # Nothing moves and nobody may send: on to the next thing that a sender hears.
+            if totals[SENT] == before == totals[DELIVERED] + totals[TRIMS] + totals[LOSSES_SEEN]:
+                while slot < end and calendar.first[slot % shape.ring] < 0:
+                    slot += 1
+        totals[NOW] = slot
+        return slot
+
+    @compiled
+    def probe(shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, totals: Ints, phase: int, phases: int) -> None:
+        """Every `phases`-th connection tries its retired paths; one whose links all carry the probe is good again."""
+        _ = stamp
+        for flow in range(phase, traffic.path.shape[0], phases):
+            if traffic.done[flow] >= 0 or traffic.tally[flow, RETIRED] == 0:
+                continue
+            for path in range(knobs.paths):
+                if traffic.path[flow, path] == ASSUMED_BAD and alive(shape, knobs, net, traffic, totals, flow, path):
+                    traffic.path[flow, path] = GOOD
+                    traffic.tally[flow, RETIRED] -= 1
+
+    @compiled
+    def deny(shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, totals: Ints) -> None:
+        """Take the paths over links without a share out of use, for good."""
+        _ = stamp
+        for flow in range(traffic.path.shape[0]):
+            for path in range(knobs.paths):
+                if not alive(shape, knobs, net, traffic, totals, flow, path):
+                    traffic.path[flow, path] = DENIED
+                    traffic.tally[flow, RETIRED] += 1
+
+    return advance, probe, deny
+
+
+advance, probe, deny = loops(stamp_of(__file__, parts.__file__, state.__file__))

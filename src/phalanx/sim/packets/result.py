@@ -34,6 +34,7 @@ class PacketResult:
     cpu_s: float
     stopped: str  # why it ended early: "", "interrupted" or "time limit"
     dropped: int = 0  # of the lost, those that found a full buffer (conventional transport without PFC)
+    denied_paths: int = 0
     paused_share: float = 0.0  # of time, that ports with something to send were paused (PFC)
 
     @property
@@ -79,6 +80,7 @@ class PacketResult:
             "connections_touched": self.touched,
             "connections_touched_by_loss": self.touched_by_loss,
             "paths_retired": self.retired_paths,
+            "paths_denied": self.denied_paths,
             "throughput_over_time": [
                 {"until_us": float(t) * 1e6, "gbps": float(g)}
                 for t, g in zip(self.time_s, self.throughput_gbps, strict=True)

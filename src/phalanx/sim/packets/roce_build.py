@@ -32,7 +32,7 @@ from phalanx.sim.packets.roce_state import (
 from phalanx.sim.packets.state import Calendar, Ints, Ints32
 from phalanx.sim.routes import Routing, route
 
-TOTALS, COUNTS, RATES = 13, 9, 8
+TOTALS, COUNTS, RATES = 14, 9, 8
 MOST_LINKS_OF_PATH = 6
 TICK_S = 1e-6  # between looks at the timers, whose times are tens of microseconds
 BYTES_PER_PACKET, BYTES_PER_PAIR, BYTES_PER_EVENT = 4 * 4 + 2, 4 * (COUNTS + 8) + 8 * RATES + 20, 12

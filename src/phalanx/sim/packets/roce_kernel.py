@@ -1,13 +1,17 @@
 """The compiled loop of the conventional transport: go-back-N, PFC from switch to switch, DCQCN at the NIC.
 
-A file of its own, so that the loop of MRC is not compiled again when this one changes; all in one file for the reason
-in `kernel.py`. Paths are fixed lists of links, so the loop knows nothing of the fabric but which switch a link ends at.
+A file of its own, so that the loop of MRC is not compiled again when this one changes. Paths are fixed lists of links,
+so the loop knows nothing of the fabric but which switch a link ends at.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from phalanx.sim.compiled import compiled
-from phalanx.sim.packets.kernel import part
+from phalanx.sim.packets import parts, roce_state, state
+from phalanx.sim.packets.parts import draw, part, stamp_of
 from phalanx.sim.packets.roce_state import (
     ACK,
     ACTIVE,
@@ -28,13 +32,13 @@ from phalanx.sim.packets.roce_state import (
     MARKS,
     NAK,
     NEXT,
+    NOW,
     NUMBER_BIT,
     OVERFLOW,
     PATIENCE,
     PAUSED,
     PROGRESS,
     QP_BITS,
-    RANDOM,
     RATE,
     SEND_AT,
     SENT,
@@ -56,17 +60,6 @@ from phalanx.sim.packets.state import Bytes, Calendar, Floats, Ints, Ints32
 PAIR_MASK = (1 << QP_BITS) - 1
 KIND_MASK = (1 << KIND_BITS) - 1
 MOST_DOUBLINGS = 6  # of a timeout: seven retries are what a queue pair has
-
-
-@part
-def draw(totals: Ints) -> float:
-    """A random number in [0, 1): xorshift64."""
-    x = totals[RANDOM]
-    x ^= x << 13
-    x ^= (x >> 7) & 0x1FFFFFFFFFFFFFF
-    x ^= x << 17
-    totals[RANDOM] = x
-    return float(((x >> 11) & 0xFFFFFFFFFFFFF) / 4503599627370496.0)
 
 
 @part
@@ -487,26 +480,36 @@ def wake(form: Form, pairs: Pairs, slot: int) -> int:
     return int(first // form.tick) * form.tick
 
 
-@compiled
-def advance(form: Form, rules: Rules, ports: Ports, packets: Packets, pairs: Pairs, calendar: Calendar, totals: Ints,
-            begin: int, end: int) -> int:  # fmt: skip
-    """Run the slots from `begin` up to `end`; stops early when every connection has finished."""
-    slot = begin
-    while slot < end:
-        signals(ports, totals, slot)
-        arrive(form, rules, ports, packets, pairs, calendar, totals, slot)
-        events(form, rules, pairs, calendar, totals, slot)
-        if totals[ACTIVE] == 0:
-            return slot
-        if slot % form.tick == 0:
-            timers(form, rules, pairs, slot)
-        before = totals[SENT]
-        serve(form, rules, ports, packets, pairs, totals, slot)
-        inject(form, ports, packets, pairs, totals, slot)
-        slot += 1
-        # Nothing is in the fabric and nobody sent: on to the next thing that a sender hears or does.
-        if totals[IN_NET] == 0 and totals[SENT] == before:
-            until = min(end, wake(form, pairs, slot))
-            while slot < until and calendar.first[slot % form.ring] < 0:
-                slot += 1
-    return slot
+def loop(stamp: int) -> Callable[..., Any]:
+    """What Python calls; `stamp` is in the key of its cache, as in `kernel.loops`."""
+
+    @compiled
+    def advance(form: Form, rules: Rules, ports: Ports, packets: Packets, pairs: Pairs, calendar: Calendar,
+                totals: Ints, begin: int, end: int) -> int:  # fmt: skip
+        """Run the slots from `begin` up to `end`; stops early when every connection has finished."""
+        _ = stamp
+        slot = begin
+        while slot < end:
+            signals(ports, totals, slot)
+            arrive(form, rules, ports, packets, pairs, calendar, totals, slot)
+            events(form, rules, pairs, calendar, totals, slot)
+            if totals[ACTIVE] == 0:
+                break
+            if slot % form.tick == 0:
+                timers(form, rules, pairs, slot)
+            before = totals[SENT]
+            serve(form, rules, ports, packets, pairs, totals, slot)
+            inject(form, ports, packets, pairs, totals, slot)
+            slot += 1
+            # Nothing is in the fabric and nobody sent: on to the next thing that a sender hears or does.
+            if totals[IN_NET] == 0 and totals[SENT] == before:
+                until = min(end, wake(form, pairs, slot))
+                while slot < until and calendar.first[slot % form.ring] < 0:
+                    slot += 1
+        totals[NOW] = slot
+        return slot
+
+    return advance
+
+
+advance = loop(stamp_of(__file__, parts.__file__, roce_state.__file__, state.__file__))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,11 +13,12 @@ from phalanx.network.fabric.types import Fabric
 from phalanx.sim.links import Floats
 from phalanx.sim.matrices import Flows
 from phalanx.sim.packets.budget import Budget, afford
+from phalanx.sim.packets.course import Course
 from phalanx.sim.packets.faults import Change, Fault, changes
 from phalanx.sim.packets.result import PacketResult
 from phalanx.sim.packets.roce import Roce, check_roce
 from phalanx.sim.packets.roce_build import RoceWorld, roce_build, roce_routes, roce_sketch
-from phalanx.sim.packets.roce_state import ACTIVE, DELIVERED, DROPPED, LOST, MARKS, OVERFLOW, PAUSED, SENT
+from phalanx.sim.packets.roce_state import ACTIVE, DELIVERED, DROPPED, LOST, MARKS, NOW, OVERFLOW, PAUSED, SENT
 
 
 def run_roce(
@@ -27,6 +27,7 @@ def run_roce(
     roce: Roce,
     *,
     faults: tuple[Fault, ...],
+    denied: tuple[Fault, ...],
     seed: int,
     budget: Budget,
     limit: Callable[
@@ -41,7 +42,7 @@ def run_roce(
     afford(fabric.name, plan.cost, budget)
     world = roce_build(plan, fabric, traffic, roce, seed=seed)
     slot_s = world.slots.slot_s
-    todo = changes(world.links, faults, slot_s=slot_s, converge_s=roce.converge_s)
+    todo = changes(world.links, faults, slot_s=slot_s, converge_s=roce.converge_s, denied=denied)
     clock = _Clock(
         world=world,
         roce=roce,
@@ -50,6 +51,7 @@ def run_roce(
         known=np.ones(world.links.count),
         todo=todo,
         watch=watch,
+        course=Course(watched=len(watch)),
         sample=max(1, round(sample_s / slot_s)),
     )
     started = time.process_time()
@@ -69,10 +71,8 @@ class _Clock:
     todo: list[Change]
     watch: tuple[int, ...]
     sample: int
+    course: Course
     slot: int = 1
-    ends: list[int] = field(default_factory=list)
-    delivered: list[int] = field(default_factory=list)
-    watched: list[Any] = field(default_factory=list)
 
     def run(self, limit: int, deadline: float) -> str:
         from phalanx.sim.packets import roce_kernel as kernel
@@ -90,7 +90,9 @@ class _Clock:
                     next_sample = self.slot + self.sample
                 if time.process_time() > deadline:
                     return "CPU budget"
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # as in `run.py`
+            self.slot = max(self.slot, int(w.totals[NOW]))
+            self._keep()
             return "interrupted"
         if w.totals[OVERFLOW]:
             what = f"{int(w.totals[OVERFLOW]):,} events or packets did not fit"
@@ -109,18 +111,14 @@ class _Clock:
             w.pairs.route[:] = roce_routes(w.links, self.traffic, self.roce, self.seed, self.known)[0]
 
     def _keep(self) -> None:
-        self.ends.append(self.slot)
-        self.delivered.append(int(self.world.totals[DELIVERED]))
-        self.watched.append(self.world.pairs.arrived[list(self.watch)].copy())
+        w = self.world
+        self.course.keep(self.slot, int(w.totals[DELIVERED]), w.pairs.arrived[list(self.watch)])
 
 
 def _result(clock: _Clock, stopped: str, cpu_s: float) -> PacketResult:
     w, slot_s, roce = clock.world, clock.world.slots.slot_s, clock.roce
-    ends = np.array(clock.ends, dtype=np.float64)
-    taken_s = np.maximum(np.diff(ends, prepend=1.0), 1.0) * slot_s
-    bits = 8e-9 * roce.payload_bytes
+    time_s, total_gbps, watched_gbps = clock.course.gbps(slot_s, 8e-9 * roce.payload_bytes)
     done, lost = w.pairs.done.astype(np.float64), int(w.totals[LOST]) + int(w.totals[DROPPED])
-    watched = np.array(clock.watched, dtype=np.float64).reshape(len(ends), len(clock.watch)).T
     busy = max(clock.slot - 1, 1) * w.links.count
     return PacketResult(
         transport=roce.name,
@@ -136,9 +134,9 @@ def _result(clock: _Clock, stopped: str, cpu_s: float) -> PacketResult:
         touched=int((w.pairs.touched > 0).sum()),
         touched_by_loss=int((w.pairs.touched > 0).sum()),
         retired_paths=0,
-        time_s=(ends - 1) * slot_s,
-        throughput_gbps=np.diff(np.array(clock.delivered, dtype=np.float64), prepend=0.0) * bits / taken_s,
-        watched_gbps=np.diff(watched, axis=1, prepend=0.0) * bits / taken_s,
+        time_s=time_s,
+        throughput_gbps=total_gbps,
+        watched_gbps=watched_gbps,
         planes_simulated=w.links.fabric.planes,
         simulated_s=(clock.slot - 1) * slot_s,
         cpu_s=cpu_s,

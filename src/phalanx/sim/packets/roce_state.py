@@ -16,8 +16,23 @@ ACK, NAK, CNP = 0, 1, 2
 # Columns of Pairs.rate, in packets and slots: what DCQCN remembers
 RATE, TARGET, ALPHA, SEND_AT, ALPHA_AT, TIMER_AT, SENT_BYTES, CNP_AT = range(8)
 
-# Totals the loop adds to.
-DELIVERED, SENT, DROPPED, LOST, MARKS, ACTIVE, RANDOM, OVERFLOW, PAUSED, IN_NET, FREE, SIGNAL_FIRST, SIGNALS = range(13)
+# Totals the loop adds to; RANDOM where `state.py` has it, because both loops draw with `parts.draw`.
+(
+    DELIVERED,
+    SENT,
+    DROPPED,
+    LOST,
+    MARKS,
+    ACTIVE,
+    RANDOM,
+    OVERFLOW,
+    PAUSED,
+    IN_NET,
+    FREE,
+    SIGNAL_FIRST,
+    SIGNALS,
+    NOW,
+) = range(14)
 
 
 class Form(NamedTuple):

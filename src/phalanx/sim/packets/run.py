@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,6 +13,8 @@ from phalanx.sim.links import Ints
 from phalanx.sim.matrices import Flows
 from phalanx.sim.packets.budget import Budget, afford
 from phalanx.sim.packets.build import World, build, sketch
+from phalanx.sim.packets.course import Course
+from phalanx.sim.packets.denied import deny_paths
 from phalanx.sim.packets.faults import Change, Fault, changes
 from phalanx.sim.packets.result import PacketResult
 from phalanx.sim.packets.roce import Roce
@@ -24,9 +25,11 @@ from phalanx.sim.packets.state import (
     ARRIVED,
     BAD_PATHS,
     DELIVERED,
+    DENIED,
     LOSSES_SEEN,
     MARKS,
     MOST_SLOTS,
+    NOW,
     OVERFLOW,
     SENT,
     TODO,
@@ -48,6 +51,7 @@ def run(
     *,
     transport: Transport | Roce,
     faults: tuple[Fault, ...] = (),
+    denied: tuple[Fault, ...] = (),
     seed: int = 0,
     budget: Budget = BUDGET,
     limit_s: float | None = None,
@@ -58,7 +62,8 @@ def run(
     """Simulate until every connection has finished, or `limit_s` of simulated time is over.
 
     Without a limit that is 0.1 s after the last fault or start and 20 times what the traffic takes unhindered. `watch`
-    names connections whose throughput is kept over time. Interrupted (Ctrl-C), it returns what was finished.
+    names connections whose throughput is kept over time. `denied` parts are named as faults are: no path over them is
+    used, and routing knows it from the start. Interrupted (Ctrl-C), it returns what was finished.
     """
     if isinstance(transport, Roce):
         if schedule is not None:
@@ -68,6 +73,7 @@ def run(
             traffic,
             transport,
             faults=faults,
+            denied=denied,
             seed=seed,
             budget=budget,
             limit=lambda todo, slot_s, ideal: _limit(limit_s, todo, slot_s, 0.0, ideal=ideal),
@@ -82,17 +88,20 @@ def run(
     sorted_ = Flows(source=traffic.source[order], target=traffic.target[order], nbytes=traffic.nbytes[order])
     starts = starts.ordered(order)
     last_start_s = float(starts.start_s.max())
-    plan = sketch(fabric, sorted_, transport, alike=not faults, last_start_s=last_start_s)
+    plan = sketch(fabric, sorted_, transport, alike=not (faults or denied), last_start_s=last_start_s)
     afford(fabric.name, plan.cost, budget)
     world = build(plan, sorted_, transport, starts, seed=seed)
     converge_s = transport.converge_s if transport.recovery == "routing" else None
-    todo = changes(world.links, faults, slot_s=world.slots.slot_s, converge_s=converge_s)
+    if denied and converge_s is None:
+        deny_paths(world, denied)
+    todo = changes(world.links, faults, slot_s=world.slots.slot_s, converge_s=converge_s, denied=denied)
     places = tuple(int(np.flatnonzero(order == flow)[0]) for flow in _watched(watch, len(traffic)))
     clock = _Clock(
         world=world,
         todo=todo,
         starts=_starts(starts, world.slots.slot_s),
         watch=places,
+        course=Course(watched=len(places)),
         sample=max(1, round(sample_s / world.slots.slot_s)),
     )
     started = time.process_time()
@@ -133,10 +142,8 @@ class _Clock:
     starts: list[tuple[int, Ints]]  # the next one last
     watch: tuple[int, ...]
     sample: int
+    course: Course
     slot: int = 1  # a packet word of 0 is no packet, so nothing is sent in slot 0
-    ends: list[int] = field(default_factory=list)
-    delivered: list[int] = field(default_factory=list)
-    watched: list[Any] = field(default_factory=list)
     routed: int = 0
     probes: int = 0
 
@@ -163,7 +170,9 @@ class _Clock:
                     next_probe = self.slot + probe
                 if time.process_time() > deadline:
                     return "CPU budget"
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # raised when the loop returns, before its slot has a name here
+            self.slot = max(self.slot, int(w.totals[NOW]))
+            self._keep()
             return "interrupted"
         if w.totals[OVERFLOW]:
             what = f"{int(w.totals[OVERFLOW]):,} events did not fit the calendar"
@@ -189,19 +198,15 @@ class _Clock:
             net.trouble[change.links] |= int(change.share < 1 or change.loss > 0)
 
     def _keep(self) -> None:
-        self.ends.append(self.slot)
-        self.delivered.append(int(self.world.totals[DELIVERED]))
-        self.watched.append(self.world.traffic.tally[list(self.watch), ARRIVED].copy())
+        tally = self.world.traffic.tally
+        self.course.keep(self.slot, int(self.world.totals[DELIVERED]), tally[list(self.watch), ARRIVED])
 
 
 def _result(clock: _Clock, order: Ints, flows: Flows, transport: Transport, stopped: str, cpu_s: float) -> PacketResult:
     w, slot_s = clock.world, clock.world.slots.slot_s
-    ends = np.array(clock.ends, dtype=np.float64)
-    taken_s = np.maximum(np.diff(ends, prepend=1.0), 1.0) * slot_s
-    bits = 8e-9 * transport.payload_bytes * w.copies
+    time_s, total_gbps, watched_gbps = clock.course.gbps(slot_s, 8e-9 * transport.payload_bytes * w.copies)
     done, began = np.empty(len(order)), np.empty(len(order))
     done[order], began[order] = w.traffic.done, w.traffic.began
-    watched = np.array(clock.watched, dtype=np.float64).reshape(len(ends), len(clock.watch)).T
     touched = w.traffic.tally[:, TOUCHED]
     return PacketResult(
         transport=transport.name,
@@ -217,9 +222,10 @@ def _result(clock: _Clock, order: Ints, flows: Flows, transport: Transport, stop
         touched=int((touched > 0).sum()),
         touched_by_loss=int((touched & 1).sum()),
         retired_paths=int(w.totals[BAD_PATHS]) * w.copies,
-        time_s=(ends - 1) * slot_s,
-        throughput_gbps=np.diff(np.array(clock.delivered, dtype=np.float64), prepend=0.0) * bits / taken_s,
-        watched_gbps=np.diff(watched, axis=1, prepend=0.0) * bits / taken_s,
+        denied_paths=int((w.traffic.path == DENIED).sum()),
+        time_s=time_s,
+        throughput_gbps=total_gbps,
+        watched_gbps=watched_gbps,
         planes_simulated=w.fabric.planes,
         simulated_s=(clock.slot - 1) * slot_s,
         cpu_s=cpu_s,

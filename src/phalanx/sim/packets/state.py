@@ -82,6 +82,7 @@ class Knobs(NamedTuple):
     """The transport in slots and packets."""
 
     paths: int
+    seed: int  # of the hash that places paths
     skip: int  # 1: marked and trimmed paths are left out for a rotation
     kept: int  # places for paths to be used again, 0 is none
     edge: int  # 1: a silent loss retires its path at once
@@ -132,7 +133,7 @@ class Traffic(NamedTuple):
     mine: Ints32  # connections in order of their source
     first: Ints32  # [host] where its connections start in `mine`
     next: Ints32  # [host, plane] whose turn it is
-    debt: Floats  # [host] slots owed to acknowledgements
+    debt: Floats  # [plane · host] slots owed to acknowledgements
     began: Ints32  # slot of the start, -1 before it
     fires: Ints32  # trigger that hears of the end, -1 is none
     needed: Ints32  # [trigger] ends it still waits for
@@ -149,5 +150,5 @@ class Calendar(NamedTuple):
     free: Ints32  # [1] head of the free list
 
 
-# Totals the loop adds to.
-DELIVERED, SENT, TRIMS, LOSSES_SEEN, MARKS, ACTIVE, RANDOM, OVERFLOW, BAD_PATHS = range(9)
+# Totals the loop adds to, and the slot it is in.
+DELIVERED, SENT, TRIMS, LOSSES_SEEN, MARKS, ACTIVE, RANDOM, OVERFLOW, BAD_PATHS, NOW = range(10)

@@ -5,12 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.errors import mistake
+from phalanx.network.fabric.recovery import (
+    CONVERGE_S,
+    EDGE_RECOVERY_S,
+    FLAP_S,
+    GIVE_UP_S,
+    REMAP_S,
+    SWITCH_BACK_S,
+    T1_BACK_S,
+    TRANSCEIVER_BACK_S,
+)
 from phalanx.network.fabric.types import Fabric
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.sim.broken import Broken
 from phalanx.sim.step.paths import Transport
-from phalanx.sim.step.recovery import CONVERGE_S, EDGE_RECOVERY_S, GIVE_UP_S, REMAP_S
 from phalanx.sim.step.report import StepReport, step_report
 
 PARTS = {
@@ -21,11 +30,16 @@ PARTS = {
     "transceiver": "a NIC's transceiver",
     "grey": "a T0-T1 link that loses packets",
 }
-# Seconds until the part is back, where nobody says. Links: "most failed links return within a minute" (the post). T1:
-# forwarding was back after 2 minutes (arXiv:2605.04333 section 5.1). T0: half of Azure's switch failures were shorter
-# (CCR 51(2), 2021). Transceiver: a calibration: with the 3 s of moving QPs it is the quarter of a minute by which the
-# paper's 50,000-GPU job fell behind when a glitch flapped four NIC-T0 links (section 5.1). Grey: until somebody looks.
-OUTAGE_S = {"link": 60.0, "t1": 120.0, "t0": 360.0, "nic": 60.0, "transceiver": 12.0, "grey": 3600.0}
+# Seconds until the part is back, where nobody says: of links, those that come back by themselves. Grey: until somebody
+# looks, a choice of ours.
+OUTAGE_S = {
+    "link": FLAP_S,
+    "t1": T1_BACK_S,
+    "t0": SWITCH_BACK_S,
+    "nic": FLAP_S,
+    "transceiver": TRANSCEIVER_BACK_S,
+    "grey": 3600.0,
+}
 GREY_LOSS = 0.01  # of the packets, as the paper injects (section 5.2.7)
 # There and back between hosts under different T0s: twice 6.54 µs (arXiv:2605.04333 section 5.2.1).
 ROUND_TRIP_S = 2 * 6.54e-6
@@ -50,7 +64,9 @@ class Aftermath:
     flows: int  # of all axes
     touched: int  # of them, those that ran over what broke
     stalled: int  # of them, those that are left without any path
-    share: float  # of line rate, slowest flow afterwards
+    share_before: float  # of line rate, slowest flow
+    share: float  # the same afterwards, which the later steps are priced by
+    timeouts_s: float  # of a later step: waits for acknowledgements that were lost
     restart_s: float  # lost when the job has to restart, beside the work since the last checkpoint; 0 when it goes on
 
 
@@ -73,8 +89,8 @@ def aftermath(
     stops = hit.stalled and stall_s > GIVE_UP_S
     # Whoever waits until the part is back goes on as before.
     after_s = healthy.step_s if hit.stalled else hit.step_s
-    if kind == "grey" and not edge:
-        after_s += _timeouts_s(plan, hit)
+    timeouts_s = _timeouts_s(plan, hit) if kind == "grey" and not edge else 0.0
+    after_s += timeouts_s
     slow_s = 0.0 if hit.stalled else max(0.0, min(away_s, MINUTE_S) - stall_s)
     return Aftermath(
         recovery="edge" if edge else "conventional",
@@ -87,7 +103,9 @@ def aftermath(
         flows=sum(path.flows for path in hit.paths),
         touched=touched,
         stalled=sum(path.stalled for path in hit.paths),
+        share_before=healthy.slowest_share,
         share=hit.slowest_share,
+        timeouts_s=timeouts_s,
         restart_s=plan.reliability.lost_s if stops else 0.0,
     )
 

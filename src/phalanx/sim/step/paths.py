@@ -142,7 +142,7 @@ def _axis_path(fabric: Fabric, axis: str, source: Ints, target: Ints, transport:
     near, far = links.host_t0(source), links.host_t0(target)
     # Under one T0 every NIC has one flow in and one out, so none is slowed: only what breaks there can touch it.
     counts = near != far
-    if not transport.broken.nothing:
+    if counts.any() or not transport.broken.nothing:  # the same flows healthy and broken: they hash alike
         counts |= (near == FIRST_T0) | (far == FIRST_T0)
     shares, touched = np.ones(1), 0
     if counts.any():

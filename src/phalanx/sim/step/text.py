@@ -106,7 +106,11 @@ def render_break(kind: str, found: Sequence[Aftermath]) -> str:
     rows.append(("throughput of that minute", *(f"{one.minute - 1:+.1%}" for one in found)))
     rows.append(("connections touched", *(f"{one.touched:,} of {one.flows:,}" for one in found)))
     rows.append(("left without a path", *(f"{one.stalled:,}" for one in found)))
-    rows.append(("slowest flow, of line rate", *(f"{one.share:.2f}" for one in found)))
+    rows.append(("slowest flow before, of line rate", *(f"{one.share_before:.2f}" for one in found)))
+    rows.append(("slowest flow after", *(f"{one.share:.2f}" for one in found)))
+    if any(one.timeouts_s for one in found):
+        waits = (format_seconds(one.timeouts_s) if one.timeouts_s else "-" for one in found)
+        rows.append(("of a step, waiting for lost ACKs", *waits))
     rows.append(("restart", *(format_seconds(one.restart_s) if one.restart_s else "-" for one in found)))
     columns = range(1, len(found) + 1)
     title = f"WHEN {PARTS[kind].upper()} BREAKS (back after {format_seconds(found[0].outage_s)})"

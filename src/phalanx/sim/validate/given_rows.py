@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from phalanx.network.fabric.budget import (
-    CABLE_PER_DAY,
-    EDGE_RECOVERY_S,
-    LLAMA_COUNT,
-    LLAMA_GPU_DAYS,
-    MONTH_DAYS,
-    REPAIR_S,
-)
+from phalanx.network.fabric.budget import CABLE_PER_DAY, LLAMA_COUNT, LLAMA_GPU_DAYS, MONTH_DAYS
 from phalanx.network.fabric.parse import parse_fabric
+from phalanx.network.fabric.recovery import CONVERGE_S, EDGE_RECOVERY_S, FLAP_S, REMAP_S, T1_BACK_S
 from phalanx.plan.physics import physics
-from phalanx.sim.packets.transport import ECMP, MRC
+from phalanx.sim.packets.transport import MRC
 from phalanx.sim.validate.outcome import Context, Outcome, Reader, calibrated, reproduced
 from phalanx.sim.validate.paper_rows import ENTROPY
 from phalanx.sim.validate.table import Row
@@ -128,6 +122,8 @@ READERS: tuple[tuple[str, Reader], ...] = (
     (r"^entropy values per QP, low", _taken(ENTROPY[0], "the lower end of what paper_rows assume")),
     (r"^entropy values per QP, high", _taken(MRC.paths, "our default number of paths")),
     (r"^path failure bypass", _taken(1e6 * EDGE_RECOVERY_S, "our default of recovery at the edge")),
-    (r"^conventional fabric reroute", _taken(ECMP.converge_s, "our default of routing's convergence")),
-    (r"^link recovery time, most", _taken(REPAIR_S / 60, "our default time until a link is back")),
+    (r"^conventional fabric reroute", _taken(CONVERGE_S, "our default of routing's convergence")),
+    (r"^link recovery time, most", _taken(FLAP_S / 60, "our default time until a link is back")),
+    (r"^NIC port failure QP remap", _taken(REMAP_S, "our default time for moving a NIC's connections")),
+    (r"^T1 forwarding restored", _taken(T1_BACK_S / 60, "our default time until a T1 is back")),
 )

@@ -59,6 +59,8 @@ def _to_one_with_others(into: int, out: int, nbytes: int) -> Listed:
     return tuple(found)
 
 
+# Which of the public copies it is was told by its fastest flow: for that one, agreement is no evidence.
+CHOSEN = "perm_16n_16c_2MB.cm"
 _SMALL = "13>6 1>4 6>0 2>13 10>5 15>1 8>14 14>2 5>15 4>12 12>11 0>8 9>7 7>9 3>10 11>3"
 LISTED: Mapping[str, tuple[int, Listed]] = {
     "one.cm": (16, ((0, 13, NBYTES, 0.0),)),
@@ -67,7 +69,7 @@ LISTED: Mapping[str, tuple[int, Listed]] = {
         128,
         ((127, 0, NBYTES, 0.0), (95, 0, 250_000, 40.0), (61, 0, 250_000, 40.0)),
     ),
-    "perm_16n_16c_2MB.cm": (16, tuple((int(a), int(b), NBYTES, 0.0) for a, b in re.findall(r"(\d+)>(\d+)", _SMALL))),
+    CHOSEN: (16, tuple((int(a), int(b), NBYTES, 0.0) for a, b in re.findall(r"(\d+)>(\d+)", _SMALL))),
     "outcast_incast.cm": (128, _to_one_with_others(3, 10, NBYTES)),
 }
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from phalanx.sim.validate.table import Row
 
-Status = Literal["reproduced", "calibrated", "not attempted"]
+Status = Literal["reproduced", "range", "calibrated", "not attempted"]
 
 # A published figure is rounded, and "12 %" stands for 12.5: what counts as the same number.
 TOLERANCE = 0.05
@@ -25,8 +25,9 @@ class Outcome:
     status: Status
     ours: float | None = None
     error: float | None = None  # ours / theirs - 1; their unit where theirs is 0
-    tolerance: float | None = None
-    within: bool | None = None  # the tolerance, or the range the row itself allows
+    tolerance: float | None = None  # none where the row itself says what agrees, and of a range
+    within: bool | None = None  # the tolerance, the range the row itself allows, or `between`
+    between: tuple[float, float] | None = None  # our numbers over what is not published
     note: str = ""  # how it was computed, or why not
 
 
@@ -64,13 +65,22 @@ def reproduced(
     *,
     tolerance: float = TOLERANCE,
     inverse: bool = False,
-    between: tuple[float, float] | None = None,
 ) -> Outcome:
-    """A number computed without the row's value; `inverse` judges 1/ours, as the time behind a rate.
+    """A number computed without the row's value; `inverse` judges 1/ours, as the time behind a rate."""
+    return _judged(row, "reproduced", ours, note, tolerance, inverse=inverse)
 
-    Where an input is not published, `between` are our numbers at both ends of what it may be.
+
+def ranged(row: Row, ours: float, note: str, *, between: tuple[float, float]) -> Outcome:
+    """Numbers over what an unpublished input may be; `ours` is the middle one, or the end that the row names.
+
+    The row lies among them or does not. That is weaker than a number that agrees: the wider, the weaker.
     """
-    return _judged(row, "reproduced", ours, note, tolerance, inverse=inverse, between=between)
+    if row.value is None:
+        return skipped(row, "its value is no number")
+    low, high = min(between), max(between)
+    within = low - row.rounding <= row.value <= high + row.rounding
+    error = ours / row.value - 1 if row.value else ours
+    return Outcome(row=row, status="range", ours=ours, error=error, within=within, between=(low, high), note=note)
 
 
 def calibrated(row: Row, ours: float, note: str, *, tolerance: float = TOLERANCE) -> Outcome:
@@ -91,17 +101,17 @@ def _judged(
     tolerance: float,
     *,
     inverse: bool = False,
-    between: tuple[float, float] | None = None,
 ) -> Outcome:
     if row.value is None:
         return skipped(row, "its value is no number")
     error = ours / row.value - 1 if row.value else ours
     judged = row.value / ours - 1 if inverse and ours else error
     within = abs(judged) <= tolerance + 1e-12 or abs(ours - row.value) <= row.rounding * (1 + 1e-9)
-    if between is not None:
-        within = min(between) * (1 - tolerance) <= row.value <= max(between) * (1 + tolerance)
-    elif found := _RANGE.search(row.conditions):
+    held: float | None = tolerance
+    if found := _RANGE.search(row.conditions):
+        held = None
         within = float(found[1]) <= ours <= float(found[2])
     elif found := _LEAST.search(row.conditions):
+        held = None
         within = ours >= float(found[1])
-    return Outcome(row=row, status=status, ours=ours, error=error, tolerance=tolerance, within=within, note=note)
+    return Outcome(row=row, status=status, ours=ours, error=error, tolerance=held, within=within, note=note)

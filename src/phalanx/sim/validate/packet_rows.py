@@ -14,8 +14,8 @@ from phalanx.sim.packets.result import PacketResult
 from phalanx.sim.packets.run import run
 from phalanx.sim.packets.transport import HTSIM, Transport, in_slots
 from phalanx.sim.validate.htsim_cases import Case, fabric_of, read_case
-from phalanx.sim.validate.htsim_traffic import flows_of, schedule_of
-from phalanx.sim.validate.outcome import Context, Outcome, Reader, Simulation, Wanted, reproduced, skipped
+from phalanx.sim.validate.htsim_traffic import CHOSEN, LISTED, flows_of, schedule_of
+from phalanx.sim.validate.outcome import Context, Outcome, Reader, Simulation, Wanted, calibrated, reproduced, skipped
 from phalanx.sim.validate.table import Row
 from phalanx.sim.validate.words import NotSaid
 
@@ -23,8 +23,8 @@ from phalanx.sim.validate.words import NotSaid
 # and with slow links.
 MEAN, TAIL, FEW = 0.05, 0.10, 0.15
 MANY_PATHS = 64
-# With few paths the slowest flow is an accident of hashes, and ours are not uet-htsim's.
-SEEDS = (0, 1, 2)
+# With few paths the slowest flow is an accident of hashes, and ours are not uet-htsim's: a median, with its range.
+SEEDS = range(5)
 SLOW = 0.25  # of its speed: uet-htsim's topology.cpp, though its test plans call such links "10 %"
 
 
@@ -41,15 +41,19 @@ def completion(row: Row, context: Context) -> Outcome:
     results = [_run(case, seed) for seed in _seeds(case)]
     if stopped := [result.stopped for result in results if result.stopped]:
         return skipped(row, f"the simulation ended early: {stopped[0]}")
-    ours = median(_measured(result, measure, case.end_s) for result in results)
+    ours_us = [1e6 * _measured(result, measure, case.end_s) for result in results]
     loose = case.paths < MANY_PATHS or case.failed
-    return reproduced(row, 1e6 * ours, _note(case), tolerance=FEW if loose else TAIL if measure == "tail" else MEAN)
+    tolerance = FEW if loose else TAIL if measure == "tail" else MEAN
+    if measure == "min" and case.paths >= MANY_PATHS and case.sent.listed == LISTED[CHOSEN][1]:
+        note = f"{_note(case, ours_us)}; which of three copies of the file it is was told by this"
+        return calibrated(row, median(ours_us), note, tolerance=tolerance)
+    return reproduced(row, median(ours_us), _note(case, ours_us), tolerance=tolerance)
 
 
-def _note(case: Case) -> str:
+def _note(case: Case, ours_us: list[float]) -> str:
     parts = ["sim/packets"]
-    if len(_seeds(case)) > 1:
-        parts.append(f"median of {len(_seeds(case))} hashes")
+    if len(ours_us) > 1:
+        parts.append(f"median of {len(ours_us)} hashes: {min(ours_us):.0f} to {max(ours_us):.0f}")
     if case.credits:
         parts.append("credits as a window that stays")
     if case.failed:
@@ -57,7 +61,7 @@ def _note(case: Case) -> str:
     return "; ".join(parts)
 
 
-def _seeds(case: Case) -> tuple[int, ...]:
+def _seeds(case: Case) -> range:
     return SEEDS if case.paths < MANY_PATHS else SEEDS[:1]
 
 

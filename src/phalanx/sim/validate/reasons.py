@@ -13,10 +13,8 @@ REASONS = (
     (r"^largest cluster validated|^mean alignment to real", "a result of another simulator on data we do not have"),
     (r"^SRv6 locator|^SACK bitmap", "a field of a header: routes and acknowledgements are modelled, not their bits"),
     (r"^Clustermapper probe interval", "an agent that probes links for operators: no simulation here depends on it"),
-    (r"^NIC port failure QP remap", "the remapping of queue pairs by a NIC is not modelled"),
     (r"^EV injected loss", "an input of an experiment; what it does is in docs/simulation/packets.md"),
     (r"^packets lost when T1", "it grows with the load and the queue pairs per GPU of that job: neither is published"),
-    (r"^T1 forwarding restored", "how long that switch took to boot"),
     (r"^lost packets per QP|^T1 switches rebooted", "an observation of one cluster"),
     (r"^all-reduce gain of|^fragmented placement", "a gain over a baseline that is not described"),
 )

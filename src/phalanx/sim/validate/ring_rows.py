@@ -15,7 +15,7 @@ from phalanx.network.fabric.parse import parse_fabric
 from phalanx.sim.fluid import solve
 from phalanx.sim.matrices import flows
 from phalanx.sim.routes import by_flow, by_qp
-from phalanx.sim.validate.outcome import Context, Outcome, Reader, reproduced
+from phalanx.sim.validate.outcome import Context, Outcome, Reader, ranged
 from phalanx.sim.validate.table import Row
 from phalanx.sim.validate.words import NotSaid, count, said
 
@@ -25,7 +25,6 @@ SEEDS = range(20)  # of the hashes: one draw of 64 flows says little
 MOST = 512  # ranks: four to a T0 of 64 are as many as two tiers join
 QPS = (1, 2, 4, 8, 16, 32, 64)
 LITTLE = 0.05  # of gain from twice as many queue pairs
-WORDING = 0.05
 
 
 def fraction(row: Row, _: Context) -> Outcome:
@@ -33,7 +32,7 @@ def fraction(row: Row, _: Context) -> Outcome:
     ranks, qps = _ranks(row), said(count(row.quantity, "QPs?"), "how many QPs")
     ours, *ends = (_slowest(ranks, together, min(qps, QPS[-1])) for together in (TOGETHER, *RANGE))
     note = f"sim/fluid, {TOGETHER} to a T0 of {T0_DOWN}; {ends[0]:.2f} with {RANGE[0]}, {ends[1]:.2f} with {RANGE[1]}"
-    return reproduced(row, ours, note, tolerance=WORDING, between=(ends[0], ends[1]))
+    return ranged(row, ours, note, between=(min(ours, *ends), max(ours, *ends)))
 
 
 def enough(row: Row, _: Context) -> Outcome:
@@ -41,7 +40,7 @@ def enough(row: Row, _: Context) -> Outcome:
     ranks = _ranks(row)
     ours, *ends = (_enough(ranks, together) for together in (TOGETHER, *RANGE))
     note = f"sim/fluid, {TOGETHER} to a T0 of {T0_DOWN}; {ends[0]} with {RANGE[0]}, {ends[1]} with {RANGE[1]}"
-    return reproduced(row, ours, note, tolerance=0.0, between=(ends[0], ends[1]))
+    return ranged(row, ours, note, between=(min(ours, *ends), max(ours, *ends)))
 
 
 def _enough(ranks: int, together: int) -> int:

@@ -1,4 +1,4 @@
-"""Every row of a table of network claims: reproduced, calibrated, or not attempted with the reason."""
+"""Every row of a table of network claims: reproduced, in a range, calibrated, or not attempted with the reason."""
 
 from __future__ import annotations
 
@@ -52,6 +52,8 @@ class SourceScore:
     rows: int
     reproduced: int
     within: int  # of the reproduced
+    ranged: int  # our numbers over what is not published
+    covered: int  # of them, those whose range has the row's value
     calibrated: int
     not_attempted: int
     median_error: float | None  # of the reproduced, without sign
@@ -182,12 +184,15 @@ def card(outcomes: Sequence[Outcome], *, interrupted: bool = False) -> NetworkCa
 
 def _score(name: str, outcomes: Sequence[Outcome]) -> SourceScore:
     ours = [one for one in outcomes if one.status == "reproduced"]
+    wide = [one for one in outcomes if one.status == "range"]
     errors = sorted(abs(one.error) for one in ours if one.error is not None)
     return SourceScore(
         source=name,
         rows=len(outcomes),
         reproduced=len(ours),
         within=sum(1 for one in ours if one.within),
+        ranged=len(wide),
+        covered=sum(1 for one in wide if one.within),
         calibrated=sum(1 for one in outcomes if one.status == "calibrated"),
         not_attempted=sum(1 for one in outcomes if one.status == "not attempted"),
         median_error=errors[len(errors) // 2] if errors else None,

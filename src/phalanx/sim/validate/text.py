@@ -5,6 +5,7 @@ from __future__ import annotations
 from phalanx.columns import table
 from phalanx.sim.validate.outcome import Outcome
 from phalanx.sim.validate.run import NetworkCard, SourceScore
+from phalanx.visible import one_line
 
 WIDTH = 58  # of a quantity with its conditions
 
@@ -13,7 +14,7 @@ def text(card: NetworkCard) -> str:
     """Rows by source, then the summary."""
     lines: list[str] = []
     for score in card.sources:
-        lines += [score.source or "(no source)"]
+        lines += [one_line(score.source) or "(no source)"]
         mine = [one for one in card.outcomes if one.row.source == score.source]
         lines += ["  " + line for line in table([_cells(one) for one in mine], right=(1, 2, 3))]
         lines += [""]
@@ -22,7 +23,8 @@ def text(card: NetworkCard) -> str:
 
 def summary(card: NetworkCard) -> list[str]:
     """Counts and errors by source."""
-    head = ("source", "rows", "reproduced", "within", "calibrated", "not attempted", "median error", "worst")
+    counts = ("rows", "reproduced", "within", "by range", "covered", "calibrated", "not attempted")
+    head = ("source", *counts, "median error", "worst")
     rows = [head, *(_score(one) for one in (*card.sources, card.total))]
     return [*table(rows, right=range(1, len(head))), "", *_words(card)]
 
@@ -31,6 +33,7 @@ def _words(card: NetworkCard) -> list[str]:
     whole = card.total
     return [
         f"{whole.rows:,} rows: {whole.reproduced:,} reproduced ({whole.within:,} within their tolerance), "
+        f"{whole.ranged:,} by range ({whole.covered:,} covered; an input is not published), "
         f"{whole.calibrated:,} calibrated (we took the number from there: no evidence), "
         f"{whole.not_attempted:,} not attempted",
     ]
@@ -42,8 +45,23 @@ def _cells(one: Outcome) -> tuple[str, ...]:
     theirs = f"{_number(row.value)} {row.unit}".strip()
     if one.status == "not attempted":
         return named, theirs, "", "", f"not attempted: {one.note}"
-    flag = "" if one.within else f", outside ±{100 * one.tolerance:.3g} %" if one.tolerance else ", outside"
-    return named, theirs, _number(one.ours), _error(one), f"{one.status}{flag}: {one.note}"
+    return named, theirs, _number(one.ours), _error(one), f"{_verdict(one)}: {one.note}"
+
+
+def _verdict(one: Outcome) -> str:
+    if one.status == "range":
+        return "range covers it" if one.within else "range misses it"
+    where = "within" if one.within else "outside"
+    if one.tolerance is None:
+        return f"{one.status}, {where} what the row allows"
+    if one.within and _off(one) > one.tolerance and _off(one) * abs(one.row.value or 0.0) <= one.row.rounding:
+        return f"{one.status}, rounds to it"
+    held = f"{100 * one.tolerance:.3g} %" if one.row.value else f"{one.tolerance:g} {one.row.unit}"
+    return f"{one.status}, {where} ±{held}"
+
+
+def _off(one: Outcome) -> float:
+    return abs(one.error or 0.0)
 
 
 def _cut(words: str) -> str:
@@ -64,5 +82,5 @@ def _error(one: Outcome) -> str:
 
 def _score(one: SourceScore) -> tuple[str, ...]:
     errors = (f"{100 * value:.1f} %" if value is not None else "" for value in (one.median_error, one.worst_error))
-    counts = (one.rows, one.reproduced, one.within, one.calibrated, one.not_attempted)
+    counts = (one.rows, one.reproduced, one.within, one.ranged, one.covered, one.calibrated, one.not_attempted)
     return (_cut(one.source), *(f"{number:,}" for number in counts), *errors)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from phalanx.spec.formats.plain import report_dict
 from phalanx.spec.judge import Report
+from phalanx.visible import visible_json
 
 
 def render(reports: Sequence[Report]) -> str:
     """The document, with a last line break."""
     documents = [report_dict(one) for one in reports]
     whole = documents[0] if len(documents) == 1 else {"reports": documents}
-    return json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return visible_json(json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False)) + "\n"

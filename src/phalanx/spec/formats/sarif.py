@@ -19,6 +19,7 @@ from phalanx.spec.judge import Finding, Report
 from phalanx.spec.outcome import Spot
 from phalanx.spec.page import page
 from phalanx.spec.rule import LETTERS, Rule
+from phalanx.visible import visible_json
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 LEVEL = {"error": "error", "warning": "warning", "info": "note"}
@@ -28,7 +29,7 @@ MOST_TEXT = 1000
 def render(reports: Sequence[Report], *, root: str, version: str) -> str:
     """The document. `root` is the checkout that file names are told from; `version` is that of Phalanx."""
     log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [_run(reports, root, version)]}
-    return json.dumps(log, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return visible_json(json.dumps(log, indent=2, ensure_ascii=False, allow_nan=False)) + "\n"
 
 
 def _run(reports: Sequence[Report], root: str, version: str) -> dict[str, Any]:

@@ -1,0 +1,127 @@
+"""The three decisions as a person reads them."""
+
+from __future__ import annotations
+
+from phalanx.network.fabric.decisions import Decisions, PlaneRow, RecoveryRow
+from phalanx.network.fabric.findings import counted, findings, formula
+from phalanx.network.fabric.recovery import SHIELD_S, sprays
+from phalanx.network.fabric.tables import folded, table
+from phalanx.network.fabric.text import count, percent, show_budget
+from phalanx.network.fabric.types import Fabric
+from phalanx.units import format_seconds
+
+
+def show_decisions(one: Decisions, *, width: int | None = None) -> str:
+    """What they come to, then the three decisions, one after the other."""
+    said = "\n".join(f"{number}. {words}" for number, words in enumerate(findings(one), 1))
+    return folded("\n\n".join([said, _planes(one, width), _loads(one, width), _latency(one, width)]), width)
+
+
+def _planes(one: Decisions, width: int | None) -> str:
+    head = (
+        "planes", "switch", "up", "2 tiers", "3 tiers", "4 tiers", "tiers", "hops", "switches", "per host", "full",
+        "optics per host", "near", "NIC link", "T0-T1",
+    )  # fmt: skip
+    rows = [_plane(row, f"  {row.planes}") for row in one.planes]
+    if one.own not in one.planes:
+        rows.append(_plane(one.own, "  this"))
+    ratios = {"full, per host": formula(one), "as counted": counted(one)}
+    return "\n".join(
+        [
+            f"1. Planes and radix: L tiers of k ports join 2·(k/2)^L hosts; {one.gpus:,} GPUs, {one.nic_gbps:g} Gb/s:",
+            table([head, *rows], left=2, width=width),
+            *([f"  this: {one.fabric.name}, as it stands"] if one.own not in one.planes else []),
+            *(f"  {name}: {words}" for name, words in ratios.items() if words),
+        ]
+    )
+
+
+def _plane(row: PlaneRow, name: str) -> tuple[str, ...]:
+    known = bool(row.tiers)
+    return (
+        name,
+        row.switch,
+        "full" if row.oversubscription == 1 else f"{row.oversubscription:.3g}:1",
+        *(f"{hosts:,}" for hosts in row.most_hosts),
+        str(row.tiers or "-"),
+        str(row.hops or "-"),
+        count(row.switches),
+        f"{row.switches_per_host:.6f}" if known else "-",
+        f"{row.full_switches_per_host:.6f}" if row.oversubscription == 1 else "-",
+        f"{row.optics_per_host:.3g}" if known else "-",
+        f"{row.hosts_one_switch_away:,}",
+        percent(row.lost_per_nic_link),
+        percent(row.lost_per_t0_t1_link),
+    )
+
+
+def _loads(one: Decisions, width: int | None) -> str:
+    head = (
+        "each unit takes a random uplink",
+        "units per link",
+        "idle links",
+        "max/mean of a T0",
+        "worst of the fabric",
+    )
+    rows = [
+        (
+            f"  {row.what}",
+            f"{row.units_per_link:g}",
+            percent(row.idle_share),
+            f"{row.max_to_mean:.2f}",
+            f"{row.worst_of_fabric:.2f}",
+        )
+        for row in one.loads
+    ]
+    return "\n".join(
+        [
+            f"2. Packets instead of flows: {one.fabric.t0_up} uplinks, {one.fabric.planes * one.fabric.t0:,} T0s",
+            table([head, *rows], width=width),
+            "  random paths alone leave the worst link above line rate: skipping marked paths is what removes that",
+        ]
+    )
+
+
+def _latency(one: Decisions, width: int | None) -> str:
+    late = ", ".join(f"1 in {1 / row.transfer:,.0f}: {percent(row.step)}" for row in one.late)
+    head = ("recovery after", "s per failure", "cluster lost", "GPU-hours a day", "to flaps, at most")
+    rows = [
+        (
+            f"  {format_seconds(row.recovery_s)}",
+            f"{row.seconds_per_event:.3g}",
+            percent(row.lost_share),
+            f"{row.lost_gpu_hours_per_day:,.0f}",
+            "restarts" if row.flap_share is None else percent(row.flap_share),
+        )
+        for row in one.recoveries
+    ]
+    remarks = [_remark(one, row) for row in one.recoveries]
+    lines = [line + end for line, end in zip(table([head, *rows]).splitlines(), ["", *remarks], strict=True)]
+    if width is not None and max(map(len, lines)) > width:
+        noted = [(*row, remark.strip()) for row, remark in zip(rows, remarks, strict=True)]
+        lines = table([(*head, ""), *noted], width=width).splitlines()
+    return "\n".join(
+        [
+            f"3. Recovery at the edge: a step waits for the slowest of {one.gpus:,} transfers, "
+            f"{one.slowest_to_mean:.1f} times the mean of an exponential delay",
+            f"  transfers late, and so steps: {late}",
+            *lines,
+            *_slower(one.fabric),
+            show_budget(one.fabric, one.budget),
+        ]
+    )
+
+
+def _slower(fabric: Fabric) -> list[str]:
+    """What the table's times cannot be on InfiniBand."""
+    if sprays(fabric):
+        return []
+    return [
+        f"  InfiniBand: above T0 no sooner than {format_seconds(SHIELD_S)} (SHIELD), and a lost NIC link or T0 "
+        "restarts the job; both are in the table",
+    ]
+
+
+def _remark(one: Decisions, row: RecoveryRow) -> str:
+    chosen = "  chosen" if row.recovery_s == one.recovery_s else ""
+    return chosen + ("  connections give up, the job restarts" if row.restarts else "")

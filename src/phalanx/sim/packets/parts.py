@@ -1,0 +1,47 @@
+"""What both compiled loops use: how a part of a loop is compiled, random numbers, and the key of their caches.
+
+Numba keeps compiled code by the date and size of the file that holds the function, and bakes in what that took from
+other files: with a constant changed there it would go on with the old one. It also keys on the variables around a
+function, so each loop has there a checksum of every file it is made of.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from phalanx.sim.compiled import available, compiled
+from phalanx.sim.packets.state import RANDOM, Ints
+
+
+def stamp_of(*files: str | None) -> int:
+    """A checksum of files; 0 for those that are not there, where numba keeps nothing either."""
+    stamp = 0
+    for file in files:
+        path = Path(file or "")
+        stamp = zlib.crc32(path.read_bytes() if path.is_file() else b"", stamp)
+    return stamp
+
+
+def part(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that only the loop calls: without the entry from Python, which takes half of the compile time."""
+    if not available():
+        return compiled(function)
+    made: Callable[..., Any] = import_module("numba").njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(
+        function
+    )
+    return made
+
+
+@part
+def draw(totals: Ints) -> float:
+    """A random number in [0, 1): xorshift64."""
+    x = totals[RANDOM]
+    x ^= x << 13
+    x ^= (x >> 7) & 0x1FFFFFFFFFFFFFF
+    x ^= x << 17
+    totals[RANDOM] = x
+    return float(((x >> 11) & 0xFFFFFFFFFFFFF) / 4503599627370496.0)

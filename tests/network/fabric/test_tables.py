@@ -1,0 +1,52 @@
+"""Tables and paragraphs keep to a width and lose nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.network.fabric.tables import folded, table, wrapped
+
+ROWS = [("name", "switch", "one", "two"), ("a long name", "box", "1", "22,222"), ("b", "other box", "333", "4")]
+
+
+def test_without_a_width_it_is_one_block() -> None:
+    assert table(ROWS, left=2).splitlines() == [
+        "name         switch     one     two",
+        "a long name  box          1  22,222",
+        "b            other box  333       4",
+    ]
+
+
+@pytest.mark.parametrize("width", [24, 30, 34])
+def test_blocks_repeat_the_first_column(width: int) -> None:
+    text = table(ROWS, left=2, width=width)
+    assert max(map(len, text.splitlines())) <= width
+    blocks = text.split("\n\n")
+    assert len(blocks) > 1
+    assert all(block.startswith("name") for block in blocks)
+    assert {cell for row in ROWS for cell in row[1:]} <= {part for block in blocks for part in _cells(block)}
+
+
+def test_a_column_wider_than_the_page_still_comes() -> None:
+    assert "22,222" in table(ROWS, width=1)
+
+
+def test_long_lines_hang_under_their_second_column() -> None:
+    line = "  near     256 hosts one switch away, and so on"
+    assert folded(line, 30).splitlines() == [
+        "  near     256 hosts one",
+        "           switch away, and so",
+        "           on",
+    ]
+    assert folded(line, None) == line
+    assert folded("word " * 10, 22).splitlines()[1].startswith("  word")
+
+
+def test_paragraphs_are_never_wider_than_a_page() -> None:
+    assert max(map(len, wrapped("word " * 100))) <= 119
+    assert max(map(len, wrapped("word " * 100, 500))) <= 119
+    assert max(map(len, wrapped("word " * 100, 30))) <= 30
+
+
+def _cells(block: str) -> list[str]:
+    return [cell.strip() for line in block.splitlines() for cell in line.split("  ") if cell.strip()]
