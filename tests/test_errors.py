@@ -46,3 +46,8 @@ def test_a_message_spells_out_what_a_file_smuggles_in():
 
 def test_no_line_of_a_part_poses_as_a_message():
     assert Problem(where="a", what="b\nc: d").render() == "a: b\n  c: d"
+
+
+def test_what_is_rendered_already_is_not_indented_again():
+    once = Problem(where="a", what="b", why="c", fix="d").render()
+    assert Problem(where="", what=once).render() == once

@@ -9,10 +9,13 @@ PhalanxError
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from phalanx.visible import one_line, visible
+
+_FURTHER = re.compile(r"\n(?!  )")  # a line break before what is not indented; a part may be rendered already
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,8 +31,8 @@ class Problem:
         """The text a person reads, most important line first, without control characters of the file or call."""
         head = f"{one_line(self.where)}: {self.what}" if self.where else self.what
         parts = [head, *(f"  {line}" for line in (self.why, self.fix) if line)]
-        # Further lines of a part are indented: none can pose as a message of its own.
-        return "\n".join(visible(part).replace("\n", "\n  ") for part in parts)
+        # Further lines of a part are indented, once: none can pose as a message of its own.
+        return "\n".join(_FURTHER.sub("\n  ", visible(part)) for part in parts)
 
 
 class PhalanxError(Exception):

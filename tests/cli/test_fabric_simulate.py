@@ -172,9 +172,9 @@ def test_scenarios_are_one_table_or_a_line_each(capsys: pytest.CaptureFixture[st
     assert made["incast"][1]["victim_share"] < 0.3 < 0.6 < made["incast"][0]["victim_share"]
     assert [one["recovered_after_s"] for one in made["grey-path"]] == [None, None, pytest.approx(30e-6)]
     assert [one["recovered_after_s"] for one in made["grey-all"]] == [None, None, None]
-    assert [one["recovered_after_s"] for one in made["link-flap"]] == pytest.approx([950e-6, 950e-6, 30e-6])
+    assert [one["recovered_after_s"] for one in made["link-flap"]] == pytest.approx([67.1e-3, 67.1e-3, 30e-6], rel=1e-3)
     assert [one["recovered_after_s"] for one in made["t1-reboot"]] == pytest.approx(
-        [CONVERGE_S, CONVERGE_S, EDGE_RECOVERY_S]
+        [CONVERGE_S, CONVERGE_S, EDGE_RECOVERY_S], rel=0.01
     )
     # Not the mean of the second that the last wait.
     assert made["t1-reboot"][0]["during_gbps"] > 0.1 * made["t1-reboot"][0]["before_gbps"]
@@ -216,8 +216,8 @@ def test_an_incast_names_its_hosts_and_its_victim(capsys: pytest.CaptureFixture[
 
 
 def test_all_scenarios_have_one_budget(capsys: pytest.CaptureFixture[str]) -> None:
-    fabric = "clos2:4096x800G/8p/64"
-    assert main(["fabric", "simulate", fabric, "--scenario", "all", "--cpu", "120"]) == 2
+    fabric = "clos2:2048x800G/8p/64"
+    assert main(["fabric", "simulate", fabric, "--scenario", "all", "--cpu", "1"]) == 2
     every = capsys.readouterr().err
     assert "in three ways of sending and 8 scenarios need about" in every
     assert main(["fabric", "simulate", fabric, "--scenario", "t1-reboot", "--cpu", "1"]) == 2
@@ -263,9 +263,9 @@ def test_the_fluid_engine_has_time_too(capsys: pytest.CaptureFixture[str]) -> No
     assert edge["spread"] == "adaptive"
     assert edge["finished_flows"] == 64
     assert edge["healthy_tail_s"] < edge["tail_s"] < 1.2 * edge["healthy_tail_s"]
-    hashed = found(capsys, *words, "--routing", "qp", "--pfc", "--converge", "0.5")
-    assert hashed["recovered_after_s"] == pytest.approx(950e-6)
-    assert hashed["tail_s"] > 1e-3
+    hashed = found(capsys, *words[:-1], "t0:0/0@50us..1ms", "--routing", "qp", "--pfc", "--converge", "0.5")
+    assert hashed["recovered_after_s"] == pytest.approx(4.096e-6 * 2**14)  # the port is back, the sender's timer runs
+    assert 0.067 < hashed["tail_s"] < 0.07
     assert "time to recover" in call(capsys, "simulate", *words)
 
 

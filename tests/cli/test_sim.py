@@ -118,6 +118,14 @@ def test_a_fabric_brings_its_planes_links_and_switches(job, capsys):
     assert found["by_cause"]["link"] == 0
 
 
+def test_infiniband_is_told_to_have_no_recovery_at_the_edge(job, capsys):
+    short = ["sim", job, "--days", "5", "--runs", "2", "--edge-recovery", "--fabric"]
+    assert main([*short, "clos2:32x400G/2p/Quantum-2"]) == 0
+    assert "is InfiniBand: for recovery at the edge stands what its switches do" in capsys.readouterr().err
+    assert main([*short, "clos2:32x400G/4p/8"]) == 0
+    assert "InfiniBand" not in capsys.readouterr().err
+
+
 def test_a_job_inside_a_domain_does_not_notice_the_fabric(job, capsys):
     assert (
         main(["sim", job, "--cluster", "8xH100", "--days", "5", "--runs", "2", "--fabric", "clos2:32x400G/4p/8"]) == 0

@@ -1,5 +1,6 @@
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,14 @@ def test_cluster_file_may_define_its_own_device(tmp_path: Path) -> None:
     )
     cluster = resolve(str(tmp_path / "own.toml"), environ=NOWHERE)
     assert (cluster.devices, cluster.accelerator.peak_bf16_flops, cluster.link_bytes_per_s) == (8, 500e12, 63e9)
+
+
+def test_a_written_cluster_file_holds_no_controls(tmp_path: Path) -> None:
+    odd = 'blü"\\\x1b[2J\x9b\u202e\U000e0001'
+    text = render_cluster(replace(resolve("8xH100:2", environ=NOWHERE), name=odd))
+    assert text.replace("\n", "").isprintable()
+    (tmp_path / "odd.toml").write_text(text)
+    assert resolve("odd.toml", base=tmp_path, environ=NOWHERE).name == odd
 
 
 @pytest.mark.parametrize("spec", ["8xH100:16", "72xGB200:8", "TPUv4:64", "CPU:4", "8xMI300X"])

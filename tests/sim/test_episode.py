@@ -84,6 +84,21 @@ def test_a_port_that_returns_lets_a_queue_pair_go_on_where_it_was() -> None:
     assert run(ROCE, PORT).bits.sum() == pytest.approx(160e6 * 7 / 8 + 20e6 / 4)
 
 
+def test_a_queue_pair_that_lost_all_waits_for_its_timer() -> None:
+    """Down for 950 µs; the timer of 5 ms ends at 5.05 ms, and the part of 2.5 MB still takes its time."""
+    patient = replace(ROCE, timeout_s=5e-3)
+    flap = replace(PORT, until_s=1e-3)
+    found = run(patient, flap)
+    assert found.times_s[0] == pytest.approx(50e-6 + 5e-3 + 150e-6, rel=1e-3)
+    assert found.lost_packets == run(ROCE, flap).lost_packets
+    # Two failures: the second while it waits is not lost again, and what it waits for is the first timer that works.
+    again = run(patient, flap, replace(PORT, at_s=2e-3, until_s=8e-3))
+    assert again.times_s[0] == pytest.approx(50e-6 + 10e-3 + 150e-6, rel=1e-3)
+    assert again.lost_packets == found.lost_packets
+    quick = run(replace(patient, react_s=12e-3), Fault(part="t1", number=_met_t1(), at_s=50e-6))
+    assert quick.times_s[0] == pytest.approx(50e-6 + 15e-3 + 150e-6, rel=1e-3)
+
+
 def test_routing_goes_around_a_switch_when_it_has_converged() -> None:
     dead = Fault(part="t1", number=_met_t1(), at_s=50e-6)
     assert run(ROCE, dead).times_s == pytest.approx([50e-6 + 1.0 + 150e-6])

@@ -44,7 +44,8 @@ class JobSteps:
 
     def text(self) -> str:
         """A table, quickest first."""
-        from phalanx.network.fabric.text import percent, table
+        from phalanx.network.fabric.tables import table
+        from phalanx.network.fabric.text import percent
         from phalanx.units import format_seconds
 
         best = min(row.step_s for row in self.rows)

@@ -152,6 +152,7 @@ def _network(plan: Plan, args: argparse.Namespace) -> Network:
         if args.planes is not None and not (args.edge_recovery or args.compare or args.levers):
             warn([Problem(where=WHERE, what="--planes has no effect: only --edge-recovery and --compare use it")])
         return Network(edge=args.edge_recovery, planes=args.planes or DEFAULT_PLANES)
+    from phalanx.network.fabric.recovery import sprays
     from phalanx.sim.step.paths import check_size
 
     fabric = named_fabric(args.fabric)
@@ -162,6 +163,9 @@ def _network(plan: Plan, args: argparse.Namespace) -> Network:
             f"--planes {args.planes}, and {fabric.name} has {fabric.planes}",
             fix="leave --planes out: the fabric says it",
         )
+    if (args.edge_recovery or args.compare) and not sprays(fabric):
+        what = f"{fabric.name} is InfiniBand: for recovery at the edge stands what its switches do (SHIELD)"
+        warn([Problem(where=WHERE, what=what, why="a NIC's lost port or T0 restarts the job under both")])
     return Network(edge=args.edge_recovery, planes=fabric.planes, fabric=fabric)
 
 

@@ -87,11 +87,14 @@ def _written(value: float) -> str:
 
 
 def _quoted(text: str) -> str:
-    escaped = "".join(
-        f"\\u{ord(char):04x}" if ord(char) < 32 or ord(char) == 127 else f"\\{char}" if char in '"\\' else char
-        for char in text
-    )
-    return f'"{escaped}"'
+    """As TOML; what is not printable by its number, for the file may go to a terminal."""
+    return '"' + "".join(f"\\{char}" if char in '"\\' else _spelt(char) for char in text) + '"'
+
+
+def _spelt(char: str) -> str:
+    if char.isprintable():
+        return char
+    return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"
 
 
 def _head_problems(file: TomlFile) -> list[Problem]:

@@ -17,7 +17,7 @@ from phalanx.errors import mistake
 from phalanx.network.fabric.recovery import CONVERGE_S, EDGE_RECOVERY_S, REMAP_S
 from phalanx.network.fabric.types import Fabric
 from phalanx.sim.course import Course
-from phalanx.sim.episode import Manner, episode
+from phalanx.sim.episode import Manner, episode, timer_s
 from phalanx.sim.failures import UNBROKEN, Break, denied_of, faults_of, too_late
 from phalanx.sim.fluid_budget import afford, expected
 from phalanx.sim.links import Floats, links_of
@@ -54,6 +54,7 @@ class Run:
     paths: int
     recovery: str
     left_after_s: float  # from a failure until paths over it are left, as the model has it; infinite is never
+    timeout_s: float  # after which a sender that lost all tries again; 0 where it needs no timer
     times_s: Floats  # of each flow; infinite where it was never done
     course: Course
     lost: float  # packets
@@ -126,6 +127,7 @@ def fluid_run(question: Question, manner: Manner, wire: Wire) -> Run:
         paths=manner.routing.paths,
         recovery=manner.routing.recovery,
         left_after_s=manner.react_s,
+        timeout_s=manner.timeout_s,
         times_s=found.times_s,
         course=Course(end_s=found.end_s, bits=found.bits),
         lost=found.lost_packets,
@@ -236,11 +238,12 @@ def _watched(question: Question, run: Run) -> dict[str, float]:
 
 
 def _recovered_s(run: Run, faults: Sequence[Fault]) -> float:
-    """Until paths over what failed are left, or it is back; infinite where neither happens."""
+    """Until paths over what failed are left, or it is back, and a sender tries; infinite where that never happens."""
     # Routing does not go around a port that is up, and nobody around all of them.
     stays = [fault.loss > 0 and (run.recovery != "edge" or fault.part == "traffic") for fault in faults]
     lasts = [fault.until_s - fault.at_s for fault in faults]
-    return max(one if stay else min(run.left_after_s, one) for one, stay in zip(lasts, stays, strict=True))
+    works = [one if stay else min(run.left_after_s, one) for one, stay in zip(lasts, stays, strict=True)]
+    return max(float(timer_s(0.0, one, run.timeout_s)) for one in works)
 
 
 def unsaid(broken: Break, found: Sequence[dict[str, Any]]) -> tuple[str, ...]:

@@ -50,6 +50,7 @@ def _run(fabric: Fabric, transport: AnyTransport, found: PacketResult, late: lis
         paths=paths_of(transport),
         recovery=recovery_of(transport),
         left_after_s=_left_after_s(fabric, transport),
+        timeout_s=transport.timeout_s if isinstance(transport, Roce) else 0.0,
         times_s=np.where(np.isfinite(found.fct_s), found.fct_s, math.inf),
         course=course_of(found),
         lost=float(found.lost),
@@ -67,8 +68,8 @@ def _run(fabric: Fabric, transport: AnyTransport, found: PacketResult, late: lis
 
 
 def _left_after_s(fabric: Fabric, transport: AnyTransport) -> float:
-    """The clock of an MRC sender; routing's, and then that of a RoCE sender, which tries again when its timer ends."""
+    """The clock of an MRC sender, or routing's."""
     if not isinstance(transport, Roce):
         slots = in_slots(fabric, transport, planes=fabric.planes)
         return slots.timeout * slots.slot_s
-    return math.ceil(transport.converge_s / transport.timeout_s) * transport.timeout_s
+    return transport.converge_s

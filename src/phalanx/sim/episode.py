@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from phalanx.sim.pauses import paused
 from phalanx.sim.routes import Routing, route
 from phalanx.sim.wire import MRC, Wire
 
+TINY = 1e-9  # of rounding
 BATCH = 0.01  # of the time: flows that finish within it leave together, as in `fluid.complete`
 
 
@@ -41,7 +42,8 @@ class Manner:
     probe_s: float = math.inf  # until a path that was left is tried again
     pauses: bool = False  # PFC
     go_back: bool = False  # a lost packet is sent again with all that followed it (RoCE)
-    timeout_s: float = 0.0  # that such a sender waits when it is lost again: a receiver complains once about a gap
+    timeout_s: float = 0.0  # that such a sender waits when nobody complains: a gap is complained of once, and only by
+    # what comes behind it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +77,7 @@ class _Account:
 
     left: Floats
     times: Floats
+    lost_at: Floats  # of each row: when it lost what it had on a dead path; NaN where it did not
     now: float = 0.0
     lost_bits: float = 0.0
     ends: list[float] = field(default_factory=list)
@@ -101,7 +104,8 @@ def episode(
             case = _case(links, flows, manner, stage, wire)
             if account is None or parts is None:
                 parts = parts_of(case, wire_bits, manner.routing)
-                account = _Account(left=parts.bits.copy(), times=np.full(len(parts.bits), np.inf))
+                nothing = np.full(len(case.owner), np.nan)
+                account = _Account(left=parts.bits.copy(), times=np.full(len(parts.bits), np.inf), lost_at=nothing)
                 np.maximum.at(hops, case.owner, case.routes.hops)
             useful, lost, survives = _fates(links, case, stage, manner, wire)
             waits = _waits(parts, survives, manner, wire)
@@ -150,6 +154,13 @@ def _stages(links: Links, faults: Sequence[Fault], without: Ints, manner: Manner
         edges |= {time for time in (fault.at_s + manner.react_s, dry_s) if time < fault.until_s}
     for begin, end in itertools.pairwise(sorted(edges)):
         yield _stage(links, found, without, manner, begin, end)
+
+
+def timer_s(lost_s: Floats | float, works_s: Floats | float, timeout_s: float) -> Any:
+    """When a sender tries again that lost all at one time and could go on at another: its timer ends every so often."""
+    if not timeout_s:
+        return works_s
+    return lost_s + timeout_s * np.ceil((works_s - lost_s) / timeout_s - TINY)
 
 
 class _Hit(NamedTuple):
@@ -262,30 +273,43 @@ def _advance(
     waits: Floats,
     idle: NDArray[np.bool_],
 ) -> None:
-    """Drain until the stage ends or nothing moves."""
-    rows = np.flatnonzero(np.isinf(account.times[parts.of_row]) & ~idle)
-    if manner.routing.recovery != "edge" and stage.doomed is not None:
-        rows = _wait(account, case, parts, stage, useful, rows)
-    while len(rows) and account.now < stage.end_s:
-        rates = _rates(case, rows, manner)
-        rates = rates / (1 + rates * useful[rows] * waits[rows])  # the rest of the time it is silent
-        leaves = _step(account, parts, stage.end_s, rows, rates, useful[rows], lost[rows])
-        if leaves is None:
-            break
-        rows = rows[~leaves[parts.of_row[rows]]]
-    if account.now < stage.end_s < math.inf and np.isinf(account.times).any():  # those that are left wait
-        account.now = stage.end_s
-        account.ends.append(stage.end_s)
-        account.bits.append(0.0)
+    """Drain until the stage ends or nothing moves, in pieces between timers of senders that wait."""
+    begin_s = stage.begin_s
+    while begin_s < stage.end_s:
+        rows, end_s = np.flatnonzero(np.isinf(account.times[parts.of_row]) & ~idle), stage.end_s
+        if manner.routing.recovery != "edge":
+            rows, end_s = _patient(account, case, parts, replace(stage, begin_s=begin_s), manner, useful, rows)
+        while len(rows) and account.now < end_s:
+            rates = _rates(case, rows, manner)
+            rates = rates / (1 + rates * useful[rows] * waits[rows])  # the rest of the time it is silent
+            leaves = _step(account, parts, end_s, rows, rates, useful[rows], lost[rows])
+            if leaves is None:
+                break
+            rows = rows[~leaves[parts.of_row[rows]]]
+        if account.now < end_s < math.inf and np.isinf(account.times).any():  # those that are left wait
+            account.now = end_s
+            account.ends.append(end_s)
+            account.bits.append(0.0)
+        begin_s = end_s
 
 
-def _wait(account: _Account, case: Case, parts: Parts, stage: _Stage, useful: Floats, rows: Ints) -> Ints:
-    """Queue pairs on dead paths send what they have, lose it, and wait; the others go on."""
-    dead = useful[rows] <= 0
-    rates = fill(case.table.some(rows), case.capacity)[dead]
-    sent = np.minimum(rates * (stage.end_s - stage.begin_s), account.left[parts.of_row[rows[dead]]])
-    account.lost_bits += float(sent.sum())
-    return rows[~dead]
+def _patient(
+    account: _Account, case: Case, parts: Parts, stage: _Stage, manner: Manner, useful: Floats, rows: Ints
+) -> tuple[Ints, float]:
+    """Queue pairs on dead paths send what they have, lose it, and wait until a path works and their timer ends; the
+    others go on, until the next timer does."""
+    lost_at, dead = account.lost_at[rows], useful[rows] <= 0
+    fresh = dead & np.isnan(lost_at)
+    if fresh.any():
+        sends = ~dead | fresh
+        rates = fill(case.table.some(rows[sends]), case.capacity)[fresh[sends]]
+        sent = np.minimum(rates * (stage.end_s - stage.begin_s), account.left[parts.of_row[rows[fresh]]])
+        account.lost_bits += float(sent.sum())
+        account.lost_at[rows[fresh]] = stage.begin_s
+    due_s = np.broadcast_to(timer_s(lost_at, stage.begin_s, manner.timeout_s), dead.shape)
+    early: NDArray[np.bool_] = ~dead & (due_s > stage.begin_s * (1 + TINY))  # NaN: nothing is due
+    account.lost_at[rows[~(dead | early)]] = np.nan
+    return np.asarray(rows[~(dead | early)]), float(due_s[early].min(initial=stage.end_s))
 
 
 def _rates(case: Case, rows: Ints, manner: Manner) -> Floats:

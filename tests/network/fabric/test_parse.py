@@ -62,6 +62,7 @@ def test_a_file(tmp_path: Path) -> None:
         ("hosts = 64\nnic_gbps = 1e30\ntiers = 2\nradix = 64\n", "no NIC has 1e+30 Gb/s"),
         ("hosts = 64\nnic_gbps = 400\ntiers = 2\nradix = 64\nwide = 1\n", "wide = 1 is neither true nor false"),
         ("hosts = 64\nnic_gbps = 400\ntiers = 2\nradix = 64\nname = 5\n", "mine.toml:5: name is no text"),
+        ('hosts = 64\nnic_gbps = 400\ntiers = 2\nradix = 64\nkind = "tin"\n', 'there is no kind "tin" of switch'),
         (f'hosts = 64\nnic_gbps = 400\ntiers = 2\nradix = 64\nname = "{"n" * 121}"\n', "name has 121 characters"),
     ],
 )

@@ -39,6 +39,14 @@ def test_a_ratio_that_is_no_half_and_a_switch_of_ones_own(tmp_path: Path) -> Non
     assert (back.switch.name, back.switch.watts, back.switch.usd) == ("Leaf 9 128x400G", 900, (30000, 40000))
 
 
+def test_an_infiniband_box_of_ones_own_stays_one(tmp_path: Path) -> None:
+    row = {"box": "Q9", "port_gbps": "400", "radix": "128", "kind": "InfiniBand"}
+    one = designs(Wish(gpus=1024, nic_gbps=400, rails=1, catalogue=(switch_of(row),)))[0]
+    path = tmp_path / "mine.toml"
+    path.write_text(fabric_toml(one.fabric))
+    assert parse_fabric(str(path)).switch.kind == one.fabric.switch.kind == "infiniband"
+
+
 def test_the_csv_has_a_line_per_design_with_exact_numbers() -> None:
     found = designs(Wish(gpus=131072, nic_gbps=800))
     rows = list(csv.DictReader(io.StringIO(designs_csv(found))))

@@ -7,7 +7,7 @@ import pytest
 
 from phalanx.errors import UserError
 from phalanx.network.fabric.parse import parse_fabric
-from phalanx.network.fabric.recovery import CONVERGE_S, GIVE_UP_S, REMAP_S
+from phalanx.network.fabric.recovery import CONVERGE_S, GIVE_UP_S, REMAP_S, SHIELD_S
 from phalanx.sim.step.breaks import ACK_TIMEOUT_S, GREY_LOSS, OUTAGE_S, aftermath, broken, bursts, go_back_n
 from phalanx.sim.step.paths import Transport, derived_fabric
 from phalanx.sim.step.report import step_report
@@ -121,3 +121,14 @@ def test_a_broken_fabric_gives_no_flow_more_than_it_had(sharded, kind):
         told = [line.split()[-1] for line in page if "slowest flow" in line]
         assert told == [f"{one.share_before:.2f}", f"{one.share:.2f}"]
         assert any("waiting for lost ACKs" in line for line in page) == (kind == "grey" and not edge)
+
+
+def test_infiniband_bypasses_switches_and_not_ports(piped):
+    fabric = parse_fabric(PLANES)
+    band = replace(fabric, switch=replace(fabric.switch, kind="infiniband"))
+    found = {kind: aftermath(piped, band, kind, edge=True) for kind in ("t1", "nic", "grey")}
+    assert {one.recovery for one in found.values()} == {"SHIELD"}
+    assert found["t1"].stall_s == SHIELD_S
+    assert found["t1"].share <= aftermath(piped, fabric, "t1", edge=True).share  # nothing leaves its plane
+    assert math.isinf(found["nic"].after_s)
+    assert found["grey"].timeouts_s > 0  # a link that is up is used

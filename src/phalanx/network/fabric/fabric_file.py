@@ -9,11 +9,12 @@ from pathlib import Path
 from phalanx.errors import Problem, UserError, nearest
 from phalanx.hardware.tomlfile import TomlFile, read_toml
 from phalanx.network.fabric.sizing import MOST_NAME, MOST_USD, MOST_WATTS, Shape
+from phalanx.network.fabric.types import KINDS
 from phalanx.visible import one_line
 
 KEYS = (
     "hosts", "nic_gbps", "planes", "tiers", "radix", "switch", "oversubscription", "rails", "wide", "name", "box",
-    "watts", "usd",
+    "watts", "usd", "kind",
 )  # fmt: skip
 
 
@@ -26,9 +27,10 @@ class FabricFile:
     nic_gbps: float
     shape: Shape
     switch: str  # a name of the catalogue, or a number of ports
-    box: str  # the last three only where `switch` is a number: "", 0 and None are not given
+    box: str  # this and the rest only where `switch` is a number: "", 0 and None are not given
     watts: float
     usd: tuple[float, float] | None
+    kind: str
 
 
 def read_fabric_file(path: Path) -> FabricFile:
@@ -50,6 +52,7 @@ def read_fabric_file(path: Path) -> FabricFile:
         box=reading.text("box", "SN5600"),
         watts=reading.number("watts", default=0, most=MOST_WATTS),
         usd=reading.prices(),
+        kind=reading.kind(),
     )
     if reading.problems:
         raise UserError(reading.problems)
@@ -98,6 +101,12 @@ class _Reading:
         if "switch" in self.file.data:
             return self.text("switch", "Spectrum-5")
         return f"{int(self.number('radix', whole=True))}"
+
+    def kind(self) -> str:
+        found = (self.text("kind", KINDS[0]) or KINDS[0]).lower()
+        if found not in KINDS:
+            self.wrong("kind", f'there is no kind "{one_line(found)[:40]}" of switch', f"use {' or '.join(KINDS)}")
+        return found
 
     def prices(self) -> tuple[float, float] | None:
         usd = self.file.data.get("usd")

@@ -139,7 +139,7 @@ def _from_file(path: Path) -> Fabric:
 def _own_switch(asked: FabricFile, ports: Switch) -> Switch:
     """The switch of a file that says what its box is called, draws and costs."""
     name, box = (f"{asked.box} {ports.name}", asked.box) if asked.box else (ports.name, ports.box)
-    return replace(ports, name=name, box=box, watts=asked.watts, usd=asked.usd)
+    return replace(ports, name=name, box=box, watts=asked.watts, usd=asked.usd, kind=asked.kind)
 
 
 def _unknown(text: str) -> UserError:

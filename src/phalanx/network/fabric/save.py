@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from phalanx.network.fabric.catalogue import switches
 from phalanx.network.fabric.design import Design, nominal_ratio
 from phalanx.network.fabric.sizing import split_t0
-from phalanx.network.fabric.types import Fabric
+from phalanx.network.fabric.types import KINDS, Fabric
 
 
 def fabric_toml(fabric: Fabric) -> str:
@@ -25,6 +25,7 @@ def fabric_toml(fabric: Fabric) -> str:
         **({"switch": switch.name} if shipped else {"radix": switch.radix, "box": switch.box}),
         **({"watts": switch.watts} if switch.watts and not shipped else {}),
         **({"usd": list(switch.usd)} if switch.usd and not shipped else {}),
+        **({"kind": switch.kind} if switch.kind != KINDS[0] and not shipped else {}),
         "oversubscription": _ratio(fabric),
         "rails": fabric.rails,
     }

@@ -164,7 +164,8 @@ def _edge(fabric: Fabric, one: Budget) -> list[str]:
     """The quickest recovery these boxes have, and what it would be if a cable took more with it."""
     if not sprays(fabric):
         return [
-            f"InfiniBand: {_lost(one.edge)} (above T0 switches leave a dead link in {format_seconds(SHIELD_S)}, SHIELD;",
+            f"InfiniBand: {_lost(one.edge)} (above T0 switches leave a dead link in {format_seconds(SHIELD_S)}, "
+            "SHIELD;",
             "  a lost NIC link or T0 restarts the job; recovery at the edge, MRC, is Ethernet's)",
         ]
     said = f"with recovery at the edge: {_lost(one.edge)}"
@@ -174,7 +175,8 @@ def _edge(fabric: Fabric, one: Budget) -> list[str]:
         return [said]  # so late that each failure restarts the job anyway
     return [
         f"{said} (a failed cable takes one plane of its NIC,",
-        f"  and steps wait for the network {percent(one.waits)} of their time). What a cable takes, nobody has published:",
+        f"  and steps wait for the network {percent(one.waits)} of their time). What a cable takes, nobody has "
+        "published:",
         f"  {percent(one.edge_lanes.lost_share)} if every lane fails as often as a cable, "
         f"{percent(one.edge_whole.lost_share)} if a cable takes all planes and so the job",
     ]

@@ -14,6 +14,8 @@ from phalanx.network.fabric.recovery import (
     SWITCH_BACK_S,
     T1_BACK_S,
     TRANSCEIVER_BACK_S,
+    sprays,
+    stall_s,
 )
 from phalanx.network.fabric.types import Fabric
 from phalanx.plan.layout import Layout
@@ -54,7 +56,7 @@ NEVER = float("inf")
 class Aftermath:
     """What a failure does under one way of recovering. Infinite steps never end: the job restarts."""
 
-    recovery: str  # "conventional" or "edge"
+    recovery: str  # "conventional", "edge", or "SHIELD": what InfiniBand has in place of it
     healthy_s: float
     during_s: float  # the step in which it breaks
     after_s: float  # later steps, until it is mended
@@ -80,26 +82,29 @@ def aftermath(
     healthy: StepReport | None = None,
 ) -> Aftermath:
     """One failure of the first part of its kind; `healthy` is the step without it, where that is known."""
-    lost = broken(fabric, kind, edge=edge)
+    senders = edge and sprays(fabric)  # who leave what is lost
+    lost = broken(fabric, kind, edge=senders)
     healthy = healthy or step_report(plan, fabric, Transport(edge=edge))
     hit = step_report(plan, fabric, Transport(edge=edge, broken=lost, every_plane=kind == "transceiver"))
     touched = sum(path.touched for path in hit.paths)
     away_s = OUTAGE_S[kind] if outage_s is None else outage_s
-    stall_s = _stall_s(kind, away_s, edge=edge, cut=hit.stalled) if touched else 0.0
-    stops = hit.stalled and stall_s > GIVE_UP_S
+    still_s = 0.0
+    if touched:
+        still_s = _waits_s(away_s, senders=senders) if hit.stalled else _bypass_s(fabric, kind, edge=edge)
+    stops = hit.stalled and still_s > GIVE_UP_S
     # Whoever waits until the part is back goes on as before.
     after_s = healthy.step_s if hit.stalled else hit.step_s
-    timeouts_s = _timeouts_s(plan, hit) if kind == "grey" and not edge else 0.0
+    timeouts_s = _timeouts_s(plan, hit) if kind == "grey" and not senders else 0.0
     after_s += timeouts_s
-    slow_s = 0.0 if hit.stalled else max(0.0, min(away_s, MINUTE_S) - stall_s)
+    slow_s = 0.0 if hit.stalled else max(0.0, min(away_s, MINUTE_S) - still_s)
     return Aftermath(
-        recovery="edge" if edge else "conventional",
+        recovery="edge" if senders else "SHIELD" if edge else "conventional",
         healthy_s=healthy.step_s,
-        during_s=NEVER if stops else max(healthy.step_s, after_s) + stall_s,
+        during_s=NEVER if stops else max(healthy.step_s, after_s) + still_s,
         after_s=NEVER if stops else after_s,
         outage_s=away_s,
-        stall_s=NEVER if stops else stall_s,
-        minute=minute(plan.reliability.lost_s if stops else stall_s, slow_s, pace=healthy.step_s / after_s),
+        stall_s=NEVER if stops else still_s,
+        minute=minute(plan.reliability.lost_s if stops else still_s, slow_s, pace=healthy.step_s / after_s),
         flows=sum(path.flows for path in hit.paths),
         touched=touched,
         stalled=sum(path.stalled for path in hit.paths),
@@ -170,12 +175,15 @@ def bursts(layout: Layout, layers: int, axis: str) -> float:
     return 3 * passes if layout.zero == 3 and layout.pipeline == 1 else 2
 
 
-def _stall_s(kind: str, outage_s: float, *, edge: bool, cut: bool) -> float:
-    """Until other paths carry on; of what has none, until the part is back and known to be."""
-    if cut:
-        return outage_s + (REMAP_S if edge else CONVERGE_S)
-    if kind == "grey" and not edge:
+def _waits_s(outage_s: float, *, senders: bool) -> float:
+    """Of what has no other path: until the part is back and known to be."""
+    return outage_s + (REMAP_S if senders else CONVERGE_S)
+
+
+def _bypass_s(fabric: Fabric, kind: str, *, edge: bool) -> float:
+    """Until other paths carry on."""
+    if kind == "grey" and not (edge and sprays(fabric)):
         return 0.0  # nothing is noticed
     if not edge:
         return CONVERGE_S
-    return REMAP_S if kind in ("nic", "t0") else EDGE_RECOVERY_S
+    return REMAP_S if kind in ("nic", "t0") else stall_s(fabric, EDGE_RECOVERY_S)

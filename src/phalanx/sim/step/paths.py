@@ -12,6 +12,7 @@ import numpy as np
 
 from phalanx.errors import mistake
 from phalanx.network.collectives import Group
+from phalanx.network.fabric.recovery import sprays
 from phalanx.network.fabric.types import Fabric, Switch
 from phalanx.plan.layout import Layout
 from phalanx.plan.traffic import Groups
@@ -176,10 +177,11 @@ def _shares(plane: Fabric, planes: int, source: Ints, target: Ints, transport: T
     lost = replace(transport.broken, left=0.0)  # a part that only loses packets touches as many
     before = route(links, traffic, replace(routing, recovery="none"), working(links, lost))
     touched = len(np.unique(before.flow[before.cut] // parts))
-    # Senders at the edge leave a plane as far as they must; a QP stays on its port, and the message waits for it.
+    # Senders at the edge leave a plane as far as they must; a QP stays on its port, and the message waits for it, as on
+    # InfiniBand, where switches spray inside a plane.
     others = 0 if transport.every_plane else planes - 1
     mixed = (others * whole + left) / (others + 1)
-    return (mixed if transport.edge else np.minimum(whole, left)), touched
+    return (mixed if transport.edge and sprays(plane) else np.minimum(whole, left)), touched
 
 
 def _routing(count: int, planes: int, *, edge: bool) -> tuple[int, Routing]:
