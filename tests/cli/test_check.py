@@ -102,6 +102,15 @@ def test_fix_writes_the_safe_edits_and_keeps_the_rest(folder, capsys) -> None:
     assert (folder / "bad.toml").read_text() == after
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_diff_is_exact_but_on_a_terminal(is_terminal: bool, folder, capsys, monkeypatch) -> None:
+    (folder / "bad.toml").write_text(BAD.replace("ten days", "ten\x9b2J days"))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    assert main(["check", "bad.toml", "--diff", "--select", "CKP001"]) == 1
+    shown = "ten\\x9b2J" if is_terminal else "ten\x9b2J"
+    assert f"-interval_s = 864000  # {shown} days\n" in capsys.readouterr().out
+
+
 def test_diff_shows_and_writes_nothing(folder, capsys) -> None:
     assert main(["check", "bad.toml", "--diff", "--select", "CKP001"]) == 1
     out, err = capsys.readouterr()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from phalanx.cli.live import _text
 from phalanx.cli.main import main
+from phalanx.hardware.cluster import resolve
+from phalanx.hardware.clusterfile import render_cluster
 
 ODD = "x\x1b[2J\x9b1m\u202ey"
 FABRIC = "hosts = 64\nnic_gbps = 400\ntiers = 2\nradix = 32\n"
@@ -19,6 +23,8 @@ TOPO += "Tier 1\nDownlink_speed_Gbps 100\nRadix_Down 2\n"
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    for name in ("CACHE", "DATA", "CONFIG"):  # neither plans nor drills of whoever runs the test
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
     assert main(["init", f"{ODD}.toml"]) == 0
     Path(f"fabric{ODD}.toml").write_text(FABRIC)
     Path(f"{ODD}.topo").write_text(TOPO)
@@ -70,6 +76,25 @@ def test_json_is_json_without_controls(words: list[str], capsys: pytest.CaptureF
     out = capsys.readouterr().out
     assert out.replace("\n", "").isprintable()
     json.loads(out)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_page_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    text = render_cluster(resolve("2xH100:1"))
+    Path("c.toml").write_text(text.replace("name = ", 'name = "q\\u001b[2J\\u009b" #', 1))
+    capsys.readouterr()
+    assert main(["plan", f"{ODD}.toml", "--cluster", "c.toml"]) == 0
+    assert "on q\\x1b[2J\\x9b (2 devices)" in capsys.readouterr().out
+
+
+def test_a_line_of_training_on_a_terminal() -> None:
+    assert _text("host a\x1b[2J").plain == "host a\\x1b[2J"
 
 
 def test_a_picture_is_xml_whatever_the_file_is_called() -> None:

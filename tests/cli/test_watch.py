@@ -112,6 +112,14 @@ def test_objects(done: Run, capsys: Output) -> None:
     assert "TEL004" in {one["rule"] for one in check["findings"]}
 
 
+def test_objects_hold_no_raw_controls(done: Run, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Known, "as_json", lambda self: {"what": "a\x9b\u202e"})
+    assert main(["watch", str(done.path), "--json"]) == 0
+    line = capsys.readouterr().out.rstrip("\n")
+    assert line.isprintable()
+    assert json.loads(line)["check"] == {"what": "a\x9b\u202e"}
+
+
 def test_verdicts_on_the_screen(done: Run, view: View) -> None:
     known = Checker(done).last()
     lines = screen(view, width=200, check=known)

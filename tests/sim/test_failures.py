@@ -8,7 +8,7 @@ import pytest
 from phalanx.errors import UserError
 from phalanx.network.fabric.parse import parse_fabric
 from phalanx.sim.broken import NOTHING
-from phalanx.sim.failures import Break, broken_of, faults_of
+from phalanx.sim.failures import Break, broken_of, denied_of, faults_of
 from phalanx.sim.links import links_of
 from phalanx.sim.packets.faults import Fault
 
@@ -64,3 +64,14 @@ def test_what_is_left_of_links() -> None:
     assert (left < 1).sum() == 2 * 8 + 2 * 8
     assert Break(failed=("t1:0/3@50us",)).timed
     assert not Break(failed=("t1:0/3",)).timed
+
+
+def test_what_is_denied_counts_as_dead_and_has_no_time() -> None:
+    links = links_of(parse_fabric("clos2:64x800G/8p/16/wide"))
+    left = broken_of(links, Break(failed=("t1:3/2",), left=0.25, denied=("nic:0/5",))).links
+    assert left is not None
+    assert ((left == 0).sum(), (left == 0.25).sum()) == (2, 16)
+    assert Break(failed=("t1:3/2",), loss=0.1, denied=("nic:0/5",)).healthy == Break(denied=("nic:0/5",))
+    for word, text in (("nic:0/5@1us", "holds from the start"), ("all", "name parts"), ("nic", "--deny")):
+        with pytest.raises(UserError, match=text):
+            denied_of(Break(denied=(word,)))

@@ -9,7 +9,6 @@ import sys
 from phalanx.cli.check import Progress, add_sight, request_of
 from phalanx.cli.options import add_json, add_set
 from phalanx.cli.output import print_json
-from phalanx.visible import visible
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -57,5 +56,5 @@ def _show(text: str) -> None:
     from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
-    for line in visible(text).splitlines():
+    for line in text.splitlines():
         console.print(Text(line, style="bold" if line.startswith("#") else ""))

@@ -156,9 +156,25 @@ def _everyone(use: AxisUse, ranks: int, domain: int) -> Flows | None:
     each member, and stays on its rail.
     """
     away, together = use.bytes_per_step / (use.size - 1), _together(use, domain)
-    if use.network_copies < 1 and _tiles(use, ranks, domain):
-        return _pairs(use, range(together, use.size, together), away * together * use.network_copies, ranks, domain)
-    return _pairs(use, range(1, use.size), away * use.network_copies, ranks, domain)
+    if use.network_copies >= 1:
+        return _between(*_pairs(use, range(1, use.size), ranks), away, domain)
+    if _tiles(use, ranks, domain):
+        pairs = _pairs(use, range(together, use.size, together), ranks)
+        return _between(*pairs, away * together * use.network_copies, domain)
+    return _uneven(use, *_pairs(use, range(1, use.size), ranks), ranks, domain)
+
+
+def _uneven(use: AxisUse, source: Ints, target: Ints, ranks: int, domain: int) -> Flows | None:
+    """Groups with more members in one domain than in another: a domain is sent as much whether it has few or many."""
+    rank = np.arange(ranks)
+    group = rank // (use.size * use.stride) * use.stride + rank % use.stride
+    held, place, members = np.unique(group * ranks + rank // domain, return_inverse=True, return_counts=True)
+    spans = np.bincount(held // ranks)  # domains of each group
+    leaves = source // domain != target // domain
+    source, target = source[leaves], target[leaves]
+    crossing = use.bytes_per_step * use.size / (use.size - 1) * use.network_copies
+    nbytes = crossing / spans[group[source]] / members[place[target]]
+    return flows(source, target, nbytes) if leaves.any() else None
 
 
 def _tiles(use: AxisUse, ranks: int, domain: int) -> bool:
@@ -168,8 +184,8 @@ def _tiles(use: AxisUse, ranks: int, domain: int) -> bool:
     return whole and together < use.size and use.size % together == 0
 
 
-def _pairs(use: AxisUse, steps: range, nbytes: float, ranks: int, domain: int) -> Flows | None:
-    """Each member to those `steps` places further in its group."""
+def _pairs(use: AxisUse, steps: range, ranks: int) -> tuple[Ints, Ints]:
+    """Each member and those `steps` places further in its group."""
     if ranks * len(steps) > MOST_FLOWS:
         raise mistake(
             use.axis,
@@ -178,7 +194,7 @@ def _pairs(use: AxisUse, steps: range, nbytes: float, ranks: int, domain: int) -
         )
     pairs = [neighbours(use.size, use.stride, step, ranks) for step in steps]
     source, target = (np.concatenate(side) for side in zip(*pairs, strict=True))
-    return _between(source, target, nbytes, domain)
+    return source, target
 
 
 def _between(source: Ints, target: Ints, nbytes: float, domain: int) -> Flows | None:

@@ -39,8 +39,11 @@ def packet_cpu_s(question: Question) -> float:
     faults = faults_of(question.broken)
     transports = compared(question.fabric, paths=question.paths, converge_s=question.converge_s)
     passes = ((), faults) if faults else ((),)
+    told = bool(question.broken.denied)
     return sum(
-        expected_cpu_s(question.fabric, question.flows, transport, one) for transport in transports for one in passes
+        expected_cpu_s(question.fabric, question.flows, transport, one, alike=not (one or told))
+        for transport in transports
+        for one in passes
     )
 
 

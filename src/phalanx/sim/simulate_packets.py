@@ -65,7 +65,7 @@ def run_packets(
     schedule: Schedule | None = None,
 ) -> PacketResult:
     """One run, refused before it starts where even waiting would exceed the budget."""
-    _afford_waiting(fabric, flows, transport, faults, budget)
+    _afford_waiting(fabric, flows, transport, faults, budget, alike=not (faults or denied))
     return run(
         fabric,
         flows,
@@ -85,10 +85,10 @@ def course_of(found: PacketResult) -> Course:
 
 
 def _afford_waiting(
-    fabric: Fabric, flows: Flows, transport: AnyTransport, faults: Sequence[Fault], budget: Budget
+    fabric: Fabric, flows: Flows, transport: AnyTransport, faults: Sequence[Fault], budget: Budget, *, alike: bool
 ) -> None:
     """Refuse when waiting for routing, or for a part to return, would exceed the budget: every slot costs."""
-    links, slot_s, expected = _expected(fabric, flows, transport, faults)
+    links, slot_s, expected = _expected(fabric, flows, transport, alike=alike)
     wait_s = _wait_s(transport, faults, SOON * expected.slots * slot_s)
     slots = wait_s / slot_s
     cpu_s = expected.cpu_s + slots * links.count * LOOK_S
@@ -105,9 +105,11 @@ def _afford_waiting(
     )
 
 
-def expected_cpu_s(fabric: Fabric, flows: Flows, transport: AnyTransport, faults: Sequence[Fault]) -> float:
-    """Of a run, with what it waits."""
-    links, slot_s, expected = _expected(fabric, flows, transport, faults)
+def expected_cpu_s(
+    fabric: Fabric, flows: Flows, transport: AnyTransport, faults: Sequence[Fault], *, alike: bool
+) -> float:
+    """Of a run, with what it waits; planes that are `alike` are simulated once."""
+    links, slot_s, expected = _expected(fabric, flows, transport, alike=alike)
     return expected.cpu_s + _wait_s(transport, faults, SOON * expected.slots * slot_s) / slot_s * links.count * LOOK_S
 
 
@@ -119,13 +121,11 @@ def _wait_s(transport: AnyTransport, faults: Sequence[Fault], soon_s: float) -> 
     return max(waits, default=0.0)
 
 
-def _expected(
-    fabric: Fabric, flows: Flows, transport: AnyTransport, faults: Sequence[Fault]
-) -> tuple[Links, float, Cost]:
+def _expected(fabric: Fabric, flows: Flows, transport: AnyTransport, *, alike: bool) -> tuple[Links, float, Cost]:
     if isinstance(transport, Roce):
         pairs = roce_sketch(fabric, flows, transport)
         return pairs.links, pairs.slots.slot_s, pairs.cost
-    plan = sketch(fabric, flows, transport, alike=not faults)
+    plan = sketch(fabric, flows, transport, alike=alike)
     return plan.links, plan.slots.slot_s, plan.cost
 
 

@@ -76,8 +76,8 @@ def test_ctrl_c_prints_what_was_finished(
 
 def test_a_table_that_acts_on_a_terminal_is_spelt_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "claims.csv"
-    path.write_text('source,quantity,value,unit,conditions\np\x1b[2J,"q\x9b\nr",1,u\u202e,c\x07\n')
+    path.write_text('source,quantity,value,unit,conditions\n"p\x1b[2J\nfake","q\x9b\nr",1,u\u202e,c\x07\n')
     assert main(["validate", str(path)]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("p\\x1b[2J\n  q\\x9b\\nr | c\\x07  1 u\\u202e")
+    assert out.startswith("p\\x1b[2J\\nfake\n  q\\x9b\\nr | c\\x07  1 u\\u202e")
     assert out.replace("\n", "").isprintable()

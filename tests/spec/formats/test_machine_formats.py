@@ -101,7 +101,7 @@ def test_a_name_that_is_no_utf8_costs_no_report() -> None:
 
 
 def test_no_format_writes_controls() -> None:
-    report = _elsewhere(made([rule(bad(what="a\x1b[2J\x9b1m\u202eb"))]), "c\x9b\u202e.toml")
+    report = _elsewhere(made([rule(bad(what="a\x1b[2J\x9b1m\u202eb", value="v\x9b\u202e"))]), "c\x9b\u202e.toml")
     for name in FORMATS:
         text = render(name, [report], root="/", version="1")
         assert text.replace("\n", "").isprintable(), name

@@ -130,7 +130,7 @@ def build(plan: Sketch, flows: Flows, transport: Transport, schedule: Schedule, 
         knobs=_knobs(plan, transport, seed),
         net=_net(links, shape),
         traffic=_traffic(plan, flows, schedule, seed, kept=_kept(plan, transport)),
-        calendar=_calendar(shape, plan.pool),
+        calendar=calendar_of(shape.ring, plan.pool),
         totals=totals,
         copies=plan.copies,
     )
@@ -252,11 +252,12 @@ def _windows(plan: Sketch) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     return window
 
 
-def _calendar(shape: Shape, pool: int) -> Calendar:
+def calendar_of(ring: int, pool: int) -> Calendar:
+    """An empty calendar of `ring` slots with places for `pool` events."""
     following = np.arange(1, pool + 1, dtype=np.int32)
     following[-1] = -1
     return Calendar(
-        first=np.full(shape.ring, -1, dtype=np.int32),
+        first=np.full(ring, -1, dtype=np.int32),
         word=np.zeros(pool, dtype=np.int64),
         next=following,
         free=np.zeros(1, dtype=np.int32),

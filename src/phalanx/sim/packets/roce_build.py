@@ -11,6 +11,7 @@ from phalanx.network.fabric.types import Fabric
 from phalanx.sim.links import Floats, Links, links_of
 from phalanx.sim.matrices import Flows
 from phalanx.sim.packets.budget import Cost, cost
+from phalanx.sim.packets.build import calendar_of
 from phalanx.sim.packets.roce import Dcqcn, Roce, RoceSlots, roce_slots
 from phalanx.sim.packets.roce_state import (
     ACTIVE,
@@ -116,7 +117,7 @@ def roce_build(plan: RoceSketch, fabric: Fabric, flows: Flows, roce: Roce, *, se
         ports=_ports(plan.links, form),
         packets=_packets(plan.room),
         pairs=_pairs(plan, flows, roce, seed),
-        calendar=_calendar(form.ring, plan.events),
+        calendar=calendar_of(form.ring, plan.events),
         totals=totals,
     )
 
@@ -238,14 +239,3 @@ def roce_routes(
     routes = np.full((len(taken), MOST_LINKS_OF_PATH), -1, dtype=np.int32)
     routes[:, : taken.shape[1]] = np.take_along_axis(taken, order, axis=1)
     return routes, there.sum(axis=1).astype(np.uint8)
-
-
-def _calendar(ring: int, pool: int) -> Calendar:
-    following = np.arange(1, pool + 1, dtype=np.int32)
-    following[-1] = -1
-    return Calendar(
-        first=np.full(ring, -1, dtype=np.int32),
-        word=np.zeros(pool, dtype=np.int64),
-        next=following,
-        free=np.zeros(1, dtype=np.int32),
-    )
