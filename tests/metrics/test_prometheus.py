@@ -271,8 +271,8 @@ def until_scraped(server: str) -> None:
         try:
             if ask(server, "train_step"):
                 return
-        except OSError:
-            pass  # not up yet
+        except (OSError, ValueError):
+            pass  # not up yet, or up and says so: "Service Unavailable" is no JSON
         time.sleep(0.1)
     raise AssertionError("Prometheus scraped nothing in 30 s")
 

@@ -40,7 +40,7 @@ class Roce:
     qps: int = 1  # per connection, each on one path by hash
     pfc: bool = True  # switches pause the port that fills them; off, a full buffer drops
     dcqcn: Dcqcn | None = Dcqcn()  # None sends at line rate
-    converge_s: float = 1.0  # of routing; "seconds or tens of seconds" (OpenAI, 2026-05-05)
+    converge_s: float = 1.0  # of routing, as `Transport.converge_s`
     payload_bytes: int = 4096
     header_bytes: int = 82  # preamble and gap 20, Ethernet 18, IPv4 20, UDP 8, BTH 12, ICRC 4
     host_s: float = 3.63e-6  # of both ends together, as MRC's: arXiv:2605.04333 section 5.2.1

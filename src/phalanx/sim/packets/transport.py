@@ -23,7 +23,9 @@ class Transport:
     # "skip" leaves marked and trimmed paths out for a rotation; "recycle" also uses unmarked ones again first (REPS)
     spray: Spray = "skip"
     recovery: Recovery = "edge"  # "edge" retires a path at its first silent loss; "routing" waits for convergence
-    converge_s: float = 1.0  # of routing; "seconds or tens of seconds" in a conventional fabric (OpenAI, 2026-05-05)
+    # Of routing; "seconds or tens of seconds" in a conventional fabric (OpenAI, 2026-05-05). `recovery.CONVERGE_S` is
+    # 10 s; here packets end after 5.6 s at 100G.
+    converge_s: float = 1.0
     payload_bytes: int = 4096
     header_bytes: int = 166  # 4096/(4096+166) is the 96 % of line rate of arXiv:2605.04333 section 5.2.1
     ack_bytes: int = 64
