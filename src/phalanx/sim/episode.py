@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from phalanx.network.fabric.types import Fabric
 from phalanx.sim.failures import fault_links
 from phalanx.sim.fill import fill
-from phalanx.sim.fluid import Case, Parts, case_of, parts_of
+from phalanx.sim.fluid import Case, Parts, batch_of, case_of, parts_of
 from phalanx.sim.links import Floats, Ints, Links, links_of
 from phalanx.sim.matrices import Flows
 from phalanx.sim.packets.faults import Fault
@@ -28,7 +28,6 @@ from phalanx.sim.routes import Routing, route
 from phalanx.sim.wire import MRC, Wire
 
 TINY = 1e-9  # of rounding
-BATCH = 0.01  # of the time: flows that finish within it leave together, as in `fluid.complete`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -329,7 +328,7 @@ def _step(
         if np.isfinite(end_s):
             _keep(account, end_s - now, speed, needs, rates * lost)
         return None
-    leaves = needs <= min(first + BATCH * (now + first), end_s - now)
+    leaves = needs <= min(first + batch_of(len(parts.of_row)) * (now + first), end_s - now)
     step = float(needs[leaves].max())
     account.times[leaves] = now + needs[leaves]
     _keep(account, step, speed, needs, rates * lost)

@@ -19,6 +19,7 @@ from phalanx.sim.routes import Hops, Routes, Routing, route
 from phalanx.sim.wire import MRC, Wire
 
 FULL = 0.999  # load from which a link counts as full
+SMALL_ROWS = 1 << 17
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +91,15 @@ def solve(fabric: Fabric, flows: Flows, *, routing: Routing, broken: Broken = NO
     rates = fill(case.table, case.capacity, engine=engine)
     share = np.bincount(case.owner, weights=rates, minlength=len(flows)) / (fabric.nic_gbps * 1e9)
     return Rates(share=share, load=_load(case, rates), stalled=int((share <= 0).sum()))
+
+
+def batch_of(rows: int) -> float:
+    """By how much time may grow before finished flows free their shares.
+
+    A hundred rounds of a million rows are minutes, so large cases take larger steps (8,192 hosts at 0.05 instead of
+    0.01: equal means, the last flow 0.3 % later).
+    """
+    return 0.01 if rows <= SMALL_ROWS else 0.05
 
 
 def complete(

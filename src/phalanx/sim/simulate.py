@@ -10,7 +10,7 @@ import numpy as np
 from phalanx.errors import mistake, nearest
 from phalanx.network.fabric.types import Fabric
 from phalanx.sim.failures import Break, broken_of
-from phalanx.sim.fluid import Completion, Rates, complete, solve
+from phalanx.sim.fluid import Completion, Rates, batch_of, complete, solve
 from phalanx.sim.fluid_budget import afford
 from phalanx.sim.links import links_of
 from phalanx.sim.matrices import Flows, traffic
@@ -56,8 +56,7 @@ def simulate(
         check_deny(routing.recovery)
     broken = broken_of(links, Break(failed=tuple(failed), left=left, denied=tuple(denied)))
     rates = solve(fabric, flows, routing=routing, broken=broken)
-    # A hundred rounds of a million rows are minutes: large cases take larger steps.
-    batch = 0.01 if len(flows) * routing.paths <= ROWS // 8 else 0.05
+    batch = batch_of(len(flows) * routing.paths)
     done = complete(fabric, flows, routing=routing, broken=broken, wire=over, batch=batch)
     asked = asked_for("fluid", fabric, traffic_name, flows, seed)
     chosen = {"spread": spread, "paths": routing.paths, "recovery": routing.recovery, "wire": wire}
