@@ -40,11 +40,11 @@ from phalanx.sim.packets.state import (
     RANDOM,
     RETIRED,
     STAMP_BIT,
-    TODO,
     TOUCHED,
     TRIMMED,
     TRIMMED_LAST_HOP,
     UNACKED,
+    UNSENT,
     WINDOW,
 )
 
@@ -99,7 +99,7 @@ def acknowledged(state: SimpleNamespace, marks: int, number: int = 2, waited: in
 def test_what_is_missing_is_sent_again(state: SimpleNamespace) -> None:
     for kind in (LOST, TRIMMED, TRIMMED_LAST_HOP):
         heard(state, kind)
-    assert (state.tally[0, IN_FLIGHT], state.tally[0, TODO]) == (0, 3)
+    assert (state.tally[0, IN_FLIGHT], state.tally[0, UNSENT]) == (0, 3)
 
 
 def test_a_silent_loss_retires_its_path_once(state: SimpleNamespace) -> None:

@@ -54,7 +54,7 @@ def _sentences(one: Verdict) -> list[str]:
     pick = one.pick
     fabric, costs, parts = pick.design.fabric, pick.economics, pick.design.bill
     said = [
-        f"Take {_what(fabric)}: {fabric.switches:,} switches, {money(parts.usd)} "
+        f"Take {_what(fabric)}: {fabric.switches:,} switch{'es' if fabric.switches != 1 else ''}, {money(parts.usd)} "
         f"({format_money(costs.usd_per_gpu)} a GPU), {(parts.watts or 0.0) / 1e6:.3g} MW.",
         _lost(fabric, costs),
     ]

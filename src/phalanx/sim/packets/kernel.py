@@ -59,12 +59,12 @@ from phalanx.sim.packets.state import (
     RETIRED,
     SENT,
     STAMP_BIT,
-    TODO,
     TOUCHED,
     TRIMMED,
     TRIMMED_LAST_HOP,
     TRIMS,
     UNACKED,
+    UNSENT,
     WINDOW,
     Bytes,
     Calendar,
@@ -549,7 +549,7 @@ def missing(
 ) -> None:
     """A sender hears that a packet was trimmed, or concludes that it was lost: it is sent again, elsewhere."""
     tally[flow, IN_FLIGHT] -= 1
-    tally[flow, TODO] += 1
+    tally[flow, UNSENT] += 1
     settled = False
     if kind == LOST:
         settled = knobs.edge == 1  # full queues trim, so a silent loss speaks of the path, not of congestion
@@ -580,7 +580,7 @@ def fire(traffic: Traffic, trigger: int, slot: int) -> None:
         return
     for place in range(traffic.first_waiting[trigger], traffic.first_waiting[trigger + 1]):
         flow = traffic.waiting[place]
-        traffic.tally[flow, TODO] = traffic.packets[flow]
+        traffic.tally[flow, UNSENT] = traffic.packets[flow]
         traffic.began[flow] = slot
 
 
@@ -676,18 +676,18 @@ def inject(
             flow = mines[first + at]
             at = at + 1 if at + 1 < mine else 0
             flying = tally[flow, IN_FLIGHT]
-            if tally[flow, TODO] == 0 or flying + 1 > w[flow, WINDOW]:
+            if tally[flow, UNSENT] == 0 or flying + 1 > w[flow, WINDOW]:
                 continue
             path = again(knobs, shape, tally, state, kept, flow, plane)
             if path < 0:
                 path = choose(state, turns, totals, flow, plane, shape.planes, knobs.paths)
             if path < 0:
                 continue
-            tally[flow, TODO] -= 1
+            tally[flow, UNSENT] -= 1
             tally[flow, IN_FLIGHT] = flying + 1
             totals[SENT] += 1
             # The last that the window or the work allows asks, or both ends would wait for each other.
-            ask = tally[flow, TODO] == 0 or flying + 2 >= w[flow, WINDOW]
+            ask = tally[flow, UNSENT] == 0 or flying + 2 >= w[flow, WINDOW]
             packet = flow | (path << FLOW_BITS) | (int(ask) << ASK_BIT) | (slot << STAMP_BIT)
             if trouble[link] and (share[link] == 0.0 or draw(totals) < loss[link]):
                 lose(shape, knobs, traffic, calendar, totals, slot, packet)

@@ -32,9 +32,9 @@ from phalanx.sim.packets.state import (
     NOW,
     OVERFLOW,
     SENT,
-    TODO,
     TOUCHED,
     TRIMS,
+    UNSENT,
 )
 from phalanx.sim.packets.transport import Transport, check
 
@@ -183,7 +183,7 @@ class _Clock:
         net, traffic = self.world.net, self.world.traffic
         while self.starts and self.starts[-1][0] <= self.slot:
             flows = self.starts.pop()[1]
-            traffic.tally[flows, TODO] = traffic.packets[flows]
+            traffic.tally[flows, UNSENT] = traffic.packets[flows]
             traffic.began[flows] = self.slot
         while self.todo and self.todo[0].slot <= self.slot:
             change = self.todo.pop(0)

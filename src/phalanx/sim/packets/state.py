@@ -36,7 +36,7 @@ ACK, TRIMMED, TRIMMED_LAST_HOP, LOST = 0, 1, 2, 3
 
 # Columns of Traffic.tally
 # TOUCHED: 1 a packet disappeared, 2 one was trimmed
-TODO, IN_FLIGHT, ACKED, ARRIVED, UNACKED, LOSSES, TOUCHED, KEPT, KEPT_AT, RETIRED = range(10)
+UNSENT, IN_FLIGHT, ACKED, ARRIVED, UNACKED, LOSSES, TOUCHED, KEPT, KEPT_AT, RETIRED = range(10)
 # Columns of Traffic.window: congestion window and the memory of its control loop, in packets and slots
 (
     WINDOW,
