@@ -352,7 +352,8 @@ def main() -> None:
             step = f"{found['step_s'] * 1e3:.1f} ms" if "step_s" in found else found["status"]
             print(f"{c.name}: {step}, predicted {found['predicted_s'] * 1e3:.1f} ms, "
                   f"{found.get('peak_allocated_bytes', 0) / 1e9:.1f} GB, predicted "
-                  f"{found['predicted_bytes'] / 1e9:.1f} GB, in all {found.get('whole_s', 0.0):.1f} s", flush=True)  # fmt: skip
+                  f"{found['predicted_bytes'] / 1e9:.1f} GB, in all {found.get('whole_s', 0.0):.1f} s",
+                  flush=True)  # fmt: skip
         dist.destroy_process_group()
 
 
