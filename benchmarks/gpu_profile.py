@@ -15,10 +15,10 @@ back. Each line of the result has the step the planner predicted at that time, w
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -272,11 +272,6 @@ def draw_on_device(engine: Engine) -> None:
 
 def measure(c: Configuration, cluster: str, dataset: Path, device: torch.device) -> dict[str, Any]:
     """One line of the result."""
-    torch._dynamo.reset()  # a fresh process would not know the shapes of the configurations before
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
     log, began_s = StepLog(), time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         plan = plan_of(c, cluster, str(dataset), Path(name))
@@ -318,6 +313,7 @@ def main() -> None:
     parser.add_argument("--cluster", default="1xH200")
     parser.add_argument("--seconds", type=float, default=540.0, help="begin no configuration after this")
     parser.add_argument("--only", nargs="+", help="only configurations whose name holds one of these")
+    parser.add_argument("--one", metavar="NAME", help="measure this configuration in this process")
     parser.add_argument("--tiny", action="store_true", help="two tiny shapes, to try the script on a CPU")
     parser.add_argument("--list", action="store_true")
     args = parser.parse_args()
@@ -326,10 +322,29 @@ def main() -> None:
         for c in wanted:
             print("held back " if c.held_back else "fit       ", c.name, f"(issue: {c.issue})" if c.issue else "")
         return
-    end_s = time.perf_counter() + args.seconds
+    if args.one:
+        measure_here(next(c for c in wanted if c.name == args.one), args.cluster, args.out)
+        return
+    end_s, done = time.perf_counter() + args.seconds, done_in([args.out, args.done])
+    print(f"{len(done)} done before", flush=True)
+    for c in wanted:
+        if c.name in done or (args.only and not any(part in c.name for part in args.only)):
+            continue
+        if time.perf_counter() > end_s:
+            print("out of time before", c.name, flush=True)
+            break
+        # A process each: the compiler, the profiler and an exception's frames keep tensors of the one before alive.
+        command = [sys.executable, __file__, str(args.out), "--cluster", args.cluster, "--one", c.name]
+        try:
+            subprocess.run([*command, *(["--tiny"] if args.tiny else [])], check=False, timeout=90)
+        except subprocess.TimeoutExpired:
+            print(f"{c.name}: took longer than 90 s", flush=True)
+
+
+def measure_here(c: Configuration, cluster: str, out: Path) -> None:
+    """Measure one configuration and add its line to the result."""
     Engine.initialise = draw_on_device  # type: ignore[method-assign]
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
     with tempfile.TemporaryDirectory() as folder:
         dataset = write_dataset(Path(folder) / "dataset")
         dist.init_process_group(
@@ -337,23 +352,17 @@ def main() -> None:
             store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1,
             device_id=device if device.type == "cuda" else None,
         )  # fmt: skip
-        done = done_in([args.out, args.done])
         card = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-        print(f"{card}, torch {torch.__version__}, {len(done)} done before", flush=True)
-        for c in wanted:
-            if c.name in done or (args.only and not any(part in c.name for part in args.only)):
-                continue
-            if time.perf_counter() > end_s:
-                print("out of time before", c.name, flush=True)
-                break
-            found = measure(c, args.cluster, dataset, device) | {"device": card, "torch": torch.__version__}
-            with args.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(found) + "\n")
-            step = f"{found['step_s'] * 1e3:.1f} ms" if "step_s" in found else found["status"]
-            print(f"{c.name}: {step}, predicted {found['predicted_s'] * 1e3:.1f} ms, "
-                  f"{found.get('peak_allocated_bytes', 0) / 1e9:.1f} GB, predicted "
-                  f"{found['predicted_bytes'] / 1e9:.1f} GB, in all {found.get('whole_s', 0.0):.1f} s",
-                  flush=True)  # fmt: skip
+        found = measure(c, cluster, dataset, device) | {"device": card, "torch": torch.__version__}
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(found) + "\n")
+        step = f"{found['step_s'] * 1e3:.1f} ms" if "step_s" in found else found["status"]
+        print(
+            f"{c.name}: {step}, predicted {found['predicted_s'] * 1e3:.1f} ms, "
+            f"{found.get('peak_allocated_bytes', 0) / 1e9:.1f} GB, predicted {found['predicted_bytes'] / 1e9:.1f} GB, "
+            f"in all {found.get('whole_s', 0.0):.1f} s",
+            flush=True,
+        )
         dist.destroy_process_group()
 
 
