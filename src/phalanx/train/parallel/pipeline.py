@@ -15,11 +15,13 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
+    Schedule1F1B,
     get_schedule_class,
 )
 
 from phalanx.errors import mistake
 from phalanx.train.models.decoder import Decoder
+from phalanx.train.parallel.stage import LeanStage
 
 # Our names -> torch's. Zero-bubble with two chunks per rank is the V-shaped schedule (Qi et al. 2024).
 CLASSES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zero-bubble": "InterleavedZeroBubble"}
@@ -110,19 +112,28 @@ def build_schedule(
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     shapes: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
     device: torch.device,
-) -> tuple[Schedule, list[PipelineStage]]:
+) -> tuple[Schedule, list[LeanStage]]:
     """The schedule over this rank's stages; shapes are given, so nothing is negotiated at run time."""
     chunks = stages // group.size()
     check_micro_batches(name, chunks, group.size(), micro_batches)
     if name in ("1f1b", "interleaved") and chunks == 1 and micro_batches < group.size():
         name = "gpipe"  # too few micro-batches ever to alternate: the two orders are one, and torch refuses the first
+    kind = schedule_class(name, chunks)
     made: list[Any] = []
     for index, part in parts:
         given, made_of_it = shapes(index)
         made.append(
-            PipelineStage(part, index, stages, device, group=group, input_args=(given,), output_args=(made_of_it,))
+            LeanStage(
+                part,
+                index,
+                stages,
+                device,
+                group=group,
+                input_args=(given,),
+                output_args=(made_of_it,),
+                sends_alone=kind is not Schedule1F1B,
+            )
         )
-    kind = schedule_class(name, chunks)
     arguments: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": loss, "scale_grads": False}
     if issubclass(kind, PipelineScheduleMulti):
         with _all_chunks_stay(chunks):
