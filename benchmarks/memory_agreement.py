@@ -269,7 +269,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--out")
     parser.add_argument("--place", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     if args.what == "table":
         table(args.names)
         return
