@@ -117,6 +117,11 @@ def _keeps(framework_name: str, profile_name: str) -> str:
     return "phalanx" if framework_name.strip().lower() == "phalanx" else profile_name
 
 
+def trains_with_phalanx(job: Job) -> bool:
+    """Whether the plan is for our own trainer."""
+    return job.parallel.framework.strip().lower() == "phalanx"
+
+
 def framework_profile(name: str, where: str) -> tuple[str, tuple[Problem, ...]]:
     """The efficiency profile for a framework; an unknown one takes the default and says so."""
     key = name.strip().lower()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from phalanx.errors import mistake
+from phalanx.plan.schedules import is_v_shaped
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.parallel.stage import LeanStage
 
@@ -27,46 +27,6 @@ from phalanx.train.parallel.stage import LeanStage
 CLASSES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zero-bubble": "InterleavedZeroBubble"}
 
 Schedule = PipelineScheduleMulti | PipelineScheduleSingle
-
-
-def split_layers(layers: int, stages: int, *, embed_cost: float = 0.0, head_cost: float = 0.0) -> list[range]:
-    """Layers of each stage; the embedding and the head weigh as much as `*_cost` layers.
-
-    Every stage has at least one layer where there are enough. The fullest stage is as light as can be, and among those
-    splits the lightest ends win.
-
-    >>> [len(part) for part in split_layers(70, 12, embed_cost=1, head_cost=1)]
-    [5, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 5]
-    >>> [len(part) for part in split_layers(8, 4)]
-    [2, 2, 2, 2]
-    """
-    if stages > layers:
-        raise mistake(
-            "parallel.pipeline",
-            f"{stages} stages cannot share {layers} layers",
-            why="each stage holds at least one layer",
-            fix=f"use at most {layers} stages (pipeline × virtual_pipeline)",
-        )
-    counts = [1] * stages
-    cost = [1.0 + (embed_cost if s == 0 else 0.0) + (head_cost if s == stages - 1 else 0.0) for s in range(stages)]
-    for _ in range(layers - stages):
-        # The lightest stage takes the next layer; on a tie an inner one, whose activations are held for less long.
-        lightest = min(range(stages), key=lambda s: (cost[s], s in (0, stages - 1), -s))
-        counts[lightest] += 1
-        cost[lightest] += 1.0
-    bounds = [sum(counts[:s]) for s in range(stages + 1)]
-    return [range(first, last) for first, last in pairwise(bounds)]
-
-
-def my_stages(rank: int, ranks: int, chunks: int, *, v_shaped: bool) -> list[int]:
-    """Stages of one pipeline rank: every `ranks`-th, or down and up again for V-shaped schedules.
-
-    >>> my_stages(1, 4, 2, v_shaped=False), my_stages(1, 4, 2, v_shaped=True)
-    ([1, 5], [1, 6])
-    """
-    if v_shaped:
-        return [rank, 2 * ranks - 1 - rank]
-    return [rank + chunk * ranks for chunk in range(chunks)]
 
 
 def schedule_class(name: str, chunks: int) -> type[Schedule]:
@@ -82,11 +42,6 @@ def schedule_class(name: str, chunks: int) -> type[Schedule]:
         name = "1f1b"  # with one chunk the two are the same order
     found: type[Schedule] = get_schedule_class("ZBVZeroBubble" if is_v_shaped(name, chunks) else CLASSES[name])
     return found
-
-
-def is_v_shaped(name: str, chunks: int) -> bool:
-    """Whether a rank's second chunk comes back down the pipeline, so that first and last stage share a rank."""
-    return name == "zero-bubble" and chunks == 2
 
 
 def check_micro_batches(name: str, chunks: int, ranks: int, micro_batches: int) -> None:
