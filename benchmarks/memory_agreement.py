@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -152,7 +153,7 @@ ON_CPU = {
 }  # fmt: skip
 
 
-def trace(name: str, subject: Subject) -> dict[str, Any]:
+def trace(subject: Subject) -> dict[str, Any]:
     """Every pipeline place in turn; the fullest counts."""
     from phalanx.train.tracing.world import Step, trace_ranks
 
@@ -170,29 +171,28 @@ def trace(name: str, subject: Subject) -> dict[str, Any]:
     }
 
 
-def cpu(name: str, subject: Subject) -> dict[str, Any]:
+def cpu(subject: Subject) -> dict[str, Any]:
     """Dry, and on real ranks of this machine heard by the same recorder."""
     from phalanx.train.tracing.real import record_ranks
     from phalanx.train.tracing.world import Step
 
     measured = max(one.peak.nbytes for one in record_ranks(Step.of(subject.job, subject.layout)))
-    return trace(name, subject) | {"measured": measured}
+    return trace(subject) | {"measured": measured}
 
 
-def gpu(name: str, subject: Subject) -> dict[str, Any]:
-    """First, second and last pipeline place, each in a process of its own: one of them is the fullest."""
-    places = sorted({0, min(1, subject.layout.pipeline - 1), subject.layout.pipeline - 1})
+def gpu(names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """First and last pipeline place of every layout, each in a process of its own, as many at a time as fit."""
+    tasks = [(name, place) for name in names for place in sorted({0, LAYOUTS[name].layout.pipeline - 1})]
 
-    def measure(place: int) -> dict[str, Any]:
-        command = [sys.executable, __file__, "one", name, "--place", str(place)]
+    def measure(task: tuple[str, int]) -> dict[str, Any]:
+        command = [sys.executable, __file__, "one", task[0], "--place", str(task[1])]
         done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
         lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        return {"place": place} | (json.loads(lines[-1]) if lines else {"error": done.stderr[-1500:]})
+        return {"place": task[1]} | (json.loads(lines[-1]) if lines else {"error": done.stderr[-1500:]})
 
-    with ThreadPoolExecutor(2) as pool:  # two at a time share the GPU; each counts its own bytes
-        found = list(pool.map(measure, places))
-    sizes = [one.get("measured", 0) for one in found]
-    return {"measured": max(sizes), "place": places[sizes.index(max(sizes))], "places": found}
+    with ThreadPoolExecutor(3) as pool:  # three share the GPU; each counts its own bytes
+        for (name, _), found in zip(tasks, pool.map(measure, tasks), strict=True):
+            yield name, {"measured": found.get("measured", 0), "places": [found]}
 
 
 def one_rank(subject: Subject, place: int) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def one_rank(subject: Subject, place: int) -> dict[str, Any]:
             if hasattr(stage, "_validate_fwd_outputs"):
                 stage._validate_fwd_outputs = lambda *_: None
                 stage._validate_fwd_input = lambda *_: None
-    for _ in range(3):  # the second already has every buffer; the first also holds what compiling takes
+    for _ in range(2):  # the second has every buffer; the first also holds what compiling takes
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         engine.step(tokens, tokens, lr=1e-4)
@@ -250,7 +250,8 @@ def table(paths: list[str]) -> None:
         for line in Path(path).read_text().splitlines():
             if line.startswith("{"):
                 value = json.loads(line)
-                rows.setdefault(value["name"], {}).update(value)
+                row = rows.setdefault(value["name"], {})
+                row.update(value | {"measured": max(value.get("measured", 0), row.get("measured", 0))})
     print("| layout | ranks | plan GB | trace GB | trace − plan | measured GB | measured − plan |")
     print("|---|---|---|---|---|---|---|")
     for name, row in rows.items():
@@ -276,12 +277,13 @@ def main() -> None:
     if args.what == "one":
         print(json.dumps(one_rank(LAYOUTS[args.names[0]], args.place)))
         return
-    work = {"trace": trace, "cpu": cpu, "gpu": gpu}[args.what]
     grid = ON_CPU if args.what == "cpu" else LAYOUTS
-    for name in args.names or grid:
+    names = args.names or list(grid)
+    work = cpu if args.what == "cpu" else trace
+    for name, found in gpu(names) if args.what == "gpu" else ((name, work(grid[name])) for name in names):
         subject = grid[name]
-        line = {"name": name, "planned": subject.planned_bytes(subject.ask)} | work(name, subject)
-        size = line.get("measured") or line.get("traced")
+        line = {"name": name, "planned": subject.planned_bytes(subject.ask)} | found
+        size = line.get("measured") or line.get("traced") or 0
         print(
             f"{name:<32}{line['planned'] / 1e9:>8.2f}{size / 1e9:>8.2f}{size / line['planned'] - 1:>+8.1%}", flush=True
         )
