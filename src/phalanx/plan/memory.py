@@ -21,7 +21,6 @@ GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE = range(4)
 
 FEEDBACK_BYTES = 4.0  # per gradient of a whole layer: what compression rounded away and adds to the next step, in fp32
 OFFLOAD_PARAMETERS = 3  # index in cases.OFFLOAD
-WAITING_LOGIT_BYTES = 6.0  # per logit of a micro-batch whose backward has not begun: 16-bit logits, fp32 log-softmax
 EMBEDDING_COUNTS = 0.5  # of a layer's weights: an embedding above this counts as a layer (train/parts.py)
 INDEX_LIMIT = 2.0**31  # elements a 32-bit index reaches; loss kernels fail on larger logit tensors
 
@@ -52,7 +51,9 @@ class MemoryProfile:
     # The rest describes our own trainer, whose step can be traced: what it keeps is counted tensor by tensor.
     counted: Number = 0.0  # 1: by `_counted_stages`; the fields above from hidden_copies to pipeline_fragmentation rest
     gated_kept: Number = 4.0  # tensors of the MLP width a gated layer keeps: gate, up, activation, product
+    expert_kept: Number = 4.0  # the same of a gated expert
     split_logit_bytes: Number = 18.0  # per logit where the vocabulary is split over tensor ranks
+    waiting_logit_bytes: Number = 6.0  # per logit that waits for its backward: 16-bit logits, fp32 log-softmax
     heads_copies: Number = 0.0  # further tensors of the queries' width that context parallelism keeps (Ulysses: 1)
     sequence_copies: Number = 0.0  # whole sequences of keys and values in one layer's backward (all-gather: 3)
 
@@ -189,7 +190,7 @@ def _stage_bytes(c: Cases, f: MemoryProfile, stage: _Stage) -> dict[str, Floats]
         "optimizer": np.where(c.offload == 1, 0.0, state * resident),
         "gathered": np.where(c.zero == 3, unsharded, 0.0) + wide,
         "activations": activations,
-        "logits": stage.head * c.tokens * c.vocab / c.tp * (f.logit_bytes + waiting * WAITING_LOGIT_BYTES),
+        "logits": stage.head * c.tokens * c.vocab / c.tp * (f.logit_bytes + waiting * f.waiting_logit_bytes),
         "buffers": f.base_bytes + np.where(c.compression > 0, (dense + w.experts) * FEEDBACK_BYTES, 0.0),
     }
 
@@ -251,15 +252,17 @@ def _counted_layer(c: Cases, f: MemoryProfile) -> dict[str, Floats]:
     tensors = np.where(c.tp > 1, 1.0, 0.0)
     queries = c.heads / c.tp * (c.qk_dim + c.v_dim) / 2.0
     keys = np.maximum(c.kv_heads / c.tp, 1.0) * (c.qk_dim + c.v_dim)  # and values
-    ways = 2.0 + (np.asarray(f.gated_kept) - 2.0) * c.gated
+    dense_ways, expert_ways = (2.0 + (np.asarray(one) - 2.0) * c.gated for one in (f.gated_kept, f.expert_kept))
     inner = 1.0 + c.gated  # matrices that widen
     moe_share = c.moe_layers / c.layers
     routed = routed_tokens(c) / tokens
-    wide = (1.0 - moe_share) * c.ffn / c.tp + moe_share * (routed * c.expert_ffn + c.shared_ffn / c.tp)
+    dense = (1.0 - moe_share) * c.ffn / c.tp + moe_share * c.shared_ffn / c.tp
+    experts = moe_share * routed * c.expert_ffn
+    wide = dense + experts
     moved = moe_share * routed * 2.0 * c.hidden  # tokens on their way to the experts and back
     attention = queries * (2.0 + np.asarray(f.heads_copies)) + keys
     # Two sums into the residual stream, split by sequence parallelism; two inputs of matrices, which are gathered.
-    kept = c.hidden * (2.0 / spread + 2.0) + attention + wide * ways + moved
+    kept = c.hidden * (2.0 / spread + 2.0) + attention + dense * dense_ways + experts * expert_ways + moved
     # Selective recompute keeps what matrices, attention and collectives give: with tensor parallelism the two sums both
     # before and after they are reduced, and the gathered inputs.
     outputs = c.hidden * (1.0 / spread + 2.0 + tensors * (2.0 / spread + np.where(c.sp > 0, 2.0, 0.0)))
@@ -293,9 +296,9 @@ def _counted_stage(c: Cases, f: MemoryProfile, layer: dict[str, Floats], load: d
     at_head = load["head_held"] * each + load["head_pending"] * late
     logit = np.where((c.tp > 1) & (np.asarray(f.split_logit_bytes) > 0), f.split_logit_bytes, f.logit_bytes)
     each_logit = c.tokens * c.vocab / c.tp
-    logits = each_logit * (
-        logit + load["waiting_logits"] * WAITING_LOGIT_BYTES + load["pending_logits"] * element_bytes(c)
-    )
+    wider = element_bytes(c) - 2.0  # the counts are those of 16-bit logits
+    waiting = load["waiting_logits"] * (np.asarray(f.waiting_logit_bytes) + wider)
+    logits = each_logit * (logit + wider + waiting + load["pending_logits"] * element_bytes(c))
     at_loss = (load["head"] > 0) & (at_head + logits > some)
     activations = np.where(at_loss, at_head, some)
     parts["activations"] = np.where(c.offload == 2, np.minimum(activations, 2.0 * layer["kept"]), activations)

@@ -31,9 +31,9 @@ class Step:
     state_dtype: str
 
     @classmethod
-    def of(cls, job: Job, layout: Layout) -> Step:
-        """The step of a planned job."""
-        settings = Settings.of(job, layout, on_gpu=False)
+    def of(cls, job: Job, layout: Layout, *, on_gpu: bool = False) -> Step:
+        """The step of a planned job; on GPUs it is compiled unless the job says otherwise."""
+        settings = Settings.of(job, layout, on_gpu=on_gpu)
         return cls(shape=job.model, settings=settings, optim=job.optim, state_dtype=job.precision.optimizer_state)
 
 
