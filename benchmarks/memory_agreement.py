@@ -44,11 +44,12 @@ V2 = {"virtual_pipeline": 2, "schedule": "interleaved"}
 ZB = {"schedule": "zero-bubble"}
 ZBV = {"virtual_pipeline": 2, "schedule": "zero-bubble"}
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
-CUT_8B = ("llama-3-8b", 8192, ("model.layers=12",))
-CUT_70B = ("llama-3-70b", 8192, ("model.layers=16",))
-CUT_MOE = ("mixtral-8x7b", 4096, ("model.layers=8",))
+EAGER = ("train.compile=false",)
+CUT_8B = ("llama-3-8b", 8192, ("model.layers=8",))
+CUT_70B = ("llama-3-70b", 8192, ("model.layers=8",))
+CUT_MOE = ("mixtral-8x7b", 4096, ("model.layers=4",))
 SMALL = ("llama-3-8b", 256, ("model.layers=8", "model.hidden=256", "model.heads=8", "model.kv_heads=4",
-         "model.head_dim=32", "model.ffn=768", "model.vocab=2048"))  # fmt: skip
+         "model.head_dim=32", "model.ffn=768", "model.vocab=2048", *EAGER))  # fmt: skip
 WHOLE_70B = ("llama-3-70b", 8192, ())
 
 
@@ -93,63 +94,67 @@ def _pp(size: int, micro_batches: int) -> dict[str, int]:
 RING, ULYSSES, GATHER = ((f"parallel.context_kind={kind}",) for kind in ("ring", "ulysses", "allgather"))
 CP2 = {"context": 2, "shard": 2, "zero": 1}
 LAYOUTS = {
-    "8b pp2 gpipe": _subject(CUT_8B, _pp(2, 6), {"schedule": "gpipe"}),
-    "8b pp2 gpipe full": _subject(CUT_8B, _pp(2, 6), {"schedule": "gpipe"}, FULL),
-    "8b pp2 1f1b": _subject(CUT_8B, _pp(2, 6)),
+    "8b pp2 gpipe": _subject(CUT_8B, _pp(2, 4), {"schedule": "gpipe"}),
+    "8b pp2 gpipe full": _subject(CUT_8B, _pp(2, 4), {"schedule": "gpipe"}, FULL),
+    "8b pp2 1f1b": _subject(CUT_8B, _pp(2, 4)),
     "8b pp4 1f1b": _subject(CUT_8B, _pp(4, 8)),
     "8b pp4 1f1b zero1": _subject(CUT_8B, _pp(4, 8), ZERO1),
     "8b pp4 1f1b zero2": _subject(CUT_8B, _pp(4, 8), ZERO1, {"zero": 2}),
     "8b pp4 1f1b 3 micro-batches": _subject(CUT_8B, _pp(4, 3)),
     "8b pp4 1f1b full": _subject(CUT_8B, _pp(4, 8), FULL),
     "8b pp4 1f1b selective": _subject(CUT_8B, _pp(4, 8), SELECTIVE),
-    "8b pp2 tp2 1f1b zero1": _subject(CUT_8B, _pp(2, 6), SP2, ZERO1),
-    "8b pp2 tp2 1f1b no sp": _subject(CUT_8B, _pp(2, 6), {"tensor": 2}),
+    "8b pp2 tp2 1f1b zero1": _subject(CUT_8B, _pp(2, 4), SP2, ZERO1),
+    "8b pp2 tp2 1f1b no sp": _subject(CUT_8B, _pp(2, 4), {"tensor": 2}),
     "8b pp4 tp2 full": _subject(CUT_8B, _pp(4, 8), SP2, FULL),
     "8b pp4 tp2 selective": _subject(CUT_8B, _pp(4, 8), SP2, SELECTIVE),
     "8b pp2 v2": _subject(CUT_8B, _pp(2, 8), V2),
     "8b pp4 v2": _subject(CUT_8B, _pp(4, 8), V2),
     "8b pp2 v4 tp2": _subject(CUT_8B, _pp(2, 8), V2, {"virtual_pipeline": 4}, SP2),
-    "8b pp4 v3 full": _subject(CUT_8B, _pp(4, 8), V2, {"virtual_pipeline": 3}, FULL),
+    "8b pp2 v3 full": _subject(CUT_8B, _pp(2, 8), V2, {"virtual_pipeline": 3}, FULL),
     "8b pp2 v2 selective": _subject(CUT_8B, _pp(2, 8), V2, SELECTIVE),
-    "8b pp2 v2 tp2 cp2": _subject(CUT_8B, _pp(2, 16), V2, SP2, CP2),
+    "8b pp2 v2 tp2 cp2": _subject(CUT_8B, _pp(2, 8), V2, SP2, CP2),
     "8b pp2 v2 micro 2": _subject(CUT_8B, _pp(2, 4), V2, {"micro_batch": 2}),
-    "8b pp2 zero-bubble": _subject(CUT_8B, _pp(2, 6), ZB),
+    "8b pp2 zero-bubble": _subject(CUT_8B, _pp(2, 4), ZB),
     "8b pp4 zero-bubble": _subject(CUT_8B, _pp(4, 8), ZB),
     "8b pp4 zero-bubble full": _subject(CUT_8B, _pp(4, 8), ZB, FULL),
     "8b pp4 zero-bubble tp2": _subject(CUT_8B, _pp(4, 8), ZB, SP2, ZERO1),
-    "8b pp2 zero-bubble v": _subject(CUT_8B, _pp(2, 6), ZBV),
-    "8b pp4 zero-bubble v": _subject(CUT_8B, _pp(4, 10), ZBV),
-    "8b pp2 zero-bubble v full": _subject(CUT_8B, _pp(2, 6), ZBV, FULL),
-    "8b pp2 cp2 ring": _subject(CUT_8B, _pp(2, 6), CP2, sets=RING),
-    "8b pp2 cp2 ulysses": _subject(CUT_8B, _pp(2, 6), CP2, sets=ULYSSES),
-    "8b pp2 cp2 allgather": _subject(CUT_8B, _pp(2, 6), CP2, sets=GATHER),
-    "8b pp2 cp4 allgather full": _subject(CUT_8B, _pp(2, 6), CP2, {"context": 4, "shard": 4}, FULL, sets=GATHER),
+    "8b pp2 zero-bubble v": _subject(CUT_8B, _pp(2, 4), ZBV),
+    "8b pp4 zero-bubble v": _subject(CUT_8B, _pp(4, 8), ZBV),
+    "8b pp2 zero-bubble v full": _subject(CUT_8B, _pp(2, 4), ZBV, FULL),
+    "8b pp2 cp2 ring": _subject(CUT_8B, _pp(2, 4), CP2, sets=RING),
+    "8b pp2 cp2 ulysses": _subject(CUT_8B, _pp(2, 4), CP2, sets=ULYSSES),
+    "8b pp2 cp2 allgather": _subject(CUT_8B, _pp(2, 4), CP2, sets=GATHER),
+    "8b pp2 cp4 allgather full": _subject(CUT_8B, _pp(2, 4), CP2, {"context": 4, "shard": 4}, FULL, sets=GATHER),
     "70b pp4 tp4 cp2 1f1b": _subject(CUT_70B, _pp(4, 8), SP4, CP2),
     "70b pp4 tp4 cp2 v2": _subject(CUT_70B, _pp(4, 8), V2, SP4, CP2),
     "70b pp4 tp4 cp2 zero-bubble": _subject(CUT_70B, _pp(4, 8), ZB, SP4, CP2),
     "70b pp2 tp8 v4 selective": _subject(CUT_70B, _pp(2, 8), V2, SP4, {"virtual_pipeline": 4, "tensor": 8}, SELECTIVE),
-    "moe pp2 ep2": _subject(CUT_MOE, _pp(2, 6), {"data": 2, "shard": 2, "zero": 1, "expert": 2}),
-    "8b one rank": _subject(CUT_8B, {"accumulation": 2}, sets=("model.layers=6",)),
-    "8b one rank selective": _subject(CUT_8B, {"accumulation": 2}, SELECTIVE, sets=("model.layers=6",)),
-    "8b one rank full": _subject(CUT_8B, {"accumulation": 2}, FULL, sets=("model.layers=6",)),
+    "moe pp2 ep2": _subject(CUT_MOE, _pp(2, 4), {"data": 2, "shard": 2, "zero": 1, "expert": 2}),
+    "8b pp2 1f1b eager": _subject(CUT_8B, _pp(2, 4), sets=EAGER),
+    "8b pp2 gpipe eager": _subject(CUT_8B, _pp(2, 4), {"schedule": "gpipe"}, sets=EAGER),
+    "8b pp2 v2 tp2 cp2 eager": _subject(CUT_8B, _pp(2, 8), V2, SP2, CP2, sets=EAGER),
+    "8b pp4 zero-bubble eager": _subject(CUT_8B, _pp(4, 8), ZB, sets=EAGER),
+    "8b one rank": _subject(CUT_8B, {"accumulation": 2}),
+    "8b one rank selective": _subject(CUT_8B, {"accumulation": 2}, SELECTIVE),
+    "8b one rank full": _subject(CUT_8B, {"accumulation": 2}, FULL),
     "8b zero3": _subject(CUT_8B, {"accumulation": 2, "data": 8, "shard": 8, "zero": 3}),
     "8b tp4 zero1": _subject(CUT_8B, {"accumulation": 2, "data": 2, "shard": 2, "zero": 1}, SP4),
     "8b cp4 ring": _subject(CUT_8B, {"accumulation": 2, "context": 4, "shard": 4, "zero": 3}, sets=RING),
 }  # fmt: skip
 # What fits two cores and several processes.
 ON_CPU = {
-    "pp2 gpipe": _subject(SMALL, _pp(2, 6), {"schedule": "gpipe"}),
-    "pp2 1f1b": _subject(SMALL, _pp(2, 6)),
+    "pp2 gpipe": _subject(SMALL, _pp(2, 4), {"schedule": "gpipe"}),
+    "pp2 1f1b": _subject(SMALL, _pp(2, 4)),
     "pp4 1f1b full": _subject(SMALL, _pp(4, 8), FULL),
-    "pp2 1f1b selective": _subject(SMALL, _pp(2, 6), SELECTIVE),
+    "pp2 1f1b selective": _subject(SMALL, _pp(2, 4), SELECTIVE),
     "pp2 v2": _subject(SMALL, _pp(2, 8), V2),
     "pp2 v2 32 micro-batches": _subject(SMALL, _pp(2, 32), V2),
-    "pp2 zero-bubble": _subject(SMALL, _pp(2, 6), ZB),
-    "pp2 zero-bubble v": _subject(SMALL, _pp(2, 6), ZBV),
-    "pp2 tp2 zero1": _subject(SMALL, _pp(2, 6), SP2, ZERO1),
-    "pp2 cp2 ring": _subject(SMALL, _pp(2, 6), CP2, sets=RING),
-    "pp2 cp2 ulysses": _subject(SMALL, _pp(2, 6), CP2, sets=ULYSSES),
-    "pp2 cp2 allgather": _subject(SMALL, _pp(2, 6), CP2, sets=GATHER),
+    "pp2 zero-bubble": _subject(SMALL, _pp(2, 4), ZB),
+    "pp2 zero-bubble v": _subject(SMALL, _pp(2, 4), ZBV),
+    "pp2 tp2 zero1": _subject(SMALL, _pp(2, 4), SP2, ZERO1),
+    "pp2 cp2 ring": _subject(SMALL, _pp(2, 4), CP2, sets=RING),
+    "pp2 cp2 ulysses": _subject(SMALL, _pp(2, 4), CP2, sets=ULYSSES),
+    "pp2 cp2 allgather": _subject(SMALL, _pp(2, 4), CP2, sets=GATHER),
 }  # fmt: skip
 
 
@@ -158,7 +163,7 @@ def trace(subject: Subject) -> dict[str, Any]:
     from phalanx.train.tracing.world import Step, trace_ranks
 
     began_s = time.perf_counter()
-    step, layout = Step.of(subject.job, subject.layout), subject.layout
+    step, layout = Step.of(subject.job, subject.layout, on_gpu=True), subject.layout
     inside = layout.devices // layout.pipeline
     traces = [trace_ranks(step, [place * inside])[0] for place in range(layout.pipeline)]
     fullest = max(range(len(traces)), key=lambda place: traces[place].peak.nbytes)
