@@ -112,6 +112,7 @@ def _planned(args: argparse.Namespace, *, here: bool) -> tuple[Plan, ResolvedJob
         resolved = prepare.job_of(old, plan)
     else:
         plan, resolved = _fresh_plan(args)
+    prepare.check_trainable(plan)
     prepare.check_code(plan.job, allowed=args.allow_code)
     if here:
         prepare.check_here(plan)

@@ -102,6 +102,7 @@ def from_job(
         memory=memory_profile(
             job,
             kept.get(_keeps(job.parallel.framework, profile_name), kept["default"]),
+            compiled=kept["phalanx-compiled"],
             on_cpu=cluster.accelerator.family == "cpu",
         ),
         packed_bytes=packed_bytes(job.optim.name, job.precision.optimizer_state),
@@ -115,6 +116,11 @@ def from_job(
 def _keeps(framework_name: str, profile_name: str) -> str:
     """The memory profile: our trainer has one of its own beside the speed of plain PyTorch."""
     return "phalanx" if framework_name.strip().lower() == "phalanx" else profile_name
+
+
+def trains_with_phalanx(job: Job) -> bool:
+    """Whether the plan is for our own trainer."""
+    return job.parallel.framework.strip().lower() == "phalanx"
 
 
 def framework_profile(name: str, where: str) -> tuple[str, tuple[Problem, ...]]:
@@ -135,8 +141,19 @@ def framework_profile(name: str, where: str) -> tuple[str, tuple[Problem, ...]]:
     )
 
 
-def memory_profile(job: Job, framework_memory: MemoryProfile, *, on_cpu: bool = False) -> MemoryProfile:
+def memory_profile(
+    job: Job, framework_memory: MemoryProfile, *, compiled: MemoryProfile, on_cpu: bool = False
+) -> MemoryProfile:
     """What the framework keeps, with the bytes per parameter of the job's optimizer and precision."""
+    if trains_with_phalanx(job):
+        if job.train.compile is True or (job.train.compile == "auto" and not on_cpu):
+            framework_memory = compiled
+        kind = job.parallel.context_kind
+        framework_memory = replace(
+            framework_memory,
+            heads_copies=1.0 if kind == "ulysses" else 0.0,
+            sequence_copies=3.0 if kind == "allgather" else 0.0,
+        )
     wide = job.precision.compute == "fp32"
     state = STATE_BYTES[state_format(job.optim.name, job.precision.optimizer_state)]
     master = 4.0 if job.precision.master_weights and not wide else 0.0  # fp32 weights are their own master copy

@@ -30,6 +30,7 @@ from phalanx.plan.reasons import explain
 from phalanx.plan.reliability import Reliability, effective_time, reliability
 from phalanx.plan.score import price
 from phalanx.plan.search import SearchResult, search
+from phalanx.plan.trainable import trainer_problems
 from phalanx.units import DAY_S, HOUR_S, format_count, format_seconds
 
 LONGEST_S = 365.0 * DAY_S  # nobody keeps a cluster on one run for longer
@@ -126,6 +127,7 @@ def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: Calibrat
         *_slow_progress(ask, trouble),
         *_too_long(ask, lasting, layout),
         *_host_memory(ask, layout),
+        *_untrainable(job, ask, layout),
         *([wasted] if (wasted := pays(ask, layout, where=ask.place("parallel.compression"))) else []),
     )
     price_usd = costs.usd_per_device_hour[1] if costs.usd_per_device_hour else None
@@ -251,6 +253,16 @@ def _too_long(ask: Ask, lasting: Duration, layout: Layout) -> tuple[Problem, ...
             fix=f"{format_seconds(BEARABLE_S)} would take about {needed:,} such devices at the same efficiency; "
             "otherwise a smaller model or fewer tokens",
         ),
+    )
+
+
+def _untrainable(job: Job, ask: Ask, layout: Layout) -> tuple[Problem, ...]:
+    """What our own trainer would refuse of this plan; another framework's limits are its own."""
+    if not asking.trains_with_phalanx(job):
+        return ()
+    return tuple(
+        replace(problem, what=f"`phalanx train` cannot run this plan: {problem.what}")
+        for problem in trainer_problems(job, layout, ask.cluster)
     )
 
 

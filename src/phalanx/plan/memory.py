@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from phalanx.plan.cases import FP4, FP8, FP16, Cases, Floats
 from phalanx.plan.compute import FULL, SELECTIVE, element_bytes, routed_tokens
 from phalanx.plan.physics import Number
+from phalanx.plan.schedules import StageLoad, stage_loads
 from phalanx.plan.weights import attention_weights, expert_sharers, mlp_weights, rank_weights
 
 GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE = range(4)
@@ -20,7 +21,7 @@ GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE = range(4)
 
 FEEDBACK_BYTES = 4.0  # per gradient of a whole layer: what compression rounded away and adds to the next step, in fp32
 OFFLOAD_PARAMETERS = 3  # index in cases.OFFLOAD
-WAITING_LOGIT_BYTES = 6.0  # per logit of a micro-batch whose backward has not begun: 16-bit logits, fp32 log-softmax
+EMBEDDING_COUNTS = 0.5  # of a layer's weights: an embedding above this counts as a layer (train/parts.py)
 INDEX_LIMIT = 2.0**31  # elements a 32-bit index reaches; loss kernels fail on larger logit tensors
 
 
@@ -47,6 +48,14 @@ class MemoryProfile:
     light_first: Number = (
         1.0  # 1: of an uneven split the first stage, which holds most micro-batches, gets a layer less
     )
+    # The rest describes our own trainer, whose step can be traced: what it keeps is counted tensor by tensor.
+    counted: Number = 0.0  # 1: by `_counted_stages`; the fields above from hidden_copies to pipeline_fragmentation rest
+    gated_kept: Number = 4.0  # tensors of the MLP width a gated layer keeps: gate, up, activation, product
+    expert_kept: Number = 4.0  # the same of a gated expert
+    split_logit_bytes: Number = 18.0  # per logit where the vocabulary is split over tensor ranks
+    waiting_logit_bytes: Number = 6.0  # per logit that waits for its backward: 16-bit logits, fp32 log-softmax
+    heads_copies: Number = 0.0  # further tensors of the queries' width that context parallelism keeps (Ulysses: 1)
+    sequence_copies: Number = 0.0  # whole sequences of keys and values in one layer's backward (all-gather: 3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,6 +150,11 @@ class _Stage:
     head: Floats  # 1 where it computes logits
 
 
+def _wide_buffers(c: Cases, f: MemoryProfile, stage: _Stage) -> Floats:
+    """Full-width buffers of tensor parallelism's gathers."""
+    return np.where(c.tp > 1, stage.head * f.gathered_copies + 4.0, 0.0) * c.tokens * c.hidden * element_bytes(c)
+
+
 def _stage_bytes(c: Cases, f: MemoryProfile, stage: _Stage) -> dict[str, Floats]:
     w = rank_weights(c, stage_layers=stage.layers)
     dense = w.dense - w.embedding + stage.tables * c.vocab * c.hidden / c.tp
@@ -163,7 +177,7 @@ def _stage_bytes(c: Cases, f: MemoryProfile, stage: _Stage) -> dict[str, Floats]
     alternates = (c.pp > 1) & (c.tp > 1) & (c.accumulation > c.pp)
     activations = activations * np.where(alternates, f.pipeline_fragmentation, 1.0)
     activations = np.where(c.offload == 2, np.minimum(activations, 2.0 * kept), activations)
-    wide = np.where(c.tp > 1, stage.head * f.gathered_copies + 4.0, 0.0) * c.tokens * c.hidden * size
+    wide = _wide_buffers(c, f, stage)
     # In a pipeline ZeRO-3 cannot drop gathered layers between micro-batches: the stage keeps its full weights and
     # accumulates full gradients (torchtitan's reshard_after_forward default).
     stays = (c.zero == 3) & (c.pp > 1)
@@ -176,7 +190,7 @@ def _stage_bytes(c: Cases, f: MemoryProfile, stage: _Stage) -> dict[str, Floats]
         "optimizer": np.where(c.offload == 1, 0.0, state * resident),
         "gathered": np.where(c.zero == 3, unsharded, 0.0) + wide,
         "activations": activations,
-        "logits": stage.head * c.tokens * c.vocab / c.tp * (f.logit_bytes + waiting * WAITING_LOGIT_BYTES),
+        "logits": stage.head * c.tokens * c.vocab / c.tp * (f.logit_bytes + waiting * f.waiting_logit_bytes),
         "buffers": f.base_bytes + np.where(c.compression > 0, (dense + w.experts) * FEEDBACK_BYTES, 0.0),
     }
 
@@ -200,24 +214,141 @@ def _both_ends(c: Cases, f: MemoryProfile) -> tuple[dict[str, Floats], dict[str,
     return _stage_bytes(c, f, first), _stage_bytes(c, f, last)
 
 
+SCHEDULE_NAMES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+
+
+def _stage_tables(c: Cases) -> list[dict[str, Floats]]:
+    """The candidates for the fullest stage of every case, as columns: what each holds, in layers and micro-batches."""
+    keys = (c.schedule, c.pp, np.maximum(c.vpp, 1.0), c.accumulation, c.layers, head_layers(c))
+    shape = np.broadcast_shapes(*(np.shape(key) for key in keys))
+    rows = np.stack([np.broadcast_to(key, shape).reshape(-1) for key in keys], axis=1)
+    known, places = np.unique(rows, axis=0, return_inverse=True)
+    found = [
+        stage_loads(
+            SCHEDULE_NAMES[int(schedule)],
+            int(pp),
+            int(vpp),
+            int(count),
+            int(layers),
+            embed_cost=1.0 if head > EMBEDDING_COUNTS else 0.0,
+            head_cost=float(head),
+        )
+        for schedule, pp, vpp, count, layers, head in known
+    ]
+    return [
+        {
+            item.name: np.asarray([float(getattr(loads[place], item.name)) for loads in found])[places].reshape(shape)
+            for item in fields(StageLoad)
+        }
+        for place in range(len(found[0]))
+    ]
+
+
+def _counted_layer(c: Cases, f: MemoryProfile) -> dict[str, Floats]:
+    """Bytes of one layer of one micro-batch in our trainer: kept, kept by selective and by full recompute, gradients at
+    the outputs of its matrices, and what its backward takes beside what it gives back."""
+    tokens, size = c.tokens, element_bytes(c)
+    spread = np.where(c.sp > 0, c.tp, 1.0)
+    tensors = np.where(c.tp > 1, 1.0, 0.0)
+    queries = c.heads / c.tp * (c.qk_dim + c.v_dim) / 2.0
+    keys = np.maximum(c.kv_heads / c.tp, 1.0) * (c.qk_dim + c.v_dim)  # and values
+    dense_ways, expert_ways = (2.0 + (np.asarray(one) - 2.0) * c.gated for one in (f.gated_kept, f.expert_kept))
+    inner = 1.0 + c.gated  # matrices that widen
+    moe_share = c.moe_layers / c.layers
+    routed = routed_tokens(c) / tokens
+    dense = (1.0 - moe_share) * c.ffn / c.tp + moe_share * c.shared_ffn / c.tp
+    experts = moe_share * routed * c.expert_ffn
+    wide = dense + experts
+    moved = moe_share * routed * 2.0 * c.hidden  # tokens on their way to the experts and back
+    attention = queries * (2.0 + np.asarray(f.heads_copies)) + keys
+    # Two sums into the residual stream, split by sequence parallelism; two inputs of matrices, which are gathered.
+    kept = c.hidden * (2.0 / spread + 2.0) + attention + dense * dense_ways + experts * expert_ways + moved
+    # Selective recompute keeps what matrices, attention and collectives give: with tensor parallelism the two sums both
+    # before and after they are reduced, and the gathered inputs.
+    outputs = c.hidden * (1.0 / spread + 2.0 + tensors * (2.0 / spread + np.where(c.sp > 0, 2.0, 0.0)))
+    selective = outputs + attention + wide * inner + moved
+    gradients = c.hidden * (2.0 + 2.0 / spread) + queries + keys + wide * inner + moved
+    # In the backward of the last layer's MLP: the gradients of product, gate and up beside what is given back there.
+    working = c.hidden * (2.0 + 2.0 * tensors) + 2.0 * wide * np.where(c.gated > 0, 1.0, 0.5) + moved
+    working = np.maximum(working, c.hidden * 2.0 + np.asarray(f.sequence_copies) * c.cp * keys)
+    return {
+        "kept": kept * tokens * size,
+        "selective": selective * tokens * size,
+        "full": c.hidden / spread * tokens * size,
+        "gradients": gradients * tokens * size,
+        "working": working * tokens * size,
+    }
+
+
+def _counted_stage(c: Cases, f: MemoryProfile, layer: dict[str, Floats], load: dict[str, Floats]) -> dict[str, Floats]:
+    """The parts of one stage; those of its two full moments that make the larger sum."""
+    single = c.pp <= 1
+    tables = np.where(single, 2.0 - c.tied, load["embedding"] + load["head"])
+    stage = _Stage(layers=load["layers"], in_flight=np.ones_like(load["layers"]), tables=tables, head=load["head"])
+    parts = _stage_bytes(c, f, stage)
+    selective, full = c.recompute == SELECTIVE, c.recompute == FULL
+    each = np.where(full, layer["full"], np.where(selective, layer["selective"], layer["kept"]))
+    again = np.where(
+        full | selective, layer["kept"] - np.where(full, 0.0, each), 0.0
+    )  # of the layer that goes backward
+    late = layer["kept"] + layer["gradients"]
+    some = load["held"] * each + load["pending"] * late + again + layer["working"]
+    at_head = load["head_held"] * each + load["head_pending"] * late
+    logit = np.where((c.tp > 1) & (np.asarray(f.split_logit_bytes) > 0), f.split_logit_bytes, f.logit_bytes)
+    each_logit = c.tokens * c.vocab / c.tp
+    wider = element_bytes(c) - 2.0  # the counts are those of 16-bit logits
+    waiting = load["waiting_logits"] * (np.asarray(f.waiting_logit_bytes) + wider)
+    logits = each_logit * (logit + wider + waiting + load["pending_logits"] * element_bytes(c))
+    at_loss = (load["head"] > 0) & (at_head + logits > some)
+    activations = np.where(at_loss, at_head, some)
+    parts["activations"] = np.where(c.offload == 2, np.minimum(activations, 2.0 * layer["kept"]), activations)
+    parts["logits"] = np.where(at_loss, logits, 0.0)
+    parts["gathered"] = np.where(c.zero == 3, parts["gathered"] - _wide_buffers(c, f, stage), 0.0)
+    return parts
+
+
+def _candidates(c: Cases, f: MemoryProfile) -> list[dict[str, Floats]]:
+    """The parts of every stage that may be the fullest; the first is the first stage."""
+    counted = np.asarray(f.counted) > 0
+    if not counted.any():
+        return list(_both_ends(c, f))
+    layer = _counted_layer(c, f)
+    own = [_counted_stage(c, f, layer, load) for load in _stage_tables(c)]
+    if counted.all():
+        return own
+    first, last = _both_ends(c, f)
+    others = [first, last, last, last]
+    return [
+        {name: np.where(counted, value, other[name]) for name, value in mine.items()}
+        for mine, other in zip(own, others, strict=True)
+    ]
+
+
+def _sum(parts: dict[str, Floats]) -> Floats:
+    return sum(parts.values(), np.zeros(()))
+
+
 def _runs(c: Cases, f: MemoryProfile) -> NDArray[np.bool_]:
     return (empty_stages(c, balanced=f.balanced_stages) < 1) & (c.tokens * c.vocab / c.tp <= INDEX_LIMIT)
 
 
 def predict_most_memory(c: Cases, f: MemoryProfile) -> MostMemory:
     """The bytes of the fullest stage of every case."""
-    first, last = _both_ends(c, f)
-    total = np.maximum(sum(first.values()), sum(last.values()))
+    total: Floats = np.zeros(())
+    for parts in _candidates(c, f):
+        total = np.maximum(total, _sum(parts))
     return MostMemory(total=total, runs=_runs(c, f))
 
 
 def predict_memory(c: Cases, f: MemoryProfile) -> MemoryUse:
     """The fullest stage of every case, part by part."""
-    parts_first, parts_last = _both_ends(c, f)
-    total_first, total_last = sum(parts_first.values()), sum(parts_last.values())
-    wins = total_first >= total_last
-    parts = {name: np.where(wins, value, parts_last[name]) for name, value in parts_first.items()}
-    total = np.where(wins, total_first, total_last)
+    first, *others = _candidates(c, f)
+    parts, total_first = first, _sum(first)
+    total = total_first
+    for other in others:
+        wins = total >= _sum(other)
+        parts = {name: np.where(wins, value, other[name]) for name, value in parts.items()}
+        total = _sum(parts)
     return MemoryUse(
         **parts,
         total=total,

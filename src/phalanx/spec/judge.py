@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from phalanx.plan.ask import trains_with_phalanx
+from phalanx.plan.trainable import trainer_problems
 from phalanx.spec.evidence import Evidence, Unmapped
 from phalanx.spec.outcome import Outcome, Severity, Verdict, exempt, unknown
 from phalanx.spec.rule import LETTERS, Limits, Rule
@@ -49,7 +51,7 @@ class Report:
     findings: tuple[Finding, ...]  # every answer, passes too, in the order of the rules
     require_evidence: bool = False
     unmapped: tuple[Unmapped, ...] = ()
-    notes: tuple[str, ...] = ()  # about the target: files of it that could not be used
+    notes: tuple[str, ...] = ()  # about the target: files of it that could not be used, what our trainer would refuse
     foreign: bool = False  # another trainer's file, which is not ours to edit
 
     @property
@@ -125,9 +127,21 @@ def judge(
         findings=tuple(found),
         require_evidence=require_evidence,
         unmapped=evidence.unmapped,
-        notes=tuple(f"{evidence.target}/{one.where} {one.what}" for one in evidence.damaged.values()),
+        notes=(
+            *(f"{evidence.target}/{one.where} {one.what}" for one in evidence.damaged.values()),
+            *_untrainable(evidence),
+        ),
         foreign=bool(evidence.their_keys),
     )
+
+
+def _untrainable(evidence: Evidence) -> list[str]:
+    """What our trainer would refuse of the plan before its first step, where the plan is for it and nothing ran yet."""
+    plan = evidence.plan
+    if plan is None or evidence.has("L") or not trains_with_phalanx(plan.job):
+        return []
+    found = trainer_problems(plan.job, plan.layout, plan.cluster)
+    return [f"phalanx train cannot run this: {one.where}: {one.what}" for one in found]
 
 
 def limits_of(rule: Rule, evidence: Evidence) -> Limits:

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -41,6 +40,7 @@ from phalanx.train.parallel.fsdp import accumulate
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.parallel.pipeline import Schedule, build_schedule, forward_only, is_v_shaped
 from phalanx.train.parallel.replicate import local_gradient
+from phalanx.train.parallel.stage import LeanStage
 from phalanx.train.parallel.tied import TiedTable
 from phalanx.train.parts import Held, Part, build_parts, fill, holdings, num_stages
 from phalanx.train.settings import Settings
@@ -133,7 +133,7 @@ class Engine:
         self.spikes = Spikes(0.0)  # which finite norms are skipped all the same
         self._host_grads: list[torch.Tensor] = []
         self._unit = 0.0
-        self._schedules: dict[int, tuple[Schedule, list[PipelineStage]]] = {}
+        self._schedules: dict[int, tuple[Schedule, list[LeanStage]]] = {}
 
     def _compress_sharded(self) -> list[ShardedCompression]:
         kind = self.settings.layout.compression
@@ -311,6 +311,8 @@ class Engine:
             schedule.step(*given, target=targets_BS, losses=losses, return_outputs=False)
         else:
             schedule.step(*given)
+        for stage in stages:
+            stage.finish_sends()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for loss in losses:
             total += plain(loss.detach()).double() / unit
@@ -345,7 +347,7 @@ class Engine:
         split = self.dims.tensor > 1 and self.settings.loss_parallel
         return loss_parallel() if split else nullcontext()
 
-    def _schedule(self, count: int) -> tuple[Schedule, list[PipelineStage]]:
+    def _schedule(self, count: int) -> tuple[Schedule, list[LeanStage]]:
         """The schedule for `count` micro-batches: a batch ramp asks for several."""
         if count not in self._schedules:
             self._schedules[count] = build_schedule(

@@ -10,13 +10,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.job.model import ModelShape
+from phalanx.plan.schedules import is_v_shaped, my_stages, split_layers
 from phalanx.train.models.decoder import TIED, Decoder
 from phalanx.train.models.init import draw
 from phalanx.train.models.protocol import build_model, build_stage, refuse_layout
 from phalanx.train.parallel.dims import Meshes
 from phalanx.train.parallel.parallelize import parallelize
 from phalanx.train.parallel.pieces import Piece
-from phalanx.train.parallel.pipeline import is_v_shaped, my_stages, split_layers
 from phalanx.train.parallel.place import Box, box_of, expert_cuts
 from phalanx.train.parallel.untraced import untraced
 from phalanx.train.settings import Settings

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.errors import mistake
+from phalanx.errors import UserError
 from phalanx.job.schema import Job
 from phalanx.plan.layout import Layout
+from phalanx.plan.trainable import precision_problems
 
 DTYPES = {
     "fp32": torch.float32,
@@ -42,15 +43,8 @@ class Settings:
     @classmethod
     def of(cls, job: Job, layout: Layout, *, on_gpu: bool, allow_code: bool = False) -> Settings:
         """The settings of a planned job."""
-        if job.precision.compute == "fp4":
-            raise mistake("precision.compute", "fp4 is planned but not trained", fix='use "fp8", "bf16" or "fp32"')
-        if job.precision.compute == "fp16" and not job.precision.master_weights:
-            raise mistake(
-                "precision.master_weights",
-                "fp16 without master weights loses small updates altogether",
-                why="a step of 1e-4 of a weight is below half of fp16's spacing",
-                fix='set master_weights = true, or compute = "bf16"',
-            )
+        if problems := precision_problems(job):
+            raise UserError(problems)
         reduced = job.precision.compute not in ("fp32", "fp64")
         return cls(
             layout=layout,

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import UserError
-from phalanx.train.parallel.pipeline import check_micro_batches, home_of, my_stages, schedule_class, split_layers
+from phalanx.plan.schedules import my_stages, split_layers
+from phalanx.train.parallel.pipeline import check_micro_batches, home_of, schedule_class
 
 
 def fullest(counts, embed, head):

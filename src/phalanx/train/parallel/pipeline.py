@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,56 +14,19 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
+    Schedule1F1B,
     get_schedule_class,
 )
 
 from phalanx.errors import mistake
+from phalanx.plan.schedules import is_v_shaped
 from phalanx.train.models.decoder import Decoder
+from phalanx.train.parallel.stage import LeanStage
 
 # Our names -> torch's. Zero-bubble with two chunks per rank is the V-shaped schedule (Qi et al. 2024).
 CLASSES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zero-bubble": "InterleavedZeroBubble"}
 
 Schedule = PipelineScheduleMulti | PipelineScheduleSingle
-
-
-def split_layers(layers: int, stages: int, *, embed_cost: float = 0.0, head_cost: float = 0.0) -> list[range]:
-    """Layers of each stage; the embedding and the head weigh as much as `*_cost` layers.
-
-    Every stage has at least one layer where there are enough. The fullest stage is as light as can be, and among those
-    splits the lightest ends win.
-
-    >>> [len(part) for part in split_layers(70, 12, embed_cost=1, head_cost=1)]
-    [5, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 5]
-    >>> [len(part) for part in split_layers(8, 4)]
-    [2, 2, 2, 2]
-    """
-    if stages > layers:
-        raise mistake(
-            "parallel.pipeline",
-            f"{stages} stages cannot share {layers} layers",
-            why="each stage holds at least one layer",
-            fix=f"use at most {layers} stages (pipeline × virtual_pipeline)",
-        )
-    counts = [1] * stages
-    cost = [1.0 + (embed_cost if s == 0 else 0.0) + (head_cost if s == stages - 1 else 0.0) for s in range(stages)]
-    for _ in range(layers - stages):
-        # The lightest stage takes the next layer; on a tie an inner one, whose activations are held for less long.
-        lightest = min(range(stages), key=lambda s: (cost[s], s in (0, stages - 1), -s))
-        counts[lightest] += 1
-        cost[lightest] += 1.0
-    bounds = [sum(counts[:s]) for s in range(stages + 1)]
-    return [range(first, last) for first, last in pairwise(bounds)]
-
-
-def my_stages(rank: int, ranks: int, chunks: int, *, v_shaped: bool) -> list[int]:
-    """Stages of one pipeline rank: every `ranks`-th, or down and up again for V-shaped schedules.
-
-    >>> my_stages(1, 4, 2, v_shaped=False), my_stages(1, 4, 2, v_shaped=True)
-    ([1, 5], [1, 6])
-    """
-    if v_shaped:
-        return [rank, 2 * ranks - 1 - rank]
-    return [rank + chunk * ranks for chunk in range(chunks)]
 
 
 def schedule_class(name: str, chunks: int) -> type[Schedule]:
@@ -80,11 +42,6 @@ def schedule_class(name: str, chunks: int) -> type[Schedule]:
         name = "1f1b"  # with one chunk the two are the same order
     found: type[Schedule] = get_schedule_class("ZBVZeroBubble" if is_v_shaped(name, chunks) else CLASSES[name])
     return found
-
-
-def is_v_shaped(name: str, chunks: int) -> bool:
-    """Whether a rank's second chunk comes back down the pipeline, so that first and last stage share a rank."""
-    return name == "zero-bubble" and chunks == 2
 
 
 def check_micro_batches(name: str, chunks: int, ranks: int, micro_batches: int) -> None:
@@ -110,19 +67,28 @@ def build_schedule(
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     shapes: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
     device: torch.device,
-) -> tuple[Schedule, list[PipelineStage]]:
+) -> tuple[Schedule, list[LeanStage]]:
     """The schedule over this rank's stages; shapes are given, so nothing is negotiated at run time."""
     chunks = stages // group.size()
     check_micro_batches(name, chunks, group.size(), micro_batches)
     if name in ("1f1b", "interleaved") and chunks == 1 and micro_batches < group.size():
         name = "gpipe"  # too few micro-batches ever to alternate: the two orders are one, and torch refuses the first
+    kind = schedule_class(name, chunks)
     made: list[Any] = []
     for index, part in parts:
         given, made_of_it = shapes(index)
         made.append(
-            PipelineStage(part, index, stages, device, group=group, input_args=(given,), output_args=(made_of_it,))
+            LeanStage(
+                part,
+                index,
+                stages,
+                device,
+                group=group,
+                input_args=(given,),
+                output_args=(made_of_it,),
+                sends_alone=kind is not Schedule1F1B,
+            )
         )
-    kind = schedule_class(name, chunks)
     arguments: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": loss, "scale_grads": False}
     if issubclass(kind, PipelineScheduleMulti):
         with _all_chunks_stay(chunks):

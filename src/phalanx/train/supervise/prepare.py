@@ -146,6 +146,14 @@ def check_checkpoints(path: str, base: Path) -> None:
         ) from error
 
 
+def check_trainable(plan: Plan) -> None:
+    """The trainer can run what is planned; raises UserError with everything it cannot."""
+    from phalanx.plan.trainable import trainer_problems
+
+    if problems := trainer_problems(plan.job, plan.layout, plan.cluster):
+        raise UserError(problems)
+
+
 def check_code(job: Job, *, allowed: bool) -> None:
     """A job that brings its own code needs a word of the person who runs it."""
     if job.model.module and not allowed:

@@ -11,7 +11,7 @@ import resource
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -25,7 +25,7 @@ from phalanx.train.engine import Engine
 from phalanx.train.parallel.expert import balance_routing
 from phalanx.train.parallel.pipeline import assume_static
 from phalanx.train.settings import Settings
-from phalanx.train.tracing.kernels import fused_norms
+from phalanx.train.tracing.kernels import fused_loss, fused_norms, fused_products
 from phalanx.train.tracing.log import RankTrace
 from phalanx.train.tracing.recorder import Recorder
 from phalanx.train.tracing.shortcuts import Shortcuts, plainly
@@ -44,22 +44,38 @@ def trace_rank(
     ):
         gc.freeze()  # the collector need not walk torch's million objects again and again
         warnings.simplefilter("ignore")  # torch's advice on the program, which a training run gives in its place
-        found = record_step(shape, traceable(settings), optim, state_dtype=state_dtype, fakes=mode)
+        fused = fused_products() if settings.compile else nullcontext()
+        with fused:
+            found = record_step(
+                shape, traceable(settings), optim, state_dtype=state_dtype, fakes=mode, compiled=settings.compile
+            )
     gc.unfreeze()
     rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return replace(found, seconds=time.perf_counter() - began_s, rss_bytes=rss_bytes)
 
 
 def traceable(settings: Settings) -> Settings:
-    """What has no operators to listen to, or no CPU kernels, gives way: compiled blocks run plain, fp8 as bf16."""
+    """What has no operators to listen to, or no CPU kernels, gives way: compiled blocks run plain, fp8 as bf16.
+
+    `trace_rank` makes up for it in memory: see `kernels`.
+    """
     compute = "bf16" if settings.compute == "fp8" else settings.compute
     return replace(settings, compile=False, compute=compute)
 
 
 def record_step(
-    shape: ModelShape, settings: Settings, optim: Optim, *, state_dtype: str, fakes: FakeTensorMode | None
+    shape: ModelShape,
+    settings: Settings,
+    optim: Optim,
+    *,
+    state_dtype: str,
+    fakes: FakeTensorMode | None,
+    compiled: bool = False,
 ) -> RankTrace:
-    """Build this rank's engine, warm it up, and record one step of it. The process group must exist."""
+    """Build this rank's engine, warm it up, and record one step of it. The process group must exist.
+
+    A dry step can stand for a `compiled` one: it runs plain, and keeps what the compiled one would.
+    """
     layout, dry = settings.layout, fakes is not None
     read = constants if dry else torch.Tensor.tolist
     run = plainly if fakes is None else Shortcuts(fakes).run
@@ -67,6 +83,8 @@ def record_step(
         engine = Engine(shape, settings, optim, device=torch.device("cpu"), state_dtype=state_dtype, read=read)
         for part in engine.parts:
             balance_routing(part.model)
+        if compiled:
+            engine._loss = fused_loss
         recorder.attach(engine)
         if dry:
             _run(engine, _few(layout), dry=True)

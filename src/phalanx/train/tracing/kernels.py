@@ -1,8 +1,11 @@
 """Kernels a GPU has and a CPU composes: a trace keeps for backward what the GPU's would.
 
-Only RMSNorm matters. On a GPU it is one kernel that keeps its input and one number per row; on a CPU torch composes it
+RMSNorm always. On a GPU it is one kernel that keeps its input and one number per row; on a CPU torch composes it
 of casts and products and keeps three more copies of the hidden states in float32, 0.2 GB per layer of Llama 3 8B at
-4,096 tokens, which is a quarter of its activations. D model.
+4,096 tokens, which is a quarter of its activations. Where blocks and loss are compiled, also what the compiler fuses
+and a dry trace can tell: a gated MLP keeps gate, up and their product, not the activation between them, and the loss
+keeps the logits in their own format and nothing in float32 (measured on an H200, benchmarks/2026-11-16-memory.md).
+D model, F MLP width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,6 +17,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from phalanx.train.engine import summed_loss
+from phalanx.train.models.mlp import Mlp
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -34,6 +41,61 @@ class _RmsNorm(torch.autograd.Function):
         dx_D = scale_1 * (inner_D - normed_D * (inner_D * normed_D).mean(-1, keepdim=True))
         rows = list(range(grad_D.ndim - 1))
         return dx_D.to(x_D.dtype), (grad_D.to(scale_1.dtype) * normed_D).sum(rows).to(weight_D.dtype), None
+
+
+class _GatedProduct(torch.autograd.Function):
+    """The shapes of act(gate) · up in one kernel; a fake tensor has no values to compute."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_F: Tensor, up_F: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_F, up_F)
+        return torch.empty_like(up_F)
+
+    @staticmethod
+    def backward(ctx: Any, grad_F: Tensor) -> tuple[Tensor, Tensor]:
+        gate_F, up_F = ctx.saved_tensors
+        return torch.empty_like(gate_F), torch.empty_like(up_F)
+
+
+class _FusedLoss(torch.autograd.Function):
+    """The shapes of a compiled cross-entropy: logits in, their gradient out."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_V: Tensor) -> Tensor:
+        ctx.save_for_backward(logits_V)
+        return torch.empty((), dtype=torch.float32, device=logits_V.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (logits_V,) = ctx.saved_tensors
+        return torch.empty_like(logits_V)
+
+
+def fused_loss(logits_V: Tensor, targets: Tensor) -> Tensor:
+    """In place of `summed_loss` where it is compiled; logits split over tensor ranks have a loss of their own."""
+    if isinstance(logits_V, DTensor):
+        return summed_loss(logits_V, targets)
+    out: Tensor = _FusedLoss.apply(logits_V)  # type: ignore[no-untyped-call]
+    return out
+
+
+@contextmanager
+def fused_products() -> Iterator[None]:
+    """MLPs keep what compiled ones do."""
+    composed = Mlp.forward
+
+    def forward(mlp: Mlp, x: Tensor) -> Tensor:
+        if mlp.gate is None:
+            return composed(mlp, x)
+        up = mlp.up(x)
+        out: Tensor = mlp.down(_GatedProduct.apply(mlp.gate(x), up))  # type: ignore[no-untyped-call]
+        return out
+
+    Mlp.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Mlp.forward = composed  # type: ignore[method-assign]
 
 
 @contextmanager

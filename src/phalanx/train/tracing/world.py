@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.connection import Connection
 
-from phalanx.errors import mistake
+from phalanx.errors import Problem, UserError, WorldError, mistake
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Job, Optim
 from phalanx.plan.layout import Layout
@@ -26,9 +31,9 @@ class Step:
     state_dtype: str
 
     @classmethod
-    def of(cls, job: Job, layout: Layout) -> Step:
-        """The step of a planned job."""
-        settings = Settings.of(job, layout, on_gpu=False)
+    def of(cls, job: Job, layout: Layout, *, on_gpu: bool = False) -> Step:
+        """The step of a planned job; on GPUs it is compiled unless the job says otherwise."""
+        settings = Settings.of(job, layout, on_gpu=on_gpu)
         return cls(shape=job.model, settings=settings, optim=job.optim, state_dtype=job.precision.optimizer_state)
 
 
@@ -64,17 +69,116 @@ def trace_ranks(
         found = [_trace(step, ranks[0])]
         done(found[0])
         return found
-    workers = workers or min(len(ranks), os.cpu_count() or 1)
+    workers = min(workers or os.cpu_count() or 1, len(ranks))
     traces: dict[int, RankTrace] = {}
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["phalanx.train.tracing.dry"])  # torch is imported once, not by every worker
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        waiting = [pool.submit(_trace, step, rank) for rank in ranks]
-        for future in as_completed(waiting):
-            trace = future.result()
-            traces[trace.rank] = trace
-            done(trace)
+    with ExitStack() as stack:
+        stack.enter_context(_ends_when_terminated())
+        waiting, running = deque(ranks), list[_Worker]()
+        while waiting or running:
+            while waiting and len(running) < workers:
+                running.append(stack.enter_context(_Worker(step, waiting.popleft())))
+            ready = connection.wait([worker.answers for worker in running])
+            for worker in [worker for worker in running if worker.answers in ready]:
+                running.remove(worker)
+                trace = worker.answer()
+                traces[trace.rank] = trace
+                done(trace)
     return [traces[rank] for rank in ranks]
+
+
+class _Worker:
+    """A process that traces one rank; gone when its context ends, however it ends, and when its parent dies."""
+
+    def __init__(self, step: Step, rank: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["phalanx.train.tracing.dry"])  # torch is imported once, not by every worker
+        self.rank = rank
+        self.answers, theirs = context.Pipe(duplex=False)
+        self._process = context.Process(target=_serve, args=(theirs, step, rank), daemon=True)
+        with _without_interrupts():  # the fork server, started here, would answer Ctrl-C with a traceback
+            self._process.start()
+        theirs.close()
+
+    def answer(self) -> RankTrace:
+        """What it found; raises what it raised."""
+        try:
+            found = self.answers.recv()
+        except EOFError:
+            self._process.join(1.0)
+            raise WorldError(
+                Problem(
+                    where=f"rank {self.rank}",
+                    what=f"the process that traced it ended with code {self._process.exitcode}",
+                    why="a rank takes about half a gigabyte: there may not have been enough memory",
+                    fix="trace fewer at a time: --workers 1",
+                )
+            ) from None
+        if isinstance(found, RankTrace):
+            return found
+        raise UserError(found) if isinstance(found, tuple) else RuntimeError(found)
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self.answers.close()
+
+
+def _serve(pipe: Connection, step: Step, rank: int) -> None:
+    """The life of a worker. Ctrl-C reaches the whole terminal: the parent answers it, and ends us."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    found: RankTrace | tuple[Problem, ...] | str
+    try:
+        found = _trace(step, rank)
+    except UserError as error:
+        found = error.problems
+    except Exception as error:
+        found = f"rank {rank}: {type(error).__name__}: {error}"
+    with suppress(BrokenPipeError):
+        pipe.send(found)
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed can end nobody: its end of a pipe closes, which wakes this thread."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Signals are inherited by what is started here; only the main thread may change them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _ends_when_terminated() -> Iterator[None]:
+    """SIGTERM unwinds the stack like Ctrl-C, so that no worker is left behind; the exit code is 143, as in shells."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _trace(step: Step, rank: int) -> RankTrace:
