@@ -87,6 +87,11 @@ def is_v_shaped(name: str, chunks: int) -> bool:
     return name == "zero-bubble" and chunks == 2
 
 
+def splits_backward(name: str) -> bool:
+    """Whether the gradients of inputs and of weights are worked out at different times."""
+    return name == "zero-bubble"
+
+
 def check_micro_batches(name: str, chunks: int, ranks: int, micro_batches: int) -> None:
     """Refuse counts the schedule cannot order, before anything waits for anything."""
     rounds = max(1, micro_batches // ranks)
