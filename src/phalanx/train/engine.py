@@ -95,10 +95,14 @@ class Engine:
     ) -> None:
         self.shape, self.settings, self.device = shape, settings, device
         self._clip, self._read = optim.clip, read
-        # Compiled, the loss reads the logits in their own format and never holds a float32 copy of them.
-        self._loss = torch.compile(summed_loss, backend=settings.compile_backend) if settings.compile else summed_loss
         self.dims = ParallelDims.of(settings.layout)
         self.meshes: Meshes = build_meshes(self.dims, device.type, experts=shape.is_moe)
+        if settings.compile:
+            from phalanx.train.parallel.compiling import prepare_compiler  # it imports dynamo, which takes seconds
+
+            prepare_compiler(self.meshes, schedule=settings.layout.schedule)
+        # Compiled, the loss reads the logits in their own format and never holds a float32 copy of them.
+        self._loss = torch.compile(summed_loss, backend=settings.compile_backend) if settings.compile else summed_loss
         self.parts: list[Part] = build_parts(shape, settings, self.meshes, device)
         self.held: list[Held] = holdings(self.parts, self.meshes, tied=shape.tied)
         self._trained = [held for held in self.held if held.trained]

@@ -1,6 +1,10 @@
 """Collectives as context, expert and compressed exchange use them: one spelling for torch 2.11 to 2.13, gloo and NCCL.
 
 Only c10d calls with sizes known as Python integers, so that the same code runs on fake tensors and a fake group.
+
+While torch.compile reads them they are functional collectives, which return their result instead of filling a tensor
+that was made for it. torch 2.11 loses the gradient of a tensor filled inside an autograd function: compiled Ulysses
+trained with zero gradients for queries, keys and values (H200, 2026-11-16; torch 2.13 is right).
 """
 
 from __future__ import annotations
@@ -18,10 +22,14 @@ from torch.distributed import ProcessGroup
 # torch 2.13 renamed these two and warns about the old names.
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_FUNCTIONAL = torch.ops._c10d_functional
 
 
 def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     """Every rank's `x`, stacked along a new first dimension in the order of the ranks."""
+    if torch.compiler.is_compiling():
+        sent = _FUNCTIONAL.all_gather_into_tensor(x.reshape(-1), group.size(), group.group_name)
+        return _FUNCTIONAL.wait_tensor(sent).view(group.size(), *x.shape)
     out = x.new_empty((group.size(), *x.shape))
     _GATHER(out.view(-1), x.reshape(-1), group=group)
     return out
@@ -29,6 +37,9 @@ def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum over all ranks of this rank's entry of the first dimension, which is as long as the group."""
+    if torch.compiler.is_compiling():
+        sent = _FUNCTIONAL.reduce_scatter_tensor(x.reshape(-1), "sum", group.size(), group.group_name)
+        return _FUNCTIONAL.wait_tensor(sent).view(x.shape[1:])
     out = x.new_empty(x.shape[1:])
     _REDUCE_SCATTER(out.view(-1), x.reshape(-1), group=group)
     return out
@@ -39,6 +50,10 @@ def all_to_all(
 ) -> Tensor:
     """Part j of the first dimension goes to rank j. `send` and `receive` count rows per rank; None means even parts."""
     rows = x.shape[0] if receive is None else sum(receive)
+    if torch.compiler.is_compiling():
+        even = [x.shape[0] // group.size()] * group.size()
+        splits = [list(even if counts is None else counts) for counts in (receive, send)]
+        return _FUNCTIONAL.wait_tensor(_FUNCTIONAL.all_to_all_single(x.contiguous(), *splits, group.group_name))
     out = x.new_empty((rows, *x.shape[1:]))
     dist.all_to_all_single(
         out,
@@ -172,6 +187,8 @@ def _per_rank(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum over all ranks, as a new tensor."""
+    if torch.compiler.is_compiling():
+        return _FUNCTIONAL.wait_tensor(_FUNCTIONAL.all_reduce(x.contiguous(), "sum", group.group_name))
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=group)
     return out
