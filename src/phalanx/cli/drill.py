@@ -68,6 +68,9 @@ def run(args: argparse.Namespace) -> int:
     _check_call(args)
     if args.check:
         return _check(Path(args.check), as_json=args.json)
+    from phalanx.train.supervise.launchers import refuse_several
+
+    refuse_several(os.environ, "phalanx drill")
     if args.suite:
         from phalanx.cli.drill_suite import run_suite
 
