@@ -34,10 +34,9 @@ def words_of(action: argparse.Action) -> list[str]:
     return [action.option_strings[-1], *[value] * count]
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_no_option_with_one_value_is_taken_twice(verb: str) -> None:
+def test_no_option_with_one_value_is_taken_twice() -> None:
     seen = 0
-    for parser in with_subverbs(parser_of(verb)):
+    for parser in (one for verb in VERBS for one in with_subverbs(parser_of(verb))):
         assert isinstance(parser, Parser)
         for action in (one for one in parser._actions if one.option_strings):
             repeatable = argparse._AppendAction | argparse._StoreTrueAction | argparse._HelpAction
@@ -48,17 +47,12 @@ def test_no_option_with_one_value_is_taken_twice(verb: str) -> None:
             again = words if isinstance(action, StoreOnce) else action.option_strings[1:2]
             with pytest.raises(UserError) as caught:
                 parser.parse_known_args([*words, *again])
-            told = f"{parser.prog}: {' '.join(words)} and {' '.join(again)} are both given\n"
-            assert str(caught.value).startswith(told), action
+            message = str(caught.value)
+            assert message.startswith(f"{parser.prog}: {words[0]}"), action
+            assert f" and {again[0]}" in message, action
+            assert " are both given\n" in message, action
             seen += 1
-    assert (
-        seen
-        or verb == "explain"
-        or all(
-            not one.option_strings or isinstance(one, argparse._StoreTrueAction | argparse._HelpAction)
-            for one in parser_of(verb)._actions
-        )
-    )
+    assert seen > 100
 
 
 def test_the_second_cluster_is_not_used_in_silence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from phalanx.errors import Problem, WorldError, mistake
+from phalanx.errors import Problem, UserError, WorldError, mistake
 from phalanx.plan.plan import Plan
 from phalanx.record.redact import redact
 from phalanx.record.run import Run
@@ -88,6 +88,8 @@ def _meet(place: RankPlace, environ: Mapping[str, str]) -> Store:
     """The store where ranks find each other; rank 0 holds it, unless the launcher already does."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined, unused-ignore]
 
+    if place.derived:
+        _require_known(place)
     held = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     holds = place.rank == 0 and not held
     try:
@@ -106,6 +108,21 @@ def _meet(place: RankPlace, environ: Mapping[str, str]) -> Store:
     return PrefixStore(f"phalanx/attempt-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
+def _require_known(place: RankPlace) -> None:
+    """The name of a node leads to an address; torch would look it up for five minutes."""
+    try:
+        socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise WorldError(
+            Problem(
+                where=f"rank {place.rank}",
+                what=f"the first node of {place.launcher}, {place.address}, is no host that can be looked up: {error}",
+                why="rank 0 is expected there, and the ranks find each other at its address",
+                fix="export MASTER_ADDR with an address of that node before the start",
+            )
+        ) from error
+
+
 def _loopback_socket(place: RankPlace) -> int | None:
     """A socket that only this host reaches, where the address says so: torch itself would listen on every address."""
     try:
@@ -122,35 +139,70 @@ def _loopback_socket(place: RankPlace) -> int | None:
 
 
 def _agree(store: Store, place: RankPlace, call: Sequence[str]) -> None:
-    """Every rank is there once, and all were started by the same command with the same number of ranks."""
-    if store.add(f"claims/{place.rank}", 1) > 1:
+    """Every rank is there once, and all were started by the same command with the same number of ranks.
+
+    Rank 0 waits for all answers before it makes anything: ranks that never come, or belong to another run, leave no
+    folder behind.
+    """
+    rank = place.rank
+    if store.add(f"claims/{rank}", 1) > 1:
         raise mistake(
-            f"rank {place.rank}",
+            f"rank {rank}",
             "another process has the same rank",
             why="two processes would train in one place of the layout",
             fix="give every process its own RANK (a batch script that exports RANK gives all the same)",
         )
     digest = hashlib.sha256("\0".join(call).encode()).hexdigest()
-    mine = json.dumps({"world": place.world, "call": digest})
-    if place.rank == 0:
-        store.set("launch", mine)
+    if rank == 0:
+        store.set("launch", json.dumps({"world": place.world, "call": digest}))
+        _hear_all(store, place)
         return
     first = json.loads(store.get("launch"))
-    if first["world"] != place.world:
-        raise mistake(
-            f"rank {place.rank}",
-            f"was told of {place.world:,} ranks, and rank 0 of {first['world']:,}",
+    problem = _disagreement(place, theirs=int(first["world"]), same_call=first["call"] == digest)
+    store.set(f"answer/{rank}", problem.render() if problem is not None else "")
+    if problem is not None:
+        raise UserError(problem)
+
+
+def _disagreement(place: RankPlace, *, theirs: int, same_call: bool) -> Problem | None:
+    where = f"rank {place.rank}"
+    if theirs != place.world:
+        return Problem(
+            where=where,
+            what=f"was told of {place.world:,} ranks, and rank 0 of {theirs:,}",
             why="they belong to two launches that meet at one address",
             fix="give each launch its own MASTER_PORT, and every rank of it the same WORLD_SIZE",
         )
-    if first["call"] != digest:
-        raise mistake(
-            f"rank {place.rank}",
-            "was started with other arguments than rank 0",
+    if not same_call:
+        return Problem(
+            where=where,
+            what="was started with another job or other settings than rank 0",
             why="the ranks of a run train one job",
-            fix="start every rank with the same command; for runs of their own, start each by itself "
-            "(Slurm: srun --ntasks=1 --exact … & for each)",
+            fix=f"start every rank with the same command; for runs of their own, start each by itself ({ONE_BY_ONE})",
         )
+    return None
+
+
+def _hear_all(store: Store, place: RankPlace) -> None:
+    """The answer of every other rank; raises the first refusal, or names who did not come."""
+    names = [f"answer/{rank}" for rank in range(1, place.world)]
+    try:
+        if names:
+            store.wait(names, timedelta(seconds=MEETING_S))
+    except RuntimeError as error:  # torch's DistStoreError is one
+        missing = [name.rpartition("/")[2] for name in names if not store.check([name])]
+        shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8:,} more" if len(missing) > 8 else "")
+        raise WorldError(
+            Problem(
+                where="rank 0",
+                what=f"{len(missing):,} of {place.world:,} ranks did not come within {MEETING_S:g} s: {shown}",
+                why=f"all meet at {place.address}:{place.port}",
+                fix="look at their logs; check that every host reaches that address",
+            )
+        ) from error
+    for name in names:
+        if refusal := store.get(name).decode("utf-8"):
+            raise mistake("rank 0", "nothing was started, because not all ranks belong together", why=refusal)
 
 
 def _no_meeting(host: str, port: int, rank: int, text: str) -> WorldError:

@@ -41,6 +41,7 @@ class RankPlace:
     address: str
     port: int
     one_host: bool = False  # all ranks are known to be on this host
+    derived: bool = False  # nobody set MASTER_ADDR: the address is the first of the launcher's list of nodes
 
     def environ(self) -> dict[str, str]:
         """What torch and the trainer read; a launcher that says nothing of its hosts leaves the local names out."""
@@ -99,6 +100,7 @@ def find_rank(environ: Mapping[str, str]) -> RankPlace | None:
         address=address,
         port=port,
         one_host=claim.local_world == claim.world,
+        derived=not environ.get("MASTER_ADDR"),
     )
 
 
