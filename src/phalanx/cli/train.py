@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         return _report(open_run(args.report), as_json=args.json)
     from phalanx.metrics.serving import check_served
     from phalanx.train.supervise.launchers import find_rank
-    from phalanx.train.supervise.prepare import check_checkpoints, need_torch
+    from phalanx.train.supervise.prepare import need_torch
 
     need_torch()
     place = find_rank(os.environ)
@@ -68,7 +68,6 @@ def run(args: argparse.Namespace) -> int:
     plan, resolved, old = _planned(args, here=not args.join)
     _check_hosts(plan, args)
     check_served(plan.job.telemetry)
-    check_checkpoints(plan.job.checkpoint.path, old.path if old is not None else Path(args.runs))
     plan = _fit_to_start(plan, resolved, args)
     if args.dry_run:
         return _dry_run(plan, as_json=args.json)
@@ -91,6 +90,10 @@ def _check_call(args: argparse.Namespace) -> None:
             )
     if args.join and (args.join < 2 or args.hosts > 1):
         raise mistake("phalanx train", f"--join {args.join} with --hosts {args.hosts}", fix="--join 2 or more, alone")
+    if args.name is not None:
+        from phalanx.record.run import require_name
+
+        require_name(args.name)
     args.steps = args.steps or 0
     if args.plan and (args.overrides or args.cluster or args.steps or args.resume):
         raise mistake(
@@ -117,9 +120,16 @@ def _planned(args: argparse.Namespace, *, here: bool) -> tuple[Plan, ResolvedJob
     else:
         plan, resolved = _fresh_plan(args)
     prepare.check_code(plan.job, allowed=args.allow_code)
+    prepare.check_inputs(plan, resolved, _base(args, resolved), fresh=old is None)
+    prepare.check_writable(Path(args.runs), plan.job.checkpoint.path, run=old.path if old is not None else None)
     if here:
         prepare.check_here(plan)
     return plan, resolved, old
+
+
+def _base(args: argparse.Namespace, resolved: ResolvedJob) -> Path:
+    """Where relative paths of the job start; a run that goes on has absolute ones."""
+    return Path() if args.resume else resolved.path.parent
 
 
 def _fit_to_start(plan: Plan, resolved: ResolvedJob, args: argparse.Namespace) -> Plan:
@@ -130,9 +140,12 @@ def _fit_to_start(plan: Plan, resolved: ResolvedJob, args: argparse.Namespace) -
     _header(plan)
     check_before(resolved, plan, refuse=not args.no_check)
     began = time.time()
-    plan = prepare.with_data(plan, Path() if args.resume else resolved.path.parent)
+    plan = prepare.with_data(plan, _base(args, resolved))
     args.data_s = time.time() - began
-    warn(prepare.check_data(plan))
+    found = prepare.check_inputs(plan, resolved, _base(args, resolved), fresh=not args.resume)
+    for line in found.remarks:
+        note(f"  {line}")
+    warn((*found.warnings, *prepare.check_data(plan)))
     return plan
 
 

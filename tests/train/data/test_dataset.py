@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import UserError
+from phalanx.job.dataset import read_manifest, verify
 from phalanx.train.data import dataset as module
 from phalanx.train.data.dataset import TokenDataset, check_dataset
-from phalanx.train.data.manifest import read_manifest, verify
 
 from .conftest import Make, write_lines
 

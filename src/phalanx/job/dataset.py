@@ -1,11 +1,15 @@
-"""What a dataset folder says of itself: `manifest.json`, written last, with a digest for every file."""
+"""What a dataset folder says of itself (`manifest.json`, written last, with a digest for every file), and where it is.
+
+Here rather than in train/: plan and check look at the data of a job too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +21,9 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "heldout")
+VOCAB = 8192  # of a tokenizer that `phalanx data build` trains, unless it is told otherwise
+LEAST_VOCAB = 257  # the 256 bytes and the end of text
+CLEANING = 1  # counts up when the cleaning of a corpus changes: an older text in the cache is not taken for the same
 REBUILD = "build it again with phalanx data build, or copy it again from where it is whole"
 
 
@@ -117,9 +124,13 @@ def read_manifest(folder: Path) -> Manifest:
         fix = "use the Phalanx that made it, or build it again"
         raise mistake(str(path), f"has format {version!r}, and this Phalanx reads {FORMAT}", fix=fix)
     try:
-        return Manifest(**{**raw, "sources": tuple(map(source_from, raw["sources"]))})
+        manifest = Manifest(**{**raw, "sources": tuple(map(source_from, raw["sources"]))})
     except (KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, f"lacks or has too many keys: {error}") from error
+    counts = (manifest.vocab, *(shard.tokens for shard in manifest.shards))
+    if not all(type(count) is int and count >= 0 for count in counts) or not isinstance(manifest.tokenizer_sha256, str):
+        raise _damaged(path, "has a vocabulary, a count of tokens or a digest that is none")
+    return manifest
 
 
 def source_from(raw: dict[str, Any]) -> Source:
@@ -187,3 +198,23 @@ def file_digest(path: Path) -> str:
     """sha256 of a file, read in blocks."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Where fetched and built text is kept for this user."""
+    base = environ.get("XDG_CACHE_HOME") or ""
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "phalanx"
+
+
+def corpus_vocab(model_vocab: int) -> int:
+    """Tokens of a corpus for a model: a model with fewer rows than VOCAB gets a tokenizer of its own size.
+
+    >>> corpus_vocab(128_256), corpus_vocab(512)
+    (8192, 512)
+    """
+    return max(LEAST_VOCAB, min(model_vocab, VOCAB))
+
+
+def corpus_folder(name: str, cache: Path, *, vocab: int) -> Path:
+    """Where a corpus for a model with `vocab` rows is, or will be, built."""
+    return cache / "datasets" / f"{name}-{corpus_vocab(vocab)}-{CLEANING}"
