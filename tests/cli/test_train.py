@@ -353,6 +353,20 @@ def test_what_is_refused_before_anything_starts(train: Train, here: Path, argume
     assert not (here / "runs").exists() or not list((here / "runs").iterdir())
 
 
+@pytest.mark.parametrize("option", [["--hosts", "2"], ["--spares", "1"], ["--join", "2"], ["--address", "10.0.0.1"]])
+def test_what_belongs_to_the_launcher_is_refused_under_one(
+    train: Train, here: Path, monkeypatch: pytest.MonkeyPatch, option: list[str]
+) -> None:
+    for name, value in {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+    code, _, err = train("job.toml", *option)
+    assert code == 2
+    told = f"{option[0]} has no effect: Open MPI started 2 processes, and each is one rank\n"
+    assert err.startswith(f"phalanx train: {told}")
+    assert not (here / "runs").exists()
+
+
 def test_weights_of_another_tokenizer_are_refused_by_every_verb(
     train: Train, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
