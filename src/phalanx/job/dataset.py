@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ SPLITS: tuple[Split, ...] = ("train", "heldout")
 VOCAB = 8192  # of a tokenizer that `phalanx data build` trains, unless it is told otherwise
 LEAST_VOCAB = 257  # the 256 bytes and the end of text
 CLEANING = 1  # counts up when the cleaning of a corpus changes: an older text in the cache is not taken for the same
+MOST_MANIFEST_BYTES = 1 << 28  # a trillion tokens are 7,451 shards and 3 MB
 REBUILD = "build it again with phalanx data build, or copy it again from where it is whole"
 
 
@@ -112,12 +114,14 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a dataset folder; raises UserError when there is none that can be used."""
     path = folder / MANIFEST
     try:
+        if path.stat().st_size > MOST_MANIFEST_BYTES:
+            raise _damaged(path, f"is larger than {MOST_MANIFEST_BYTES >> 20} MiB")
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise _no_dataset(folder) from None
     except OSError as error:
         raise WorldError(Problem(where=str(path), what=f"cannot be read: {error.strerror or error}")) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, f"is not JSON: {error}") from error
     version = raw.get("format") if isinstance(raw, dict) else None
     if version != FORMAT:
@@ -127,10 +131,26 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest(**{**raw, "sources": tuple(map(source_from, raw["sources"]))})
     except (KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, f"lacks or has too many keys: {error}") from error
-    counts = (manifest.vocab, *(shard.tokens for shard in manifest.shards))
-    if not all(type(count) is int and count >= 0 for count in counts) or not isinstance(manifest.tokenizer_sha256, str):
-        raise _damaged(path, "has a vocabulary, a count of tokens or a digest that is none")
+    if wrong := _nonsense(manifest):
+        raise _damaged(path, wrong)
     return manifest
+
+
+def _nonsense(manifest: Manifest) -> str:
+    """What a manifest states that cannot be; it may be a stranger's, and plan and check read it too."""
+    counts = (manifest.vocab, *(count for shard in manifest.shards for count in (shard.tokens, shard.documents)))
+    if not all(type(count) is int and count >= 0 for count in counts):
+        return "has a vocabulary or a count of tokens or documents that is no whole number"
+    if not isinstance(manifest.tokenizer_sha256, str) or manifest.dtype not in ("uint16", "uint32"):
+        return "has a digest or a type of tokens that is none"
+    for source in manifest.sources:
+        weight = source.weight
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            return f"gives a source the weight {str(weight)[:40]!r}"
+    for shard in manifest.shards:
+        if not isinstance(shard.file, str) or Path(shard.file).name != shard.file or shard.split not in SPLITS:
+            return f"names a shard {str(shard.file)[:80]!r}, and only files of its own folder are read"
+    return ""
 
 
 def source_from(raw: dict[str, Any]) -> Source:
