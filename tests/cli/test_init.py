@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
+from phalanx.arch.counts import count_parameters
 from phalanx.cli.main import main
+from phalanx.job.dataset import VOCAB
 from phalanx.job.load import load
 from phalanx.job.presets import presets
+from phalanx.plan.prediction import token_budget
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +25,11 @@ def test_default_is_a_tiny_model_on_this_machine(capsys: pytest.CaptureFixture[s
     assert main(["init"]) == 0
     captured = capsys.readouterr()
     assert captured.out == "job.toml\n"
-    assert captured.err == "next: phalanx plan job.toml\n"
+    assert printed_commands(captured.err) == [
+        ["phalanx", "plan", "job.toml"],
+        ["phalanx", "data", "build", "data/tokens", "--corpus", "offline-english"],
+        ["phalanx", "train", "job.toml"],
+    ]
     resolved = load("job.toml")
     assert (resolved.job.model.name, resolved.job.cluster.target) == ("phalanx-tiny", "local")
     assert resolved.job.precision.compute == "fp32"
@@ -29,11 +37,67 @@ def test_default_is_a_tiny_model_on_this_machine(capsys: pytest.CaptureFixture[s
     assert not resolved.warnings
 
 
+def printed_commands(text: str) -> list[list[str]]:
+    """What a person copies from the terminal into a shell, which drops what follows a #."""
+    lines = [line.removeprefix("next: ").strip() for line in text.splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["jobs/my job.toml", "--cluster", "local-cpu:2"],
+        ["gpt2.toml", "--model", "gpt2"],
+        ["big.toml", "--model", "llama-3-8b", "--cluster", "8xH100:8"],
+        ["one.toml", "--model", "gpt2-xl", "--cluster", "1xH100"],
+    ],
+)
+def test_the_printed_commands_work(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """init, plan, data build, train, as printed. The text of the corpus is ours: no package is fetched in a test."""
+    pytest.importorskip("tokenizers")
+    from phalanx.train.data import corpus
+
+    Path("jobs").mkdir()
+    stories = "".join(json.dumps({"text": f"story {n}: {n * 7} ships and {n % 9} sailors"}) + "\n" for n in range(4000))
+    Path("stories.jsonl").write_text(stories)
+    own = (corpus.Origin(path=Path("stories.jsonl").resolve()),)
+    monkeypatch.setattr(corpus, "corpus", lambda name, folder, note: own if name == "offline-english" else None)
+    assert main(["init", *arguments]) == 0
+    plan, build, train = printed_commands(capsys.readouterr().err)
+    assert main(plan[1:]) == 0, "planning needs no data"
+    assert main(build[1:]) == 0
+    if train[0] == "srun":
+        assert train[:3] == ["srun", "--ntasks=64", "phalanx"]
+        train = train[2:]
+    code = main([*train[1:], "--dry-run"])
+    err = capsys.readouterr().err
+    if "--cluster" in arguments and "H100" in arguments[-1]:
+        assert code == 2
+        assert "and this machine has 0 GPUs" in err, "everything else was found to be right"
+    else:
+        assert code in (0, 1), err  # 1: findings of the training specification
+        assert "larger than the model's" not in err
+
+
+def test_the_rate_warms_up_before_it_stays() -> None:
+    assert main(["init"]) == 0
+    job = load("job.toml").job
+    assert (job.optim.schedule, job.optim.warmup_tokens) == ("wsd", 10 * job.batch.global_tokens)
+    assert job.model.vocab == VOCAB, "data build trains a tokenizer of that size when nothing is said"
+
+
 @pytest.mark.parametrize("model", presets())
 def test_every_preset_makes_a_file_that_loads(model: str) -> None:
     assert main(["init", "Big Run.toml", "--model", model, "--cluster", "8xH100:16"]) == 0
     job = load("Big Run.toml").job
     assert (job.name, job.model.name, job.cluster.spec) == ("big-run", model, "8xH100:16")
+    # No preset is too small for the tokenizer that data build trains when nothing is said.
+    assert job.model.vocab >= VOCAB
+    steps = token_budget(job.data.tokens, count_parameters(job.model).total) / job.batch.global_tokens
+    assert 0 < job.optim.warmup_tokens / job.batch.global_tokens <= max(1, steps / 10)
 
 
 def test_never_overwrites_unless_forced(capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,7 +62,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: Path) -> Path:
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "data").symlink_to(data)
     (tmp_path / "job.toml").write_text(JOB)
@@ -329,17 +329,74 @@ def test_a_plan_made_before(train: Train, here: Path, capsys: pytest.CaptureFixt
         (["job.toml", "--name", "../x"], "run name: '../x' is not a name\n"),
         (["job.toml", "--cluster", "8xH100:2"], "the plan needs 16 × H100-80GB-SXM, and this machine has"),
         (["job.toml", "--plan", "p", "--steps", "1"], "phalanx train: --plan is already settled"),
-        (["job.toml", "--set", "data.path=gone"], "gone: is no folder\n"),
+        (["job.toml", "--set", "data.path=gone"], "--set data.path=gone: there is no folder gone\n"),
         (["job.toml", "--set", "data.path=[]"], "data: names neither a path nor a corpus\n"),
-        (["job.toml", "--set", "model.vocab=256"], "its vocabulary of 300 is larger than the model's 256\n"),
+        (["job.toml", "--set", "model.vocab=256"], "data has a vocabulary of 300, larger than the model's 256\n"),
         (["job.toml", "--set", "parallel.tensor=3"], "parallel.tensor = 3"),
+        (["job.toml", "--set", "train.weights=gone"], "--set train.weights=gone: there is no folder {here}/gone\n"),
+        (["job.toml", "--set", "train.weights=empty"], "{here}/empty: has neither model.safetensors nor"),
+        (
+            ["job.toml", "--allow-code", "--set", "model.module=gone.py:build"],
+            '--set model.module=gone.py:build: "{here}/gone.py:build": there is no file {here}/gone.py\n',
+        ),
+        (["job.toml", "--runs", "job.toml"], "--runs job.toml: job.toml is a file\n  the run could not be recorded\n"),
+        (["job.toml", "--runs", "/proc/x", "--set", "checkpoint.path=s3://b/p"], "--runs /proc/x: /proc cannot be"),
     ],
 )  # fmt: skip
 def test_what_is_refused_before_anything_starts(train: Train, here: Path, arguments: list[str], told: str) -> None:
-    code, out, err = train(*arguments)
-    assert (code, out) == (2, "")
-    assert told in err
+    """With --dry-run and without: a dry run that finds nothing wrong promises that the start finds nothing either."""
+    (here / "empty").mkdir()
+    for mode in ([], ["--dry-run"]):
+        code, out, err = train(*arguments, *mode)
+        assert (code, out) == (2, ""), mode
+        assert told.format(here=here) in err, mode
     assert not (here / "runs").exists() or not list((here / "runs").iterdir())
+
+
+@pytest.mark.parametrize("option", [["--hosts", "2"], ["--spares", "1"], ["--join", "2"], ["--address", "10.0.0.1"]])
+def test_what_belongs_to_the_launcher_is_refused_under_one(
+    train: Train, here: Path, monkeypatch: pytest.MonkeyPatch, option: list[str]
+) -> None:
+    for name, value in {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+    code, _, err = train("job.toml", *option)
+    assert code == 2
+    told = f"{option[0]} has no effect: Open MPI started 2 processes, and each is one rank\n"
+    assert err.startswith(f"phalanx train: {told}")
+    assert not (here / "runs").exists()
+
+
+def test_weights_of_another_tokenizer_are_refused_by_every_verb(
+    train: Train, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Numbers of the data that mean other words to the weights: plan, check, a dry run and the start say the same."""
+    (here / "other").mkdir()
+    found = json.loads((here / "data" / "tokenizer.json").read_text())
+    words = found["model"]["vocab"]
+    first, second = (word for word, number in words.items() if number in (40, 41))
+    words[first], words[second] = words[second], words[first]
+    (here / "other" / "tokenizer.json").write_text(json.dumps(found))
+    told = (
+        f"--set train.weights=other: {here / 'other'} has another tokenizer than the data in {here / 'data'}: "
+        "2 of 300 tokens differ, as number 40:"
+    )
+    for verb in (["plan"], ["check"], ["train", "--dry-run"], ["train"]):
+        assert main([*verb, "job.toml", "--set", "train.weights=other"]) == 2, verb
+        err = capsys.readouterr().err.replace(": other has", f": {here / 'other'} has")
+        assert told in err.replace("the data in data:", f"the data in {here / 'data'}:"), verb
+    assert not (here / "runs").exists()
+
+
+def test_repeated_data_and_idle_vocabulary_are_said_by_every_verb(
+    train: Train, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = ["--set", "model.vocab=4096", "--set", "data.tokens=2048000"]
+    for verb in (["plan"], ["check"], ["train", "--dry-run"]):
+        assert main([*verb, "job.toml", *changes]) in (0, 1), verb
+        said = " ".join("".join(capsys.readouterr()).split())
+        assert re.search(r"2\.05M tokens are 2\d\d passes over [\d.]+k tokens of data", said), verb
+        assert re.search(r"the model has 4,096 tokens, and \S*data uses 300 of them: 486k parameters", said), verb
 
 
 def test_a_truncated_shard(train: Train, here: Path, data: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.cli.options import add_json, add_set
-from phalanx.cli.output import note
+from phalanx.cli.output import note, warn
 from phalanx.errors import PhalanxError, mistake
 from phalanx.units import MB
 from phalanx.visible import visible
@@ -107,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
     failures: list[PhalanxError] = []
     for target in args.targets:
         try:
+            _tell_inputs(target, request)
             reports.append(_mended(target, request, args) if _mends(args) else _checked(target, request, args))
         except PhalanxError as error:
             failures.append(error)
@@ -114,6 +115,18 @@ def run(args: argparse.Namespace) -> int:
     if reports and not (args.diff and form == "text"):
         _put(form, reports, args)
     return max([*(one.exit_code for one in reports), *(error.exit_code for error in failures)])
+
+
+def _tell_inputs(target: str, request: Request) -> None:
+    """Whether the data, tokenizer, weights and code that a job names fit it; no rule reads files of that size."""
+    from phalanx.cli.inputs import told_inputs
+    from phalanx.job.load import load
+    from phalanx.spec.foreign.detect import kind_of
+    from phalanx.spec.gather import is_plan
+
+    path = Path(target)
+    if path.is_file() and not is_plan(path) and not (request.source or kind_of(path)):
+        warn(told_inputs(load(path, overrides=request.overrides)).warnings)
 
 
 def _require_folder(out: str | None) -> None:

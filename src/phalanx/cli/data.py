@@ -14,8 +14,8 @@ from phalanx.errors import mistake
 from phalanx.units import format_bytes, format_count, format_seconds, parse_count
 
 if TYPE_CHECKING:
+    from phalanx.job.dataset import Manifest, Source
     from phalanx.train.data.build import Origin, Recipe
-    from phalanx.train.data.manifest import Manifest, Source
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -71,8 +71,9 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
+    from phalanx.job.dataset import VOCAB, cache_folder
     from phalanx.train.data.build import SHARD_TOKENS, Recipe
-    from phalanx.train.data.corpus import VOCAB, cache_folder, corpus
+    from phalanx.train.data.corpus import corpus
     from phalanx.train.data.documents import Reading
 
     if args.corpus and args.sources:
@@ -118,7 +119,7 @@ def _count(option: str, text: str | None, default: int) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from phalanx.train.data.manifest import check_files, read_manifest
+    from phalanx.job.dataset import check_files, read_manifest
 
     manifest = read_manifest(args.path)
     check_files(args.path, manifest)
@@ -129,7 +130,7 @@ def _show(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     import time
 
-    from phalanx.train.data.manifest import verify
+    from phalanx.job.dataset import verify
 
     start = time.monotonic()
     manifest = verify(args.path)

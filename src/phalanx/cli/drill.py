@@ -68,6 +68,9 @@ def run(args: argparse.Namespace) -> int:
     _check_call(args)
     if args.check:
         return _check(Path(args.check), as_json=args.json)
+    from phalanx.train.supervise.launchers import refuse_several
+
+    refuse_several(os.environ, "phalanx drill")
     if args.suite:
         from phalanx.cli.drill_suite import run_suite
 
@@ -197,9 +200,11 @@ def make_plan(args: argparse.Namespace) -> Plan:
         plan = prepare.make(resolved)
     prepare.check_code(plan.job, allowed=args.allow_code)
     prepare.check_here(plan)
-    prepare.check_checkpoints(plan.job.checkpoint.path, Path(args.runs))
-    plan = prepare.with_data(plan, resolved.path.parent)
-    warn(prepare.check_data(plan))
+    base = resolved.path.parent
+    prepare.check_inputs(plan, resolved, base, fresh=True)
+    prepare.check_writable(Path(args.runs), plan.job.checkpoint.path)
+    plan = prepare.with_data(plan, base)
+    warn((*prepare.check_inputs(plan, resolved, base, fresh=True).warnings, *prepare.check_data(plan)))
     return plan
 
 

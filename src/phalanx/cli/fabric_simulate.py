@@ -29,6 +29,7 @@ from phalanx.cli.fabric_files import (
 )
 from phalanx.cli.options import add_json
 from phalanx.cli.output import note, print_json, say
+from phalanx.cli.parser import OnOff
 from phalanx.errors import mistake
 from phalanx.units import format_bytes, format_seconds
 
@@ -51,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _add_failures(parser)
     parser.add_argument("--wire", metavar="NAME", help="fluid: overheads mrc, htsim or ideal (mrc)")
     parser.add_argument("--transport", metavar="NAME", help=f"packets: {', '.join(TRANSPORTS)} (mrc)")
-    onoff = argparse.BooleanOptionalAction
+    onoff = OnOff
     parser.add_argument("--pfc", action=onoff, help="pauses instead of drops: RoCE, or fluid by flow or QP")
     parser.add_argument("--dcqcn", action=onoff, help="packets: RoCE's congestion control")
     parser.add_argument("--cpu", metavar="S", type=float, help=f"CPU seconds it may take ({CPU_S:.0f})")

@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
+from dataclasses import replace
 from pathlib import Path
 
+from phalanx.arch.counts import count_parameters
 from phalanx.cli.options import add_json
 from phalanx.cli.output import note, print_json, say
 from phalanx.errors import Problem, WorldError, mistake, nearest
 from phalanx.files import replace_text
 from phalanx.job.presets import Preset, presets
-from phalanx.job.template import render
+from phalanx.job.template import DATA, TINY, render, vocab_of
 
-LOCAL, TINY = "local", "phalanx-tiny"
+LOCAL = "local"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -28,16 +31,43 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the file and say what to do next."""
-    path = Path(args.path)
-    _know_cluster(args.cluster, base=path.parent)
-    text = render(file=args.path, name=job_name(path), preset=_preset(args.model), cluster=args.cluster, cores=_cores())
+    path, preset = Path(args.path), _preset(args.model)
+    devices = _devices(args.cluster, base=path.parent)
+    shape = replace(preset.model(), vocab=vocab_of(preset))
+    text = render(
+        file=args.path,
+        name=job_name(path),
+        preset=preset,
+        cluster=args.cluster,
+        cores=_cores(),
+        parameters=count_parameters(shape).total,
+    )
     _write(path, text, force=args.force)
     if args.json:
         print_json({"path": str(path), "model": args.model, "cluster": args.cluster})
     else:
         say(path)
-    note(f"next: phalanx plan {path}")
+    for number, line in enumerate(_next_steps(path, model=args.model, devices=devices)):
+        note(f"{'next: ' if not number else '      '}{line}")
     return 0
+
+
+def _next_steps(path: Path, *, model: str, devices: int) -> list[str]:
+    """Commands that work as they stand, from the current folder, each with what it is for behind a #."""
+    job, data = shlex.quote(str(path)), shlex.quote(str(path.parent / DATA))
+    build = f"phalanx data build {data}"
+    steps = [
+        (f"phalanx plan {job}", "the layout, its time, memory and money; needs no data"),
+        (f"{build} --corpus offline-english", "text to try with, fetched once; or name your own files and folders"),
+        (f"phalanx train {job}", "Ctrl-C saves; phalanx train --resume RUN goes on")
+        if not devices
+        else (f"srun --ntasks={devices} phalanx train {job}", "on the cluster; or torchrun, mpirun: docs/training.md"),
+    ]
+    if model != TINY:
+        steps[1] = (f"{build} --corpus offline-english", "text to try with, fetched once")
+        steps.insert(2, (f"# {build} YOUR_TEXT --tokenizer tokenizer.json", f"your own, with the tokenizer of {model}"))
+    width = max(len(command) for command, _ in steps)
+    return [f"{command:<{width}}  # {why}" for command, why in steps]
 
 
 def job_name(path: Path) -> str:
@@ -58,12 +88,14 @@ def _preset(name: str) -> Preset:
     raise mistake("--model", f'"{name[:60]}" is not a known model', fix=fix)
 
 
-def _know_cluster(spec: str, *, base: Path) -> None:
-    """Refuse a cluster nobody knows before a file names it."""
-    if spec != LOCAL:
-        from phalanx.hardware.cluster import resolve  # reads the accelerator tables
+def _devices(spec: str, *, base: Path) -> int:
+    """Of a cluster of several hosts, else 0; refuses one that nobody knows before a file names it."""
+    if spec == LOCAL:
+        return 0
+    from phalanx.hardware.cluster import resolve  # reads the accelerator tables
 
-        resolve(spec, base=base)
+    cluster = resolve(spec, base=base)
+    return cluster.devices if cluster.hosts > 1 else 0
 
 
 def _cores() -> int:

@@ -3,16 +3,68 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from phalanx.errors import mistake, nearest
+from phalanx.errors import UserError, mistake, nearest
+from phalanx.visible import one_line
+
+# An option that stands for a setting of the job: both given, one of them would be ignored without a word.
+STANDS_FOR = {"cluster": ("cluster.spec", "cluster.file"), "steps": ("data.tokens",)}
+
+
+class StoreOnce(argparse._StoreAction):
+    """An option with one value, given at most once; argparse would take the last and say nothing."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Called by argparse for each occurrence; positional arguments come once by themselves."""
+        if option_string is not None:
+            _note_value(parser, self, option_string, values)
+        super().__call__(parser, namespace, values, option_string)
+
+
+class OnOff(argparse.BooleanOptionalAction):
+    """--name and --no-name, of which one is given."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Called by argparse for each occurrence."""
+        _note_value(parser, self, str(option_string), None)
+        super().__call__(parser, namespace, values, option_string)
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UserError instead of printing usage and exiting; options cannot be abbreviated."""
+    """Raises UserError instead of printing usage and exiting.
+
+    Options cannot be abbreviated. One with a single value is refused the second time; `action="append"` (--set, lists)
+    may be repeated.
+    """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
+        self.register("action", None, StoreOnce)
+        self.register("action", "store", StoreOnce)
+        self.given: dict[str, str] = {}  # destination -> how it was given, in the call that is being parsed
+
+    def parse_known_args(  # type: ignore[override]  # overloads of the parent, of which none is ours
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Parse one call; parsers of sub-verbs come through here too."""
+        self.given = {}
+        found, rest = super().parse_known_args(args, namespace)
+        self._refuse_hidden(found)
+        return found, rest
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse for every mistake in the call."""
@@ -24,3 +76,37 @@ class Parser(argparse.ArgumentParser):
             return ""
         close = nearest(rest.split()[0].partition("=")[0], self._option_string_actions)
         return f"did you mean {close}? " if close else ""
+
+    def _refuse_hidden(self, found: argparse.Namespace) -> None:
+        """A key that --set gives twice, or beside the option that stands for it."""
+        given: dict[str, str] = {}
+        for text in getattr(found, "overrides", None) or ():
+            key = text.partition("=")[0].strip()
+            if key in given and given[key] != text:
+                raise self._twice(f"--set {given[key]}", f"--set {text}")
+            given[key] = text
+        for option, keys in STANDS_FOR.items():
+            for key in keys:
+                if key in given and option in self.given:
+                    raise self._twice(self.given[option], f"--set {given[key]}")
+
+    def _twice(self, first: str, second: str) -> UserError:
+        return mistake(
+            self.prog,
+            f"{_short(first)} and {_short(second)} are both given",
+            why="they set the same thing, and only one can hold",
+            fix="leave one of them out",
+        )
+
+
+def _note_value(parser: argparse.ArgumentParser, action: argparse.Action, option: str, values: Any) -> None:
+    words = [str(value) for value in values] if isinstance(values, list) else [] if values is None else [str(values)]
+    text = " ".join([option, *words])
+    if isinstance(parser, Parser):
+        if action.dest in parser.given:
+            raise parser._twice(parser.given[action.dest], text)
+        parser.given[action.dest] = text
+
+
+def _short(text: str) -> str:
+    return one_line(text if len(text) <= 80 else text[:79] + "…")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+from phalanx.cli.inputs import told_inputs
 from phalanx.cli.options import add_json, add_set
 from phalanx.cli.output import note, print_json, say, warn
 from phalanx.errors import Problem, mistake
@@ -59,7 +61,9 @@ def run(args: argparse.Namespace) -> int:
 def _plan(job: str, args: argparse.Namespace) -> Plan:
     resolved = load(job, overrides=args.overrides)
     cluster = resolve(args.cluster) if args.cluster is not None else None
-    return make_plan(resolved, cluster, calibration=_calibration(args.calibration))
+    found = told_inputs(resolved)
+    made = make_plan(resolved, cluster, calibration=_calibration(args.calibration))
+    return replace(made, warnings=(*made.warnings, *(problem.render() for problem in found.warnings)))
 
 
 def _calibration(name: str | None) -> CalibrationNote | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from phalanx.cli.options import add_json, add_set
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
     from phalanx.record.run import Run
     from phalanx.train.supervise.client import HostSpec
+    from phalanx.train.supervise.launchers import RankPlace
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -55,16 +57,17 @@ def run(args: argparse.Namespace) -> int:
 
         return _report(open_run(args.report), as_json=args.json)
     from phalanx.metrics.serving import check_served
-    from phalanx.train.supervise.prepare import check_checkpoints, need_torch
+    from phalanx.train.supervise.launchers import find_rank
+    from phalanx.train.supervise.prepare import need_torch
 
     need_torch()
-    if _is_one_rank(os.environ):
-        return _join(args)
+    place = find_rank(os.environ)
+    if place is not None:
+        return _join(args, place)
     started = time.time()
     plan, resolved, old = _planned(args, here=not args.join)
     _check_hosts(plan, args)
     check_served(plan.job.telemetry)
-    check_checkpoints(plan.job.checkpoint.path, old.path if old is not None else Path(args.runs))
     plan = _fit_to_start(plan, resolved, args)
     if args.dry_run:
         return _dry_run(plan, as_json=args.json)
@@ -87,6 +90,10 @@ def _check_call(args: argparse.Namespace) -> None:
             )
     if args.join and (args.join < 2 or args.hosts > 1):
         raise mistake("phalanx train", f"--join {args.join} with --hosts {args.hosts}", fix="--join 2 or more, alone")
+    if args.name is not None:
+        from phalanx.record.run import require_name
+
+        require_name(args.name)
     args.steps = args.steps or 0
     if args.plan and (args.overrides or args.cluster or args.steps or args.resume):
         raise mistake(
@@ -114,9 +121,16 @@ def _planned(args: argparse.Namespace, *, here: bool) -> tuple[Plan, ResolvedJob
         plan, resolved = _fresh_plan(args)
     prepare.check_trainable(plan)
     prepare.check_code(plan.job, allowed=args.allow_code)
+    prepare.check_inputs(plan, resolved, _base(args, resolved), fresh=old is None)
+    prepare.check_writable(Path(args.runs), plan.job.checkpoint.path, run=old.path if old is not None else None)
     if here:
         prepare.check_here(plan)
     return plan, resolved, old
+
+
+def _base(args: argparse.Namespace, resolved: ResolvedJob) -> Path:
+    """Where relative paths of the job start; a run that goes on has absolute ones."""
+    return Path() if args.resume else resolved.path.parent
 
 
 def _fit_to_start(plan: Plan, resolved: ResolvedJob, args: argparse.Namespace) -> Plan:
@@ -127,9 +141,12 @@ def _fit_to_start(plan: Plan, resolved: ResolvedJob, args: argparse.Namespace) -
     _header(plan)
     check_before(resolved, plan, refuse=not args.no_check)
     began = time.time()
-    plan = prepare.with_data(plan, Path() if args.resume else resolved.path.parent)
+    plan = prepare.with_data(plan, _base(args, resolved))
     args.data_s = time.time() - began
-    warn(prepare.check_data(plan))
+    found = prepare.check_inputs(plan, resolved, _base(args, resolved), fresh=not args.resume)
+    for line in found.remarks:
+        note(f"  {line}")
+    warn((*found.warnings, *prepare.check_data(plan)))
     return plan
 
 
@@ -292,23 +309,20 @@ def _report(made: Run, *, as_json: bool) -> int:
     return 0
 
 
-def _is_one_rank(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun, srun or another launcher started this process as one rank of many."""
-    return all(environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
-
-
-def _join(args: argparse.Namespace) -> int:
+def _join(args: argparse.Namespace, place: RankPlace) -> int:
     """Be one rank of a job that another launcher started; rank 0 makes the run folder for all, and reports."""
     from phalanx.cli.live import Live
     from phalanx.train.supervise.joined import check_world, join
 
-    if args.dry_run:
-        raise mistake("phalanx train", "--dry-run starts nothing, so it needs no launcher", fix="run it without one")
+    _refuse_under_launcher(args, place)
+    os.environ.update(place.environ())  # what torch and the trainer read, also where srun or mpirun set other names
+    if place.one_host:  # nothing of one machine listens beyond it
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     started = time.time()
 
     def prepared() -> tuple[Plan, Run]:
         plan, resolved, old = _planned(args, here=False)
-        check_world(plan, os.environ)
+        check_world(plan, place)
         plan = _fit_to_start(plan, resolved, args)
         made = _ready(plan, args, old, started=started)
         if plan.job.telemetry.prometheus:
@@ -318,10 +332,33 @@ def _join(args: argparse.Namespace) -> int:
     def watch(plan: Plan, made: Run) -> Callable[[], None]:
         return Live(made, steps=plan.duration.steps, world=plan.layout.devices, since_s=started, terminal=False).tick
 
-    done = join(os.environ, prepared, watch)
+    done = join(place, prepared, watch, call=_asked_of_all(args))
     if done is not None:
         plan, made = done
         _add_baselines(made, plan)
         _report(made, as_json=args.json)
         note(f"check this run: phalanx check {made.path}")
     return 0
+
+
+def _refuse_under_launcher(args: argparse.Namespace, place: RankPlace) -> None:
+    """Options that start or place ranks, which is the launcher's work here."""
+    if args.dry_run:
+        raise mistake("phalanx train", "--dry-run starts nothing, so it needs no launcher", fix="run it without one")
+    given = {"--hosts": args.hosts > 1, "--spares": args.spares, "--join": args.join, "--address": args.address}
+    for option in (name for name, value in given.items() if value):
+        raise mistake(
+            "phalanx train",
+            f"{option} has no effect: {place.launcher} started {place.world:,} processes, and each is one rank",
+            why="hosts, spares and recovery belong to phalanx agents, which start their own ranks",
+            fix=f"leave {option} out; or start phalanx train once, and phalanx agent on the other hosts",
+        )
+
+
+def _asked_of_all(args: argparse.Namespace) -> list[str]:
+    """What must be the same in every rank of a run: its job and what is changed in it, not where the file lies."""
+    asked = [repr((args.overrides, args.cluster, args.steps, (args.resume or "").rstrip("/")))]
+    for name in (args.job, args.plan):
+        with contextlib.suppress(OSError):  # rank 0 says what is wrong with it
+            asked.append(Path(name).read_text(encoding="utf-8", errors="replace") if name else "")
+    return asked

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 
+from phalanx.job.dataset import VOCAB
 from phalanx.job.presets import Preset
+from phalanx.job.schema import TOKENS_PER_PARAMETER
 from phalanx.units import format_count
 
 DEFAULT_BATCH_TOKENS = 4_194_304  # 4 Mi, Llama 2's batch (arXiv:2307.09288), for models whose batch is unpublished
 DEFAULT_SEQUENCE = 4096
+
+TINY = "phalanx-tiny"
+DATA = "data/tokens"  # folder of the dataset, beside the job file
+WARM_UP_SHARE, LEAST_WARM_UP, MOST_WARM_UP = 0.01, 10, 2000  # of the steps; 2,000 were Llama 2's (arXiv:2307.09288)
 
 _PAGE = """\
 # A Phalanx job: what to train, on what, and what you insist on. The planner chooses the rest.
@@ -19,12 +25,14 @@ spec = "2026.1"
 name = "{name}"
 
 [model]
-preset = "{model}"{preset_note}
-# Any key of the shape may be written over the preset: layers, hidden, heads, kv_heads, ffn, vocab ...
+preset = "{model}"
+vocab = {vocab}  # {vocab_note}
+# Any other key of the shape may be written over the preset too: layers, hidden, heads, kv_heads, ffn ...
 # Or take it from a Hugging Face file: hf_config = "config.json"
 
 [data]
-# path = "data/tokens"  # a file or folder of token shards; a list mixes several
+path = "{data}"  # phalanx data build makes it, beside this file; a list of folders mixes several
+# corpus = "offline-english"  # instead of path: film reviews, fetched and built by the first run
 sequence = {sequence}  # tokens per sequence
 tokens = {tokens}  # in all; "auto" is 20 per parameter
 
@@ -35,7 +43,8 @@ micro = "auto"  # sequences per device and pass
 [optim]
 name = "adamw"  # adamw, adafactor, adamw8bit or muon
 lr = {lr}
-schedule = "wsd"  # warm up, stay, decay; or cosine
+schedule = "wsd"  # warm up, stay, decay over the last fifth; or cosine
+warmup_tokens = {warmup_tokens}  # {warmup_steps:,} steps
 
 [precision]
 compute = "{compute}"  # bf16, fp16, fp8, fp4 or fp32
@@ -76,20 +85,28 @@ interval_s = 10  # between samples of utilization, memory and energy
 """
 
 
-def render(*, file: str, name: str, preset: Preset, cluster: str, cores: int) -> str:
-    """The text of a new job file."""
+def render(*, file: str, name: str, preset: Preset, cluster: str, cores: int, parameters: int) -> str:
+    """The text of a new job file; `parameters` of the model say how much `tokens = "auto"` is."""
     sequence = preset.train.get("sequence", DEFAULT_SEQUENCE)
     batch_tokens = preset.train.get("global_tokens", DEFAULT_BATCH_TOKENS)
     local = cluster == "local"
+    tokens = preset.train.get("tokens", TOKENS_PER_PARAMETER * parameters)
+    warmup_steps = warm_up_steps(tokens // batch_tokens)
     return _PAGE.format(
         file=file if file.isprintable() else "job.toml",
         name=name,
         model=preset.name,
-        preset_note="  # under a million parameters" if preset.name == "phalanx-tiny" else "",
+        vocab=vocab_of(preset),
+        vocab_note="tokens; as many as phalanx data build makes, unless told otherwise"
+        if preset.name == TINY
+        else "the model's own tokenizer: phalanx data build --tokenizer its tokenizer.json",
+        data=DATA,
         sequence=sequence,
         tokens=_tokens(preset.train.get("tokens")),
         batch_tokens=f"{batch_tokens:_}",
         batch_sequences=batch_tokens // sequence,
+        warmup_tokens=f"{warmup_steps * batch_tokens:_}",
+        warmup_steps=warmup_steps,
         lr="1e-3" if local else "3e-4",
         compute="fp32" if local else "bf16",
         cluster_key="file" if cluster.endswith(".toml") else "spec",
@@ -98,6 +115,21 @@ def render(*, file: str, name: str, preset: Preset, cluster: str, cores: int) ->
         if local
         else "devices per host x type : hosts",
     )
+
+
+def vocab_of(preset: Preset) -> int:
+    """Tokens of a model; the tiny one gets those of the tokenizer that `phalanx data build` trains by default."""
+    return VOCAB if preset.name == TINY else int(preset.shape["vocab"])
+
+
+def warm_up_steps(steps: int) -> int:
+    """Steps of linear warm-up in a run of so many: at least one, and never more than a tenth.
+
+    >>> [warm_up_steps(steps) for steps in (5, 500, 30_000, 10**6)]
+    [1, 10, 300, 2000]
+    """
+    wanted = min(MOST_WARM_UP, max(LEAST_WARM_UP, round(WARM_UP_SHARE * steps)))
+    return max(1, min(wanted, steps // 10))
 
 
 def _tokens(tokens: int | None) -> str:

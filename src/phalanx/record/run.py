@@ -282,9 +282,7 @@ def create_run(
     root: Path, name: str, *, job_toml: str, job: Mapping[str, Any], plan_json: str, now_s: float | None = None
 ) -> Run:
     """A new folder `root/name-<UTC time>`; an existing one is never touched."""
-    if not NAME.fullmatch(name):
-        fix = "use letters, digits, '.', '_' and '-', at most 100, not starting with a sign"
-        raise mistake("run name", f"{name[:60]!r} is not a name", why="it names a folder under --runs", fix=fix)
+    require_name(name)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now_s))
     run = Run(path=_fresh(root, f"{name}-{stamp}"))
     for folder in ("logs", "errors", "checkpoints"):
@@ -292,6 +290,13 @@ def create_run(
     run._fill(job_toml=job_toml, job=job, plan_json=plan_json)
     run.set_status("created")
     return run
+
+
+def require_name(name: str) -> None:
+    """Raise UserError for what cannot be the first part of a run folder's name."""
+    if not NAME.fullmatch(name):
+        fix = "use letters, digits, '.', '_' and '-', at most 100, not starting with a sign"
+        raise mistake("run name", f"{name[:60]!r} is not a name", why="it names a folder under --runs", fix=fix)
 
 
 def _fresh(root: Path, stem: str) -> Path:

@@ -228,7 +228,7 @@ def run_rank(
     stop: Callable[[], bool],
     heartbeat: Callable[[int], None],
 ) -> None:
-    """Train as one rank of those that torchrun, srun or Kubernetes started; whatever goes wrong is raised."""
+    """Train as one rank of those that another launcher started; whatever goes wrong is raised."""
     folder = open_run(str(run))
     plan = Plan.from_json(folder.plan_json.read_text(encoding="utf-8"), where=str(folder.plan_json))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))

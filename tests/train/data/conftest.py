@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.job.dataset import Manifest
 from phalanx.train.data.build import Origin, Recipe, build
 from phalanx.train.data.documents import Reading
-from phalanx.train.data.manifest import Manifest
 from phalanx.train.data.progress import Progress
 
 TEXT = "the ship sailed over a grey sea while nine sailors sang of home and bread"

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from phalanx.errors import PhalanxError, UserError, WorldError
+from phalanx.job.dataset import Manifest, read_manifest, verify
 from phalanx.train.data import lock
 from phalanx.train.data.build import Origin, Recipe, build, held_out
 from phalanx.train.data.dataset import TokenDataset
 from phalanx.train.data.lock import only_builder
-from phalanx.train.data.manifest import Manifest, read_manifest, verify
 from phalanx.train.data.tokenizer import load_tokenizer
 
 from .conftest import Make, silent, story, write_lines

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import UserError, WorldError
+from phalanx.job.dataset import read_manifest, verify
 from phalanx.job.schema import Data
 from phalanx.train.data import fetch as fetching
 from phalanx.train.data.corpus import (
@@ -25,7 +26,6 @@ from phalanx.train.data.corpus import (
     ensure_dataset,
 )
 from phalanx.train.data.fetch import members
-from phalanx.train.data.manifest import read_manifest, verify
 
 from .conftest import silent, story
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import UserError
+from phalanx.job.dataset import read_manifest, verify
 from phalanx.train.data import dataset as module
 from phalanx.train.data.dataset import TokenDataset, check_dataset
-from phalanx.train.data.manifest import read_manifest, verify
 
 from .conftest import Make, write_lines
 
@@ -162,9 +162,10 @@ def test_a_model_too_small_and_a_sequence_too_long(dataset: Path) -> None:
     with pytest.raises(UserError) as caught:
         check_dataset(opened, model_vocab=256, sequence=tokens)
     assert str(caught.value) == (
-        f"{dataset}: its vocabulary of {opened.vocab:,} is larger than the model's 256\n"
+        f"{dataset}: the data has a vocabulary of {opened.vocab:,}, larger than the model's 256\n"
         "  tokens behind the last row of the embedding cannot be looked up\n"
-        f"  set model.vocab = {-(-opened.vocab // 64) * 64} or more, or build with --vocab 257\n"
+        f"  set model.vocab = {-(-opened.vocab // 64) * 64} or more (matrix products like multiples of 64), "
+        "or build the data with --vocab 257\n"
         f"{dataset}: data.sequence = {tokens:,} is longer than its heldout text of {tokens:,} tokens\n"
         "  a sample is that many tokens and one more from one source\n"
         f"  use data.sequence = {tokens - 1:,} or less, or build from more text"

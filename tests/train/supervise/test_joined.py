@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,9 @@ import pytest
 from phalanx.errors import PhalanxError, UserError, WorldError
 from phalanx.record.run import Run, create_run
 from phalanx.train import worker
-from phalanx.train.supervise.joined import check_world, join
+from phalanx.train.supervise import joined
+from phalanx.train.supervise.joined import _agree, _meet, check_world, join
+from phalanx.train.supervise.launchers import RankPlace
 
 
 @pytest.fixture
@@ -25,8 +28,8 @@ def port() -> int:
         return int(free.getsockname()[1])
 
 
-def environ(rank: int, world: int, port: int) -> dict[str, str]:
-    return {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def place(rank: int, world: int, port: int) -> RankPlace:
+    return RankPlace(launcher="srun", rank=rank, world=world, address="127.0.0.1", port=port)
 
 
 def run_of(folder: Path) -> Run:
@@ -51,9 +54,9 @@ def test_rank_0_names_the_run_to_the_others(tmp_path: Path, port: int, monkeypat
         both.wait(30)
 
     monkeypatch.setattr(worker, "run_rank", run_rank)
-    other = threading.Thread(target=lambda: join(environ(1, 2, port), never, watch), daemon=True)
+    other = threading.Thread(target=lambda: join(place(1, 2, port), never, watch), daemon=True)
     other.start()
-    done = join(environ(0, 2, port), lambda: (SimpleNamespace(), run_of(tmp_path)), watch)  # type: ignore[arg-type]
+    done = join(place(0, 2, port), lambda: (SimpleNamespace(), run_of(tmp_path)), watch)  # type: ignore[arg-type]
     other.join(30)
     assert done is not None
     assert seen[1] == done[1].path.resolve()
@@ -66,7 +69,7 @@ def test_a_failure_of_rank_0_reaches_the_others(tmp_path: Path, port: int) -> No
 
     def other() -> None:
         with pytest.raises(WorldError) as caught:
-            join(environ(1, 2, port), never, watch)
+            join(place(1, 2, port), never, watch)
         told.append(str(caught.value))
         both.wait(30)
 
@@ -77,7 +80,7 @@ def test_a_failure_of_rank_0_reaches_the_others(tmp_path: Path, port: int) -> No
         raise ValueError("no plan")
 
     with pytest.raises(ValueError) as caught:
-        join(environ(0, 2, port), prepare, watch)
+        join(place(0, 2, port), prepare, watch)
     both.wait(30)  # `caught` keeps the store of rank 0 alive until here
     thread.join(30)
     assert str(caught.value) == "no plan"
@@ -93,7 +96,7 @@ def test_what_a_rank_raises_is_left_in_the_run(tmp_path: Path, port: int, monkey
 
     monkeypatch.setattr(worker, "run_rank", run_rank)
     with pytest.raises(RuntimeError):
-        join(environ(0, 1, port), lambda: (SimpleNamespace(), run), watch)  # type: ignore[arg-type]
+        join(place(0, 1, port), lambda: (SimpleNamespace(), run), watch)  # type: ignore[arg-type]
     assert '"step": 7' in run.error(0).read_text()
     assert "RuntimeError: boom" in run.log(0).read_text()
     assert (run.status()["state"], run.status()["message"]) == ("failed", "rank 0: boom")
@@ -111,7 +114,7 @@ def test_a_signal_or_the_stop_file_asks_the_loop_to_stop(
         seen.append(stop())
 
     monkeypatch.setattr(worker, "run_rank", by_signal)
-    join(environ(0, 1, port), lambda: (SimpleNamespace(), run), watch)  # type: ignore[arg-type]
+    join(place(0, 1, port), lambda: (SimpleNamespace(), run), watch)  # type: ignore[arg-type]
     assert (seen, run.status()["state"]) == ([False, True], "stopped")
 
     def by_file(*, stop: Callable[[], bool], **_: Any) -> None:
@@ -119,10 +122,10 @@ def test_a_signal_or_the_stop_file_asks_the_loop_to_stop(
         seen.append(stop())
 
     monkeypatch.setattr(worker, "run_rank", by_file)
-    join(environ(0, 1, port), lambda: (SimpleNamespace(), run), watch)  # type: ignore[arg-type]
+    join(place(0, 1, port), lambda: (SimpleNamespace(), run), watch)  # type: ignore[arg-type]
     assert seen == [False, True, True]
     monkeypatch.setattr(worker, "run_rank", lambda *, stop, **_: seen.append(stop()))
-    join(environ(0, 1, port), lambda: (SimpleNamespace(), run), watch)  # type: ignore[arg-type]
+    join(place(0, 1, port), lambda: (SimpleNamespace(), run), watch)  # type: ignore[arg-type]
     assert seen == [False, True, True, False], "it stops one run, not the next"
 
 
@@ -131,7 +134,7 @@ def test_a_port_in_use_is_one_clear_message(port: int) -> None:
         holder.bind(("::", port))
         holder.listen()
         with pytest.raises(WorldError) as caught:
-            join(environ(0, 1, port), never, watch)
+            join(place(0, 1, port), never, watch)
     assert str(caught.value) == (
         f"rank 0: port {port} of 127.0.0.1 is in use\n"
         "  rank 0 listens there for the others\n"
@@ -139,26 +142,75 @@ def test_a_port_in_use_is_one_clear_message(port: int) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"RANK": "x"}, "RANK: 'x' is not a whole number"),
-        ({"RANK": "4"}, "RANK: 4 is not below WORLD_SIZE = 2"),
-        ({"MASTER_PORT": "-1"}, "MASTER_PORT: '-1' is not a whole number"),
-    ],
-)
-def test_a_broken_environment(change: dict[str, str], told: str) -> None:
-    with pytest.raises(UserError) as caught:
-        join({**environ(0, 2, 29500), **change}, never, watch)
-    assert str(caught.value).startswith(told)
+def test_a_rank_is_there_once_and_all_belong_together(port: int) -> None:
+    """Rank 0 of 4 hears every answer, and makes nothing when one of them is a refusal."""
+    told: dict[str, str] = {}
+
+    def answer(name: str, at: RankPlace, call: str, store: Any) -> None:
+        try:
+            _agree(store, at, [call])
+            told[name] = ""
+        except UserError as error:
+            told[name] = str(error)
+
+    store = _meet(place(0, 4, port), {})
+    first = threading.Thread(target=answer, args=("rank 0", place(0, 4, port), "a job", store), daemon=True)
+    first.start()
+    calls = {"same": (1, 4, "a job"), "twice": (1, 4, "a job"), "number": (2, 2, "a job"), "job": (3, 4, "another")}
+    for name, (rank, world, call) in calls.items():
+        answer(name, place(rank, world, port), call, _meet(place(rank, world, port), {}))
+    first.join(30)
+    heads = {name: text.partition("\n")[0] for name, text in told.items()}
+    assert heads == {
+        "same": "",
+        "twice": "rank 1: another process has the same rank",
+        "number": "rank 2: was told of 2 ranks, and rank 0 of 4",
+        "job": "rank 3: was started with another job or other settings than rank 0",
+        "rank 0": "rank 0: nothing was started, because not all ranks belong together",
+    }
+    assert "  rank 2: was told of 2 ranks, and rank 0 of 4\n" in told["rank 0"]
+
+
+def test_ranks_that_do_not_come_are_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined, "MEETING_S", 0.5)
+    with pytest.raises(WorldError) as caught:
+        join(place(0, 3, port), never, watch)
+    assert str(caught.value).startswith("rank 0: 2 of 3 ranks did not come within 0.5 s: 1, 2\n")
+
+
+def test_a_restart_of_torchrun_does_not_read_what_the_ranks_before_wrote(port: int) -> None:
+    first = _meet(place(0, 1, port), {"TORCHELASTIC_RESTART_COUNT": "0"})
+    first.set("run", "old")
+    again = _meet(place(0, 1, port), {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert not again.check(["run"])
+
+
+def test_the_store_of_one_machine_is_reached_from_it_alone(port: int) -> None:
+    store = _meet(place(0, 1, port), {})
+    with socket.socket() as other:
+        other.bind(("127.0.0.2", port))  # free: nothing listens on every address
+    assert store is not None
+
+
+def test_a_first_node_that_cannot_be_looked_up_is_said_at_once(port: int) -> None:
+    nowhere = replace(place(1, 2, port), address="no-such-host.invalid", derived=True)
+    with pytest.raises(WorldError) as caught:
+        join(nowhere, never, watch)
+    assert str(caught.value).startswith("rank 1: the first node of srun, no-such-host.invalid, is no host that can be")
+    assert "export MASTER_ADDR with an address of that node" in str(caught.value)
 
 
 def test_the_number_of_ranks_must_be_the_plans() -> None:
     plan = SimpleNamespace(layout=SimpleNamespace(devices=4), cluster=SimpleNamespace(name="local:4"))
-    check_world(plan, {"WORLD_SIZE": "4"})  # type: ignore[arg-type]
+    check_world(plan, place(0, 4, 1))  # type: ignore[arg-type]
     with pytest.raises(PhalanxError) as caught:
-        check_world(plan, {"WORLD_SIZE": "2"})  # type: ignore[arg-type]
-    assert str(caught.value).startswith("local:4: the plan needs 4 ranks, and 2 were started\n")
+        check_world(plan, place(0, 2, 1))  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "local:4: the plan needs 4 ranks, and srun started 2\n"
+        "  every process it starts is one rank of one run\n"
+        "  start 4 (srun --ntasks=4, mpirun -n 4), or name the cluster you have with --cluster. Runs of their own are "
+        "started one by one; in a Slurm job: srun --ntasks=1 --exact phalanx train …"
+    )
 
 
 def test_signals_are_as_they_were() -> None:

@@ -38,7 +38,7 @@ def _run(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
     if log.preflights is None or log.formations is None:
         return unknown(
             "the log does not say whether hosts were looked at before they took part",
-            fix="phalanx train writes it to supervisor.jsonl; ranks that torchrun or srun started have no supervisor",
+            fix="phalanx train writes it to supervisor.jsonl; ranks that another launcher started have no supervisor",
         )
     missing = log.formations - log.preflights
     told = f"in {log.preflights} of {log.formations} formations every host had been looked at when it joined"

@@ -17,12 +17,11 @@ from typing import Literal
 
 from phalanx.errors import Problem, UserError, WorldError, mistake, nearest
 from phalanx.files import replace_text
-from phalanx.train.data.documents import SPLIT_ON, Reading, Record, list_files, read_records
-from phalanx.train.data.lock import only_builder
-from phalanx.train.data.manifest import (
+from phalanx.job.dataset import (
     MANIFEST,
     SPLITS,
     TOKENIZER,
+    VOCAB,
     Manifest,
     Shard,
     Source,
@@ -31,6 +30,8 @@ from phalanx.train.data.manifest import (
     read_manifest,
     source_from,
 )
+from phalanx.train.data.documents import SPLIT_ON, Reading, Record, list_files, read_records
+from phalanx.train.data.lock import only_builder
 from phalanx.train.data.progress import Progress
 from phalanx.train.data.shards import ShardWriter
 from phalanx.train.data.tokenizer import (
@@ -66,7 +67,7 @@ class Recipe:
 
     origins: tuple[Origin, ...]
     tokenizer: Path | None = None
-    vocab: int = 8192
+    vocab: int = VOCAB
     heldout: float = 0.01
     reading: Reading = field(default_factory=Reading)
     end_of_text: str = ""

@@ -17,17 +17,23 @@ from pathlib import Path
 
 from phalanx.errors import Problem, UserError, WorldError, mistake
 from phalanx.files import write_text
+from phalanx.job.dataset import (
+    CLEANING,
+    VOCAB,
+    cache_folder,
+    check_files,
+    corpus_folder,
+    corpus_vocab,
+    file_digest,
+    read_manifest,
+)
 from phalanx.job.schema import Data
 from phalanx.train.data.build import Origin, Recipe, build
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.fetch import Package, fetch, members
 from phalanx.train.data.lock import only_builder
-from phalanx.train.data.manifest import check_files, file_digest, read_manifest
 from phalanx.train.data.progress import Progress, on_stderr
-from phalanx.train.data.tokenizer import LEAST_VOCAB
 
-CLEANING = 1  # counts up when the cleaning changes, so that an older text in the cache is not taken for the same
-VOCAB = 8192
 WAIT_S = 900.0  # for another process that builds the same corpus
 KJV_CHARACTERS = 8000  # per document: the book has no marks we could cut at but paragraphs
 
@@ -119,12 +125,6 @@ CORPORA: dict[str, tuple[Part, ...]] = {
     "offline-english": (REVIEWS,),
     "offline-english-large": (REVIEWS, BIBLE, ADDRESSES),
 }
-
-
-def cache_folder(environ: dict[str, str] | os._Environ[str]) -> Path:
-    """Where fetched and built text is kept for this user."""
-    base = environ.get("XDG_CACHE_HOME") or ""
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "phalanx"
 
 
 def corpus(name: str, folder: Path, note: Callable[[str], None] = lambda _: None) -> tuple[Origin, ...]:
@@ -220,8 +220,8 @@ def ensure_dataset(
         fix = 'set data.path = "FOLDER" (made by phalanx data build), or data.corpus = "offline-english"'
         raise mistake("data", "names neither a path nor a corpus", why="there is nothing to read", fix=fix)
     cache = cache_folder(os.environ if environ is None else environ)
-    size = max(LEAST_VOCAB, min(vocab, VOCAB))
-    out = cache / "datasets" / f"{data.corpus}-{size}-{CLEANING}"
+    size = corpus_vocab(vocab)
+    out = corpus_folder(data.corpus, cache, vocab=vocab)
     if not _whole(out):
         _build_once(data.corpus, out, cache, size, progress_for)
     return (out,)

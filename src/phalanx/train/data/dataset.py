@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import Problem, UserError, mistake
-from phalanx.train.data.manifest import TOKENIZER, Manifest, Shard, Source, Split, check_files, read_manifest
+from phalanx.job.dataset import TOKENIZER, Manifest, Shard, Source, Split, check_files, read_manifest
+from phalanx.plan.inputs import too_many_tokens
 from phalanx.train.data.sampler import Sampler, make_sampler
-from phalanx.train.data.tokenizer import LEAST_VOCAB
 
 Tokens = NDArray[np.int64]
 MOST_MAPS = 256  # shards mapped at once; each takes a file handle, and 1,024 is a usual limit
@@ -192,7 +192,8 @@ def too_long(dataset: TokenDataset, length: int) -> UserError:
 
 def check_dataset(dataset: TokenDataset, *, model_vocab: int, sequence: int) -> tuple[Problem, ...]:
     """What a model and a sequence length ask of a dataset: raises UserError, returns warnings."""
-    problems = [_too_many_words(dataset, model_vocab)] if dataset.vocab > model_vocab else []
+    where, vocab = str(dataset.folders[0]), dataset.vocab
+    problems = [too_many_tokens(where, "the data", vocab, model_vocab=model_vocab)] if vocab > model_vocab else []
     if not dataset.num_samples(sequence):
         problems += too_long(dataset, sequence).problems
     if problems:
@@ -201,16 +202,6 @@ def check_dataset(dataset: TokenDataset, *, model_vocab: int, sequence: int) -> 
         Problem(where=name, what=f"is shorter than one sequence of {sequence:,} and is left out")
         for name, samples in zip(dataset.source_names, dataset.source_samples(sequence), strict=True)
         if not samples
-    )
-
-
-def _too_many_words(dataset: TokenDataset, model_vocab: int) -> Problem:
-    larger = -(-dataset.vocab // 64) * 64  # matrix products like multiples of 64
-    return Problem(
-        where=str(dataset.folders[0]),
-        what=f"its vocabulary of {dataset.vocab:,} is larger than the model's {model_vocab:,}",
-        why="tokens behind the last row of the embedding cannot be looked up",
-        fix=f"set model.vocab = {larger} or more, or build with --vocab {max(model_vocab, LEAST_VOCAB)}",
     )
 
 

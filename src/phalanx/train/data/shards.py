@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from phalanx.train.data.manifest import Shard, Split
+from phalanx.job.dataset import Shard, Split
 
 
 class _Hashed:

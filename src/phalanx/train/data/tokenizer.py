@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import Problem, UserError, mistake
+from phalanx.job.dataset import LEAST_VOCAB as LEAST_VOCAB
 
 END_OF_TEXT = "<|endoftext|>"
 # What released tokenizers call the end of a document: GPT-2 and Qwen, Llama 2, Llama 3, Gemma, BERT.
 KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
-LEAST_VOCAB, MOST_VOCAB = 257, 2**20  # the 256 bytes and the end of text
+MOST_VOCAB = 2**20
 # A longer text is encoded in pieces cut at line ends: one of 16 MiB took 2.0 GB inside the tokenizer, in pieces 0.6 GB.
 PIECE_CHARACTERS = 1 << 16
 

@@ -54,6 +54,11 @@ def load_hf(folder: Path, model: Decoder) -> None:
             state[name].copy_(tensor)
 
 
+def check_hf(folder: Path, shape: ModelShape) -> None:
+    """Raise UserError with every tensor of a folder that does not fit a model; reads headers, no values."""
+    _check(folder, shape, matches(shape), _entries(folder))
+
+
 def read_hf(folder: Path, shape: ModelShape, *, wanted: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """(our name, whole tensor) of every wanted parameter, one at a time, in the dtype of the file."""
     names = set(wanted)

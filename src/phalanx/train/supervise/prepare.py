@@ -18,6 +18,7 @@ from phalanx.job.dump import to_dict
 from phalanx.job.load import ResolvedJob, load
 from phalanx.job.schema import Batch, Job
 from phalanx.job.textfile import read_text
+from phalanx.plan.inputs import InputFindings, look_at_inputs
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
@@ -120,28 +121,51 @@ def check_data(plan: Plan) -> tuple[Problem, ...]:
     return check_dataset(dataset, model_vocab=job.model.vocab, sequence=job.data.sequence)
 
 
-def check_checkpoints(path: str, base: Path) -> None:
-    """Checkpoints can be written where the job wants them; `base` is the run, or the folder it will be made in.
+def check_inputs(plan: Plan, resolved: ResolvedJob, base: Path, *, fresh: bool) -> InputFindings:
+    """The files that the job names are here, and fit it and each other; raises UserError, returns what to warn of.
 
-    A folder outside of the run is made, but not the one around it: a disk that is not mounted would go unnoticed.
+    Before the data of a corpus is built it cannot be compared: ask again when it is.
     """
-    where, folder = f"checkpoint.path = {path!r}", base / path
-    if "://" in path:
+    found = look_at_inputs(plan.job, base, origins=resolved.origins, fresh=fresh)
+    if problems := (*found.refused, *found.missing):
+        raise UserError(problems)
+    if fresh and plan.job.train.weights and not plan.job.model.module:
+        from phalanx.train.models.hf_weights import check_hf  # imports torch
+
+        check_hf(Path(plan.job.train.weights), plan.job.model)
+    return found
+
+
+def check_writable(runs: Path, checkpoints: str, *, run: Path | None = None) -> None:
+    """Run folders can be made in `runs` (or `run` be written, which goes on), and checkpoints where the job wants them.
+
+    A checkpoint folder outside of the run is made, but not the one around it: a disk that is not mounted would go
+    unnoticed.
+    """
+    base = runs if run is None else run
+    _require_writable(f"--runs {runs}" if run is None else str(run), base, why="the run could not be recorded")
+    if "://" in checkpoints:
         return
-    if Path(path).is_absolute() and not folder.parent.is_dir():
+    where, folder = f"checkpoint.path = {checkpoints!r}", base / checkpoints
+    if Path(checkpoints).is_absolute() and not folder.parent.is_dir():
         raise mistake(
             where, f"there is no folder {folder.parent}", why="is its disk mounted?", fix="mount it, or make the folder"
         )
+    _require_writable(where, folder, why="the run could not save")
+
+
+def _require_writable(where: str, folder: Path, *, why: str) -> None:
+    """A folder, or the nearest one around it that is there, takes new files."""
     there = next((one for one in (folder, *folder.absolute().parents) if one.exists()), Path("/"))
     if not there.is_dir():
-        raise mistake(where, f"{there} is a file", why="checkpoints are folders", fix="name a folder")
+        raise mistake(where, f"{there} is a file", why=why, fix="name a folder")
     try:
         tempfile.TemporaryDirectory(prefix=".phalanx-", dir=there).cleanup()  # modes say nothing about root, or mounts
     except OSError as error:
         raise mistake(
             where,
             f"{there} cannot be written: {error.strerror or error}",
-            why="the run could not save",
+            why=why,
             fix="mount it for writing, or name another folder",
         ) from error
 
@@ -216,7 +240,7 @@ def check_here(plan: Plan) -> None:
             plan.cluster.name,
             f"the plan needs {ranks:,} × {device.name}, and this machine has {found}",
             why="phalanx train starts the ranks of one machine",
-            fix="start it on every host with torchrun or srun, which set RANK, WORLD_SIZE and MASTER_ADDR; "
+            fix=f"start a task per rank: srun --ntasks={ranks}, mpirun -n {ranks}, or torchrun on every host; "
             "or try it here with --cluster local:4",
         )
 

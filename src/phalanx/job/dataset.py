@@ -1,11 +1,16 @@
-"""What a dataset folder says of itself: `manifest.json`, written last, with a digest for every file."""
+"""What a dataset folder says of itself (`manifest.json`, written last, with a digest for every file), and where it is.
+
+Here rather than in train/: plan and check look at the data of a job too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+import math
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +22,10 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "heldout")
+VOCAB = 8192  # of a tokenizer that `phalanx data build` trains, unless it is told otherwise
+LEAST_VOCAB = 257  # the 256 bytes and the end of text
+CLEANING = 1  # counts up when the cleaning of a corpus changes: an older text in the cache is not taken for the same
+MOST_MANIFEST_BYTES = 1 << 28  # a trillion tokens are 7,451 shards and 3 MB
 REBUILD = "build it again with phalanx data build, or copy it again from where it is whole"
 
 
@@ -105,21 +114,43 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a dataset folder; raises UserError when there is none that can be used."""
     path = folder / MANIFEST
     try:
+        if path.stat().st_size > MOST_MANIFEST_BYTES:
+            raise _damaged(path, f"is larger than {MOST_MANIFEST_BYTES >> 20} MiB")
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise _no_dataset(folder) from None
     except OSError as error:
         raise WorldError(Problem(where=str(path), what=f"cannot be read: {error.strerror or error}")) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, f"is not JSON: {error}") from error
     version = raw.get("format") if isinstance(raw, dict) else None
     if version != FORMAT:
         fix = "use the Phalanx that made it, or build it again"
         raise mistake(str(path), f"has format {version!r}, and this Phalanx reads {FORMAT}", fix=fix)
     try:
-        return Manifest(**{**raw, "sources": tuple(map(source_from, raw["sources"]))})
+        manifest = Manifest(**{**raw, "sources": tuple(map(source_from, raw["sources"]))})
     except (KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, f"lacks or has too many keys: {error}") from error
+    if wrong := _nonsense(manifest):
+        raise _damaged(path, wrong)
+    return manifest
+
+
+def _nonsense(manifest: Manifest) -> str:
+    """What a manifest states that cannot be; it may be a stranger's, and plan and check read it too."""
+    counts = (manifest.vocab, *(count for shard in manifest.shards for count in (shard.tokens, shard.documents)))
+    if not all(type(count) is int and count >= 0 for count in counts):
+        return "has a vocabulary or a count of tokens or documents that is no whole number"
+    if not isinstance(manifest.tokenizer_sha256, str) or manifest.dtype not in ("uint16", "uint32"):
+        return "has a digest or a type of tokens that is none"
+    for source in manifest.sources:
+        weight = source.weight
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            return f"gives a source the weight {str(weight)[:40]!r}"
+    for shard in manifest.shards:
+        if not isinstance(shard.file, str) or Path(shard.file).name != shard.file or shard.split not in SPLITS:
+            return f"names a shard {str(shard.file)[:80]!r}, and only files of its own folder are read"
+    return ""
 
 
 def source_from(raw: dict[str, Any]) -> Source:
@@ -187,3 +218,23 @@ def file_digest(path: Path) -> str:
     """sha256 of a file, read in blocks."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Where fetched and built text is kept for this user."""
+    base = environ.get("XDG_CACHE_HOME") or ""
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "phalanx"
+
+
+def corpus_vocab(model_vocab: int) -> int:
+    """Tokens of a corpus for a model: a model with fewer rows than VOCAB gets a tokenizer of its own size.
+
+    >>> corpus_vocab(128_256), corpus_vocab(512)
+    (8192, 512)
+    """
+    return max(LEAST_VOCAB, min(model_vocab, VOCAB))
+
+
+def corpus_folder(name: str, cache: Path, *, vocab: int) -> Path:
+    """Where a corpus for a model with `vocab` rows is, or will be, built."""
+    return cache / "datasets" / f"{name}-{corpus_vocab(vocab)}-{CLEANING}"

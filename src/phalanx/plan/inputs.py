@@ -1,0 +1,401 @@
+"""The files a job names, held against the job and each other: data, tokenizer, weights, own code.
+
+`phalanx plan`, `check` and `train` (also with --dry-run) all ask here, so that they say the same. On a machine without
+the files, as the laptop on which a large job is planned, there is nothing to compare, and what is missing is said.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from phalanx.arch.counts import count_parameters
+from phalanx.errors import Problem, UserError
+from phalanx.job.dataset import (
+    LEAST_VOCAB,
+    MANIFEST,
+    Manifest,
+    cache_folder,
+    corpus_folder,
+    corpus_vocab,
+    read_manifest,
+)
+from phalanx.job.draft import Origin
+from phalanx.job.hf import read_config
+from phalanx.job.model import ModelShape
+from phalanx.job.schema import Job
+from phalanx.job.vocabulary import TOKENIZER, Vocabulary, compare, read_vocabulary
+from phalanx.plan.prediction import token_budget
+from phalanx.units import format_count
+
+# Rows of the embedding behind the last token of the data that are padding and no mistake: Qwen 2.5 has 271, DeepSeek-V3
+# 465 of 129,280; Megatron-LM pads to 128 × tensor ranks.
+MOST_PADDING_ROWS, MOST_PADDING_SHARE = 512, 0.1
+# Muennighoff et al. 2023 (arXiv 2305.16264): up to 4 passes over the data are about as good as new data; the worth of
+# a pass decays with about 15 repetitions.
+FREE_PASSES, SPENT_PASSES = 4.0, 16.0
+# Of a config.json: where these differ the tensors have other sizes, and no weight can be loaded.
+SIZES = frozenset(
+    (
+        *("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "gated", "experts"),
+        *("expert_ffn", "shared_experts", "dense_layers", "qk_norm", "q_lora_rank", "kv_lora_rank"),
+    )
+)
+HOW_TO_BUILD = "phalanx data build OUT SOURCE… --tokenizer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputFindings:
+    """What the files of a job say against it."""
+
+    refused: tuple[Problem, ...] = ()  # training would be wrong, or fail after it started
+    missing: tuple[Problem, ...] = ()  # not on this machine: training here is refused, planning is not
+    warnings: tuple[Problem, ...] = ()
+    remarks: tuple[str, ...] = ()  # worth a line, and nothing to change
+
+    @property
+    def cautions(self) -> tuple[Problem, ...]:
+        """What a verb that starts nothing warns of."""
+        return (*self.missing, *self.warnings)
+
+
+def look_at_inputs(
+    job: Job,
+    base: Path,
+    *,
+    origins: Mapping[str, Origin] | None = None,
+    environ: Mapping[str, str] = os.environ,
+    fresh: bool = True,
+) -> InputFindings:
+    """Compare the files that are here. `base` is the folder of the job file.
+
+    A run that goes on (not `fresh`) has its weights and its code: only the data is looked at.
+    """
+    look = _Look(job, base, origins or {}, environ)
+    if fresh:
+        look.at_module()
+        look.at_weights()
+    look.at_data()
+    if fresh and job.train.weights:
+        look.at_tokenizers()
+    return InputFindings(
+        refused=tuple(look.refused),
+        missing=tuple(look.missing),
+        warnings=tuple(look.warnings),
+        remarks=tuple(look.remarks),
+    )
+
+
+class _Look:
+    """One look at the files of one job."""
+
+    def __init__(self, job: Job, base: Path, origins: Mapping[str, Origin], environ: Mapping[str, str]) -> None:
+        self.job, self.base, self._origins, self._environ = job, base, origins, environ
+        self.refused: list[Problem] = []
+        self.missing: list[Problem] = []
+        self.warnings: list[Problem] = []
+        self.remarks: list[str] = []
+        self.folders: list[tuple[Path, Manifest]] = []
+
+    def place(self, key: str) -> str:
+        """File and line of a key where a person wrote it, and the key."""
+        origin = self._origins.get(key)
+        if origin is None or not origin.by_hand:
+            return key
+        return f"{origin.where}: {key}" if origin.kind == "file" else origin.where  # --set names the key itself
+
+    def at_module(self) -> None:
+        """The user's own model is there; nothing of it is run."""
+        name = self.job.model.module.rpartition(":")[0]
+        if not name:
+            return
+        if name.endswith(".py"):
+            path = self.base / name
+            there, what = path.is_file(), f"there is no file {path}"
+        else:
+            top = name.partition(".")[0]
+            there = top.isidentifier() and (top in sys.modules or importlib.util.find_spec(top) is not None)
+            what = f"no package {top} is installed here"
+        if not there:
+            self.missing.append(
+                Problem(
+                    where=self.place("model.module"),
+                    what=f'"{self.job.model.module}": {what}',
+                    why="the model is built by its function",
+                    fix="name a file relative to the job file, or install the package where the ranks run",
+                )
+            )
+
+    def at_weights(self) -> None:
+        """The folder of weights is there, and its config.json describes the model of the job."""
+        if not self.job.train.weights:
+            return
+        folder = self.base / self.job.train.weights
+        if not folder.is_dir():
+            self.missing.append(
+                Problem(
+                    where=self.place("train.weights"),
+                    what=f"there is no folder {folder}" if not folder.exists() else f"{folder} is a file",
+                    why="training starts from the weights in it",
+                    fix="name a folder with config.json and safetensors, relative to the job file",
+                )
+            )
+            return
+        if self.job.model.module or not (folder / "config.json").is_file():
+            return
+        try:
+            stated = read_config(folder / "config.json")
+        except UserError:  # of a family we cannot read; the tensors themselves are compared before the start
+            return
+        self._compare_shape(folder, stated)
+
+    def _compare_shape(self, folder: Path, stated: Mapping[str, object]) -> None:
+        names = {field.name for field in fields(ModelShape)} - {"name"}
+        differ = {
+            name: value
+            for name, value in stated.items()
+            if name in names and isinstance(value, int | float | str | bool) and value != getattr(self.job.model, name)
+        }
+        told = {name: f"{name} = {value} (the job: {getattr(self.job.model, name)})" for name, value in differ.items()}
+        sizes, others = [name for name in told if name in SIZES], [name for name in told if name not in SIZES]
+        if sizes:
+            self.refused.append(
+                Problem(
+                    where=self.place("train.weights"),
+                    what=f"{folder} holds another model: {', '.join(told[name] for name in sizes)}",
+                    why="the weights do not fit into it",
+                    fix=f'take the shape from there: model.hf_config = "{folder / "config.json"}"',
+                )
+            )
+        elif others:
+            self.warnings.append(
+                Problem(
+                    where=self.place("train.weights"),
+                    what=f"were trained otherwise: {', '.join(told[name] for name in others)}",
+                    why="the weights fit, and compute something else than they were trained to",
+                    fix=f'take the shape from there: model.hf_config = "{folder / "config.json"}"',
+                )
+            )
+
+    def at_data(self) -> None:
+        """The datasets have one tokenizer, the model has a row for every token, and how often the text is seen."""
+        data = self.job.data
+        if data.paths:
+            self.folders = [found for path in data.paths if (found := self._manifest(self.base / path)) is not None]
+        elif data.corpus:
+            folder = corpus_folder(data.corpus, cache_folder(self._environ), vocab=self.job.model.vocab)
+            if (folder / MANIFEST).is_file():
+                self.folders = [found for found in (self._manifest(folder),) if found is not None]
+            else:
+                self._compare_size(corpus_vocab(self.job.model.vocab), f'the corpus "{data.corpus}"', folder)
+        if not self.folders:
+            return
+        (first, head), *others = self.folders
+        for folder, manifest in others:
+            if manifest.tokenizer_sha256 != head.tokenizer_sha256:
+                self.refused.append(
+                    Problem(
+                        where=str(folder),
+                        what=f"was made with another tokenizer than {first}",
+                        why="the same number would mean two words",
+                        fix=f"build it again with --tokenizer {first / TOKENIZER}",
+                    )
+                )
+        self._compare_size(max(manifest.vocab for _, manifest in self.folders), str(first), first)
+        if len(self.folders) == max(1, len(data.paths)):
+            self._count_passes()
+            self._held_out()
+
+    def _manifest(self, folder: Path) -> tuple[Path, Manifest] | None:
+        key = self.place("data.path")
+        if not folder.is_dir():
+            fix = f"phalanx data build {folder} SOURCE… makes it (--corpus offline-english for text to try with)"
+            what = f"there is no folder {folder}"
+            self.missing.append(Problem(where=key, what=what, why="training reads its tokens there", fix=fix))
+            return None
+        try:
+            return folder, read_manifest(folder)
+        except UserError as error:
+            self.missing.extend(error.problems)
+            return None
+
+    def _compare_size(self, vocab: int, name: str, folder: Path) -> None:
+        """Of the data, against the rows of the embedding."""
+        model = self.job.model
+        if vocab > model.vocab:
+            self.refused.append(too_many_tokens(self.place("model.vocab"), name, vocab, model_vocab=model.vocab))
+            return
+        idle = model.vocab - vocab
+        if self.job.train.weights or idle <= max(MOST_PADDING_ROWS, MOST_PADDING_SHARE * model.vocab):
+            return
+        wasted = idle * model.hidden * (1 if model.tied else 2)
+        share = wasted / count_parameters(model).total
+        self.warnings.append(
+            Problem(
+                where=self.place("model.vocab"),
+                what=f"the model has {model.vocab:,} tokens, and {name} uses {vocab:,} of them: {format_count(wasted)} "
+                f"parameters ({share:.0%} of the model) are never trained",
+                why="they take memory, and the output layer computes them in every step",
+                fix=f"set model.vocab = {-(-vocab // 64) * 64}, or build the data with the model's own tokenizer: "
+                f"{HOW_TO_BUILD} FILE",
+            )
+        )
+
+    def _count_passes(self) -> None:
+        """How often each source is seen: samples are shared out by weight, and repeated when a source is through."""
+        data = self.job.data
+        tokens = token_budget(data.tokens, count_parameters(self.job.model).total)
+        found = passes_of([manifest for _, manifest in self.folders], tokens=tokens, sequence=data.sequence)
+        if not found:
+            return
+        source, most = max(found.items(), key=lambda item: item[1])
+        there = sum(manifest.total("tokens", "train") for _, manifest in self.folders)
+        self.remarks.append(
+            f"data: {format_count(there)} tokens to read, {format_count(tokens)} to train on: "
+            f"{_times(most)}{f' over {source}' if len(found) > 1 else ''}"
+        )
+        if most <= FREE_PASSES:
+            return
+        least = int(tokens * FREE_PASSES / most)
+        worth = "hardly anything new is learnt from it" if most > SPENT_PASSES else "each pass teaches less"
+        self.warnings.append(
+            Problem(
+                where=self.place("data.tokens"),
+                what=f"{format_count(tokens)} tokens are {_times(most)} over "
+                f"{f'the source {source!r} of ' if len(found) > 1 else ''}{format_count(there)} tokens of data",
+                why=f"beyond about {FREE_PASSES:g} passes {worth} (arXiv 2305.16264), and the text is learnt by heart",
+                fix=f"build from more text, or train on data.tokens = {least:_} or fewer",
+            )
+        )
+
+    def _held_out(self) -> None:
+        """Evaluations need at least one sequence that is kept from training."""
+        train, length = self.job.train, self.job.data.sequence
+        held = [source.of("heldout") for _, manifest in self.folders for source in manifest.sources]
+        if any(sum(shard.tokens for shard in shards) > length for shards in held):
+            return
+        if train.evaluate_every and train.evaluate_sequences:
+            self.warnings.append(
+                Problem(
+                    where=self.place("train.evaluate_every"),
+                    what=f"has no effect: the data has no held-out sequence of {length:,} tokens",
+                    why="evaluation is on text that training does not see",
+                    fix="build the data with a larger --heldout, or --split-on blank to cut long texts in paragraphs",
+                )
+            )
+
+    def at_tokenizers(self) -> None:
+        """The numbers in the data mean the same words to the weights."""
+        folder = self.base / self.job.train.weights
+        if not folder.is_dir() or not self.folders:
+            return
+        data_folder, manifest = self.folders[0]
+        try:
+            theirs, ours = read_vocabulary(folder), read_vocabulary(data_folder)
+        except UserError as error:
+            self.refused.extend(error.problems)
+            return
+        where = self.place("train.weights")
+        if theirs is None or ours is None:
+            lacking = folder if theirs is None else data_folder
+            self.warnings.append(
+                Problem(
+                    where=where,
+                    what=f"{lacking} has no {TOKENIZER}: whether data and weights have the same tokenizer is not known",
+                    why="with another one every number would mean another word to the weights, and nothing would fail",
+                    fix=f"put the {TOKENIZER} of the weights beside them, and build the data with it: "
+                    f"{HOW_TO_BUILD} {folder / TOKENIZER}",
+                )
+            )
+            return
+        if ours.file.name == TOKENIZER and ours.sha256 != manifest.tokenizer_sha256:
+            self.refused.append(
+                Problem(
+                    where=str(ours.file),
+                    what=f"is not the tokenizer that made the data: its digest is {ours.sha256[:12]}…, "
+                    f"and the manifest says {manifest.tokenizer_sha256[:12]}…",
+                    why="what the numbers in the data mean is not known",
+                    fix="phalanx data verify says what else changed; build it again",
+                )
+            )
+            return
+        self.refused.extend(self._conflict(where, ours, theirs))
+        self.warnings.extend(self._nuances(where, ours, theirs))
+
+    def _conflict(self, where: str, ours: Vocabulary, theirs: Vocabulary) -> Iterator[Problem]:
+        found = compare(ours, theirs)
+        if not found.conflicts:
+            return
+        number, word, other = found.conflicts[0]
+        meant = f"{other!r:.40}" if other else "nothing"
+        yield Problem(
+            where=where,
+            what=f"{theirs.file.parent} has another tokenizer than the data in {ours.file.parent}: "
+            f"{len(found.conflicts):,} of {len(ours.numbers):,} tokens differ, as number {number:,}: {word!r:.40} in "
+            f"the data, {meant} to the weights",
+            why="the weights would read other words than were written, and nothing would fail",
+            fix=f"build the data with theirs: {HOW_TO_BUILD} {theirs.file}"
+            if theirs.file.name == TOKENIZER
+            else "build the data with the tokenizer of the weights, or leave train.weights out",
+        )
+
+    def _nuances(self, where: str, ours: Vocabulary, theirs: Vocabulary) -> Iterator[Problem]:
+        found = compare(ours, theirs)
+        if found.conflicts:
+            return
+        if found.added:
+            plural = "s" if found.added != 1 else ""
+            yield Problem(
+                where=where,
+                what=f"the data has {found.added:,} token{plural} that the tokenizer of the weights does not know",
+                why="the weights have no trained row for them: they are learnt from nothing",
+                fix=f"nothing, if they were added on purpose; else {HOW_TO_BUILD} {theirs.file}",
+            )
+        if found.cut_otherwise:
+            yield Problem(
+                where=where,
+                what=f"the tokenizer of the data in {ours.file.parent} knows the same tokens as the weights' and cuts "
+                "text by other rules (normaliser, pre-tokeniser or merges)",
+                why="the weights meet sequences of tokens that they seldom saw",
+                fix=f"{HOW_TO_BUILD} {theirs.file}",
+            )
+
+
+def too_many_tokens(where: str, name: str, vocab: int, *, model_vocab: int) -> Problem:
+    """Data whose largest number is behind the last row of the embedding."""
+    return Problem(
+        where=where,
+        what=f"{name} has a vocabulary of {vocab:,}, larger than the model's {model_vocab:,}",
+        why="tokens behind the last row of the embedding cannot be looked up",
+        fix=f"set model.vocab = {-(-vocab // 64) * 64} or more (matrix products like multiples of 64), "
+        f"or build the data with --vocab {max(model_vocab, LEAST_VOCAB)}",
+    )
+
+
+def passes_of(manifests: Sequence[Manifest], *, tokens: int, sequence: int) -> dict[str, float]:
+    """How often each source is seen in `tokens` tokens of training; sources without a whole sequence are left out."""
+    sources = [source for manifest in manifests for source in manifest.sources]
+    sizes = [max(0, (sum(shard.tokens for shard in source.of("train")) - 1) // sequence) for source in sources]
+    # Of every Σ wᵢ·nᵢ samples, source i gives wᵢ·nᵢ (docs/data.md), so one round is wᵢ passes over it.
+    whole = sum(source.weight * size for source, size in zip(sources, sizes, strict=True))
+    if whole <= 0:
+        return {}
+    rounds = tokens / sequence / whole
+    found: dict[str, float] = {}
+    for source, size in zip(sources, sizes, strict=True):
+        if size:
+            found[source.name] = max(found.get(source.name, 0.0), rounds * source.weight)
+    return found
+
+
+def _times(passes: float) -> str:
+    """A number of passes as people say it.
+
+    >>> _times(0.43), _times(1.0), _times(12.34)
+    ('0.43 passes', '1 pass', '12.3 passes')
+    """
+    return f"{passes:.3g} pass{'' if f'{passes:.3g}' == '1' else 'es'}"
