@@ -267,7 +267,7 @@ def _counted_layer(c: Cases, f: MemoryProfile) -> dict[str, Floats]:
     # before and after they are reduced, and the gathered inputs.
     outputs = c.hidden * (1.0 / spread + 2.0 + tensors * (2.0 / spread + np.where(c.sp > 0, 2.0, 0.0)))
     selective = outputs + attention + wide * inner + moved
-    gradients = c.hidden * (2.0 + 2.0 / spread) + queries + keys + wide * inner + moved
+    gradients = c.hidden * (2.0 + 3.0 / spread) + queries + keys + wide * inner + moved
     # In the backward of the last layer's MLP: the gradients of product, gate and up beside what is given back there.
     working = c.hidden * (2.0 + 2.0 * tensors) + 2.0 * wide * np.where(c.gated > 0, 1.0, 0.5) + moved
     working = np.maximum(working, c.hidden * 2.0 + np.asarray(f.sequence_copies) * c.cp * keys)
@@ -292,17 +292,36 @@ def _counted_stage(c: Cases, f: MemoryProfile, layer: dict[str, Floats], load: d
         full | selective, layer["kept"] - np.where(full, 0.0, each), 0.0
     )  # of the layer that goes backward
     late = layer["kept"] + layer["gradients"]
-    some = load["held"] * each + load["pending"] * late + again + layer["working"]
-    at_head = load["head_held"] * each + load["head_pending"] * late
+    size, each_logit = element_bytes(c), c.tokens * c.vocab / c.tp
     logit = np.where((c.tp > 1) & (np.asarray(f.split_logit_bytes) > 0), f.split_logit_bytes, f.logit_bytes)
-    each_logit = c.tokens * c.vocab / c.tp
-    wider = element_bytes(c) - 2.0  # the counts are those of 16-bit logits
+    wider = size - 2.0  # the counts are those of 16-bit logits
     waiting = load["waiting_logits"] * (np.asarray(f.waiting_logit_bytes) + wider)
-    logits = each_logit * (logit + wider + waiting + load["pending_logits"] * element_bytes(c))
-    at_loss = (load["head"] > 0) & (at_head + logits > some)
-    activations = np.where(at_loss, at_head, some)
+    moments = (
+        # Some backward begins or, split in two, has done its first half.
+        (
+            load["held"] * each + load["pending"] * late + again + layer["working"],
+            load["late_logits"] * size * each_logit,
+        ),
+        # The loss goes backward.
+        (
+            load["head_held"] * each + load["head_pending"] * late,
+            load["head"] * each_logit * (logit + wider + waiting + load["head_late_logits"] * size),
+        ),
+        # The first half of that is done: logits and their gradient are left.
+        (
+            (load["head_held"] - load["head_layers"]) * each + (load["head_pending"] + load["head_layers"]) * late,
+            np.where(load["head_layers"] > 0, each_logit * size * (2.0 + load["head_late_logits"]), 0.0),
+        ),
+    )
+    activations, logits = moments[0]
+    for more, more_logits in moments[1:]:
+        wins = more + more_logits > activations + logits
+        activations, logits = np.where(wins, more, activations), np.where(wins, more_logits, logits)
     parts["activations"] = np.where(c.offload == 2, np.minimum(activations, 2.0 * layer["kept"]), activations)
-    parts["logits"] = np.where(at_loss, logits, 0.0)
+    parts["logits"] = logits
+    # Split backwards hand gradients over only when the step is done: until then they are there in 16 bit as well.
+    share = np.where((c.pp > 1) & (c.zero == 0), load["split_layers"] / np.maximum(load["layers"], 1.0), 0.0)
+    parts["gradients"] = parts["gradients"] + share * parts["weights"]
     parts["gathered"] = np.where(c.zero == 3, parts["gathered"] - _wide_buffers(c, f, stage), 0.0)
     return parts
 

@@ -68,12 +68,15 @@ class StageLoad:
     """One pipeline rank at its two full moments: some backward, and (where it has the head) that of the loss."""
 
     layers: int
+    split_layers: int  # whose backward is split in two: all but the first stage's, under zero-bubble
     held: int  # layers × micro-batches, the chunk that goes backward included
     pending: int
+    late_logits: int = 0  # micro-batches of the head that are pending
     head_held: int = 0
     head_pending: int = 0
+    head_layers: int = 0  # that turn from held to pending in the first half of the head's backward
     waiting_logits: int = 0  # micro-batches whose logits wait for their backward, beside the one that goes backward
-    pending_logits: int = 0
+    head_late_logits: int = 0
     embedding: bool = False
     head: bool = False
 
@@ -154,35 +157,40 @@ def rank_load(schedule: str, rank: int, ranks: int, chunks: int, count: int, *, 
     mine = my_stages(rank, ranks, chunks, v_shaped=v_shaped)
     sizes = [len(layers[stage]) for stage in mine]
     last = mine.index(len(layers) - 1) if len(layers) - 1 in mine else -1
-    held = pending = logits = late_logits = 0
-    best, at_head = (0.0, 0, 0), (0.0, 0, 0, 0, 0)
+    held = pending = logits = late = 0
+    best, at_head = (0.0, 0, 0, 0), (0.0, 0, 0, 0, 0)
     for kind, chunk, _ in rank_order(schedule, rank, ranks, chunks, count):
         size = sizes[chunk]
         starts = mine[chunk] == 0  # its I does nothing: torch leaves the whole backward of the first stage to its W
         if kind == "F":
             held += size
             logits += chunk == last
-            best = max(best, (held + PENDING_WEIGHT * pending, held, pending))
+            best = max(best, (held + PENDING_WEIGHT * pending, held, pending, late))
         if kind in ("B", "I") and chunk == last:
-            at_head = max(at_head, (held + PENDING_WEIGHT * pending, held, pending, logits - 1, late_logits))
+            at_head = max(at_head, (held + PENDING_WEIGHT * pending, held, pending, logits - 1, late))
             logits -= 1
         if kind == "B" or (kind == "W" and starts):
             held -= size
         elif kind == "I" and not starts:
             held, pending = held - size, pending + size
-            late_logits += chunk == last
-            best = max(best, (held + PENDING_WEIGHT * pending, held, pending))
+            late += chunk == last
+            best = max(best, (held + PENDING_WEIGHT * pending, held, pending, late))
         elif kind == "W":
             pending -= size
-            late_logits -= chunk == last
+            late -= chunk == last
     return StageLoad(
         layers=sum(sizes),
+        split_layers=sum(size for size, stage in zip(sizes, mine, strict=True) if stage)
+        if schedule == "zero-bubble"
+        else 0,
         held=best[1],
         pending=best[2],
+        late_logits=best[3],
         head_held=at_head[1],
         head_pending=at_head[2],
+        head_layers=sizes[last] if last >= 0 and schedule == "zero-bubble" else 0,
         waiting_logits=at_head[3],
-        pending_logits=at_head[4],
+        head_late_logits=at_head[4],
         embedding=0 in mine,
         head=last >= 0,
     )
