@@ -332,7 +332,7 @@ def _counted_stage(c: Cases, f: MemoryProfile, layer: dict[str, Floats], load: d
             load["held"] * each + load["pending"] * late + load["outputs"] * sent + again + layer["working"],
             load["late_logits"] * size * each_logit,
         ),
-        # The loss goes backward; then the head's matrix, whose gradient is made; then, if split, the layers' first half.
+        # The loss goes backward, then the head's matrix, whose gradient is made, then, if split, half of the layers.
         (at_head, load["head"] * each_logit * (logit + wider + waiting + late_logits)),
         (
             at_head + load["head"] * c.vocab * c.hidden / c.tp * size,

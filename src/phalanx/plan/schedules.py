@@ -136,7 +136,7 @@ def _v_order(rank: int, ranks: int, count: int) -> Iterator[Action]:
     actions: list[tuple[str, int]] = [("F", 0)] * (2 * (ranks - rank) - 1)
     actions += [("F", 1), ("F", 0)] * rank
     actions += [("F", 1), ("I", 1), ("W", 1)] * (ranks - rank)
-    first, second = 2 * ranks - 1, ranks
+    first, second = 2 * ranks - 1 - rank, ranks
     while second < first or first < least:
         if first < least:
             actions.append(("F", 0))
