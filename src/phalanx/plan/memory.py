@@ -21,6 +21,7 @@ GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE = range(4)
 
 FEEDBACK_BYTES = 4.0  # per gradient of a whole layer: what compression rounded away and adds to the next step, in fp32
 OFFLOAD_PARAMETERS = 3  # index in cases.OFFLOAD
+RECOMPUTED_PENDING = 1.42  # see _counted_stage
 EMBEDDING_COUNTS = 0.5  # of a layer's weights: an embedding above this counts as a layer (train/parts.py)
 INDEX_LIMIT = 2.0**31  # elements a 32-bit index reaches; loss kernels fail on larger logit tensors
 
@@ -312,7 +313,9 @@ def _counted_stage(c: Cases, f: MemoryProfile, layer: dict[str, Floats], load: d
     again = np.where(
         full | selective, layer["kept"] - np.where(full, 0.0, each), 0.0
     )  # of the layer that goes backward
-    late = layer["kept"] + layer["gradients"]
+    # Full recompute rebuilds a layer for the first half of its backward and keeps all of it for the second, with more
+    # of its graph than the first forward would: 1.41 times in the traces of two layouts, not yet counted out.
+    late = (layer["kept"] + layer["gradients"]) * np.where(full, RECOMPUTED_PENDING, 1.0)
     size, each_logit = element_bytes(c), c.tokens * c.vocab / c.tp
     compiled, split = _is_compiled(c, f), c.tp > 1
     whole_logit = np.where(compiled, COMPILED.logit_bytes, PLAIN.logit_bytes)
@@ -347,7 +350,7 @@ def _counted_stage(c: Cases, f: MemoryProfile, layer: dict[str, Floats], load: d
     parts["activations"] = np.where(c.offload == 2, np.minimum(activations, 2.0 * layer["kept"]), activations)
     parts["logits"] = logits
     # Split backwards hand gradients over only when the step is done: until then they are there in 16 bit as well.
-    share = np.where((c.pp > 1) & (c.zero == 0), load["split_layers"] / np.maximum(load["layers"], 1.0), 0.0)
+    share = np.where(c.pp > 1, load["split_layers"] / np.maximum(load["layers"], 1.0), 0.0)
     parts["gradients"] = parts["gradients"] + share * parts["weights"]
     parts["gathered"] = np.where(c.zero == 3, parts["gathered"] - _wide_buffers(c, f, stage), 0.0)
     return parts
