@@ -181,7 +181,7 @@ def cpu(subject: Subject) -> dict[str, Any]:
     from phalanx.train.tracing.real import record_ranks
     from phalanx.train.tracing.world import Step
 
-    measured = max(one.peak.nbytes for one in record_ranks(Step.of(subject.job, subject.layout)))
+    measured = max(one.peak.nbytes for one in record_ranks(Step.of(subject.job, subject.layout), limit_s=900.0))
     return trace(subject) | {"measured": measured}
 
 
