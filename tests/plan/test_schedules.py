@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from phalanx.plan.schedules import rank_load, rank_order, split_layers, stage_loads
-from phalanx.train.parallel.pipeline import is_v_shaped, schedule_class
+from phalanx.plan.schedules import is_v_shaped, rank_load, rank_order, split_layers, stage_loads
+from phalanx.train.parallel.pipeline import schedule_class
 
 
 class Stage:
