@@ -29,6 +29,16 @@ GRID = {
     "tp8 sp zero1": {"tensor": 8, "sequence_parallel": True, "data": 8, "shard": 8, "zero": 1},
     "cp4 zero1 full": {"context": 4, "data": 2, "shard": 8, "zero": 1, "recompute": "full"},
     "pp2 zero1": {"pipeline": 2, "data": 2, "shard": 2, "zero": 1, "accumulation": 4},
+    "pp2 v2 tp2 selective": {
+        "pipeline": 2,
+        "virtual_pipeline": 2,
+        "schedule": "interleaved",
+        "tensor": 2,
+        "sequence_parallel": True,
+        "recompute": "selective",
+        "accumulation": 4,
+    },
+    "pp2 zero-bubble": {"pipeline": 2, "schedule": "zero-bubble", "accumulation": 4},
 }
 
 
@@ -46,7 +56,7 @@ def test_the_plan_agrees_with_the_trace(name):
     layout = replace(ONE, **GRID[name])
     job, ask = asked(layout)
     inside = layout.devices // layout.pipeline
-    step = Step.of(job, layout)
+    step = Step.of(job, layout, on_gpu=True)
     traces = [trace_ranks(step, [place * inside])[0] for place in range(layout.pipeline)]
     lines = against_plan(ask, layout, traces)
     assert all(line.agrees for line in lines), render_against(lines)

@@ -102,7 +102,6 @@ def from_job(
         memory=memory_profile(
             job,
             kept.get(_keeps(job.parallel.framework, profile_name), kept["default"]),
-            compiled=kept["phalanx-compiled"],
             on_cpu=cluster.accelerator.family == "cpu",
         ),
         packed_bytes=packed_bytes(job.optim.name, job.precision.optimizer_state),
@@ -141,16 +140,14 @@ def framework_profile(name: str, where: str) -> tuple[str, tuple[Problem, ...]]:
     )
 
 
-def memory_profile(
-    job: Job, framework_memory: MemoryProfile, *, compiled: MemoryProfile, on_cpu: bool = False
-) -> MemoryProfile:
+def memory_profile(job: Job, framework_memory: MemoryProfile, *, on_cpu: bool = False) -> MemoryProfile:
     """What the framework keeps, with the bytes per parameter of the job's optimizer and precision."""
     if trains_with_phalanx(job):
-        if job.train.compile is True or (job.train.compile == "auto" and not on_cpu):
-            framework_memory = compiled
+        compiled = not on_cpu if isinstance(job.train.compile, str) else job.train.compile
         kind = job.parallel.context_kind
         framework_memory = replace(
             framework_memory,
+            compiled=1.0 if compiled else 0.0,
             heads_copies=1.0 if kind == "ulysses" else 0.0,
             sequence_copies=3.0 if kind == "allgather" else 0.0,
         )

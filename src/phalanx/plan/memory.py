@@ -21,6 +21,7 @@ GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE = range(4)
 
 FEEDBACK_BYTES = 4.0  # per gradient of a whole layer: what compression rounded away and adds to the next step, in fp32
 OFFLOAD_PARAMETERS = 3  # index in cases.OFFLOAD
+RECOMPUTED_PENDING = 1.42  # see _counted_stage
 EMBEDDING_COUNTS = 0.5  # of a layer's weights: an embedding above this counts as a layer (train/parts.py)
 INDEX_LIMIT = 2.0**31  # elements a 32-bit index reaches; loss kernels fail on larger logit tensors
 
@@ -49,11 +50,8 @@ class MemoryProfile:
         1.0  # 1: of an uneven split the first stage, which holds most micro-batches, gets a layer less
     )
     # The rest describes our own trainer, whose step can be traced: what it keeps is counted tensor by tensor.
-    counted: Number = 0.0  # 1: by `_counted_stages`; the fields above from hidden_copies to pipeline_fragmentation rest
-    gated_kept: Number = 4.0  # tensors of the MLP width a gated layer keeps: gate, up, activation, product
-    expert_kept: Number = 4.0  # the same of a gated expert
-    split_logit_bytes: Number = 18.0  # per logit where the vocabulary is split over tensor ranks
-    waiting_logit_bytes: Number = 6.0  # per logit that waits for its backward: 16-bit logits, fp32 log-softmax
+    counted: Number = 0.0  # 1: by `_counted_stage`, and hidden_copies to logit_bytes above are not looked at
+    compiled: Number = 0.0  # 1: blocks and loss are compiled, except under a schedule that splits backward
     heads_copies: Number = 0.0  # further tensors of the queries' width that context parallelism keeps (Ulysses: 1)
     sequence_copies: Number = 0.0  # whole sequences of keys and values in one layer's backward (all-gather: 3)
 
@@ -190,7 +188,7 @@ def _stage_bytes(c: Cases, f: MemoryProfile, stage: _Stage) -> dict[str, Floats]
         "optimizer": np.where(c.offload == 1, 0.0, state * resident),
         "gathered": np.where(c.zero == 3, unsharded, 0.0) + wide,
         "activations": activations,
-        "logits": stage.head * c.tokens * c.vocab / c.tp * (f.logit_bytes + waiting * f.waiting_logit_bytes),
+        "logits": stage.head * c.tokens * c.vocab / c.tp * (f.logit_bytes + waiting * PLAIN.waiting_logit_bytes),
         "buffers": f.base_bytes + np.where(c.compression > 0, (dense + w.experts) * FEEDBACK_BYTES, 0.0),
     }
 
@@ -212,6 +210,29 @@ def _both_ends(c: Cases, f: MemoryProfile) -> tuple[dict[str, Floats], dict[str,
     held = np.where(single | (c.schedule == GPIPE), in_flight(c), 1.0)
     last = _Stage(layers=left, in_flight=held, tables=both, head=np.ones_like(left))
     return _stage_bytes(c, f, first), _stage_bytes(c, f, last)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kept:
+    """What our trainer's step keeps, plain or compiled."""
+
+    gated: float  # tensors of the MLP width that a gated layer keeps
+    logit_bytes: float  # per 16-bit logit while the loss goes backward
+    split_logit_bytes: float  # the same where the vocabulary is split over tensor ranks
+    waiting_logit_bytes: float  # per logit of a micro-batch whose backward has not begun
+
+
+# Gate, up, activation, product. Logits, fp32 log-softmax and two gradients, or three in torch's loss over split logits.
+PLAIN = _Kept(gated=4.0, logit_bytes=14.0, split_logit_bytes=18.0, waiting_logit_bytes=6.0)
+# torch's partitioner keeps what backward would have to write out again: gate, up and their product. The loss keeps
+# 16-bit logits and makes a 16-bit gradient; split logits keep their fp32 log-softmax and make an fp32 gradient. Read
+# off the partitioner and 39 peaks measured on an H200 (benchmarks/2026-11-16-memory.md).
+COMPILED = _Kept(gated=3.0, logit_bytes=4.0, split_logit_bytes=10.0, waiting_logit_bytes=2.0)
+
+
+def _is_compiled(c: Cases, f: MemoryProfile) -> NDArray[np.bool_]:
+    """torch cannot split the backward of a compiled block in two: there the trainer runs plain (train/settings.py)."""
+    return np.asarray((np.asarray(f.compiled) > 0) & ~((c.schedule == ZERO_BUBBLE) & (c.pp > 1)))
 
 
 SCHEDULE_NAMES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
@@ -252,7 +273,8 @@ def _counted_layer(c: Cases, f: MemoryProfile) -> dict[str, Floats]:
     tensors = np.where(c.tp > 1, 1.0, 0.0)
     queries = c.heads / c.tp * (c.qk_dim + c.v_dim) / 2.0
     keys = np.maximum(c.kv_heads / c.tp, 1.0) * (c.qk_dim + c.v_dim)  # and values
-    dense_ways, expert_ways = (2.0 + (np.asarray(one) - 2.0) * c.gated for one in (f.gated_kept, f.expert_kept))
+    dense_ways = 2.0 + (np.where(_is_compiled(c, f), COMPILED.gated, PLAIN.gated) - 2.0) * c.gated
+    expert_ways = 2.0 + (PLAIN.gated - 2.0) * c.gated  # experts' products are not fused with what is between them
     inner = 1.0 + c.gated  # matrices that widen
     moe_share = c.moe_layers / c.layers
     routed = routed_tokens(c) / tokens
@@ -267,7 +289,7 @@ def _counted_layer(c: Cases, f: MemoryProfile) -> dict[str, Floats]:
     # before and after they are reduced, and the gathered inputs.
     outputs = c.hidden * (1.0 / spread + 2.0 + tensors * (2.0 / spread + np.where(c.sp > 0, 2.0, 0.0)))
     selective = outputs + attention + wide * inner + moved
-    gradients = c.hidden * (2.0 + 2.0 / spread) + queries + keys + wide * inner + moved
+    gradients = c.hidden * (2.0 + 3.0 / spread) + queries + keys + wide * inner + moved
     # In the backward of the last layer's MLP: the gradients of product, gate and up beside what is given back there.
     working = c.hidden * (2.0 + 2.0 * tensors) + 2.0 * wide * np.where(c.gated > 0, 1.0, 0.5) + moved
     working = np.maximum(working, c.hidden * 2.0 + np.asarray(f.sequence_copies) * c.cp * keys)
@@ -291,18 +313,45 @@ def _counted_stage(c: Cases, f: MemoryProfile, layer: dict[str, Floats], load: d
     again = np.where(
         full | selective, layer["kept"] - np.where(full, 0.0, each), 0.0
     )  # of the layer that goes backward
-    late = layer["kept"] + layer["gradients"]
-    some = load["held"] * each + load["pending"] * late + again + layer["working"]
-    at_head = load["head_held"] * each + load["head_pending"] * late
-    logit = np.where((c.tp > 1) & (np.asarray(f.split_logit_bytes) > 0), f.split_logit_bytes, f.logit_bytes)
-    each_logit = c.tokens * c.vocab / c.tp
-    wider = element_bytes(c) - 2.0  # the counts are those of 16-bit logits
-    waiting = load["waiting_logits"] * (np.asarray(f.waiting_logit_bytes) + wider)
-    logits = each_logit * (logit + wider + waiting + load["pending_logits"] * element_bytes(c))
-    at_loss = (load["head"] > 0) & (at_head + logits > some)
-    activations = np.where(at_loss, at_head, some)
+    # Full recompute rebuilds a layer for the first half of its backward and keeps all of it for the second, with more
+    # of its graph than the first forward would: 1.41 times in the traces of two layouts, not yet counted out.
+    late = (layer["kept"] + layer["gradients"]) * np.where(full, RECOMPUTED_PENDING, 1.0)
+    size, each_logit = element_bytes(c), c.tokens * c.vocab / c.tp
+    compiled, split = _is_compiled(c, f), c.tp > 1
+    whole_logit = np.where(compiled, COMPILED.logit_bytes, PLAIN.logit_bytes)
+    logit = np.where(split, np.where(compiled, COMPILED.split_logit_bytes, PLAIN.split_logit_bytes), whole_logit)
+    waits = np.where(compiled & ~split, COMPILED.waiting_logit_bytes, PLAIN.waiting_logit_bytes)
+    wider = size - 2.0  # the counts are those of 16-bit logits
+    waiting = load["waiting_logits"] * (waits + wider)
+    sent = np.where(c.pp > 1, layer["full"], 0.0)  # the output of a chunk, or the input of the next
+    at_head = load["head_held"] * each + load["head_pending"] * late + load["head_outputs"] * sent
+    turned = load["head_layers"] * (late - each)
+    late_logits = load["head_late_logits"] * size
+    # A stage holds its logits until its backward is done; without a pipeline only their gradient is left by then.
+    left = np.where(c.pp > 1, 2.0, 1.0) * size
+    moments = (
+        # Some backward begins or, split in two, has done its first half.
+        (
+            load["held"] * each + load["pending"] * late + load["outputs"] * sent + again + layer["working"],
+            load["late_logits"] * size * each_logit,
+        ),
+        # The loss goes backward, then the head's matrix, whose gradient is made, then, if split, half of the layers.
+        (at_head, load["head"] * each_logit * (logit + wider + waiting + late_logits)),
+        (
+            at_head + load["head"] * c.vocab * c.hidden / c.tp * size,
+            load["head"] * each_logit * (left + waiting + late_logits),
+        ),
+        (at_head + turned, np.where(load["head_layers"] > 0, each_logit * (left + late_logits), 0.0)),
+    )
+    activations, logits = moments[0]
+    for more, more_logits in moments[1:]:
+        wins = more + more_logits > activations + logits
+        activations, logits = np.where(wins, more, activations), np.where(wins, more_logits, logits)
     parts["activations"] = np.where(c.offload == 2, np.minimum(activations, 2.0 * layer["kept"]), activations)
-    parts["logits"] = np.where(at_loss, logits, 0.0)
+    parts["logits"] = logits
+    # Split backwards hand gradients over only when the step is done: until then they are there in 16 bit as well.
+    share = np.where(c.pp > 1, load["split_layers"] / np.maximum(load["layers"], 1.0), 0.0)
+    parts["gradients"] = parts["gradients"] + share * parts["weights"]
     parts["gathered"] = np.where(c.zero == 3, parts["gathered"] - _wide_buffers(c, f, stage), 0.0)
     return parts
 

@@ -68,12 +68,17 @@ class StageLoad:
     """One pipeline rank at its two full moments: some backward, and (where it has the head) that of the loss."""
 
     layers: int
+    split_layers: int  # whose backward is split in two: all but the first stage's, under zero-bubble
     held: int  # layers × micro-batches, the chunk that goes backward included
     pending: int
+    outputs: int = 0  # of chunks that were sent on and are held until their own backward
+    late_logits: int = 0  # micro-batches of the head that are pending
     head_held: int = 0
     head_pending: int = 0
+    head_layers: int = 0  # that turn from held to pending in the first half of the head's backward
     waiting_logits: int = 0  # micro-batches whose logits wait for their backward, beside the one that goes backward
-    pending_logits: int = 0
+    head_late_logits: int = 0
+    head_outputs: int = 0
     embedding: bool = False
     head: bool = False
 
@@ -131,7 +136,7 @@ def _v_order(rank: int, ranks: int, count: int) -> Iterator[Action]:
     actions: list[tuple[str, int]] = [("F", 0)] * (2 * (ranks - rank) - 1)
     actions += [("F", 1), ("F", 0)] * rank
     actions += [("F", 1), ("I", 1), ("W", 1)] * (ranks - rank)
-    first, second = 2 * ranks - 1, ranks
+    first, second = 2 * ranks - 1 - rank, ranks
     while second < first or first < least:
         if first < least:
             actions.append(("F", 0))
@@ -154,35 +159,45 @@ def rank_load(schedule: str, rank: int, ranks: int, chunks: int, count: int, *, 
     mine = my_stages(rank, ranks, chunks, v_shaped=v_shaped)
     sizes = [len(layers[stage]) for stage in mine]
     last = mine.index(len(layers) - 1) if len(layers) - 1 in mine else -1
-    held = pending = logits = late_logits = 0
-    best, at_head = (0.0, 0, 0), (0.0, 0, 0, 0, 0)
+    held = pending = logits = late = outputs = 0
+    best, at_head = (0.0, 0, 0, 0, 0), (0.0, 0, 0, 0, 0, 0)
     for kind, chunk, _ in rank_order(schedule, rank, ranks, chunks, count):
         size = sizes[chunk]
         starts = mine[chunk] == 0  # its I does nothing: torch leaves the whole backward of the first stage to its W
         if kind == "F":
             held += size
             logits += chunk == last
-            best = max(best, (held + PENDING_WEIGHT * pending, held, pending))
+            outputs += chunk != last
+            best = max(best, (held + PENDING_WEIGHT * pending, held, pending, late, outputs))
         if kind in ("B", "I") and chunk == last:
-            at_head = max(at_head, (held + PENDING_WEIGHT * pending, held, pending, logits - 1, late_logits))
+            at_head = max(at_head, (held + PENDING_WEIGHT * pending, held, pending, logits - 1, late, outputs))
             logits -= 1
+        if kind in ("B", "W"):
+            outputs -= chunk != last
         if kind == "B" or (kind == "W" and starts):
             held -= size
         elif kind == "I" and not starts:
             held, pending = held - size, pending + size
-            late_logits += chunk == last
-            best = max(best, (held + PENDING_WEIGHT * pending, held, pending))
+            late += chunk == last
+            best = max(best, (held + PENDING_WEIGHT * pending, held, pending, late, outputs))
         elif kind == "W":
             pending -= size
-            late_logits -= chunk == last
+            late -= chunk == last
     return StageLoad(
         layers=sum(sizes),
+        split_layers=sum(size for size, stage in zip(sizes, mine, strict=True) if stage)
+        if schedule == "zero-bubble"
+        else 0,
         held=best[1],
         pending=best[2],
+        late_logits=best[3],
+        outputs=best[4],
+        head_outputs=at_head[5],
         head_held=at_head[1],
         head_pending=at_head[2],
+        head_layers=sizes[last] if last >= 0 and schedule == "zero-bubble" else 0,
         waiting_logits=at_head[3],
-        pending_logits=at_head[4],
+        head_late_logits=at_head[4],
         embedding=0 in mine,
         head=last >= 0,
     )
@@ -210,7 +225,13 @@ def stage_loads(
     loads = [rank_load(schedule, rank, ranks, chunks, played, layers=layers) for rank in chosen]
     if schedule == "gpipe":
         loads = [
-            replace(one, held=one.held * count, head_held=one.head_held * count, waiting_logits=count - 1)
+            replace(
+                one,
+                held=one.held * count,
+                head_held=one.head_held * count,
+                outputs=one.outputs * count,
+                waiting_logits=count - 1,
+            )
             for one in loads
         ]
     return tuple(loads)

@@ -53,7 +53,22 @@ def trainer_problems(job: Job, layout: Layout, cluster: Cluster) -> list[Problem
         context_kind=job.parallel.context_kind,
         reproducible=job.numerics.reproducible,
     )
-    return [*_devices(cluster), *precision_problems(job), *layout_problems(job.model, demand)]
+    return [*_devices(cluster), *_compiled(job, layout), *precision_problems(job), *layout_problems(job.model, demand)]
+
+
+def splits_backward(layout: Layout) -> bool:
+    """Whether the schedule computes gradients of inputs and of weights apart."""
+    return layout.pipeline > 1 and layout.schedule == "zero-bubble"
+
+
+def _compiled(job: Job, layout: Layout) -> Iterator[Problem]:
+    if job.train.compile is True and splits_backward(layout):
+        yield Problem(
+            where="train.compile",
+            what='true with schedule = "zero-bubble"',
+            why="torch cannot split the backward of a compiled block in two",
+            fix='use compile = "auto", which leaves these blocks plain, or schedule = "interleaved" or "1f1b"',
+        )
 
 
 def precision_problems(job: Job) -> list[Problem]:

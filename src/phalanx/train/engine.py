@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
+from phalanx.plan.schedules import is_v_shaped
 from phalanx.train.guard.spikes import Spikes
 from phalanx.train.models.filling import Filling
 from phalanx.train.models.moe import Moe
@@ -38,7 +39,7 @@ from phalanx.train.parallel.dims import Meshes, ParallelDims, build_meshes
 from phalanx.train.parallel.exchange import GradientExchange
 from phalanx.train.parallel.fsdp import accumulate
 from phalanx.train.parallel.pieces import Piece
-from phalanx.train.parallel.pipeline import Schedule, build_schedule, forward_only, is_v_shaped
+from phalanx.train.parallel.pipeline import Schedule, build_schedule, forward_only
 from phalanx.train.parallel.replicate import local_gradient
 from phalanx.train.parallel.stage import LeanStage
 from phalanx.train.parallel.tied import TiedTable

@@ -9,7 +9,7 @@ import torch
 from phalanx.errors import UserError
 from phalanx.job.schema import Job
 from phalanx.plan.layout import Layout
-from phalanx.plan.trainable import precision_problems
+from phalanx.plan.trainable import precision_problems, splits_backward
 
 DTYPES = {
     "fp32": torch.float32,
@@ -55,7 +55,9 @@ class Settings:
             context_kind=job.parallel.context_kind,
             loss_parallel=job.parallel.loss_parallel,
             recompute_layers=None if job.parallel.recompute_layers == "auto" else int(job.parallel.recompute_layers),
-            compile=on_gpu if job.train.compile == "auto" else bool(job.train.compile),
+            # torch runs both halves of a compiled block's backward at once and fails on the second (donated buffers).
+            compile=(on_gpu if job.train.compile == "auto" else bool(job.train.compile))
+            and not splits_backward(layout),
             reproducible=job.numerics.reproducible,
             seed=job.data.seed,
             bucket_mib=None if isinstance(job.comm.bucket_mib, str) else job.comm.bucket_mib,

@@ -15,7 +15,7 @@ from phalanx.plan.mapping import mapping
 from phalanx.plan.prediction import MemoryReport, executed_flops, predict
 from phalanx.train.tracing.log import RankTrace
 
-LIMITS = {"communication": 0.03, "FLOPs": 0.02, "memory": 0.10}
+LIMITS = {"communication": 0.03, "FLOPs": 0.02, "memory": 0.06}
 AVERAGE = ("tensor", "context", "expert")  # axes whose traffic the planner gives for a mean stage
 
 

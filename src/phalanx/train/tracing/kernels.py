@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from phalanx.train.engine import summed_loss
 from phalanx.train.models.mlp import Mlp
 
 
@@ -71,11 +70,27 @@ class _FusedLoss(torch.autograd.Function):
         return torch.empty_like(logits_V)
 
 
-def fused_loss(logits_V: Tensor, targets: Tensor) -> Tensor:
-    """In place of `summed_loss` where it is compiled; logits split over tensor ranks have a loss of their own."""
-    if isinstance(logits_V, DTensor):
-        return summed_loss(logits_V, targets)
-    out: Tensor = _FusedLoss.apply(logits_V)  # type: ignore[no-untyped-call]
+class _SplitLoss(torch.autograd.Function):
+    """The same over split logits, which torch keeps the log-softmax of, and makes the gradient of, in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_V: Tensor) -> Tensor:
+        ctx.save_for_backward(logits_V, torch.empty_like(logits_V, dtype=torch.float32))
+        return torch.empty((), dtype=torch.float32, device=logits_V.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        logits_V, log_softmax_V = ctx.saved_tensors
+        wide_V = torch.empty_like(log_softmax_V)
+        del wide_V
+        return torch.empty_like(logits_V)
+
+
+def fused_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+    """In place of `summed_loss` where it is compiled."""
+    del targets_BS
+    kind = _SplitLoss if isinstance(logits_BSV, DTensor) else _FusedLoss
+    out: Tensor = kind.apply(logits_BSV)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -91,7 +106,7 @@ def fused_products() -> Iterator[None]:
         out: Tensor = mlp.down(_GatedProduct.apply(mlp.gate(x), up))  # type: ignore[no-untyped-call]
         return out
 
-    Mlp.forward = forward  # type: ignore[method-assign]
+    Mlp.forward = forward  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

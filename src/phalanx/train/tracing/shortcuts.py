@@ -56,6 +56,8 @@ class Shortcuts:
             return _place
         if op in BESIDE:
             return _beside
+        if op is torch.ops._c10d_functional.wait_tensor.default:
+            return _same
         if op.namespace not in ("aten", "_c10d_functional") or _is_composed(op) or UNREPEATABLE.intersection(op.tags):
             return plainly
         if op.is_view or op is torch.ops.aten._unsafe_view.default:  # a view that does not say so
@@ -109,6 +111,11 @@ def _place(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
 def _beside(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
         return op(*args, **named)
+
+
+def _same(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """What is waited for is the tensor itself; torch's fake one is another, which a recompute would keep beside it."""
+    return args[0] if type(args[0]) is FakeTensor else op(*args, **named)
 
 
 def _write(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
