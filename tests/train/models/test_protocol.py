@@ -15,14 +15,8 @@ from phalanx.job.load import load
 from phalanx.job.model import ModelShape
 from phalanx.plan.layout import Layout
 from phalanx.train.models.decoder import Decoder
-from phalanx.train.models.protocol import (
-    Network,
-    Staged,
-    build_model,
-    build_stage,
-    differs_from_shape,
-    refuse_layout,
-)
+from phalanx.train.models.own import build_stage, differs_from_shape, refuse_network
+from phalanx.train.models.protocol import Network, Staged, build_model
 
 CODE = """
 from torch import nn
@@ -174,9 +168,9 @@ ONE = Layout(
 
 def test_layouts_it_cannot_have_and_sizes_it_has_not(folder: Path) -> None:
     model = build_model(SHAPE, allow_code=True, folder=folder)
-    refuse_layout(SHAPE, model, replace(ONE, data=4, shard=4, zero=3))
+    refuse_network(SHAPE, model, replace(ONE, data=4, shard=4, zero=3))
     with pytest.raises(UserError) as caught:
-        refuse_layout(SHAPE, model, replace(ONE, pipeline=4, tensor=2, context=2))
+        refuse_network(SHAPE, model, replace(ONE, pipeline=4, tensor=2, context=2))
     assert [problem.where for problem in caught.value.problems] == [
         "parallel.pipeline",
         "parallel.tensor",
@@ -193,7 +187,7 @@ def test_stages_of_an_own_network(folder: Path) -> None:
         build_stage(shape, layers=layers, first=begins, last=ends, allow_code=True, folder=folder)
         for layers, begins, ends in ((range(2), True, True), (range(1), True, False), (range(1, 2), False, True))
     )
-    refuse_layout(shape, build_model(shape, allow_code=True, folder=folder), replace(ONE, pipeline=2))
+    refuse_network(shape, build_model(shape, allow_code=True, folder=folder), replace(ONE, pipeline=2))
     state = whole.state_dict()
     assert all(name.startswith("network.") for name in state)
     for part in (first, last):
@@ -216,7 +210,7 @@ def test_the_decoder_is_a_network_too() -> None:
     assert isinstance(model, Decoder)
     assert isinstance(model, Network)
     assert isinstance(model, Staged)
-    refuse_layout(shape, model, replace(ONE, tensor=2, pipeline=2))
+    refuse_network(shape, model, replace(ONE, tensor=2, pipeline=2))
     assert differs_from_shape(model, shape) is None
     stage = build_stage(shape, layers=range(1, 2), first=False, last=True)
     assert list(stage.blocks()) == ["layers.1"]
