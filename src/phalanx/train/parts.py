@@ -78,7 +78,7 @@ def build_parts(shape: ModelShape, settings: Settings, meshes: Meshes, device: t
     whole = None
     if shape.module:
         with untraced():
-            whole = build_outline(shape, allow_code=settings.allow_code)
+            whole = build_outline(shape, allow_code=settings.allow_code, seed=settings.seed)
         refuse_network(shape, whole, layout, compute=settings.compute, reproducible=settings.reproducible)
     parts = []
     for stage in mine:

@@ -124,7 +124,7 @@ class Normalise(nn.Module):
         super().__init__()
         self.first = nn.BatchNorm1d(width)
         self.second = nn.BatchNorm1d(width, momentum=None)
-        self.mix = nn.Conv1d(width, width, 3, padding=2)
+        self.mix = nn.Conv1d(width, width, 3, padding=2, bias=False)
 
     def forward(self, x):
         y = self.mix(self.first(x.transpose(1, 2)))[..., : x.shape[1]]
@@ -139,6 +139,7 @@ class Tied(Own):
 
     def __init__(self, shape, block, layers=None, *, first=True, last=True):
         super().__init__(shape, block, layers, first=first, last=last)
+        nn.init.normal_(self.table.weight, std=0.02)
         self.head.weight = self.table.weight
         rates = [rate.item() for rate in torch.linspace(0.1, 0.3, shape.layers)]  # as vision transformers do
         for layer, rate in zip(self.layers.values(), rates, strict=True):

@@ -114,9 +114,9 @@ class OwnStage(nn.Module):
 # ---- building --------------------------------------------------------------------------------------------------------
 
 
-def build_outline(shape: ModelShape, *, allow_code: bool = False, folder: Path = Path()) -> nn.Module:
+def build_outline(shape: ModelShape, *, allow_code: bool = False, folder: Path = Path(), seed: int = 0) -> nn.Module:
     """The whole network of the user's own, its parameters and buffers without storage."""
-    return _without_storage(lambda: build_model(shape, allow_code=allow_code, folder=folder))
+    return _without_storage(lambda: build_model(shape, allow_code=allow_code, folder=folder, seed=seed))
 
 
 def build_stage(
@@ -137,9 +137,10 @@ def build_stage(
     outline = Outline.of(network)
     if not (first and last):
         assert isinstance(network, Staged), "refuse_network() comes first"
-        cut = network.stage
+        full, cut = network, network.stage
         network = _without_storage(lambda: cut(layers, first=first, last=last))
         _refuse_other_names(shape, network, outline, layers)
+        _take_plain_tensors(network, full)
     return cast(Decoder, OwnStage(shape, network, outline, last=last))  # the same outside, by hand
 
 
@@ -165,12 +166,28 @@ def _without_storage(make: Callable[[], nn.Module]) -> nn.Module:
 
 def _plain_tensors_on_meta(network: nn.Module) -> Iterator[bool]:
     """For every tensor that is an ordinary attribute: whether it was left without values."""
-    registered = {id(tensor) for _, tensor in named_tensors(network)}
     for module in network.modules():
-        for value in vars(module).values():
-            for one in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(one, Tensor) and id(one) not in registered:
-                    yield one.is_meta
+        for _, value in _plain_attributes(module):
+            yield any(one.is_meta for one in value)
+
+
+def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, list[Tensor]]]:
+    """Ordinary attributes of a module that are tensors or lists of them, which nobody moves, fills or saves."""
+    for name, value in vars(module).items():
+        found = [one for one in (value if isinstance(value, list | tuple) else (value,)) if isinstance(one, Tensor)]
+        if found and not any(isinstance(one, nn.Parameter) for one in found):  # recurrent layers list their weights
+            yield name, found
+
+
+def _take_plain_tensors(stage: nn.Module, whole: nn.Module) -> None:
+    """A stage that was built for real drew numbers of its own: let it have the whole network's."""
+    known = dict(whole.named_modules())
+    for name, module in stage.named_modules():
+        if name in known:
+            there = vars(known[name])
+            for attribute, _ in list(_plain_attributes(module)):
+                if attribute in there:
+                    setattr(module, attribute, there[attribute])
 
 
 def _refuse_other_names(shape: ModelShape, stage: nn.Module, outline: Outline, layers: range) -> None:

@@ -33,11 +33,33 @@ COLLECTIVES = ("_c10d_functional", "c10d_functional")
 def recompute(blocks: Iterable[nn.Module], kind: str) -> None:
     """Make each block recompute in backward; the module tree and its names stay as they are."""
     for block in blocks:
+        if kind != "none" and next(block.buffers(), None) is not None:
+            block.forward = _with_buffers_kept(block, block.forward)
         if kind == "full":
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         elif kind == "selective":
             contexts = partial(create_selective_checkpoint_contexts, _policy)
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+
+
+def _with_buffers_kept(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Computed again, a block must not count its tokens again: batch norm would take every micro-batch in twice."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Compiled, torch itself keeps side effects out of what it computes again.
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+            return forward(*args, **kwargs)
+        slots = [(module, key) for module in block.modules() for key, one in module._buffers.items() if one is not None]
+        before = [module._buffers[key] for module, key in slots]
+        for (module, key), buffer in zip(slots, before, strict=True):
+            module._buffers[key] = buffer.clone() if buffer is not None else None
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for (module, key), buffer in zip(slots, before, strict=True):
+                module._buffers[key] = buffer
+
+    return run
 
 
 def offload_activations(blocks: Iterable[nn.Module]) -> None:
