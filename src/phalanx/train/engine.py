@@ -218,6 +218,10 @@ class Engine:
         """Everything a checkpoint must hold: weights, buffers, optimizer state."""
         return [*self.weights(), *self.optimizer.state()]
 
+    def changed_unsaved(self) -> list[str]:
+        """Buffers that no checkpoint holds and that are no longer what the constructor made them."""
+        return self._buffers.changed_unsaved() if self._buffers is not None else []
+
     def carried(self) -> dict[str, torch.Tensor]:
         """What gradient compression carries over to the next step: this rank's own, in this layout."""
         if self.exchange is not None:

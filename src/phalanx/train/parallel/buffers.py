@@ -29,6 +29,7 @@ class Slot:
     module: nn.Module
     key: str
     tensor: torch.Tensor
+    saved: bool  # in checkpoints
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -50,15 +51,28 @@ class BufferExchange:
         taken = {id(slot) for norm in self._norms for slot in norm.slots}
         self._others = [slot for slot in self._slots if id(slot) not in taken]
         self._digests: list[torch.Tensor] = []
+        self._built: dict[str, torch.Tensor] = {}  # digests of what no checkpoint holds, as it was built
 
     def remember(self) -> None:
         """Take the buffers as they are for what all ranks have."""
-        if self._group is None or not self._slots or isinstance(self._slots[0].tensor, FakeTensor):
+        if not self._slots or isinstance(self._slots[0].tensor, FakeTensor):
+            return
+        if not self._built:
+            self._built = {slot.name: fold(slot.tensor) for slot in self._slots if not slot.saved}
+        if self._group is None:
             return
         self._digests = [fold(slot.tensor) for slot in self._slots]
         for norm in self._norms:
             for before, slot in zip(norm.before, norm.slots, strict=True):
                 before.copy_(slot.tensor)
+
+    def changed_unsaved(self) -> list[str]:
+        """Names of those that no checkpoint holds and that are not what they were built as."""
+        return [
+            slot.name
+            for slot in self._slots
+            if slot.name in self._built and not torch.equal(fold(slot.tensor), self._built[slot.name])
+        ]
 
     def settle(self) -> None:
         """Put buffers that forward replaced (`self.count = self.count + 1`) back into the storage they are known by."""
@@ -116,8 +130,8 @@ def _slots(model: nn.Module) -> list[Slot]:
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
-                name = f"{prefix}.{key}" if prefix else key
-                found.setdefault(id(buffer), Slot(name=name, module=module, key=key, tensor=buffer))
+                name, saved = f"{prefix}.{key}" if prefix else key, key not in module._non_persistent_buffers_set
+                found.setdefault(id(buffer), Slot(name=name, module=module, key=key, tensor=buffer, saved=saved))
     return list(found.values())
 
 

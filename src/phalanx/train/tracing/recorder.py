@@ -57,7 +57,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         vocab = engine.shape.vocab
         self._widths = frozenset({vocab, vocab // engine.dims.tensor})
         offload = engine.settings.layout.offload
-        self.meter.claim(HOST if offload == "parameters" else "parameters", (held.local for held in engine.held))
+        parameters = (held.local for held in engine.held if held.is_parameter)
+        self.meter.claim(HOST if offload == "parameters" else "parameters", parameters)
+        self.meter.claim("parameters", (buffer for part in engine.parts for buffer in part.model.buffers()))
         state = [piece.tensor for piece in engine.optimizer.state()]
         copies = [master for _, master in engine._copies]
         self.meter.claim(HOST if offload in ("optimizer", "parameters") else "optimizer", [*state, *copies])

@@ -26,9 +26,9 @@ class Step:
     state_dtype: str
 
     @classmethod
-    def of(cls, job: Job, layout: Layout) -> Step:
+    def of(cls, job: Job, layout: Layout, *, allow_code: bool = False) -> Step:
         """The step of a planned job."""
-        settings = Settings.of(job, layout, on_gpu=False)
+        settings = Settings.of(job, layout, on_gpu=False, allow_code=allow_code)
         return cls(shape=job.model, settings=settings, optim=job.optim, state_dtype=job.precision.optimizer_state)
 
 
