@@ -27,6 +27,7 @@ class Part:
     """One pipeline stage of the model, as this rank holds it."""
 
     stage: int
+    layers: range  # of the whole model
     model: Decoder
 
 
@@ -99,7 +100,7 @@ def build_parts(shape: ModelShape, settings: Settings, meshes: Meshes, device: t
         model.positions = model.positions.to(device)
         _move_buffers(model, device)
         model.tie()
-        parts.append(Part(stage=stage, model=model))
+        parts.append(Part(stage=stage, layers=layers[stage], model=model))
     return parts
 
 

@@ -100,7 +100,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             rank=dist.get_rank(),
             place={axis: (engine.meshes.index(axis), size) for axis, size in sizes.items()},
             stages=tuple(part.stage for part in engine.parts),
-            layers=tuple(int(layer) for part in engine.parts for layer in part.model.layers),
+            layers=tuple(layer for part in engine.parts for layer in part.layers),
             operations=tuple(self._log),
             flops={phase: dict(self._flops[phase]) for phase in PHASES if phase in self._flops},
             peak=Peak(
