@@ -36,7 +36,7 @@ class Own(nn.Module):
         return type(self)(self.shape, self.block, layers, first=first, last=last)
 
 
-# ---- learned positions and tables: GPT-2 and BERT of Hugging Face, "Attention is all you need" of PyTorch's tutorial ----
+# ---- learned positions as in BERT of Hugging Face, sines as in PyTorch's tutorial ------------------------------------
 
 
 class Positions(Own):
@@ -181,3 +181,44 @@ def batch_norm(shape):
 
 def tied(shape):
     return Tied(shape, Frozen)
+
+
+# ---- buffers that forward changes, each in another way ---------------------------------------------------------------
+
+
+class Counting(Own):
+    """A counter that is replaced, a mark that is written behind autograd's back, one that nobody saves, a constant."""
+
+    def __init__(self, shape):
+        super().__init__(shape, Mlp)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        self.register_buffer("constant", torch.arange(5.0), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.steps = self.steps + 1
+            self.seen.data[1] = x[-1, -1].double()
+            self.scratch += 1
+        return super().forward(x)
+
+
+def counting(shape):
+    return Counting(shape)
+
+
+class Growing(Own):
+    """A buffer that is another size after a forward: a cache, say."""
+
+    def __init__(self, shape):
+        super().__init__(shape, Mlp)
+        self.register_buffer("cache", torch.zeros(2))
+
+    def forward(self, x):
+        self.cache = torch.cat([self.cache, self.cache])
+        return super().forward(x)
+
+
+def growing(shape):
+    return Growing(shape)

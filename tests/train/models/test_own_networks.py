@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from phalanx.errors import UserError
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
 from phalanx.train.checkpoint.export import read_state
@@ -66,7 +67,8 @@ def plainly(name: str, steps: int) -> tuple[list[float], float, State]:
     model.eval()
     tokens, targets = batch(HELD_OUT, sequences=SEQUENCES, sequence=SEQUENCE, vocab=64)
     with torch.no_grad():
-        held_out = sum(summed(model(x), y).item() for x, y in zip(tokens.split(MICRO), targets.split(MICRO)))
+        pairs = zip(tokens.split(MICRO), targets.split(MICRO), strict=True)
+        held_out = sum(summed(model(x), y).item() for x, y in pairs)
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     return losses, held_out, state
 
@@ -122,6 +124,7 @@ LAYOUTS = {
     "zero 2, hsdp, recompute": {"data": 4, "shard": 2, "zero": 2, "recompute": "full", "micro_batch": 2},
     "zero 1, offload": {"data": 2, "shard": 2, "zero": 1, "offload": "parameters"},
     "pipeline": {"pipeline": 2},
+    "selective recompute": {"recompute": "selective"},
 }
 
 
@@ -139,3 +142,42 @@ def test_goes_on_in_another_layout(trial: Callable[..., Trial], tmp_path: Path) 
     again = trials_of(trial, NAMES, tmp_path / "b", resume=tmp_path / "a", data=4)
     for name, outcome in zip(NAMES, run_all(again), strict=True):
         compare(name, outcome, tmp_path / "b", first=2)
+
+
+# ---- buffers that forward changes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [{"data": 2}, {"data": 2, "shard": 2, "zero": 3}], ids=["data", "zero 3"])
+def test_changed_buffers_are_the_first_ranks_on_all(layout: dict[str, int], trial: Callable[..., Trial]) -> None:
+    """In whatever way they are changed; the guard takes none of them for bad memory."""
+    wanted = trial(shape_of("counting"), allow_code=True, seed=SEED, steps=3, **layout)
+    first, second = run_ranks(tasks.step_guarded, 2, wanted)
+    assert first.quarrels == second.quarrels == []
+    assert first.values == second.values
+    assert first.values["network.steps"] == [6.0]  # three steps of two micro-batches on each rank
+    assert first.values["network.seen"] == [0.0, float(first.tokens[-1]), 0.0]
+    assert first.tokens[-1] != second.tokens[-1]
+    assert first.values["network.constant"] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert first.first_rank == {"network.steps", "network.seen", "network.scratch"}
+    assert first.unsaved == ["network.scratch"]
+    assert first.drawn != second.drawn  # dropout falls on other places of other sequences
+
+
+def test_batch_norm_is_not_taken_for_bad_memory(trial: Callable[..., Trial]) -> None:
+    wanted = trial(shape_of("batch_norm"), allow_code=True, seed=SEED, steps=2, data=2)
+    first, second = run_ranks(tasks.step_guarded, 2, wanted)
+    assert first.quarrels == second.quarrels == []
+    assert (first.first_rank, first.unsaved) == (set(), [])
+
+
+def test_a_buffer_that_grows_is_refused_by_name(trial: Callable[..., Trial]) -> None:
+    with pytest.raises(UserError) as caught:
+        run_ranks(tasks.step_guarded, 1, trial(shape_of("growing"), allow_code=True, steps=1))
+    assert str(caught.value).splitlines()[0] == ("network.cache: is a buffer of [2], and forward made it one of [32]")
+
+
+def test_the_same_bits_on_any_number_of_ranks_are_not_promised(trial: Callable[..., Trial]) -> None:
+    wanted = trial(shape_of("counting"), allow_code=True, steps=1, data=2, reproducible=True)
+    with pytest.raises(UserError) as caught:
+        run_ranks(tasks.step_guarded, 2, wanted)
+    assert "numerics.reproducible: forward changes the buffer network." in str(caught.value)
