@@ -5,14 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from phalanx.train.checkpoint.random_state import seed_random
 from phalanx.train.engine import Engine
 from phalanx.train.guard.divergence import Guard
+from phalanx.train.state import take_weights
 from phalanx.train.tracing.dry import _forget_meshes
-from phalanx.train.verify.trial import RankOutcome, Trial, _mine, on_rank
+from phalanx.train.verify.trial import RankOutcome, Trial, _mine, keep, on_rank
 
 
 def run_all(rank: int, trials: Sequence[Trial]) -> list[RankOutcome]:
@@ -58,3 +60,11 @@ def step_guarded(rank: int, trial: Trial) -> Buffers:
         quarrels=[one.problem().render() for one in found if one is not None],
         drawn=float(torch.rand(())),
     )
+
+
+def take_and_save(rank: int, trial: Trial, folder: str) -> None:
+    """First values of a folder of safetensors, written as a checkpoint."""
+    engine = Engine(trial.shape, trial.settings, trial.optim, device=torch.device("cpu"))
+    engine.initialise()
+    take_weights(engine, Path(folder))
+    keep(engine, Path(trial.save), step=1, rank=rank)

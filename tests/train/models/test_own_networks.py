@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_model
 
 from phalanx.errors import UserError
 from phalanx.job.model import ModelShape
@@ -20,6 +21,7 @@ from phalanx.job.schema import Optim
 from phalanx.train.checkpoint.export import read_state
 from phalanx.train.checkpoint.find import newest
 from phalanx.train.engine import IGNORED
+from phalanx.train.models.hf_weights import read_named, save_named
 from phalanx.train.verify.ranks import run_ranks
 from phalanx.train.verify.trial import HELD_OUT, Outcome, Trial, batch, put_together
 
@@ -142,6 +144,30 @@ def test_goes_on_in_another_layout(trial: Callable[..., Trial], tmp_path: Path) 
     again = trials_of(trial, NAMES, tmp_path / "b", resume=tmp_path / "a", data=4)
     for name, outcome in zip(NAMES, run_all(again), strict=True):
         compare(name, outcome, tmp_path / "b", first=2)
+
+
+def test_starts_from_a_file_under_its_own_names(trial: Callable[..., Trial], tmp_path: Path) -> None:
+    """`train.weights` of an own network: what `phalanx export` writes, or safetensors of its state_dict()."""
+    _, _, state = plainly("tied", 2)
+    once = {name: one for name, one in state.items() if name not in ("head.weight", "layers.1.scales")}
+    save_named(once, tmp_path / "out", tied={"head.weight": "table.weight"})
+    wanted = trial(shape_of("tied"), allow_code=True, save=str(tmp_path / "saved"), data=2, shard=2, zero=3)
+    run_ranks(tasks.take_and_save, 2, wanted, str(tmp_path / "out"))
+    same(saved(tmp_path / "saved"), state)
+
+    plain = networks.tied(shape_of("tied")).double()
+    assert load_model(plain, tmp_path / "out" / "model.safetensors") == (set(), [])
+    assert all(torch.equal(plain.state_dict()[name], one) for name, one in state.items())
+
+    sizes = {name: one.shape for name, one in once.items()} | {"head.bias": (3,), "more": (1,)}
+    del sizes["table.weight"]
+    with pytest.raises(UserError) as caught:
+        list(read_named(tmp_path / "out", sizes, wanted=sizes))
+    assert [problem.what for problem in caught.value.problems] == [
+        "lacks more",
+        "has tensors this network does not: table.weight",
+        "has tensors of another size: head.bias [64] instead of [3]",
+    ]
 
 
 # ---- buffers that forward changes ------------------------------------------------------------------------------------
