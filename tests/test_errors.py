@@ -1,6 +1,8 @@
+import pickle
+
 import pytest
 
-from phalanx.errors import Problem, mistake, nearest
+from phalanx.errors import Problem, UserError, mistake, nearest
 
 
 @pytest.mark.parametrize(
@@ -51,3 +53,10 @@ def test_no_line_of_a_part_poses_as_a_message():
 def test_what_is_rendered_already_is_not_indented_again():
     once = Problem(where="a", what="b", why="c", fix="d").render()
     assert Problem(where="", what=once).render() == once
+
+
+def test_an_error_of_a_worker_arrives_whole():
+    """A pool of processes sends it; one that could not be made again would break the pool instead."""
+    sent = UserError([Problem(where="job.toml:3", what="is wrong", why="of this", fix="do that")] * 2)
+    got = pickle.loads(pickle.dumps(sent))
+    assert (type(got), got.problems, str(got)) == (UserError, sent.problems, str(sent))

@@ -44,6 +44,10 @@ class PhalanxError(Exception):
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__("\n".join(problem.render() for problem in self.problems))
 
+    def __reduce__(self) -> tuple[type[PhalanxError], tuple[tuple[Problem, ...]]]:
+        """From a worker process to the one that prints it: an exception is made again from what this returns."""
+        return type(self), (self.problems,)
+
 
 class RuleError(PhalanxError):
     """The training specification speaks against what was asked for; the findings were told before."""

@@ -79,3 +79,47 @@ def test_a_rank_the_job_does_not_have(job, capsys):
         "  its ranks are 0 to 3",
         "  name one of them, or use --all-stages",
     ]
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, shape, momentum):
+        super().__init__()
+        self.table = nn.Embedding(shape.vocab, shape.hidden)
+        self.layers = nn.ModuleList(nn.BatchNorm1d(shape.hidden, momentum=momentum) for _ in range(shape.layers))
+        self.head = nn.Linear(shape.hidden, shape.vocab)
+        self.register_buffer("mask", torch.zeros(1 << 20), persistent=False)
+
+    def forward(self, x):
+        x = self.table(x).transpose(1, 2)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x.transpose(1, 2))
+
+    def blocks(self):
+        return {f"layers.{i}": layer for i, layer in enumerate(self.layers)}
+
+def build(shape, momentum=0.1):
+    return Net(shape, momentum or None)
+"""
+
+
+def test_a_network_of_ones_own(job, tmp_path, capsys):
+    """Its file beside the job, its buffers counted; what reads values is refused, not a broken pool of processes."""
+    (tmp_path / "net.py").write_text(OWN)
+    own = [
+        "trace", job, "--set", "model.module=net.py:build", "--set", "parallel.pipeline=1", "--set", "parallel.data=4",
+        "--set", "precision.compute=fp32",
+    ]  # fmt: skip
+    assert main(own) == 2
+    assert "is code that this job wants to run" in capsys.readouterr().err
+    assert main([*own, "--allow-code", "--json"]) == 0
+    (rank,) = json.loads(capsys.readouterr().out)["ranks"]
+    assert rank["layers"] == [0, 1, 2, 3]
+    assert rank["peak"]["parts_bytes"]["parameters"] > 4 << 20
+    assert main([*own, "--allow-code", "--all-ranks", "--set", 'model.arguments={"momentum" = 0}']) == 2
+    line = 1 + OWN.splitlines().index("            x = x + layer(x)")
+    assert f"net.py:{line}: {tmp_path / 'net.py'}:build reads the value of a tensor" in capsys.readouterr().err

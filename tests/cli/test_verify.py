@@ -108,3 +108,8 @@ def test_help_needs_no_torch():
         "except SystemExit:\n    pass\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", text], check=True, capture_output=True, timeout=60)
+
+
+def test_a_network_of_ones_own_is_refused_with_what_to_do(job, capsys):
+    assert main(["verify", job, "--set", "model.module=net.py:build"]) == 2
+    assert "net.py:build' cannot be made smaller by anyone but its author" in capsys.readouterr().err

@@ -264,3 +264,14 @@ def test_a_model_that_cannot_fit_says_how_many_devices_would_do(make_ask):
     assert named is not None
     for devices, offload in zip(named.groups(), ("optimizer", "none"), strict=True):
         assert search(make_ask("llama-3.1-405b", cluster=f"H100:{devices}", batch=64)).best.layout.offload == offload
+
+
+def test_a_network_of_ones_own_is_split_only_as_it_can_be(make_ask):
+    """The trainer splits its own layers alone over tensor, context and expert ranks; stages need their author."""
+    own = {"model__module": '"net.py:build"'}
+    assert search(make_ask(cluster="8xH100:2", batch=4)).best.layout.data < 16, "our own layers would be split here"
+    found = search(make_ask(cluster="8xH100:2", batch=16, **own))
+    splits = {(one.layout.tensor, one.layout.context, one.layout.pipeline) for one in (found.best, *found.pareto)}
+    assert splits == {(1, 1, 1)}
+    by_hand = search(make_ask(cluster="8xH100:2", batch=16, parallel__pipeline=2, **own))
+    assert (by_hand.best.layout.pipeline, by_hand.best.layout.tensor) == (2, 1)

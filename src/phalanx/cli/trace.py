@@ -37,22 +37,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--against-plan", action="store_true", help="all stages, beside the plan: traffic, FLOPs, memory; exit 1 if off"
     )
     parser.add_argument("--workers", metavar="N", type=int, default=0, help="ranks traced at a time (one per core)")
+    parser.add_argument("--allow-code", action="store_true", help="let the job import a model of your own")
     parser.add_argument("--log", metavar="FILE", help="write every operation of every traced rank, one JSON per line")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Trace, print, and exit 1 when ranks would not meet or the plan is off."""
-    from phalanx.train.supervise.prepare import need_torch
+    from phalanx.train.supervise.prepare import check_code, need_torch
 
     need_torch()
     if args.workers < 0:
         raise mistake("phalanx trace", f"--workers {args.workers} is below 0", fix="use 1 or more")
     plan = _plan(args)
+    check_code(plan.job, allowed=args.allow_code)
     from phalanx.train.tracing.compare import find_hang
     from phalanx.train.tracing.world import Step, trace_ranks
 
-    step = Step.of(plan.job, plan.layout, on_gpu=plan.cluster.accelerator.family != "cpu")
+    step = Step.of(
+        plan.job, plan.layout, on_gpu=plan.cluster.accelerator.family != "cpu", allow_code=args.allow_code
+    )
     ranks = _ranks(args, plan)
     _say_what_differs(step)
     note(f"{plan.job.name}: {plan.layout.name}, {len(ranks)} of {plan.layout.devices:,} ranks")
@@ -69,8 +73,9 @@ def _plan(args: argparse.Namespace) -> Plan:
     from phalanx.hardware.cluster import resolve
     from phalanx.job.load import load
     from phalanx.plan.make import plan as make_plan
+    from phalanx.train.supervise.prepare import with_absolute_files
 
-    resolved = load(args.job, overrides=args.overrides)
+    resolved = with_absolute_files(load(args.job, overrides=args.overrides))
     warn(resolved.warnings)
     return make_plan(resolved, resolve(args.cluster) if args.cluster is not None else None)
 

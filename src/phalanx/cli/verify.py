@@ -36,7 +36,9 @@ def run(args: argparse.Namespace) -> int:
     plan = read_plan(args.plan, resolved) if args.plan else make(resolved)
     from phalanx.train.models.support import refuse_untrainable
     from phalanx.train.verify.ranks import warm_up
+    from phalanx.train.verify.shrink import refuse_own
 
+    refuse_own(plan.job)
     refuse_untrainable(plan.job.model)
     warm_up()  # both processes import torch, side by side
     from phalanx.train.verify.page import render

@@ -165,6 +165,11 @@ def memory_profile(job: Job, framework_memory: MemoryProfile, *, on_cpu: bool = 
     return changed
 
 
+# The trainer splits only its own layers over tensor, context and expert ranks (train.models.own), and only its author
+# knows whether a network can be cut into pipeline stages.
+UNSPLIT_OWN = ("tensor", "context", "expert", "pipeline")
+
+
 def fixed_by_hand(job: Job) -> Fixed:
     """Every key of `[parallel]`, and the micro-batch, that is not left to the planner."""
     names = (
@@ -176,6 +181,8 @@ def fixed_by_hand(job: Job) -> Fixed:
     if job.numerics.reproducible:  # only sums over data ranks have an order that no number of ranks changes
         alone = {"tensor": 1, "context": 1, "pipeline": 1, "expert": 1, "zero": 0, "shard": 1}
         values |= {name: size for name, size in alone.items() if values[name] == "auto"}
+    if job.model.module:
+        values |= {name: 1 for name in UNSPLIT_OWN if values[name] == "auto"}
     return {name: value for name, value in values.items() if value != "auto"}
 
 

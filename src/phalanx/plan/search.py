@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from phalanx.errors import Problem
-from phalanx.plan.ask import Ask
+from phalanx.plan.ask import UNSPLIT_OWN, Ask
 from phalanx.plan.cases import OFFLOAD, RECOMPUTE, SCHEDULES
 from phalanx.plan.grid import Bools, Ints
 from phalanx.plan.impossible import no_fit, no_layout
@@ -270,8 +270,12 @@ def _narrow(ask: Ask) -> bool:
 
 
 def _unfixed(ask: Ask) -> Scores:
-    """The space as if the job fixed nothing but its gradient compression, which changes the arithmetic."""
-    kept = {name: value for name, value in ask.fixed.items() if name == "compression"}
+    """The space as if the job fixed nothing but what is not its choice.
+
+    Gradient compression changes the arithmetic; a network of the user's own is not split along every axis.
+    """
+    needed = ("compression", *(UNSPLIT_OWN if ask.model.module else ()))
+    kept = {name: value for name, value in ask.fixed.items() if name in needed}
     return score(build(replace(ask, fixed=kept)))
 
 

@@ -23,15 +23,18 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from phalanx.errors import mistake
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
 from phalanx.plan.schedules import is_v_shaped
 from phalanx.train.guard.spikes import Spikes
 from phalanx.train.models.filling import Filling
 from phalanx.train.models.moe import Moe
+from phalanx.train.models.own import PREFIX, Outline, OwnStage, tables_of, whole_values
 from phalanx.train.optim.base import Optimizer
 from phalanx.train.optim.build import build_optimizer
 from phalanx.train.optim.scaler import LossScale
+from phalanx.train.parallel.buffers import BufferExchange
 from phalanx.train.parallel.clip import scale_gradients, squared_norm
 from phalanx.train.parallel.compress_fsdp import ShardedCompression, compress_sharded
 from phalanx.train.parallel.context import split_sequence
@@ -43,7 +46,7 @@ from phalanx.train.parallel.pipeline import Schedule, build_schedule, forward_on
 from phalanx.train.parallel.replicate import local_gradient
 from phalanx.train.parallel.stage import LeanStage
 from phalanx.train.parallel.tied import TiedTable
-from phalanx.train.parts import Held, Part, build_parts, fill, holdings, num_stages
+from phalanx.train.parts import Held, Part, build_parts, fill, fill_from, holdings, num_stages
 from phalanx.train.settings import Settings
 from phalanx.train.telemetry.clock import Phase, clock_of, time_gathers, time_stage
 from phalanx.train.telemetry.listen import fsdp_groups, listen
@@ -108,16 +111,26 @@ class Engine:
         self.held: list[Held] = holdings(self.parts, self.meshes, tied=shape.tied)
         self._trained = [held for held in self.held if held.trained]
         self.exchange = None if self.dims.zero else GradientExchange(self._trained, self.meshes, settings)
-        masters = [self._master(held) for held in self._trained]
-        self._copies = [(held.local, one) for held, one in zip(self._trained, masters, strict=True) if one is not None]
-        self.pieces: list[Piece] = [
-            held.piece(held.local if one is None else one) for held, one in zip(self._trained, masters, strict=True)
-        ]
+        parameters = [held for held in self.held if held.is_parameter]
+        masters = [self._master(held) for held in parameters]
+        self._copies = [(held.local, one) for held, one in zip(parameters, masters, strict=True) if one is not None]
+        pieces = [held.piece(held.local if one is None else one) for held, one in zip(parameters, masters, strict=True)]
+        self.pieces: list[Piece] = [one for one, held in zip(pieces, parameters, strict=True) if held.trained]
+        self._frozen: list[Piece] = [one for one, held in zip(pieces, parameters, strict=True) if not held.trained]
         # Weight decay is for matrices: norms and biases, our own or of a user's network, are left alone.
         matrices = {piece.name for piece in self.pieces if len(piece.shape) > 1}
         self.optimizer: Optimizer = build_optimizer(
-            self.pieces, optim=optim, state_dtype=state_dtype, decays=matrices.__contains__
+            self.pieces,
+            optim=optim,
+            state_dtype=state_dtype,
+            decays=matrices.__contains__,
+            tables=self._tables(),
         )
+        self.outline: Outline | None = next((m.outline for m in self._models() if isinstance(m, OwnStage)), None)
+        self.first_rank_buffers: set[str] = set()  # changed by forward; the first data rank's value counts for all
+        self._buffers = None
+        if self.outline is not None:
+            self._buffers = BufferExchange(self._models(), self.meshes.group("data"))
         self.loss_scale = LossScale.of(settings.fixed_loss_scale) if settings.compute == "fp16" else None
         self.expert_loads: torch.Tensor | None = (
             None  # tokens of each expert in the last step, a row per layer held here
@@ -144,29 +157,75 @@ class Engine:
         kind = self.settings.layout.compression
         return [compress_sharded(part.model, kind) for part in self.parts] if self.dims.zero and kind != "none" else []
 
+    def _models(self) -> list[torch.nn.Module]:
+        return [part.model for part in self.parts]
+
+    def _tables(self) -> frozenset[str]:
+        """Weights of a user's own network whose rows are looked up or scored one by one."""
+        return frozenset(
+            PREFIX + name
+            for model in self._models()
+            if isinstance(model, OwnStage)
+            for name in tables_of(model.network, self.shape.vocab)
+        )
+
     # ---- values ----------------------------------------------------------------------------------------------------
 
     def initialise(self) -> None:
-        """First values of every weight and buffer."""
+        """First values of every weight and buffer. Every rank must call this together."""
+        if self.outline is not None:
+            self._take_own(list(self.outline.tensors))
+            return
         fill(self.pieces, seed=self.settings.seed, layers=self.shape.layers)
-        for part in self.parts:
-            for buffer in part.model.buffers():
+        self._clear_buffers()
+        self.publish()
+
+    def initialise_unsaved(self) -> None:
+        """First values of what no checkpoint holds: for an engine that is restored. Every rank must call this."""
+        if self.outline is None:
+            self._clear_buffers()
+        elif self.outline.unsaved:
+            self._take_own(self.outline.unsaved)
+
+    def _clear_buffers(self) -> None:
+        for model in self._models():
+            for buffer in model.buffers():
                 buffer.zero_()
+
+    def _take_own(self, names: Sequence[str]) -> None:
+        """Values as the user's own constructor makes them, of these tensors."""
+        assert self.outline is not None
+        settings = self.settings
+        values = whole_values(self.shape, self.outline, names, seed=settings.seed, allow_code=settings.allow_code)
+        fill_from(values, self.parts, self.weights(), prefix=PREFIX)
         self.publish()
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copy the optimizer's weights to where the model reads them, where the two are not the same storage."""
+        """Copy the optimizer's weights to where the model reads them, where the two are not the same storage.
+
+        Buffers are now what all ranks have.
+        """
+        self._copy_weights()
+        if self._buffers is not None:
+            self._buffers.remember()
+
+    def _copy_weights(self) -> None:
         if self._copies:
             torch._foreach_copy_([target for target, _ in self._copies], [source for _, source in self._copies])
 
     def weights(self) -> list[Piece]:
-        """The model as the optimizer sees it, buffers included."""
-        return [*self.pieces, *(held.piece(held.local) for held in self.held if not held.trained)]
+        """The model as the optimizer sees it, frozen weights and buffers included."""
+        buffers = [held.piece(held.local) for held in self.held if not held.is_parameter]
+        return [*self.pieces, *self._frozen, *buffers]
 
     def state(self) -> list[Piece]:
         """Everything a checkpoint must hold: weights, buffers, optimizer state."""
         return [*self.weights(), *self.optimizer.state()]
+
+    def changed_unsaved(self) -> list[str]:
+        """Buffers that no checkpoint holds and that are no longer what the constructor made them."""
+        return self._buffers.changed_unsaved() if self._buffers is not None else []
 
     def carried(self) -> dict[str, torch.Tensor]:
         """What gradient compression carries over to the next step: this rank's own, in this layout."""
@@ -222,14 +281,16 @@ class Engine:
             moe.aux_scale = scale / batch_sequences
         loss_sum = self._forward_backward(tokens_BS, targets_BS, unit=scale / batch_tokens)
         with self.clock.phase("other"):
+            moved = self._moved(loss_sum)
             grads = self._gradients()
             self.touch_gradients(grads)
             norm_squared = squared_norm(self.pieces, grads)
             heard = self._heard(targets_BS, grads, norm_squared)
-        numbers = self._agree(norm_squared, loss_sum, targets_BS, wishes=wishes(), heard=heard)
+        numbers = self._agree(norm_squared, loss_sum, targets_BS, wishes=wishes(), heard=[*moved, *heard])
         self.clock.settle()
         squared, loss, valid, *rest = self._read(numbers)
-        wanted, heard_by_all = rest[: len(Wish)], rest[len(Wish) :]
+        wanted, more = rest[: len(Wish)], rest[len(Wish) :]
+        moved_by_all, heard_by_all = more[: len(moved)], more[len(moved) :]
         factor = batch_tokens / (max(valid, 1.0) * scale)
         norm = math.sqrt(squared) * factor if squared >= 0 else math.nan
         finite = math.isfinite(norm)
@@ -239,6 +300,8 @@ class Engine:
                 self._update(grads, factor * self._clip_factor(norm), lr)
             self._clear()
             self._balance(learn=not skipped)
+            if any(moved_by_all):
+                self._exchange_buffers()
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(finite=finite)
         noise = None if skipped else self._noise(heard_by_all, valid=valid, factor=factor)
@@ -265,6 +328,8 @@ class Engine:
         for part in self.parts:
             part.model.eval()
         loss_sum = self._forward_only(tokens_BS, targets_BS)
+        if self._buffers is not None:
+            self._buffers.settle()
         for part in self.parts:
             part.model.train()
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -391,6 +456,25 @@ class Engine:
             self._tied.sum(self._trained, found)
         return found
 
+    def _moved(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """Whether forward changed buffers of a user's own network here; nothing for our own, which have none such."""
+        if self._buffers is None:
+            return []
+        self._buffers.settle()
+        return [self._buffers.changed(like)]
+
+    def _exchange_buffers(self) -> None:
+        assert self._buffers is not None
+        names = self._buffers.exchange()
+        self.first_rank_buffers.update(names)
+        if names and self.settings.reproducible:
+            raise mistake(
+                "numerics.reproducible",
+                f"forward changes the buffer {names[0]}",
+                why="on several ranks the first one's value counts, so its bits depend on how many there are",
+                fix="keep it constant, or set numerics.reproducible = false",
+            )
+
     def _heard(
         self, targets_BS: torch.Tensor, grads: Sequence[torch.Tensor], squared: torch.Tensor
     ) -> list[torch.Tensor]:
@@ -430,7 +514,7 @@ class Engine:
         wishes: Sequence[bool],
         heard: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
-        """Sum the step's few numbers over the whole job: the only collective that every rank joins."""
+        """Sum the step's few numbers over the whole job, `heard` behind: the only collective that every rank joins."""
         valid = (targets_BS != IGNORED).sum().double() if self._scores else torch.zeros_like(loss_sum)
         loss = loss_sum if self._scores else torch.zeros_like(loss_sum)
         flags = [torch.full_like(loss_sum, float(wish)) for wish in wishes]
@@ -447,7 +531,7 @@ class Engine:
         scale_gradients(grads, factor)
         self._hand_over(grads)
         self.optimizer.step(lr)
-        self.publish()
+        self._copy_weights()
 
     def _hand_over(self, grads: Sequence[torch.Tensor]) -> None:
         """Give the optimizer its gradients; where it works in host memory, through buffers that are made once."""

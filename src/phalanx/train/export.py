@@ -1,4 +1,7 @@
-"""A run's weights for others: Hugging Face safetensors, config and tokenizer, from a checkpoint of any layout."""
+"""A run's weights for others: Hugging Face safetensors, config and tokenizer, from a checkpoint of any layout.
+
+A network of the user's own is written under the names of its state_dict(), buffers included.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,20 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from phalanx.errors import mistake
 from phalanx.files import replace_text
+from phalanx.job.model import ModelShape
 from phalanx.plan.plan import Plan
 from phalanx.record.run import open_run
 from phalanx.train.checkpoint.export import read_state
-from phalanx.train.checkpoint.find import candidates
+from phalanx.train.checkpoint.find import Checkpoint, candidates
 from phalanx.train.data.dataset import TokenDataset
-from phalanx.train.models.hf_weights import save_hf
+from phalanx.train.models.hf_weights import save_hf, save_named
+from phalanx.train.models.own import PREFIX
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -40,11 +46,33 @@ def export(run: str, out: Path, *, step: int | None, dtype: str) -> Exported:
         raise mistake(
             run, f"has no checkpoint{f' of step {step:,}' if step is not None else ''}", fix=f"saved steps: {steps}"
         )
-    state = {name: _cast(tensor, DTYPES[dtype]) for name, tensor in read_state(found[0].path).items()}
-    save_hf(state, plan.job.model, out, positions=plan.job.data.sequence)
+    if plan.job.model.module:
+        _save_own(found[0], plan.job.model, out, DTYPES[dtype])
+    else:
+        state = {name: _cast(tensor, DTYPES[dtype]) for name, tensor in read_state(found[0].path).items()}
+        save_hf(state, plan.job.model, out, positions=plan.job.data.sequence)
     _add_tokenizer(out, TokenDataset.open([Path(path) for path in plan.job.data.paths], "train"))
     files = tuple(sorted(path.name for path in out.iterdir()))
     return Exported(step=found[0].step, files=files, bytes=sum((out / name).stat().st_size for name in files))
+
+
+def _save_own(checkpoint: Checkpoint, shape: ModelShape, out: Path, dtype: torch.dtype) -> None:
+    """Weights in `dtype`; buffers as they are, since running statistics and tables are ruined by fewer bits."""
+    names: Any = checkpoint.meta.get("own") or {}  # checkpoints before 0.7 have none
+    tied = {str(other): str(first) for other, first in names.get("tied", {}).items()}
+    buffers = {str(name) for name in names.get("buffers", ())}
+    state = {}
+    for ours, tensor in read_state(checkpoint.path).items():
+        name = ours.removeprefix(PREFIX)
+        state[name] = tensor if name in buffers else _cast(tensor, dtype)
+    save_named(state, out, tied=tied)
+    told = {
+        "module": shape.module,
+        "arguments": json.loads(shape.arguments) if shape.arguments else {},
+        "step": checkpoint.step,
+        "tied": tied,
+    }
+    replace_text(out / "model.json", json.dumps(told, indent=2) + "\n")
 
 
 def _add_tokenizer(out: Path, dataset: TokenDataset) -> None:
@@ -52,8 +80,9 @@ def _add_tokenizer(out: Path, dataset: TokenDataset) -> None:
     shutil.copyfile(dataset.tokenizer_path, out / "tokenizer.json")
     added = json.loads(dataset.tokenizer_path.read_text(encoding="utf-8")).get("added_tokens", [])
     end = next((str(token["content"]) for token in added if token["id"] == dataset.end_of_text), None)
-    config = json.loads((out / "config.json").read_text(encoding="utf-8")) | {"eos_token_id": dataset.end_of_text}
-    replace_text(out / "config.json", json.dumps(config, indent=2) + "\n")
+    if (out / "config.json").is_file():  # not of a network of the user's own
+        config = json.loads((out / "config.json").read_text(encoding="utf-8")) | {"eos_token_id": dataset.end_of_text}
+        replace_text(out / "config.json", json.dumps(config, indent=2) + "\n")
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
     replace_text(out / "tokenizer_config.json", json.dumps(kind, indent=2) + "\n")
 

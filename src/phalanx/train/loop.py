@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,13 @@ from phalanx.train.state import meta_of, pieces_of, rank_meta_of
 from phalanx.train.supervise.board import Phase
 from phalanx.train.telemetry.compiling import compiled_s
 from phalanx.train.telemetry.timeline import Sample, TimelineSampler
+
+# What is said of a buffer of the user's own network.
+FIRST_RANK = "is changed by forward: data ranks change it each in its own way, and the first one's value counts"
+UNSAVED = (
+    "is changed by forward and registered with persistent=False: no checkpoint holds it, so after a restart it begins "
+    "as it was built"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +106,7 @@ class Loop:
             plan.reliability, self.job.checkpoint, now_s=time.monotonic() - _since_last_commit(folder, orders.went_s)
         )
         self._skipped, self._is_last = 0, False
+        self._warned: set[tuple[str, str]] = set()
         self._put = self._held = -1  # steps of which a copy was made in memory, and is safe there on every rank
         wall_s = plan.duration.wall_s
         every = digest_every(self.job.fault, plan.reliability, plan.prediction, wall_s=wall_s)
@@ -136,6 +144,7 @@ class Loop:
                 self.hooks.updated(step - 1, self.engine.pieces, self.engine.optimizer.state())
             self._compare(step)
             self._record(step - 1, taken)
+            self._warn_once(self.engine.first_rank_buffers, FIRST_RANK)
             self._hold(step)
             self._count_skipped(result, step)
             self._tell_saved()
@@ -354,6 +363,7 @@ class Loop:
         self._rest(step)
         self._tell_saved()
         meta, rank_meta = self._meta(step), rank_meta_of(self.engine)
+        self._warn_once(self.engine.changed_unsaved(), UNSAVED)
         try:
             self.saver.save(step=step, pieces=pieces_of(self.engine), meta=meta, rank_meta=rank_meta)
         except WorldError as error:  # of the save before; this one has begun
@@ -371,6 +381,12 @@ class Loop:
         )
         if not self.job.checkpoint.asynchronous:
             self._tell_saved(wait=True)
+
+    def _warn_once(self, names: Iterable[str], what: str) -> None:
+        """Tell of each buffer of the user's own network once."""
+        for name in sorted({(name, what) for name in names} - self._warned):
+            self._warned.add(name)
+            self.events.write("remark", step=self.step, text=f"the buffer {name[0]} {what}", is_warning=True)
 
     def _meta(self, step: int) -> dict[str, Any]:
         tokens = self.batch_plan.tokens_before(step)

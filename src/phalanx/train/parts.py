@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from phalanx.job.model import ModelShape
 from phalanx.plan.schedules import is_v_shaped, my_stages, split_layers
 from phalanx.train.models.decoder import TIED, Decoder
 from phalanx.train.models.init import draw
-from phalanx.train.models.protocol import build_model, build_stage, refuse_layout
+from phalanx.train.models.own import OwnStage, build_outline, build_stage, refuse_network
 from phalanx.train.parallel.dims import Meshes
 from phalanx.train.parallel.parallelize import parallelize
 from phalanx.train.parallel.pieces import Piece
@@ -27,6 +27,7 @@ class Part:
     """One pipeline stage of the model, as this rank holds it."""
 
     stage: int
+    layers: range  # of the whole model
     model: Decoder
 
 
@@ -39,7 +40,9 @@ class Held:
     box: Box
     replicas: int
     owner: bool
-    trained: bool
+    is_parameter: bool
+    trained: bool  # by gradients: not a buffer, nor a parameter that is frozen
+    moves: bool  # forward may change it: a buffer of the user's own network
 
     @property
     def local(self) -> torch.Tensor:
@@ -57,6 +60,7 @@ class Held:
             replicas=self.replicas,
             owner=self.owner,
             groups=self.box.groups,
+            moves=self.moves,
         )
 
 
@@ -72,27 +76,31 @@ def build_parts(shape: ModelShape, settings: Settings, meshes: Meshes, device: t
     layers = split_layers(shape.layers, stages, embed_cost=embed_cost(shape), head_cost=head_cost(shape))
     v_shaped = is_v_shaped(layout.schedule, max(layout.virtual_pipeline, 1)) and layout.pipeline > 1
     mine = my_stages(meshes.index("pipeline"), layout.pipeline, max(layout.virtual_pipeline, 1), v_shaped=v_shaped)
+    whole = None
     if shape.module:
-        with torch.device("meta"):
-            refuse_layout(shape, build_model(shape, allow_code=settings.allow_code), layout)
+        with untraced():
+            whole = build_outline(shape, allow_code=settings.allow_code, seed=settings.seed)
+        refuse_network(shape, whole, layout, compute=settings.compute, reproducible=settings.reproducible)
     parts = []
     for stage in mine:
         with untraced():
-            with torch.device("meta"):
-                model = build_stage(
-                    shape,
-                    layers=layers[stage],
-                    first=stage == 0,
-                    last=stage == stages - 1,
-                    allow_code=settings.allow_code,
-                )
+            model = build_stage(
+                shape,
+                layers=layers[stage],
+                first=stage == 0,
+                last=stage == stages - 1,
+                allow_code=settings.allow_code,
+                whole=whole,
+            )
             _cast(model, settings.master_dtype if meshes.dims.zero else settings.compute_dtype)
+            _widen_buffers(model, settings.compute_dtype)
             parallelize(model, meshes, settings, device)
         model.to_empty(device="cpu" if layout.offload == "parameters" else device)
         assert model.positions is not None
         model.positions = model.positions.to(device)
         _move_buffers(model, device)
-        parts.append(Part(stage=stage, model=model))
+        model.tie()
+        parts.append(Part(stage=stage, layers=layers[stage], model=model))
     return parts
 
 
@@ -121,6 +129,19 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
         param.data = param.data.to(dtype)
 
 
+def _widen_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """In float64 the tables and statistics of a network of the user's own are float64 too, as after `.double()`.
+
+    Otherwise buffers keep the format they were built in: running statistics and wavelengths are ruined by bfloat16.
+    """
+    if isinstance(model, OwnStage) and dtype == torch.float64:
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    module._buffers[name] = buffer.to(dtype)
+        model.tie()
+
+
 def holdings(parts: Sequence[Part], meshes: Meshes, *, tied: bool) -> list[Held]:
     """Every parameter and buffer of this rank's parts, in the order of the model."""
     return [held for part in parts for held in _part_holdings(part, meshes, tied=tied)]
@@ -130,9 +151,9 @@ def _part_holdings(part: Part, meshes: Meshes, *, tied: bool) -> Iterator[Held]:
     experts = expert_cuts(part.model)
     ends = {part.model.embed is not None, part.model.head is not None}
     twice = tied and ends == {True, False}  # the other copy of the tied table stands on another stage
-    named: list[tuple[str, torch.Tensor, bool]] = [(n, p, True) for n, p in part.model.named_parameters()]
-    named += [(name, buffer, False) for name, buffer in _kept_buffers(part.model)]
-    for name, tensor, trained in named:
+    parameters, own = list(part.model.named_parameters()), isinstance(part.model, OwnStage)
+    known = {id(param) for _, param in parameters}
+    for name, tensor in [*parameters, *_kept_buffers(part.model)]:
         cut = experts.get(id(tensor))
         box = box_of(tensor, (cut,) if cut else ())
         copy = twice and name in TIED
@@ -142,7 +163,9 @@ def _part_holdings(part: Part, meshes: Meshes, *, tied: bool) -> Iterator[Held]:
             box=box,
             replicas=meshes.dims.stage // box.parts * (2 if copy else 1),
             owner=_is_first(box, meshes) and not (copy and name == TIED[1]),
-            trained=trained,
+            is_parameter=id(tensor) in known,
+            trained=tensor.requires_grad and id(tensor) in known,
+            moves=own and id(tensor) not in known,
         )
 
 
@@ -164,10 +187,12 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that belong to the model's state."""
+    """Buffers that belong to the model's state, one that has several names under its first."""
+    seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
+            if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
@@ -181,3 +206,26 @@ def fill(pieces: Sequence[Piece], *, seed: int, layers: int) -> None:
         for dim in range(1, len(size)):
             drawn = drawn.narrow(dim, piece.start[dim], size[dim])
         piece.tensor.copy_(drawn)
+
+
+@torch.no_grad()
+def fill_from(
+    values: Iterable[tuple[str, torch.Tensor]], parts: Sequence[Part], weights: Sequence[Piece], *, prefix: str
+) -> None:
+    """Give weights and buffers the values of whole tensors, each rank its boxes; names come without `prefix`.
+
+    Buffers that no checkpoint holds, and so no piece is of, are whole on every rank.
+    """
+    targets: dict[str, list[Piece]] = {}
+    for piece in weights:
+        targets.setdefault(piece.name, []).append(piece)
+    buffers = {name: buffer for part in parts for name, buffer in part.model.named_buffers()}
+    for own_name, whole in values:
+        name = prefix + own_name
+        for piece in targets.get(name, ()):
+            cut = whole
+            for dim, (start, size) in enumerate(zip(piece.start, piece.tensor.shape, strict=True)):
+                cut = cut.narrow(dim, start, size)
+            piece.tensor.copy_(cut)
+        if name in buffers and name not in targets:
+            buffers[name].copy_(whole)

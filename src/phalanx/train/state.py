@@ -19,9 +19,11 @@ from phalanx.train.checkpoint.random_state import random_state, restore_random
 from phalanx.train.checkpoint.source import FolderSource, Source
 from phalanx.train.checkpoint.url import Place
 from phalanx.train.engine import Engine
-from phalanx.train.models.hf_weights import read_hf
+from phalanx.train.models.hf_weights import read_hf, read_named
+from phalanx.train.models.own import PREFIX
 from phalanx.train.optim.scaler import LossScale
 from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parts import fill_from
 
 UNREADABLE = (PhalanxError, OSError, KeyError, TypeError, ValueError)  # the last three: another program's manifest
 ELSEWHERE = "another rank could not read it"
@@ -48,7 +50,16 @@ def meta_of(engine: Engine, *, step: int, tokens: int, data: str) -> dict[str, A
         "noise": engine.noise.state(),
         "carried_unit": engine.unit,
         "layout": asdict(engine.settings.layout),
+        "own": _own_names(engine),
     }
+
+
+def _own_names(engine: Engine) -> dict[str, Any] | None:
+    """Of a network of the user's own: other names of tied tensors, and which tensors are buffers."""
+    if engine.outline is None:
+        return None
+    buffers = [name for name, spec in engine.outline.tensors.items() if not spec.is_parameter and spec.saved]
+    return {"tied": dict(engine.outline.tied), "buffers": buffers}
 
 
 def pieces_of(engine: Engine) -> list[Piece]:
@@ -114,7 +125,17 @@ def _load(engine: Engine, find: Callable[[], Source], *, cast: bool) -> str:
 
 @torch.no_grad()
 def take_weights(engine: Engine, folder: Path) -> None:
-    """Start from a Hugging Face folder: each rank reads the tensors it has a part of, one at a time."""
+    """Start from a Hugging Face folder: each rank reads the tensors it has a part of, one at a time.
+
+    A network of the user's own has its own names: those of its state_dict(), as `phalanx export` writes them.
+    """
+    if engine.outline is not None:
+        saved = {name: spec.shape for name, spec in engine.outline.tensors.items() if spec.saved}
+        held = {piece.name.removeprefix(PREFIX) for piece in engine.weights()}
+        values = read_named(folder, saved, wanted=held, others=engine.outline.tied)
+        fill_from(values, engine.parts, engine.weights(), prefix=PREFIX)
+        engine.publish()
+        return
     pieces: dict[str, list[Piece]] = {}
     for piece in engine.pieces:
         pieces.setdefault(piece.name, []).append(piece)

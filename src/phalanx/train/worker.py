@@ -31,13 +31,14 @@ from phalanx.record.run import Run, open_run
 from phalanx.train.checkpoint import sweep
 from phalanx.train.checkpoint.copies import Copies
 from phalanx.train.checkpoint.prune import drop_after
+from phalanx.train.checkpoint.random_state import seed_random
 from phalanx.train.engine import Engine
 from phalanx.train.guard.spikes import Spikes
 from phalanx.train.guard.verdict import Divergence
 from phalanx.train.hooks import Hooks, hooks_of
 from phalanx.train.loop import Loop
 from phalanx.train.memory import MemoryMeter
-from phalanx.train.models.protocol import build_model, differs_from_shape
+from phalanx.train.models.own import build_outline, differs_from_shape
 from phalanx.train.orders import Astray, Orders
 from phalanx.train.settings import Settings
 from phalanx.train.state import Restored, pieces_of, restore_copies, restore_newest, take_weights
@@ -288,7 +289,6 @@ def train(
         device=device,
         state_dtype=job.precision.optimizer_state,
     )
-    engine.initialise()
     engine.spikes = Spikes(job.train.spike_factor)
     orders.hooks.restoring(orders.epoch, dist.get_rank())
     if dist.get_rank() == 0:
@@ -326,15 +326,18 @@ def train(
 
 
 def _restore(engine: Engine, folder: Run, copies: MemorySource | None, at_most: int | None) -> tuple[Restored, str]:
-    """From memory, else from the disk; a copy that turns out damaged is no reason to stop."""
+    """From memory, else from the disk, else first values; a copy that turns out damaged is no reason to stop."""
     warnings: tuple[str, ...] = ()
+    engine.initialise_unsaved()
     if copies is not None:
         found = restore_copies(engine, copies)
         if not found.warnings:
             return found, "memory"
         warnings = found.warnings
-        engine.initialise()
     found = restore_newest(engine, folder.checkpoints, at_most=at_most)
+    if not found.step:
+        engine.initialise()
+        seed_random(engine.settings.seed, rank=dist.get_rank(), world=dist.get_world_size())
     return replace(found, warnings=(*warnings, *found.warnings)), "disk" if found.step else "start"
 
 
@@ -342,8 +345,7 @@ def _other_size(job: Job, settings: Settings) -> list[str]:
     """A warning where a network of the user's own is not of the size that was planned."""
     if not job.model.module:
         return []
-    with torch.device("meta"):
-        network = build_model(job.model, allow_code=settings.allow_code)
+    network = build_outline(job.model, allow_code=settings.allow_code)
     found = differs_from_shape(network, job.model)
     return [found.render()] if found is not None else []
 

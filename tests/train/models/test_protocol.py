@@ -15,16 +15,19 @@ from phalanx.job.load import load
 from phalanx.job.model import ModelShape
 from phalanx.plan.layout import Layout
 from phalanx.train.models.decoder import Decoder
-from phalanx.train.models.protocol import (
-    Network,
-    Staged,
-    build_model,
+from phalanx.train.models.own import (
+    build_outline,
     build_stage,
     differs_from_shape,
-    refuse_layout,
+    refuse_network,
+    tables_of,
 )
+from phalanx.train.models.protocol import Network, Staged, build_model
+from phalanx.train.optim.muon import takes
+from phalanx.train.parallel.pieces import Piece
 
 CODE = """
+import torch
 from torch import nn
 
 class Mixer(nn.Module):
@@ -67,6 +70,55 @@ def no_blocks(shape):
 
 def broken(shape):
     return shape.no_such_key
+
+def scalar(shape):
+    model = build(shape)
+    model.gate = nn.Parameter(torch.tensor(0.5))
+    return model
+
+def shared(shape):
+    model = build(shape)
+    model.layers["1"].weight = model.layers["0"].weight
+    model.layers["0"].bias = nn.Parameter(model.head.bias.detach()[:8])
+    return model
+
+def ends(shape):
+    model = Cut(shape, 8, range(shape.layers))
+    model.head.weight = model.table.weight
+    return model
+
+class Other(Cut):
+    def stage(self, layers, *, first, last):
+        return Shifted(self.shape, 8, layers, first, last)
+
+class Shifted(Cut):
+    def __init__(self, shape, width, layers, first, last):
+        super().__init__(shape, width, layers, first, last)
+        self.extra = nn.Parameter(torch.zeros(3))
+
+def renamed(shape):
+    return Other(shape, 8, range(shape.layers))
+
+def odd(shape):
+    model = build(shape)
+    model.register_parameter("whole", nn.Parameter(torch.arange(3), requires_grad=False))
+    model.register_parameter("a#b", nn.Parameter(torch.zeros(3)))
+    model.register_buffer("turns", torch.zeros(2, dtype=torch.complex64))
+    model.register_buffer("angles", torch.zeros(2, dtype=torch.complex64), persistent=False)
+    model.lazy = nn.LazyLinear(3)
+    model.state = Extra()
+    return model
+
+class Extra(nn.Module):
+    def get_extra_state(self):
+        return {"count": 3}
+
+def noisy(shape):
+    model = build(shape)
+    model.drop, model.quiet = nn.Dropout(0.1), nn.Dropout(0.0)
+    model.gru = nn.GRU(8, 8, num_layers=2, dropout=0.2)
+    model.norm, model.free = nn.BatchNorm1d(8), nn.BatchNorm1d(8, track_running_stats=False)
+    return model
 """
 JOB = """
 [model]
@@ -131,7 +183,7 @@ def test_code_is_not_run_unless_allowed(folder: Path) -> None:
         ("my_model.py:a_number", "my_model.py:a_number: returned int, not a torch.nn.Module"),
         ("my_model.py:no_blocks", "my_model.py:no_blocks: Linear has no blocks()"),
         ("my_model.py:misnamed", 'blocks() calls a part "block0", which is not its name in the module'),
-        ("my_model.py:broken", "FOLDER/my_model.py:43: my_model.py:broken raised: AttributeError: "),
+        ("my_model.py:broken", "FOLDER/my_model.py:44: my_model.py:broken raised: AttributeError: "),
     ],
 )
 def test_what_is_wrong_with_the_code_is_said(folder: Path, name: str, message: str) -> None:
@@ -174,9 +226,9 @@ ONE = Layout(
 
 def test_layouts_it_cannot_have_and_sizes_it_has_not(folder: Path) -> None:
     model = build_model(SHAPE, allow_code=True, folder=folder)
-    refuse_layout(SHAPE, model, replace(ONE, data=4, shard=4, zero=3))
+    refuse_network(SHAPE, model, replace(ONE, data=4, shard=4, zero=3))
     with pytest.raises(UserError) as caught:
-        refuse_layout(SHAPE, model, replace(ONE, pipeline=4, tensor=2, context=2))
+        refuse_network(SHAPE, model, replace(ONE, pipeline=4, tensor=2, context=2))
     assert [problem.where for problem in caught.value.problems] == [
         "parallel.pipeline",
         "parallel.tensor",
@@ -190,10 +242,14 @@ def test_layouts_it_cannot_have_and_sizes_it_has_not(folder: Path) -> None:
 def test_stages_of_an_own_network(folder: Path) -> None:
     shape = replace(SHAPE, module="my_model.py:cut")
     whole, first, last = (
-        build_stage(shape, layers=layers, first=begins, last=ends, allow_code=True, folder=folder)
+        build_stage(shape, layers=layers, first=begins, last=ends, allow_code=True, folder=folder).to_empty(
+            device="cpu"
+        )
         for layers, begins, ends in ((range(2), True, True), (range(1), True, False), (range(1, 2), False, True))
     )
-    refuse_layout(shape, build_model(shape, allow_code=True, folder=folder), replace(ONE, pipeline=2))
+    for parameter in whole.parameters():
+        torch.nn.init.normal_(parameter)
+    refuse_network(shape, build_model(shape, allow_code=True, folder=folder), replace(ONE, pipeline=2))
     state = whole.state_dict()
     assert all(name.startswith("network.") for name in state)
     for part in (first, last):
@@ -216,7 +272,75 @@ def test_the_decoder_is_a_network_too() -> None:
     assert isinstance(model, Decoder)
     assert isinstance(model, Network)
     assert isinstance(model, Staged)
-    refuse_layout(shape, model, replace(ONE, tensor=2, pipeline=2))
+    refuse_network(shape, model, replace(ONE, tensor=2, pipeline=2))
     assert differs_from_shape(model, shape) is None
     stage = build_stage(shape, layers=range(1, 2), first=False, last=True)
     assert list(stage.blocks()) == ["layers.1"]
+
+
+# ---- what would be lost or changed unnoticed is refused by name ------------------------------------------------------
+
+
+def refused(name: str, folder: Path, layout: Layout = ONE, **settings: object) -> dict[str, str]:
+    shape = replace(SHAPE, module=f"my_model.py:{name}")
+    with pytest.raises(UserError) as caught:
+        refuse_network(shape, build_outline(shape, allow_code=True, folder=folder), layout, **settings)
+    return {problem.where: problem.what for problem in caught.value.problems}
+
+
+def test_parameters_that_cannot_be_sharded(folder: Path) -> None:
+    sharded = replace(ONE, data=2, shard=2, zero=3)
+    assert refused("scalar", folder, sharded) == {
+        "gate": "is a parameter without dimensions, and zero = 3 cuts along the first"
+    }
+    assert refused("shared", folder, sharded) == {"layers.0.weight": "is one parameter in layers.0, layers.1"}
+    for name in ("scalar", "shared"):
+        shape = replace(SHAPE, module=f"my_model.py:{name}")
+        refuse_network(shape, build_outline(shape, allow_code=True, folder=folder), ONE)
+
+
+def test_tensors_that_could_not_be_kept(folder: Path) -> None:
+    assert refused("odd", folder) == {
+        "whole": "is a parameter of int64",
+        "'a#b'": 'a name with "#" or an unprintable character',
+        "turns": "is a buffer of complex64, which checkpoints cannot hold",
+        "lazy.weight": "is a lazy parameter: its size is not known before the first forward",
+        "lazy.bias": "is a lazy parameter: its size is not known before the first forward",
+        "state": "Extra keeps extra state (get_extra_state)",
+    }
+
+
+def test_random_numbers_and_statistics_under_promises_they_break(folder: Path) -> None:
+    assert refused("noisy", folder, reproducible=True) == {
+        "drop": "Dropout with numerics.reproducible",
+        "gru": "GRU with numerics.reproducible",
+        "norm": "BatchNorm1d with numerics.reproducible",
+    }
+    assert refused("noisy", folder, compute="bf16") == {"norm": "BatchNorm1d with precision.compute = 'bf16'"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ends", "holds one of table.weight and head.weight, which are one tensor in the whole network"),
+        ("renamed", "holds extra of [3], and the whole network has no tensor of that name"),
+    ],
+)
+def test_stages_that_would_part_from_the_whole(folder: Path, name: str, message: str) -> None:
+    shape = replace(SHAPE, module=f"my_model.py:{name}")
+    with pytest.raises(UserError) as caught:
+        build_stage(shape, layers=range(1), first=True, last=False, allow_code=True, folder=folder)
+    assert message in str(caught.value)
+
+
+def test_muon_leaves_tables_and_convolutions_of_an_own_network_to_adamw(folder: Path) -> None:
+    network = build_model(SHAPE, allow_code=True, folder=folder)
+    assert tables_of(network, SHAPE.vocab) == {"table.weight", "head.weight", "head.bias"}
+    tables = {f"network.{name}" for name in tables_of(network, SHAPE.vocab)}
+
+    def piece(name: str, *shape: int) -> Piece:
+        zeros = torch.zeros(shape)
+        return Piece(name=name, tensor=zeros, shape=shape, start=(0,) * len(shape), replicas=1, owner=True, groups={})
+
+    by_muon = {"network.table.weight": (50, 8), "network.layers.0.weight": (8, 8), "network.conv.weight": (8, 8, 3)}
+    assert [name for name, size in by_muon.items() if takes(piece(name, *size), tables)] == ["network.layers.0.weight"]

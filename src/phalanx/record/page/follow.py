@@ -13,7 +13,7 @@ from phalanx.units import format_bytes, format_count, format_seconds
 
 RECENT = 20  # steps behind the rate and the time that is left
 # What the lines hold on which `remark_of_rank` has something to say.
-REMARKED = (b'"evaluate"', b'"checkpoint"', b'"memory"', b'"ready"')
+REMARKED = (b'"evaluate"', b'"checkpoint"', b'"memory"', b'"ready"', b'"remark"')
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +120,8 @@ def remark_of_rank(event: Event) -> list[str]:
         return _checkpoint(event, step)
     if event["event"] == "memory":
         return [f"step {step:,}: {_copies(event)}"]
+    if event["event"] == "remark" and event.get("is_warning") is True:
+        return [f"warning: {text(event, 'text')}"]
     if event["event"] == "ready":
         seconds = number(event, "seconds")
         at = f", going on at step {step:,}" if step else ""

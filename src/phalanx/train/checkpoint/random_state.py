@@ -23,6 +23,11 @@ def random_state(device: torch.device) -> dict[str, JSON]:
     return {KEY: state}
 
 
+def seed_random(seed: int, *, rank: int, world: int) -> None:
+    """Start a run: every rank draws its own numbers (dropout must not fall on the same places everywhere)."""
+    torch.manual_seed(_key(f"seed {seed}, random state of rank {rank} of {world}"))  # of all devices
+
+
 def restore_random(source: Source, *, rank: int, world: int, device: torch.device) -> None:
     """Go on with the numbers this rank would have drawn. Raises Damaged.
 
@@ -30,7 +35,7 @@ def restore_random(source: Source, *, rank: int, world: int, device: torch.devic
     """
     state = source.index(rank).meta.get(KEY) if world == source.world else None
     if not isinstance(state, Mapping):
-        torch.manual_seed(_seed(source.step, rank, world))  # of all devices
+        torch.manual_seed(_key(f"random state of rank {rank} of {world} at step {source.step}"))  # of all devices
         return
     try:
         torch.set_rng_state(_tensor(state["cpu"]))
@@ -48,6 +53,6 @@ def _tensor(text: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(bytes.fromhex(text)), dtype=torch.uint8)
 
 
-def _seed(step: int, rank: int, world: int) -> int:
-    digest = hashlib.sha256(f"random state of rank {rank} of {world} at step {step}".encode()).digest()
+def _key(text: str) -> int:
+    digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1  # 63 bits: manual_seed takes no more from Python

@@ -9,7 +9,7 @@ An error inside an update of such a shard shows in neither.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,6 +30,7 @@ class BoxSet:
 
     pieces: tuple[Piece, ...]
     boxes: bytes
+    moves: bool  # forward may change them: they are compared with other ranks' only
 
     @property
     def replicas(self) -> int:
@@ -45,12 +46,15 @@ class BoxSet:
 
 
 def box_sets(pieces: Sequence[Piece]) -> list[BoxSet]:
-    """The pieces by who holds them: those cut by the same groups, with as many copies."""
-    held: dict[tuple[frozenset[int], int], list[Piece]] = {}
+    """The pieces by who holds them: those cut by the same groups, with as many copies; buffers that move apart."""
+    held: dict[tuple[frozenset[int], int, bool], list[Piece]] = {}
     for piece in pieces:
         cut_by = frozenset(id(group) for groups in piece.groups.values() for group in groups)
-        held.setdefault((cut_by, piece.replicas), []).append(piece)
-    return [BoxSet(pieces=tuple(some), boxes=_short(b"".join(map(place_of, some)))) for some in held.values()]
+        held.setdefault((cut_by, piece.replicas, piece.moves), []).append(piece)
+    return [
+        BoxSet(pieces=tuple(some), boxes=_short(b"".join(map(place_of, some))), moves=moves)
+        for (_, _, moves), some in held.items()
+    ]
 
 
 class Guard:
@@ -74,7 +78,7 @@ class Guard:
         if not self._rest:
             return None
         rest, self._rest = self._rest, {}
-        now = _digests(box_sets(self._pieces()))
+        now = _digests(one for one in box_sets(self._pieces()) if not one.moves)
         if now == rest:
             return None
         boxes = next(boxes for boxes, digest in rest.items() if now.get(boxes) != digest)
@@ -94,8 +98,9 @@ class Guard:
         if not self.is_due(step):
             return None
         sets = box_sets(self._pieces())
-        self._rest = _digests(sets)
-        claims = self._exchange(sets)
+        digests = _digests(sets)
+        self._rest = {one.boxes: digests[one.boxes] for one in sets if not one.moves}
+        claims = self._exchange(sets, digests)
         found = judge(step, claims)
         if found is not None:
             self._rest = {}
@@ -103,7 +108,7 @@ class Guard:
         self.last = {claim.boxes: claim.digest for claim in claims}
         return None
 
-    def _exchange(self, sets: Sequence[BoxSet]) -> list[Claim]:
+    def _exchange(self, sets: Sequence[BoxSet], digests: Mapping[bytes, bytes]) -> list[Claim]:
         """The claims of all ranks on sets that have copies."""
         copied = [one for one in sets if one.replicas > 1]
         if self._most_sets < 0:
@@ -112,7 +117,7 @@ class Guard:
             return []
         mine = torch.zeros(self._most_sets, 3, dtype=torch.int64)
         for row, one in zip(mine, copied, strict=False):
-            row[:] = torch.tensor([_number(one.boxes), _number(self._rest[one.boxes]), len(one.pieces)])
+            row[:] = torch.tensor([_number(one.boxes), _number(digests[one.boxes]), len(one.pieces)])
         return [
             Claim(rank=rank, boxes=_bytes(boxes).hex(), digest=_bytes(digest).hex(), tensors=count)
             for rank, rows in enumerate(_gather(mine))
@@ -121,7 +126,7 @@ class Guard:
         ]
 
 
-def _digests(sets: Sequence[BoxSet]) -> dict[bytes, bytes]:
+def _digests(sets: Iterable[BoxSet]) -> dict[bytes, bytes]:
     return {one.boxes: one.digest() for one in sets}
 
 

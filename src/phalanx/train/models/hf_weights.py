@@ -6,7 +6,7 @@ Names and paths in the files are never trusted: only tensors we ask for are read
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +80,48 @@ def read_hf(folder: Path, shape: ModelShape, *, wanted: Iterable[str]) -> Iterat
                     yield TIED[1], tensor
 
 
+def read_named(
+    folder: Path, sizes: Mapping[str, Sequence[int]], *, wanted: Collection[str], others: Collection[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of the wanted ones of a network of the user's own, whose files use its own names.
+
+    `sizes` are all tensors it has, `others` further names of tied ones, which a file may hold too.
+    """
+    entries = {name: entry for name, entry in _listed_entries(folder).items() if name not in others}
+    wrong = [
+        f"{name} {list(entries[name].size)} instead of {list(size)}"
+        for name, size in sizes.items()
+        if name in entries and entries[name].size != tuple(size)
+    ]
+    problems = [
+        *_listed(str(folder), "lacks", [name for name in sizes if name not in entries]),
+        *_listed(str(folder), "has tensors this network does not:", [name for name in entries if name not in sizes]),
+        *_listed(str(folder), "has tensors of another size:", wrong),
+    ]
+    if problems:
+        raise UserError(problems)
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(_open(path)) for path in {entry.file for entry in entries.values()}}
+        for name in sizes:
+            if name in wanted:
+                yield name, files[entries[name].file].get_tensor(name)
+
+
+def save_named(
+    state: Mapping[str, Tensor], folder: Path, *, tied: Mapping[str, str], shard_bytes: int = SHARD_BYTES
+) -> list[Path]:
+    """Write safetensors under the names of a user's own network, a tied tensor once; returns the files.
+
+    `safetensors.torch.load_model` fills the network from them; the file's metadata names what is tied, as
+    `safetensors.torch.save_model` writes it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return _write_shards({name: one.contiguous() for name, one in state.items()}, folder, shard_bytes, tied)
+    except (OSError, SafetensorError) as error:
+        raise WorldError(Problem(where=str(folder), what=f"cannot be written: {error}")) from error
+
+
 def save_hf(
     state: Mapping[str, Tensor],
     shape: ModelShape,
@@ -115,7 +157,9 @@ def _turned(state: Mapping[str, Tensor], known: Sequence[Match]) -> Iterator[tup
             yield name, tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _write_shards(theirs: Mapping[str, Tensor], folder: Path, shard_bytes: int) -> list[Path]:
+def _write_shards(
+    theirs: Mapping[str, Tensor], folder: Path, shard_bytes: int, more: Mapping[str, str] | None = None
+) -> list[Path]:
     shards = _pack(theirs, shard_bytes)
     if len(shards) == 1:
         names = [SINGLE]
@@ -123,7 +167,7 @@ def _write_shards(theirs: Mapping[str, Tensor], folder: Path, shard_bytes: int) 
         names = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
     for name, shard in zip(names, shards, strict=True):
         temporary = folder / f".{name}.tmp"
-        save_file({key: theirs[key] for key in shard}, temporary, metadata={"format": "pt"})
+        save_file({key: theirs[key] for key in shard}, temporary, metadata={"format": "pt", **(more or {})})
         temporary.replace(folder / name)
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in theirs.values())
@@ -165,14 +209,20 @@ def _check_state(state: Mapping[str, Tensor], known: Sequence[Match]) -> None:
         raise UserError(problems)
 
 
-def _entries(folder: Path) -> dict[str, Entry]:
-    """Every tensor of the folder by name; GPT-2 files without the "transformer." prefix are given it."""
+def _listed_entries(folder: Path) -> dict[str, Entry]:
+    """Every tensor of the folder by its name in the file."""
     found: dict[str, Entry] = {}
     for path in _files(folder):
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
                 part = file.get_slice(name)
                 found[name] = Entry(file=path, name=name, size=tuple(part.get_shape()), dtype=str(part.get_dtype()))
+    return found
+
+
+def _entries(folder: Path) -> dict[str, Entry]:
+    """Every tensor of the folder; GPT-2 files without the "transformer." prefix are given it."""
+    found = _listed_entries(folder)
     if "wte.weight" in found:
         found = {name if name.startswith("lm_head") else f"transformer.{name}": one for name, one in found.items()}
     return {name: entry for name, entry in found.items() if not name.endswith(IGNORED)}

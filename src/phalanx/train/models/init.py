@@ -1,4 +1,4 @@
-"""First values of a parameter, keyed by its name: every rank, stage and shard draws the same numbers for it."""
+"""First values of a parameter of our decoder, keyed by its name: every rank, stage and shard draws the same for it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ def draw(
     """
     rows = range(size[0]) if rows is None else rows
     part = (len(rows), *size[1:])
-    if name.rpartition(".")[2].startswith("bias"):  # also torch's "bias_ih_l0"
+    kind = name.rpartition(".")[2]
+    if kind == "bias":
         return torch.zeros(part, dtype=dtype)
     if len(size) == 1:
-        return torch.ones(part, dtype=dtype)  # the scale of a norm
+        assert kind == "weight", f"{name}: only biases and scales of norms are vectors of our decoder"
+        return torch.ones(part, dtype=dtype)
     std = STD / math.sqrt(2 * layers) if name.endswith(RESIDUAL) else STD
     block = 1 if len(size) > 2 else ROWS
     drawn = torch.empty(part, dtype=torch.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -18,22 +18,28 @@ __all__ = ["Optimizer", "build_optimizer"]
 
 
 def build_optimizer(
-    pieces: Sequence[Piece], *, optim: Optim, state_dtype: str, decays: Callable[[str], bool]
+    pieces: Sequence[Piece],
+    *,
+    optim: Optim,
+    state_dtype: str,
+    decays: Callable[[str], bool],
+    tables: Collection[str] = (),
 ) -> Optimizer:
     """An optimizer over this rank's pieces; `decays` says which parameters weight decay applies to.
 
-    `state_dtype` is the job's precision.optimizer_state. Adafactor keeps so little that it stays in fp32.
+    `tables` are weights of a user's own network that are embeddings or a head. `state_dtype` is the job's
+    precision.optimizer_state; Adafactor keeps so little that it stays in fp32.
     """
     if optim.name == "adafactor":
         return Adafactor(pieces, beta2=optim.betas[1], weight_decay=optim.weight_decay, decays=decays)
     if optim.name == "muon":
         return Muon(
-            [piece for piece in pieces if takes(piece)],
+            [piece for piece in pieces if takes(piece, tables)],
             momentum=optim.betas[0],
             weight_decay=optim.weight_decay,
             decays=decays,
             kind=state_dtype,
-            rest=_adamw([piece for piece in pieces if not takes(piece)], optim, state_dtype, decays),
+            rest=_adamw([piece for piece in pieces if not takes(piece, tables)], optim, state_dtype, decays),
         )
     return _adamw(pieces, optim, "int8" if optim.name == "adamw8bit" else state_dtype, decays)
 

@@ -7,7 +7,7 @@ Embeddings, the head and everything that is not a matrix go to AdamW.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -25,10 +25,16 @@ QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan et al.: steepest at 0, so small si
 # Liu et al. 2025, "Muon is scalable for LLM training" (arXiv:2502.16982).
 ADAM_RMS = 0.2
 NOT_BY_MUON = ("embed.", "head.")  # their rows are looked up or scored one by one: no matrix geometry
+OWN = "network."  # names of a network of the user's own begin so
 
 
-def takes(piece: Piece) -> bool:
-    """Whether Muon updates this parameter; a three-dimensional one is a batch of matrices (experts)."""
+def takes(piece: Piece, tables: Collection[str] = ()) -> bool:
+    """Whether Muon updates this parameter; a three-dimensional one of ours is a batch of matrices (experts).
+
+    In a network of the user's own, `tables` are its embeddings and head, and three dimensions may be a convolution's.
+    """
+    if piece.name.startswith(OWN):
+        return len(piece.shape) == 2 and piece.name not in tables
     return len(piece.shape) in (2, 3) and not piece.name.startswith(NOT_BY_MUON)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.utils._pytree import tree_map
 
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.models.moe import Moe
@@ -100,6 +102,22 @@ def _expert_placement(param: torch.nn.Parameter, sharers: int) -> Shard | None:
     """By expert where there are enough of them, else by width: one expert is not to lie on one rank of several."""
     by_width = param.shape[0] % sharers and param.shape[1] % sharers == 0
     return Shard(1) if by_width else None
+
+
+def cast_inputs(blocks: Iterable[torch.nn.Module], dtype: torch.dtype) -> None:
+    """Let every block have its floating-point inputs in `dtype`, as FSDP2 does for the modules it shards.
+
+    A network of the user's own may add a float32 table to its stream: the next block's weights are in fewer bits.
+    """
+
+    def cast(one: Any) -> Any:
+        return one.to(dtype) if isinstance(one, torch.Tensor) and one.is_floating_point() else one
+
+    def before(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map(cast, (args, kwargs))
+
+    for block in blocks:
+        block.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def sharded_modules(model: torch.nn.Module) -> list[FSDPModule]:

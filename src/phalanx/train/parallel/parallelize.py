@@ -9,7 +9,7 @@ from phalanx.train.parallel.context import context_core, local_positions
 from phalanx.train.parallel.dims import Meshes
 from phalanx.train.parallel.expert import split_experts
 from phalanx.train.parallel.float8 import refuse_without_float8, use_float8
-from phalanx.train.parallel.fsdp import shard_params
+from phalanx.train.parallel.fsdp import cast_inputs, shard_params
 from phalanx.train.parallel.recompute import offload_activations, recompute
 from phalanx.train.parallel.tensor import split_tensors
 from phalanx.train.settings import Settings
@@ -50,3 +50,5 @@ def parallelize(model: Decoder, meshes: Meshes, settings: Settings, device: torc
             reduce=settings.reduce_dtype,
             offload=layout.offload == "parameters",
         )
+    elif model.shape.module and settings.compute_dtype not in (torch.float32, torch.float64):
+        cast_inputs(model.layers.values(), settings.compute_dtype)

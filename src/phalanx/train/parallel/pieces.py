@@ -18,7 +18,8 @@ class Piece:
 
     `tensor` is plain and local: what the optimizer updates in place. `replicas` ranks of the world hold the same box;
     exactly one of them, the one with `owner`, writes it to a checkpoint. `groups` maps a dimension that is split to
-    the process groups that together hold it, outermost first; a dimension that is whole is not in it.
+    the process groups that together hold it, outermost first; a dimension that is whole is not in it. `moves` is told
+    of buffers that forward may change: their values between two updates are no sign of bad memory.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Piece:
     replicas: int
     owner: bool
     groups: dict[int, tuple[ProcessGroup, ...]]
+    moves: bool = False
 
     @property
     def whole(self) -> bool:

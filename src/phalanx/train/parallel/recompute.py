@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 aten = torch.ops.aten
@@ -33,11 +34,34 @@ COLLECTIVES = ("_c10d_functional", "c10d_functional")
 def recompute(blocks: Iterable[nn.Module], kind: str) -> None:
     """Make each block recompute in backward; the module tree and its names stay as they are."""
     for block in blocks:
+        if kind != "none" and next(block.buffers(), None) is not None:
+            block.forward = _with_buffers_kept(block, block.forward)
         if kind == "full":
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         elif kind == "selective":
-            contexts = partial(create_selective_checkpoint_contexts, _policy)
+            contexts = partial(create_selective_checkpoint_contexts, _policy_of(block))
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+
+
+def _with_buffers_kept(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Computed again, a block must not count its tokens again: batch norm would take every micro-batch in twice."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Compiled, torch itself keeps side effects out of what it computes again.
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+            return forward(*args, **kwargs)
+        slots = [(module, key) for module in block.modules() for key, one in module._buffers.items() if one is not None]
+        before = [module._buffers[key] for module, key in slots]
+        with _disable_current_modes():  # selective recompute counts operators: these are no part of the block
+            for (module, key), buffer in zip(slots, before, strict=True):
+                module._buffers[key] = buffer.clone() if buffer is not None else None
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for (module, key), buffer in zip(slots, before, strict=True):
+                module._buffers[key] = buffer
+
+    return run
 
 
 def offload_activations(blocks: Iterable[nn.Module]) -> None:
@@ -80,3 +104,33 @@ def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     del args, kwargs
     keep = op in EXPENSIVE or getattr(op, "namespace", "") in COLLECTIVES
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _policy_of(block: nn.Module) -> Callable[..., CheckpointPolicy]:
+    """What a block keeps: nothing of nn.GRU, nn.LSTM and their cells.
+
+    On CPUs these add to and squash their products in place, through views without a version (`unsafe_chunk`): what was
+    kept would be changed unnoticed, and backward be wrong (torch 2.13: the gradients of a GRU by 1e-2).
+    """
+    recurrent = [one for one in block.modules() if isinstance(one, nn.RNNBase | nn.RNNCellBase)]
+    if not recurrent:
+        return _policy
+    running: list[nn.Module] = []
+
+    def around(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            running.append(module)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                running.pop()
+
+        return run
+
+    for one in recurrent:
+        one.forward = around(one, one.forward)
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.PREFER_RECOMPUTE if running else _policy(context, op, *args, **kwargs)
+
+    return policy

@@ -88,7 +88,12 @@ def find_data(job: Job, base: Path) -> tuple[Path, ...]:
 
 def make(resolved: ResolvedJob) -> Plan:
     """The plan of a job; the files it names as absolute paths, so that the run can be resumed from anywhere."""
-    return make_plan(dataclasses.replace(resolved, job=_absolute(resolved.job, resolved.path.parent)))
+    return make_plan(with_absolute_files(resolved))
+
+
+def with_absolute_files(resolved: ResolvedJob) -> ResolvedJob:
+    """The job with the files it names as absolute paths."""
+    return dataclasses.replace(resolved, job=_absolute(resolved.job, resolved.path.parent))
 
 
 def _absolute(job: Job, base: Path) -> Job:

@@ -96,7 +96,8 @@ class HeardReduceScatter:
 
     def _counted(self, flat: torch.Tensor, ranks: int) -> list[torch.Tensor]:
         """The buffer is a row per rank, in each a part of every parameter, padded with zeros."""
-        params = [param for group in _groups_of(self._module) for param in group.fsdp_params]
+        fsdp_params = (param for group in _groups_of(self._module) for param in group.fsdp_params)
+        params = [param for param in fsdp_params if param.sharded_param.requires_grad]  # frozen ones are not reduced
         counts = [self._norms.counts(param.sharded_param) for param in params]
         if all(counts):
             return [flat]

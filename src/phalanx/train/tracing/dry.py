@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import resource
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,8 +17,9 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
+from phalanx.errors import UserError, mistake
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
 from phalanx.plan.layout import Layout
@@ -45,13 +47,32 @@ def trace_rank(
         gc.freeze()  # the collector need not walk torch's million objects again and again
         warnings.simplefilter("ignore")  # torch's advice on the program, which a training run gives in its place
         fused = fused_products() if settings.compile else nullcontext()
-        with fused:
-            found = record_step(
-                shape, traceable(settings), optim, state_dtype=state_dtype, fakes=mode, compiled=settings.compile
-            )
-    gc.unfreeze()
+        try:
+            with fused:
+                found = record_step(
+                    shape, traceable(settings), optim, state_dtype=state_dtype, fakes=mode, compiled=settings.compile
+                )
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            if not shape.module:
+                raise
+            raise _reads_values(shape, error) from None
+        finally:
+            gc.unfreeze()
     rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return replace(found, seconds=time.perf_counter() - began_s, rss_bytes=rss_bytes)
+
+
+def _reads_values(shape: ModelShape, error: Exception) -> UserError:
+    """A network of the user's own that cannot be traced, with the last line of it."""
+    steps = traceback.extract_tb(error.__traceback__)
+    own = [step for step in steps if step.filename == shape.module.rpartition(":")[0]]
+    where = f"{own[-1].filename}:{own[-1].lineno}" if own else "model.module"
+    return mistake(
+        where,
+        f"{shape.module} reads the value of a tensor in forward",
+        why="a traced step has shapes and no values; nn.BatchNorm with momentum=None reads its count, for one",
+        fix="train a few steps and look at the record, or trace a network that does not",
+    )
 
 
 def traceable(settings: Settings) -> Settings:

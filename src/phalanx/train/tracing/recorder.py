@@ -57,7 +57,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         vocab = engine.shape.vocab
         self._widths = frozenset({vocab, vocab // engine.dims.tensor})
         offload = engine.settings.layout.offload
-        self.meter.claim(HOST if offload == "parameters" else "parameters", (held.local for held in engine.held))
+        parameters = (held.local for held in engine.held if held.is_parameter)
+        self.meter.claim(HOST if offload == "parameters" else "parameters", parameters)
+        self.meter.claim("parameters", (buffer for part in engine.parts for buffer in part.model.buffers()))
         state = [piece.tensor for piece in engine.optimizer.state()]
         copies = [master for _, master in engine._copies]
         self.meter.claim(HOST if offload in ("optimizer", "parameters") else "optimizer", [*state, *copies])
@@ -98,7 +100,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             rank=dist.get_rank(),
             place={axis: (engine.meshes.index(axis), size) for axis, size in sizes.items()},
             stages=tuple(part.stage for part in engine.parts),
-            layers=tuple(int(layer) for part in engine.parts for layer in part.model.layers),
+            layers=tuple(layer for part in engine.parts for layer in part.layers),
             operations=tuple(self._log),
             flops={phase: dict(self._flops[phase]) for phase in PHASES if phase in self._flops},
             peak=Peak(

@@ -31,9 +31,9 @@ class Step:
     state_dtype: str
 
     @classmethod
-    def of(cls, job: Job, layout: Layout, *, on_gpu: bool = False) -> Step:
+    def of(cls, job: Job, layout: Layout, *, on_gpu: bool = False, allow_code: bool = False) -> Step:
         """The step of a planned job; on GPUs it is compiled unless the job says otherwise."""
-        settings = Settings.of(job, layout, on_gpu=on_gpu)
+        settings = Settings.of(job, layout, on_gpu=on_gpu, allow_code=allow_code)
         return cls(shape=job.model, settings=settings, optim=job.optim, state_dtype=job.precision.optimizer_state)
 
 

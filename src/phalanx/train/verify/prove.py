@@ -13,7 +13,7 @@ from phalanx.train.models.support import refuse_untrainable
 from phalanx.train.settings import Settings
 from phalanx.train.verify.compare import Bounds, Comparison, compare
 from phalanx.train.verify.ranks import LIMIT_S
-from phalanx.train.verify.shrink import Change, alone, changes, left_out, shrink
+from phalanx.train.verify.shrink import Change, alone, changes, left_out, refuse_own, shrink
 from phalanx.train.verify.trial import run_trial
 
 
@@ -58,6 +58,7 @@ def prove(
     `on_gpu` says where the job would run; the proof runs on CPUs. `began_s` (time.monotonic) starts the clock earlier.
     """
     began_s = time.monotonic() if began_s is None else began_s
+    refuse_own(job)
     refuse_untrainable(job.model)
     settings = Settings.of(job, layout, on_gpu=on_gpu)
     refuse_layout(job.model, settings)

@@ -30,8 +30,8 @@ class Change:
     small: object
 
 
-def shrink(job: Job, layout: Layout, *, steps: int) -> Trial:
-    """The trial that stands for a job under a layout. The layout must be one that `check_layout` lets pass."""
+def refuse_own(job: Job) -> None:
+    """Raises UserError for a network of the user's own."""
     if job.model.module:
         raise mistake(
             "model.module",
@@ -40,6 +40,11 @@ def shrink(job: Job, layout: Layout, *, steps: int) -> Trial:
             fix="verify the layout with a preset of the same family, or train a few steps with precision.compute = "
             '"fp32" under both layouts',
         )
+
+
+def shrink(job: Job, layout: Layout, *, steps: int) -> Trial:
+    """The trial that stands for a job under a layout. The layout must be one that `check_layout` lets pass."""
+    refuse_own(job)
     small = shrink_layout(job.model, layout)
     kind, some = job.parallel.context_kind, job.parallel.recompute_layers != "auto"
     shape = shrink_model(job.model, layout, small, ulysses=kind == "ulysses")

@@ -122,8 +122,9 @@ def on_rank(rank: int, trial: Trial) -> RankOutcome:
     # FSDP2 warns of views that nobody changes in place: the embedding's output under tensor parallelism is one.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     engine = Engine(trial.shape, trial.settings, trial.optim, device=torch.device("cpu"), state_dtype=trial.state_dtype)
-    engine.initialise()
-    first = restore_newest(engine, Path(trial.resume)).step if trial.resume else 0
+    first = _restored(engine, trial.resume) if trial.resume else 0
+    if not first:
+        engine.initialise()
     if trial.loss_scale and engine.loss_scale is not None:
         engine.loss_scale = replace(engine.loss_scale, scale=trial.loss_scale)
     watched = Watched(engine.optimizer, engine.pieces)
@@ -157,6 +158,12 @@ def _mine(engine: Engine, trial: Trial, step: int) -> tuple[torch.Tensor, torch.
     ranks, index = engine.dims.data, engine.meshes.index("data")
     tokens_BS, targets_BS = (one.chunk(ranks)[index] for one in whole)
     return tokens_BS, targets_BS
+
+
+def _restored(engine: Engine, root: str) -> int:
+    """The step of the newest checkpoint, with everything in place that it does not hold; 0 where there is none."""
+    engine.initialise_unsaved()
+    return restore_newest(engine, Path(root)).step
 
 
 class Watched:

@@ -1,0 +1,70 @@
+"""What test_own_networks runs on every rank: several trials in one process group, which costs seconds to make."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from phalanx.train.checkpoint.random_state import seed_random
+from phalanx.train.engine import Engine
+from phalanx.train.guard.divergence import Guard
+from phalanx.train.state import take_weights
+from phalanx.train.tracing.dry import _forget_meshes
+from phalanx.train.verify.trial import RankOutcome, Trial, _mine, keep, on_rank
+
+
+def run_all(rank: int, trials: Sequence[Trial]) -> list[RankOutcome]:
+    """Each trial as `run_trial` would."""
+    found = []
+    for trial in trials:
+        _forget_meshes()  # DTensor takes a mesh of the last trial for one of this, and with it the groups of the last
+        found.append(on_rank(rank, trial))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buffers:
+    """What one rank holds after a few steps, and what was said of it."""
+
+    values: dict[str, list[float]]  # by name
+    tokens: list[int]  # the last tokens this rank saw in each step
+    first_rank: set[str]
+    unsaved: list[str]
+    quarrels: list[str]
+    drawn: float  # the next random number
+
+
+def step_guarded(rank: int, trial: Trial) -> Buffers:
+    """Steps with a guard that looks at every one of them, as the loop does it."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    engine = Engine(trial.shape, trial.settings, trial.optim, device=torch.device("cpu"))
+    engine.initialise()
+    seed_random(trial.settings.seed, rank=rank, world=trial.settings.layout.devices)
+    guard, found, tokens = Guard(engine.state, every=1), [], []
+    engine.touch_gradients = lambda _: found.append(guard.before(len(tokens)))
+    for step in range(trial.steps):
+        batch = _mine(engine, trial, step)
+        tokens.append(int(batch[0][-1, -1]))
+        engine.step(*batch, lr=trial.lr)
+        found.append(guard.check(step + 1))
+    buffers = engine.parts[0].model.named_buffers()
+    return Buffers(
+        values={name: buffer.double().flatten().tolist() for name, buffer in buffers},
+        tokens=tokens,
+        first_rank=engine.first_rank_buffers,
+        unsaved=engine.changed_unsaved(),
+        quarrels=[one.problem().render() for one in found if one is not None],
+        drawn=float(torch.rand(())),
+    )
+
+
+def take_and_save(rank: int, trial: Trial, folder: str) -> None:
+    """First values of a folder of safetensors, written as a checkpoint."""
+    engine = Engine(trial.shape, trial.settings, trial.optim, device=torch.device("cpu"))
+    engine.initialise()
+    take_weights(engine, Path(folder))
+    keep(engine, Path(trial.save), step=1, rank=rank)

@@ -1,0 +1,96 @@
+"""A network of the user's own as a person trains it: `phalanx train`, resumed on other ranks, and exported."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from phalanx.record.run import open_run
+from phalanx.train.checkpoint.export import read_state
+from phalanx.train.checkpoint.find import newest
+from phalanx.train.data.build import Origin, Recipe, build
+from phalanx.train.data.documents import Reading
+from phalanx.train.data.progress import Progress
+
+JOB = """
+name = "own"
+[model]
+module = "own_networks.py:batch_norm"
+layers = 2
+hidden = 32
+heads = 4
+ffn = 32
+vocab = 300
+[data]
+path = "data"
+sequence = 16
+tokens = 256
+seed = 5
+[batch]
+global_sequences = 4
+micro = 1
+[optim]
+lr = 1e-9
+weight_decay = 0
+[precision]
+compute = "fp32"
+[parallel]
+zero = 3
+[cluster]
+spec = "local-cpu:2"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copy(Path(__file__).with_name("own_networks.py"), tmp_path)
+    (tmp_path / "text.txt").write_text("\n\n".join(f"{n} and {n * 7} are not {n * 3} but {n % 11}" for n in range(300)))
+    recipe = Recipe(origins=(Origin(path=tmp_path / "text.txt"),), vocab=300, reading=Reading(split_on="blank"))
+    build(recipe, tmp_path / "data", lambda size: Progress(sys.stderr, size))
+    (tmp_path / "job.toml").write_text(JOB)
+    return tmp_path
+
+
+def phalanx(folder: Path, *arguments: str) -> str:
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    command = [sys.executable, "-m", "phalanx", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_trained_resumed_and_exported(folder: Path) -> None:
+    said = phalanx(folder, "train", "job.toml", "--allow-code")
+    assert "own_networks.py:batch_norm built 25,900 parameters, the shape says" in said
+    (run,) = (folder / "runs").iterdir()
+    phalanx(folder, "train", "--resume", str(run), "--steps", "6", "--allow-code", "--cluster", "local-cpu:1")
+    phalanx(folder, "export", str(run), "out", "--dtype", "bf16")
+
+    sys.path.insert(0, str(folder))
+    own = __import__("own_networks")
+    torch.manual_seed(5)
+    built = own.batch_norm(SimpleNamespace(vocab=300, hidden=32, layers=2)).state_dict()
+    exported = load_file(folder / "out" / "model.safetensors")
+    assert sorted(exported) == sorted(built)
+    checkpoint = newest(open_run(str(run)).checkpoints)
+    assert checkpoint is not None
+    state = {name.removeprefix("network."): one for name, one in read_state(checkpoint.path).items()}
+    for name, first in built.items():
+        if "running" in name or "batches" in name:
+            assert torch.equal(exported[name], state[name]), name  # not rounded to bf16
+            assert not torch.equal(state[name], first), name
+        else:  # steps of 1e-9 leave the first values, which are the constructor's own
+            assert exported[name].dtype == torch.bfloat16
+            assert torch.allclose(state[name], first, rtol=0, atol=1e-7), name
+    assert state["layers.0.first.num_batches_tracked"] == 6 * 4
+    told = json.loads((folder / "out" / "model.json").read_text())
+    assert (told["step"], told["module"]) == (6, f"{folder / 'own_networks.py'}:batch_norm")
