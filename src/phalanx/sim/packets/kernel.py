@@ -3,6 +3,8 @@
 Imported only when a simulation runs, because importing it compiles with numba.
 In every slot: packets that reach the end of a wire enter the next queue or are delivered, events reach the senders,
 every port sends the head of its queue, every NIC port sends a packet of a connection whose window allows it.
+Whatever competes for the same thing in a slot (packets for a queue, planes for a connection's window) comes in an order
+that changes from slot to slot, or in turn: see `nth`.
 What it takes from other files is in the key of its cache: see `parts.py`.
 Arrays are taken out of their groups before a loop and handed on one by one: reading a group inside a loop, or a row of
 a table as an array of its own, costs an atomic reference count each time (9x on 131,072 hosts).
@@ -15,7 +17,7 @@ from typing import Any
 
 from phalanx.sim.compiled import compiled
 from phalanx.sim.packets import parts, state
-from phalanx.sim.packets.parts import draw, part, stamp_of
+from phalanx.sim.packets.parts import draw, nth, part, room_for, shuffled, stamp_of
 from phalanx.sim.packets.state import (
     ACHIEVED,
     ACK,
@@ -102,12 +104,6 @@ def spread(seed: int, flow: int, path: int, salt: int, ways: int) -> int:
     x ^= x >> 31
     # The product's high bits in place of a remainder, which takes 20 to 40 cycles.
     return ((x & 0xFFFFFFFF) * ways) >> 32
-
-
-@part
-def one_of(slot: int, number: int) -> int:
-    """Which of a few things comes first in a slot: multiples of the golden ratio, so that no period favours one."""
-    return ((slot * 2654435769 & 0xFFFFFFFF) * number) >> 32
 
 
 @part
@@ -225,12 +221,14 @@ def from_nics(
     wire, ring, head, count, host_t0 = net.wire, net.ring, net.head, net.waiting, net.host_t0
     avoided, target, links, seed = net.avoided, traffic.target, traffic.links, knobs.seed
     now, hosts, queue, ports = slot % shape.wire, shape.hosts, shape.queue, shape.t0_up
+    word, room = shuffled(slot), room_for(min(shape.block, hosts))
     for start in range(0, hosts, shape.block):
         # The hosts of a T0 take turns at being first, or the last ones would find its queues full.
         size = min(shape.block, hosts - start)
-        host = start + slot % size
-        for _ in range(size):
-            host = host + 1 if host + 1 < start + size else start
+        for place in range(room):
+            host = start + nth(place, word, room)
+            if host >= start + size:
+                continue
             packet = wire[now, base + host]
             if packet == 0:
                 continue
@@ -265,28 +263,29 @@ def from_t0(
     now, queue, ports, per_pod = slot % shape.wire, shape.queue, shape.t0_up, shape.t0_per_pod
     ups, avoided, seed = shape.t0 * ports, net.avoided, knobs.seed
     up = base + 2 * shape.hosts
-    begin = (slot * 7919) % ups
-    t0, port = begin // ports, begin % ports
-    for _ in range(ups):
-        port += 1
-        if port == ports:
-            port = 0
-            t0 = t0 + 1 if t0 + 1 < shape.t0 else 0
-        packet = wire[now, up + t0 * ports + port]
-        if packet == 0:
+    word, room = shuffled(slot), room_for(shape.t0)
+    for place in range(room):
+        t0 = nth(place, word, room)
+        if t0 >= shape.t0:
             continue
-        flow = packet & FLOW_MASK
-        goal = host_t0[target[flow]]
-        if shape.t1_up == 0 or t0 // per_pod == goal // per_pod:
-            link, left = up + ups + goal * ports + port, 2
-        else:
-            t1 = (t0 // per_pod) * shape.t1_per_pod + port % shape.t1_per_pod
-            turn = spread(seed, flow, (packet >> FLOW_BITS) & PATH_MASK, 2, shape.t1_up)
-            if routed:  # without a way, on into the dead link
-                turn = max(crossing(shape, avoided, base, t0, goal, port % shape.t1_per_pod, turn), 0)
-            link, left = up + 2 * ups + t1 * shape.t1_up + turn, 4
-        if not push(ring, head, count, queue, link, packet):
-            trim(shape, knobs, net, traffic, calendar, totals, slot, link, packet, left)
+        port = word % ports
+        for _ in range(ports):
+            port = port + 1 if port + 1 < ports else 0
+            packet = wire[now, up + t0 * ports + port]
+            if packet == 0:
+                continue
+            flow = packet & FLOW_MASK
+            goal = host_t0[target[flow]]
+            if shape.t1_up == 0 or t0 // per_pod == goal // per_pod:
+                link, left = up + ups + goal * ports + port, 2
+            else:
+                t1 = (t0 // per_pod) * shape.t1_per_pod + port % shape.t1_per_pod
+                turn = spread(seed, flow, (packet >> FLOW_BITS) & PATH_MASK, 2, shape.t1_up)
+                if routed:  # without a way, on into the dead link
+                    turn = max(crossing(shape, avoided, base, t0, goal, port % shape.t1_per_pod, turn), 0)
+                link, left = up + 2 * ups + t1 * shape.t1_up + turn, 4
+            if not push(ring, head, count, queue, link, packet):
+                trim(shape, knobs, net, traffic, calendar, totals, slot, link, packet, left)
 
 
 @part
@@ -297,11 +296,13 @@ def from_t1(
     wire, ring, head, count, target = net.wire, net.ring, net.head, net.waiting, traffic.target
     now, queue, ports = slot % shape.wire, shape.queue, shape.t0_up
     fall, down = base + 2 * shape.hosts + shape.t0 * ports, base + shape.hosts
+    word, room = shuffled(slot), room_for(ports)
     for start in range(fall, fall + shape.t0 * ports, ports):
-        index = start + slot % ports
-        for _ in range(ports):
-            index = index + 1 if index + 1 < start + ports else start
-            packet = wire[now, index]
+        for place in range(room):
+            port = nth(place, word, room)
+            if port >= ports:
+                continue
+            packet = wire[now, start + port]
             if packet == 0:
                 continue
             link = down + target[packet & FLOW_MASK]
@@ -323,19 +324,21 @@ def over_t2(
 ) -> None:
     """What reaches the T2s from below, and the T1s from them."""
     wire, ring, head, count, host_t0, target = net.wire, net.ring, net.head, net.waiting, net.host_t0, traffic.target
-    now, queue, place, seed = slot % shape.wire, shape.queue, shape.t1_per_pod, knobs.seed
+    now, queue, per_pod, seed = slot % shape.wire, shape.queue, shape.t1_per_pod, knobs.seed
     avoided, source = net.avoided, traffic.source
     fall = base + 2 * shape.hosts + shape.t0 * shape.t0_up
     over = fall + shape.t0 * shape.t0_up
     half = (base + shape.per_plane - over) // 2
-    index = (slot * 7919) % half
-    for _ in range(half):
-        index = index + 1 if index + 1 < half else 0
+    word, room = shuffled(slot), room_for(half)
+    for place in range(room):
+        index = nth(place, word, room)
+        if index >= half:
+            continue
         t1, turn = index // shape.t1_up, index % shape.t1_up
         packet = wire[now, over + index]
         if packet != 0:
             goal = host_t0[target[packet & FLOW_MASK]]
-            link = over + half + ((goal // shape.t0_per_pod) * place + t1 % place) * shape.t1_up + turn
+            link = over + half + ((goal // shape.t0_per_pod) * per_pod + t1 % per_pod) * shape.t1_up + turn
             if not push(ring, head, count, queue, link, packet):
                 trim(shape, knobs, net, traffic, calendar, totals, slot, link, packet, 3)
         packet = wire[now, over + half + index]
@@ -345,7 +348,7 @@ def over_t2(
             port = spread(seed, flow, (packet >> FLOW_BITS) & PATH_MASK, 1, shape.t0_up)
             if routed:
                 port = living(shape, avoided, base, host_t0[source[flow]], goal, port)
-            link = fall + goal * shape.t0_up + port - port % place + t1 % place
+            link = fall + goal * shape.t0_up + port - port % per_pod + t1 % per_pod
             if not push(ring, head, count, queue, link, packet):
                 trim(shape, knobs, net, traffic, calendar, totals, slot, link, packet, 2)
 
@@ -673,9 +676,7 @@ def launch(tally: Ints32, w: Floats, sent: Ints, totals: Ints, flow: int, plane:
 
 
 @part
-def inject(
-    shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int
-) -> None:
+def inject(shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int) -> None:
     """Where a NIC has one port, it sends a packet of the next of its connections that may."""
     wire, trouble, share, loss, sent = net.wire, net.trouble, net.share, net.loss, net.sent
     firsts, mines, nexts, debt = traffic.first, traffic.mine, traffic.next, traffic.debt
@@ -770,12 +771,16 @@ def inject_in_turn(
 def arrive(
     shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, routed: int
 ) -> None:
-    """Everything that reaches the end of a wire in this slot; below a T0 and above it take turns at being first."""
-    plane = one_of(slot, shape.planes)
+    """Everything that reaches the end of a wire in this slot; below a T0 and above it take turns at being first.
+
+    So do planes: of packets acknowledged together the last one tells its path and its delay, and its port answers.
+    """
+    word = shuffled(slot)
+    plane = word % shape.planes
+    above_first = shape.t0_up > 0 and word >> 30
     for _ in range(shape.planes):
         plane = plane + 1 if plane + 1 < shape.planes else 0
         base = plane * shape.per_plane
-        above_first = shape.t0_up > 0 and slot & 1
         if above_first:
             from_t1(shape, knobs, net, traffic, calendar, totals, slot, base)
         from_nics(shape, knobs, net, traffic, calendar, totals, slot, base, routed)
