@@ -318,6 +318,23 @@ def test_a_slow_port_lets_slots_pass() -> None:
     assert not plain("held")(np.ones(1), trouble, 0, 0)
 
 
+@pytest.mark.parametrize("number", [2, 3, 24, 32])
+def test_who_comes_first_in_a_slot_is_everybody_equally(number: int) -> None:
+    room = plain("room_for")(number)
+    orders = []
+    for slot in range(4000):
+        word = plain("shuffled")(slot)
+        order = [plain("nth")(place, word, room) for place in range(room)]
+        assert sorted(order) == list(range(room))
+        orders.append([one for one in order if one < number])
+    place = np.argsort(np.array(orders), axis=1)
+    before = np.array([(place[:, [one]] < place).mean(axis=0) for one in range(number)])
+    np.fill_diagonal(before, 0.5)
+    assert np.abs(before - 0.5).max() < 0.05  # of any two, six standard deviations
+    # In every period too: a connection may send in every eighth slot only.
+    assert np.abs((place[::8, 0] < place[::8, 1]).mean() - 0.5) < 0.1
+
+
 def test_ports_of_both_tiers_are_even_and_independent() -> None:
     # Were the choice at a T1 that of its T0, three tiers would use 8 of 64 ways.
     for seed in (12345, 987654321):
