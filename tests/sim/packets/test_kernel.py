@@ -50,7 +50,7 @@ from phalanx.sim.packets.state import (
 
 KNOBS: dict[str, Any] = {
     "paths": 4, "skip": 1, "kept": 0, "edge": 1, "controlled": 0, "target": 40.0, "rtt": 60.0, "idle": 3.0,
-    "scale": 1.0, "gain": 4.0, "least_paths": 1,
+    "scale": 1.0, "gain": 4.0, "smoothing": 0.0125, "fresh": 8.0, "least_paths": 1,
 }  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from phalanx.sim.packets.state import (
 from phalanx.sim.packets.transport import Slots, Transport, in_slots
 
 TOTALS = 10
+SMOOTHING, FRESH_PACKETS = 0.0125, 8  # uet-htsim, public forks
 # Paths per plane from which planes behave alike: 128 over 8 is MRC's smallest set. With few, a connection is as slow as
 # its unluckiest plane.
 LEAST_PATHS = 16
@@ -184,6 +185,9 @@ def _knobs(plan: Sketch, transport: Transport, seed: int) -> Knobs:
         idle=1e-6 / slots.slot_s,
         scale=scale,
         gain=4 * scale * target * slots.slot_s / 12e-6,
+        # A sender hears of all its planes: where one stands for several, each acknowledgement does.
+        smoothing=1 - (1 - SMOOTHING) ** plan.copies,
+        fresh=FRESH_PACKETS / plan.copies,
         least_paths=min(transport.least_paths, plan.paths),
         probe_slots=max(1, round(transport.probe_s / (8 * transport.packet_bytes / port_gbps / 1e9))),
     )

@@ -90,7 +90,6 @@ MOST_DELAY = (1 << 13) - 1
 MOST_NUMBER = (1 << 10) - 1
 WHO_MASK = (1 << MARK_BIT) - 1
 MOST_DOUBLINGS = 4  # of a timeout
-SMOOTHING = 0.0125  # of the average delay: uet-htsim, public forks
 
 
 @part
@@ -512,13 +511,13 @@ def grow(
     """What an acknowledgement does to the window."""
     # A long wait without a mark is a path that is draining: it counts as a quarter of a round trip.
     sample = w[flow, BASE] / 4 if waited > knobs.target and not marked else waited
-    w[flow, AVERAGE] += SMOOTHING * (sample - w[flow, AVERAGE])
+    w[flow, AVERAGE] += knobs.smoothing * (sample - w[flow, AVERAGE])
     if judge(knobs, w, flow, in_flight, slot, False, marked, waited):
         return
     quadrant(knobs, w, flow, slot, marked, number, waited)
     w[flow, WINDOW] = min(max(w[flow, WINDOW], 1.0), w[flow, MOST])
     since = slot - w[flow, LAST_ADD]
-    if w[flow, FRESH] > 8 or since > knobs.rtt:
+    if w[flow, FRESH] > knobs.fresh or since > knobs.rtt:
         w[flow, WINDOW] += w[flow, CREDIT] / w[flow, WINDOW]
         if since >= knobs.rtt:
             w[flow, WINDOW] += 0.15 * knobs.scale
@@ -576,7 +575,7 @@ def missing(
             state[flow, path] = min(state[flow, path] + 4, MOST_SKIP)
         w[flow, IGNORED] += 1
         w[flow, ALARM] = 1.0
-        w[flow, AVERAGE] += SMOOTHING * (knobs.rtt - w[flow, AVERAGE])
+        w[flow, AVERAGE] += knobs.smoothing * (knobs.rtt - w[flow, AVERAGE])
         settled = knobs.controlled == 1 and judge(knobs, w, flow, tally[flow, IN_FLIGHT], slot, True, 1, 0.0)
     if knobs.controlled and not settled:
         w[flow, WINDOW] = max(w[flow, WINDOW] - 1.0, 1.0)

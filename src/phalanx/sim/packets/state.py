@@ -98,6 +98,8 @@ class Knobs(NamedTuple):
     idle: float  # a delay below it is an idle path
     scale: float  # bandwidth-delay product over the reference's 12 µs at 100 Gb/s
     gain: float  # proportional increase
+    smoothing: float  # of the average delay, by one acknowledgement
+    fresh: float  # packets acknowledged until what they earned is added to the window
     probe_slots: int  # between two looks at the same retired path
     least_paths: int  # that stay in use whatever they lose
 
