@@ -49,7 +49,8 @@ def throughput_gbps(loss: float, transport: Transport | Roce, limit_s: float) ->
     """Per host, after the first 5 ms, of 64 hosts that each send to the one eight further."""
     fabric = parse_fabric("clos2:64x400G/4p/16/wide")
     faults = (Fault(part="traffic", loss=loss),) if loss else ()
-    result = run(fabric, shift(64, 4e9, step=8), transport=transport, faults=faults, limit_s=limit_s, sample_s=1e-3)
+    result = run(fabric, shift(64, 4e9, step=8), transport=transport, faults=faults, limit_s=limit_s, sample_s=1e-3,
+                 each_plane=True)  # fmt: skip
     return float(result.throughput_gbps[result.time_s > SETTLED_S].mean()) / 64
 
 
@@ -131,7 +132,7 @@ def faults() -> list[str]:
         cells = []
         for transport in (MRC, replace(ROCE, qps=8)):
             traffic = permutation(256, 16e6, seed=1)
-            found = run(FAULT_FABRIC, traffic, transport=transport, faults=broken, limit_s=1.2)
+            found = run(FAULT_FABRIC, traffic, transport=transport, faults=broken, limit_s=1.2, each_plane=True)
             rest = len(traffic) - found.finished
             slowest = f"{rest} never finish" if rest else f"{found.tail_s * 1e6:,.0f}"
             cells.append(f"{found.mean_s * 1e6:,.0f} / {slowest} | {found.lost:,} | {found.touched_by_loss}")

@@ -149,7 +149,7 @@ def _announce(questions: Sequence[Question], engine: str) -> None:
 
 def _cpu_s(questions: Sequence[Question], engine: str) -> float:
     """Expected of all; the same traffic without failure runs once."""
-    from phalanx.sim.compare import fluid_cpu_s
+    from phalanx.sim.compare import fluid_cpu_s, whole_of
     from phalanx.sim.compare_packets import packet_cpu_s
 
     expected = fluid_cpu_s if engine == "fluid" else packet_cpu_s
@@ -157,7 +157,7 @@ def _cpu_s(questions: Sequence[Question], engine: str) -> float:
     for one in questions:
         total += expected(one)
         if one.traffic in seen and one.broken.failed:
-            total -= expected(replace(one, broken=one.broken.healthy))
+            total -= expected(whole_of(one))
         seen.add(one.traffic)
     return total
 

@@ -55,6 +55,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     onoff = OnOff
     parser.add_argument("--pfc", action=onoff, help="pauses instead of drops: RoCE, or fluid by flow or QP")
     parser.add_argument("--dcqcn", action=onoff, help="packets: RoCE's congestion control")
+    parser.add_argument(
+        "--each-plane", action="store_true", help="packets: simulate all planes, also where one stands for all"
+    )
     parser.add_argument("--cpu", metavar="S", type=float, help=f"CPU seconds it may take ({CPU_S:.0f})")
     add_json(parser)
 
@@ -145,6 +148,8 @@ def _check(args: argparse.Namespace) -> None:
         for option, value in {"--transport": args.transport, "--dcqcn": args.dcqcn}.items():
             if value is not None:
                 raise mistake(option, "the fluid engine has no packets", fix="add --engine packets")
+        if args.each_plane:
+            raise mistake("--each-plane", "the fluid engine has all planes anyway", fix="leave it out")
     elif args.wire is not None:
         raise mistake("--wire", "packets have the headers of their transport", fix="use --transport mrc or htsim")
     given = {
@@ -158,6 +163,8 @@ def _check(args: argparse.Namespace) -> None:
     for option, value in given.items():
         if (args.compare or args.scenario) and value not in (None, ""):
             raise mistake(option, "--compare and --scenario choose it for all columns", fix="leave one of the two out")
+    if args.each_plane and (args.compare or args.scenario):
+        raise mistake("--each-plane", "--compare and --scenario do what a failure needs", fix="leave it out")
     named = {"--fail": args.fail, "--left": args.left, "--loss": args.loss, "--cm": args.cm, "--traffic": args.traffic}
     for option, value in named.items():
         if args.scenario and value:
@@ -236,6 +243,7 @@ def _packets(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> int:
         seed=args.seed,
         budget=Budget(cpu_s=args.cpu or CPU_S),
         schedule=traffic.schedule,
+        each_plane=args.each_plane,
     )
     say_beside(found)
     notes = _unsaid(args, traffic, found)
@@ -300,6 +308,7 @@ def _packet_text(one: dict[str, Any]) -> str:
         ("done, mean", _some(one, "mean_s")),
         ("done, 99 %", _some(one, "p99_s")),
         ("done, last", _last(one)),
+        ("planes simulated", _planes(one)),
         ("packets sent", f"{one['sent']:,}"),
         ("packets lost", f"{one['lost']:,}" + (f", {one['dropped']:,} dropped" if one["dropped"] else "")),
         ("packets trimmed", f"{one['trimmed']:,}"),
@@ -311,6 +320,12 @@ def _packet_text(one: dict[str, Any]) -> str:
     wide = max(len(cell) for _, cell in rows)
     table = [f"  {name:<17}  {cell:>{wide}}" for name, cell in rows if cell]
     return "\n".join([_head(one), f"  broken: {_broken(one)}", *table])
+
+
+def _planes(one: dict[str, Any]) -> str:
+    if one["planes"] == 1:
+        return ""
+    return f"{one['planes_simulated']} of {one['planes']}" + (", alike" if one["planes_simulated"] == 1 else "")
 
 
 def _recovery(one: dict[str, Any]) -> str:

@@ -78,6 +78,8 @@ class Question:
     watched: int | None = None  # a flow whose own rate matters: the victim of an incast
     seed: int = 0
     budget: Budget = BUDGET
+    # Packets: simulate all planes also where they are alike, because this is held against a run that does.
+    each_plane: bool = False
 
 
 def compare(
@@ -89,7 +91,7 @@ def compare(
     """
     faults_of(question.broken)
     known = kept if kept is not None else []
-    whole = iter(tuple(known)) if known else runs(replace(question, broken=question.broken.healthy))
+    whole = iter(tuple(known)) if known else runs(whole_of(question))
     hit = runs(question) if question.broken.failed else None
     for healthy in whole:
         if healthy.stopped == "interrupted":
@@ -100,6 +102,11 @@ def compare(
             return
         if healthy not in known:
             known.append(healthy)
+
+
+def whole_of(question: Question) -> Question:
+    """The same without the failure, simulated in the same way."""
+    return replace(question, broken=question.broken.healthy, each_plane=bool(question.broken.failed))
 
 
 def fluid_runs(question: Question) -> Iterator[Run]:

@@ -29,6 +29,7 @@ def packet_runs(question: Question) -> Iterator[Run]:
             denied_of(question.broken),
             seed=question.seed,
             budget=question.budget,
+            each_plane=question.each_plane,
         )
         late = too_late(question.broken, faults, found.simulated_s)
         yield _run(question.fabric, transport, found, late)
@@ -39,9 +40,9 @@ def packet_cpu_s(question: Question) -> float:
     faults = faults_of(question.broken)
     transports = compared(question.fabric, paths=question.paths, converge_s=question.converge_s)
     passes = ((), faults) if faults else ((),)
-    told = bool(question.broken.denied)
+    alike = not (faults or question.broken.denied or question.each_plane)
     return sum(
-        expected_cpu_s(question.fabric, question.flows, transport, one, alike=not (one or told))
+        expected_cpu_s(question.fabric, question.flows, transport, one, alike=alike)
         for transport in transports
         for one in passes
     )

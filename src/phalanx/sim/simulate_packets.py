@@ -39,18 +39,31 @@ def simulate_packets(
     seed: int = 0,
     budget: Budget = BUDGET,
     schedule: Schedule | None = None,
+    each_plane: bool = False,
 ) -> dict[str, object]:
     """Completion times and losses; refuses before it starts what would exceed the budget."""
     faults = faults_of(broken)
     denied = denied_of(broken)
-    found = run_packets(fabric, flows, transport, faults, denied, seed=seed, budget=budget, schedule=schedule)
+    found = run_packets(
+        fabric, flows, transport, faults, denied, seed=seed, budget=budget, schedule=schedule, each_plane=each_plane
+    )
     asked = asked_for("packets", fabric, traffic_name, flows, seed)
     chosen = {"transport": transport.name, "spread": spread_of(transport), "paths": paths_of(transport)}
     recovers = {"recovery": recovery_of(transport), "converge_s": converge_of(transport)}
     parts = {"failed": list(broken.failed), "left": broken.left, "loss": broken.loss, "denied": list(broken.denied)}
     late = {"failed_too_late": too_late(broken, faults, found.simulated_s)}
     course = {"throughput_over_time": course_of(found).series()}
-    return {**asked, **chosen, **recovers, **parts, **late, **_times(found), **counts(found), **course}
+    return {
+        **asked,
+        **chosen,
+        **recovers,
+        **parts,
+        **late,
+        **_times(found),
+        "planes": fabric.planes,
+        **counts(found),
+        **course,
+    }
 
 
 def run_packets(
@@ -63,9 +76,10 @@ def run_packets(
     seed: int = 0,
     budget: Budget = BUDGET,
     schedule: Schedule | None = None,
+    each_plane: bool = False,
 ) -> PacketResult:
     """One run, refused before it starts where even waiting would exceed the budget."""
-    _afford_waiting(fabric, flows, transport, faults, budget, alike=not (faults or denied))
+    _afford_waiting(fabric, flows, transport, faults, budget, alike=not (faults or denied or each_plane))
     return run(
         fabric,
         flows,
@@ -75,6 +89,7 @@ def run_packets(
         seed=seed,
         budget=budget,
         schedule=schedule,
+        each_plane=each_plane,
     )
 
 
@@ -154,6 +169,7 @@ def counts(found: PacketResult) -> dict[str, object]:
     return {
         "packets": found.packets,
         "sent": found.sent,
+        "sent_by_plane": list(found.sent_by_plane),
         "delivered": found.delivered,
         "lost": found.lost,
         "trimmed": found.trimmed,

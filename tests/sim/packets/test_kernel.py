@@ -50,7 +50,7 @@ from phalanx.sim.packets.state import (
 
 KNOBS: dict[str, Any] = {
     "paths": 4, "skip": 1, "kept": 0, "edge": 1, "controlled": 0, "target": 40.0, "rtt": 60.0, "idle": 3.0,
-    "scale": 1.0, "gain": 4.0, "least_paths": 1,
+    "scale": 1.0, "gain": 4.0, "smoothing": 0.0125, "fresh": 8.0, "least_paths": 1,
 }  # fmt: skip
 
 
@@ -316,6 +316,23 @@ def test_a_slow_port_lets_slots_pass() -> None:
     assert plain("held")(np.ones(1), trouble, 0, 0)
     assert trouble[0] == 1
     assert not plain("held")(np.ones(1), trouble, 0, 0)
+
+
+@pytest.mark.parametrize("number", [2, 3, 24, 32])
+def test_who_comes_first_in_a_slot_is_everybody_equally(number: int) -> None:
+    room = plain("room_for")(number)
+    orders = []
+    for slot in range(4000):
+        word = plain("shuffled")(slot)
+        order = [plain("nth")(place, word, room) for place in range(room)]
+        assert sorted(order) == list(range(room))
+        orders.append([one for one in order if one < number])
+    place = np.argsort(np.array(orders), axis=1)
+    before = np.array([(place[:, [one]] < place).mean(axis=0) for one in range(number)])
+    np.fill_diagonal(before, 0.5)
+    assert np.abs(before - 0.5).max() < 0.05  # of any two, six standard deviations
+    # In every period too: a connection may send in every eighth slot only.
+    assert np.abs((place[::8, 0] < place[::8, 1]).mean() - 0.5) < 0.1
 
 
 def test_ports_of_both_tiers_are_even_and_independent() -> None:

@@ -20,6 +20,7 @@ from phalanx.sim.packets.state import (
     LAST_CUT,
     MOST,
     MOST_FLOWS,
+    PLANE,
     RANDOM,
     WINDOW,
     Calendar,
@@ -33,6 +34,7 @@ from phalanx.sim.packets.state import (
 from phalanx.sim.packets.transport import Slots, Transport, in_slots
 
 TOTALS = 10
+SMOOTHING, FRESH_PACKETS = 0.0125, 8  # uet-htsim, public forks
 # Paths per plane from which planes behave alike: 128 over 8 is MRC's smallest set. With few, a connection is as slow as
 # its unluckiest plane.
 LEAST_PATHS = 16
@@ -183,6 +185,9 @@ def _knobs(plan: Sketch, transport: Transport, seed: int) -> Knobs:
         idle=1e-6 / slots.slot_s,
         scale=scale,
         gain=4 * scale * target * slots.slot_s / 12e-6,
+        # A sender hears of all its planes: where one stands for several, each acknowledgement does.
+        smoothing=1 - (1 - SMOOTHING) ** plan.copies,
+        fresh=FRESH_PACKETS / plan.copies,
         least_paths=min(transport.least_paths, plan.paths),
         probe_slots=max(1, round(transport.probe_s / (8 * transport.packet_bytes / port_gbps / 1e9))),
     )
@@ -202,6 +207,8 @@ def _net(links: Links, shape: Shape) -> Net:
         trouble=np.zeros(count, dtype=np.uint8),
         owed=np.zeros(count),
         host_t0=links.host_t0(np.arange(links.fabric.hosts)).astype(np.int32),
+        ready=np.zeros(links.fabric.planes, dtype=np.uint8),
+        sent=np.zeros(links.fabric.planes, dtype=np.int64),
     )
 
 
@@ -215,6 +222,8 @@ def _traffic(plan: Sketch, flows: Flows, schedule: Schedule, seed: int, *, kept:
     order = np.argsort(flows.source, kind="stable").astype(np.int32)
     first = np.searchsorted(flows.source[order], np.arange(hosts + 1)).astype(np.int32)
     offset = random.integers(0, max(1, plan.paths // planes), (number, planes))
+    tally = np.zeros((number, ROW), dtype=np.int32)
+    tally[:, PLANE] = random.integers(0, planes, number)  # short transfers would meet on the first plane
     waiting = np.argsort(schedule.waits_for, kind="stable")
     places = np.arange(len(schedule.needed) + 1)
     return Traffic(
@@ -223,14 +232,14 @@ def _traffic(plan: Sketch, flows: Flows, schedule: Schedule, seed: int, *, kept:
         packets=plan.packets.astype(np.int32),
         done=np.full(number, -1, dtype=np.int32),
         links=plan.hops.astype(np.uint8),
-        tally=np.zeros((number, ROW), dtype=np.int32),
+        tally=tally,
         window=_windows(plan),
         path=np.zeros((number, plan.paths), dtype=np.uint8),
         turn=(offset << 16).astype(np.int32),
         kept=np.zeros((number, max(1, kept)), dtype=np.int16),
         mine=order,
         first=first,
-        next=np.zeros((hosts, planes), dtype=np.int32),
+        next=np.zeros(hosts, dtype=np.int32),
         debt=np.zeros(planes * hosts),
         began=np.full(number, -1, dtype=np.int32),
         fires=schedule.fires.astype(np.int32),

@@ -1,4 +1,4 @@
-"""What both compiled loops use: how a part of a loop is compiled, random numbers, and the key of their caches.
+"""What both compiled loops use: how a part is compiled, random numbers, who is first, and the key of their caches.
 
 Numba keeps compiled code by the date and size of the file that holds the function, and bakes in what that took from
 other files: with a constant changed there it would go on with the old one. It also keys on the variables around a
@@ -45,3 +45,32 @@ def draw(totals: Ints) -> float:
     x ^= x << 17
     totals[RANDOM] = x
     return float(((x >> 11) & 0xFFFFFFFFFFFFF) / 4503599627370496.0)
+
+
+@part
+def shuffled(slot: int) -> int:
+    """A word of 31 well-mixed bits for a slot: who comes first in it, without a period that favours anyone."""
+    x = (slot * 0x1E3779B97F4A7C15) & 0x7FFFFFFFFFFFFFF
+    x ^= x >> 29
+    x = (x * 0x1CE4E5B9BF58476D) & 0x7FFFFFFFFFFFFFF
+    x ^= x >> 32
+    return x & 0x7FFFFFFF
+
+
+@part
+def room_for(number: int) -> int:
+    """The power of two that holds so many: numbers below it stay below it when their bits are flipped."""
+    room = 1
+    while room < number:
+        room *= 2
+    return room
+
+
+@part
+def nth(place: int, word: int, room: int) -> int:
+    """Who is at a place in the order that a word of `shuffled` gives: a rotation, then some bits flipped.
+
+    Of any two, each is before the other in half of all words. After a rotation alone, the first of two neighbours that
+    compete would be before the other in all but 1 of n slots, and take the room in a full queue (80 % of it with n 8).
+    """
+    return ((place + (word >> 15)) & (room - 1)) ^ (word & (room - 1))

@@ -35,6 +35,7 @@ class PacketResult:
     stopped: str  # why it ended early: "", "interrupted" or "time limit"
     dropped: int = 0  # of the lost, those that found a full buffer (conventional transport without PFC)
     denied_paths: int = 0
+    sent_by_plane: tuple[int, ...] = ()  # of the sent; not counted for the conventional transport
     paused_share: float = 0.0  # of time, that ports with something to send were paused (PFC)
 
     @property
@@ -71,6 +72,7 @@ class PacketResult:
             },
             "packets": self.packets,
             "sent": self.sent,
+            "sent_by_plane": list(self.sent_by_plane),
             "delivered": self.delivered,
             "lost": self.lost,
             "dropped": self.dropped,

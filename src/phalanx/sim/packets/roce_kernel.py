@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.sim.compiled import compiled
 from phalanx.sim.packets import parts, roce_state, state
-from phalanx.sim.packets.parts import draw, part, stamp_of
+from phalanx.sim.packets.parts import draw, nth, part, room_for, shuffled, stamp_of
 from phalanx.sim.packets.roce_state import (
     ACK,
     ACTIVE,
@@ -161,7 +161,7 @@ def enqueue(
 @part
 def arrive(form: Form, rules: Rules, ports: Ports, packets: Packets, pairs: Pairs, calendar: Calendar, totals: Ints,
            slot: int) -> None:  # fmt: skip
-    """Everything that reaches the end of a wire; who is first changes from slot to slot.
+    """Everything that reaches the end of a wire, in another order in each slot.
 
     A switch takes the packet, or drops it when its buffer is full and it may not pause the link that fills it.
     """
@@ -188,9 +188,11 @@ def arrive(form: Form, rules: Rules, ports: Ports, packets: Packets, pairs: Pair
         rules.buffer,
         rules.pause_share,
     )
-    link = (slot * 7919) % links
-    for _ in range(links):
-        link = link + 1 if link + 1 < links else 0
+    word, room = shuffled(slot), room_for(links)
+    for place in range(room):
+        link = nth(place, word, room)
+        if link >= links:
+            continue
         packet = wire[now, link] - 1
         if packet < 0:
             continue

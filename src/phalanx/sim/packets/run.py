@@ -58,12 +58,14 @@ def run(
     sample_s: float = SAMPLE_S,
     watch: tuple[int, ...] = (),
     schedule: Schedule | None = None,
+    each_plane: bool = False,
 ) -> PacketResult:
     """Simulate until every connection has finished, or `limit_s` of simulated time is over.
 
     Without a limit that is 0.1 s after the last fault or start and 20 times what the traffic takes unhindered. `watch`
     names connections whose throughput is kept over time. `denied` parts are named as faults are: no path over them is
-    used, and routing knows it from the start. Interrupted (Ctrl-C), it returns what was finished.
+    used, and routing knows it from the start. `each_plane` simulates all planes, alike or not, as a run with
+    faults does: what is held against one should. Interrupted (Ctrl-C), it returns what was finished.
     """
     if isinstance(transport, Roce):
         if schedule is not None:
@@ -88,7 +90,7 @@ def run(
     sorted_ = Flows(source=traffic.source[order], target=traffic.target[order], nbytes=traffic.nbytes[order])
     starts = starts.ordered(order)
     last_start_s = float(starts.start_s.max())
-    plan = sketch(fabric, sorted_, transport, alike=not (faults or denied), last_start_s=last_start_s)
+    plan = sketch(fabric, sorted_, transport, alike=not (faults or denied or each_plane), last_start_s=last_start_s)
     afford(fabric.name, plan.cost, budget)
     world = build(plan, sorted_, transport, starts, seed=seed)
     converge_s = transport.converge_s if transport.recovery == "routing" else None
@@ -215,6 +217,7 @@ def _result(clock: _Clock, order: Ints, flows: Flows, transport: Transport, stop
         nbytes=float(flows.nbytes.sum()),
         packets=int(w.traffic.packets.sum(dtype=np.int64)) * w.copies,
         sent=int(w.totals[SENT]) * w.copies,
+        sent_by_plane=tuple(w.net.sent.tolist()) * w.copies,
         delivered=int(w.totals[DELIVERED]) * w.copies,
         lost=int(w.totals[LOSSES_SEEN]) * w.copies,
         trimmed=int(w.totals[TRIMS]) * w.copies,

@@ -36,7 +36,8 @@ ACK, TRIMMED, TRIMMED_LAST_HOP, LOST = 0, 1, 2, 3
 
 # Columns of Traffic.tally
 # TOUCHED: 1 a packet disappeared, 2 one was trimmed
-UNSENT, IN_FLIGHT, ACKED, ARRIVED, UNACKED, LOSSES, TOUCHED, KEPT, KEPT_AT, RETIRED = range(10)
+# PLANE: the one whose turn it is
+UNSENT, IN_FLIGHT, ACKED, ARRIVED, UNACKED, LOSSES, TOUCHED, KEPT, KEPT_AT, RETIRED, PLANE = range(11)
 # Columns of Traffic.window: congestion window and the memory of its control loop, in packets and slots
 (
     WINDOW,
@@ -97,6 +98,8 @@ class Knobs(NamedTuple):
     idle: float  # a delay below it is an idle path
     scale: float  # bandwidth-delay product over the reference's 12 µs at 100 Gb/s
     gain: float  # proportional increase
+    smoothing: float  # of the average delay, by one acknowledgement
+    fresh: float  # packets acknowledged until what they earned is added to the window
     probe_slots: int  # between two looks at the same retired path
     least_paths: int  # that stay in use whatever they lose
 
@@ -115,6 +118,8 @@ class Net(NamedTuple):
     trouble: Bytes  # 1: share or loss is not the normal one, 2: headers are owed a slot
     owed: Floats  # slots that headers of trimmed packets take on the link
     host_t0: Ints32
+    ready: Bytes  # [plane] 1: that port of the NIC at hand may still send in this slot
+    sent: Ints  # [plane] packets
 
 
 class Traffic(NamedTuple):
@@ -132,7 +137,7 @@ class Traffic(NamedTuple):
     kept: Shorts  # [connection, place] paths that were acknowledged unmarked, to be used again first
     mine: Ints32  # connections in order of their source
     first: Ints32  # [host] where its connections start in `mine`
-    next: Ints32  # [host, plane] whose turn it is
+    next: Ints32  # [host] whose turn it is
     debt: Floats  # [plane · host] slots owed to acknowledgements
     began: Ints32  # slot of the start, -1 before it
     fires: Ints32  # trigger that hears of the end, -1 is none

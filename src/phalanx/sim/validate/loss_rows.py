@@ -62,7 +62,8 @@ def _mean_s(hosts: int, loss: float) -> float:
     fabric = parse_fabric(FABRIC.format(hosts=hosts))
     step = min(T0_HOSTS, hosts // 2)
     traffic = shift(hosts, NBYTES, step=step)
-    found = run(fabric, traffic, transport=MRC, faults=faults if loss else (), sample_s=SAMPLE_S, limit_s=10.0)
+    lost = faults if loss else ()
+    found = run(fabric, traffic, transport=MRC, faults=lost, sample_s=SAMPLE_S, limit_s=10.0, each_plane=True)
     if found.stopped == "interrupted":
         raise KeyboardInterrupt
     return float(np.mean(found.fct_s))
