@@ -109,6 +109,7 @@ def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: Calibrat
         step_s=prediction.step_s,
         effective_time=trouble.effective_time,
         step_interval_s=(prediction.step_s_low, prediction.step_s_high),
+        effective_interval=trouble.effective_time_interval,
     )
     costs = bill(
         cluster,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.hardware.defaults import failures_per_host_day
+from phalanx.plan import reliability
 from phalanx.plan.plan import Plan
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Outcome, unknown
@@ -39,5 +39,4 @@ def unmeasured_rate(evidence: Evidence) -> Outcome | None:
 
 def is_rate_given(plan: Plan) -> bool:
     """Whether the job or the cluster's file names a rate of failures, so that it is not the table's."""
-    guessed = failures_per_host_day(plan.cluster.accelerator, plan.cluster.host_devices)
-    return plan.job.fault.failures_per_host_day is not None or plan.reliability.failures_per_host_day != guessed
+    return reliability.is_rate_given(plan.cluster, plan.job.fault)
