@@ -116,7 +116,7 @@ def test_the_headline_and_the_bill_carry_the_interval(make_job):
     page = render(replace(plan, duration=duration), top=0)
     assert "time    58.0 days (45.0 to 176) for 1.00B tokens" in page
     assert "over 58.0 days (80%: 45.0 days to 176 days), failures included" in page
-    assert "cheapest price and quickest steps to dearest and slowest" in " ".join(page.split())
+    assert "cheapest price and quickest run to dearest and slowest" in " ".join(page.split())
     low, high = plan.bill.kwh_interval
     assert f" kWh ({amount(low)} to {amount(high)}): " in page
 

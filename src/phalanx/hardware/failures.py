@@ -14,7 +14,7 @@ import functools
 import io
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,8 +27,8 @@ COVERAGE = 0.80  # of sites that a range holds
 EDGE_Z = statistics.NormalDist().inv_cdf((1 + COVERAGE) / 2)
 # Which site's rate a device is given by itself. RSC-1's hosts give the projected 1.8 h between failures at 16,384 GPUs.
 HOPPER_SITE, AMPERE_SITE = "Llama 3 405B", "Meta RSC-1"
-# Mean repair times of 22 Los Alamos systems lie between "less than an hour" and "more than a day" (Schroeder and Gibson,
-# DSN 2006). So many normal values span about 3.8 standard deviations.
+# Mean repair times of 22 Los Alamos systems lie between "less than an hour" and "more than a day" (Schroeder and
+# Gibson, DSN 2006). So many normal values span about 3.8 standard deviations.
 REPAIR_LOG_SPREAD = math.log(24.0) / 3.8
 
 
@@ -53,6 +53,11 @@ class SiteFigure:
     def per_device_day(self) -> float:
         """Failures of all kinds per device and day (of a CPU: per host)."""
         return self.value / self.share / (self.devices * self.days)
+
+    @property
+    def figure(self) -> float:
+        """What is compared between sites: failures per device and day, or seconds."""
+        return self.per_device_day if self.quantity == "failures" else self.value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,23 +136,20 @@ def _units_per_host(accelerator: Accelerator, host_devices: int) -> int:
     return 1 if device_kind(accelerator) == "cpu" else host_devices
 
 
-def host_failure_spread(
-    accelerator: Accelerator, host_devices: int, *, without: Collection[str] = ()
-) -> SiteSpread:
+def host_failure_spread(accelerator: Accelerator, host_devices: int, *, without: Collection[str] = ()) -> SiteSpread:
     """Failures per host and day over sites; `without` names sites to leave out.
 
     TPUs and hosts without accelerators have one published figure each: the middle is theirs, and the spread is that of
     GPU sites, wider by the doubt about a middle that one figure gives.
     """
     kind, units = device_kind(accelerator), _units_per_host(accelerator, host_devices)
-    gpus = _site_logs("failures", "gpu", without)
-    own = gpus if kind == "gpu" else _site_logs("failures", kind, ())
-    return _predictive(list(gpus.values()), own=list(own.values()), scale=units)
+    gpus = _figures("failures", "gpu", without)
+    return _predictive(gpus, own=gpus if kind == "gpu" else _figures("failures", kind), scale=units)
 
 
 def recovery_spread(*, without: Collection[str] = ()) -> SiteSpread:
     """Seconds from a failure to the next step over sites whose jobs start again by themselves."""
-    found = list(_site_logs("recovery_s", "any", without).values())
+    found = _figures("recovery_s", "any", without)
     return _predictive(found, own=found, scale=1.0)
 
 
@@ -161,21 +163,22 @@ def known(value: float) -> SiteSpread:
     return SiteSpread(median=value, log_spread=0.0, sites=1)
 
 
-def _site_logs(quantity: str, kind: str, without: Collection[str]) -> Mapping[str, float]:
-    """Log of each site's figure; of a site with several, their mean: they are no independent witnesses."""
-    logs: dict[str, list[float]] = {}
-    for one in site_figures():
-        if one.quantity == quantity and one.kind == kind and one.site not in without:
-            value = one.per_device_day if quantity == "failures" else one.value
-            logs.setdefault(one.site, []).append(math.log(value))
-    return {site: statistics.fmean(found) for site, found in logs.items()}
+def _figures(quantity: str, kind: str, without: Collection[str] = ()) -> list[SiteFigure]:
+    return [one for one in site_figures() if one.quantity == quantity and one.kind == kind and one.site not in without]
 
 
-def _predictive(values: list[float], *, own: list[float], scale: float) -> SiteSpread:
-    """What one more site will show: Student's prediction interval, as the lognormal with the same 80 % range."""
-    width = student_quantile(len(values) - 1) * statistics.stdev(values) * math.sqrt(1 + 1 / len(own))
+def _predictive(figures: Sequence[SiteFigure], *, own: Sequence[SiteFigure], scale: float) -> SiteSpread:
+    """What one more figure will be: Student's prediction interval, as the lognormal with the same 80 % range.
+
+    Every figure counts, not a mean for each site: two of one site lie as far apart as two sites (the hosts of RSC-1 and
+    its jobs of 1,024 GPUs by 3.6, ByteRobust's two ways to restart by 8), and a user's job is one figure.
+    """
+    spread = statistics.stdev(math.log(one.figure) for one in figures)
+    width = student_quantile(len(figures) - 1) * spread * math.sqrt(1 + 1 / len(own))
     return SiteSpread(
-        median=scale * math.exp(statistics.fmean(own)), log_spread=width / EDGE_Z, sites=len(own)
+        median=scale * math.exp(statistics.fmean(math.log(one.figure) for one in own)),
+        log_spread=width / EDGE_Z,
+        sites=len({one.site for one in own}),
     )
 
 

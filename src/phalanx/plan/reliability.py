@@ -157,7 +157,7 @@ def _effective_interval(
     lag_s: float,
 ) -> tuple[float, float] | None:
     """Effective time of this plan at 80 % of sites; the expected value lies inside."""
-    if not (rates.log_spread or recoveries.log_spread) or not math.isfinite(interval_s):
+    if not (rates.log_spread or recoveries.log_spread) or not rates.median or not math.isfinite(interval_s):
         return None
     shares = [
         exact_effective_time(blocking_s, interval_s, DAY_S / (hosts * rate), lost_s=recovery_s + lag_s)

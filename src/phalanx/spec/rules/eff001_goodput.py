@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.plan.plan import Plan
-from phalanx.plan.reliability import effective_time
+from phalanx.plan.reliability import Reliability, effective_time
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Impact, Outcome, Spot, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
@@ -90,12 +90,22 @@ def _expected(plan: Plan) -> tuple[float | None, tuple[str, ...]]:
             f"(1 - (lost {r.lost_s:,.0f} s + interval {r.interval_s:,.0f} s / 2) / MTBF {r.mtbf_s:,.0f} s)"
             f" / (1 + blocked {r.blocking_s:.3g} s / {r.interval_s:,.0f} s) = {r.effective_time:.3f}"
         )
-        return known(r.effective_time), (formula,)
+        return known(r.effective_time), (formula, *_at_other_sites(r))
     if not (r.mtbf_s > 0 and length_s > 0):
         return known(r.effective_time), ()
     value = effective_time(0.0, length_s, r.mtbf_s, lost_s=min(r.lost_s, length_s))
     lost = f"lost {r.lost_s:,.0f} s + job {length_s:,.0f} s / 2"
     return known(value), (f"1 - ({lost}) / MTBF {r.mtbf_s:,.0f} s = {value:.3f}: it ends within an interval",)
+
+
+def _at_other_sites(r: Reliability) -> tuple[str, ...]:
+    """How far the value moves where failure rate and recovery time are not the user's own."""
+    if r.effective_time_interval is None:
+        return ()
+    low, high = r.effective_time_interval
+    return (
+        f"at 80 % of published sites {low:.3f} to {high:.3f}: give fault.failures_per_host_day, detect_s, restart_s",
+    )
 
 
 def _cheaper(plan: Plan) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from phalanx.plan.plan import Plan
-from phalanx.plan.reliability import spares
+from phalanx.plan.reliability import Reliability, spares
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
@@ -85,7 +85,16 @@ def _need(plan: Plan, limits: Limits) -> tuple[int, tuple[str, ...]]:
     return need, (
         f"p = 1 - exp(-{r.failures_per_host_day:.3g} per host and day × {repair_s / 3600:g} h) = {down:.3g}",
         f"P99 Binomial({r.hosts:,} hosts, p) = {need}",
+        *_at_other_sites(r, repair_s),
     )
+
+
+def _at_other_sites(r: Reliability, repair_s: float) -> tuple[str, ...]:
+    """The same at both ends of what published sites see."""
+    if r.failures_per_host_day_interval is None:
+        return ()
+    low, high = (spares(r.hosts, -math.expm1(-rate * repair_s / DAY_S)) for rate in r.failures_per_host_day_interval)
+    return (f"at 80 % of published sites {low} to {high}: your own rate is fault.failures_per_host_day",)
 
 
 def _idle(plan: Plan, need: int) -> tuple[float, str]:
