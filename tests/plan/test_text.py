@@ -92,7 +92,7 @@ def test_automatic_tokens_are_explained(make_job):
 def test_hsdp_has_two_rows_of_data_traffic(make_job):
     job = make_job(cluster="8xH100:4", parallel__zero=3, parallel__shard=8, parallel__mode="fixed", parallel__data=32)
     rows = [line.split() for line in render(phalanx.plan(job)).splitlines()]
-    assert ["shard", "8", "1", "NVLink4", "scatter+gather", "ring"] in [row[:6] for row in rows]
+    assert ["shard", "8", "1", "NVLink4", "scatter+gather", "Ring"] in [row[:6] for row in rows]
     assert ["replica", "4", "8", "NIC", "all-reduce"] in [row[:5] for row in rows]
 
 

@@ -48,11 +48,11 @@ def nccl_system(
         nodes=nodes or cluster.domains,
         per_node=per_node or cluster.domain_devices,
         family=family,
-        nic_gbps=cluster.nic_bytes_per_s * 8 / 1e9,
+        nic_gbps=sane_rate(cluster.nic_bytes_per_s) * 8 / 1e9,
         nvls=nvls,
         cpu=cpu or ("arm" if device.name.startswith(GRACE) else "intel"),
         sharp=sharp,
-        links=max(1, round(cluster.link_bytes_per_s / 1e9 / LINK_GB[family])),
+        links=max(1, round(sane_rate(cluster.link_bytes_per_s) / 1e9 / LINK_GB[family])),
     )
 
 
