@@ -9,7 +9,7 @@ from phalanx.spec.outcome import Impact, Outcome, Spot, exempt, failed, passed, 
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.lengths import capped_s, job_s
 from phalanx.spec.rules.margin import MARGIN, below
-from phalanx.spec.rules.measuring import unmeasured_rate
+from phalanx.spec.rules.measuring import site_interval, unmeasured_rate
 from phalanx.spec.rules.tel_measured import file_of, known, still_reading, wall_s
 from phalanx.spec.rules.unsaid import unsaid
 from phalanx.units import HOUR_S, format_seconds
@@ -100,9 +100,10 @@ def _expected(plan: Plan) -> tuple[float | None, tuple[str, ...]]:
 
 def _at_other_sites(r: Reliability) -> tuple[str, ...]:
     """How far the value moves where failure rate and recovery time are not the user's own."""
-    if r.effective_time_interval is None:
+    shares = site_interval(r.effective_time_interval)
+    if shares is None:
         return ()
-    low, high = r.effective_time_interval
+    low, high = shares
     return (
         f"at 80 % of published sites {low:.3f} to {high:.3f}: give fault.failures_per_host_day, detect_s, restart_s",
     )

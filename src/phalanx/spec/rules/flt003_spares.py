@@ -11,7 +11,7 @@ from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, 
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.flt_shared import per_failure
 from phalanx.spec.rules.lengths import failure_chance, job_s
-from phalanx.spec.rules.measuring import unmeasured_rate
+from phalanx.spec.rules.measuring import site_interval, unmeasured_rate
 from phalanx.units import DAY_S, HOUR_S, format_seconds
 
 REQUEUE_S = 600.0  # from an end to the next step, where a scheduler queues the job again: 454 to 768 s (table 7)
@@ -91,9 +91,10 @@ def _need(plan: Plan, limits: Limits) -> tuple[int, tuple[str, ...]]:
 
 def _at_other_sites(r: Reliability, repair_s: float) -> tuple[str, ...]:
     """The same at both ends of what published sites see."""
-    if r.failures_per_host_day_interval is None:
+    rates = site_interval(r.failures_per_host_day_interval)
+    if rates is None:
         return ()
-    low, high = (spares(r.hosts, -math.expm1(-rate * repair_s / DAY_S)) for rate in r.failures_per_host_day_interval)
+    low, high = (spares(r.hosts, -math.expm1(-rate * repair_s / DAY_S)) for rate in rates)
     return (f"at 80 % of published sites {low} to {high}: your own rate is fault.failures_per_host_day",)
 
 
