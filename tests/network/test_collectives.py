@@ -268,7 +268,7 @@ def test_a_ring_over_two_domains_waits_for_the_hop_between_them():
 @pytest.mark.parametrize("ranks", [8, 16, 64, 256, 1024])
 @pytest.mark.parametrize("mib", [1, 16, 256, 1024])
 def test_the_planner_s_sum_stays_within_its_stated_factor_of_the_nccl_model(ranks, mib):
-    """Decision 27: one is beside compute and fitted to published steps, the other alone; 0.47 to 2.03 on 8-H100 nodes."""
+    """Decision 27: one is beside compute and fitted to published steps, the other alone: 0.47 to 2.03 here."""
     k = physics()
     group = net.place(
         np.array([float(ranks)]),
