@@ -15,11 +15,11 @@ from phalanx.sim.months.ledger import Outcome
 from phalanx.sim.months.policy import Policy, expected_failures
 from phalanx.sim.months.run import simulate
 
-# A site's run need not be as long as the job: with so many failures luck is a few per cent, where sites differ by
-# factors, and in ten days hosts are repaired and come back.
-ENOUGH_FAILURES, ENOUGH_DAYS = 300.0, 10.0
+# A site's run need not be as long as the job: with so many failures luck is some per cent, where sites differ by
+# factors, and in five days hosts are repaired and come back.
+ENOUGH_FAILURES, ENOUGH_DAYS = 150.0, 5.0
 FEWEST_SITES, MOST_SITES = 32, 256
-ALL_FAILURES = 20_000  # of all sites together: about half a second
+ALL_FAILURES = 8_000  # of all sites together at the usual rate: a fifth of a second
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
