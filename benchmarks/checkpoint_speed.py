@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from phalanx.hardware.defaults import CPU_FAILURES_PER_HOST_DAY
+from phalanx.hardware.catalog import find
+from phalanx.hardware.failures import failures_per_host_day
 from phalanx.plan.reliability import daly
 from phalanx.train.checkpoint import load, newest
 from phalanx.train.checkpoint.background import AsyncSaver
@@ -301,7 +302,7 @@ def main() -> None:
     best = min(slowest["raw"]) / min(slowest["write"])
     blocked_s = statistics.median(slowest["blocked"])
     stall_s = blocked_s + statistics.median(slowest["slowdown"])
-    interval_s = daly(blocked_s, DAY_S / CPU_FAILURES_PER_HOST_DAY)
+    interval_s = daly(blocked_s, DAY_S / failures_per_host_day(find("cpu"), 1))
     rates = {key: size_gb / statistics.median(slowest[key]) for key in ("raw", "write")}
     peaks = {key: size_gb / min(slowest[key]) for key in ("raw", "write")}
     print(f"{size_gb:.2f} GB of state on {RANKS} ranks, {args.rounds} rounds, load {os.getloadavg()[0]:.1f}")

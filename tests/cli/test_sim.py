@@ -59,6 +59,47 @@ def test_json_repeats_with_the_seed(job, capsys):
     assert found("--set", "fault.restart_s=3000")["effective"]["mean"] < one["effective"]["mean"]
 
 
+def test_the_range_of_sites_and_its_luck_are_told_apart(job, tmp_path, capsys):
+    """Figures that are the user's own do not spread; what nobody gave spreads as published sites do."""
+
+    def found(*options):
+        assert main(["sim", job, "--days", "60", "--runs", "5", "--json", "--cluster", "8xH100:64", *options]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    def page(*options):
+        assert main(["sim", job, "--days", "60", "--runs", "5", "--cluster", "8xH100:64", *options]) == 0
+        return capsys.readouterr().out
+
+    own_rate = found()  # fault.failures_per_host_day is in the job
+    assert own_rate["sites"]["failures_per_host_day"] is None
+    assert own_rate["sites"]["recovery_s"] is not None
+    luck = own_rate["interruptions"]["run_high"] / own_rate["interruptions"]["run_low"]
+    low, high = own_rate["sites"]["interruptions"]
+    assert high / low < 1.2 * luck
+    own = ("--set", "fault.detect_s=20", "--set", "fault.restart_s=200")
+    assert found(*own)["sites"] is None
+    assert "are your own: the ranges are luck alone" in " ".join(page(*own).split())
+    text = JOB.replace("failures_per_host_day = 0.5", "detect_s = 30")
+    (tmp_path / "job.toml").write_text(text)
+    anyone = found()
+    low, high = anyone["sites"]["interruptions"]
+    assert low < anyone["interruptions"]["run_low"] < anyone["interruptions"]["run_high"] < high
+    assert high / low > 5
+    low, high = anyone["sites"]["effective"]
+    assert low < anyone["effective"]["mean"] < high
+    out = page()
+    assert out.count("(80% of sites: ") == 2
+    assert out.count("; of which run-to-run luck: ") == 2
+    cluster = tmp_path / "own.toml"
+    cluster.write_text(
+        'name = "own"\naccelerator = "H100"\ndomain_devices = 8\ndomains = 64\nfailures_per_host_day = 0.004\n'
+    )
+    mine = found("--cluster", str(cluster))
+    assert mine["sites"]["failures_per_host_day"] is None
+    low, high = mine["sites"]["interruptions"]
+    assert high / low < 3
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -143,7 +184,7 @@ def test_planes_without_effect_are_warned_of(job, capsys):
 def test_compare_is_one_table(job, capsys):
     assert main(["sim", job, "--days", "20", "--runs", "3", "--compare"]) == 0
     out = capsys.readouterr().out
-    assert len(out.splitlines()) == 1 + 1 + 6 + 2
+    assert len(out.splitlines()) == 1 + 1 + 6 + 3
     assert "the same failures in every row (3 runs each, seed 0)" in out
     assert main(["sim", job, "--days", "20", "--runs", "3", "--compare", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
@@ -154,7 +195,7 @@ def test_ctrl_c_shows_finished_rows(job, capsys, monkeypatch):
     stopped_after(monkeypatch, 5)
     assert main(["sim", job, "--days", "5", "--runs", "2", "--compare"]) == 130
     out, err = capsys.readouterr()
-    assert len(out.splitlines()) == 1 + 1 + 2 + 2
+    assert len(out.splitlines()) == 1 + 1 + 2 + 3
     assert err == "stopped by Ctrl-C: 2 of 6 rows are finished, and shown\n"
 
 

@@ -8,6 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.network import collectives as net
+from phalanx.network.nccl_choice import expect
+from phalanx.network.nccl_system import system
+from phalanx.plan.physics import physics
 
 MIB, GIB = 2.0**20, 2.0**30
 # An 8 x H100 node with 8 x 400 Gb/s: what NCCL calls bus bandwidth per device, and its Simple-protocol latencies.
@@ -260,3 +263,26 @@ def test_a_ring_over_two_domains_waits_for_the_hop_between_them():
         nic_latency_s=np.array(14e-6),
     )
     assert float(net.ring_hop(group, np.array(1e9))) == pytest.approx(1e9 / 50e9 + 14e-6)
+
+
+@pytest.mark.parametrize("ranks", [8, 16, 64, 256, 1024])
+@pytest.mark.parametrize("mib", [1, 16, 256, 1024])
+def test_the_planner_s_sum_stays_within_its_stated_factor_of_the_nccl_model(ranks, mib):
+    """Decision 27: one is beside compute and fitted to published steps, the other alone: 0.47 to 2.03 here."""
+    k = physics()
+    group = net.place(
+        np.array([float(ranks)]),
+        np.array([1.0]),
+        domain=np.array([8.0]),
+        devices=np.array([float(ranks)]),
+        link_bytes_per_s=np.array([450e9 * k.link]),
+        nic_bytes_per_s=np.array([50e9 * k.nic]),
+        link_latency_s=np.array([3.4e-6 * k.link_latency]),
+        nic_latency_s=np.array([14e-6 * k.nic_latency]),
+        pacing=k.pacing,
+        loss=0.067,
+        switch=np.array([1.0]),
+    )
+    nbytes = mib * 2.0**20
+    alone = expect(system(nodes=max(1, ranks // 8), per_node=8, family="hopper", nic_gbps=400), nbytes)
+    assert 1 / 2.2 < float(net.all_reduce(group, np.array([nbytes]))[0]) / alone.seconds < 2.2

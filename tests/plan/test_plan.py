@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 
@@ -115,12 +116,16 @@ def test_a_run_of_years_says_what_a_season_would_take(make_job):
     assert not [text for text in phalanx.plan(make_job(cluster="8xA100:1")).warnings if "year" in text]
 
 
-def test_time_carries_the_interval_of_the_step(plan):
-    p, d = plan.prediction, plan.duration
-    assert d.wall_s_low / d.wall_s == pytest.approx(p.step_s_low / p.step_s)
-    assert d.wall_s_high / d.wall_s == pytest.approx(p.step_s_high / p.step_s)
+def test_time_carries_the_interval_of_the_step_and_of_the_sites(plan):
+    p, d, r = plan.prediction, plan.duration, plan.reliability
+    worst, best = r.effective_time_interval
+    quicker = math.hypot(math.log(p.step_s / p.step_s_low), math.log(best / r.effective_time))
+    slower = math.hypot(math.log(p.step_s_high / p.step_s), math.log(r.effective_time / worst))
+    assert d.wall_s_low / d.wall_s == pytest.approx(math.exp(-quicker))
+    assert d.wall_s_high / d.wall_s == pytest.approx(math.exp(slower))
+    assert d.wall_s_high / d.wall_s > p.step_s_high / p.step_s
     low, middle, high = plan.bill.usd
-    assert low / middle < d.wall_s_low / d.wall_s, "the cheapest price comes on top of the quickest steps"
+    assert low / middle < d.wall_s_low / d.wall_s, "the cheapest price comes on top of the quickest run"
     assert high / middle > d.wall_s_high / d.wall_s
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from phalanx.hardware.cluster import resolve
 from phalanx.job.schema import Checkpoint, Fault
-from phalanx.plan.reliability import daly, effective_time, overhead, reliability, spares
+from phalanx.plan.reliability import daly, effective_time, exact_effective_time, overhead, reliability, spares
 
 
 def predict(spec="8xH100:2048", state_bytes=5.7e12, checkpoint=None, step_s=5.0, **fault):
@@ -101,3 +101,33 @@ def test_copies_in_memory_cost_at_most_a_hundredth():
     assert predict(spec="8xH100:1", state_bytes=48e9, step_s=30.0).memory_every == 1
     assert predict(**big, checkpoint=Checkpoint(memory_every=7)).memory_every == 7
     assert predict(**big, checkpoint=Checkpoint(memory_every=0)).memory_every == 0
+
+
+def test_the_range_of_sites_holds_the_expected_time_and_own_figures_have_none():
+    usual = predict()
+    low, high = usual.effective_time_interval
+    assert low < 0.9 < usual.effective_time < high
+    assert usual.rate_source == "Llama 3 405B (arXiv 2407.21783 Table 5)"
+    assert (
+        usual.failures_per_host_day_interval[0] < usual.failures_per_host_day < usual.failures_per_host_day_interval[1]
+    )
+    own_rate = predict(failures_per_host_day=usual.failures_per_host_day)
+    assert own_rate.failures_per_host_day_interval is None
+    own_low, own_high = own_rate.effective_time_interval  # recovery times are still anybody's
+    assert low < own_low < own_rate.effective_time < own_high
+    own = predict(failures_per_host_day=0.004, detect_s=20.0)
+    assert (own.recovery_s_interval, own.effective_time_interval) == (None, None)
+    assert own.rate_source == "fault.failures_per_host_day of the job"
+
+
+def test_sites_beyond_hope_still_have_a_range():
+    low, high = predict("8xH100:16384").effective_time_interval
+    assert 0 <= low < 0.1 < 0.8 < high < 1
+
+
+def test_the_exact_expectation_agrees_with_the_formula_where_failures_are_rare():
+    mtbf_s = 1e6
+    interval_s = daly(10.0, mtbf_s)
+    exact = exact_effective_time(10.0, interval_s, mtbf_s, lost_s=300.0)
+    assert exact == pytest.approx(effective_time(10.0, interval_s, mtbf_s, lost_s=300.0), abs=1e-4)
+    assert exact_effective_time(10.0, 1e6, 100.0, lost_s=300.0) == 0.0

@@ -92,7 +92,7 @@ def test_automatic_tokens_are_explained(make_job):
 def test_hsdp_has_two_rows_of_data_traffic(make_job):
     job = make_job(cluster="8xH100:4", parallel__zero=3, parallel__shard=8, parallel__mode="fixed", parallel__data=32)
     rows = [line.split() for line in render(phalanx.plan(job)).splitlines()]
-    assert ["shard", "8", "1", "NVLink4", "scatter+gather", "ring"] in [row[:6] for row in rows]
+    assert ["shard", "8", "1", "NVLink4", "scatter+gather", "Ring"] in [row[:6] for row in rows]
     assert ["replica", "4", "8", "NIC", "all-reduce"] in [row[:5] for row in rows]
 
 
@@ -116,7 +116,7 @@ def test_the_headline_and_the_bill_carry_the_interval(make_job):
     page = render(replace(plan, duration=duration), top=0)
     assert "time    58.0 days (45.0 to 176) for 1.00B tokens" in page
     assert "over 58.0 days (80%: 45.0 days to 176 days), failures included" in page
-    assert "cheapest price and quickest steps to dearest and slowest" in " ".join(page.split())
+    assert "cheapest price and quickest run to dearest and slowest" in " ".join(page.split())
     low, high = plan.bill.kwh_interval
     assert f" kWh ({amount(low)} to {amount(high)}): " in page
 

@@ -26,6 +26,7 @@ from phalanx.sim.months.network import ALL_NETWORK, Network, network_share, slow
 from phalanx.sim.months.policy import UNNOTICED_S, Policy, failures_per_day, policy, usual_planned_per_day
 from phalanx.sim.months.progress import Saving
 from phalanx.sim.months.run import runs, simulate
+from phalanx.sim.months.sites import site_range
 from phalanx.sim.months.spread import spread
 from phalanx.sim.months.text import render
 from phalanx.units import DAY_S
@@ -374,6 +375,26 @@ def test_llama_3(llama):
     assert made.lost_usd[1] == pytest.approx(rented * 54 * 24 * llama.bill.usd_per_device_hour[1] * lost)
 
 
+def test_published_jobs_lie_among_the_sites(llama):
+    """Of figures that set no usual rate, luck alone holds none; the range of sites holds OPT's and MegaScale's."""
+    bloom = load(LLAMA.parent / "bloom-176b-48x8xA100.toml", overrides=["batch.global_sequences=128"])
+    opt = make_plan(bloom, "8xA100:128")
+    made = foreseen(policy(opt), opt, days=57.0, count=5)
+    sites = site_range(opt, policy(opt), days=57.0, seed=0)
+    assert sites is not None
+    assert made.interruptions.run_high < 90  # restarts of OPT-175B
+    assert sites.interruptions[0] < made.interruptions.mean < 90 < sites.interruptions[1]
+    assert sites.effective[0] < made.effective.mean < sites.effective[1]
+    same = site_range(opt, policy(opt), days=57.0, seed=0)
+    assert same == sites
+    slow = make_plan(replace_fault(bloom, detect_s=600.0, restart_s=900.0), "8xA100:128")
+    assert site_range(slow, policy(slow), days=57.0, seed=0).recovery_s is None
+
+
+def replace_fault(job, **fault):
+    return dataclasses.replace(job.job, fault=dataclasses.replace(job.job.fault, **fault))
+
+
 def test_llama_3_without_copies_in_memory(llama):
     """The formula knows no copies: beside planned restarts and switches that are waited for it agrees."""
     usual = policy(llama, planned_per_day=0.0)
@@ -505,7 +526,7 @@ def test_llama_3_on_a_named_fabric(llama):
     assert sources["link"].startswith("0.057 % of NIC-ToR links a month (Alibaba HPN")
     assert sources["device"] == (
         "171 of 419 interruptions of Llama 3 (arXiv 2407.21783 Table 5), "
-        "at the rate of Llama 3, H100 (arXiv 2407.21783 Table 5)"
+        "at the rate of Llama 3 405B (arXiv 2407.21783 Table 5)"
     )
     page = render(llama, on_fabric(llama), made)
     assert "\n  network clos2:16384x400G/4p/256, 4 planes; conventional" in page

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from phalanx.sim.months.levers import Lever
     from phalanx.sim.months.network import Network
     from phalanx.sim.months.policy import Policy
+    from phalanx.sim.months.sites import SiteRange
 
 WHERE = "phalanx sim"
 LEAST_DAYS, MOST_DAYS, MOST_RUNS = 0.01, 3653.0, 10_000  # ten years at most
@@ -137,7 +138,8 @@ def run_months(plan: Plan, args: argparse.Namespace) -> int:
     policy = _policy(plan, network, args)
     _check_size(policy, args, times=1 + MOST_LEVERS * args.levers)
     outcomes, code = _run_all(policy, args)
-    made = forecast(plan, policy, outcomes, seed=args.seed, levers=_levers(plan, policy, outcomes, args))
+    sites, code = _sites(plan, policy, args, code)
+    made = forecast(plan, policy, outcomes, seed=args.seed, sites=sites, levers=_levers(plan, policy, outcomes, args))
     if args.json:
         print_json(made)
     else:
@@ -188,6 +190,7 @@ def _compare(plan: Plan, network: Network, args: argparse.Namespace) -> int:
 
     from phalanx.sim.months.compare import cases, render, row
     from phalanx.sim.months.run import runs
+    from phalanx.sim.months.sites import site_range
 
     both = [_policy(plan, replace(network, edge=edge), args) for edge in (False, True)]
     _check_size(both[0], args, times=MOST_CASES)
@@ -195,7 +198,8 @@ def _compare(plan: Plan, network: Network, args: argparse.Namespace) -> int:
     code, asked = 0, list(cases(*both))
     try:
         for one in asked:
-            rows.append(row(plan, one, list(runs(one, days=args.days, count=args.runs, seed=args.seed))))
+            outcomes = list(runs(one, days=args.days, count=args.runs, seed=args.seed))
+            rows.append(row(plan, one, outcomes, site_range(plan, one, days=args.days, seed=args.seed)))
     except KeyboardInterrupt:
         if not rows:
             raise
@@ -232,6 +236,19 @@ def _run_all(policy: Policy, args: argparse.Namespace) -> tuple[list[Outcome], i
     failures = sum(one.failures for one in outcomes)
     note(f"{failures:,} failures in {seconds:.2f} s ({failures / seconds:,.0f} per second)")
     return outcomes, 0
+
+
+def _sites(plan: Plan, policy: Policy, args: argparse.Namespace, code: int) -> tuple[SiteRange | None, int]:
+    """The plan at other sites; Ctrl-C leaves the runs at this one."""
+    from phalanx.sim.months.sites import site_range
+
+    if code:
+        return None, code
+    try:
+        return site_range(plan, policy, days=args.days, seed=args.seed), 0
+    except KeyboardInterrupt:
+        note("stopped by Ctrl-C: the runs are finished, and shown; other sites are not")
+        return None, INTERRUPTED
 
 
 def _levers(plan: Plan, policy: Policy, outcomes: list[Outcome], args: argparse.Namespace) -> tuple[Lever, ...]:

@@ -1,4 +1,7 @@
-"""What a cluster is taken to be where nobody said: links, latencies, memory, failures; each with its source."""
+"""What a cluster is taken to be where nobody said: links, latencies, memory; each with its source.
+
+How often it fails: failures.py.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +39,6 @@ NIC_BYTES_PER_S = {
     "generic": 10e9 / 8,  # a CPU server on 10 GbE
 }
 DEFAULT_NIC_BYTES_PER_S = 100e9 / 8 / 8  # one 100 Gb/s port shared by a host of eight cards
-
-# Failures per device and day.
-#   hopper: Llama 3, 419 interruptions in 54 days on 2,048 hosts of 8 (arXiv 2407.21783 Table 5) = 3.8e-3 per host
-#   ampere: Meta RSC, 6.5 failures per 1,000 host-days of 8 A100 (arXiv 2410.21680), which gives its projected
-#           1.8 h between failures at 16,384 GPUs
-#   google: TPU v4 machines of 4 chips, 0.08 % per day (NSDI'24, Zu et al.)
-HOPPER_FAILURES_PER_DEVICE_DAY = 419 / 54 / 16384
-FAILURES_PER_DEVICE_DAY = {"ampere": 6.5e-3 / 8}
-TPU_FAILURES_PER_DEVICE_DAY = 8e-4 / 4
-# A host without accelerators: the 151 of Llama 3's 419 interruptions that were not the GPU's, per host-day.
-CPU_FAILURES_PER_HOST_DAY = 151 / 54 / 2048
 
 # Host memory per device, not re-read: DGX H100 2 TB/8, GB200 tray 960 GB/4, DGX A100 1 TB/8, DGX-1 512 GB/8 and
 # Azure ND MI300X v5 1,850 GB/8. Read in the clouds' documentation: trn1 512 GiB/16; TPU v5e 512 GB/8, v6e 720/4,
@@ -90,20 +82,6 @@ def link_bytes_per_s(accelerator: Accelerator) -> float:
 def nic_bytes_per_s(accelerator: Accelerator) -> float:
     """The catalogue's NIC speed per device, or what such hosts usually have."""
     return accelerator.nic_bytes_per_s or NIC_BYTES_PER_S.get(accelerator.vendor, DEFAULT_NIC_BYTES_PER_S)
-
-
-def failures_per_host_day(accelerator: Accelerator, host_devices: int) -> float:
-    """Expected failures of one host per day, growing with the devices in it.
-
-    >>> from phalanx.hardware.catalog import find
-    >>> f"{failures_per_host_day(find('H100'), 8):.2g}"
-    '0.0038'
-    """
-    if accelerator.family == "cpu":
-        return CPU_FAILURES_PER_HOST_DAY
-    if accelerator.vendor == "google":
-        return TPU_FAILURES_PER_DEVICE_DAY * host_devices
-    return FAILURES_PER_DEVICE_DAY.get(accelerator.family, HOPPER_FAILURES_PER_DEVICE_DAY) * host_devices
 
 
 def host_memory_bytes(accelerator: Accelerator, host_devices: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phalanx.hardware import defaults
+from phalanx.hardware.failures import failures_per_host_day as usual_failures_per_host_day
 from phalanx.hardware.prices import usd_per_device_hour
 from phalanx.hardware.types import Accelerator, Cluster
 
@@ -31,7 +32,7 @@ def assemble(
     """A Cluster; 0 (None for failures, which may truly be 0) stands for "not said"."""
     per_host = host_devices or defaults.host_devices(accelerator, domain_devices)
     if failures_per_host_day is None:
-        failures_per_host_day = defaults.failures_per_host_day(accelerator, per_host)
+        failures_per_host_day = usual_failures_per_host_day(accelerator, per_host)
     return Cluster(
         name=name,
         accelerator=accelerator,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx.network.fit import LEAST_BYTES, AlphaBeta
-from phalanx.network.nccl_choice import Choice, Operation, bus_bytes_per_s, choices, choose, expected_s
+from phalanx.network.nccl_choice import Choice, Operation, bus_bytes_per_s, choices, choose, expect
 from phalanx.network.nccl_system import System
 from phalanx.network.nccl_tables import Algorithm, Protocol
 
@@ -21,9 +21,11 @@ class Answer:
 
     nbytes: float
     pairs: tuple[Choice, ...]  # empty where NCCL's model has nothing to say
-    expected_s: float | None  # of the first, with unrounded links and a filled pipeline
+    expected_s: float | None  # of the first: with the call, unrounded links and a filled pipeline
+    expected_interval_s: tuple[float, float] | None  # of 80 % of systems
     bus_bytes_per_s: float | None
     fitted_s: float | None  # from measurements; None without, and below 16 MiB
+    fitted_interval_s: tuple[float, float] | None  # of 80 % of held-out sizes
     fitted_bus_bytes_per_s: float | None
 
 
@@ -46,18 +48,22 @@ def answers(
 
 def _answer(comm: System | None, operation: Operation | None, nbytes: float, fit: AlphaBeta | None) -> Answer:
     pairs: tuple[Choice, ...] = ()
-    seconds = bus = None
+    seconds = bus = interval = None
     if comm is not None and operation is not None:
         pairs = tuple(sorted(choices(comm, nbytes, operation=operation), key=lambda one: one.seconds))
-        seconds = expected_s(comm, pairs[0], nbytes, operation=operation)
+        one = expect(comm, nbytes, operation=operation)
+        assert one is not None  # a pair exists for every operation
+        seconds, interval = one.seconds, (one.low_s, one.high_s)
         bus = bus_bytes_per_s(comm, nbytes, seconds, operation=operation)
     fits = fit is not None and nbytes >= LEAST_BYTES
     return Answer(
         nbytes=nbytes,
         pairs=pairs,
         expected_s=seconds,
+        expected_interval_s=interval,
         bus_bytes_per_s=bus,
         fitted_s=fit.seconds(nbytes) if fit and fits else None,
+        fitted_interval_s=fit.interval_s(nbytes) if fit and fits else None,
         fitted_bus_bytes_per_s=fit.bus_bytes_per_s(nbytes) if fit and fits else None,
     )
 

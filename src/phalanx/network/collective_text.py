@@ -11,11 +11,10 @@ from phalanx.network.sizes import format_size
 from phalanx.units import format_seconds
 
 NONE = "-"
-# benchmarks/2026-11-15-collective-fit.md, "Without any fit"
+# benchmarks/2026-11-16-collective-interval.md
 MODEL_NOTE = """
-Without a measurement this is a guess: 23 measured sweeps took 0.75 to 5 times these times at 16 MiB, the middle one
-1.2; 0.7 to 2.8 times at 1 GiB, the middle one 1.0. For your system: --fit FILE, with the output of nccl-tests or two
-sizes of your own"""
+The range holds 80 % of systems: without a measurement nobody knows a network's start-up, nor whether it delivers. For
+yours: --fit FILE, with the output of nccl-tests or two sizes of your own"""
 
 
 def show_pairs(one: Answer) -> str:
@@ -41,12 +40,13 @@ def show_expected(one: Answer) -> str:
     """What the pick takes at one size."""
     by_links, by_fit = "by links and NICs", "by the fit"
     found = (
-        (by_links, one.expected_s, one.bus_bytes_per_s),
-        (by_fit, one.fitted_s, one.fitted_bus_bytes_per_s),
+        (by_links, one.expected_s, one.expected_interval_s, "80% of systems", one.bus_bytes_per_s),
+        (by_fit, one.fitted_s, one.fitted_interval_s, "80%", one.fitted_bus_bytes_per_s),
     )
     lines = [
-        f"{format_size(one.nbytes)} takes {format_seconds(seconds)}{_bus(rate)} {name}"
-        for name, seconds, rate in found
+        f"{format_size(one.nbytes)} takes {format_seconds(seconds)} {name} "
+        f"({span}: {_span(interval)}; {_gb(rate)} GB/s busbw)"
+        for name, seconds, interval, span, rate in found
         if seconds is not None
     ]
     return "\n".join(lines or [f"{format_size(one.nbytes)}: fits speak from 16 MiB on"])
@@ -56,20 +56,22 @@ def show_sizes(found: Sequence[Answer]) -> str:
     """A line per size; columns that nobody filled are left out."""
     modelled, fitted = any(one.pairs for one in found), any(one.fitted_s for one in found)
     head = ["size"]
-    head += ["NCCL picks", "time", "busbw GB/s", "next best"] if modelled else []
-    head += ["fitted", "busbw GB/s"] if fitted else []
+    head += ["NCCL picks", "time", "80% of systems", "busbw GB/s", "next best"] if modelled else []
+    head += ["fitted", "80%", "busbw GB/s"] if fitted else []
     rows = [head]
     for one in found:
         by_model = _picked(one) if modelled else []
-        by_fit = [_seconds(one.fitted_s), _gb(one.fitted_bus_bytes_per_s)] if fitted else []
+        by_fit = (
+            [_seconds(one.fitted_s), _span(one.fitted_interval_s), _gb(one.fitted_bus_bytes_per_s)] if fitted else []
+        )
         rows.append([format_size(one.nbytes), *by_model, *by_fit])
-    left = (1, 4) if modelled else ()
+    left = (1, 5) if modelled else ()
     return "\n".join(table(rows, right=[place for place in range(len(head)) if place not in left]))
 
 
 def _picked(one: Answer) -> list[str]:
     if not one.pairs:
-        return [NONE] * 4
+        return [NONE] * 5
     first, *others = one.pairs
     then = (
         f"{others[0].algorithm} {others[0].protocol} {others[0].seconds / first.seconds - 1:+.0%}" if others else NONE
@@ -77,6 +79,7 @@ def _picked(one: Answer) -> list[str]:
     return [
         f"{first.algorithm} {first.protocol}",
         _seconds(one.expected_s),
+        _span(one.expected_interval_s),
         _gb(one.bus_bytes_per_s),
         then,
     ]
@@ -100,8 +103,8 @@ def show_fit(fit: AlphaBeta, count: int, error: float, at_bytes: float) -> str:
     )
 
 
-def _bus(rate: float | None) -> str:
-    return f" ({rate / 1e9:,.1f} GB/s busbw)" if rate else ""
+def _span(interval: tuple[float, float] | None) -> str:
+    return NONE if interval is None else f"{format_seconds(interval[0])} to {format_seconds(interval[1])}"
 
 
 def _gb(rate: float | None) -> str:

@@ -25,6 +25,9 @@ LEAST_BYTES = 16 * MIB
 LARGE_BYTES = 1024 * MIB
 LARGE_ERROR, MEDIUM_ERROR = 0.10, 0.25  # of the time; what two points must give from LARGE_BYTES on, and below
 FILL_INSIDE, FILL_ACROSS = 2.0, 0.4  # k
+# Errors that 80 % of held-out sizes stay below, fitted on a size up to 64 MiB and one from 1 GiB on: the 80th
+# percentiles of 1,242 and 1,718 of them are 4.2 and 12.9 % (benchmarks/2026-11-16-collective-fit.md).
+LIKELY_LARGE_ERROR, LIKELY_MEDIUM_ERROR = 0.042, 0.129
 WHERE = "fit"
 HALVINGS = 200  # more than doubles can tell apart
 SCAN = 240  # places of the half-bandwidth size that are looked at before the best is refined
@@ -50,6 +53,11 @@ class AlphaBeta:
     def seconds(self, nbytes: float) -> float:
         """Predicted time of a message."""
         return _shape(self.alpha_s * self.bytes_per_s, self.wire_share * nbytes, self.fill) / self.bytes_per_s
+
+    def interval_s(self, nbytes: float) -> tuple[float, float]:
+        """The range that holds 80 % of measured times of sizes that were not fitted on."""
+        error = LIKELY_LARGE_ERROR if nbytes >= LARGE_BYTES else LIKELY_MEDIUM_ERROR
+        return self.seconds(nbytes) * (1 - error), self.seconds(nbytes) * (1 + error)
 
     def bus_bytes_per_s(self, nbytes: float) -> float:
         """The same as nccl-tests' busbw."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from phalanx.errors import UserError, mistake
 from phalanx.hardware.types import Cluster
-from phalanx.network.nccl_system import Cpu, System, system
+from phalanx.network.nccl_choice import Operation, expect
+from phalanx.network.nccl_system import Channels, Cpu, System, system
 from phalanx.network.nccl_tables import Family
 
 FAMILIES: Mapping[str, Family] = {
@@ -15,30 +17,84 @@ FAMILIES: Mapping[str, Family] = {
     "hopper": "hopper",
     "blackwell": "blackwell",
 }
+# Of devices that NCCL does not know: rings reach so much of a link (20.6 of 25 GB/s on Hopper) and of a NIC, in
+# channels of 24 GB/s (16 make the 384 of an H100 node).
+LINK_SHARE, NET_SHARE, CHANNEL_GB = 0.82, 0.96, 24.0
+FASTEST = 1e15  # bytes per second: no link is
 GRACE = ("GH", "GB")  # Grace, an Arm processor, on the same module
 # One direction of one NVLink as vendors count it; NCCL counts 20 to 20.6 and 40.1 of these (nccl_tables.NVLINK_GB).
 LINK_GB: Mapping[Family, float] = {"volta": 25.0, "ampere": 25.0, "hopper": 25.0, "blackwell": 50.0}
 
 
-def nccl_system(cluster: Cluster, *, nvls: bool = True, cpu: Cpu | None = None, sharp: bool = False) -> System:
-    """Nodes are fast domains, and every device has its own NIC. Raises UserError for what NCCL's model leaves out.
+def nccl_system(
+    cluster: Cluster,
+    *,
+    nodes: int | None = None,
+    per_node: int | None = None,
+    nvls: bool = True,
+    cpu: Cpu | None = None,
+    sharp: bool = False,
+) -> System:
+    """The whole cluster, or `nodes` of its fast domains with `per_node` devices each; every device has its own NIC.
 
-    `cpu` None: Arm beside devices that come with one (GH200, GB200, GB300), else Intel.
+    Raises UserError for what NCCL's model leaves out. `cpu` None: Arm beside devices that come with one (GH200, GB200,
+    GB300), else Intel.
     """
     device = cluster.accelerator
     family = FAMILIES.get(device.family)
     if device.vendor != "nvidia" or family is None or not device.link.startswith("NVLink"):
         raise _foreign(cluster)
     return system(
-        nodes=cluster.domains,
-        per_node=cluster.domain_devices,
+        nodes=nodes or cluster.domains,
+        per_node=per_node or cluster.domain_devices,
         family=family,
-        nic_gbps=cluster.nic_bytes_per_s * 8 / 1e9,
+        nic_gbps=sane_rate(cluster.nic_bytes_per_s) * 8 / 1e9,
         nvls=nvls,
         cpu=cpu or ("arm" if device.name.startswith(GRACE) else "intel"),
         sharp=sharp,
-        links=max(1, round(cluster.link_bytes_per_s / 1e9 / LINK_GB[family])),
+        links=max(1, round(sane_rate(cluster.link_bytes_per_s) / 1e9 / LINK_GB[family])),
     )
+
+
+def group_system(cluster: Cluster, *, nodes: int, per_node: int) -> System:
+    """A group of ranks on any cluster.
+
+    Devices without a model of their own (RCCL, PCIe) are taken for rings and trees of NCCL at their links' rates,
+    without sums in a switch: a stand-in, good for comparing sizes, not for a promise.
+    """
+    try:
+        return nccl_system(cluster, nodes=nodes, per_node=per_node)
+    except UserError:
+        pass
+    link_gb = LINK_SHARE * sane_rate(cluster.link_bytes_per_s) / 1e9
+    nic_gb = NET_SHARE * sane_rate(cluster.nic_bytes_per_s) / 1e9 if nodes > 1 else math.inf
+    bus_gb = link_gb if nodes == 1 else nic_gb if per_node == 1 else min(link_gb, per_node * nic_gb)
+    count = max(1, round(bus_gb / CHANNEL_GB))
+    channels = Channels(count=count, inside_gb=bus_gb / count, across_gb=bus_gb / count)
+    family: Family = "ampere" if cluster.accelerator.family in ("ampere", "volta", "turing") else "hopper"
+    return System(
+        nodes=nodes, per_node=per_node, family=family, ring=channels, nvls=None, link_gb=link_gb, nic_gb=nic_gb
+    )
+
+
+def two_levels_s(cluster: Cluster, *, domains: int, per_domain: int, nbytes: float, operation: Operation) -> float:
+    """Inside each domain over the fast links, then between equal ranks of the domains, each with a part.
+
+    Not one of NCCL's algorithms for gathers and scatters: a trainer gets it by sharding inside a domain (HSDP), or from
+    CollNet. Infinite where there are no two levels.
+    """
+    if domains < 2 or per_domain < 2:
+        return math.inf
+    outer = expect(group_system(cluster, nodes=domains, per_node=1), nbytes / per_domain, operation=operation)
+    inner = expect(group_system(cluster, nodes=1, per_node=per_domain), nbytes, operation="all-gather")
+    if outer is None or inner is None:
+        return math.inf
+    return outer.seconds + inner.seconds * (2 if operation == "all-reduce" else 1)
+
+
+def sane_rate(bytes_per_s: float) -> float:
+    """A rate that can be divided by, whatever a cluster file or a plan says."""
+    return max(1.0, min(bytes_per_s, FASTEST)) if math.isfinite(bytes_per_s) else 1.0
 
 
 def _foreign(cluster: Cluster) -> UserError:

@@ -24,6 +24,7 @@ from phalanx.plan.compression import pays
 from phalanx.plan.compute import element_bytes
 from phalanx.plan.layout import Layout
 from phalanx.plan.mapping import RANK_ORDER, mapping
+from phalanx.plan.messages import with_messages
 from phalanx.plan.plan import SCHEMA, CalibrationNote, ParetoPoint, Plan, SearchStats
 from phalanx.plan.prediction import Duration, duration, predict, token_budget
 from phalanx.plan.reasons import explain
@@ -110,6 +111,7 @@ def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: Calibrat
         step_s=prediction.step_s,
         effective_time=trouble.effective_time,
         step_interval_s=(prediction.step_s_low, prediction.step_s_high),
+        effective_interval=trouble.effective_time_interval,
     )
     costs = bill(
         cluster,
@@ -140,7 +142,7 @@ def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: Calibrat
         prediction=prediction,
         memory=memory,
         rank_order=RANK_ORDER,
-        mapping=mapping(ask, layout),
+        mapping=with_messages(job, cluster, layout, mapping(ask, layout)),
         duration=lasting,
         reliability=trouble,
         bill=costs,

@@ -41,6 +41,12 @@ class AxisUse:
     wire_s: float
     shown_s: float
     network_copies: float = 1.0  # of an all-to-all: share of what goes to other domains that crosses the network
+    # One message of its sums, gathers or scatters, alone on the network, as NCCL carries it (network/nccl_choice.py);
+    # 0 where NCCL is not asked. `wire_s` is the planner's: beside compute, as published runs fit it (decision 0027).
+    protocol: str = ""
+    message_bytes: float = 0.0
+    message_s: float = 0.0
+    message_interval_s: tuple[float, float] | None = None  # of 80 % of systems
 
     @property
     def exposed(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -60,7 +61,10 @@ class MemoryReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Duration:
-    """Time to the token budget: steps alone, and with failures; the 80 % interval is that of the step."""
+    """Time to the token budget: steps alone, and with failures.
+
+    The 80 % interval has the doubt about the step and that about how often a site fails and how soon it recovers.
+    """
 
     tokens: int
     steps: int
@@ -148,6 +152,7 @@ def duration(
     step_s: float,
     effective_time: float,
     step_interval_s: tuple[float, float] | None = None,
+    effective_interval: tuple[float, float] | None = None,
 ) -> tuple[Duration, tuple[Problem, ...]]:
     """Time to `tokens`, walking the batch ramp, and what the ramp does to the layout."""
     training_s, steps, seen = 0.0, 0, 0
@@ -165,15 +170,21 @@ def duration(
     wall_s = training_s / effective_time if effective_time > 0 else float("inf")
     # A model that misses one step misses them all alike: the errors do not average out over the run.
     low_s, high_s = step_interval_s or (step_s, step_s)
+    worst, best = effective_interval or (effective_time, effective_time)
     lasting = Duration(
         tokens=tokens,
         steps=steps,
         training_s=training_s,
         wall_s=wall_s,
-        wall_s_low=wall_s * low_s / step_s,
-        wall_s_high=wall_s * high_s / step_s,
+        wall_s_low=wall_s / _together(step_s / low_s, best / effective_time if effective_time > 0 else 1.0),
+        wall_s_high=wall_s * _together(high_s / step_s, effective_time / worst if worst > 0 else math.inf),
     )
     return lasting, tuple(warnings)
+
+
+def _together(*factors: float) -> float:
+    """The factor that independent factors from 1 on make at the edge of an 80 % interval: their logs add in squares."""
+    return math.exp(math.hypot(*(math.log(factor) for factor in factors)))
 
 
 def _uneven(ask: Ask, layout: Layout, index: int, sequences: int) -> Problem:

@@ -2,7 +2,7 @@
 
 Formulas: Young 1974, Daly 2006 (higher order), and the expected effective training time ratio
 E[ETTR] = (1 - (D + R + W + τ/2) / M) / (1 + δ/τ) with detection D, restart R, persist lag W, interval τ, blocking
-checkpoint cost δ and mean time between failures M. Rates: hardware.defaults.
+checkpoint cost δ and mean time between failures M. Rates, and how far sites lie apart: hardware/failures.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from phalanx.hardware.failures import (
+    SiteSpread,
+    host_failure_spread,
+    known,
+    middle,
+    rate_source,
+    recovery_spread,
+    sample_sites,
+)
+from phalanx.hardware.failures import failures_per_host_day as usual_rate
 from phalanx.hardware.types import Cluster
 from phalanx.job.schema import Checkpoint, Fault
 from phalanx.plan.build import HOST_LINK_BYTES_PER_S
@@ -26,12 +36,16 @@ REPAIR_S = DAY_S
 # Host memory is copied at 6 to 7 GB/s by one core (benchmarks/2026-11-15-vault.md).
 HOST_COPY_BYTES_PER_S = 6e9
 MEMORY_SHARE = 0.01  # of the time, that copies of the state in host memory may cost: our own choice
+SITES = 256  # sampled for the range of effective time
 SPARE_CONFIDENCE = 0.99  # ByteRobust (arXiv 2509.16293) keeps the 99th percentile of simultaneous failures
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reliability:
-    """What failures do to a run. `interval_costs` are (multiple of the interval, share of time lost to it)."""
+    """What failures do to a run. `interval_costs` are (multiple of the interval, share of time lost to it).
+
+    The `_interval`s hold 80 % of sites; None where the figure is the user's own, or the plan is older than they are.
+    """
 
     hosts: int
     failures_per_host_day: float
@@ -47,6 +61,10 @@ class Reliability:
     lost_s: float  # per failure, beside work redone: detection, restart, and the save that was not yet on disk
     effective_time: float  # share of wall-clock time that trains
     spares: int
+    rate_source: str = ""  # of failures_per_host_day
+    failures_per_host_day_interval: tuple[float, float] | None = None
+    recovery_s_interval: tuple[float, float] | None = None  # detection and restart
+    effective_time_interval: tuple[float, float] | None = None
 
 
 def reliability(
@@ -64,6 +82,8 @@ def reliability(
     best_s = max(daly(blocking_s, mtbf_s), lag_s)
     interval_s = best_s if checkpoint.interval_s == "auto" else float(checkpoint.interval_s)
     lost_s = fault.detect_s + fault.restart_s + lag_s
+    rates, recoveries = site_rates(cluster, fault), site_recoveries(fault)
+    effective = effective_time(blocking_s, interval_s, mtbf_s, lost_s=lost_s)
     costs = tuple((x, overhead(blocking_s, best_s * x, mtbf_s)) for x in (0.25, 0.5, 1.0, 2.0, 4.0))
     return Reliability(
         hosts=hosts,
@@ -82,9 +102,69 @@ def reliability(
             else checkpoint.memory_every
         ),
         lost_s=lost_s,
-        effective_time=effective_time(blocking_s, interval_s, mtbf_s, lost_s=lost_s),
+        effective_time=effective,
         spares=spares(hosts, -math.expm1(-rate * REPAIR_S / DAY_S)) if fault.spares == "auto" else int(fault.spares),
+        rate_source=_source(cluster, fault),
+        failures_per_host_day_interval=rates.interval if rates.log_spread else None,
+        recovery_s_interval=recoveries.interval if recoveries.log_spread else None,
+        effective_time_interval=_effective_interval(
+            effective, rates, recoveries, hosts=hosts, blocking_s=blocking_s, interval_s=interval_s, lag_s=lag_s
+        ),
     )
+
+
+def is_rate_given(cluster: Cluster, fault: Fault) -> bool:
+    """Whether the job or the cluster's file names a rate of failures, so that it is not the table's."""
+    usual = usual_rate(cluster.accelerator, cluster.host_devices)
+    return fault.failures_per_host_day is not None or cluster.failures_per_host_day != usual
+
+
+def is_recovery_given(fault: Fault) -> bool:
+    """Whether the job says how long it takes to notice a failure and to start again."""
+    usual = Fault()
+    return (fault.detect_s, fault.restart_s) != (usual.detect_s, usual.restart_s)
+
+
+def site_rates(cluster: Cluster, fault: Fault) -> SiteSpread:
+    """Failures per host and day: the user's own without spread, else as published sites lie apart."""
+    if is_rate_given(cluster, fault):
+        own = fault.failures_per_host_day
+        return known(cluster.failures_per_host_day if own is None else own)
+    return host_failure_spread(cluster.accelerator, cluster.host_devices)
+
+
+def site_recoveries(fault: Fault) -> SiteSpread:
+    """Seconds from a failure to the next step, likewise."""
+    return known(fault.detect_s + fault.restart_s) if is_recovery_given(fault) else recovery_spread()
+
+
+def _source(cluster: Cluster, fault: Fault) -> str:
+    if fault.failures_per_host_day is not None:
+        return "fault.failures_per_host_day of the job"
+    if is_rate_given(cluster, fault):
+        return "failures_per_host_day of the cluster"
+    return rate_source(cluster.accelerator)
+
+
+def _effective_interval(
+    effective: float,
+    rates: SiteSpread,
+    recoveries: SiteSpread,
+    *,
+    hosts: int,
+    blocking_s: float,
+    interval_s: float,
+    lag_s: float,
+) -> tuple[float, float] | None:
+    """Effective time of this plan at 80 % of sites; the expected value lies inside."""
+    if not (rates.log_spread or recoveries.log_spread) or not rates.median or not math.isfinite(interval_s):
+        return None
+    shares = [
+        exact_effective_time(blocking_s, interval_s, DAY_S / (hosts * rate), lost_s=recovery_s + lag_s)
+        for rate, recovery_s in sample_sites(rates, recoveries, count=SITES)
+    ]
+    low, high = middle(shares)
+    return min(low, effective), max(high, effective)
 
 
 def _memory_every(cluster: Cluster, rank_bytes: float, step_s: float) -> int:
@@ -124,6 +204,19 @@ def effective_time(blocking_s: float, interval_s: float, mtbf_s: float, *, lost_
     """
     failing = (lost_s + interval_s / 2) / mtbf_s if math.isfinite(mtbf_s) else 0.0
     return max(0.0, (1 - failing) / (1 + blocking_s / interval_s))
+
+
+def exact_effective_time(blocking_s: float, interval_s: float, mtbf_s: float, *, lost_s: float) -> float:
+    """Daly's exact expectation, where a failure during a recovery starts it anew: never below 0.
+
+    >>> mtbf_s = 86400 / (2048 * 3.8e-3)
+    >>> round(exact_effective_time(10.0, daly(10.0, mtbf_s), mtbf_s, lost_s=600.0), 3)
+    0.908
+    """
+    exponent = (lost_s + interval_s + blocking_s) / mtbf_s
+    if exponent > 700.0:  # beyond the range of exp, and of any use
+        return 0.0
+    return interval_s / (mtbf_s * math.exp(lost_s / mtbf_s) * math.expm1((interval_s + blocking_s) / mtbf_s))
 
 
 def spares(hosts: int, probability: float) -> int:

@@ -11,6 +11,7 @@ from phalanx.job.schema import TOKENS_PER_PARAMETER
 from phalanx.plan.bill import Bill
 from phalanx.plan.plan import ParetoPoint, Plan
 from phalanx.plan.reasons import Alternative, part_name
+from phalanx.plan.reliability import Reliability
 from phalanx.plan.search import FULL_MEMORY
 from phalanx.units import DAY_S, HOUR_S, MINUTE_S, format_bytes, format_count, format_money, format_seconds
 
@@ -214,13 +215,34 @@ def _failures(plan: Plan) -> list[str]:
     lines = [
         f"{r.failures_per_day:.3g} failures per day over {_plural(r.hosts, 'host')} "
         f"({r.failures_per_host_day:.2g} per host and day): one every {format_seconds(r.mtbf_s)}",
+        *_rate_range(r),
         f"checkpoint every {format_seconds(r.interval_s)}{chosen}: {format_bytes(r.checkpoint_bytes)}, training waits "
         f"{format_seconds(r.blocking_s)}, safe after {format_seconds(r.persist_s)}",
         *([_in_memory(r.memory_every, plan.prediction.step_s)] if r.memory_every else []),
         f"time lost at multiples of the optimum: {costs}",
-        f"effective training time {r.effective_time:.1%}; {_plural(r.spares, 'spare host')} (99% of days)",
+        f"effective training time {r.effective_time:.1%}{_sites(r)}; {_plural(r.spares, 'spare host')} (99% of days)",
     ]
     return [part for line in lines for part in _wrap(line)]
+
+
+def _rate_range(r: Reliability) -> list[str]:
+    """Whose rate it is, and how far others' lie from it; nothing of a plan that is older than this."""
+    if not r.rate_source:
+        return []
+    if r.failures_per_host_day_interval is None:
+        return [f"the rate is {r.rate_source}"]
+    low, high = r.failures_per_host_day_interval
+    return [
+        f"the rate is that of {r.rate_source}; 80% of sites: {low:.2g} to {high:.2g} per host and day; your own: "
+        "fault.failures_per_host_day"
+    ]
+
+
+def _sites(r: Reliability) -> str:
+    if r.effective_time_interval is None:
+        return ""
+    low, high = r.effective_time_interval
+    return f" (80% of sites: {low:.1%} to {high:.1%})"
 
 
 def _in_memory(every: int, step_s: float) -> str:
@@ -239,7 +261,7 @@ def _bill(plan: Plan) -> list[str]:
         low, middle, high = b.usd
         rate = " / ".join(f"{one:.2f}" for one in dict.fromkeys(b.usd_per_device_hour))
         ends = (
-            "cheapest price and quickest steps to dearest and slowest" if len(set(b.usd_per_device_hour)) > 1 else "80%"
+            "cheapest price and quickest run to dearest and slowest" if len(set(b.usd_per_device_hour)) > 1 else "80%"
         )
         span = f" ({format_money(low)} to {format_money(high)}: {ends})" if low < high else ""
         lines.append(f"{format_money(middle)}{span} at ${rate} per device-hour, spares included; {b.price_source}")

@@ -76,10 +76,10 @@ COPIES = [
     fails("CKP005", "mostly the same rack, 2,304", lambda: inside("72xGB200:32", "other host"), "error"),
 ]
 SWITCH = [
-    fails("COM001", "a ring beside the switch", lambda: switched("ring"), "warning", says="1.5x the time of nvls"),
+    fails("COM001", "a ring beside the switch", lambda: switched("ring"), "warning", says="1.4x the time of NVLS"),
     holds("COM001", "sums in the switch", lambda: switched("nvls")),
     holds("COM001", "a ring without a switch", lambda: switched("ring", "8xA100:1")),
-    fails("COM001", "no switch that sums", lambda: switched("nvls", "8xA100:1"), "error", says="there is no nvls"),
+    fails("COM001", "no switch that sums", lambda: switched("nvls", "8xA100:1"), "error", says="there is no NVLS"),
 ]
 CASES: list[Case] = [*COSTS, *PATIENCE, *COPIES, *SWITCH]
 

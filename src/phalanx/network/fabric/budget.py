@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from phalanx.errors import mistake
+from phalanx.hardware.failures import llama_device_days
 from phalanx.network.fabric.bill import bill, loss
 from phalanx.network.fabric.recovery import (
     CONVERGE_S,
@@ -38,7 +39,7 @@ CABLE_PER_DAY = 0.057e-2 / MONTH_DAYS
 # Singh et al., SIGCOMM CCR 51(2), 2021: of 180,000 datacentre switches 98 % ran through their first three months.
 SWITCH_PER_DAY = -math.log(0.98) / (3 * MONTH_DAYS)
 # Llama 3 (arXiv:2407.21783 table 5): 35 interruptions by switch or cable, 16,384 GPUs, 54 days.
-LLAMA_COUNT, LLAMA_GPU_DAYS = 35, 16384 * 54
+LLAMA_COUNT = 35
 RESTART_S = (600.0, 900.0)  # 10 to 15 minutes from failure to the next useful step
 # T0-T1 links flap "several times a minute" during training (the post); a reading note on the paper's figure 5 has one
 # every 2 to 3 minutes. We take the lower, on the 75,000-GPU job of section 5.1. Weak: the figure's job is not named.
@@ -110,7 +111,7 @@ def budget(
     parts = part_rates(fabric)
     per_day = interruptions_per_day(fabric)
     low, high = poisson_interval(LLAMA_COUNT)
-    scale = fabric.hosts / LLAMA_GPU_DAYS
+    scale = fabric.hosts / llama_device_days()
     quick, slow = (cost_of(fabric, seconds) for seconds in restart_s)
     answer = Answer(recovery_s=recovery_s, restart_s=restart_s[0], repair_s=repair_s, waits=waits)
     return Budget(
@@ -188,7 +189,7 @@ def flap_share(fabric: Fabric, recovery_s: float) -> float:
 
 def interruptions_per_day(fabric: Fabric) -> float:
     """Network failures that reach the job, at Llama 3's rate per GPU."""
-    return fabric.hosts * LLAMA_COUNT / LLAMA_GPU_DAYS
+    return fabric.hosts * LLAMA_COUNT / llama_device_days()
 
 
 def cost_of(fabric: Fabric, seconds: float) -> Cost:

@@ -11,6 +11,7 @@ from phalanx.sim.months.forecast import Forecast, forecast
 from phalanx.sim.months.ledger import Outcome
 from phalanx.sim.months.network import ALL_NETWORK
 from phalanx.sim.months.policy import Policy
+from phalanx.sim.months.sites import SiteRange
 from phalanx.sim.months.spread import Spread
 from phalanx.units import DAY_S, HOUR_S, format_money
 
@@ -26,6 +27,7 @@ class Row:
     recovery_s: float
     edge: bool
     effective: Spread
+    sites: SiteRange | None  # the same at other sites; None where the rates are the user's own
     interruptions_per_day: float
     network_lost: float
     lost_device_hours_per_day: float
@@ -50,7 +52,7 @@ def cases(conventional: Policy, edge: Policy) -> Iterator[Policy]:
             yield recovering(one, seconds)
 
 
-def row(plan: Plan, policy: Policy, outcomes: Sequence[Outcome]) -> Row:
+def row(plan: Plan, policy: Policy, outcomes: Sequence[Outcome], sites: SiteRange | None = None) -> Row:
     """What the runs of one policy say."""
     made = forecast(plan, policy, outcomes, seed=0)
     rented = plan.layout.devices + policy.spares * plan.cluster.host_devices
@@ -58,6 +60,7 @@ def row(plan: Plan, policy: Policy, outcomes: Sequence[Outcome]) -> Row:
         recovery_s=policy.detect_s + policy.restart_s,
         edge=policy.network.edge,
         effective=made.effective,
+        sites=sites,
         interruptions_per_day=made.interruptions.mean / made.days,
         network_lost=sum(sum(made.lost.get(cause, {}).values()) for cause in ALL_NETWORK),
         lost_device_hours_per_day=rented * DAY_S / HOUR_S * (1.0 - made.effective.mean),
@@ -72,12 +75,22 @@ def _usd_per_day(made: Forecast) -> float | None:
 def render(plan: Plan, rows: Sequence[Row], *, days: float, runs: int, seed: int, network: str) -> str:
     """The table."""
     head = f"{plan.job.name}: {days:g} days on {plan.cluster.name} ({plan.layout.devices:,} devices)"
-    heads = ("recovery", "network", "effective", "90% confidence", "stops/day", "lost to network", "device-h lost/day")
+    heads = (
+        "recovery",
+        "network",
+        "effective",
+        "luck, 80%",
+        "80% of sites",
+        "stops/day",
+        "lost to network",
+        "device-h lost/day",
+    )
     lines = [(*heads, "lost/day"), *(_cells(one) for one in rows)]
-    body = table(lines, right=(0, 2, 3, 4, 5, 6, 7))
+    body = table(lines, right=(0, 2, 3, 4, 5, 6, 7, 8))
     notes = [
         f"network: {network}",
         f"the same failures in every row ({runs:,} runs each, seed {seed}); recovery is noticing and restarting",
+        "differences between rows are the policies'; sites lie apart by their failure rates",
     ]
     return "\n".join([head, *(f"  {line}" for line in (*body, *notes))])
 
@@ -88,7 +101,8 @@ def _cells(one: Row) -> tuple[str, ...]:
         f"{one.recovery_s:g} s",
         "edge" if one.edge else "conventional",
         f"{e.mean:.1%}",
-        "-" if e.low != e.low else f"{e.low:.1%} to {e.high:.1%}",
+        "-" if e.low != e.low else f"{e.run_low:.1%} to {e.run_high:.1%}",
+        f"{one.sites.effective[0]:.1%} to {one.sites.effective[1]:.1%}" if one.sites else "-",
         f"{one.interruptions_per_day:.3g}",
         f"{one.network_lost:.2%}",
         f"{one.lost_device_hours_per_day:,.0f}",

@@ -10,7 +10,8 @@ from phalanx.plan.plan import Plan
 from phalanx.sim.months.causes import Cause
 from phalanx.sim.months.ledger import PHASES, Outcome
 from phalanx.sim.months.levers import Lever
-from phalanx.sim.months.policy import Policy, failures_per_day, rate_source, units
+from phalanx.sim.months.policy import Policy, failures_per_day, units
+from phalanx.sim.months.sites import SiteRange
 from phalanx.sim.months.spread import Spread, spread
 from phalanx.units import DAY_S, HOUR_S
 
@@ -47,7 +48,8 @@ class Forecast:
     fabric: str | None  # whose links and switches fail at rates of their own
     planes: int
     edge: bool  # recovery at the edge of the network
-    effective: Spread
+    effective: Spread  # at the expected rates: what is left is luck
+    sites: SiteRange | None  # the same plan at other sites; None where every rate and time is the user's own
     formula: float  # plan.reliability.effective_time
     phases: tuple[PhaseShare, ...]
     lost: Mapping[str, Mapping[str, float]]
@@ -70,7 +72,13 @@ class Forecast:
 
 
 def forecast(
-    plan: Plan, policy: Policy, outcomes: Sequence[Outcome], *, seed: int, levers: tuple[Lever, ...] = ()
+    plan: Plan,
+    policy: Policy,
+    outcomes: Sequence[Outcome],
+    *,
+    seed: int,
+    sites: SiteRange | None = None,
+    levers: tuple[Lever, ...] = (),
 ) -> Forecast:
     """What at least one run says."""
     lost = _lost(outcomes)
@@ -86,6 +94,7 @@ def forecast(
         planes=policy.network.planes,
         edge=policy.network.edge,
         effective=effective,
+        sites=sites,
         formula=plan.reliability.effective_time,
         phases=_phases(plan, policy, lost),
         lost=lost,
@@ -157,7 +166,7 @@ def _rate(plan: Plan, policy: Policy, cause: Cause) -> Rate:
         units=count,
         per_unit_day=per_day / count,
         per_day=per_day,
-        source=cause.source if own else f"{cause.source}, at the rate of {rate_source(plan)}",
+        source=cause.source if own else f"{cause.source}, at the rate of {plan.reliability.rate_source}",
     )
 
 

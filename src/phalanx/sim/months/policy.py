@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from phalanx.hardware.defaults import failures_per_host_day as usual_rate
 from phalanx.plan.build import HOST_LINK_BYTES_PER_S
 from phalanx.plan.digests import digest_every
 from phalanx.plan.plan import Plan
@@ -128,18 +127,6 @@ def units(plan: Plan, cause: Cause) -> float:
 def failures_per_day(made: Policy, cause: Cause) -> float:
     """Of all of them."""
     return cause.share * per_day(made.mtbf_s)
-
-
-def rate_source(plan: Plan) -> str:
-    """Where the rate per host comes from that all causes but those of a named fabric share."""
-    if plan.job.fault.failures_per_host_day is not None:
-        return "fault.failures_per_host_day of the job"
-    device = plan.cluster.accelerator
-    if plan.reliability.failures_per_host_day != usual_rate(device, plan.cluster.host_devices):
-        return "failures_per_host_day of the cluster"
-    known = {"ampere": "Meta RSC, A100 (arXiv 2410.21680)", "cpu": "Llama 3's 151 that were not the GPU's"}
-    google = {"google": "TPU v4 machines (NSDI'24, Zu et al.)"}
-    return known.get(device.family) or google.get(device.vendor) or "Llama 3, H100 (arXiv 2407.21783 Table 5)"
 
 
 def expected_failures(made: Policy, days: float) -> float:

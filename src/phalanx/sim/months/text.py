@@ -51,12 +51,14 @@ def render(plan: Plan, policy: Policy, made: Forecast) -> str:
 
 def _headline(plan: Plan, made: Forecast) -> list[str]:
     count = "one run" if made.runs == 1 else f"{made.runs:,} runs"
-    e, stops = made.effective, made.interruptions
+    e, stops, sites = made.effective, made.interruptions, made.sites
     return [
         f"{plan.job.name}: {made.days:g} days on {plan.cluster.name} ({made.devices:,} devices), {count}, "
         f"seed {made.seed}",
-        f"  effective training time {e.mean:.2%}{_sure(e, '.2%')}",
-        f"  unexpected interruptions {stops.mean:,.1f}{_sure(stops, ',.1f')}; planned {made.planned:.1f}",
+        f"  effective training time {e.mean:.2%}{_ranges(e, sites.effective if sites else None, '.2%')}",
+        f"  unexpected interruptions {stops.mean:,.1f}"
+        f"{_ranges(stops, sites.interruptions if sites else None, ',.0f')}; planned {made.planned:.1f}",
+        *(f"  {part}" for part in _wrap(_meaning(plan, made))),
         f"  network {_network(made)}",
     ]
 
@@ -71,13 +73,35 @@ def _network(made: Forecast) -> str:
     return f"{name}; conventional (--edge-recovery for the other)"
 
 
-def _sure(one: Spread, form: str) -> str:
-    """How sure a mean is, and how far runs lie apart; nothing of a single run."""
-    if math.isnan(one.low):
-        return ""
+def _ranges(one: Spread, sites: tuple[float, float] | None, form: str) -> str:
+    """What other sites would see, and what of it is luck; a single run shows no luck."""
+    luck = "" if math.isnan(one.low) else f"run-to-run luck: {one.run_low:{form}} to {one.run_high:{form}}"
+    if sites is None:
+        return f" (80% of runs, {luck})" if luck else ""
+    of_which = f"; of which {luck}" if luck else ""
+    return f" (80% of sites: {sites[0]:{form}} to {sites[1]:{form}}{of_which})"
+
+
+def _meaning(plan: Plan, made: Forecast) -> str:
+    """Which doubts a range has, and how to be rid of them."""
+    sites, r = made.sites, plan.reliability
+    if sites is None and (r.failures_per_host_day_interval or r.recovery_s_interval) and made.failures:
+        return "the ranges are luck alone: other sites were not simulated"
+    if sites is None:
+        return "failure rate and recovery time are your own: the ranges are luck alone"
+    parts, own = [], []
+    for name, span, key in (
+        ("failures per host and day", sites.failures_per_host_day, "fault.failures_per_host_day"),
+        ("recovery", sites.recovery_s, "fault.detect_s and fault.restart_s"),
+        ("repair", sites.repair_s, "--repair-hours"),
+    ):
+        if span is not None:
+            low, high = (f"{one:.2g}" if name.startswith("failures") else format_seconds(one) for one in span)
+            parts.append(f"{name} {low} to {high}")
+            own.append(key)
     return (
-        f" (90% confidence {one.low:{form}} to {one.high:{form}}; "
-        f"9 of 10 runs {one.run_low:{form}} to {one.run_high:{form}})"
+        f"sites: {sites.count} simulated, as published ones lie apart ({', '.join(parts)}); "
+        f"give your own for a narrower range: {', '.join(own)}"
     )
 
 
@@ -188,7 +212,7 @@ def _gap(made: Forecast) -> str:
     if not gap.mean:
         return "no gap: training never stood still"
     low, high = (format_seconds(value) if value else "none" for value in (gap.run_low, gap.run_high))
-    span = f" (9 of 10 runs {low} to {high})" if made.runs > 1 else ""
+    span = f" (80% of runs {low} to {high})" if made.runs > 1 else ""
     return f"longest gap without a step {format_seconds(gap.mean)}{span}"
 
 

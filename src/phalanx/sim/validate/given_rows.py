@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.network.fabric.budget import CABLE_PER_DAY, LLAMA_COUNT, LLAMA_GPU_DAYS, MONTH_DAYS
+from phalanx.hardware.failures import HOPPER_SITE, llama_device_days, site_figures
+from phalanx.network.fabric.budget import CABLE_PER_DAY, LLAMA_COUNT, MONTH_DAYS
 from phalanx.network.fabric.parse import parse_fabric
 from phalanx.network.fabric.recovery import CONVERGE_S, EDGE_RECOVERY_S, FLAP_S, REMAP_S, T1_BACK_S
 from phalanx.plan.physics import physics
@@ -15,7 +16,6 @@ from phalanx.sim.validate.words import NotSaid, count, number, said
 # arXiv:2605.04333 table 1: GB/s of a GPU's NIC.
 CLUSTER_GB = {"A": 100.0, "B": 100.0, "C": 50.0, "D": 50.0}
 REFERENCE = "mrc-131k"
-LLAMA_ALL = 419  # arXiv:2407.21783 table 5: unexpected interruptions of all causes in the same 54 days
 PEAK = 0.03  # what the design asks of the peak of a collective
 
 
@@ -62,7 +62,11 @@ def llama(row: Row, _: Context) -> Outcome:
 def _interruptions_per_day(row: Row) -> float:
     gpus = said(count(row.conditions, "GPUs?"), "how many GPUs")
     everything = "all cause" in f"{row.quantity} {row.conditions}".lower().replace("-", " ")
-    return gpus * (LLAMA_ALL if everything else LLAMA_COUNT) / LLAMA_GPU_DAYS
+    return gpus * (_llama_all() if everything else LLAMA_COUNT) / llama_device_days()
+
+
+def _llama_all() -> float:
+    return next(one.value for one in site_figures() if one.site == HOPPER_SITE)
 
 
 def interruptions(row: Row, _: Context) -> Outcome:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from phalanx.network import collectives, nccl
+from phalanx.network.nccl_choice import Expected, expect, rival_doubt
+from phalanx.network.nccl_cluster import two_levels_s
+from phalanx.network.nccl_tables import ALGORITHMS
 from phalanx.plan.plan import Plan
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Edit, Impact, Outcome, Severity, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.spec.rules.com_messages import Message, communicator, damaged, messages, sane
+from phalanx.spec.rules.com_messages import Message, damaged, message_system, message_time, messages
 from phalanx.spec.rules.measuring import unmeasured
 
 AUTO = "auto"
-SWITCHED = ("hopper", "blackwell")  # families whose switch sums (NVLS); NCCL's efficiency for Ampere is 0
+FORCED = {"ring": "Ring", "tree": "Tree", "nvls": "NVLS"}  # comm.algorithm, as NCCL writes it
 TO_AUTO = Edit(key="comm.algorithm", value=AUTO, safe=True, note="NCCL picks by message and group")
 
 
@@ -24,23 +26,36 @@ class _Race:
 
     message: Message
     seconds: dict[str, float]
+    rivals: tuple[str, ...]  # that the one taken is held against
     taken: str
     forced: bool  # by the job, so that the setting is the cure
+    picked: Expected  # by NCCL of its own accord
+    doubt: float  # factor by which the model may exaggerate
 
     @property
     def best(self) -> str:
-        return min(self.seconds, key=lambda name: self.seconds[name])
+        return min(self.rivals, key=lambda name: self.seconds[name])
+
+    @property
+    def slower(self) -> float:
+        """Modelled time over that of the best."""
+        taken_s, best_s = self.seconds.get(self.taken, math.inf), self.seconds[self.best]
+        return taken_s / best_s if best_s > 0 else 1.0
 
     @property
     def ratio(self) -> float:
-        taken_s, best_s = self.seconds.get(self.taken, math.inf), self.seconds[self.best]
-        return taken_s / best_s if best_s > 0 else 1.0
+        """The part of it that is no doubt of the model."""
+        return max(1.0, self.slower / self.doubt) if self.taken != self.best else 1.0
 
     @property
     def line(self) -> str:
         one = self.message
         times = ", ".join(f"{name} {1e6 * value:,.0f} µs" for name, value in self.seconds.items())
-        return f"{one.axis} {one.operation} of {one.size} between {one.ranks:,} ranks {one.where}: {times}"
+        low, high = (1e6 * self.picked.low_s, 1e6 * self.picked.high_s)
+        return (
+            f"{one.axis} {one.operation} of {one.size} between {one.ranks:,} ranks {one.where}: {times}; NCCL picks "
+            f"{self.picked.algorithm} {self.picked.protocol} (80 % of systems: {low:,.0f} to {high:,.0f} µs)"
+        )
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
@@ -103,38 +118,39 @@ def _asked(evidence: Evidence, message: Message) -> str:
 
 
 def _race(plan: Plan, message: Message, wanted: str, *, two_levels: bool) -> _Race:
-    group, cluster = communicator(message, plan.cluster), plan.cluster
-    seconds: dict[str, float] = {
-        name: nccl.seconds(group, name, message.nbytes, operation=message.operation) for name in ("ring", "tree")
-    }
-    if message.domains == 1 and message.ranks > 2 and cluster.accelerator.family in SWITCHED:
-        # The gain is of sums; gathers over the switch are taken to be as fast as the ring.
-        seconds["nvls"] = _switch(group, message) if message.operation == "all-reduce" else seconds["ring"]
-    own = {name: value for name, value in seconds.items() if math.isfinite(value)}
-    taken = min(own, key=lambda name: own[name]) if wanted == AUTO else wanted
-    if two_levels and wanted == AUTO:  # a forced algorithm is held against what NCCL could do instead
-        own["two levels"] = nccl.hierarchical_seconds(
+    group, cluster = message_system(message, plan.cluster), plan.cluster
+    found = {name: expect(group, message.nbytes, operation=message.operation, algorithm=name) for name in ALGORITHMS}
+    seconds: dict[str, float] = {name: one.seconds for name, one in found.items() if one is not None}
+    picked = message_time(message, cluster)
+    taken = picked.algorithm if wanted == AUTO else FORCED.get(wanted, wanted)
+    # What NCCL picks is held against two levels alone: its own choice agrees with every logged one, and times of two
+    # algorithms are not known well enough to overrule it.
+    rivals: list[str] = [picked.algorithm] if wanted == AUTO else list(seconds)
+    if two_levels and wanted == AUTO:
+        both_s = two_levels_s(
+            cluster,
             domains=message.domains,
             per_domain=message.per_domain,
-            link_bytes_per_s=sane(cluster.link_bytes_per_s),
-            nic_bytes_per_s=sane(cluster.nic_bytes_per_s),
             nbytes=message.nbytes,
             operation=message.operation,
         )
-    known = {name: value for name, value in own.items() if math.isfinite(value)}
-    return _Race(message=message, seconds=known, taken=taken, forced=wanted != AUTO)
-
-
-def _switch(group: nccl.Communicator, message: Message) -> float:
-    """A sum inside the switch: the planner's measured gain over a ring, and its latency."""
-    share = 2 * (group.ranks - 1) / group.ranks
-    rate = group.bus_bytes_per_s * collectives.SWITCH_GAIN
-    return share * message.nbytes / rate + collectives.SWITCH_LATENCY_S
+        if math.isfinite(both_s):
+            seconds["two levels"] = both_s
+            rivals.append("two levels")
+    return _Race(
+        message=message,
+        seconds=seconds,
+        rivals=tuple(rivals),
+        taken=taken,
+        forced=wanted != AUTO,
+        picked=picked,
+        doubt=rival_doubt(group, message.nbytes),
+    )
 
 
 def _slow(evidence: Evidence, race: _Race, most: float) -> Outcome:
     one, step_s = race.message, evidence.the_plan.prediction.step_s
-    told = f"{race.taken} takes {race.ratio:.1f}x the time of {race.best} for {one.operation} of {one.size}"
+    told = f"{race.taken} takes {race.slower:.1f}x the time of {race.best} for {one.operation} of {one.size}"
     impact = evidence.loses(
         (1 - 1 / race.ratio) * one.wire_s / max(step_s, 1e-30),
         "at most: the difference, as far as nothing hides it",
@@ -146,7 +162,11 @@ def _slow(evidence: Evidence, race: _Race, most: float) -> Outcome:
         impact = Impact(note="the job does not start: NCCL ends with an error, or (older releases) ignores the setting")
     return failed(
         f"{told} ({one.axis} axis)",
-        formula=(race.line, f"T({race.taken}) / T({race.best}) = {race.ratio:.2f}, at most {most:.2f}"),
+        formula=(
+            race.line,
+            f"T({race.taken}) / T({race.best}) = {race.slower:.2f}, of which the model may exaggerate {race.doubt:g}x: "
+            f"{race.ratio:.2f}, at most {most:.2f}",
+        ),
         value=race.ratio if math.isfinite(race.ratio) else None,
         threshold=most,
         unit="x",
@@ -191,17 +211,20 @@ RULE = Rule(
     why="""
 Ring or tree is a question of nodes *and* bytes. In NCCL's own cost model an all-reduce of 64 MiB on nodes of 8 H100 is
 faster as a ring on 2 nodes (434 against 499 µs), a tie on 4, and 4.6 times faster as a tree on 64 (584 against 2,689
-µs). A ring over thousands of ranks pays thousands of latencies. Reduce-scatter and all-gather, the traffic of ZeRO and
-FSDP, have no tree in NCCL at all: a plain `NCCL_ALGO=tree`, which holds for every collective, ends in an error there
-(or in nothing, in older releases). Phalanx sets `NCCL_ALGO=allreduce:tree`, which leaves them alone.
+µs); where the NVSwitches add (NVLSTree), they beat both. A ring over thousands of ranks pays thousands of latencies.
+Reduce-scatter and all-gather, the traffic of ZeRO and FSDP, have no tree in NCCL at all: a plain `NCCL_ALGO=tree`,
+which holds for every collective, ends in an error there (or in nothing, in older releases). Phalanx sets
+`NCCL_ALGO=allreduce:tree`, which leaves them alone.
 """,
     how="""
 For every sum, gather and scatter of the plan, with its real group and message (gradient bucket, block of layers, or
-activations): `T(algorithm) ≤ 1.10 · min(T_ring, T_tree, T_nvls)`, times from NCCL's tuning model (`network/nccl.py`),
-in-switch sums from the planner's measurement. From 4,096 devices on, what NCCL picks by itself is also held against two
-levels, inside a domain and between domains. `NCCL_ALGO` in the environment is a finding by itself. An algorithm that
-does not exist for a message, as tree for the scatters of another trainer or nvls between nodes, is an error. gloo has a
-ring only; the algorithms of a TPU belong to its compiler, so there the verdict is unknown.
+activations): `T(algorithm) ≤ 1.10 · d · min T` over NCCL's algorithms, times of the model that `phalanx fabric
+collective` prints (`network/nccl_choice.py`), d how far it may exaggerate one over the other (1.5 between nodes below
+256 MiB, 1.15 above, 1.1 in a node). What NCCL picks by itself is taken for the best of its own; from 4,096 devices on
+it is held against two levels, inside a domain and between domains. `NCCL_ALGO` in the environment is a finding by
+itself. An algorithm that does not exist for a message, as tree for the scatters of another trainer or nvls between
+nodes, is an error. gloo has a ring only; the algorithms of a TPU belong to its compiler, so there the verdict is
+unknown.
 """,
     limits={
         "most_ratio": Limit(value=1.10, unit="x", note="time over that of the best algorithm: house"),
@@ -211,7 +234,7 @@ ring only; the algorithms of a TPU belong to its compiler, so there the verdict 
     },
     bad="""
 [comm]
-algorithm = "tree"   # sums of 104 MiB between 16 nodes: 1.2 times a ring's time
+algorithm = "nvls"   # one NVSwitch cannot sum between nodes: NCCL ends with an error
 """,
     good="""
 [comm]
@@ -220,9 +243,9 @@ algorithm = "auto"
     fix='`algorithm = "auto"`: NCCL decides per message. Unset `NCCL_ALGO`.',
     waive="A fabric on which nccl-tests showed the forced algorithm to be faster: put the numbers in the reason.",
     references=(
-        Reference(text="NVIDIA/nccl src/graph/tuning.cc, 2.20 and 2.28", mark="read"),
+        Reference(text="NVIDIA/nccl src/graph/tuning.cc, 2.30.7", mark="read"),
         Reference(text="table of ring and tree over nodes: our arithmetic from that model", mark="computed"),
-        Reference(text="in-switch sums: 480 against 367 GB/s, stas00/ml-engineering network/README.md", mark="read"),
+        Reference(text="times: benchmarks/2026-11-16-collective-interval.md", mark="computed"),
     ),
     check=check,
     harder_from="S4",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from phalanx.plan.plan import Plan
-from phalanx.plan.reliability import effective_time
+from phalanx.plan.reliability import Reliability, effective_time
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Impact, Outcome, Spot, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.lengths import capped_s, job_s
 from phalanx.spec.rules.margin import MARGIN, below
-from phalanx.spec.rules.measuring import unmeasured_rate
+from phalanx.spec.rules.measuring import site_interval, unmeasured_rate
 from phalanx.spec.rules.tel_measured import file_of, known, still_reading, wall_s
 from phalanx.spec.rules.unsaid import unsaid
 from phalanx.units import HOUR_S, format_seconds
@@ -90,12 +90,23 @@ def _expected(plan: Plan) -> tuple[float | None, tuple[str, ...]]:
             f"(1 - (lost {r.lost_s:,.0f} s + interval {r.interval_s:,.0f} s / 2) / MTBF {r.mtbf_s:,.0f} s)"
             f" / (1 + blocked {r.blocking_s:.3g} s / {r.interval_s:,.0f} s) = {r.effective_time:.3f}"
         )
-        return known(r.effective_time), (formula,)
+        return known(r.effective_time), (formula, *_at_other_sites(r))
     if not (r.mtbf_s > 0 and length_s > 0):
         return known(r.effective_time), ()
     value = effective_time(0.0, length_s, r.mtbf_s, lost_s=min(r.lost_s, length_s))
     lost = f"lost {r.lost_s:,.0f} s + job {length_s:,.0f} s / 2"
     return known(value), (f"1 - ({lost}) / MTBF {r.mtbf_s:,.0f} s = {value:.3f}: it ends within an interval",)
+
+
+def _at_other_sites(r: Reliability) -> tuple[str, ...]:
+    """How far the value moves where failure rate and recovery time are not the user's own."""
+    shares = site_interval(r.effective_time_interval)
+    if shares is None:
+        return ()
+    low, high = shares
+    return (
+        f"at 80 % of published sites {low:.3f} to {high:.3f}: give fault.failures_per_host_day, detect_s, restart_s",
+    )
 
 
 def _cheaper(plan: Plan) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 from phalanx.plan.plan import Plan
-from phalanx.plan.reliability import spares
+from phalanx.plan.reliability import Reliability, spares
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.flt_shared import per_failure
 from phalanx.spec.rules.lengths import failure_chance, job_s
-from phalanx.spec.rules.measuring import unmeasured_rate
+from phalanx.spec.rules.measuring import site_interval, unmeasured_rate
 from phalanx.units import DAY_S, HOUR_S, format_seconds
 
 REQUEUE_S = 600.0  # from an end to the next step, where a scheduler queues the job again: 454 to 768 s (table 7)
@@ -85,7 +85,17 @@ def _need(plan: Plan, limits: Limits) -> tuple[int, tuple[str, ...]]:
     return need, (
         f"p = 1 - exp(-{r.failures_per_host_day:.3g} per host and day × {repair_s / 3600:g} h) = {down:.3g}",
         f"P99 Binomial({r.hosts:,} hosts, p) = {need}",
+        *_at_other_sites(r, repair_s),
     )
+
+
+def _at_other_sites(r: Reliability, repair_s: float) -> tuple[str, ...]:
+    """The same at both ends of what published sites see."""
+    rates = site_interval(r.failures_per_host_day_interval)
+    if rates is None:
+        return ()
+    low, high = (spares(r.hosts, -math.expm1(-rate * repair_s / DAY_S)) for rate in rates)
+    return (f"at 80 % of published sites {low} to {high}: your own rate is fault.failures_per_host_day",)
 
 
 def _idle(plan: Plan, need: int) -> tuple[float, str]:

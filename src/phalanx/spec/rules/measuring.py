@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from phalanx.hardware.defaults import failures_per_host_day
+import math
+
+from phalanx.plan import reliability
 from phalanx.plan.plan import Plan
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Outcome, unknown
@@ -39,5 +41,12 @@ def unmeasured_rate(evidence: Evidence) -> Outcome | None:
 
 def is_rate_given(plan: Plan) -> bool:
     """Whether the job or the cluster's file names a rate of failures, so that it is not the table's."""
-    guessed = failures_per_host_day(plan.cluster.accelerator, plan.cluster.host_devices)
-    return plan.job.fault.failures_per_host_day is not None or plan.reliability.failures_per_host_day != guessed
+    own = plan.reliability.failures_per_host_day != plan.cluster.failures_per_host_day
+    return own or reliability.is_rate_given(plan.cluster, plan.job.fault)
+
+
+def site_interval(interval: tuple[float, float] | None) -> tuple[float, float] | None:
+    """A range of sites that can be reckoned with, whatever a plan file says."""
+    if interval is None or len(interval) != 2 or not all(math.isfinite(one) and one >= 0 for one in interval):
+        return None
+    return interval
