@@ -254,7 +254,7 @@ def test_kills_hangs_and_poison_leave_no_trace_in_the_bits(drill: Drill, folder:
 
 @pytest.mark.slow
 def test_a_fault_that_the_end_of_the_run_hid_is_not_judged(drill: Drill, tmp_path: Path) -> None:
-    """A rank stops saying that it lives two steps before the end: nobody has to notice for 10 min, and the run is over."""
+    """A rank stops saying that it lives two steps before the end: nobody has to notice it for 10 min."""
     words = ("--steps", "6", "--fault", "mute:rank=1,step=4", "--no-replay", "--runs", str(tmp_path / "runs"))
     code, told = drill("job.toml", *words, "--set", "fault.dead_after_s=600")
     open_verdicts = [one for one in told["result"]["verdicts"] if not one["judged"]]

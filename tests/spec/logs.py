@@ -152,6 +152,7 @@ def good_checkpoints(**changes: Any) -> CheckpointFacts:
     made = CheckpointFacts(
         stages=55,
         commits=55,
+        interval_saves=55,
         blocked_s=spread(1.6, count=55),
         persist_s=spread(9.5, count=55),
         interval_s=spread(1_800.0, count=54),

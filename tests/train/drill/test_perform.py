@@ -61,5 +61,5 @@ def test_a_replay_repeats_poisoned_steps_and_leaves_spikes_to_the_ranks() -> Non
 def test_what_was_asked_for_must_have_happened_as_often_as_it_was_asked_for() -> None:
     faults = parse_all(["kill:rank=1,step=3", "nan:rank=0,step=5,times=3", "crash-loop"])
     assert injected(faults, {0: 1, 1: 3, 2: 4}).ok
-    assert injected(faults, {0: 1, 1: 1, 2: 4}).evidence == "nan:step=5,times=3 fired 1 of 3 times"
+    assert injected(faults, {0: 1, 1: 1, 2: 4}).evidence == "nan:rank=0,step=5,times=3 fired 1 of 3 times"
     assert injected(faults, {1: 3, 2: 4}).evidence == "kill:step=3"

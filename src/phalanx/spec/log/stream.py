@@ -169,6 +169,7 @@ class LogStream:
             telemetry_share=self._telemetry_share(),
             mfu=accounts.mfu(self.run, steps.tokens_per_s if steps is not None else None),
             listens=listens(self.run, launch),
+            is_drill=launch.get("drill") is True,
         )
         return self._rest(self._measured(made), known, launch)
 
