@@ -103,13 +103,16 @@ def segments(run: Run, history: RunHistory, known: Sequence[Formation] | None = 
         event = told.get(one.epoch, {})
         plan, under = plans.of(event)
         layout = at(event, "layout") or at(under, "layout")
+        # A start on record without a number of ranks counts as one rank: the layout knows better.
+        told_world = integer(event, "world") or (one.world if one.world > 1 else None)
+        world = told_world or world_of(layout) or run.world() or 1
         begin = first if one.from_step is None and not found else one.from_step
         end = min(one.floor - 1, last)
         if begin is None or begin > end:
             continue
         piece = Segment(
             layout=layout,
-            world=one.world,
+            world=world,
             first=max(first, begin),
             last=end,
             epochs=(one.epoch,),
@@ -120,7 +123,7 @@ def segments(run: Run, history: RunHistory, known: Sequence[Formation] | None = 
             before = found.pop()
             piece = Segment(
                 layout=layout,
-                world=one.world,
+                world=world,
                 first=before.first,
                 last=end,
                 epochs=(*before.epochs, one.epoch),

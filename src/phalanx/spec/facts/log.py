@@ -31,7 +31,10 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepFacts:
-    """Steps, by the witness (the lowest rank on record) unless said otherwise."""
+    """Steps, by the witness (the lowest rank on record) unless said otherwise.
+
+    Times and tokens (`duration_s` to `tokens_per_s`) are of the newest layout alone.
+    """
 
     first: int
     last: int

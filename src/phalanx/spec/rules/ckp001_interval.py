@@ -11,6 +11,7 @@ from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import LogFacts, Spread
 from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
+from phalanx.spec.rules.intervals import ALONE, SaveCost, interval_edits
 from phalanx.spec.rules.lengths import job_s
 from phalanx.spec.rules.measuring import is_rate_given, unmeasured, unmeasured_rate
 from phalanx.spec.rules.unsaid import unsaid
@@ -26,6 +27,7 @@ class Numbers:
     blocking_s: float  # δ
     mtbf_s: float  # M
     lag_s: float  # no optimum is shorter: the checkpoint before must be on disk
+    persist_s: float  # until a checkpoint is written
     interval_s: float
     length_s: float  # of the job: no interval is longer
     delta: str  # how the two are told
@@ -57,6 +59,7 @@ def planned(plan: Plan) -> Numbers:
         blocking_s=r.blocking_s,
         mtbf_s=r.mtbf_s,
         lag_s=r.persist_s if plan.job.checkpoint.asynchronous else 0.0,
+        persist_s=r.persist_s,
         interval_s=r.interval_s,
         length_s=job_s(plan),
         delta=f"δ = {r.blocking_s:.3g} s",
@@ -86,6 +89,7 @@ def measured(evidence: Evidence, log: LogFacts, limits: Limits) -> Numbers | Non
         blocking_s=seen.blocked_s.p50,
         mtbf_s=mtbf_s,
         lag_s=seen.persist_s.p50 if seen.persist_s is not None else own.lag_s,
+        persist_s=seen.persist_s.p95 if seen.persist_s is not None else own.persist_s,
         interval_s=float(interval),
         length_s=max(own.length_s, wall_s),
         delta=f"δ = {seen.blocked_s.p50:.3g} s measured",
@@ -115,6 +119,9 @@ def _interval(evidence: Evidence, limits: Limits, n: Numbers) -> Outcome:
         return passed(told, formula=formula, value=ratio, threshold=limits.number("warn_ratio"), unit="x")
     now, best = (overhead(n.blocking_s, one, n.mtbf_s) for one in (interval_s, best_s))
     wrong = off > limits.number("error_ratio")
+    persist_s = n.persist_s
+    cost = SaveCost(blocked_s=n.blocking_s, persist_s=persist_s, mtbf_s=n.mtbf_s, lag_s=n.lag_s)
+    edits = interval_edits(evidence, cost, "Daly's optimum")
     return failed(
         told,
         formula=(*formula, f"overhead δ/τ + τ/2M now {min(1.0, now):.1%}, at the optimum {best:.1%}"),
@@ -124,7 +131,8 @@ def _interval(evidence: Evidence, limits: Limits, n: Numbers) -> Outcome:
         at="checkpoint.interval_s",
         severity="error" if wrong else "warning",
         impact=evidence.loses(now - best, "checkpoints and work redone, beside those at the optimum"),
-        edits=(Edit(key="checkpoint.interval_s", value=max(1, round(best_s)), safe=True, note="Daly's optimum"),),
+        fix="" if edits else f"{ALONE}faster storage or a faster copy to host memory; the optimum is {_told(best_s)}",
+        edits=edits,
     )
 
 

@@ -270,8 +270,11 @@ export class RunPage {
   }
 
   #levels(name) {
-    const predicted = this.shell.info?.summary?.[PREDICTED[name]]?.predicted;
-    return isNumber(predicted) && predicted > 0 ? [{ value: predicted, text: "predicted" }] : [];
+    // Each layout of the run has its own prediction; of one that nobody planned there is none.
+    const { layouts = [] } = this.shell.info?.summary ?? {};
+    const known = layouts.filter((one) => isNumber(one[PREDICTED[name]]?.predicted) && one[PREDICTED[name]].predicted > 0);
+    const where = (one) => (layouts.length > 1 ? `, steps ${integer(one.first_step + 1)}–${integer(one.last_step + 1)}` : "");
+    return known.map((one) => ({ value: one[PREDICTED[name]].predicted, text: `predicted${where(one)}` }));
   }
 
   #drawEffective(axis, marks) {
