@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from phalanx.errors import UserError
 from phalanx.metrics.readings import Readings
+from phalanx.plan.fieldwork import _newest_layout
 from phalanx.plan.layout import Layout
 from phalanx.record.account.cost import cost
-from phalanx.record.account.segments import launches, layout_name, segments
+from phalanx.record.account.segments import launches, layout_name, segment_plan, segments
 from phalanx.record.account.stragglers import scores
 from phalanx.record.account.summary import summarize
 from phalanx.record.archive.history import RunHistory
@@ -21,6 +23,7 @@ from phalanx.record.page.diff import compare, of_runs
 from phalanx.record.page.report import render
 from phalanx.record.page.story import tell_story
 from phalanx.record.run import Run, create_run
+from phalanx.record.values import at
 from phalanx.spec.log.stream import read_log
 
 FOUR = {
@@ -226,3 +229,18 @@ def test_a_run_of_one_layout_has_one_segment(tmp_path: Path) -> None:
 def test_a_layout_is_named_as_the_plan_names_it(changes: dict[str, Any]) -> None:
     layout = {**FOUR, **changes}
     assert layout_name(layout) == Layout(**layout).name
+
+
+def test_who_asks_for_the_plan_of_a_step_gets_that_of_its_layout(tmp_path: Path) -> None:
+    run = resumed(tmp_path, numbered=True)
+    history = RunHistory.open(run)
+    asked = [at(segment_plan(run, history, step), "prediction")["step_s"] for step in (0, 39, 40, 99, None)]
+    assert asked == [0.2, 0.2, 0.8, 0.8, 0.8]
+
+
+def test_a_calibration_takes_the_steps_of_the_plans_own_layout(tmp_path: Path) -> None:
+    run = resumed(tmp_path, numbered=True)
+    assert _newest_layout(run.path) == [1.0] * SECOND
+    run.plan_json.write_text(json.dumps(plan({**TWO, "tensor": 2}, step_s=0.1, memory=1e9)))
+    with pytest.raises(UserError, match=r"has no step in the layout of its plan\.json"):
+        _newest_layout(run.path)

@@ -138,6 +138,13 @@ def segments(run: Run, history: RunHistory, known: Sequence[Formation] | None = 
     return [Segment(layout=at(plan, "layout"), world=world, first=first, last=last, epochs=(), plan=plan, under=plan)]
 
 
+def segment_plan(run: Run, history: RunHistory, step: int | None) -> Table:
+    """The plan of the layout that did a step; empty where nobody planned it."""
+    known = segments(run, history)
+    found = [one for one in known if step is not None and one.first <= step <= one.last] or known[-1:]
+    return found[0].plan if found else _Plans(run).newest
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
     """One launch of a run: how long it held how many devices, by which plan."""
