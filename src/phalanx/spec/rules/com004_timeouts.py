@@ -68,7 +68,8 @@ def _across_s(evidence: Evidence) -> float:
 
 
 def _with_room(longest: Silence | None) -> float:
-    return ROOM * longest.seconds if longest is not None else 0.0
+    """Whole seconds: what is proposed is also the bound."""
+    return math.ceil(ROOM * longest.seconds) if longest is not None else 0.0
 
 
 def _cut_off(waits_s: float, longest: Silence, wanted_s: float) -> Outcome:
