@@ -28,7 +28,7 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 def _first(evidence: Evidence, limits: Limits) -> Outcome:
     if missing := unsaid(evidence, "comm.init_timeout_s", f"how long {evidence.practice.trainer} waits at the start"):
         return missing
-    set_s, longest = evidence.the_job.comm.init_timeout_s, longest_silence(evidence)
+    set_s, longest = evidence.the_job.comm.init_timeout_s, _longest_at_first(evidence)
     wanted_s = max(limits.number("init_most_s"), _with_room(longest))
     most_s = wanted_s  # a pause that takes longer moves the bound
     told = f"until steps are steady a rank waits {set_s:g} s for another"
@@ -53,7 +53,7 @@ def _first(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _first_edit(wanted_s: float) -> Edit:
-    note = f"torchtitan's start, or {ROOM:g} times the longest save, evaluation or restore"
+    note = f"torchtitan's start, or {ROOM:g} times the longest step, save, evaluation or restore"
     return Edit(key="comm.init_timeout_s", value=math.ceil(wanted_s), safe=True, note=note)
 
 
@@ -67,6 +67,15 @@ def _across_s(evidence: Evidence) -> float:
     return max(job.comm.init_timeout_s, 0.0 if isinstance(job.train.timeout_s, str) else job.train.timeout_s)
 
 
+def _longest_at_first(evidence: Evidence) -> Silence | None:
+    """The longest pause of a rank, or a step: the first ones are waited for as long as anything outside of steps."""
+    step_s, source = _step(evidence)
+    known = [longest_silence(evidence)]
+    if step_s is not None:
+        known.append(Silence(seconds=step_s, what="a step", measured=source.startswith("(measured")))
+    return max((one for one in known if one is not None), key=lambda one: one.seconds, default=None)
+
+
 def _with_room(longest: Silence | None) -> float:
     """Whole seconds: what is proposed is also the bound."""
     return math.ceil(ROOM * longest.seconds) if longest is not None else 0.0
@@ -75,7 +84,8 @@ def _with_room(longest: Silence | None) -> float:
 def _cut_off(waits_s: float, longest: Silence, wanted_s: float) -> Outcome:
     """A pause of the job itself is longer than anybody waits for a rank in it."""
     return failed(
-        f"across saves and evaluations a rank waits {waits_s:g} s for another, and {longest.told}",
+        f"until steps are steady, and across saves and evaluations, a rank waits {waits_s:g} s for another, and "
+        f"{longest.told}",
         formula=(f"max(comm.init_timeout_s, train.timeout_s) = {waits_s:g} s < {longest.seconds:.4g} s",),
         value=waits_s,
         threshold=longest.seconds,
@@ -259,10 +269,11 @@ bound to one step (house). Too short is an error below 30 s or below one step, e
 to a tenth beyond the bound. CPU ranks may give up after 5 s.
 
 No timeout may be shorter than a silence in which nothing is wrong: a synchronous save (`checkpoint.async = false`,
-until it is written; else the copy it begins with), an evaluation, restoring a checkpoint; as measured (the longest), or
-as the plan has it. Our trainer waits `max(comm.init_timeout_s, train.timeout_s)` across these, so that is held against
-the longest of them; of other trainers `train.timeout_s` is. Below a measured one is an error, below a predicted one a
-warning. What is proposed is at least twice the longest (house), and where that is beyond 120 or 300 s it is the bound.
+until it is written; else the copy it begins with), an evaluation, restoring a checkpoint, the first steps; as
+measured (the longest), or as the plan has it. Our trainer waits `max(comm.init_timeout_s, train.timeout_s)` across
+these, so that is held against the longest of them; of other trainers `train.timeout_s` is. Below a measured one is an
+error, below a predicted one a warning. What is proposed is at least twice the longest (house), and where that is
+beyond 120 or 300 s it is the bound.
 """,
     limits={
         "init_most_s": Limit(value=300.0, unit="s", note="torchtitan's start timeout"),
