@@ -119,11 +119,12 @@ def _judged(evidence: Evidence, value_s: float, where: str, limits: Limits, *mor
     told = f"p95 of detection {where} is {format_seconds(value_s)}"
     if value_s <= 0:  # who fell said so itself
         told = f"detection {where} took no time"
+    told = "; ".join([told, *more])
     if value_s <= most:
-        return passed(told, formula=more, value=value_s, threshold=most, unit="s")
+        return passed(told, value=value_s, threshold=most, unit="s")
     return failed(
         told,
-        formula=(f"p95(detection) = {value_s:.3g} s > {most:g} s", *more),
+        formula=(f"p95(detection) = {value_s:.3g} s > {most:g} s",),
         value=value_s,
         threshold=most,
         unit="s",
