@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,11 @@ import pytest
 
 from phalanx.cli.drill import _shrink, keep_record
 from phalanx.cli.main import main
+from phalanx.hardware.cluster import resolve
+from phalanx.job.load import load
+from phalanx.plan.make import plan
 from phalanx.record.run import Run
-from phalanx.spec.facts.records import find_drills
+from phalanx.spec.gather import Request, gather
 from phalanx.train.data.build import Origin, Recipe, build
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import Progress
@@ -170,7 +174,7 @@ def test_a_failing_schedule_is_made_small_and_printed_as_a_command(
 
     def fake(scene: Any, some: Any) -> Any:
         lengths.append(scene.minutes)
-        return SimpleNamespace(ok=not {"hang", "nan"} <= {fault.kind for fault in some})
+        return SimpleNamespace(broken={"hang", "nan"} <= {fault.kind for fault in some})
 
     monkeypatch.setattr(perform, "perform", fake)
     scene = perform.Scene(plan=None, runs=Path(), hosts=1, spares=0, environ={}, minutes=30.0)  # type: ignore[arg-type]
@@ -188,11 +192,13 @@ def test_a_store_that_cannot_be_written_loses_no_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "data").write_text("a file where a folder should be")
+    job = tmp_path / "job.toml"
+    job.write_text(JOB)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     result = SimpleNamespace(run=Run(path=tmp_path), ok=True, state="done", outcomes=(), verdicts=(), numbers=None)
     args = SimpleNamespace(job="job.toml", chaos=False, agents=1, spares=0, out="", seed=0)
-    path = keep_record(args, (), result, profile="cpu-gloo", part="x")  # type: ignore[arg-type]
+    path = keep_record(args, (), result, plan(load(job), resolve("local-cpu:4")), part="x")  # type: ignore[arg-type]
     assert json.loads(path.read_text())["part"] == "x"
     assert "cannot be written: " in capsys.readouterr().err
 
@@ -229,14 +235,32 @@ def test_kills_hangs_and_poison_leave_no_trace_in_the_bits(drill: Drill, folder:
     assert json.loads(copy.read_text()) == json.loads(record.read_text())
     assert drill("--check", str(record))[0] == 0
     environ = {"XDG_CONFIG_HOME": str(tmp_path / "config"), "XDG_DATA_HOME": str(tmp_path / "data")}
-    facts = find_drills([record.parent], environ=environ)
-    assert [one.path.endswith("cpu-gloo-other.json") for one in facts] == [True, False], "a copy is kept, and is newer"
+    request = Request(drills=(record.parent,), look=False)
+    facts = gather(str(folder / "job.toml"), request, today=date(2026, 11, 16), environ=environ).drills
+    assert [Path(one.path).name.startswith("cpu-gloo-other-drilled-") for one in facts] == [True, False], (
+        "a copy, newer"
+    )
     assert all(one.signed and one.clean and one.bitwise and one.profile == "cpu-gloo" for one in facts)
+    assert [(one.job, one.other) for one in facts] == [("drilled", "")] * 2
+    another = Request(drills=(record.parent,), look=False, overrides=("name=another",))
+    elsewhere = gather(str(folder / "job.toml"), another, today=date(2026, 11, 16), environ=environ).drills
+    assert {one.other for one in elsewhere} == {"job drilled, not another"}
     assert {"kill", "save-kill", "hang"} <= set(facts[0].fired)
     with (record.parent / "events-00000.jsonl").open("a") as file:
         file.write('{"event":"step"}\n')
     code, told = drill("--check", str(record))
     assert (code, told["wrong"]) == (1, ["events-00000.jsonl has changed"])
+
+
+@pytest.mark.slow
+def test_a_fault_that_the_end_of_the_run_hid_is_not_judged(drill: Drill, tmp_path: Path) -> None:
+    """A rank stops saying that it lives two steps before the end: nobody has to notice it for 10 min."""
+    words = ("--steps", "6", "--fault", "mute:rank=1,step=4", "--no-replay", "--runs", str(tmp_path / "runs"))
+    code, told = drill("job.toml", *words, "--set", "fault.dead_after_s=600")
+    open_verdicts = [one for one in told["result"]["verdicts"] if not one["judged"]]
+    assert (code, [one["name"] for one in open_verdicts]) == (1, ["every fault was noticed"])
+    assert [one["judged"] for one in told["result"]["outcomes"]] == [False]
+    assert not (tmp_path / "data" / "phalanx" / "drills").exists(), "what was not judged is kept as no proof"
 
 
 @pytest.mark.slow

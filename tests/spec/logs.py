@@ -51,7 +51,7 @@ def ledger(**changes: Any) -> Ledger:
         init=300.0,
         compile=60.0,
         data=500.0,
-        waiting=500.0,
+        stragglers=500.0,
         evaluate=600.0,
         checkpoint=400.0,
         guard=100.0,
@@ -152,6 +152,7 @@ def good_checkpoints(**changes: Any) -> CheckpointFacts:
     made = CheckpointFacts(
         stages=55,
         commits=55,
+        interval_saves=55,
         blocked_s=spread(1.6, count=55),
         persist_s=spread(9.5, count=55),
         interval_s=spread(1_800.0, count=54),
@@ -216,7 +217,7 @@ def good_cpu_log(**changes: Any) -> LogFacts:
         ledger=ledger(
             wall_s=160.0,
             accounts=Accounts(
-                productive=140.0, init=4.0, data=1.0, waiting=6.0, checkpoint=2.0, evaluate=3.0, other=4.0
+                productive=140.0, init=4.0, data=1.0, stragglers=6.0, checkpoint=2.0, evaluate=3.0, other=4.0
             ),
             steps=400,
             steps_lost=0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when every verdict holds, 1 when one does not."""
+    """0 when every verdict holds, 1 when one does not or could not be judged."""
     _check_call(args)
     if args.check:
         return _check(Path(args.check), as_json=args.json)
@@ -91,9 +91,9 @@ def run(args: argparse.Namespace) -> int:
     from phalanx.train.drill.perform import perform
 
     result = perform(scene, faults)
-    path = keep_record(args, faults, result, profile=profile_name(plan))
+    path = keep_record(args, faults, result, plan)
     _print(args, result, path)
-    if not result.ok and args.chaos and not args.no_shrink:
+    if result.broken and args.chaos and not args.no_shrink:
         _shrink(args, scene, faults, result)
     return 0 if result.ok else 1
 
@@ -228,23 +228,17 @@ def make_scene(args: argparse.Namespace, plan: Plan) -> Scene:
         allow_code=args.allow_code,
         minutes=args.minutes,
         replay=not args.no_replay,
+        drawn=args.chaos,
         tell=note,
     )
 
 
-def profile_name(plan: Plan) -> str:
-    """The specification's profile of what the drill runs on: its record counts for that alone."""
-    from phalanx.spec.profiles import profile_of
-
-    return profile_of(plan.cluster).name
-
-
-def keep_record(
-    args: argparse.Namespace, faults: Sequence[Fault], result: Result, *, profile: str, **more: object
-) -> Path:
+def keep_record(args: argparse.Namespace, faults: Sequence[Fault], result: Result, plan: Plan, **more: object) -> Path:
     """Sign and write the record; a copy of one in which every verdict holds goes to the user's store."""
     from phalanx.files import write_text
-    from phalanx.record.drill import key_path, store_path
+    from phalanx.job.dump import to_dict
+    from phalanx.record.drill import drill_subject, key_path, store_path
+    from phalanx.spec.profiles import profile_of
     from phalanx.train.drill.record import key, store, write_record
 
     body = {
@@ -259,7 +253,8 @@ def keep_record(
         "outcomes": plain(result.outcomes),
         "verdicts": plain(result.verdicts),
         "numbers": plain(result.numbers),
-        "profile": profile,
+        "profile": profile_of(plan.cluster).name,  # the record counts for this alone, and for this job
+        "subject": drill_subject(to_dict(plan.job), asdict(plan.layout), base=Path(args.job).parent),
         **more,
     }
     path = write_record(result.run, body, key(key_path(os.environ)))
@@ -294,7 +289,7 @@ def _shrink(args: argparse.Namespace, scene: Scene, faults: Sequence[Fault], res
 
     def fails(some: Sequence[Fault]) -> bool:
         quiet = replace(scene, minutes=_length_min(some), tell=lambda text: None)
-        return not perform(quiet, some).ok
+        return perform(quiet, some).broken
 
     smallest = shrink(faults, fails, budget_s=budget_s)
     words = " ".join(f"--fault {fault.text}" for fault in smallest)

@@ -59,7 +59,7 @@ def _first_plan(args: argparse.Namespace) -> Plan:
 
 
 def _play(args: argparse.Namespace, part: Part) -> Played:
-    from phalanx.cli.drill import keep_record, make_plan, make_scene, profile_name
+    from phalanx.cli.drill import keep_record, make_plan, make_scene
     from phalanx.train.drill.perform import perform
     from phalanx.train.drill.suite import faults_of, named
 
@@ -72,7 +72,7 @@ def _play(args: argparse.Namespace, part: Part) -> Played:
         verdict = named(result.run, slow_rank=part.slow_rank, world=plan.layout.devices)
         result = dataclasses.replace(result, verdicts=(*result.verdicts, verdict))
         more["named_right"] = verdict.ok
-    record = keep_record(mine, faults, result, profile=profile_name(plan), **more)
+    record = keep_record(mine, faults, result, plan, **more)
     return Played(part=part, result=result, record=record)
 
 
@@ -113,7 +113,9 @@ def _told(one: Played) -> str:
 
     numbers = one.result.numbers
     head = f"{one.part.name}: {numbers.faults} faults, {numbers.steps} steps; the run is {one.result.state}"
-    wrong = [f"  WRONG  {verdict.name}: {verdict.evidence}" for verdict in one.result.verdicts if not verdict.ok]
+    wrong = [
+        f"  {verdict.word}  {verdict.name}: {verdict.evidence}" for verdict in one.result.verdicts if not verdict.ok
+    ]
     lines = [
         f"  {_word(one, happened):<9} {claim:<52} {' '.join(rules)}"
         for claim, rules, happened in shown(one.part, one.result)

@@ -134,7 +134,9 @@ def _ranks(view: View, width: int) -> list[Text]:
     slow = {one.rank for one in view.scores.named}
     most = max((one.compute_s or 0.0) + (one.wait_s or 0.0) for one in known) or 1.0
     cut = f"the {len(shown)} slowest of {len(known):,} ranks" if len(known) > len(shown) else "ranks"
-    lines = [_quiet(f"{cut}: computing █, waiting ░, own time over that of peers")]
+    lines = [
+        _quiet(f"{cut}: computing █, not computing ░ (other ranks, stages, transfers), own time over that of peers")
+    ]
     return lines + [_rank(one, score.get(one.rank), most, width, slow=one.rank in slow) for one in shown]
 
 

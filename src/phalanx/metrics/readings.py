@@ -13,6 +13,7 @@ from phalanx.metrics.point import MOST_RANKS, Point, RankValue, by_rank, point
 from phalanx.metrics.rare import peer_points, rare_points
 from phalanx.metrics.story import story_points
 from phalanx.record.account.places import Places, places
+from phalanx.record.account.segments import world_of
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import Event
 from phalanx.record.run import Run
@@ -40,7 +41,7 @@ class Readings:
         plan = plan_of(self.run)
         there = places(plan, self._history.supervisor())
         ranks = self._here()
-        found = [*self._run(plan, ranks), *self._newest(plan), *rare_points(self._history)]
+        found = [*self._run(plan, ranks), *self._newest(plan, len(ranks)), *rare_points(self._history)]
         if len(ranks) > self._most_ranks:
             found += self._many.points(lambda: self._by_rank(plan, there, _spread(ranks)))
         else:
@@ -87,12 +88,12 @@ class Readings:
             self._tokens = max(self._tokens, round(total) if math.isfinite(total) else 0)
         return self._tokens
 
-    def _newest(self, plan: Mapping[str, Any]) -> Iterator[Point]:
+    def _newest(self, plan: Mapping[str, Any], world: int) -> Iterator[Point]:
         event = self._history.latest("step") or {}
         yield from point(names.UPDATED, number(event, "t"))
         for metric in names.STEP:
             yield from point(metric, number(event, metric.field))
-        yield from point(names.MFU, mfu(event, plan))
+        yield from point(names.MFU, mfu(event, plan, world=world))
 
     def _ranks(self, plan: Mapping[str, Any], there: Places, ranks: Sequence[int]) -> Iterator[Point]:
         steps = {rank: self._history.latest("step", rank) or {} for rank in ranks}
@@ -140,12 +141,14 @@ def _spread(ranks: Sequence[int]) -> Sequence[int]:
     return ranks[:: -(-len(ranks) // MOST_READ)]
 
 
-def mfu(event: Mapping[str, Any], plan: Mapping[str, Any]) -> float | None:
-    """Measured against the same peak and by the same count of FLOPs as the plan's."""
-    prediction = at(plan, "prediction")
+def mfu(event: Mapping[str, Any], plan: Mapping[str, Any], *, world: int | None = None) -> float | None:
+    """By the plan's own count of FLOPs, against the peak of the ranks there are: fewer than planned after a loss."""
+    prediction, planned_world = at(plan, "prediction"), world_of(at(plan, "layout"))
     planned, rate = number(prediction, "mfu"), number(prediction, "tokens_per_s")
     measured = number(event, "tokens_per_s")
-    return planned * measured / rate if planned and rate and measured is not None and measured >= 0.0 else None
+    if not planned or not rate or measured is None or measured < 0.0:
+        return None
+    return planned * measured / rate * (planned_world / world if planned_world and world else 1.0)
 
 
 def plan_of(run: Run) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from phalanx.errors import PhalanxError, Problem, WorldError
 from phalanx.files import write_text
 from phalanx.metrics import names
-from phalanx.metrics.readings import mfu, plan_of
+from phalanx.record.account.segments import Segment, segments
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run, read_json
 from phalanx.record.values import integer, number, text
@@ -91,7 +91,7 @@ class Exporter:
 
     def __init__(self, run: Run, sink: Sink, *, every: int = 1) -> None:
         self._history = RunHistory.open(run)
-        self._plan = plan_of(run)
+        self._segments: list[Segment] = []
         self._sink = sink
         self._every = every
         self._path = cursor_path(sink.where, run)
@@ -104,6 +104,7 @@ class Exporter:
         last, first = self._history.last_step, self._history.first_step
         if last is None or first is None:
             return
+        self._segments = segments(self._history.run, self._history)
         begin = self._begin(first, last)
         if begin <= self._cursor.step:
             self._sink.go_back(begin)
@@ -145,8 +146,14 @@ class Exporter:
         if step is None or t is None:
             return None
         known = {metric.name: number(event, metric.field) for metric in names.STEP}
-        known[names.MFU.name] = mfu(event, self._plan)
+        rate, scale = number(event, "tokens_per_s"), self._mfu_per_token(step)
+        known[names.MFU.name] = rate * scale if rate is not None and rate >= 0.0 and scale is not None else None
         return Row(step=step + 1, t=t, values={name: value for name, value in known.items() if value is not None})
+
+    def _mfu_per_token(self, step: int) -> float | None:
+        """Of the layout that did a step: a run may have had several."""
+        found = next((one for one in reversed(self._segments) if one.first <= step), None)
+        return found.mfu_per_token if found is not None else None
 
     def _evaluated(self) -> Iterator[Row]:
         for event in self._history.events("evaluate"):

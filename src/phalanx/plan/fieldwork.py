@@ -22,6 +22,10 @@ from phalanx.plan.rows import predict_rows
 from phalanx.plan.score import price
 from phalanx.plan.step import StepTimes
 from phalanx.plan.uncertainty import interval
+from phalanx.record.account.segments import segments
+from phalanx.record.archive.history import RunHistory
+from phalanx.record.run import Run
+from phalanx.record.values import seconds
 
 VERSION = 1
 # Steps of one system and one program scatter less around their calibrated prediction than the rows of a published
@@ -66,7 +70,7 @@ def calibrate_run(folder: Path) -> Report:
     if not plan_file.is_file():
         raise mistake(str(folder), "has no plan.json", fix="name a run folder, or a CSV table of measured steps")
     planned = Plan.from_json(read_text(plan_file, noun="plan"), where=str(plan_file))
-    durations = list(_durations(folder))
+    durations = _newest_layout(folder) or list(_durations(folder))
     kept = durations[int(len(durations) * WARM_UP_SHARE) :]
     if len(kept) < LEAST_STEPS:
         raise mistake(
@@ -77,6 +81,30 @@ def calibrate_run(folder: Path) -> Report:
     question, _ = asking.from_job(planned.job, planned.cluster)
     _, times, _ = price(question, [planned.layout])
     return _report(str(folder), times, np.array([statistics.median(kept)]), np.array([0.0]))
+
+
+def _newest_layout(folder: Path) -> list[float]:
+    """Durations of the steps that the plan's own layout did, of a run that had several; else nothing.
+
+    Raises UserError when it did none: the newest layout is one that nobody planned, as after a lost rank.
+    """
+    run = Run(path=folder)
+    history = RunHistory.open(run)
+    known = segments(run, history)
+    if len(known) < 2:
+        return []
+    newest = run.plan()
+    planned = [one for one in known if one.plan == newest]
+    if not planned:
+        raise mistake(
+            str(folder),
+            f"has no step in the layout of its plan.json; its newest steps are of {known[-1].name}",
+            why="a calibration holds measured steps against the prediction for the same layout",
+            fix="name a run that trained as planned",
+        )
+    piece = planned[-1]
+    found = (seconds(one, "duration_s") for one in history.steps(history.witness, piece.first, piece.last))
+    return [one for one in found if one]
 
 
 def _durations(folder: Path) -> Iterator[float]:

@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UserError, mistake
+from phalanx.record.events import open_file
 from phalanx.record.run import read_json
 from phalanx.record.secret import read_secret
+from phalanx.record.values import at, integer, printable, text
 
 VERSION = 1
 NAME = "drill-record.json"
 EVIDENCE = ("events-*.jsonl", "supervisor.jsonl", "drill.json", "plan.json", "job.json", "drill/fired-*.json")
 MOST_EVIDENCE_BYTES = 2**28  # hashed in a good second; a drill's own evidence is some hundred kilobytes
+MOST_MODULE_BYTES = 2**24  # of a model's own code
 REFUSED = "damaged files were refused"  # a verdict of the oracle, and what its evidence says when a restore met one
 MET = " refused step-"
 FOREIGN = "the signature is not ours: the record was changed, or another user wrote it"
@@ -56,6 +59,58 @@ def read_record(path: Path) -> dict[str, Any]:
     if record.get("v") != VERSION or not isinstance(record.get("files"), dict):
         raise mistake(str(path), "is no record of a drill", fix=f"name a {NAME} in a run that phalanx drill made")
     return record
+
+
+def drill_subject(job: Mapping[str, Any], layout: Mapping[str, Any], *, base: Path) -> dict[str, str]:
+    """What a drill was made of, by which `phalanx check` tells whether it is about the same job.
+
+    The same job has the same name, model (and code of it), precision, optimizer, ways to save and to recover, and it
+    splits the model along the same axes. How much it learns, how often it saves and how many ranks an axis has may
+    differ: a suite sets its own, and a job is drilled on few ranks before it runs on many. `base` is the folder that
+    files of the job are sought from.
+    """
+    checkpoint, fault = at(job, "checkpoint"), at(job, "fault")
+    parts = {
+        "name": job.get("name"),
+        "model": {**at(job, "model"), "module": _module_digest(text(at(job, "model"), "module"), base)},
+        "precision": at(job, "precision"),
+        "numerics": at(job, "numerics"),
+        "optimizer": at(job, "optim").get("name"),
+        "saves": [checkpoint.get("async"), checkpoint.get("memory_every"), "://" in text(checkpoint, "path")],
+        "recovers": [fault.get("recovery"), fault.get("dead_after_s")],  # who hangs is noticed after dead_after_s
+    }
+    whole = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str)
+    return {
+        "job": printable(job.get("name"), most=80),
+        "model": printable(at(job, "model").get("name"), most=80),
+        "splits": _splits(layout),
+        "digest": hashlib.sha256(whole.encode()).hexdigest(),
+    }
+
+
+def _splits(layout: Mapping[str, Any]) -> str:
+    """The axes that a model is split along, without their degrees, as "pipeline 1f1b, data, ZeRO-2"."""
+    words = [axis for axis in ("tensor", "context", "expert") if (integer(layout, axis) or 1) > 1]
+    if (integer(layout, "pipeline") or 1) > 1:
+        words.append(f"pipeline {printable(layout.get('schedule'), most=40)}")
+    if (integer(layout, "data") or 1) > 1:
+        words.append(f"data, ZeRO-{integer(layout, 'zero') or 0}")
+    for key in ("offload", "compression"):
+        if layout.get(key) not in (None, "none"):
+            words.append(f"{key} {printable(layout[key], most=40)}")
+    return ", ".join(words) or "nothing"
+
+
+def _module_digest(module: str, base: Path) -> str:
+    """Of the user's own model: its code and the function that builds it, wherever the file lies."""
+    if not module:
+        return ""
+    name, _, function = module.rpartition(":")
+    try:
+        with open_file(base / name) as file:
+            return f"{hashlib.sha256(file.read(MOST_MODULE_BYTES)).hexdigest()}:{function}"
+    except (OSError, ValueError):
+        return f"{Path(name).name}:{function}"
 
 
 def check_record(path: Path, secret: bytes) -> tuple[dict[str, Any], list[str]]:

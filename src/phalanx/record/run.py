@@ -252,9 +252,13 @@ class Run:
         """Put another plan in place; the one before is kept as plan-1.json, plan-2.json and so on."""
         if self.plan() == json.loads(plan_json):
             return
-        count = 1 + len(list(self.path.glob("plan-*.json")))
+        count = self.plan_count()
         _put(self.path / f"plan-{count}.json", self.plan_json.read_text(encoding="utf-8"))  # a copy: a run has a plan
         self._fill(job_toml=job_toml, job=job, plan_json=plan_json)
+
+    def plan_count(self) -> int:
+        """Plans this run has had; the newest is plan.json, kept under this number once another takes its place."""
+        return 1 + len(list(self.path.glob("plan-*.json")))
 
     def _fill(self, *, job_toml: str, job: Mapping[str, Any], plan_json: str) -> None:
         _put(self.job_toml, job_toml)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from phalanx.job.load import ResolvedJob, load, load_waivers
 from phalanx.job.schema import Job
 from phalanx.plan.kept import kept_plan
 from phalanx.plan.plan import Plan
+from phalanx.record.drill import drill_subject
 from phalanx.record.run import EVENTS, Run, open_run, read_json
 from phalanx.spec.coherent import require_coherent
 from phalanx.spec.evidence import Evidence, Unmapped
@@ -195,7 +196,8 @@ def of_job(
         plan=plan,
         refusals=refusals,
         host=_host(request, cluster),
-        drills=_drills(request, environ) if practice is None else (),  # of ours: of another trainer they say nothing
+        # Of our own trainer: of another one they say nothing.
+        drills=_drills(request, environ, resolved.job, plan, resolved.path.parent) if practice is None else (),
         unmapped=unmapped,
         devices_said=devices if plan is None and cluster is not None else 0,
     )
@@ -226,7 +228,7 @@ def of_plan(path: Path, request: Request, *, today: date, environ: dict[str, str
         plan=plan,
         plan_file=str(path),
         host=_host(request, plan.cluster),
-        drills=_drills(request, environ),
+        drills=_drills(request, environ, plan.job, plan, path.parent),
     )
 
 
@@ -257,7 +259,7 @@ def before_log(run: Run, request: Request, *, today: date, environ: dict[str, st
         plan=plan,
         plan_file=str(run.plan_json) if plan is not None else "",
         host=_host(request, cluster),
-        drills=_drills(request, environ, beside=run.path.parent),
+        drills=_drills(request, environ, job, plan, run.path, beside=run.path.parent),
         damaged=damaged,
     )
 
@@ -355,6 +357,18 @@ def _host(request: Request, cluster: Cluster | None) -> HostFacts | None:
     return this_host()
 
 
-def _drills(request: Request, environ: dict[str, str], beside: Path | None = None) -> tuple[DrillFacts, ...]:
+def _drills(
+    request: Request,
+    environ: dict[str, str],
+    job: Job | None,
+    plan: Plan | None,
+    base: Path,
+    *,
+    beside: Path | None = None,
+) -> tuple[DrillFacts, ...]:
+    """Drills on record, each with whether it is of this job; `base` is the folder that its files are sought from."""
     roots: Sequence[Path] = (*request.drills, *([beside] if beside is not None else []))
-    return find_drills(roots, environ=environ)
+    subject = None
+    if job is not None and plan is not None:
+        subject = drill_subject(to_dict(job), asdict(plan.layout), base=base)
+    return find_drills(roots, environ=environ, subject=subject)

@@ -102,6 +102,7 @@ class Loop:
         )
         self.memory, self.patience = memory, Patience.of(plan)
         self._saved_step = self._taken_step = -1
+        self._taken_for = ""  # why the save that is being written was made
         self.interval = Interval.of(
             plan.reliability, self.job.checkpoint, now_s=time.monotonic() - _since_last_commit(folder, orders.went_s)
         )
@@ -151,7 +152,7 @@ class Loop:
             if self._is_due(step):
                 self._evaluate(step)
             if result.wishes[Wish.SAVE]:
-                self._save(step)
+                self._save(step, "interval")
             leaving = self._leaving(step, result)
             self.orders.progress(step, Phase.TRAINING)
         self.step = step
@@ -220,7 +221,7 @@ class Loop:
         keeper = self.orders.keeper
         self.patience.rest()
         if keeper is None or self._put != step:
-            self._save(step)
+            self._save(step, "reform")
             self._tell_saved(wait=True)
         else:
             until_s = time.monotonic() + self.job.fault.dead_after_s
@@ -356,7 +357,8 @@ class Loop:
         """Rank 0's clock decides, every rank hears of it with the step's numbers."""
         return dist.get_rank() == 0 and self.interval.due(time.monotonic())
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, reason: str) -> None:
+        """Save a step. `reason` says who wanted it: only saves of the "interval" tell how often a run saves."""
         if step == self._saved_step:
             return
         began_s, self._saved_step = time.monotonic(), step
@@ -368,13 +370,17 @@ class Loop:
             self.saver.save(step=step, pieces=pieces_of(self.engine), meta=meta, rank_meta=rank_meta)
         except WorldError as error:  # of the save before; this one has begun
             self._tell_unsaved(self._taken_step, error)
-        blocked_s, self._taken_step = time.monotonic() - began_s, step
+        self._taken_step, self._taken_for = step, reason
+        if not self.job.checkpoint.asynchronous:
+            self.saver.finish()  # training stands still until it is written: what went wrong `_tell_saved` tells
+        blocked_s = time.monotonic() - began_s
         self.interval.saved(now_s=began_s, blocked_s=blocked_s)
         self.events.write(
             "checkpoint",
             step=step,
             epoch=self.orders.epoch,
             phase="stage",
+            reason=reason,
             blocked_s=blocked_s,
             seconds=None,
             bytes=None,
@@ -409,6 +415,7 @@ class Loop:
                 step=saved.step,
                 epoch=self.orders.epoch,
                 phase="commit",
+                reason=self._taken_for,
                 path=saved.path.name,
                 seconds=saved.seconds,
                 bytes=saved.bytes,
@@ -428,7 +435,7 @@ class Loop:
             self._evaluate(step)
         self._rest(step)
         self._is_last = True
-        self._save(step)
+        self._save(step, "stop" if stopped else "end")
         self._tell_saved(wait=True)
         self._rest(step)
         dist.barrier()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx.record.account.segments import segment_plan
 from phalanx.record.account.timeline import Span, measured, predicted
 from phalanx.record.events import Event
 from phalanx.record.values import at, integer, number, text
@@ -25,6 +26,8 @@ def step(shelf: Shelf, name: str, *, rank: int, step: int | None) -> Json:
             parts.read("timeline", lambda: history.at_step("timeline", _nearest(taken, step), rank)) if taken else None
         )
         parts.note(parts.read("events", history.damage, ()))
+        if event is not None:  # the step may have been done in another layout than the newest
+            plan = parts.read("plan.json", lambda: segment_plan(run, history, integer(event, "step")), plan)
     guess = parts.read("prediction", lambda: predicted(plan, rank), []) if plan else []
     return {
         "available": taken,

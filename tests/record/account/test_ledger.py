@@ -326,7 +326,7 @@ def ranks_wait(run: Run, own_s: list[float], *, layout: dict[str, int], steps: i
 
 def test_what_a_slow_rank_costs_the_others(run: Run) -> None:
     found = ranks_wait(run, [1.0, 1.0, 1.5, 1.0], layout={"data": 4})
-    assert spent(found) == {"productive": 60.0, "init": 1.5, "waiting": 20.0}
+    assert spent(found) == {"productive": 60.0, "init": 1.5, "stragglers": 20.0}
     assert found.effective == pytest.approx(80 / 81.5)
     assert found.closes
 
@@ -339,12 +339,12 @@ def test_stages_of_a_pipeline_differ_by_design(run: Run) -> None:
 def test_a_straggler_that_a_busier_stage_hides_costs_little(run: Run) -> None:
     """The ranks of the first stage wait 0.05 s: a quicker rank 3 would have saved no more."""
     found = ranks_wait(run, [1.95, 1.95, 1.0, 1.5], layout={"data": 2, "pipeline": 2})
-    assert spent(found)["waiting"] == pytest.approx(40 * 0.05)
+    assert spent(found)["stragglers"] == pytest.approx(40 * 0.05)
 
 
 def test_two_slow_ranks_cost_what_one_costs(run: Run) -> None:
     found = ranks_wait(run, [1.0, 1.0, 1.5, 1.5, 1.0], layout={"data": 5})
-    assert spent(found)["waiting"] == pytest.approx(40 * 0.5)
+    assert spent(found)["stragglers"] == pytest.approx(40 * 0.5)
 
 
 # ---- what is no account ----------------------------------------------------------------------------------------------

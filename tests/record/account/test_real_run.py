@@ -54,7 +54,7 @@ def test_the_ledger_closes(run: Run) -> None:
     assert found.closes, str(found)
     assert (found.steps, found.incidents, found.formations) == (STEPS, 1, 2)
     assert found.accounts.detect + found.accounts.restore > 0.0
-    assert found.accounts.waiting > 0.5 * (STEPS - SLOW_FROM) * SLOW_S  # columns of steps begin before it is slow
+    assert found.accounts.stragglers > 0.5 * (STEPS - SLOW_FROM) * SLOW_S  # columns of steps begin before it is slow
 
 
 def test_the_slow_rank_is_named_within_a_hundred_steps(run: Run) -> None:

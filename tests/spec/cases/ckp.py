@@ -76,9 +76,15 @@ def interval(ratio: float, **log):
     return made
 
 
-def many_failures(count: int, source: str = "disk"):
+def many_failures(count: int, source: str = "disk", **log):
     """Failures every 1,000 s: the optimum of the run is that of its own rate, far below the plan's."""
-    return interval(1.0, incidents=(incident(source=source),) * count, wall_s=1_000.0 * count)
+    return interval(1.0, incidents=(incident(source=source),) * count, wall_s=1_000.0 * count, **log)
+
+
+def few_due_saves(**changes):
+    """A run that a person stopped again and again: three saves, one of them due, far closer than the optimum."""
+    seen = {"interval_saves": 1, "blocked_s": spread(1.6, count=8), "interval_s": spread(20.0, count=1)}
+    return job(log=good_log(checkpoints=good_checkpoints(**seen, **changes)))
 
 
 def grace(seconds: float):
@@ -128,6 +134,15 @@ CASES = [
         boundary=True,
         severity="error",
     ),
+    Case(rule="CKP001", name="saves that a Ctrl-C made", verdict="pass", evidence=few_due_saves()),
+    Case(
+        rule="CKP001",
+        name="a save at a SIGTERM that outlasts the grace",
+        verdict="fail",
+        evidence=few_due_saves(final_persist_s=spread(40.0, count=8), final_blocked_s=spread(1.0, count=8)),
+        says="the last checkpoint is cut off",
+    ),
+    Case(rule="CKP001", name="failures of a drill", verdict="pass", evidence=many_failures(5, is_drill=True)),
     Case(rule="CKP001", name="five that memory mended are not", verdict="pass", evidence=many_failures(5, "memory")),
     Case(rule="CKP001", name="a grace that is enough", verdict="pass", evidence=grace(1.01), boundary=True),
     Case(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from spec.kit import JOB, Case, Evidence, Flip, answers, evidence
-from spec.logs import good_log, good_steps, spread
+from spec.logs import good_checkpoints, good_log, good_steps, spread
 
 from phalanx.spec.facts.host import HostFacts
 from phalanx.spec.facts.practice import Practice
@@ -90,6 +90,13 @@ def flat(nodes: int) -> Evidence:
     """ZeRO-3 over every GPU of so many nodes, in one ring, of a model with small layers."""
     sets = (f"batch.global_sequences={nodes * 8}", f"parallel.shard={nodes * 8}", "parallel.zero=3")
     return small(*sets, cluster=f"8xH100:{nodes}")
+
+
+def saving(persist_s: float, *sets: str) -> Evidence:
+    """A job whose steps take 7.8 s at most, and whose synchronous saves take so long."""
+    found = predicted(7.8, "checkpoint.async=false", *sets)
+    plan = found.the_plan
+    return replace(found, plan=replace(plan, reliability=replace(plan.reliability, persist_s=persist_s)))
 
 
 CASES = [
@@ -314,6 +321,50 @@ CASES = [
         name="no plan and too long",
         verdict="fail",
         evidence=lambda: evidence("train.timeout_s=600", plan=None),
+    ),
+    Case(
+        rule="COM004",
+        name="a synchronous save that nobody waits for",
+        verdict="fail",
+        evidence=lambda: saving(82.0, "comm.init_timeout_s=60"),
+        severity="warning",
+        says="a rank waits 60 s for another, and a synchronous save takes 82 s (predicted)",
+        at="comm.init_timeout_s",
+        boundary=True,
+    ),
+    Case(
+        rule="COM004",
+        name="a synchronous save that a rest waits for",
+        verdict="pass",
+        evidence=lambda: saving(82.0, "train.timeout_s=39"),
+        says="waits 39 s for another in a steady step, and 300 s across saves and evaluations",
+        boundary=True,
+    ),
+    Case(
+        rule="COM004",
+        name="a measured save longer than anybody waits",
+        verdict="fail",
+        evidence=lambda: replace(
+            saving(82.0), log=good_log(checkpoints=good_checkpoints(final_persist_s=spread(310.0, count=4)))
+        ),
+        severity="error",
+        says="a synchronous save takes 310 s",
+    ),
+    Case(
+        rule="COM004",
+        name="another trainer's timeout and its save",
+        verdict="fail",
+        evidence=lambda: replace(saving(82.0, "train.timeout_s=60"), practice=Practice(trainer="torchtitan")),
+        severity="warning",
+        says="waits 60 s for another in a steady step, and a synchronous save takes 82 s (predicted)",
+        at="train.timeout_s",
+    ),
+    Case(
+        rule="COM004",
+        name="an evaluation of an hour",
+        verdict="fail",
+        evidence=lambda: predicted(6.0, "train.evaluate_sequences=1000000"),
+        says="an evaluation takes",
     ),
     Case(rule="COM004", name="TPU", verdict="pass", evidence=lambda: evidence("train.timeout_s=600", profile="tpu")),
 ]

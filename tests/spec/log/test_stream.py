@@ -511,6 +511,45 @@ def test_a_commit_without_a_stage_and_a_stage_before_the_last_was_safe(tmp_path)
     assert found.disorder_spot is not None
 
 
+@pytest.mark.parametrize("reason", ["stop", "end", "reform"])
+def test_a_save_that_was_not_due_says_nothing_of_the_interval(tmp_path, reason):
+    """A Ctrl-C saves when it comes: that save is no interval, and what it took is told apart."""
+    run = write_run(tmp_path, ranks=2, hosts=1, steps=160, incidents=0)
+
+    def told(event):
+        if event["event"] != "checkpoint":
+            return event
+        last = event["step"] == 160
+        early_s = -100.0 if last and event["phase"] == "commit" else 0.0
+        return event | {"t": event["t"] + early_s, "reason": reason if last else "interval"}
+
+    for path in run.event_files():
+        edit(path, told)
+    found = read_log(run).checkpoints
+    assert (found.stages, found.commits, found.interval_saves) == (4, 4, 3)
+    assert found.interval_s.count == 2
+    assert (found.blocked_s.count, found.final_blocked_s.count) == (6, 2)
+    assert (found.persist_s.count, found.final_persist_s.count) == (6, 2)
+
+
+def test_where_saves_give_no_reason_the_last_of_a_formation_is_not_counted(tmp_path):
+    found = read_log(write_run(tmp_path, ranks=2, hosts=1, steps=160, incidents=0)).checkpoints
+    assert (found.commits, found.interval_saves, found.interval_s.count) == (4, 3, 2)
+    assert found.final_blocked_s is None
+
+
+def test_a_stop_while_a_save_is_being_written_is_no_backlog(tmp_path):
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=160, incidents=0)
+
+    def told(event):
+        if event["event"] != "checkpoint" or (event["step"], event["phase"]) == (100, "commit"):
+            return None if event["event"] == "checkpoint" else event
+        return event | {"reason": "stop" if event["step"] >= 150 else "interval"}
+
+    edit(run.events(0), told)
+    assert read_log(run).checkpoints.overlapping == 0
+
+
 def test_a_checkpoint_folder_without_a_manifest_is_incomplete(tmp_path):
     run = write_run(tmp_path, ranks=1, hosts=1, steps=120, incidents=0)
     (run.path / "checkpoints" / "step-00000050" / "manifest.json").unlink()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from spec.cases.com import predicted
+from spec.cases.com import predicted, saving
 from spec.kit import answers, evidence, verdict
 
 from phalanx.spec.facts.practice import Practice
@@ -17,6 +17,22 @@ def test_the_timeout_that_is_asked_for_is_one_that_holds(step_s, written_s) -> N
     found = [one for one in answers("COM004", predicted(step_s, f"train.timeout_s={written_s}")) if one.outcome.edits]
     (edit,) = found[0].outcome.edits
     assert verdict("COM004", predicted(step_s, f"train.timeout_s={edit.value}")) == "pass"
+
+
+@pytest.mark.parametrize("trainer", ["phalanx", "torchtitan"])
+@pytest.mark.parametrize("save_s", [82.0, 400.0])
+@pytest.mark.parametrize("sets", [("train.timeout_s=600",), ("train.timeout_s=3",), ("comm.init_timeout_s=9",),
+                                  ("comm.init_timeout_s=3600", "train.timeout_s=3600")])  # fmt: skip
+def test_no_timeout_is_proposed_that_a_save_outlasts(trainer, save_s, sets) -> None:
+    """39 s were proposed beside a synchronous save of 82 s."""
+    before = replace(saving(save_s, *sets), practice=Practice(trainer=trainer))
+    edits = [edit for one in answers("COM004", before) if one.verdict == "fail" for edit in one.outcome.edits]
+    assert edits or verdict("COM004", before) != "fail"  # 600 s outlast a save of 400 s
+    assert all(edit.value >= 2 * save_s for edit in edits)
+    made = {edit.key: f"{edit.key}={edit.value}" for edit in edits}
+    kept = [one for one in sets if one.partition("=")[0] not in made]
+    after = replace(saving(save_s, *kept, *made.values()), practice=Practice(trainer=trainer))
+    assert verdict("COM004", after) != "fail"
 
 
 def test_a_batch_that_cannot_be_shared_out_says_why() -> None:

@@ -11,6 +11,7 @@ import pytest
 from phalanx.train.drill import perform
 from phalanx.train.drill.fault import parse_all
 from phalanx.train.drill.history import build_history
+from phalanx.train.drill.perform import injected
 
 Story = Any
 
@@ -55,3 +56,10 @@ def test_a_replay_repeats_poisoned_steps_and_leaves_spikes_to_the_ranks() -> Non
     """A step skipped for NaN has no norm; one that all ranks found too large has, and they will find it again."""
     assert perform._not_finite([{"grad_norm": 1.0}, {"grad_norm": None}])
     assert not perform._not_finite([{"grad_norm": 900.0}])
+
+
+def test_what_was_asked_for_must_have_happened_as_often_as_it_was_asked_for() -> None:
+    faults = parse_all(["kill:rank=1,step=3", "nan:rank=0,step=5,times=3", "crash-loop"])
+    assert injected(faults, {0: 1, 1: 3, 2: 4}).ok
+    assert injected(faults, {0: 1, 1: 1, 2: 4}).evidence == "nan:rank=0,step=5,times=3 fired 1 of 3 times"
+    assert injected(faults, {1: 3, 2: 4}).evidence == "kill:step=3"

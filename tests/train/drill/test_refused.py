@@ -25,10 +25,10 @@ def begin(story: Story) -> float:
     return float(story.t)
 
 
-def judge(story: Story, at_s: float) -> list[Verdict]:
+def judge(story: Story, at_s: float, drawn: bool = False) -> list[Verdict]:
     shot = Fired(id=0, kind="damage", t_s=at_s, monotonic_s=0.0, epoch=1, step=5, note="step-00000005: flip")
     history = build_history(story.supervisor, story.ranks)
-    return refused(history, outcomes(history, parse_all(["damage:step=5"]), [shot]))
+    return refused(history, outcomes(history, parse_all(["damage:step=5"]), [shot]), drawn=drawn)
 
 
 def test_a_restore_that_went_further_back(story: Story) -> None:
@@ -56,7 +56,7 @@ def test_the_same_step_saved_anew_may_be_taken(story: Story) -> None:
     story.checkpoint(5)
     story.epoch(2, step=5, source="disk")
     story.write("ready", rank=0, step=5, source="disk")
-    assert judge(story, at_s)[0].ok
+    assert judge(story, at_s)[0].word == "not judged"  # the damaged one is gone, and nobody read it
 
 
 def test_what_nobody_read_proves_nothing(story: Story) -> None:
@@ -64,8 +64,10 @@ def test_what_nobody_read_proves_nothing(story: Story) -> None:
     story.epoch(2, step=5, source="memory")
     story.write("ready", rank=0, step=5, source="memory")
     (verdict,) = judge(story, at_s)
-    assert verdict.ok
+    assert verdict.word == "not judged"
     assert verdict.evidence == "no restore met one; 1 of 1 nobody read, which proves nothing of it"
+    (drawn,) = judge(story, at_s, drawn=True)
+    assert drawn.ok  # chance drew it: nobody asked for that proof
 
 
 def test_without_damage_there_is_no_verdict(survived: Story) -> None:

@@ -18,9 +18,11 @@ def shot(t_s: float, kind: str = "kill", **fields: Any) -> Fired:
     return Fired(**{"id": 0, "kind": kind, "t_s": t_s, "monotonic_s": 0.0, "rank": 2, "epoch": 1, "step": 3, **fields})
 
 
-def told(story: Story, fired: Fired, text: str = "kill:rank=2,step=3") -> tuple[History, Outcome]:
+def told(
+    story: Story, fired: Fired, text: str = "kill:rank=2,step=3", patience_s: float = 0.0
+) -> tuple[History, Outcome]:
     history = build_history(story.supervisor, story.ranks)
-    [outcome] = outcomes(history, parse_all([text]), [fired])
+    [outcome] = outcomes(history, parse_all([text]), [fired], patience_s=patience_s)
     return history, outcome
 
 
@@ -74,39 +76,56 @@ def test_what_needs_no_recovery_has_none(survived: Story) -> None:
 
 def test_every_fault_is_noticed_or_the_verdict_falls(survived: Story) -> None:
     at = time_of(survived, "step", epoch=1, step=3)
-    history, outcome = told(survived, shot(at))
-    assert noticed(history, [outcome], asked=1, patience_s=0).ok
-    history, outcome = told(survived, shot(at + 0.1, epoch=3), "kill:rank=2,step=3")
-    verdict = noticed(history, [outcome], asked=1, patience_s=0)
-    assert (verdict.ok, verdict.evidence) == (False, "0 of 1 faults: kill:rank=2,step=3 was not noticed")
-    assert noticed(history, [outcome], asked=1, patience_s=100).ok  # the run was over before anybody could
+    _, outcome = told(survived, shot(at))
+    assert noticed([outcome], asked=1, patience_s=0).ok
+    _, outcome = told(survived, shot(at + 0.1, epoch=3), "kill:rank=2,step=3")
+    verdict = noticed([outcome], asked=1, patience_s=0)
+    assert (verdict.ok, verdict.judged, verdict.evidence) == (
+        False,
+        True,
+        "0 of 1 faults: kill:rank=2,step=3 was not noticed",
+    )
+
+
+def test_a_fault_that_nobody_had_time_to_notice_is_not_judged(survived: Story) -> None:
+    """The run was over before anybody had to: neither "ok" nor "WRONG", and no proof."""
+    at = time_of(survived, "step", epoch=1, step=3)
+    _, late = told(survived, shot(at + 0.1, epoch=3), "kill:rank=2,step=3", patience_s=100)
+    verdict = noticed([late], asked=1, patience_s=100)
+    assert (verdict.ok, verdict.judged, verdict.word) == (False, False, "not judged")
+    assert verdict.evidence.startswith("kill:rank=2,step=3 came less than 100 s before the end and nobody had noticed")
+    # Beside one that was noticed it still leaves the claim open, unless chance drew it.
+    _, good = told(survived, shot(at), patience_s=100)
+    assert noticed([good, late], asked=2, patience_s=100).word == "not judged"
+    drawn = noticed([good, late], asked=2, patience_s=100, drawn=True)
+    assert (drawn.ok, drawn.evidence) == (True, "1 of 1 faults; 1 more came too late to be judged")
+    assert noticed([late], asked=1, patience_s=100, drawn=True).word == "not judged"
+
+
+def test_a_fault_that_was_noticed_is_judged_however_late_it_came(survived: Story) -> None:
+    _, outcome = told(survived, shot(time_of(survived, "step", epoch=1, step=3)), patience_s=1000.0)
+    verdict = noticed([outcome], asked=1, patience_s=1000.0)
+    assert (verdict.ok, verdict.evidence) == (True, "1 of 1 faults")
 
 
 def test_a_flip_must_be_blamed_on_its_rank(survived: Story) -> None:
     at = time_of(survived, "step", epoch=1, step=3)
-    history, outcome = told(survived, shot(at, kind="flip", rank=0), "flip:rank=0")
-    verdict = noticed(history, [outcome], asked=1, patience_s=0)
+    _, outcome = told(survived, shot(at, kind="flip", rank=0), "flip:rank=0")
+    verdict = noticed([outcome], asked=1, patience_s=0)
     assert (verdict.ok, verdict.evidence) == (False, "0 of 1 faults: flip:rank=0 was blamed on rank 2")
 
 
-def test_a_drill_in_which_nothing_fired_proves_nothing(survived: Story) -> None:
-    history = build_history(survived.supervisor, survived.ranks)
-    verdict = noticed(history, [], asked=3, patience_s=0)
+def test_a_drill_in_which_nothing_fired_proves_nothing() -> None:
+    verdict = noticed([], asked=3, patience_s=0)
     assert (verdict.ok, verdict.evidence) == (False, "none of 3 faults fired: nothing was tried")
-    assert noticed(history, [], asked=0, patience_s=0).ok
+    assert noticed([], asked=0, patience_s=0).ok
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "patience_s", "why"),
-    [
-        ("nan", "nan:rank=2", 0.0, "1 harmless"),
-        ("mute", "mute:rank=2,for_s=1", 0.0, "1 passing by themselves"),
-        ("kill", "kill:rank=2", 1000.0, "1 just before the end"),
-    ],
+    ("kind", "text", "why"),
+    [("nan", "nan:rank=2", "1 harmless"), ("mute", "mute:rank=2,for_s=1", "1 passing by themselves")],
 )
-def test_nothing_to_notice_is_said_and_not_counted(
-    survived: Story, kind: str, text: str, patience_s: float, why: str
-) -> None:
-    history, outcome = told(survived, shot(time_of(survived, "step", epoch=1, step=3), kind=kind), text)
-    verdict = noticed(history, [outcome], asked=1, patience_s=patience_s)
+def test_nothing_to_notice_is_said_and_not_counted(survived: Story, kind: str, text: str, why: str) -> None:
+    _, outcome = told(survived, shot(time_of(survived, "step", epoch=1, step=3), kind=kind), text)
+    verdict = noticed([outcome], asked=1, patience_s=0.0)
     assert (verdict.ok, verdict.evidence) == (True, f"no fault fired that needs noticing: {why}")

@@ -30,7 +30,7 @@ class Accounts:
     init: float = 0.0  # from a launch to its first step
     compile: float = 0.0  # in steps that stayed: kernels were made
     data: float = 0.0  # in steps that stayed: the batch was not there yet
-    waiting: float = 0.0  # in steps that stayed: what ranks slower than their peers cost all the others
+    stragglers: float = 0.0  # in steps that stayed: what ranks slower than their peers cost all the others
     evaluate: float = 0.0
     checkpoint: float = 0.0  # training stood still for one, or for a copy in memory
     guard: float = 0.0  # copies of the state were compared
@@ -43,7 +43,7 @@ class Accounts:
     @property
     def stepping(self) -> float:
         """Effective time: steps that stayed, slow or not, but for compiling."""
-        return self.productive + self.data + self.waiting
+        return self.productive + self.data + self.stragglers
 
 
 Point = tuple[float, float, float]  # Unix time, seconds of the run until then, effective ones of them
@@ -164,7 +164,7 @@ class Book:
 
     def _spend_steps(self, steps: Stretch, gap_s: Floats) -> None:
         spent, time_s = self._spent_s, steps.time_s
-        stepping_s = spent["productive"] + spent["data"] + spent["waiting"]
+        stepping_s = spent["productive"] + spent["data"] + spent["stragglers"]
         before_s = gap_s - steps.copied_s - steps.taken_s - steps.compared_s
         self.overlap_s += float(np.maximum(-before_s, 0.0).sum())
         at_s = time_s - gap_s
@@ -174,7 +174,7 @@ class Book:
         spent["checkpoint"] += float((moved_s - at_s).sum())
         at_s, until_s, grown_s = moved_s, np.maximum(moved_s, time_s - steps.compared_s), np.zeros(len(time_s))
         waited_s = self._waited.of_all(steps.step)
-        for account, claimed_s in (("compile", steps.compile_s), ("data", steps.data_s), ("waiting", waited_s)):
+        for account, claimed_s in (("compile", steps.compile_s), ("data", steps.data_s), ("stragglers", waited_s)):
             moved_s = np.minimum(at_s + claimed_s, until_s)
             spent[account] += float((moved_s - at_s).sum())
             grown_s += 0.0 if account == "compile" else moved_s - at_s
@@ -306,7 +306,7 @@ class Book:
         held_up = (
             ("compile", seconds(event, "compile_s")),
             ("data", seconds(event, "data_s")),
-            ("waiting", self._waited.of(integer(event, "step") or 0)),
+            ("stragglers", self._waited.of(integer(event, "step") or 0)),
         )
         for account, claimed_s in held_up:
             if claimed_s:
@@ -315,7 +315,7 @@ class Book:
 
     def _note_point(self, time_s: float, wall_s: float) -> None:
         spent = self._spent_s
-        self.trail.add((time_s, wall_s, spent["productive"] + spent["data"] + spent["waiting"]))
+        self.trail.add((time_s, wall_s, spent["productive"] + spent["data"] + spent["stragglers"]))
 
     # ---- accounts
 

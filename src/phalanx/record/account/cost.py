@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError
 from phalanx.record.account.energy import Used, used
 from phalanx.record.account.ledger import Ledger, ledger
+from phalanx.record.account.segments import launches, segments
 from phalanx.record.over import is_over
 from phalanx.record.run import Run
 from phalanx.record.values import at, integer, number, text
@@ -75,19 +76,22 @@ def cost(run: Run, history: RunHistory | None = None, book: Ledger | None = None
     measured = used(history)
     wall_s = projected_wall_s(run, plan, history, book)
     early = _is_early(run, plan, book) and (measured is None or measured.ranks < rates.world)
-    energy_j = None if early else _energy(measured, rates, book.wall_s)
-    so_far = rates.amount(book.wall_s, energy_j)
-    ahead = wall_s / book.wall_s if wall_s is not None and book.wall_s else None
+    spent = _shares(run, history, rates, book.wall_s)
+    device_s = sum(one.world * seconds for one, seconds in spent)
+    energy_j = None if early else _energy(measured, rates, spent)
+    so_far = rates.amount(spent, energy_j)
+    left_s = wall_s - book.wall_s if wall_s is not None else 0.0
+    ahead = 1.0 + rates.world * left_s / device_s if device_s else None
     projected = (
         Amount()
         if wall_s is None or ahead is None
-        else rates.amount(wall_s, energy_j * ahead if energy_j is not None else None)
+        else rates.amount([*spent, (rates, left_s)], energy_j * ahead if energy_j is not None else None)
     )
     return Cost(
         so_far=so_far,
         projected=projected,
         predicted=_predicted(plan, rates),
-        device_hours=rates.world * book.wall_s / HOUR_S,
+        device_hours=device_s / HOUR_S,
         wall_s=book.wall_s,
         projected_wall_s=wall_s,
         energy_source="" if energy_j is None else measured.source if measured else "plan",
@@ -110,15 +114,30 @@ class _Rates:
         spares = max(0, integer(at(plan, "reliability"), "spares") or 0)
         self.rented = world + spares * max(0, integer(at(plan, "cluster"), "host_devices") or 0)
 
-    def amount(self, wall_s: float, energy_j: float | None) -> Amount:
-        """Of so many seconds and joules."""
+    def amount(self, spent: Sequence[Spent], energy_j: float | None) -> Amount:
+        """Of seconds at several rates, and of so many joules."""
+        usd = [
+            one.usd_per_hour * one.rented * seconds / HOUR_S for one, seconds in spent if one.usd_per_hour is not None
+        ]
         return Amount(
-            usd=None if self.usd_per_hour is None else self.usd_per_hour * self.rented * wall_s / HOUR_S,
+            usd=sum(usd) if len(usd) == len(spent) and self.usd_per_hour is not None else None,
             energy_j=energy_j,
             kgco2e=None
             if energy_j is None or self.gco2_per_kwh is None
             else energy_j / J_PER_KWH * self.pue * self.gco2_per_kwh / 1000,
         )
+
+
+Spent = tuple[_Rates, float]  # what devices cost, and for how many seconds they were held
+
+
+def _shares(run: Run, history: RunHistory, rates: _Rates, wall_s: float) -> list[Spent]:
+    """The run's seconds by launch: each had its own number of devices, and perhaps another price."""
+    known = launches(run, history)
+    total_s = sum(one.seconds for one in known)
+    if len(known) < 2 or total_s <= 0:
+        return [(rates, wall_s)]
+    return [(_Rates(one.plan, world=one.world), wall_s * one.seconds / total_s) for one in known]
 
 
 def _world(run: Run) -> int:
@@ -132,11 +151,13 @@ def _is_early(run: Run, plan: Mapping[str, Any], book: Ledger) -> bool:
     return book.wall_s - book.accounts.init < 2 * interval_s and not is_over(run)
 
 
-def _energy(measured: Used | None, rates: _Rates, wall_s: float) -> float | None:
+def _energy(measured: Used | None, rates: _Rates, spent: Sequence[Spent]) -> float | None:
     """Measured; for the ranks that have no counter, as much as the others; without any, the plan's power."""
     if measured is not None:
         return measured.energy_j * max(rates.world, measured.ranks) / measured.ranks
-    return rates.watts * rates.world * wall_s if rates.watts else None
+    if not all(one.watts for one, _ in spent):
+        return None
+    return sum((one.watts or 0.0) * one.world * seconds for one, seconds in spent)
 
 
 def projected_wall_s(run: Run, plan: Mapping[str, Any], history: RunHistory, book: Ledger) -> float | None:
@@ -148,7 +169,18 @@ def projected_wall_s(run: Run, plan: Mapping[str, Any], history: RunHistory, boo
         return None
     left = max(0, steps - history.last_step - 1)
     once_s = book.accounts.init + book.accounts.compile + book.accounts.stopping
-    return book.wall_s + left * max(0.0, book.wall_s - once_s) / book.steps
+    pace_s = max(0.0, book.wall_s - once_s) / book.steps
+    return book.wall_s + left * pace_s * _newest_over_all(run, history)
+
+
+def _newest_over_all(run: Run, history: RunHistory) -> float:
+    """The mean step of the newest layout over that of the run: what is left goes on in the newest."""
+    known = segments(run, history)
+    if len(known) < 2:
+        return 1.0
+    means = [history.curve("duration_s", first=first, points=1).mean for first in (known[-1].first, known[0].first)]
+    newest_s, all_s = (next(iter(one), None) for one in means)
+    return newest_s / all_s if newest_s and all_s else 1.0
 
 
 def _predicted(plan: Mapping[str, Any], rates: _Rates) -> Amount:

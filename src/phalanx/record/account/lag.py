@@ -27,8 +27,15 @@ class Work:
     wait_s: Table
 
 
-def work(history: RunHistory, *, columns: int, first: int | None = None, last: int | None = None) -> Work | None:
-    """What every rank did itself; None where fewer than two ranks say so.
+def work(
+    history: RunHistory,
+    *,
+    columns: int,
+    first: int | None = None,
+    last: int | None = None,
+    world: int | None = None,
+) -> Work | None:
+    """What every rank below `world` did itself; None where fewer than two ranks say so.
 
     Own time is what a rank was in the step and did not wait: `duration_s` less `wait_s`. So a rank that sleeps, swaps
     or looks for its data is as slow as one that computes slowly; `compute_s` is taken where `wait_s` is not known.
@@ -41,9 +48,12 @@ def work(history: RunHistory, *, columns: int, first: int | None = None, last: i
     else:
         own = own - wait
     own = np.where(own > 0.0, own, np.nan)
+    there = [row for row, rank in enumerate(took.ranks) if world is None or rank < world]
+    own, wait = own[there], wait[there]
     if own.shape[1] == 0 or int(np.isfinite(own).any(axis=1).sum()) < 2:
         return None
-    return Work(ranks=took.ranks, step=took.step, own_s=own, wait_s=np.where(wait >= 0.0, wait, np.nan))
+    ranks = tuple(took.ranks[row] for row in there)
+    return Work(ranks=ranks, step=took.step, own_s=own, wait_s=np.where(wait >= 0.0, wait, np.nan))
 
 
 def work_of(history: RunHistory, ranks: Sequence[int], *, first: int, last: int) -> Work | None:

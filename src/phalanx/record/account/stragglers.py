@@ -9,7 +9,7 @@ of 3,079 jobs at ByteDance slow machines explained 1.7 % of those that straggled
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from phalanx.errors import PhalanxError
 from phalanx.record.account.lag import Table, Work, median_of_others, work, work_of
 from phalanx.record.account.places import Places, places
+from phalanx.record.account.segments import Segment, segments
 
 if TYPE_CHECKING:
     from phalanx.record.archive.history import RunHistory
@@ -61,8 +62,11 @@ def scores(history: RunHistory, *, last: int | None = None) -> Scores:
     nobody = Scores(score={}, named=(), steps=0)
     if end is None or len(history.ranks) < 2:
         return nobody
-    first, where = max(history.first_step or 0, end - WINDOW + 1), _places(history)
-    known = work(history, columns=WINDOW, first=first, last=end)
+    # Ranks of another layout do other work: the window does not reach back into it.
+    piece = next((one for one in segments(history.run, history) if one.first <= end <= one.last), None)
+    began = piece.first if piece is not None else history.first_step or 0
+    first, where = max(began, end - WINDOW + 1), _places(history, piece)
+    known = work(history, columns=WINDOW, first=first, last=end, world=piece.world if piece is not None else None)
     if known is None:
         return nobody
     found = judge(known, where)
@@ -132,9 +136,10 @@ def _spread(medians: Table) -> float:
     return float(1.4826 * np.median(np.abs(known - np.median(known))))
 
 
-def _places(history: RunHistory) -> Places:
+def _places(history: RunHistory, piece: Segment | None) -> Places:
     try:
         plan = history.run.plan()
     except PhalanxError:
         plan = {}
-    return places(plan, history.supervisor())
+    newest = places(plan, history.supervisor())
+    return newest if piece is None or not piece.layout else replace(newest, layout=piece.layout)

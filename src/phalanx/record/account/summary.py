@@ -13,15 +13,16 @@ from phalanx.record.account.cost import Cost, cost
 from phalanx.record.account.incidents import Incident, incidents
 from phalanx.record.account.ledger import Ledger, Walk, walk
 from phalanx.record.account.places import place
+from phalanx.record.account.segments import Segment, segments
 from phalanx.record.account.skips import skipped_steps
-from phalanx.record.account.stragglers import STRAGGLES, Straggler, stragglers
+from phalanx.record.account.stragglers import Straggler, stragglers
 from phalanx.record.archive.history import Curve, Damage, RunHistory
 from phalanx.record.archive.series import FREQUENT, KINDS
 from phalanx.record.events import Event
 from phalanx.record.run import Run
 from phalanx.record.values import at, integer, number, text
 
-__all__ = ["Evaluation", "Pair", "RankTime", "Summary", "place", "summarize", "summarize_briefly"]
+__all__ = ["Evaluation", "LayoutResult", "Pair", "RankTime", "Summary", "place", "summarize", "summarize_briefly"]
 
 WARM_UP_SHARE = 0.2  # first share of the steps that timings leave out, as `phalanx calibrate` does
 MOST_RANKS = 4096  # ranks in the table
@@ -73,8 +74,32 @@ class RankTime:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutResult:
+    """What one layout of a run was predicted to do, and did, in the steps that it took."""
+
+    layout: str
+    world: int
+    first_step: int
+    last_step: int
+    steps: int
+    step_s: Pair  # median of the settled steps: the first fifth is left out
+    step_s_low: float | None  # the prediction's 80 % interval
+    step_s_high: float | None
+    step_s_p90: float | None
+    tokens_per_s: Pair
+    mfu: Pair
+    memory_bytes: Pair  # the fullest rank of this layout
+    training_s: float  # sum over its steps
+    planned: bool  # whether there is a plan of this layout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """A run at a glance; every time in seconds."""
+    """A run at a glance; every time in seconds.
+
+    Where a run changed its layout, step time, tokens per second, MFU, memory and ranks are those of the newest, beside
+    the prediction for it; `layouts` has them all.
+    """
 
     run: str
     state: str
@@ -104,7 +129,7 @@ class Summary:
     evaluation: Evaluation | None
     samples: tuple[str, ...]
     ranks: tuple[RankTime, ...]
-    straggler: int | None
+    straggler: int | None  # the first of `stragglers`
     stage_compute_s: tuple[float, ...]  # mean seconds per step that the ranks of each pipeline stage compute
     expert_imbalance: float | None  # tokens of the busiest expert over the mean, mean over the steps
     checkpoints: tuple[int, ...]  # steps
@@ -120,6 +145,7 @@ class Summary:
     ledger: Ledger | None = None
     cost: Cost | None = None
     damage: tuple[Damage, ...] = ()
+    layouts: tuple[LayoutResult, ...] = ()  # oldest first
 
 
 def summarize(run: Run, history: RunHistory | None = None, walked: Walk | None = None) -> Summary:
@@ -151,10 +177,14 @@ def summarize_briefly(run: Run, history: RunHistory, walked: Walk | None = None)
     told, events = history.supervisor(), history.events(*RARE)
     found = incidents(run, walked, told)
     steps = _Steps(history)
-    ranks = tuple(_ranks(history, plan, steps.settled))
+    pieces = segments(run, history)
+    layouts = tuple(_layout_result(history, piece) for piece in pieces)
+    newest = layouts[-1] if layouts else None
+    ranks = tuple(_ranks(history, pieces[-1])) if pieces else ()
     saved = [event for event in events if event["event"] == "checkpoint"]
     prediction, duration = at(plan, "prediction"), at(plan, "duration")
-    complete = steps.count and steps.count == integer(duration, "steps")
+    complete = bool(steps.count) and steps.count == integer(duration, "steps")
+    slow = tuple(stragglers(history))
     damage = tuple(history.damage())
     return Summary(
         run=str(run.path),
@@ -163,7 +193,7 @@ def summarize_briefly(run: Run, history: RunHistory, walked: Walk | None = None)
         model=text(at(plan, "job", "model"), "name"),
         parameters=integer(prediction, "parameters") or 0,
         cluster=text(at(plan, "cluster"), "name"),
-        layout=text(launch, "layout"),
+        layout=newest.layout if newest is not None and len(layouts) > 1 else text(launch, "layout"),
         world=run.world() or 0,
         steps=steps.count,
         planned_steps=integer(duration, "steps"),
@@ -171,18 +201,17 @@ def summarize_briefly(run: Run, history: RunHistory, walked: Walk | None = None)
         starts=_starts(told, events),
         wall_s=_span([*events, *steps.ends]),
         first_step_s=_first_step(history, launch),
-        step_s=Pair(predicted=number(prediction, "step_s"), measured=steps.quantile(0.5)),
-        step_s_low=number(prediction, "step_s_low"),
-        step_s_high=number(prediction, "step_s_high"),
-        step_s_p90=steps.quantile(0.9),
-        tokens_per_s=Pair(predicted=number(prediction, "tokens_per_s"), measured=steps.tokens_per_s),
-        mfu=_mfu(prediction, steps.tokens_per_s),
-        memory_bytes=Pair(
-            predicted=number(at(plan, "memory"), "total_bytes"),
-            measured=max((one.memory_bytes for one in ranks if one.memory_bytes), default=None),
+        step_s=newest.step_s if newest is not None else Pair(predicted=number(prediction, "step_s")),
+        step_s_low=newest.step_s_low if newest is not None else number(prediction, "step_s_low"),
+        step_s_high=newest.step_s_high if newest is not None else number(prediction, "step_s_high"),
+        step_s_p90=newest.step_s_p90 if newest is not None else None,
+        tokens_per_s=newest.tokens_per_s if newest is not None else Pair(predicted=number(prediction, "tokens_per_s")),
+        mfu=newest.mfu if newest is not None else Pair(predicted=number(prediction, "mfu") or None),
+        memory_bytes=(
+            newest.memory_bytes if newest is not None else Pair(predicted=number(at(plan, "memory"), "total_bytes"))
         ),
         training_s=Pair(
-            predicted=number(duration, "training_s") if complete else None, measured=steps.training_s or None
+            predicted=_training_s(layouts, duration) if complete else None, measured=steps.training_s or None
         ),
         first_loss=steps.first_loss,
         last_loss=steps.last_loss,
@@ -190,9 +219,11 @@ def summarize_briefly(run: Run, history: RunHistory, walked: Walk | None = None)
         evaluation=_evaluation(events, launch),
         samples=_samples(events),
         ranks=ranks,
-        straggler=_straggler(ranks),
-        stage_compute_s=_stages(ranks, at(plan, "layout")),
-        expert_imbalance=_mean(history.curve("expert_imbalance", first=steps.settled, points=POINTS).mean),
+        straggler=slow[0].rank if slow else None,
+        stage_compute_s=_stages(ranks, pieces[-1].layout if pieces else {}),
+        expert_imbalance=_mean(
+            history.curve("expert_imbalance", first=_settled(pieces[-1]) if pieces else 0, points=POINTS).mean
+        ),
         checkpoints=tuple(_saved(run)),
         checkpoint_s=_mean(number(event, "seconds") for event in saved),
         checkpoint_bytes=next((size for event in reversed(saved) if (size := number(event, "bytes"))), None),
@@ -202,9 +233,52 @@ def summarize_briefly(run: Run, history: RunHistory, walked: Walk | None = None)
         effective_time=Pair(predicted=number(at(plan, "reliability"), "effective_time")),
         noise_scale=steps.noise_scale,
         utilization=_utilization(history),
-        stragglers=tuple(stragglers(history)),
+        stragglers=slow,
         damage=damage,
+        layouts=layouts,
     )
+
+
+def _settled(piece: Segment) -> int:
+    """The first step of a segment that timings count: the steps before warm up."""
+    return piece.first + int(piece.steps * WARM_UP_SHARE)
+
+
+def _layout_result(history: RunHistory, piece: Segment) -> LayoutResult:
+    """Prediction and measurement of one layout, over its own steps alone."""
+    settled, prediction = _settled(piece), at(piece.plan, "prediction")
+    took = history.curve("duration_s", first=settled, last=piece.last, points=POINTS)
+    known = sorted(value for value in took.mean if value and _can_be(value))
+    spent_s = _sum(took, piece.last)
+    learnt = _sum(history.curve("tokens", first=settled, last=piece.last, points=POINTS), piece.last)
+    rate = learnt / spent_s if spent_s and learnt else None
+    memory = _most(history, piece)
+    return LayoutResult(
+        layout=piece.name,
+        world=piece.world,
+        first_step=piece.first,
+        last_step=piece.last,
+        steps=piece.steps,
+        step_s=Pair(predicted=number(prediction, "step_s"), measured=statistics.median(known) if known else None),
+        step_s_low=number(prediction, "step_s_low"),
+        step_s_high=number(prediction, "step_s_high"),
+        step_s_p90=known[min(len(known) - 1, int(0.9 * len(known)))] if known else None,
+        tokens_per_s=Pair(predicted=number(prediction, "tokens_per_s"), measured=rate),
+        mfu=Pair(predicted=number(prediction, "mfu") or None, measured=_times(piece.mfu_per_token, rate)),
+        memory_bytes=Pair(
+            predicted=number(at(piece.plan, "memory"), "total_bytes"), measured=max(memory.values(), default=None)
+        ),
+        training_s=_sum(history.curve("duration_s", first=piece.first, last=piece.last, points=POINTS), piece.last),
+        planned=bool(piece.plan),
+    )
+
+
+def _training_s(layouts: Sequence[LayoutResult], duration: Mapping[str, Any]) -> float | None:
+    """Predicted seconds of all steps: each layout's own; None where one of them was never planned."""
+    if len(layouts) < 2:
+        return number(duration, "training_s")
+    known = [one.step_s.predicted * one.steps for one in layouts if one.step_s.predicted is not None]
+    return sum(known) if len(known) == len(layouts) else None
 
 
 def _unwalked() -> Walk:
@@ -222,19 +296,14 @@ def _unwalked() -> Walk:
 
 
 class _Steps:
-    """Sums and medians over the steps of rank 0 that count."""
+    """Sums over the steps of rank 0 that count, whatever their layout, and the losses at both ends."""
 
     def __init__(self, history: RunHistory) -> None:
         first, last = history.first_step, history.last_step
         self.count = 0 if first is None or last is None else last - first + 1
-        self.settled = (first or 0) + int(self.count * WARM_UP_SHARE)
         took = history.curve("duration_s", points=POINTS)
         tokens = history.curve("tokens", points=POINTS)
         self.training_s, self.tokens = _sum(took, last), _sum(tokens, last)
-        self._settled = history.curve("duration_s", first=self.settled, points=POINTS)
-        spent_s = _sum(self._settled, last)
-        learnt = _sum(history.curve("tokens", first=self.settled, points=POINTS), last)
-        self.tokens_per_s = learnt / spent_s if spent_s and learnt else None
         near = min(10, max(0, self.count - 1))
         begun = [] if first is None else list(history.steps(history.witness, first, first + near))
         ended = [] if last is None else list(history.steps(history.witness, last - near, last))
@@ -242,13 +311,6 @@ class _Steps:
         self.first_loss = next((loss for one in begun if (loss := number(one, "loss")) is not None), None)
         self.last_loss = next((loss for one in reversed(ended) if (loss := number(one, "loss")) is not None), None)
         self.noise_scale = next((b for one in reversed(ended) if (b := number(one, "noise_scale")) is not None), None)
-
-    def quantile(self, share: float) -> float | None:
-        """Of the duration of the settled steps."""
-        known = sorted(value for value in self._settled.mean if value and _can_be(value))
-        if share == 0.5:
-            return statistics.median(known) if known else None
-        return known[min(len(known) - 1, int(share * len(known)))] if known else None
 
 
 def _sum(curve: Curve, last: int | None) -> float:
@@ -290,11 +352,8 @@ def _or_empty(read: Any) -> dict[str, Any]:
         return {}
 
 
-def _mfu(prediction: Mapping[str, Any], rate: float | None) -> Pair:
-    """Measured against the same peak and by the same count of FLOPs as the prediction."""
-    mfu, predicted = number(prediction, "mfu"), number(prediction, "tokens_per_s")
-    measured = mfu * rate / predicted if mfu and rate and predicted else None
-    return Pair(predicted=mfu or None, measured=measured)
+def _times(one: float | None, other: float | None) -> float | None:
+    return one * other if one is not None and other is not None else None
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -340,13 +399,14 @@ def _samples(events: Sequence[Event]) -> tuple[str, ...]:
     return tuple(event["text"] for event in found if event.get("step") == newest)
 
 
-def _ranks(history: RunHistory, plan: Mapping[str, Any], settled: int) -> Iterable[RankTime]:
-    means = {name: _means(history, name, settled) for name in ("compute_s", "wait_s", "bytes_sent")}
-    memory = _most(history)
-    for rank in history.ranks[:MOST_RANKS]:
+def _ranks(history: RunHistory, piece: Segment) -> Iterable[RankTime]:
+    """The ranks of one layout, in its own steps."""
+    means = {name: _means(history, name, _settled(piece)) for name in ("compute_s", "wait_s", "bytes_sent")}
+    memory, there = _most(history, piece), [rank for rank in history.ranks if rank < piece.world]
+    for rank in there[:MOST_RANKS]:
         yield RankTime(
             rank=rank,
-            place=place(rank, at(plan, "layout")) if len(history.ranks) > 1 else "",
+            place=place(rank, piece.layout) if len(there) > 1 else "",
             compute_s=means["compute_s"].get(rank),
             wait_s=means["wait_s"].get(rank),
             memory_bytes=memory.get(rank),
@@ -354,18 +414,19 @@ def _ranks(history: RunHistory, plan: Mapping[str, Any], settled: int) -> Iterab
         )
 
 
-def _most(history: RunHistory) -> dict[int, float]:
-    """The most memory of each rank; of many ranks and steps, the most of its means over a 64th of the run."""
+def _most(history: RunHistory, piece: Segment) -> dict[int, float]:
+    """The most memory of each rank of a layout; of many ranks and steps, the most of its means over a 64th of them."""
     found: dict[int, float] = {}
+    span = {"first": piece.first, "last": piece.last}
     for name in {"memory_bytes", "memory_used_bytes"}.intersection(history.names()):
-        mesh = history.mesh(name, columns=COLUMNS)
+        mesh = history.mesh(name, columns=COLUMNS, **span)
         for rank, values in zip(mesh.ranks, mesh.values, strict=True):
             found[rank] = max(found.get(rank, 0.0), max((value for value in values if value), default=0.0))
-    if len(history.ranks) * (history.last_step or 0) <= FEW:
+    if len(history.ranks) * piece.steps <= FEW:
         for rank in history.ranks:
-            most = [value for value in history.curve("memory_bytes", rank=rank, points=1).high if value]
+            most = [value for value in history.curve("memory_bytes", rank=rank, points=1, **span).high if value]
             found[rank] = max([found.get(rank, 0.0), *most])
-    return {rank: most for rank, most in found.items() if most}
+    return {rank: most for rank, most in found.items() if most and rank < piece.world}
 
 
 def _means(history: RunHistory, name: str, first: int) -> dict[int, float | None]:
@@ -390,20 +451,3 @@ def _stages(ranks: Sequence[RankTime], layout: Mapping[str, Any]) -> tuple[float
     if stages < 2 or not per_stage or rest or len(known) != len(ranks):
         return ()
     return tuple(statistics.fmean(known[stage * per_stage : (stage + 1) * per_stage]) for stage in range(stages))
-
-
-def _straggler(ranks: Sequence[RankTime]) -> int | None:
-    """The rank that the others wait for, if one stands out."""
-    stages: dict[str, list[tuple[float, int]]] = {}
-    for one in ranks:
-        if one.compute_s:
-            # Stages differ by design (the head is heavy): a straggler is slower than others with the same work.
-            stage = one.place.split(",")[0] if one.place.startswith("pipeline") else ""
-            stages.setdefault(stage, []).append((one.compute_s, one.rank))
-    found = []
-    for members in stages.values():
-        slowest, rank = max(members)
-        usual = statistics.median_low(seconds for seconds, _ in members)
-        if len(members) > 1 and slowest > STRAGGLES * usual:
-            found.append((slowest / usual, rank))
-    return max(found)[1] if found else None

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.errors import PhalanxError
 from phalanx.record.account.lag import Table, Work, median_of_others, work
-from phalanx.record.account.places import Places, places
+from phalanx.record.account.places import Places
+from phalanx.record.account.segments import segments
 from phalanx.record.run import Run
 
 if TYPE_CHECKING:
@@ -57,15 +57,17 @@ def _lags(run: Run, history: RunHistory | None) -> tuple[list[int], list[float]]
         history = RunHistory.open(run)
     if history.last_step is None or len(history.ranks) < 2:
         return None
-    steps = history.last_step - (history.first_step or 0) + 1
-    known = work(history, columns=max(1, min(MOST_COLUMNS, steps // COLUMN_STEPS)))
-    if known is None:
-        return None
-    try:
-        plan = run.plan()
-    except PhalanxError:
-        plan = {}
-    return list(known.step), lags(known, places(plan, history.supervisor())).tolist()
+    firsts: list[int] = []
+    lost_s: list[float] = []
+    for piece in segments(run, history):  # who does the same work is another question in another layout
+        columns = max(1, min(MOST_COLUMNS, piece.steps // COLUMN_STEPS))
+        known = work(history, columns=columns, first=piece.first, last=piece.last, world=piece.world)
+        if known is None:  # one rank, or none that says: nobody waits
+            firsts, lost_s = [*firsts, piece.first], [*lost_s, 0.0]
+            continue
+        firsts += known.step
+        lost_s += lags(known, Places(layout=piece.layout, hosts={})).tolist()
+    return firsts, lost_s
 
 
 def lags(known: Work, where: Places) -> Table:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.errors import UserError, mistake, nearest
+from phalanx.errors import mistake, nearest
 from phalanx.record.archive.blocks import MOST_BYTES
 from phalanx.record.archive.buckets import Spans, bucketed, columns_of, join
 from phalanx.record.archive.damage import Damage, folder_damage, of_ranks, supervisor_damage
@@ -85,7 +85,7 @@ class RunHistory:
         self._troubles: dict[int, Counter[str]] = {}
         self._supervisor = EventReader(run.supervisor)
         self._told: list[Event] = []
-        self._plan_seen: tuple[int, float | None] = (0, None)
+        self._plan_seen: tuple[object, tuple[tuple[int, float], ...]] = (None, ())
 
     @classmethod
     def open(cls, run: Run) -> RunHistory:
@@ -174,7 +174,7 @@ class RunHistory:
             return ()
         counts = self._rank(self._of(None)).kept().blocks["series"]["count"].sum(axis=0)
         found = [series.name for number, series in enumerate(SERIES) if counts[number]]
-        return (*found, MFU) if "tokens_per_s" in found and self._mfu_per_token() else tuple(found)
+        return (*found, MFU) if "tokens_per_s" in found and self._mfu_scales() else tuple(found)
 
     def curve(
         self,
@@ -186,11 +186,12 @@ class RunHistory:
         points: int = 800,
     ) -> Curve:
         """A series of a rank (the witness's, unless told) from step `first` to `last`, in at most `points` buckets."""
-        column, scale = self._column(name)
+        column = self._column(name)
         spans = Spans.none()
         if (rank := self._of(rank)) in self.ranks:
             spans = self._spans(self._rank(rank), column, _span(first, last), raw_steps=RAW_STEPS)
         found = bucketed(spans, max(1, min(points, MOST_POINTS)))
+        scale = self._scale(name, found.first)
         return Curve(
             name=name,
             unit=unit_of(name),
@@ -215,14 +216,14 @@ class RunHistory:
         asked = [self._column(name) for name in names]
         self._budget = MOST_SCAN_BYTES
         span = _span(first, last)
-        rows = [[self._row(rank, column, span) for column, _ in asked] for rank in self.ranks]
+        rows = [[self._row(rank, column, span) for column in asked] for rank in self.ranks]
         return tuple(
-            self._mesh(name, [row[number] for row in rows], scale=asked[number][1], columns=columns)
-            for number, name in enumerate(names)
+            self._mesh(name, [row[number] for row in rows], columns=columns) for number, name in enumerate(names)
         )
 
-    def _mesh(self, name: str, rows: Sequence[Spans], *, scale: float, columns: int) -> Mesh:
+    def _mesh(self, name: str, rows: Sequence[Spans], *, columns: int) -> Mesh:
         found = columns_of(rows, max(1, min(columns, MOST_POINTS)))
+        scale = self._scale(name, found.first)
         values = tuple(_values(row * scale) for row in found.values)
         step, t = tuple(found.first.tolist()), tuple(found.t.tolist())
         return Mesh(name=name, unit=unit_of(name), ranks=self.ranks, step=step, t=t, values=values)
@@ -277,25 +278,40 @@ class RunHistory:
         inside[cut] = False
         return join([Spans.of_blocks(blocks, column, kept.below, inside), *parts])
 
-    def _column(self, name: str) -> tuple[int, float]:
-        """Where a series stands, and what to multiply it with."""
+    def _column(self, name: str) -> int:
+        """Where a series stands."""
         if name == MFU:
-            return COLUMN["tokens_per_s"], self._mfu_per_token() or float("nan")
+            return COLUMN["tokens_per_s"]
         if name not in COLUMN:
             close = nearest(name, [*COLUMN, MFU])
             fix = f"did you mean {close}?" if close else "ask for its names"
             raise mistake(self.run.name, f"has no series {name[:60]!r}", fix=fix)
-        return COLUMN[name], 1.0
+        return COLUMN[name]
 
-    def _mfu_per_token(self) -> float | None:
-        """MFU at one token per second, by the plan's own count of FLOPs and the same peak."""
+    def _scale(self, name: str, first: NDArray[np.int64]) -> NDArray[np.float64]:
+        """What to multiply each bucket of a series with, by its first step."""
+        if name != MFU:
+            return np.ones(len(first))
+        scales = self._mfu_scales()
+        begins = np.array([begin for begin, _ in scales], dtype=np.int64)
+        per_token = np.array([float("nan"), *(scale for _, scale in scales)])
+        found: NDArray[np.float64] = per_token[np.searchsorted(begins, first, side="right")]
+        return found
+
+    def _mfu_scales(self) -> tuple[tuple[int, float], ...]:
+        """First step of each layout, and its MFU at one token per second: by its own plan and devices."""
+        from phalanx.record.account.segments import segments  # it reads a history
+
         try:
-            stamp = self.run.plan_json.stat().st_mtime_ns
-            if stamp != self._plan_seen[0]:
-                prediction = self.run.plan()["prediction"]
-                self._plan_seen = stamp, float(prediction["mfu"]) / float(prediction["tokens_per_s"])
-        except (OSError, UserError, KeyError, TypeError, ValueError, ZeroDivisionError):
-            return None
+            changed = self.run.plan_json.stat().st_mtime_ns
+        except OSError:
+            changed = 0
+        formed = sum(one["event"] == "epoch" for one in self._told)
+        stamp = changed, formed, len(self.events("run_start")), self.last_step is None
+        if stamp != self._plan_seen[0]:
+            known = [(one.first, one.mfu_per_token) for one in segments(self.run, self)]
+            made = tuple((first, scale if scale is not None else float("nan")) for first, scale in known)
+            self._plan_seen = stamp, made if any(scale == scale for _, scale in made) else ()
         return self._plan_seen[1]
 
     # ---- events ------------------------------------------------------------------------------------------------------

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 
-from phalanx.record.account.summary import Pair
+from phalanx.record.account.summary import LayoutResult, Pair
 from phalanx.record.archive.history import Curve
 from phalanx.record.page.plots import PLANNED, Line, plot, shower
 from phalanx.record.page.story import Story
@@ -19,9 +19,13 @@ def figures(story: Story) -> str:
     drawn = [
         _figure(story, "Loss", "", [_line(curves, "loss", "training"), _evaluations(story)]),
         _figure(
-            story, "Tokens per second", "", [_line(curves, "tokens_per_s"), _flat(curves, s.tokens_per_s)], rough=True
+            story,
+            "Tokens per second",
+            "",
+            [_line(curves, "tokens_per_s"), _planned(s.layouts, lambda one: one.tokens_per_s)],
+            rough=True,
         ),
-        _figure(story, "MFU", "share", [_line(curves, "mfu"), _flat(curves, s.mfu)], rough=True),
+        _figure(story, "MFU", "share", [_line(curves, "mfu"), _planned(s.layouts, lambda one: one.mfu)], rough=True),
         _effective(story),
         _figure(story, "Gradient noise scale, samples", "", [_line(curves, "noise_scale")]),
         _figure(story, "Gradient norm", "", [_line(curves, "grad_norm")]),
@@ -39,12 +43,22 @@ def _line(curves: dict[str, Curve], name: str, label: str = "measured", style: s
     return Line(label=label, x=one.step, mean=one.mean, low=one.low, high=one.high, style=style)
 
 
-def _flat(curves: dict[str, Curve], pair: Pair) -> Line | None:
-    """The prediction, from the first step to the last."""
+def _flat(curves: dict[str, Curve], value: float | None) -> Line | None:
+    """A number, from the first step to the last."""
     steps = next(iter(curves.values())).step if curves else ()
-    if not pair.predicted or not steps:
+    if not value or not steps:
         return None
-    return Line(label="planned", x=(steps[0], steps[-1]), mean=(pair.predicted, pair.predicted), style=PLANNED)
+    return Line(label="planned", x=(steps[0], steps[-1]), mean=(value, value), style=PLANNED)
+
+
+def _planned(layouts: Sequence[LayoutResult], pair: Callable[[LayoutResult], Pair]) -> Line | None:
+    """The prediction over the steps, each layout's own."""
+    known = [(one, pair(one).predicted) for one in layouts]
+    if not any(value for _, value in known):
+        return None
+    x = tuple(step for one, _ in known for step in (one.first_step, one.last_step))
+    mean = tuple(value or None for _, value in known for _ in range(2))
+    return Line(label="planned", x=x, mean=mean, style=PLANNED)
 
 
 def _evaluations(story: Story) -> Line | None:
@@ -58,8 +72,8 @@ def _memory(story: Story) -> list[Line | None]:
     lines = [_line(story.curves, "memory_used_bytes", "now"), _line(story.curves, "memory_bytes", "most so far", "2")]
     limit, most = story.memory_limit_bytes, story.summary.memory_bytes.measured
     if not limit or not most or limit > LIMIT_SEEN * most:  # far away, it would flatten all the rest
-        return [*lines, _flat(story.curves, story.summary.memory_bytes)]
-    flat = _flat(story.curves, Pair(predicted=limit))
+        return [*lines, _planned(story.summary.layouts, lambda one: one.memory_bytes)]
+    flat = _flat(story.curves, limit)
     return [*lines, Line(label="limit", x=flat.x, mean=flat.mean, style=PLANNED) if flat is not None else None]
 
 
@@ -67,7 +81,7 @@ def _step_lines(curves: dict[str, Curve]) -> list[Line | None]:
     return [
         _line(curves, "duration_s", "whole"),
         _line(curves, "compute_s", "computing", "3"),
-        _line(curves, "wait_s", "waiting", "2"),
+        _line(curves, "wait_s", "not computing", "2"),
     ]
 
 

@@ -10,7 +10,7 @@ from html import escape
 from phalanx.record.account.summary import Pair, RankTime, Summary
 from phalanx.record.page.figures import figures
 from phalanx.record.page.plots import stacked
-from phalanx.record.page.report import compared, cost_rows, spent_on, wall_s
+from phalanx.record.page.report import compared, cost_rows, layout_rows, spent_on, wall_s
 from phalanx.record.page.story import Story
 from phalanx.record.page.style import CSS
 from phalanx.record.values import printable
@@ -32,6 +32,7 @@ def page(story: Story, *, made: str) -> str:
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     sections = [
         ("Prediction and measurement", _measured(s)),
+        ("Layouts", _layouts(s)),
         ("Over the run", figures(story)),
         ("Where the time went", _ledger(story)),
         ("Ranks", _ranks(story)),
@@ -108,6 +109,13 @@ def _percent(value: float) -> str:
     return f"{value:.1%}"
 
 
+def _layouts(s: Summary) -> str:
+    """Of a run that changed its layout: each with its own prediction."""
+    rows = layout_rows(s.layouts)
+    told = "Predicted → measured, each over its own steps; the table above is of the newest."
+    return _table(rows[0], rows[1:], right=(1,)) + f'<p class="quiet">{told}</p>' if rows else ""
+
+
 def _measured(s: Summary) -> str:
     rows = compared(s)
     if not rows:
@@ -161,7 +169,7 @@ def _ranks(story: Story) -> str:
         _list([one.text for one in s.stragglers]) or '<p class="quiet">No rank stands out: the work is balanced.</p>'
     )
     cut = f'<p class="quiet">The {len(shown)} slowest of {len(known):,} ranks.</p>' if len(known) > len(shown) else ""
-    columns = ("rank", "place", "computing and waiting", "compute", "wait", "memory", "score")
+    columns = ("rank", "place", "computing and not", "compute", "not computing", "memory", "score")
     told = "The score is a rank’s own time over the median of those with the same work, in the last 100 steps."
     note = f'<p class="quiet">{told}</p>'
     slow = {one.rank for one in s.stragglers}

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from phalanx.record.account.summary import Summary
-from phalanx.record.page.report import UNKNOWN, compared, cost_rows, spent_on, wall_s
+from phalanx.record.page.report import UNKNOWN, compared, cost_rows, layout_rows, spent_on, wall_s
 from phalanx.record.page.story import Story
 from phalanx.record.values import printable
 from phalanx.units import format_bytes, format_count, format_seconds
@@ -21,6 +21,7 @@ def page(story: Story) -> str:
     s = story.summary
     sections = [
         ("Prediction and measurement", _measured(s)),
+        ("Layouts", _layouts(s)),
         ("Learning", _learning(s)),
         ("Where the time went", _ledger(s)),
         ("Ranks", _ranks(story)),
@@ -62,6 +63,13 @@ def _measured(s: Summary) -> str:
     return _table(("", "predicted", "measured", "difference"), rows) if rows else "No step was finished."
 
 
+def _layouts(s: Summary) -> str:
+    """Of a run that changed its layout: each with its own prediction; the table above is of the newest."""
+    rows = [tuple(plain(cell) for cell in row) for row in layout_rows(s.layouts)]
+    told = "Predicted → measured, each over its own steps; the table above is of the newest."
+    return f"{_table(rows[0], rows[1:])}\n\n{told}" if rows else ""
+
+
 def _learning(s: Summary) -> str:
     lines = []
     if s.first_loss is not None and s.last_loss is not None:
@@ -101,7 +109,7 @@ def _ranks(story: Story) -> str:
         rows.append((str(one.rank), plain(one.place), *took, memory, f"{score.get(one.rank, 1.0):.2f}"))
     named = "\n".join(f"- {plain(one.text)}" for one in s.stragglers) or "No rank stands out."
     cut = f"\n\nThe {len(shown)} slowest of {len(known):,} ranks." if len(known) > len(shown) else ""
-    return named + "\n\n" + _table(("rank", "place", "compute", "wait", "memory", "score"), rows) + cut
+    return named + "\n\n" + _table(("rank", "place", "compute", "not computing", "memory", "score"), rows) + cut
 
 
 def _incidents(s: Summary) -> str:

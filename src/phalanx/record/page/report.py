@@ -10,7 +10,7 @@ from dataclasses import asdict
 from phalanx.columns import table
 from phalanx.record.account.cost import Cost
 from phalanx.record.account.ledger import Ledger
-from phalanx.record.account.summary import Evaluation, Pair, RankTime, Summary
+from phalanx.record.account.summary import Evaluation, LayoutResult, Pair, RankTime, Summary
 from phalanx.record.values import printable
 from phalanx.units import format_bytes, format_count, format_money, format_seconds
 
@@ -24,8 +24,9 @@ def render(summary: Summary) -> str:
     """The page: prediction beside measurement, what was learnt, the ranks, some text, where everything is."""
     sections = [
         ("", _measured(summary)),
+        ("LAYOUTS (predicted → measured, each over its own steps)", _layouts(summary)),
         ("LEARNING", _learning(summary)),
-        ("RANKS (means per step)", _ranks(summary)),
+        ("RANKS (means per step; not computing: for other ranks, stages, transfers, or a core)", _ranks(summary)),
         ("SURVIVED", _survived(summary)),
         ("WHERE THE TIME WENT", _time(summary)),
         ("COST", _cost(summary)),
@@ -73,6 +74,32 @@ def _measured(s: Summary) -> list[str]:
     return table(rows)
 
 
+def layout_rows(layouts: Sequence[LayoutResult]) -> list[tuple[str, ...]]:
+    """A header and a row per layout, each with its own prediction; nothing where a run had one."""
+    if len(layouts) < 2:
+        return []
+    rows: list[tuple[str, ...]] = [("steps", "ranks", "layout", "step", "tokens/s", "MFU", "memory")]
+    for one in layouts:
+        steps = f"{one.first_step + 1:,} to {one.last_step + 1:,}"
+        name = one.layout if one.planned else f"{one.layout}, not planned"
+        pairs = ((one.step_s, _seconds), (one.tokens_per_s, _count), (one.mfu, _share), (one.memory_bytes, _bytes))
+        rows.append((steps, f"{one.world:,}", name, *(_both(pair, show) for pair, show in pairs)))
+    return rows
+
+
+def _both(pair: Pair, show: Callable[[float | None], str]) -> str:
+    return f"{show(pair.predicted)} → {show(pair.measured)}"
+
+
+def _layouts(s: Summary) -> list[str]:
+    rows = layout_rows(s.layouts)
+    if not rows:
+        return []
+    newest = s.layouts[-1]
+    told = f"the table above is of the newest, steps {newest.first_step + 1:,} to {newest.last_step + 1:,}"
+    return [*table(rows, right=(1,)), told]
+
+
 def _learning(s: Summary) -> list[str]:
     lines = []
     if s.first_loss is not None and s.last_loss is not None:
@@ -108,7 +135,7 @@ def _ranks(s: Summary) -> list[str]:
     if not known:
         return []
     shown = sorted(sorted(known, key=lambda one: -(one.compute_s or 0.0))[:MOST_ROWS], key=lambda one: one.rank)
-    rows: list[tuple[str, ...]] = [("rank", "place", "compute", "wait", "waits", "sent", "memory")]
+    rows: list[tuple[str, ...]] = [("rank", "place", "compute", "not computing", "share", "sent", "memory")]
     rows += [_rank_row(one) for one in shown]
     if all(one.bytes_sent is None for one in shown):  # counted where gradients are compressed
         rows = [(*row[:5], *row[6:]) for row in rows]
@@ -128,13 +155,9 @@ def _rank_row(one: RankTime) -> tuple[str, ...]:
 
 
 def _straggler(s: Summary, known: Sequence[RankTime]) -> list[str]:
-    if s.straggler is None:
+    if not s.stragglers:
         return ["no rank stands out: the work is balanced"] if len(known) > 1 else []
-    slow = next(one for one in known if one.rank == s.straggler)
-    median = statistics.median(one.compute_s or 0.0 for one in known)
-    more = (slow.compute_s or 0.0) / median - 1.0 if median else 0.0
-    place = f" ({slow.place})" if slow.place else ""
-    return [f"straggler: rank {slow.rank}{place} computes {more:.0%} longer than the median; the others wait for it"]
+    return [f"straggler: {one.text}; the others wait for it" for one in s.stragglers[:MOST_ROWS]]
 
 
 def _imbalance(s: Summary) -> list[str]:

@@ -32,11 +32,20 @@ class DrillFacts:
     part: str = ""  # of the suite
     world: int = 0  # ranks of the drilled job; 0 is not said
     replayed: bool = True  # a replay without faults was made to compare with; else `bitwise` says nothing
+    job: str = ""  # name of the drilled job
+    other: str = ""  # how the drilled job differs from the one that is checked, in a clause; empty: it is the same
+    made: str = ""  # day on which it was signed, as "2026-11-16"
+
+    @property
+    def told(self) -> str:
+        """Which drill this is, for a finding."""
+        parts = [self.job, f"{self.world:,} rank{'s' * (self.world != 1)}" if self.world else "", self.made]
+        return f"{self.path} ({', '.join(part for part in parts if part)})" if any(parts) else self.path
 
 
 def proofs(drills: Sequence[DrillFacts], *, profile: str) -> tuple[DrillFacts, ...]:
-    """The records that count: signed, of this code, and of this profile."""
-    return tuple(one for one in drills if one.signed and one.current and one.profile == profile)
+    """The records that count: signed, of this code, of this profile, and of the job that is checked."""
+    return tuple(one for one in drills if one.signed and one.current and one.profile == profile and not one.other)
 
 
 def proof(drills: Sequence[DrillFacts], *, profile: str, kind: str) -> DrillFacts | None:
@@ -53,4 +62,6 @@ def why_none(drills: Sequence[DrillFacts], *, profile: str) -> str:
         return f"the record {first.path} does not count: {first.wrong[0] if first.wrong else 'it is not signed'}"
     if first.profile != profile:
         return f"the newest record is of {first.profile or 'an unknown profile'}, not of {profile}"
+    if first.other:
+        return f"the newest record is of another job ({first.other})"
     return f"the newest record is of other code than this Phalanx (it was {first.version})"

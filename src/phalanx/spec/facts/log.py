@@ -31,7 +31,10 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepFacts:
-    """Steps, by the witness (the lowest rank on record) unless said otherwise."""
+    """Steps, by the witness (the lowest rank on record) unless said otherwise.
+
+    Times and tokens (`duration_s` to `tokens_per_s`) are of the newest layout alone.
+    """
 
     first: int
     last: int
@@ -113,9 +116,13 @@ class CheckpointFacts:
 
     stages: int
     commits: int
+    # Of saves that were due alone: those of a Ctrl-C, a SIGTERM, the end or a change of members come when they come.
+    interval_saves: int = 0  # that were committed
     blocked_s: Spread | None = None  # training stood still
     persist_s: Spread | None = None  # until safe on disk
-    interval_s: Spread | None = None  # between commits
+    interval_s: Spread | None = None  # from the commit before, of whatever kind, in the same formation
+    final_blocked_s: Spread | None = None  # the same of all other saves
+    final_persist_s: Spread | None = None
     bytes: float | None = None  # of the last one
     errors: int = 0
     error_spot: Spot | None = None
@@ -191,4 +198,5 @@ class LogFacts:
     usd: float | None = None
     energy_j: float | None = None
     listens: tuple[str, ...] = ()  # addresses that control, store or metrics listened on
+    is_drill: bool = False  # its failures were made on purpose: how often they came says nothing of the hardware
     message: str = ""  # first line of what the run's status says about its end

@@ -1,6 +1,7 @@
 """Find the records of drills, verify them, and say what they prove.
 
-A record is sought in the folders that were named, in those beside a run, and in the user's own store. Where the
+A record is sought in the folders that were named, in those beside a run, and in the user's own store. It counts for
+the job that was drilled alone (`record.drill.drill_subject`), in whatever folder it lies. Where the
 evidence lies beside a record its digests are compared; in the store there is none, and the signature alone says that
 the record is what this user's Phalanx wrote. A record of another user, or one that was changed, does not count.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -30,7 +32,7 @@ from phalanx.record.drill import (
     store_path,
 )
 from phalanx.record.provenance import our_code
-from phalanx.record.values import integer, number, printable
+from phalanx.record.values import at, integer, number, printable
 from phalanx.spec.facts.drill import DrillFacts
 
 MOST_RECORDS = 24  # the newest ones; each takes some milliseconds, with its evidence
@@ -41,16 +43,41 @@ REPLAY = "equal to a fault-free replay"  # a verdict of the oracle
 SILENT = ("kill", "hang", "mute", "raise", "memory", "host", "freeze", "partition")  # somebody must notice them
 
 
-def find_drills(roots: Sequence[Path], *, environ: Mapping[str, str]) -> tuple[DrillFacts, ...]:
-    """Drills on record under these folders and in the user's own store, newest first."""
+def find_drills(
+    roots: Sequence[Path], *, environ: Mapping[str, str], subject: Mapping[str, str] | None
+) -> tuple[DrillFacts, ...]:
+    """Drills on record under these folders and in the user's own store, those of the same job first, newest first.
+
+    `subject` is `drill_subject` of the job that is checked; None: nothing says what it is, and no drill is about it.
+    """
     store = store_path(environ)
     paths = {path.resolve(): root == store for root in (*roots, store) for path in _records(root)}
     if not paths:
         return ()
     key, ours = known_key(environ), our_code()
     read = [_read(path, key) for path in sorted(paths, key=_changed_s, reverse=True)[:MOST_READ]]
-    newest = sorted((one for one in read if one is not None), key=_made_s, reverse=True)[:MOST_RECORDS]
-    return tuple(_facts(one, key=key, ours=ours, alone=paths[one.path]) for one in newest)
+    known = sorted((one for one in read if one is not None), key=_made_s, reverse=True)
+    newest = sorted(known, key=lambda one: bool(_other(one.body, subject)))[:MOST_RECORDS]  # a stable sort
+    return tuple(
+        _facts(one, key=key, ours=ours, alone=paths[one.path], other=_other(one.body, subject)) for one in newest
+    )
+
+
+def _other(record: Mapping[str, Any], subject: Mapping[str, str] | None) -> str:
+    """How the drilled job differs from the one that is checked, in a clause; empty when it is the same."""
+    drilled = record.get("subject")
+    if subject is None:
+        return "what is checked names no job and layout"
+    if not isinstance(drilled, Mapping):
+        return "it does not say which"
+    for key, noun in (("job", "job"), ("model", "model")):
+        if drilled.get(key) != subject[key]:
+            return f"{noun} {_word(drilled.get(key)) or 'without a name'}, not {subject[key]}"
+    if drilled.get("splits") != subject["splits"]:
+        return f"its layout splits {_word(drilled.get('splits'))}, this one {subject['splits']}"
+    if drilled.get("digest") != subject["digest"]:
+        return f"{subject['job']} with other settings of model, precision, optimizer, saving or recovery"
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,11 +137,13 @@ def _read(path: Path, key: bytes | None) -> _Record | None:
         return _Record(path=path, body=body, is_signed=False)
 
 
-def _facts(read: _Record, *, key: bytes | None, ours: str, alone: bool) -> DrillFacts:
+def _facts(read: _Record, *, key: bytes | None, ours: str, alone: bool, other: str) -> DrillFacts:
     path, record = read.path, read.body
     wrong = _wrong(read, key, alone=alone)
-    failed = [_word(one.get("name")) for one in _list(record, "verdicts") if one.get("ok") is not True]
-    outcomes = _list(record, "outcomes")
+    # A claim that could not be judged speaks for nothing and against nothing; its fault proves nothing either.
+    verdicts = [one for one in _list(record, "verdicts") if one.get("judged") is not False]
+    failed = [_word(one.get("name")) for one in verdicts if one.get("ok") is not True]
+    outcomes = [one for one in _list(record, "outcomes") if one.get("judged") is not False]
     fired = {kind for one in outcomes for kind in _kinds(str(one.get("fault")))}
     if "corrupt" in fired and not _met_damage(record):
         fired.discard("corrupt")
@@ -127,7 +156,7 @@ def _facts(read: _Record, *, key: bytes | None, ours: str, alone: bool) -> Drill
         profile=_word(record.get("profile")),
         faults=_sorted({kind for text in _texts(record, "faults") for kind in _kinds(text)}),
         fired=_sorted(fired),
-        clean=bool(record.get("verdicts")) and not failed,
+        clean=bool(verdicts) and not failed,
         bitwise=_holds(record, REPLAY),
         detect_s=_seconds(outcomes, "detected_s", kinds=SILENT),
         recovery_s=_seconds(outcomes, "recovered_s"),
@@ -137,8 +166,15 @@ def _facts(read: _Record, *, key: bytes | None, ours: str, alone: bool) -> Drill
         save_points=_sorted({point for one in outcomes if (point := _save_point(str(one.get("fault"))))}),
         part=_word(record.get("part")),
         world=max(0, integer(record, "world") or 0),
+        job=_word(at(record, "subject").get("job")),
+        other=other,
+        made=_day(number(record, "made_s")),
         replayed=any(one.get("name") == REPLAY for one in _list(record, "verdicts")),
     )
+
+
+def _day(made_s: float | None) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(made_s)) if made_s is not None and 0 < made_s < 1e11 else ""
 
 
 def _wrong(read: _Record, key: bytes | None, *, alone: bool) -> list[str]:

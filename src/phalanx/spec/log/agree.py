@@ -40,6 +40,10 @@ class Formations:
         if len(self._told) < MOST_FORMATIONS:
             self._told[epoch] = layout
 
+    def layout(self, epoch: int) -> Mapping[str, Any]:
+        """Of a formation; empty where nobody told."""
+        return self._told.get(epoch, {})
+
     def begin(self, epoch: int, time_s: float) -> None:
         """Its members may go: all of them have left what they did before."""
         if len(self._epochs) < MOST_FORMATIONS and (not self._epochs or epoch > self._epochs[-1]):

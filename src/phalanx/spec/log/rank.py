@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.record.events import Event
@@ -58,6 +58,7 @@ class RankLog:
         self.telemetry_s: float | None = None
         self.steps = 0
         self.peak_bytes = 0.0
+        self._layout: tuple[Any, dict[str, Any]] | None = None  # ranks and layout of the formation it is in
         self.retries: int | None = None
         self.monitor_gaps, self.peer_gaps, self.meter, self._pending = Gaps(), Gaps(), Meter(), Pending()
         self.restores: list[Restore] = []
@@ -142,11 +143,22 @@ class RankLog:
             epoch = columns.get("epoch")[0] or 0
             self.begun_again += epoch <= self._started
             self._started = max(self._started, epoch)
+            self._in_layout(columns.get("world")[0], self._all.formations.layout(epoch))
         if self._is_witness:
             self._all.steps.begin()
             restore = restore_of(columns.events[0], Spot(file=file, line=lines[0])) if kind == "ready" else None
             if restore is not None and restore[1] != "start" and len(self.restores) < MOST_EPOCHS:
                 self.restores.append(restore)
+
+    def _in_layout(self, world: Any, layout: Mapping[str, Any]) -> None:
+        """Times and memory of another layout say nothing of this one: what is measured is counted anew."""
+        before, self._layout = self._layout, (world, dict(layout))
+        if before in (None, self._layout):
+            return
+        self.took_s = self.waited_s = self.peak_bytes = 0.0
+        self.telemetry_s, self.steps = None, 0
+        if self._is_witness:
+            self._all.steps.begin_layout()
 
     def _retries(self, columns: Columns) -> None:
         """Counted since the process began: the newest is the most, but for a process that took its place."""

@@ -18,6 +18,7 @@ from phalanx.spec.outcome import Spot
 
 MOST_STEPS = 65_536  # commits that are remembered
 MOST_PENDING = 64
+INTERVAL = "interval"  # the reason of a save that was due
 NEWEST = 8  # commits whose bytes are added up
 MOST_LISTED = 100_000  # entries of the checkpoint folder that are looked at
 
@@ -27,13 +28,15 @@ Restore = tuple[int, str, Spot]  # step, source, where it was told
 class Pending:
     """The checkpoints of one rank that are taken and not yet safe."""
 
-    __slots__ = ("epoch", "last_s", "late", "steps")
+    __slots__ = ("epoch", "last_s", "late", "steps", "unsure")
 
     def __init__(self) -> None:
         self.steps: set[int] = set()
         self.late: set[int] = set()  # those that another was taken after, before they were safe
         self.epoch: Any = None
-        self.last_s: float | None = None  # when the last one was safe
+        self.last_s: float | None = None  # when the last one was safe, in this formation
+        # Of a record that gives no reasons, what the newest save took: the last of a formation may be a Ctrl-C's.
+        self.unsure: list[tuple[Histogram, float]] = []
 
 
 class Saves:
@@ -42,6 +45,7 @@ class Saves:
     def __init__(self) -> None:
         self._stages = self._commits = self._errors = self._unstaged = self._overlapping = 0
         self._blocked, self._persist, self._interval = Histogram(), Histogram(), Histogram()
+        self._final_blocked, self._final_persist, self._due = Histogram(), Histogram(), Histogram()
         self._error_spot: Spot | None = None
         self._disorder_spot: Spot | None = None
         self._steps: dict[int, None] = {}
@@ -56,6 +60,8 @@ class Saves:
             if event.get("epoch") != pending.epoch:  # what a formation had not finished nobody will
                 pending.steps.clear()
                 pending.late.clear()
+                pending.unsure.clear()
+                pending.last_s = None  # what lies between two formations is no interval
                 pending.epoch = event.get("epoch")
             if event.get("error"):
                 self._errors += 1
@@ -68,12 +74,16 @@ class Saves:
 
     def _stage(self, event: Mapping[str, Any], spot: Spot, pending: Pending, witness: bool) -> None:
         self._stages += witness
+        for histogram, value in pending.unsure:  # another one followed: it was not the last
+            histogram.add([value])
+        pending.unsure.clear()
         blocked_s = number(event, "blocked_s")
         if blocked_s is not None:
-            self._blocked.add([blocked_s])
+            self._measure(event, pending, blocked_s, due=self._blocked, final=self._final_blocked)
         if pending.steps:
-            self._overlapping += 1
-            self._disorder_spot = self._disorder_spot or spot
+            if event.get("reason") in (None, INTERVAL):  # a stop may come while one is being written
+                self._overlapping += 1
+                self._disorder_spot = self._disorder_spot or spot
             pending.late = pending.late | pending.steps if len(pending.late) < MOST_PENDING else pending.steps
         pending.steps = {event["step"]}
 
@@ -86,13 +96,26 @@ class Saves:
         pending.late.discard(step)
         took_s, now_s = number(event, "seconds"), number(event, "t")
         if took_s is not None:
-            self._persist.add([took_s])
+            self._measure(event, pending, took_s, due=self._persist, final=self._final_persist)
         if witness:
             self._commits += 1
+            self._measure(event, pending, 1.0, due=self._due, final=None)
             if pending.last_s is not None and now_s is not None:
-                self._interval.add([now_s - pending.last_s])
+                self._measure(event, pending, now_s - pending.last_s, due=self._interval, final=None)
             pending.last_s = now_s
         self._remember(step, number(event, "bytes"))
+
+    def _measure(
+        self, event: Mapping[str, Any], pending: Pending, value: float, *, due: Histogram, final: Histogram | None
+    ) -> None:
+        """Put what a save took where it belongs, by the reason it was made for."""
+        reason = event.get("reason")
+        if reason is None:
+            pending.unsure.append((due, value))
+        elif reason == INTERVAL:
+            due.add([value])
+        elif final is not None:
+            final.add([value])
 
     def _remember(self, step: int, size: float | None) -> None:
         self._steps.pop(step, None)
@@ -112,6 +135,9 @@ class Saves:
         return CheckpointFacts(
             stages=self._stages,
             commits=self._commits,
+            interval_saves=due.count if (due := self._due.spread()) is not None else 0,
+            final_blocked_s=self._final_blocked.spread(),
+            final_persist_s=self._final_persist.spread(),
             blocked_s=self._blocked.spread(),
             persist_s=self._persist.spread(),
             interval_s=self._interval.spread(),

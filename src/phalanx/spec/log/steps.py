@@ -30,14 +30,18 @@ class Steps:
         self.last: int | None = None
         self._told = self._again = 0
         self._settling = 0  # steps of this formation so far, up to WARM_UP
-        self._durations, self._drift = Histogram(), Sample()
-        self._steady_s = self._data_s = self._tokens_steady = 0.0
-        self._sizes: dict[int, int] | None = {}
-        self._size_lines: dict[int, Spot] = {}
+        self.begin_layout()
         self._not_finite = self._skipped = self._row = self._most_in_row = 0
         self._not_finite_spot: Spot | None = None
         self._jumps = (Jump("loss"), Jump("grad_norm"))
         self._noise = Noise()
+
+    def begin_layout(self) -> None:
+        """Another layout: how long its steps take, and of how many tokens, is counted anew."""
+        self._durations, self._drift = Histogram(), Sample()
+        self._steady_s = self._data_s = self._tokens_steady = 0.0
+        self._sizes: dict[int, int] | None = {}
+        self._size_lines: dict[int, Spot] = {}
 
     def begin(self) -> None:
         """A formation begins: what comes next may be done again."""

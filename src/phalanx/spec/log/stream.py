@@ -148,7 +148,7 @@ class LogStream:
             state=printable(self.run.status().get("state", ""), most=40),
             is_over=ended,
             message=_first_line(self.run.status().get("message", "")),
-            world=min(max(self.run.world() or 0, told.world if told else 0, len(self._ranks)), MOST_WORLD),
+            world=min(self._world(), MOST_WORLD),
             ranks=tuple(self._ranks),
             wall_s=walked.ledger.wall_s if walked is not None else None,
             bytes_left=self.bytes_left,
@@ -169,8 +169,14 @@ class LogStream:
             telemetry_share=self._telemetry_share(),
             mfu=accounts.mfu(self.run, steps.tokens_per_s if steps is not None else None),
             listens=listens(self.run, launch),
+            is_drill=launch.get("drill") is True,
         )
         return self._rest(self._measured(made), known, launch)
+
+    def _world(self) -> int:
+        """Ranks of the newest launch; of a run whose supervisor told nothing, all there are."""
+        told = self._told.world if self._supervisor.read_bytes else 0
+        return max(self.run.world() or 0, told or len(self._ranks))
 
     def _measured(self, made: LogFacts) -> LogFacts:
         """What devices, neighbours and checkpoints say."""
@@ -184,7 +190,7 @@ class LogStream:
             made,
             monitor=self._all.monitors.facts(
                 [one.monitor_gaps for one in ranks if "monitor" in one.kinds],
-                peak=max((one.peak_bytes for one in ranks), default=0.0),
+                peak=max((one.peak_bytes for one in ranks if one.rank < self._world()), default=0.0),
                 retries=sum(retries) if retries else None,
                 energy_j=sum(one.meter.energy_j for one in ranks),
             ),
@@ -233,7 +239,8 @@ class LogStream:
 
     def _imbalance(self) -> float | None:
         """The slowest rank's own time over the mean of those that do the same work, in the worst group."""
-        own = {one.rank: (one.took_s - one.waited_s) / one.steps for one in self._ranks.values() if one.steps}
+        there = [one for one in self._ranks.values() if one.rank < self._world()]
+        own = {one.rank: (one.took_s - one.waited_s) / one.steps for one in there if one.steps}
         known = {rank: own_s for rank, own_s in own.items() if own_s > 0.0}
         where = places({"layout": _layout(self.run)}, self._history.supervisor())
         groups = [[known[rank] for rank in group] for group in where.alike(sorted(known))]

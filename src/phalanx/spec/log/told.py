@@ -86,7 +86,9 @@ class Supervisor:
         self.formations += 1
         self.preflights += bool(hosts) and all(self._hosts.get(host) for host in hosts)
         self.launches += event.get("reason") == "start"
-        self.world = max(self.world, integer(event, "world") or 0)
+        # Ranks of the newest launch: one that was resumed with fewer is a smaller job, one that lost some is not.
+        world = integer(event, "world") or 0
+        self.world = world if event.get("reason") == "start" else max(self.world, world)
         epoch = integer(event, "epoch")
         if epoch is not None:
             self._known.tell(epoch, at(event, "layout"))

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import daly, overhead
 from phalanx.spec.evidence import Evidence
-from phalanx.spec.facts.log import LogFacts
+from phalanx.spec.facts.log import LogFacts, Spread
 from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
+from phalanx.spec.rules.intervals import ALONE, SaveCost, interval_edits
 from phalanx.spec.rules.lengths import job_s
 from phalanx.spec.rules.measuring import is_rate_given, unmeasured, unmeasured_rate
 from phalanx.spec.rules.unsaid import unsaid
@@ -26,6 +27,7 @@ class Numbers:
     blocking_s: float  # δ
     mtbf_s: float  # M
     lag_s: float  # no optimum is shorter: the checkpoint before must be on disk
+    persist_s: float  # until a checkpoint is written
     interval_s: float
     length_s: float  # of the job: no interval is longer
     delta: str  # how the two are told
@@ -57,6 +59,7 @@ def planned(plan: Plan) -> Numbers:
         blocking_s=r.blocking_s,
         mtbf_s=r.mtbf_s,
         lag_s=r.persist_s if plan.job.checkpoint.asynchronous else 0.0,
+        persist_s=r.persist_s,
         interval_s=r.interval_s,
         length_s=job_s(plan),
         delta=f"δ = {r.blocking_s:.3g} s",
@@ -68,7 +71,7 @@ def planned(plan: Plan) -> Numbers:
 def measured(evidence: Evidence, log: LogFacts, limits: Limits) -> Numbers | None:
     """The run's numbers; None while it has saved too rarely to tell."""
     seen, own, least = log.checkpoints, planned(evidence.the_plan), limits.number("least_saves")
-    if seen is None or seen.blocked_s is None or seen.blocked_s.count < least:
+    if seen is None or seen.blocked_s is None or seen.interval_saves < least:
         return None
     interval = evidence.the_job.checkpoint.interval_s
     if isinstance(interval, str):  # the trainer follows what it measures: so do we
@@ -76,7 +79,8 @@ def measured(evidence: Evidence, log: LogFacts, limits: Limits) -> Numbers | Non
             return None
         interval = seen.interval_s.p50
     # A rank that comes back from a copy in memory lost a step: no checkpoint on disk would have helped it.
-    count = sum(one.source != "memory" for one in log.incidents)
+    # Those of a drill were made on purpose.
+    count = 0 if log.is_drill else sum(one.source != "memory" for one in log.incidents)
     wall_s, mtbf_s, rate = log.wall_s or 0.0, own.mtbf_s, own.rate
     if count >= limits.number("least_failures") and wall_s > 0:
         mtbf_s = wall_s / count
@@ -85,6 +89,7 @@ def measured(evidence: Evidence, log: LogFacts, limits: Limits) -> Numbers | Non
         blocking_s=seen.blocked_s.p50,
         mtbf_s=mtbf_s,
         lag_s=seen.persist_s.p50 if seen.persist_s is not None else own.lag_s,
+        persist_s=seen.persist_s.p95 if seen.persist_s is not None else own.persist_s,
         interval_s=float(interval),
         length_s=max(own.length_s, wall_s),
         delta=f"δ = {seen.blocked_s.p50:.3g} s measured",
@@ -114,6 +119,9 @@ def _interval(evidence: Evidence, limits: Limits, n: Numbers) -> Outcome:
         return passed(told, formula=formula, value=ratio, threshold=limits.number("warn_ratio"), unit="x")
     now, best = (overhead(n.blocking_s, one, n.mtbf_s) for one in (interval_s, best_s))
     wrong = off > limits.number("error_ratio")
+    persist_s = n.persist_s
+    cost = SaveCost(blocked_s=n.blocking_s, persist_s=persist_s, mtbf_s=n.mtbf_s, lag_s=n.lag_s)
+    edits = interval_edits(evidence, cost, "Daly's optimum")
     return failed(
         told,
         formula=(*formula, f"overhead δ/τ + τ/2M now {min(1.0, now):.1%}, at the optimum {best:.1%}"),
@@ -123,7 +131,8 @@ def _interval(evidence: Evidence, limits: Limits, n: Numbers) -> Outcome:
         at="checkpoint.interval_s",
         severity="error" if wrong else "warning",
         impact=evidence.loses(now - best, "checkpoints and work redone, beside those at the optimum"),
-        edits=(Edit(key="checkpoint.interval_s", value=max(1, round(best_s)), safe=True, note="Daly's optimum"),),
+        fix="" if edits else f"{ALONE}faster storage or a faster copy to host memory; the optimum is {_told(best_s)}",
+        edits=edits,
     )
 
 
@@ -212,16 +221,24 @@ def _grace(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 def _needed(plan: Plan, log: LogFacts | None) -> tuple[float, str]:
     r, seen = plan.reliability, log.checkpoints if log is not None else None
-    if log is None or seen is None or seen.blocked_s is None or seen.persist_s is None:
+    # What a save at a SIGTERM takes is seen in those as well as in the ones that were due.
+    blocked = _slowest(seen.blocked_s, seen.final_blocked_s) if seen is not None else None
+    persist = _slowest(seen.persist_s, seen.final_persist_s) if seen is not None else None
+    if log is None or blocked is None or persist is None:
         step_s, blocked_s, persist_s, how = plan.prediction.step_s, r.blocking_s, r.persist_s, "predicted"
         blocked_s = blocked_s if plan.job.checkpoint.asynchronous else 0.0  # a save that blocks is its persisting
     else:
         steady = log.steps.duration_s if log.steps is not None else None
         step_s = steady.p95 if steady is not None else plan.prediction.step_s
-        blocked_s, persist_s, how = seen.blocked_s.p95, seen.persist_s.p95, "measured"
+        blocked_s, persist_s, how = blocked, persist, "measured"
+        blocked_s = blocked_s if plan.job.checkpoint.asynchronous else 0.0
     total_s = step_s + blocked_s + persist_s
     parts = f"step {step_s:.3g} s + staging {blocked_s:.3g} s + writing {persist_s:.3g} s"
     return total_s, f"{parts} = {total_s:.3g} s, {how}"
+
+
+def _slowest(*spreads: Spread | None) -> float | None:
+    return max((one.p95 for one in spreads if one is not None), default=None)
 
 
 RULE = Rule(
@@ -245,8 +262,9 @@ your own rate, `fault.failures_per_host_day`, is better than either.
     how="""
 `τ* = √(2δM)·[1 + ⅓√(δ/2M) + δ/(18M)] − δ`, `M = 86400 / (hosts · λ)`, never shorter than a checkpoint takes to be
 written. A warning where τ/τ* leaves [½, 2], an error where it leaves [¼, 4]; τ is never longer than the job, and a job
-shorter than τ* needs its last checkpoint only. In a run δ is what it measured (from three saves on), M what it saw
-(from five failures on that copies in memory did not mend). A warning where step + staging + writing > `fault.grace_s`.
+shorter than τ* needs its last checkpoint only. In a run δ is what it measured (from three saves on that were due: one
+that a Ctrl-C, a SIGTERM, the end or a change of members made says nothing of the interval), M what it saw (from five
+failures on that copies in memory did not mend). A warning where step + staging + writing > `fault.grace_s`.
 """,
     limits={
         "warn_ratio": Limit(value=2.0, unit="x", note="25 % more overhead than at the optimum: computed"),

@@ -8,6 +8,7 @@ from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import CheckpointFacts
 from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
+from phalanx.spec.rules.intervals import SaveCost, interval_edits, planned_cost, suits
 from phalanx.spec.rules.lengths import job_s
 from phalanx.spec.rules.unsaid import unsaid
 from phalanx.units import format_bytes
@@ -52,46 +53,57 @@ def _measured(seen: CheckpointFacts | None, limits: Limits) -> Times | None:
     return seen.blocked_s.p50, persist_s, seen.interval_s.p50, "measured"
 
 
-def _stall(evidence: Evidence, limits: Limits, blocked_s: float, _: float, interval_s: float, how: str) -> Outcome:
+def _stall(
+    evidence: Evidence, limits: Limits, blocked_s: float, persist_s: float, interval_s: float, how: str
+) -> Outcome:
     share, most = blocked_s / interval_s, limits.number("most_stall")
     formula = (f"δ/τ = {blocked_s:.3g} s / {interval_s:,.0f} s = {share:.2%}, {how}",)
     told = f"training stands still for checkpoints {share:.2%} of the time"
     if share <= most:
         return passed(told, formula=formula, value=share, threshold=most, at="checkpoint.interval_s")
-    edit = _cheaper(evidence, blocked_s / most)
+    edits = _cheaper(evidence, _cost(evidence, blocked_s, persist_s))
     return failed(
         f"{told}, more than {most:.0%}",
         formula=formula,
         value=share,
         threshold=most,
-        at=edit.key if edit is not None else "checkpoint.interval_s",
+        at=edits[0].key if edits else "checkpoint.interval_s",
         severity="warning",
         impact=evidence.loses(share - most, "beyond the share that a checkpoint may cost"),
-        fix="" if edit is not None else "a faster copy to host memory, or fewer bytes per host: more hosts",
-        edits=(edit,) if edit is not None else (),
+        fix="" if edits else "a faster copy to host memory, or fewer bytes per host: more hosts",
+        edits=edits,
     )
 
 
-def _cheaper(evidence: Evidence, interval_s: float) -> Edit | None:
-    """Write while training goes on; else an interval that is longer and still near the optimum (CKP001)."""
-    if not evidence.the_job.checkpoint.asynchronous:
-        return Edit(key="checkpoint.async", value=True, safe=True, note="write while training goes on")
-    if not interval_s <= 2 * evidence.the_plan.reliability.optimal_interval_s < math.inf:
-        return None
-    return Edit(
-        key="checkpoint.interval_s",
-        value=math.ceil(interval_s),
-        safe=True,
-        note="longer than Daly's optimum, by less than twice",
-    )
+def _cost(evidence: Evidence, blocked_s: float, persist_s: float) -> SaveCost:
+    """Of the saves as they were judged."""
+    lag_s = persist_s if evidence.the_job.checkpoint.asynchronous else 0.0
+    mtbf_s = evidence.the_plan.reliability.mtbf_s
+    return SaveCost(blocked_s=blocked_s, persist_s=persist_s, mtbf_s=mtbf_s, lag_s=lag_s)
 
 
-def _backlog(evidence: Evidence, limits: Limits, _: float, persist_s: float, interval_s: float, how: str) -> Outcome:
+def _cheaper(evidence: Evidence, cost: SaveCost) -> tuple[Edit, ...]:
+    """Write while training goes on, with an interval that suits that; else an interval that suits this."""
+    checkpoint = evidence.the_job.checkpoint
+    if checkpoint.asynchronous:
+        return interval_edits(evidence, cost, "near Daly's optimum")
+    aside = Edit(key="checkpoint.async", value=True, safe=True, note="write while training goes on")
+    after = planned_cost(evidence, asynchronous=True)
+    if isinstance(checkpoint.interval_s, str) or suits(evidence, after, checkpoint.interval_s):
+        return (aside,)
+    with_it = interval_edits(evidence, after, "Daly's optimum for that")
+    return (aside, *with_it) if with_it else ()
+
+
+def _backlog(
+    evidence: Evidence, limits: Limits, blocked_s: float, persist_s: float, interval_s: float, how: str
+) -> Outcome:
     share, most = persist_s / interval_s, limits.number("most_persist")
     formula = (f"W/τ = {persist_s:.3g} s / {interval_s:,.0f} s = {share:.2f}, {how}",)
     told = f"a checkpoint takes {persist_s:,.3g} s to be on disk, every {interval_s:,.0f} s"
     if share <= most:
         return passed(told, formula=formula, value=share, threshold=most, unit="x", at="checkpoint.interval_s")
+    edits = interval_edits(evidence, _cost(evidence, blocked_s, persist_s), "near Daly's optimum")
     return failed(
         f"{told}: the next one begins before it is written",
         formula=formula,
@@ -102,14 +114,8 @@ def _backlog(evidence: Evidence, limits: Limits, _: float, persist_s: float, int
         impact=evidence.loses(
             (persist_s - most * interval_s) / persist_s, "training waits for the disk, save after save"
         ),
-        edits=(
-            Edit(
-                key="checkpoint.interval_s",
-                value=math.ceil(persist_s / most),
-                safe=True,
-                note="as long as writing takes",
-            ),
-        ),
+        fix="" if edits else "faster storage, or fewer bytes per host: more hosts",
+        edits=edits,
     )
 
 

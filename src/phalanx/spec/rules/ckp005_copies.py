@@ -7,6 +7,7 @@ import math
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Edit, Impact, Outcome, Severity, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
+from phalanx.spec.rules.intervals import ALONE, interval_edits, planned_cost
 from phalanx.spec.rules.lengths import capped_s, failure_chance, job_s
 
 
@@ -115,6 +116,7 @@ def _persistent(evidence: Evidence, limits: Limits) -> Outcome:
     formula = (f"τ/τ* = {_told(interval_s)} / {_told(best_s)} = {ratio:.1f}",)
     if ratio <= most:
         return passed(told, formula=formula, value=ratio, threshold=most, unit="x", at="checkpoint.interval_s")
+    edits = interval_edits(evidence, planned_cost(evidence), "Daly's optimum without copies in memory")
     return failed(
         f"{told}, {ratio:.1f}x the optimum",
         formula=formula,
@@ -127,14 +129,8 @@ def _persistent(evidence: Evidence, limits: Limits) -> Outcome:
             failure_chance(evidence.the_plan) * interval_s / 2,
             "half an interval, times the chance of a failure, should memory once not hold every part",
         ),
-        edits=(
-            Edit(
-                key="checkpoint.interval_s",
-                value=max(1, round(best_s)),
-                safe=True,
-                note="Daly's optimum without copies in memory",
-            ),
-        ),
+        fix="" if edits else f"{ALONE}faster storage or a faster copy to host memory",
+        edits=edits,
     )
 
 

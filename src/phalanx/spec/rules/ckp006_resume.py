@@ -53,9 +53,9 @@ def _proved(evidence: Evidence, limits: Limits) -> Outcome:
         return missing(evidence, what)
     drill = found[0]
     if drill.bitwise and drill.clean:
-        return passed(f"drilled: {what} ({drill.path})", value=True, threshold=True)
+        return passed(f"drilled: {what}: {drill.told}", value=True, threshold=True)
     if drill.clean and not limits.flag("bitwise"):
-        return passed(f"drilled: a run that fell and went on as one that did not ({drill.path})")
+        return passed(f"drilled: a run that fell and went on as one that did not: {drill.told}")
     told = "; ".join(drill.wrong[:3]) or "its digests differ from the replay's, or there was no replay"
     return failed(
         f"drilled: a run that fell did not end as one that did not: {told}",

@@ -10,6 +10,7 @@ from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, 
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.margin import MARGIN, beyond
 from phalanx.spec.rules.measuring import unmeasured
+from phalanx.spec.rules.silences import ROOM, Silence, longest_silence
 from phalanx.spec.rules.unsaid import unsaid
 from phalanx.units import DAY_S
 
@@ -27,10 +28,14 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 def _first(evidence: Evidence, limits: Limits) -> Outcome:
     if missing := unsaid(evidence, "comm.init_timeout_s", f"how long {evidence.practice.trainer} waits at the start"):
         return missing
-    set_s, most_s = evidence.the_job.comm.init_timeout_s, limits.number("init_most_s")
+    set_s, longest = evidence.the_job.comm.init_timeout_s, _longest_at_first(evidence)
+    wanted_s = max(limits.number("init_most_s"), _with_room(longest))
+    most_s = wanted_s  # a pause that takes longer moves the bound
     told = f"until steps are steady a rank waits {set_s:g} s for another"
     if set_s < limits.number("init_least_s"):
-        return _hasty(told, set_s, limits)
+        return _hasty(told, set_s, limits.number("init_least_s"), wanted_s)
+    if _is_own(evidence) and longest is not None and _across_s(evidence) < longest.seconds:
+        return _cut_off(_across_s(evidence), longest, wanted_s)
     if set_s <= most_s:
         return passed(f"{told}, at most {most_s:g}", value=set_s, threshold=most_s, unit="s", at="comm.init_timeout_s")
     return failed(
@@ -43,13 +48,57 @@ def _first(evidence: Evidence, limits: Limits) -> Outcome:
         impact=Impact(
             note=f"{set_s - most_s:,.0f} s for a rank that hangs before steps are steady; how often is not published"
         ),
-        edits=(Edit(key="comm.init_timeout_s", value=int(most_s), safe=True, note="torchtitan's start"),),
+        edits=(_first_edit(wanted_s),),
     )
 
 
-def _hasty(told: str, set_s: float, limits: Limits) -> Outcome:
+def _first_edit(wanted_s: float) -> Edit:
+    note = f"torchtitan's start, or {ROOM:g} times the longest step, save, evaluation or restore"
+    return Edit(key="comm.init_timeout_s", value=math.ceil(wanted_s), safe=True, note=note)
+
+
+def _is_own(evidence: Evidence) -> bool:
+    return evidence.practice.trainer == "phalanx"
+
+
+def _across_s(evidence: Evidence) -> float:
+    """How long our trainer waits across a save or an evaluation (train/patience.py)."""
+    job = evidence.the_job
+    return max(job.comm.init_timeout_s, 0.0 if isinstance(job.train.timeout_s, str) else job.train.timeout_s)
+
+
+def _longest_at_first(evidence: Evidence) -> Silence | None:
+    """The longest pause of a rank, or a step: the first ones are waited for as long as anything outside of steps."""
+    step_s, source = _step(evidence)
+    known = [longest_silence(evidence)]
+    if step_s is not None:
+        known.append(Silence(seconds=step_s, what="a step", measured=source.startswith("(measured")))
+    return max((one for one in known if one is not None), key=lambda one: one.seconds, default=None)
+
+
+def _with_room(longest: Silence | None) -> float:
+    """Whole seconds: what is proposed is also the bound."""
+    return math.ceil(ROOM * longest.seconds) if longest is not None else 0.0
+
+
+def _cut_off(waits_s: float, longest: Silence, wanted_s: float) -> Outcome:
+    """A pause of the job itself is longer than anybody waits for a rank in it."""
+    return failed(
+        f"until steps are steady, and across saves and evaluations, a rank waits {waits_s:g} s for another, and "
+        f"{longest.told}",
+        formula=(f"max(comm.init_timeout_s, train.timeout_s) = {waits_s:g} s < {longest.seconds:.4g} s",),
+        value=waits_s,
+        threshold=longest.seconds,
+        unit="s",
+        at="comm.init_timeout_s",
+        severity=None if longest.measured else "warning",
+        impact=Impact(note=f"a healthy run is ended by {longest.what}, every time"),
+        edits=(_first_edit(wanted_s),),
+    )
+
+
+def _hasty(told: str, set_s: float, least_s: float, wanted_s: float) -> Outcome:
     """Processes that only just start are given up."""
-    least_s = limits.number("init_least_s")
     return failed(
         f"{told}, less than {least_s:g}",
         value=set_s,
@@ -57,9 +106,7 @@ def _hasty(told: str, set_s: float, limits: Limits) -> Outcome:
         unit="s",
         at="comm.init_timeout_s",
         impact=Impact(note="ranks that are still starting are given up: the job does not start, or not every time"),
-        edits=(
-            Edit(key="comm.init_timeout_s", value=int(limits.number("init_most_s")), safe=True, note="the default"),
-        ),
+        edits=(_first_edit(wanted_s),),
     )
 
 
@@ -76,20 +123,27 @@ def _steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     set_s = written if not isinstance(written, str) else _auto(evidence, step_s)
     least_s = min(limits.number("steps") * step_s, limits.number("train_most_s"))
     least_s = max(least_s, limits.number("train_least_s"))
-    most_s = max(limits.number("train_most_s"), step_s)
+    longest, own = longest_silence(evidence), _is_own(evidence)
+    # A number that is proposed outlasts every silence, whoever trains with it.
     wanted_s = bounded(step_s, steps=limits.number("steps"), most_s=limits.number("train_most_s"))
+    wanted_s = max(wanted_s, _with_room(longest))
+    most_s = max(limits.number("train_most_s"), step_s, wanted_s)
     formula = (
         f"from min({limits.number('steps'):g} × {step_s:.3g} s {source}, {limits.number('train_most_s'):g} s) and at "
         f"least {limits.number('train_least_s'):g} s = {least_s:.3g} s, to {most_s:.3g} s",
+        *((longest.told,) if longest is not None and longest.seconds > least_s else ()),
     )
     told = f"a rank waits {set_s:.4g} s for another in a steady step"
+    if not own and longest is not None and least_s <= set_s < longest.seconds:
+        return (_too_short(f"{told}, and {longest.told}", set_s, longest, wanted_s, formula),)
     if least_s <= set_s <= most_s:
+        told += f", and {_across_s(evidence):g} s across saves and evaluations" if own else ""
         return (passed(told, formula=formula, value=set_s, threshold=most_s, unit="s", at="train.timeout_s"),)
     if set_s > most_s:
         edit = _patient(evidence, set_s) or _edit(wanted_s)
         return (_too_long(evidence, limits, told, set_s, most_s, set_s - wanted_s, edit, formula),)
-    floor_s = max(limits.number("train_least_s"), step_s)
-    return (_too_short(told, set_s, least_s, floor_s, wanted_s, formula),)
+    floor = Silence(seconds=max(limits.number("train_least_s"), step_s), what="a step", measured=True)
+    return (_too_short(f"{told}, less than {least_s:.4g}", set_s, floor, wanted_s, formula, least_s=least_s),)
 
 
 def _auto(evidence: Evidence, step_s: float) -> float:
@@ -118,7 +172,10 @@ def _without_steps(written: float | str, evidence: Evidence, limits: Limits) -> 
             at="train.timeout_s",
         )
     told = f"a rank waits {written:.4g} s for another in a steady step"
-    return _too_long(evidence, limits, told, written, most_s, written - most_s, _edit(most_s), ())
+    wanted_s = max(most_s, _with_room(longest_silence(evidence)))
+    if written <= wanted_s:
+        return passed(told, value=written, threshold=wanted_s, unit="s", at="train.timeout_s")
+    return _too_long(evidence, limits, told, written, wanted_s, written - wanted_s, _edit(wanted_s), ())
 
 
 def _step(evidence: Evidence) -> tuple[float | None, str]:
@@ -155,26 +212,27 @@ def _too_long(
 
 
 def _too_short(
-    told: str, set_s: float, least_s: float, floor_s: float, wanted_s: float, formula: tuple[str, ...]
+    told: str, set_s: float, floor: Silence, wanted_s: float, formula: tuple[str, ...], *, least_s: float | None = None
 ) -> Outcome:
-    """Under the floor, or under one step, it ends healthy runs; else it is only tighter than five steps."""
+    """Under a silence that was seen, or under the floor, it ends healthy runs; else it is only tight."""
     return failed(
-        f"{told}, less than {least_s:.4g}",
+        told,
         formula=formula,
         value=set_s,
-        threshold=least_s,
+        threshold=least_s if least_s is not None else floor.seconds,
         unit="s",
         at="train.timeout_s",
-        severity="error" if set_s < floor_s else "warning",
+        severity="error" if floor.measured and set_s < floor.seconds else "warning",
         impact=Impact(note="a healthy run is ended whenever a step or a network card is slow; how often is not known"),
         edits=(_edit(wanted_s),),
     )
 
 
 def _edit(wanted_s: float) -> Edit:
-    """Whole seconds, on the side that is allowed: five steps or more; a step longer than the bound, no more than it."""
+    """Whole seconds, on the side that is allowed: five steps or more; beyond the bound, no more than moved it."""
     whole_s = math.ceil(wanted_s) if wanted_s < MOST_S else math.floor(wanted_s)
-    return Edit(key="train.timeout_s", value=whole_s, safe=True, note="five steps, from 30 to 120 s")
+    note = f"five steps, from 30 to 120 s, and {ROOM:g} times the longest save or evaluation"
+    return Edit(key="train.timeout_s", value=whole_s, safe=True, note=note)
 
 
 def _per_failure(evidence: Evidence, late_s: float) -> Impact:
@@ -209,6 +267,13 @@ formation left out), or the slow end of the plan's interval before there is a lo
 than `fault.dead_after_s`: a silent rank is found by its heartbeat first. A step longer than 120 s moves the upper
 bound to one step (house). Too short is an error below 30 s or below one step, else a warning; too long is a warning up
 to a tenth beyond the bound. CPU ranks may give up after 5 s.
+
+No timeout may be shorter than a silence in which nothing is wrong: a synchronous save (`checkpoint.async = false`,
+until it is written; else the copy it begins with), an evaluation, restoring a checkpoint, the first steps; as
+measured (the longest), or as the plan has it. Our trainer waits `max(comm.init_timeout_s, train.timeout_s)` across
+these, so that is held against the longest of them; of other trainers `train.timeout_s` is. Below a measured one is an
+error, below a predicted one a warning. What is proposed is at least twice the longest (house), and where that is
+beyond 120 or 300 s it is the bound.
 """,
     limits={
         "init_most_s": Limit(value=300.0, unit="s", note="torchtitan's start timeout"),

@@ -7,7 +7,7 @@ import math
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Edit, Impact, Outcome, Severity, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.spec.rules.flt_shared import counted, high, per_failure, with_ranks
+from phalanx.spec.rules.flt_shared import counted, high, per_failure, which_drills, with_ranks
 from phalanx.spec.rules.margin import MARGIN, beyond
 from phalanx.units import format_seconds
 
@@ -109,14 +109,17 @@ def _measured(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     drills = counted(evidence)
     slow_s = high([value for one in drills for value in one.detect_s])
     where = f"in {len(drills)} drill{'s' * (len(drills) != 1)}{with_ranks(evidence, drills)}"
-    return (_judged(evidence, slow_s, where, limits),) if slow_s is not None else ()
+    if slow_s is None:
+        return ()
+    return (_judged(evidence, slow_s, where, limits, which_drills([one for one in drills if one.detect_s])),)
 
 
-def _judged(evidence: Evidence, value_s: float, where: str, limits: Limits) -> Outcome:
+def _judged(evidence: Evidence, value_s: float, where: str, limits: Limits, *more: str) -> Outcome:
     most = limits.number("measured_s")
     told = f"p95 of detection {where} is {format_seconds(value_s)}"
     if value_s <= 0:  # who fell said so itself
         told = f"detection {where} took no time"
+    told = "; ".join([told, *more])
     if value_s <= most:
         return passed(told, value=value_s, threshold=most, unit="s")
     return failed(

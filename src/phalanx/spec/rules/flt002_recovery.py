@@ -6,7 +6,7 @@ from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import LogFacts
 from phalanx.spec.outcome import Impact, Outcome, Severity, Spot, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.spec.rules.flt_shared import counted, high, how_to_see, no_drill, per_failure, with_ranks
+from phalanx.spec.rules.flt_shared import counted, high, how_to_see, no_drill, per_failure, which_drills, with_ranks
 from phalanx.spec.rules.margin import MARGIN, beyond
 from phalanx.units import format_seconds
 
@@ -26,9 +26,8 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         return unknown(
             f"{nothing}, and {no_drill(evidence)}: how long recovery takes was never seen", fix=how_to_see(evidence)
         )
-    return _judged(
-        evidence, slow_s, f"in {len(drills)} drill{'s' * (len(drills) != 1)}{with_ranks(evidence, drills)}", limits
-    )
+    where = f"in {len(drills)} drill{'s' * (len(drills) != 1)}{with_ranks(evidence, drills)}"
+    return _judged(evidence, slow_s, where, limits, which_drills([one for one in drills if one.recovery_s]))
 
 
 def _nothing(log: LogFacts | None) -> str:
@@ -54,9 +53,10 @@ def _bound(evidence: Evidence, limits: Limits) -> tuple[float, str]:
     return limits.number("bound_s"), f"{evidence.devices:,} devices, with spares or a smaller layout to go on in"
 
 
-def _judged(evidence: Evidence, value_s: float, where: str, limits: Limits) -> Outcome:
+def _judged(evidence: Evidence, value_s: float, where: str, limits: Limits, *more: str) -> Outcome:
     bound_s, because = _bound(evidence, limits)
     told = f"p95 of recovery {where} is {format_seconds(value_s)}"
+    told = "; ".join([told, *more])
     formula = (f"p95(failure to the next step that stayed) = {value_s:.3g} s; bound {bound_s:g} s ({because})",)
     if value_s <= bound_s:
         return passed(told, formula=formula, value=value_s, threshold=bound_s, unit="s")

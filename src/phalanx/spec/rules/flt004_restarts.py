@@ -89,7 +89,7 @@ def _drill(evidence: Evidence) -> tuple[Outcome, ...]:
     if one is None:
         return ()
     if one.clean:
-        return (passed("a crash loop was drilled, and the run gave up with a reason"),)
+        return (passed(f"a crash loop was drilled, and the run gave up with a reason: {one.told}"),)
     return (
         failed(
             f"a crash loop was drilled and the oracle found: {'; '.join(one.wrong[:2]) or 'something'}",

@@ -105,9 +105,9 @@ def _drill(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     if one is None:
         return (_wanted(evidence),) if limits.flag("must_drill") else ()
     if one.clean and one.bitwise:
-        return (passed(f"{_told(evidence, one)}: every step has the bits of a run without faults"),)
+        return (passed(f"{_told(evidence, one)}: every step has the bits of a run without faults: {one.told}"),)
     if one.clean:
-        return (passed(f"{_told(evidence, one)}: the oracle found nothing"),)
+        return (passed(f"{_told(evidence, one)}: the oracle found nothing: {one.told}"),)
     return (
         failed(
             f"a drill found: {'; '.join(one.wrong[:2]) or 'something'}",

@@ -56,6 +56,12 @@ def with_ranks(evidence: Evidence, drills: Sequence[DrillFacts]) -> str:
     return f"{size} (this job has {evidence.devices:,})" if evidence.devices > largest else size
 
 
+def which_drills(drills: Sequence[DrillFacts]) -> str:
+    """The records that an answer rests on, for its formula: the newest three."""
+    told = ", ".join(one.told for one in drills[:3])
+    return f"drills that count: {told}" + (f" and {len(drills) - 3} more" if len(drills) > 3 else "")
+
+
 def no_drill(evidence: Evidence) -> str:
     """Why no drill answers, as the end of a sentence."""
     return why_none(_ours(evidence), profile=evidence.profile.name) or "no drill is on record"

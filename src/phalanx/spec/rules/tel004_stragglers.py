@@ -96,7 +96,7 @@ def _drilled(evidence: Evidence) -> tuple[Outcome, ...]:
                 fix="phalanx drill JOB --suite again, with more steps; if it stays, the scores are wrong",
             ),
         )
-    return (passed("a drill named the rank that was slowed down"),) if tried else ()
+    return (passed(f"a drill named the rank that was slowed down: {tried[0].told}"),) if tried else ()
 
 
 RULE = Rule(

@@ -90,6 +90,11 @@ class AsyncSaver:
         self._current = _Job(partial(job, attempt=f"{self._attempt}.{self._started}"))
         self._current.start()
 
+    def finish(self) -> None:
+        """Wait until nothing is being written; `wait` says what came of it."""
+        if self._current is not None:
+            self._current.join()
+
     def wait(self) -> Saved | None:
         """Wait until nothing is being written and raise what went wrong; the last finished save of this rank."""
         error = self._join()

@@ -19,11 +19,20 @@ Expected = Callable[[int], Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """One claim about a drill, whether it holds, and the numbers behind that."""
+    """One claim about a drill, whether it holds, and the numbers behind that.
+
+    A claim that the run gave no chance to judge is not `judged`, and not `ok` either: nothing was shown.
+    """
 
     name: str
     ok: bool
     evidence: str
+    judged: bool = True
+
+    @property
+    def word(self) -> str:
+        """For a table."""
+        return "ok" if self.ok else ("WRONG" if self.judged else "not judged")
 
 
 def judge(history: History, *, expected: Expected | None = None, replay: History | None = None) -> list[Verdict]:

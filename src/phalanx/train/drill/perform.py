@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from phalanx.record.run import Run, create_run
 from phalanx.record.toml import to_toml
 from phalanx.train.drill import fired, oracle
 from phalanx.train.drill.driver import Driver, Stuck
-from phalanx.train.drill.fault import Fault, parse
+from phalanx.train.drill.fault import EVERY_TIME, Fault, parse
 from phalanx.train.drill.history import History, formations, read_history
 from phalanx.train.drill.network import Net
 from phalanx.train.drill.oracle import Expected, Verdict
@@ -45,6 +46,7 @@ class Scene:
     allow_code: bool = False
     minutes: float = 0.0  # after which the run is asked to stop; 0: when its steps are done
     replay: bool = True
+    drawn: bool = False  # the faults were drawn by chance: some come too late, and nobody asked for each of them
     tell: Callable[[str], None] = lambda text: None
 
 
@@ -76,8 +78,13 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether every verdict holds."""
+        """Whether every verdict holds; one that could not be judged does not."""
         return all(verdict.ok for verdict in self.verdicts)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a verdict that could be judged does not hold."""
+        return any(verdict.judged and not verdict.ok for verdict in self.verdicts)
 
 
 def perform(scene: Scene, faults: Sequence[Fault]) -> Result:
@@ -89,17 +96,16 @@ def perform(scene: Scene, faults: Sequence[Fault]) -> Result:
     replayed = _replay(scene, run, history) if scene.replay and history.chain else None
     verdicts = oracle.judge(history, expected=expected_samples(scene.plan), replay=replayed)
     shots = fired.read_fired(run)
-    found = outcomes(history, faults, shots)
     patience_s = scene.plan.job.fault.dead_after_s + NOTICE_S
-    verdicts.append(noticed(history, found, asked=len(faults), patience_s=patience_s))
-    verdicts += refused(history, found)
+    found = outcomes(history, faults, shots, patience_s=patience_s)
+    verdicts.append(noticed(found, asked=len(faults), patience_s=patience_s, drawn=scene.drawn))
+    verdicts += refused(history, found, drawn=scene.drawn)
     verdicts.append(_ledger(run))
     verdicts.append(_ending(ended[0], history, faults, minutes=scene.minutes))
-    seen = {one.id for one in shots}
-    missing = [fault.text for fault in faults if fault.id not in seen]
-    if not scene.minutes:  # of what chaos draws some come too late; what was asked for by name must have happened
-        text = ", ".join(missing) if missing else f"{len(faults):,} of {len(faults):,}"
-        verdicts.append(Verdict(name="every fault was injected", ok=not missing, evidence=text))
+    counts = Counter(one.id for one in shots)
+    missing = [fault.text for fault in faults if not counts[fault.id]]
+    if not scene.drawn:  # of what chaos draws some come too late; what was asked for by name must have happened
+        verdicts.append(injected(faults, counts))
     return Result(
         run=run,
         state=ended[0],
@@ -109,6 +115,17 @@ def perform(scene: Scene, faults: Sequence[Fault]) -> Result:
         verdicts=tuple(verdicts),
         numbers=_numbers(scene.plan, run, history, found),
     )
+
+
+def injected(faults: Sequence[Fault], counts: Mapping[int, int]) -> Verdict:
+    """Whatever was asked for by name happened, and as often as it was asked for; `counts` is by the fault's id."""
+    wrong = [
+        f"{fault.text} fired {counts.get(fault.id, 0):,} of {fault.times:,} times" if fault.times > 1 else fault.text
+        for fault in faults
+        if counts.get(fault.id, 0) < (fault.times if fault.times < EVERY_TIME else 1)
+    ]
+    text = ", ".join(wrong) if wrong else f"{len(faults):,} of {len(faults):,}"
+    return Verdict(name="every fault was injected", ok=not wrong, evidence=text)
 
 
 def _make(scene: Scene, root: Path, faults: Sequence[Fault], more: Mapping[str, Any]) -> Run:

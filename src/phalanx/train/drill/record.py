@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import re
@@ -22,7 +23,7 @@ from phalanx.record.provenance import our_code
 from phalanx.record.run import Run
 from phalanx.train.supervise.secret import make_secret, read_secret
 
-MOST_STORED = 16  # copies in the user's store: some kilobytes each
+MOST_STORED = 64  # copies in the user's store: some kilobytes each
 
 
 def key(path: Path) -> bytes:
@@ -66,9 +67,18 @@ def store(record: Path, folder: Path) -> Path:
 
 
 def _name(record: Mapping[str, Any]) -> str:
-    """One file per profile and part of the suite; drills outside the suite share one."""
+    """One file per profile, part of the suite and job; drills of a job outside the suite share one."""
     words = [str(record.get(name) or "other") for name in ("profile", "part")]
-    return "-".join(re.sub(r"[^a-z0-9]+", "-", word.lower())[:40] for word in words) + ".json"
+    words.append(_subject_name(record.get("subject")))
+    return "-".join(re.sub(r"[^a-z0-9]+", "-", word.lower())[:40] for word in words if word) + ".json"
+
+
+def _subject_name(subject: object) -> str:
+    """Of the drilled job: its name, and enough of its digests that two jobs of one name are kept apart."""
+    if not isinstance(subject, dict):
+        return ""
+    told = f"{subject.get('digest')} {subject.get('splits')}"
+    return f"{str(subject.get('job'))[:24]}-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
 
 
 def versions() -> dict[str, str]:

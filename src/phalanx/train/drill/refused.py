@@ -11,11 +11,11 @@ from phalanx.train.drill.oracle import Verdict, because
 from phalanx.train.drill.timing import Outcome
 
 
-def refused(history: History, found: Sequence[Outcome]) -> list[Verdict]:
+def refused(history: History, found: Sequence[Outcome], *, drawn: bool = False) -> list[Verdict]:
     """The verdict on damaged checkpoints; none where no file was damaged.
 
-    A file that nobody read afterwards proves nothing, and the evidence says so: the ranks have their state in memory,
-    and the disk is read only when every copy of some part is gone.
+    A file that nobody read afterwards proves nothing, and the verdict is not judged: the ranks have their state in
+    memory, and the disk is read only when every copy of some part is gone. Nobody asked for what was `drawn` by chance.
     """
     hits = [one for one in found if one.kind == "damage"]
     if not hits:
@@ -32,7 +32,8 @@ def refused(history: History, found: Sequence[Outcome]) -> list[Verdict]:
     text = "; ".join(met) or "no restore met one"
     if unread:
         text += f"; {unread} of {len(hits)} nobody read, which proves nothing of {'it' if unread == 1 else 'them'}"
-    return [Verdict(name=REFUSED, ok=not wrong, evidence=because(text, wrong))]
+    is_open = bool(unread) and not wrong and not drawn
+    return [Verdict(name=REFUSED, ok=not wrong and not is_open, judged=not is_open, evidence=because(text, wrong))]
 
 
 def _took(history: History, event: Event, folder: str, *, since_s: float) -> bool:

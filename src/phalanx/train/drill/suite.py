@@ -134,7 +134,7 @@ def named(run: Run, *, slow_rank: int, world: int) -> Verdict:
 
 def shown(part: Part, result: Result) -> list[tuple[str, tuple[str, ...], bool]]:
     """(claim, rules, whether it was put to the test) of each proof."""
-    fired = [one.fault for one in result.outcomes if one.kind != "damage" or _met(result)]
+    fired = [one.fault for one in result.outcomes if one.judged and (one.kind != "damage" or _met(result))]
     return [(one.claim, one.rules, any(_is_of(text, one) for text in fired)) for one in part.proofs]
 
 

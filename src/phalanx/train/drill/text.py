@@ -17,7 +17,8 @@ def render(result: Result) -> str:
     """Faults, verdicts, and what the plan thought of it."""
     numbers = result.numbers
     length = f"{numbers.steps:,} steps, {format_seconds(numbers.wall_s)}"
-    head = f"{len(result.outcomes)} faults in {length}; the run is {result.state}"
+    count = len(result.outcomes)
+    head = f"{count} fault{'s' if count != 1 else ''} in {length}; the run is {result.state}"
     parts = [head, _table(result.outcomes), _not_fired(result.not_fired), _verdicts(result), _beside(numbers)]
     return "\n".join(part for part in parts if part)
 
@@ -31,7 +32,7 @@ def _table(found: Sequence[Outcome]) -> str:
         (
             one.fault,
             _place(one),
-            _seconds(one.detected_s),
+            _seconds(one.detected_s) if one.judged else "not judged",
             _seconds(one.recovered_s),
             "" if one.steps_lost is None else str(one.steps_lost),
             "" if one.steps_redone is None else str(one.steps_redone),
@@ -86,8 +87,11 @@ def _not_fired(texts: Sequence[str]) -> str:
 
 
 def _verdicts(result: Result) -> str:
-    rows = [("ok" if verdict.ok else "WRONG", verdict.name, verdict.evidence) for verdict in result.verdicts]
-    return "\n".join(["verdicts", *(f"  {word:<6} {name:<29} {evidence}" for word, name, evidence in rows)])
+    rows = [(verdict.word, verdict.name, verdict.evidence) for verdict in result.verdicts]
+    wide = max((len(word) for word, _, _ in rows), default=0)
+    return "\n".join(
+        ["verdicts", *(f"  {word:<{max(6, wide)}} {name:<29} {evidence}" for word, name, evidence in rows)]
+    )
 
 
 def _beside(numbers: Numbers) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from phalanx.record.events import Event
@@ -31,40 +31,59 @@ class Outcome:
     steps_redone: int | None  # finished by all ranks, not yet held, and done again
     source: str  # of that restore: memory, disk or start
     world: int | None  # ranks afterwards
+    judged: bool = True  # False: nobody noticed it, and the run ended before somebody had to
 
 
-def outcomes(history: History, faults: Sequence[Fault], fired: Sequence[Fired]) -> list[Outcome]:
-    """Every firing in the order of time."""
+def outcomes(
+    history: History, faults: Sequence[Fault], fired: Sequence[Fired], *, patience_s: float = 0.0
+) -> list[Outcome]:
+    """Every firing in the order of time; a fault may go unnoticed for `patience_s`."""
     texts = {fault.id: fault.text for fault in faults}
-    return [_outcome(history, one, texts) for one in fired]
-
-
-def noticed(history: History, found: Sequence[Outcome], *, asked: int, patience_s: float) -> Verdict:
-    """Whatever somebody must recover from was noticed while there was time for it, and a wrong number's rank named.
-
-    A fault that passes by itself (`for_s`) may pass before it is noticed. Of the faults that were `asked` for some must
-    have fired: a drill without any proves nothing.
-    """
     end_s = float(history.end["t"]) if history.end is not None else inf
-    must = [
-        one for one in found if KINDS[one.kind].ends and "for_s=" not in one.fault and one.fired_s + patience_s < end_s
-    ]
+    found = [_outcome(history, one, texts) for one in fired]
+    return [replace(one, judged=not _is_open(one, end_s - patience_s)) for one in found]
+
+
+def _must_be_noticed(one: Outcome) -> bool:
+    """Whether somebody must recover from it; what passes by itself (`for_s`) may pass before it is noticed."""
+    return KINDS[one.kind].ends and "for_s=" not in one.fault
+
+
+def _is_open(one: Outcome, late_s: float) -> bool:
+    return _must_be_noticed(one) and one.detected_s is None and one.fired_s >= late_s
+
+
+def noticed(found: Sequence[Outcome], *, asked: int, patience_s: float, drawn: bool = False) -> Verdict:
+    """Whatever somebody must recover from was noticed, and a wrong number's rank named.
+
+    A fault that was neither noticed nor had `patience_s` until the end of the run could not be judged, and with it the
+    whole claim; of faults that were `drawn` by chance one that could be judged is enough. Of the faults that were
+    `asked` for some must have fired: a drill without any proves nothing.
+    """
+    name = "every fault was noticed"
+    must = [one for one in found if _must_be_noticed(one) and one.judged]
+    late = [one for one in found if not one.judged]
     wrong = [f"{one.fault} was not noticed" for one in must if one.detected_s is None]
     flips = [one for one in must if one.kind == "flip" and one.blamed is not None]
     wrong += [f"{one.fault} was blamed on rank {one.blamed}" for one in flips if one.blamed != one.rank]
     text = f"{len(must) - len(wrong):,} of {len(must):,} faults"
     if asked and not found:
         wrong, text = ["nothing was tried"], f"none of {asked:,} faults fired"
-    elif not must:
-        text = f"no fault fired that needs noticing: {_why_none(found, end_s - patience_s)}"
-    return Verdict(name="every fault was noticed", ok=not wrong, evidence=because(text, wrong))
+    elif not must and not late:
+        text = f"no fault fired that needs noticing: {_why_none(found)}"
+    if wrong or not late:
+        return Verdict(name=name, ok=not wrong, evidence=because(text, wrong))
+    told = f"{late[0].fault} came less than {patience_s:g} s before the end and nobody had noticed it by then"
+    more = f", and {len(late) - 1:,} more" if len(late) > 1 else ""
+    if drawn and must:
+        return Verdict(name=name, ok=True, evidence=f"{text}; {len(late):,} more came too late to be judged")
+    evidence = f"{text + '; ' if must else ''}{told}{more}: more steps, or an earlier fault, would tell"
+    return Verdict(name=name, ok=False, judged=False, evidence=evidence)
 
 
-def _why_none(found: Sequence[Outcome], late_s: float) -> str:
-    ending = [one for one in found if KINDS[one.kind].ends]
-    late = sum("for_s=" not in one.fault and one.fired_s >= late_s for one in ending)
-    passes = len(ending) - late
-    counts = ((len(found) - len(ending), "harmless"), (passes, "passing by themselves"), (late, "just before the end"))
+def _why_none(found: Sequence[Outcome]) -> str:
+    passes = sum(KINDS[one.kind].ends for one in found)
+    counts = ((len(found) - passes, "harmless"), (passes, "passing by themselves"))
     return ", ".join(f"{count} {text}" for count, text in counts if count) or "none was asked for"
 
 

@@ -52,6 +52,7 @@ def form(room: Room, reason: str, *, first: bool = True) -> bool:
         epoch=formation.epoch,
         reason=reason,
         world=formation.world,
+        plan=room.run.plan_count(),
         layout=asdict(formation.layout),
         members=[
             {"rank": rank, "host": seat.host, "slot": seat.slot, "pid": memory.pids[rank]}

@@ -151,7 +151,7 @@ const TITLES = {
   noise_scale: "Gradient noise scale, samples",
   memory_bytes: "Memory",
   compute_s: "Compute",
-  wait_s: "Wait",
+  wait_s: "Not computing",
   data_s: "Wait for data",
   utilization: "Utilization",
   power_w: "Power",

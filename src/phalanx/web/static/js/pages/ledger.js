@@ -12,8 +12,8 @@ const UPDATE_MS = 10000;
 // In the order of the bar: the first three are the steps that stayed, so their edge is the effective training time.
 const ACCOUNTS = {
   productive: ["green", "steps that stayed"],
-  waiting: ["gold", "in those steps: what slow ranks cost the others"],
-  data: ["brown", "in those steps: waiting for the batch"],
+  stragglers: ["gold", "in those steps: what ranks slower than their peers cost the others"],
+  data: ["brown", "in those steps: the batch was not there yet"],
   compile: ["sky", "compiling inside steps"],
   init: ["grey", "from the launch until the ranks could begin"],
   checkpoint: ["blue", "training waited for a checkpoint"],

@@ -11,7 +11,7 @@ import { integer, isNumber, own, reading, seconds, title } from "../units.js";
 const UPDATE_MS = 4000;
 const NAMES = [
   ["compute_s", "Compute"],
-  ["wait_s", "Wait"],
+  ["wait_s", "Not computing"],
   ["memory_bytes", "Memory"],
   ["utilization", "Utilization"],
 ];

@@ -1,14 +1,14 @@
 // The run over time: curves with what happened on the same axis.
 
 import { get, runPath, settled } from "../api.js";
-import { choice, fill, h, pick, say } from "../dom.js";
+import { choice, fill, h, pick, say, table } from "../dom.js";
 import { calmly } from "../live.js";
 import { Axis, X } from "../parts/axis.js";
 import { Chart } from "../parts/chart.js";
 import { Happened, legend, listed } from "../parts/happened.js";
 import { failed, loading } from "../parts/states.js";
 import { go, stay } from "../route.js";
-import { isNumber, title, windowName } from "../units.js";
+import { bytes, count, integer, isNumber, percent, seconds, title, windowName } from "../units.js";
 
 const CURVES_MS = 1500; // while the run grows
 const LEDGER_MS = 15000;
@@ -61,6 +61,7 @@ export class RunPage {
     this.note = h("p", { class: "hint grow", role: "status" });
     this.grid = h("div", { class: "charts" });
     this.list = new Happened();
+    this.layouts = h("section", { class: "panel", hidden: true });
     this.wrote = h("section", { class: "panel", hidden: true });
     this.problem = h("div");
     fill(
@@ -75,6 +76,7 @@ export class RunPage {
         this.note,
       ),
       this.problem,
+      this.layouts,
       this.grid,
       legend(),
       this.list.element,
@@ -111,12 +113,34 @@ export class RunPage {
     // How an incident ended is known only when the whole run has been walked.
     if (known !== false && this.marks.incidents.some((one) => one.world === null)) this.#loadMarks();
     const texts = (summary?.samples ?? []).filter((text) => typeof text === "string");
+    this.#showLayouts(summary?.layouts ?? []);
     this.wrote.hidden = !texts.length;
     fill(
       this.wrote,
       h("h2", {}, "What the model wrote"),
       texts.map((text) => h("blockquote", {}, text)),
     );
+  }
+
+  // Of a run that changed its layout: each with its own prediction and its own steps.
+  #showLayouts(layouts) {
+    this.layouts.hidden = layouts.length < 2;
+    const both = (format, pair) => `${format(pair?.predicted)} → ${format(pair?.measured)}`;
+    const columns = [
+      { head: "Steps", cell: (one) => `${integer(one.first_step + 1)} to ${integer(one.last_step + 1)}` },
+      { head: "Ranks", kind: "number", cell: (one) => integer(one.world) },
+      { head: "Layout", cell: (one) => (one.planned ? one.layout : `${one.layout}, not planned`) },
+      { head: "Step", kind: "number", cell: (one) => both(seconds, one.step_s) },
+      { head: "Tokens/s", kind: "number", cell: (one) => both(count, one.tokens_per_s) },
+      { head: "MFU", kind: "number", cell: (one) => both(percent, one.mfu) },
+      { head: "Memory", kind: "number", cell: (one) => both(bytes, one.memory_bytes) },
+    ];
+    if (layouts.length > 1)
+      fill(
+        this.layouts,
+        h("h2", {}, "Layouts: predicted → measured"),
+        table(columns, layouts, { caption: "Layouts of this run, each over its own steps" }),
+      );
   }
 
   grown() {
@@ -270,8 +294,11 @@ export class RunPage {
   }
 
   #levels(name) {
-    const predicted = this.shell.info?.summary?.[PREDICTED[name]]?.predicted;
-    return isNumber(predicted) && predicted > 0 ? [{ value: predicted, text: "predicted" }] : [];
+    // Each layout of the run has its own prediction; of one that nobody planned there is none.
+    const { layouts = [] } = this.shell.info?.summary ?? {};
+    const known = layouts.filter((one) => isNumber(one[PREDICTED[name]]?.predicted) && one[PREDICTED[name]].predicted > 0);
+    const where = (one) => (layouts.length > 1 ? `, steps ${integer(one.first_step + 1)}–${integer(one.last_step + 1)}` : "");
+    return known.map((one) => ({ value: one[PREDICTED[name]].predicted, text: `predicted${where(one)}` }));
   }
 
   #drawEffective(axis, marks) {
