@@ -54,9 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from phalanx.train.tracing.compare import find_hang
     from phalanx.train.tracing.world import Step, trace_ranks
 
-    step = Step.of(
-        plan.job, plan.layout, on_gpu=plan.cluster.accelerator.family != "cpu", allow_code=args.allow_code
-    )
+    step = Step.of(plan.job, plan.layout, on_gpu=plan.cluster.accelerator.family != "cpu", allow_code=args.allow_code)
     ranks = _ranks(args, plan)
     _say_what_differs(step)
     note(f"{plan.job.name}: {plan.layout.name}, {len(ranks)} of {plan.layout.devices:,} ranks")
