@@ -55,7 +55,8 @@ def rates(c: Cases, k: Physics, f: Profile) -> tuple[Floats, Floats]:
     # A device without the narrow format computes in 16 bit.
     narrow8 = np.maximum(c.matmul_fp8_flops * k.fp8, c.matmul_flops) * held
     narrow4 = np.maximum(c.matmul_fp4_flops * k.fp4 * held, narrow8)
-    return np.where(c.precision == FP8, narrow8, np.where(c.precision == FP4, narrow4, wide)), wide
+    mixed8, mixed4 = (1.0 / (f.narrow_share / one + (1.0 - f.narrow_share) / wide) for one in (narrow8, narrow4))
+    return np.where(c.precision == FP8, mixed8, np.where(c.precision == FP4, mixed4, wide)), wide
 
 
 def element_bytes(c: Cases) -> Floats:
@@ -175,13 +176,13 @@ def _elementwise(c: Cases, k: Physics, f: Profile) -> Pass:
         * tokens
         * (2.0 * c.hidden + local_heads * c.v_dim + width)
     )
-    forward = (moved * f.elementwise + cast) / (c.memory_bytes_per_s * k.memory)
+    forward = (moved * f.elementwise + cast * f.cast) / (c.memory_bytes_per_s * k.memory)
     return Pass(forward=forward, backward=2.0 * forward)
 
 
-def _head(c: Cases, k: Physics, rate: Floats) -> Pass:
+def _head(c: Cases, k: Physics, f: Profile, rate: Floats) -> Pass:
     work = matmul(c, k, c.tokens, c.vocab / c.tp, c.hidden, rate)
-    loss = c.tokens * c.vocab / c.tp * k.loss_bytes / (c.memory_bytes_per_s * k.memory)
+    loss = c.tokens * c.vocab / c.tp * k.loss_bytes * f.loss / (c.memory_bytes_per_s * k.memory)
     return work + Pass(forward=loss / 3.0, backward=2.0 * loss / 3.0)
 
 
@@ -199,7 +200,7 @@ def compute(c: Cases, k: Physics, f: Profile) -> Compute:
         matmul=linears,
         attention=core,
         elementwise=streams,
-        head=_head(c, k, wide),
+        head=_head(c, k, f, wide),
         recompute=recompute,
         operations=c.layers * per_layer + c.moe_layers * k.expert_kernels,
     )

@@ -73,7 +73,11 @@ class Profile:
     elementwise: Number = 1.0  # memory-bound work; below 1 is better fusion
     flash: Number = 1.0
     expert: Number = 1.0  # grouped matmul quality
+    loss: Number = 1.0  # memory traffic of the loss; below 1 where it is fused
+    cast: Number = 1.0  # quantising to fp8 and fp4
+    narrow_share: Number = 1.0  # share of a layer's matmul FLOPs done in fp8 or fp4; ours keeps weight gradients in bf16
     launch_s: Number = 10e-6  # host time to issue one device operation
+    launch_sharpness: Number = 4.0  # p of the p-norm that joins device time and the host's: how well it runs ahead
     fabric_loss: Number = 0.05  # exponent by which NIC bandwidth falls with the domains a collective spans
     tensor_exposed: Number = 1.0  # share of tensor-parallel traffic not hidden behind compute
     expert_exposed: Number = 0.5
@@ -92,6 +96,7 @@ class Profile:
     newton_schulz: Number = 0.0  # iterations by which the optimizer makes each weight matrix orthogonal (Muon)
     balanced_stages: Number = 1.0  # 1: the split into stages counts the embedding and the head
     gradient_bytes: Number = 4.0  # width of the gradients that are reduced
+    accumulate_bytes: Number = 0.0  # memory traffic per parameter of adding up gradients, after every micro-batch
 
 
 PROFILE_FIELDS = tuple(f.name for f in fields(Profile))

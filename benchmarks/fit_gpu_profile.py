@@ -1,0 +1,206 @@
+"""Fit the profile `phalanx` to steps of the compiled trainer, on one half of them, and report on the other half.
+
+    python benchmarks/fit_gpu_profile.py RESULT.jsonl [MORE.jsonl ...] [--write] [--table OUT.md]
+
+Reads what `benchmarks/gpu_profile.py` wrote; a later line of a configuration replaces an earlier one. Only the scalars
+of FITTED move, each with a log-normal prior; the physics of `physics.toml` is left alone. The widths of the 80 %
+interval come from errors of fits that left the configuration out, again on the fitting half only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import least_squares
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from gpu_profile import Configuration, plan_of
+
+from phalanx.plan.ask import Ask, from_job
+from phalanx.plan.physics import Profile, profiles
+from phalanx.plan.score import price
+from phalanx.plan.uncertainty import features, interval, weights
+
+START = "pytorch"  # the profile this one begins as: eager PyTorch on the same card
+FITTED = {  # value, log width of the prior
+    "gemm": (1.0, 0.08),
+    "elementwise": (1.0, 0.35),
+    "flash": (1.6, 0.25),
+    "expert": (1.0, 0.3),
+    "loss": (0.5, 0.5),
+    "cast": (1.0, 0.6),
+    "launch_s": (2.5e-5, 0.6),
+    "launch_sharpness": (6.0, 0.5),
+    "micro_s": (1e-3, 0.8),
+    "step_s": (2e-3, 0.8),
+    "optimizer_bytes": (40.0, 0.3),
+    "accumulate_bytes": (10.0, 0.3),  # a 16-bit gradient is read and added to one in fp32: 2 + 4 + 4 bytes
+}
+FIXED = {"narrow_share": 2.0 / 3.0}  # train/parallel/float8.py: forward and input gradients; weight gradients in bf16
+SCALE = 0.03  # errors below count squared, above linearly
+LEAST_SCALE = 0.3
+
+
+class Case:
+    """A measured configuration as the planner sees it."""
+
+    def __init__(self, found: dict[str, Any]) -> None:
+        self.name, self.held_back, self.issue = found["name"], found["held_back"], found["issue"]
+        self.step_s, self.before_s = found["step_s"], found["predicted_s"]
+        self.before = found["predicted_low_s"] <= found["step_s"] <= found["predicted_high_s"]
+        keys = Configuration.__dataclass_fields__
+        configuration = Configuration(**{key: value for key, value in found.items() if key in keys})
+        with tempfile.TemporaryDirectory() as folder:
+            plan = plan_of(configuration, "1xH200", "dataset", Path(folder))
+        self.ask: Ask = from_job(plan.job, plan.cluster)[0]
+        self.layout = plan.layout
+        shipped = profiles()["phalanx"] if "phalanx" in profiles() else profiles()[START]
+        # What the job's optimizer adds to a profile; the fit moves the profile below it.
+        self.extra_bytes = float(self.ask.profile.optimizer_bytes) - float(shipped.optimizer_bytes)
+        self.newton_schulz = self.ask.profile.newton_schulz
+
+    def priced(self, profile: Profile) -> tuple[Any, Any]:
+        """(case, times) under a profile."""
+        own = replace(
+            profile,
+            optimizer_bytes=profile.optimizer_bytes + self.extra_bytes,
+            newton_schulz=self.newton_schulz,
+        )
+        table, times, _ = price(replace(self.ask, profile=own, profile_name="phalanx"), [self.layout])
+        return table, times
+
+    def predict(self, profile: Profile) -> float:
+        """Seconds of a step."""
+        return float(self.priced(profile)[1].step_s[0])
+
+
+def profile_of(logs: np.ndarray) -> Profile:
+    """The profile of logarithms of the fitted scalars over their priors."""
+    values = {name: prior * float(np.exp(log)) for (name, (prior, _)), log in zip(FITTED.items(), logs, strict=True)}
+    return replace(profiles()[START], **values, **FIXED)
+
+
+def fit(cases: list[Case]) -> Profile:
+    """The most probable profile."""
+    widths = np.array([width for _, width in FITTED.values()])
+
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        profile = profile_of(logs)
+        errors = np.array([np.log(one.predict(profile) / one.step_s) for one in cases]) / SCALE
+        soft = np.sign(errors) * np.sqrt(2.0 * (np.sqrt(1.0 + errors**2) - 1.0))
+        return np.concatenate([soft, logs / widths])
+
+    found = least_squares(residuals, np.zeros(len(FITTED)), diff_step=1e-3)
+    return profile_of(found.x)
+
+
+def scales(cases: list[Case]) -> tuple[float, float]:
+    """Factors on the common widths (uncertainty.toml): a tenth of the left-out errors lies beyond each side."""
+    below, above = weights()
+    low, high = [], []
+    for index, one in enumerate(cases):
+        table, times = one.priced(fit(cases[:index] + cases[index + 1 :]))
+        error = np.log(one.step_s / float(times.step_s[0]))
+        row = features(table, times)[0]
+        low.append(-error / float(row @ below))
+        high.append(error / float(row @ above))
+    return max(LEAST_SCALE, float(np.quantile(low, 0.9))), max(LEAST_SCALE, float(np.quantile(high, 0.9)))
+
+
+def report(cases: list[Case], profile: Profile) -> str:
+    """A line per configuration, and the summary of both halves."""
+    lines = [
+        "| configuration | half | measured | predicted before | | predicted now | | 80 % interval | |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    summary = []
+    for half in (False, True):
+        errors, inside = [], []
+        for one in (case for case in cases if case.held_back is half):
+            table, times = one.priced(profile)
+            step_s = float(times.step_s[0])
+            low, high = (float(side[0]) for side in interval(table, times, "phalanx"))
+            errors.append(abs(step_s / one.step_s - 1.0))
+            inside.append(low <= one.step_s <= high)
+            lines.append(
+                f"| {one.name}{' (issue: ' + one.issue + ')' if one.issue else ''} | {'held back' if half else 'fit'} | "
+                f"{one.step_s * 1e3:,.0f} ms | {one.before_s * 1e3:,.0f} ms | {one.before_s / one.step_s - 1:+.0%} | "
+                f"{step_s * 1e3:,.0f} ms | {step_s / one.step_s - 1:+.1%} | {low * 1e3:,.0f} to {high * 1e3:,.0f} ms | "
+                f"{'inside' if inside[-1] else 'outside'} |"
+            )
+        before = [abs(one.before_s / one.step_s - 1.0) for one in cases if one.held_back is half]
+        covered = np.mean([one.before for one in cases if one.held_back is half])
+        summary.append(
+            f"{'held back' if half else 'fit'}: {len(errors)} configurations, median {np.median(errors):.1%}, p90 "
+            f"{np.quantile(errors, 0.9):.1%}, interval covers {np.mean(inside):.0%} (before: {np.median(before):.1%}, "
+            f"{np.quantile(before, 0.9):.1%}, {covered:.0%})"
+        )
+    return "\n".join([*summary, "", *lines])
+
+
+def write(profile: Profile, widths: tuple[float, float]) -> None:
+    """Put the profile and its widths into the package's tables."""
+    folder = Path(__file__).parent.parent / "src/phalanx/plan"
+    for name, section, values in (
+        ("physics.toml", "profile.phalanx", {key: getattr(profile, key) for key in _written(profile)}),
+        ("uncertainty.toml", "scale.phalanx", {"below": widths[0], "above": widths[1]}),
+    ):
+        text = (folder / name).read_text(encoding="utf-8")
+        block = f"[{section}]\n" + "".join(f"{key} = {float(value):.4g}\n" for key, value in values.items()) + "\n"
+        text = re.sub(rf"\[{re.escape(section)}\]\n(?:[^\[\n]+\n)*\n?", "", text)
+        default = f"[{section.split('.')[0]}.default]"
+        (folder / name).write_text(text.replace(default, block + default), encoding="utf-8")
+
+
+def _written(profile: Profile) -> list[str]:
+    unlike = Profile()
+    known = re.search(r"\[profile\.default\]\n((?:.+\n)+)", _physics_text())
+    shipped = [line.split(" = ")[0] for line in known.group(1).splitlines()] if known else []
+    more = [name for name in ("loss", "cast", "narrow_share", "launch_sharpness", "accumulate_bytes") if name not in shipped]
+    return [*shipped, *(name for name in more if getattr(profile, name) != getattr(unlike, name))]
+
+
+def _physics_text() -> str:
+    return (Path(__file__).parent.parent / "src/phalanx/plan/physics.toml").read_text(encoding="utf-8")
+
+
+def main() -> None:
+    """Fit, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--table", type=Path, help="write the table as Markdown")
+    parser.add_argument("--check", action="store_true", help="fit nothing: report on the shipped profile")
+    args = parser.parse_args()
+    lines = [json.loads(line) for path in args.results for line in path.read_text(encoding="utf-8").splitlines()]
+    found = {one["name"]: one for one in lines if one["status"] == "ok"}
+    cases = [Case(one) for one in found.values()]
+    fitting = [one for one in cases if not one.held_back]
+    profile = profiles()["phalanx"] if args.check else fit(fitting)
+    if not args.check:
+        print({name: float(f"{getattr(profile, name):.4g}") for name in FITTED})
+    if args.write:
+        write(profile, scales(fitting))
+        from phalanx.plan.physics import shipped_table
+        from phalanx.plan.uncertainty import _table
+
+        for kept in (shipped_table, profiles, _table):
+            kept.cache_clear()
+        profile = profiles()["phalanx"]
+    page = report(cases, profile)
+    print(page)
+    if args.table:
+        args.table.write_text(page + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
