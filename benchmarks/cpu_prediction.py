@@ -65,7 +65,7 @@ def main() -> None:
                 call("train", str(FIRST), *words, "--steps", str(args.steps), "--runs", folder, "--no-check", "--json",
                      "--set", "train.evaluate_every=0")
             )  # fmt: skip
-        step_s = report["step_s"]["median"] if isinstance(report.get("step_s"), dict) else report["step_s"]
+        step_s = report["step_s"]["measured"]
         low, high = found["step_s_low"], found["step_s_high"]
         where = "inside" if low <= step_s <= high else "outside"
         print(

@@ -10,10 +10,12 @@ interval come from errors of fits that left the configuration out, again on the 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gpu_profile import Configuration, plan_of
 
 from phalanx.plan.ask import Ask, from_job
-from phalanx.plan.physics import Profile, profiles
-from phalanx.plan.score import price
+from phalanx.plan.build import cases, layout_columns
+from phalanx.plan.cases import Cases
+from phalanx.plan.physics import Profile, physics, profiles
+from phalanx.plan.step import StepTimes, predict_step
 from phalanx.plan.uncertainty import features, interval, weights
 
 START = "pytorch"  # the profile this one begins as: eager PyTorch on the same card
@@ -38,6 +42,8 @@ FITTED = {  # value, log width of the prior
     "expert": (1.0, 0.3),
     "loss": (0.5, 0.5),
     "cast": (1.0, 0.6),
+    "recompute_elementwise": (2.0, 0.35),  # not compiled: eager PyTorch took 1.84 of what these constants say
+    "recompute_cast": (4.0, 0.7),
     "launch_s": (2.5e-5, 0.6),
     "launch_sharpness": (6.0, 0.5),
     "micro_s": (1e-3, 0.8),
@@ -46,6 +52,9 @@ FITTED = {  # value, log width of the prior
     "accumulate_bytes": (10.0, 0.3),  # a 16-bit gradient is read and added to one in fp32: 2 + 4 + 4 bytes
 }
 FIXED = {"narrow_share": 2.0 / 3.0}  # train/parallel/float8.py: forward and input gradients; weight gradients in bf16
+MORE = (
+    "loss", "cast", "recompute_elementwise", "recompute_cast", "narrow_share", "launch_sharpness", "accumulate_bytes",
+)  # fmt: skip
 SCALE = 0.03  # errors below count squared, above linearly
 LEAST_SCALE = 0.3
 
@@ -68,19 +77,25 @@ class Case:
         self.extra_bytes = float(self.ask.profile.optimizer_bytes) - float(shipped.optimizer_bytes)
         self.newton_schulz = self.ask.profile.newton_schulz
 
-    def priced(self, profile: Profile) -> tuple[Any, Any]:
-        """(case, times) under a profile."""
-        own = replace(
-            profile,
-            optimizer_bytes=profile.optimizer_bytes + self.extra_bytes,
-            newton_schulz=self.newton_schulz,
-        )
-        table, times, _ = price(replace(self.ask, profile=own, profile_name="phalanx"), [self.layout])
-        return table, times
+        self.table = cases(self.ask, layout_columns([self.layout]))
 
-    def predict(self, profile: Profile) -> float:
-        """Seconds of a step."""
-        return float(self.priced(profile)[1].step_s[0])
+
+class Batch:
+    """Several cases as one table, so that a fit prices them at once."""
+
+    def __init__(self, members: Sequence[Case]) -> None:
+        def column(name: str) -> np.ndarray:
+            return np.array([float(np.ravel(getattr(one.table, name))[0]) for one in members])
+
+        self.table = Cases(**{item.name: column(item.name) for item in dataclasses.fields(Cases)})
+        self.step_s = np.array([one.step_s for one in members])
+        self._extra = np.array([one.extra_bytes for one in members])
+        self._newton = np.array([float(one.newton_schulz) for one in members])
+
+    def times(self, profile: Profile) -> StepTimes:
+        """The steps under a profile."""
+        own = replace(profile, optimizer_bytes=profile.optimizer_bytes + self._extra, newton_schulz=self._newton)
+        return predict_step(self.table, physics(), own)
 
 
 def profile_of(logs: np.ndarray) -> Profile:
@@ -89,34 +104,36 @@ def profile_of(logs: np.ndarray) -> Profile:
     return replace(profiles()[START], **values, **FIXED)
 
 
-def fit(cases: list[Case]) -> Profile:
-    """The most probable profile."""
+def fit(members: list[Case], start: np.ndarray | None = None) -> np.ndarray:
+    """The most probable scalars, as logarithms over their priors."""
     widths = np.array([width for _, width in FITTED.values()])
+    batch = Batch(members)
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         profile = profile_of(logs)
-        errors = np.array([np.log(one.predict(profile) / one.step_s) for one in cases]) / SCALE
+        errors = np.log(batch.times(profile).step_s / batch.step_s) / SCALE
         soft = np.sign(errors) * np.sqrt(2.0 * (np.sqrt(1.0 + errors**2) - 1.0))
         return np.concatenate([soft, logs / widths])
 
-    found = least_squares(residuals, np.zeros(len(FITTED)), diff_step=1e-3)
-    return profile_of(found.x)
+    found = least_squares(residuals, np.zeros(len(FITTED)) if start is None else start, diff_step=1e-3, ftol=1e-5)
+    return found.x
 
 
-def scales(cases: list[Case]) -> tuple[float, float]:
+def scales(members: list[Case], start: np.ndarray) -> tuple[float, float]:
     """Factors on the common widths (uncertainty.toml): a tenth of the left-out errors lies beyond each side."""
     below, above = weights()
     low, high = [], []
-    for index, one in enumerate(cases):
-        table, times = one.priced(fit(cases[:index] + cases[index + 1 :]))
+    for index, one in enumerate(members):
+        alone = Batch([one])
+        times = alone.times(profile_of(fit(members[:index] + members[index + 1 :], start)))
         error = np.log(one.step_s / float(times.step_s[0]))
-        row = features(table, times)[0]
+        row = features(alone.table, times)[0]
         low.append(-error / float(row @ below))
         high.append(error / float(row @ above))
     return max(LEAST_SCALE, float(np.quantile(low, 0.9))), max(LEAST_SCALE, float(np.quantile(high, 0.9)))
 
 
-def report(cases: list[Case], profile: Profile) -> str:
+def report(members: list[Case], profile: Profile) -> str:
     """A line per configuration, and the summary of both halves."""
     lines = [
         "| configuration | half | measured | predicted before | | predicted now | | 80 % interval | |",
@@ -125,20 +142,22 @@ def report(cases: list[Case], profile: Profile) -> str:
     summary = []
     for half in (False, True):
         errors, inside = [], []
-        for one in (case for case in cases if case.held_back is half):
-            table, times = one.priced(profile)
+        for one in (case for case in members if case.held_back is half):
+            alone = Batch([one])
+            times = alone.times(profile)
             step_s = float(times.step_s[0])
-            low, high = (float(side[0]) for side in interval(table, times, "phalanx"))
+            low, high = (float(side[0]) for side in interval(alone.table, times, "phalanx"))
             errors.append(abs(step_s / one.step_s - 1.0))
             inside.append(low <= one.step_s <= high)
+            issue = f" (issue: {one.issue})" if one.issue else ""
             lines.append(
-                f"| {one.name}{' (issue: ' + one.issue + ')' if one.issue else ''} | {'held back' if half else 'fit'} | "
+                f"| {one.name}{issue} | {'held back' if half else 'fit'} | "
                 f"{one.step_s * 1e3:,.0f} ms | {one.before_s * 1e3:,.0f} ms | {one.before_s / one.step_s - 1:+.0%} | "
                 f"{step_s * 1e3:,.0f} ms | {step_s / one.step_s - 1:+.1%} | {low * 1e3:,.0f} to {high * 1e3:,.0f} ms | "
                 f"{'inside' if inside[-1] else 'outside'} |"
             )
-        before = [abs(one.before_s / one.step_s - 1.0) for one in cases if one.held_back is half]
-        covered = np.mean([one.before for one in cases if one.held_back is half])
+        before = [abs(one.before_s / one.step_s - 1.0) for one in members if one.held_back is half]
+        covered = np.mean([one.before for one in members if one.held_back is half])
         summary.append(
             f"{'held back' if half else 'fit'}: {len(errors)} configurations, median {np.median(errors):.1%}, p90 "
             f"{np.quantile(errors, 0.9):.1%}, interval covers {np.mean(inside):.0%} (before: {np.median(before):.1%}, "
@@ -165,7 +184,7 @@ def _written(profile: Profile) -> list[str]:
     unlike = Profile()
     known = re.search(r"\[profile\.default\]\n((?:.+\n)+)", _physics_text())
     shipped = [line.split(" = ")[0] for line in known.group(1).splitlines()] if known else []
-    more = [name for name in ("loss", "cast", "narrow_share", "launch_sharpness", "accumulate_bytes") if name not in shipped]
+    more = [name for name in MORE if name not in shipped]
     return [*shipped, *(name for name in more if getattr(profile, name) != getattr(unlike, name))]
 
 
@@ -183,20 +202,21 @@ def main() -> None:
     args = parser.parse_args()
     lines = [json.loads(line) for path in args.results for line in path.read_text(encoding="utf-8").splitlines()]
     found = {one["name"]: one for one in lines if one["status"] == "ok"}
-    cases = [Case(one) for one in found.values()]
-    fitting = [one for one in cases if not one.held_back]
-    profile = profiles()["phalanx"] if args.check else fit(fitting)
+    members = [Case(one) for one in found.values()]
+    fitting = [one for one in members if not one.held_back]
+    logs = None if args.check else fit(fitting)
+    profile = profiles()["phalanx"] if logs is None else profile_of(logs)
     if not args.check:
         print({name: float(f"{getattr(profile, name):.4g}") for name in FITTED})
-    if args.write:
-        write(profile, scales(fitting))
+    if args.write and logs is not None:
+        write(profile, scales(fitting, logs))
         from phalanx.plan.physics import shipped_table
         from phalanx.plan.uncertainty import _table
 
         for kept in (shipped_table, profiles, _table):
             kept.cache_clear()
         profile = profiles()["phalanx"]
-    page = report(cases, profile)
+    page = report(members, profile)
     print(page)
     if args.table:
         args.table.write_text(page + "\n", encoding="utf-8")

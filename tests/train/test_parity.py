@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 # Tensor-parallel trials spend their time in DTensor's dispatch of small operations: few layers and micro-batches do.
-COMPILED = {"compile": True, "compile_backend": "aot_eager"}  # the same graphs without a compiler
 FEW = {"layers": 2, "micro_batch": 8}
 TWO = FEW | {"micro_batch": 4}
 SP = {"tensor": 2, "sequence_parallel": True}
@@ -79,10 +78,6 @@ LAYOUTS = {
     "offload activations × tp2": {"offload": "activations", "sequence": 128} | SP | FEW,
     "compiled": {"compile": True, "compile_backend": "aot_eager", "data": 2, "shard": 2, "zero": 3},
     "compiled tp2": {"compile": True, "compile_backend": "aot_eager"} | SP | FEW,
-    "compiled × recompute full": {"recompute": "full", "data": 2, "shard": 2, "zero": 3} | COMPILED,
-    "compiled × recompute selective × tp2": {"recompute": "selective"} | COMPILED | SP | FEW,
-    "compiled × recompute selective × cp2": {"recompute": "selective", "context": 2} | COMPILED,
-    "compiled × recompute full × pp2": {"recompute": "full", "pipeline": 2} | COMPILED,
     "recompute one layer of each stage": {"recompute": "full", "recompute_layers": 1, "pipeline": 2},
     "offload optimizer": {"offload": "optimizer", "data": 2, "shard": 2, "zero": 2},
     "offload parameters": {"offload": "parameters", "data": 2, "shard": 2, "zero": 3},

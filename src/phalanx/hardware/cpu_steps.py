@@ -223,4 +223,3 @@ def fit_rates(steps: Sequence[CpuStep], seconds: Sequence[float], cores: int) ->
             if damping > 1e8:
                 break
     return rates_of(logs)
-

@@ -176,7 +176,10 @@ def _elementwise(c: Cases, k: Physics, f: Profile) -> Pass:
         * tokens
         * (2.0 * c.hidden + local_heads * c.v_dim + width)
     )
-    forward = (moved * f.elementwise + cast * f.cast) / (c.memory_bytes_per_s * k.memory)
+    again = c.recompute > 0
+    moved = moved * f.elementwise * np.where(again, f.recompute_elementwise, 1.0)
+    cast = cast * f.cast * np.where(again, f.recompute_cast, 1.0)
+    forward = (moved + cast) / (c.memory_bytes_per_s * k.memory)
     return Pass(forward=forward, backward=2.0 * forward)
 
 

@@ -68,24 +68,3 @@ def test_offloaded_activations_give_the_same_gradients():
     _, wanted = grads(lambda block: None, rows=512)
     for a, b in zip(found, wanted, strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("kind", ["full", "selective"])
-def test_a_block_that_recomputes_is_compiled_too(kind):
-    """torch.compile passes over what it cannot enter without a word: the block would run as if it were not asked for."""
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    class Mlp(Block):
-        def forward(self, x):
-            return x + self.down(torch.relu(self.up(x)))
-
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    block, counter = Mlp(), CompileCounterWithBackend("aot_eager")
-    recompute([block], kind)
-    block.compile(backend=counter)
-    block(torch.ones(4, 64, requires_grad=True)).sum().backward()
-    _, wanted = grads(lambda block: None)
-    assert counter.frame_count == 1
-    for param, grad in zip(block.parameters(), wanted, strict=True):
-        assert torch.allclose(param.grad, grad)

@@ -34,21 +34,10 @@ def recompute(blocks: Iterable[nn.Module], kind: str) -> None:
     """Make each block recompute in backward; the module tree and its names stay as they are."""
     for block in blocks:
         if kind == "full":
-            block.forward = _recomputed(block.forward)
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         elif kind == "selective":
             contexts = partial(create_selective_checkpoint_contexts, _policy)
-            block.forward = _recomputed(block.forward, context_fn=contexts)
-
-
-def _recomputed(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`forward` under torch's checkpoint, as a function: torch.compile passes over a `functools.partial` without a word,
-    and the block then runs uncompiled (on an H200 1B in fp8 took twice as long, benchmarks/2026-11-16-h200-profile.md).
-    """
-
-    def run(*args: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **options)
-
-    return run
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
 
 
 def offload_activations(blocks: Iterable[nn.Module]) -> None:
