@@ -51,9 +51,11 @@ def machine_cluster(
         cluster = _gpu_cluster(_first_gpus(machine, ranks), environ, files)
     else:
         cluster = _cpu_cluster(machine, ranks or machine.usable_cores, environ, files)
-    if not machine.gpus and measured is None:
+    if not machine.gpus:
         rates, taken_at = kept_rates(machine, environ)
-        remark = f"steps measured on {taken_at[:10]}" if rates is not None else remark
+        if rates is not None:
+            told = f"steps measured on {taken_at[:10]}"
+            remark = told if measured is None else f"{remark}; {told}"
         cluster = dataclasses.replace(cluster, cpu=rates)
     source = "; ".join(part for part in (cluster.source, remark) if part)
     name = f"{cluster.name}:{ranks}" if ranks else cluster.name
