@@ -4,7 +4,7 @@
 
 Reads what `benchmarks/gpu_profile.py` wrote; a later line of a configuration replaces an earlier one. Only the scalars
 of FITTED move, each with a log-normal prior; the physics of `physics.toml` is left alone. The widths of the 80 %
-interval come from errors of fits that left the configuration out, again on the fitting half only.
+interval come from the errors of the fitting half too.
 """
 
 from __future__ import annotations
@@ -51,9 +51,14 @@ FITTED = {  # value, log width of the prior
     "optimizer_bytes": (40.0, 0.3),
     "accumulate_bytes": (10.0, 0.3),  # a 16-bit gradient is read and added to one in fp32: 2 + 4 + 4 bytes
 }
-FIXED = {"narrow_share": 2.0 / 3.0}  # train/parallel/float8.py: forward and input gradients; weight gradients in bf16
+FIXED = {  # read off the code
+    "narrow_share": 2.0 / 3.0,  # train/parallel/float8.py: forward and input gradients; weight gradients in bf16
+    "selective_attention": 0.0,  # train/parallel/recompute.py: attention and matrices are kept …
+    "selective_streams": 1.0 / float(physics().selective),  # … and everything else is done again
+    "early_stop": 1.0,  # torch.utils.checkpoint
+}
 MORE = (
-    "loss", "cast", "recompute_elementwise", "recompute_cast", "narrow_share", "launch_sharpness", "accumulate_bytes",
+    "loss", "cast", "recompute_elementwise", "recompute_cast", *FIXED, "launch_sharpness", "accumulate_bytes",
 )  # fmt: skip
 SCALE = 0.03  # errors below count squared, above linearly
 LEAST_SCALE = 0.3
@@ -104,7 +109,7 @@ def profile_of(logs: np.ndarray) -> Profile:
     return replace(profiles()[START], **values, **FIXED)
 
 
-def fit(members: list[Case], start: np.ndarray | None = None) -> np.ndarray:
+def fit(members: list[Case]) -> np.ndarray:
     """The most probable scalars, as logarithms over their priors."""
     widths = np.array([width for _, width in FITTED.values()])
     batch = Batch(members)
@@ -115,22 +120,23 @@ def fit(members: list[Case], start: np.ndarray | None = None) -> np.ndarray:
         soft = np.sign(errors) * np.sqrt(2.0 * (np.sqrt(1.0 + errors**2) - 1.0))
         return np.concatenate([soft, logs / widths])
 
-    found = least_squares(residuals, np.zeros(len(FITTED)) if start is None else start, diff_step=1e-3, ftol=1e-5)
+    found = least_squares(residuals, np.zeros(len(FITTED)), diff_step=1e-3, ftol=1e-5)
     return found.x
 
 
-def scales(members: list[Case], start: np.ndarray) -> tuple[float, float]:
-    """Factors on the common widths (uncertainty.toml): a tenth of the left-out errors lies beyond each side."""
+def scales(members: list[Case], profile: Profile) -> tuple[float, float]:
+    """Factors on the common widths (uncertainty.toml): a tenth of the errors beyond each side, and more for the fit.
+
+    Errors of a fit are smaller than those of new rows by about √((n - p) / n); of the scalars half count as fitted, the
+    others stay near their priors.
+    """
     below, above = weights()
-    low, high = [], []
-    for index, one in enumerate(members):
-        alone = Batch([one])
-        times = alone.times(profile_of(fit(members[:index] + members[index + 1 :], start)))
-        error = np.log(one.step_s / float(times.step_s[0]))
-        row = features(alone.table, times)[0]
-        low.append(-error / float(row @ below))
-        high.append(error / float(row @ above))
-    return max(LEAST_SCALE, float(np.quantile(low, 0.9))), max(LEAST_SCALE, float(np.quantile(high, 0.9)))
+    batch = Batch(members)
+    times = batch.times(profile)
+    errors = np.log(batch.step_s / times.step_s) * np.sqrt(len(members) / (len(members) - len(FITTED) / 2.0))
+    table = features(batch.table, times)
+    low, high = np.quantile(-errors / (table @ below), 0.9), np.quantile(errors / (table @ above), 0.9)
+    return max(LEAST_SCALE, float(low)), max(LEAST_SCALE, float(high))
 
 
 def report(members: list[Case], profile: Profile) -> str:
@@ -209,7 +215,7 @@ def main() -> None:
     if not args.check:
         print({name: float(f"{getattr(profile, name):.4g}") for name in FITTED})
     if args.write and logs is not None:
-        write(profile, scales(fitting, logs))
+        write(profile, scales(fitting, profile))
         from phalanx.plan.physics import shipped_table
         from phalanx.plan.uncertainty import _table
 

@@ -195,8 +195,9 @@ def compute(c: Cases, k: Physics, f: Profile) -> Compute:
     linears = _linears(c, k, f, rate)
     core = _attention_core(c, k, f, wide).times(c.layers)
     streams = _elementwise(c, k, f)
-    again_full = linears.forward + core.forward + streams.forward
-    again_selective = core.forward + k.selective * streams.forward
+    last = matmul(c, k, c.tokens, c.hidden, np.maximum(c.ffn, 64.0) / c.tp, rate).forward * (c.layers - c.moe_layers)
+    again_full = linears.forward - f.early_stop * last + core.forward + streams.forward
+    again_selective = f.selective_attention * core.forward + k.selective * f.selective_streams * streams.forward
     recompute = np.where(c.recompute == FULL, again_full, np.where(c.recompute == SELECTIVE, again_selective, 0.0))
     per_layer = k.kernels * (1.0 + k.tensor_kernels * (c.tp > 1))
     return Compute(

@@ -77,6 +77,9 @@ class Profile:
     cast: Number = 1.0  # quantising to fp8 and fp4
     recompute_elementwise: Number = 1.0  # memory-bound work of layers that recompute, relative to those that do not
     recompute_cast: Number = 1.0  # the same of quantising; above 1 where such layers are not compiled
+    selective_attention: Number = 1.0  # share of attention's forward that selective recompute repeats
+    selective_streams: Number = 1.0  # memory-bound work it repeats, relative to Physics.selective
+    early_stop: Number = 0.0  # 1: full recompute stops before a layer's last matrix, whose result nobody needs
     narrow_share: Number = (
         1.0  # share of a layer's matmul FLOPs done in fp8 or fp4; ours keeps weight gradients in bf16
     )
