@@ -2,8 +2,8 @@
 
     python benchmarks/cpu_prediction.py [--steps 24] [--only NAME ...]
 
-The first `phalanx plan` measures the machine (about 10 s, kept); then every job is planned and trained by the commands a
-user gives. Data: `offline-english`, as in `make run`. Prints a Markdown table; the measured step is the median of the
+The first `phalanx plan` measures the machine (about 10 s, kept); then every job is planned and trained by the commands
+a user gives. Data: `offline-english`, as in `make run`. Prints a Markdown table; the measured step is the median of the
 report, as `phalanx train` prints it.
 """
 
@@ -69,8 +69,8 @@ def main() -> None:
         low, high = found["step_s_low"], found["step_s_high"]
         where = "inside" if low <= step_s <= high else "outside"
         print(
-            f"| {name} | {found['step_s'] * 1e3:.0f} ms | {low * 1e3:.0f} to {high * 1e3:.0f} ms | {step_s * 1e3:.0f} ms "
-            f"| {found['step_s'] / step_s - 1:+.0%} | {where} |",
+            f"| {name} | {found['step_s'] * 1e3:.0f} ms | {low * 1e3:.0f} to {high * 1e3:.0f} ms "
+            f"| {step_s * 1e3:.0f} ms | {found['step_s'] / step_s - 1:+.0%} | {where} |",
             flush=True,
         )
 

@@ -48,7 +48,7 @@ def test_the_parts_add_up_and_grow_with_the_work() -> None:
 
 
 def test_constants_are_found_again() -> None:
-    """A machine three times as fast in some things: its jobs are predicted within 5 %, and others of other shapes too."""
+    """A machine three times as fast in some things: its jobs are predicted within 5 %, and those of other shapes."""
     true = replace(RATES, matmul_s=RATES.matmul_s / 3, layer_s=RATES.layer_s / 2, logit_s=RATES.logit_s / 2)
     measured = [
         replace(STEP, layers=2, hidden=64, tokens=128, seq=64, count=1, dp=2),

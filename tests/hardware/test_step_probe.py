@@ -47,7 +47,7 @@ def measure(target: str, environ: dict[str, str], told: list[str]) -> list[str]:
 
 
 def test_it_is_measured_once_and_kept(worker) -> None:
-    environ, told, write = worker
+    environ, told, _ = worker
     assert any("measuring this machine's" in line for line in measure("local-cpu:2", environ, told))
     assert step_probe.read_steps(discover(), environ).seconds == (0.5,)
     assert measure("local-cpu:4", environ, told) == []
@@ -68,7 +68,7 @@ def test_named_clusters_and_those_who_say_no_are_not_measured(worker) -> None:
 
 
 def test_what_was_measured_beside_busy_neighbours_is_measured_again(worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    environ, told, write = worker
+    environ, told, _ = worker
     monkeypatch.setattr(step_probe, "_load", lambda cores: 8.0)
     assert "busy (8.0 processes per core)" in measure("local", environ, told)[0]
     assert measure("local", environ, told) == []
@@ -87,7 +87,7 @@ def test_a_measurement_that_fails_is_told_and_leaves_nothing(worker, tmp_path: P
             os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-def test_ctrl_c_ends_the_worker(worker, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_worker(worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environ, told, write = worker
     write(
         f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); print('{{}}', flush=True); time.sleep(600)"
@@ -104,7 +104,7 @@ def test_ctrl_c_ends_the_worker(worker, tmp_path: Path) -> None:
 
 
 def test_a_plan_uses_what_was_measured(worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    environ, told, write = worker
+    environ, told, _ = worker
     measure("local", environ, told)
     cluster = resolve("local-cpu:4", environ=environ)
     assert cluster.cpu is not None

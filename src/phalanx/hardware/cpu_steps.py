@@ -40,7 +40,8 @@ class CpuRates:
 
 PRIOR_SIGMA = {
     "matmul_s": 0.7, "attention_s": 0.7, "element_s": 0.5, "logit_s": 0.5, "layer_s": 0.5, "micro_s": 0.5,
-    "step_s": 0.5, "parameter_s": 0.5, "message_s": 0.8, "byte_s": 0.7, "unit_s": 0.7, "stage_s": 0.7, "thread_gain": 0.2,
+    "step_s": 0.5, "parameter_s": 0.5,
+    "message_s": 0.8, "byte_s": 0.7, "unit_s": 0.7, "stage_s": 0.7, "thread_gain": 0.2,
 }  # fmt: skip
 NOISE = 0.04  # log scatter of a measured step around the formula
 ROBUST_AT = 3.0  # errors beyond this many times the noise count linearly: a neighbour's burst must not bend the rest
