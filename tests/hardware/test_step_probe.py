@@ -89,15 +89,14 @@ def test_a_measurement_that_fails_is_told_and_leaves_nothing(worker, tmp_path: P
 
 def test_ctrl_c_ends_the_worker(worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environ, told, write = worker
-    write(
-        f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); print('{{}}', flush=True); time.sleep(600)"
-    )
+    remember = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"
+    write(f"{remember}; print('{{}}', flush=True); time.sleep(600)")
 
     def interrupted(one):
         raise KeyboardInterrupt
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(step_probe, "_sample", interrupted)
+    monkeypatch.setattr(step_probe, "_sample", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         measure("local", environ, told)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
