@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 
 from phalanx.hardware.cpu_steps import CpuRates, CpuStep, cpu_times
@@ -41,8 +43,9 @@ def predict_cpu_step(c: Cases, rates: CpuRates) -> StepTimes:
         parameters=held.dense + held.experts,
     )
     times = cpu_times(step, rates)
-    whole = times.step
-    zero = np.zeros_like(whole)
+    # Columns of NICs and links, which cores do not have, may be varied too: the step is as large as all columns.
+    zero = np.zeros(np.broadcast_shapes(*(np.shape(getattr(c, item.name)) for item in fields(c))))
+    whole = times.step + zero
     return StepTimes(
         step_s=whole,
         matmul_s=times.matmul,
