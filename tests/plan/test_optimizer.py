@@ -22,7 +22,7 @@ OTHERS = ("adamw8bit", "adafactor", "muon")
 
 def test_adamw_in_fp32_changes_nothing(make_ask):
     ask = make_ask()
-    assert ask.profile == profiles()["pytorch"]
+    assert ask.profile == profiles()["phalanx"]
     assert ask.memory.optimizer_bytes == 12.0
     assert ask.memory.table_optimizer_bytes == 0.0
 

@@ -9,10 +9,12 @@ import pytest
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
 from phalanx.plan.ask import from_job
+from phalanx.plan.make import plan
 from phalanx.plan.memory import memory_profiles
 from phalanx.plan.score import score
 from phalanx.plan.search import search
 from phalanx.plan.space import build
+from phalanx.plan.text import render
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -60,3 +62,16 @@ def test_deepseek_v3():
     assert layout.expert >= 8
     assert layout.tensor <= 2
     assert layout.pipeline > 1
+
+
+def test_llama_3_as_published():
+    """Table 4 of arXiv 2407.21783: 41 % MFU on 16,384 H100 without full recompute; the example prices it within 5 %."""
+    made = plan(load(EXAMPLES / "llama-3.1-405b-as-published.toml"))
+    sizes = made.layout
+    assert (sizes.tensor, sizes.context, sizes.pipeline, sizes.data) == (8, 1, 16, 128)
+    assert sizes.recompute != "full"
+    assert made.prediction.mfu == pytest.approx(0.41, rel=0.05)
+    assert made.prediction.step_s_low < 6.46 < made.prediction.step_s_high  # 400 TFLOP/s per GPU
+    page = render(made)
+    assert "assumes the speed and memory of framework default, $3.25 per device-hour" in page
+    assert "0.0038 failures per host and day" in " ".join(page.split())

@@ -26,3 +26,10 @@ def add_set(parser: argparse.ArgumentParser) -> None:
 def add_json(parser: argparse.ArgumentParser) -> None:
     """--json, for every verb that has a result."""
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def add_no_probe(parser: argparse.ArgumentParser) -> None:
+    """--no-probe, for verbs that plan for this machine."""
+    parser.add_argument(
+        "--no-probe", action="store_true", help="do not measure this machine's cores before the first local plan"
+    )

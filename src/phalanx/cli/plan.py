@@ -9,11 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from phalanx.cli.inputs import told_inputs
-from phalanx.cli.options import add_json, add_set
+from phalanx.cli.options import add_json, add_no_probe, add_set
 from phalanx.cli.output import note, print_json, say, warn
 from phalanx.errors import Problem, mistake
 from phalanx.files import write_text
 from phalanx.hardware.cluster import resolve
+from phalanx.hardware.step_probe import measure_first
 from phalanx.job.load import load
 from phalanx.plan import compare as comparing
 from phalanx.plan import text
@@ -35,6 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", help="write the plan as JSON, whole or not at all")
     parser.add_argument("--top", metavar="N", type=int, default=6, help="runners-up and Pareto points shown (6)")
     parser.add_argument("--compare", metavar="JOB", nargs="+", default=[], help="plan several jobs, side by side")
+    add_no_probe(parser)
     add_json(parser)
 
 
@@ -60,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(job: str, args: argparse.Namespace) -> Plan:
     resolved = load(job, overrides=args.overrides)
+    if not args.no_probe:
+        measure_first(str(args.cluster or resolved.job.cluster.target), environ=os.environ, tell=note)
     cluster = resolve(args.cluster) if args.cluster is not None else None
     found = told_inputs(resolved)
     made = make_plan(resolved, cluster, calibration=_calibration(args.calibration))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.cli.options import add_json, add_set
+from phalanx.cli.options import add_json, add_no_probe, add_set
 from phalanx.cli.output import note, print_json, say, warn
 from phalanx.errors import PhalanxError, mistake
 
@@ -33,6 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", metavar="RUN", help="go on with a run from its newest checkpoint")
     parser.add_argument("--report", metavar="RUN", help="print the report of a run and do nothing else")
     parser.add_argument("--plan", metavar="FILE", help="use this plan, as phalanx plan --out wrote it")
+    add_no_probe(parser)
     parser.add_argument("--dry-run", action="store_true", help="plan and check, start nothing")
     parser.add_argument("--no-check", action="store_true", help="start against the training specification's errors too")
     parser.add_argument("--hosts", metavar="N", type=int, default=1, help="pretend that this machine is N hosts (1)")
@@ -158,8 +159,13 @@ def _fresh_plan(args: argparse.Namespace) -> tuple[Plan, ResolvedJob]:
         plan = prepare.read_plan(args.plan, None)
         return plan, prepare.job_in(plan, Path(args.plan))
     resolved = prepare.load_job(args.job, overrides=args.overrides, cluster=args.cluster, steps=args.steps)
-    plan = prepare.read_plan(args.plan, resolved) if args.plan else prepare.make(resolved)
-    return plan, resolved
+    if args.plan:
+        return prepare.read_plan(args.plan, resolved), resolved
+    if not args.no_probe and not _is_one_rank(os.environ):
+        from phalanx.hardware.step_probe import measure_first
+
+        measure_first(str(resolved.job.cluster.target), environ=os.environ, tell=note)
+    return prepare.make(resolved), resolved
 
 
 def _header(plan: Plan) -> None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 
 from phalanx.errors import Problem, UserError, nearest
+from phalanx.hardware.cpu_steps import CpuRates
 from phalanx.hardware.types import Accelerator, Cluster
 
 
@@ -45,9 +46,23 @@ def _checked(
             problems.append(Problem(where=where, what=f"unknown entry {name}", fix=near and f"did you mean {near}?"))
         elif name == "price_usd_per_device_hour":
             values[name] = _price(value, where, problems)
+        elif name == "cpu":
+            values[name] = _cpu(value, where, problems)
         else:
             values[name] = _scalar(name, str(known[name].type), value, where, problems)
     return values
+
+
+def _cpu(value: object, where: str, problems: list[Problem]) -> CpuRates | None:
+    if value is None:
+        return None
+    names = {field.name for field in dataclasses.fields(CpuRates)}
+    if isinstance(value, Mapping) and set(value) == names:
+        numbers = {str(name): one for name, one in value.items() if isinstance(one, int | float)}
+        if len(numbers) == len(names) and all(math.isfinite(one) and one > 0 for one in numbers.values()):
+            return CpuRates(**{name: float(one) for name, one in numbers.items()})
+    problems.append(Problem(where=where, what="cpu is not a set of positive rates", fix="store it with to_dict"))
+    return None
 
 
 def _scalar(name: str, kind: str, value: object, where: str, problems: list[Problem]) -> object:

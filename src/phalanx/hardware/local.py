@@ -13,6 +13,7 @@ from phalanx.hardware.discover import discover
 from phalanx.hardware.machine import Machine
 from phalanx.hardware.profile import Profile, load, usual_path
 from phalanx.hardware.shape import assemble
+from phalanx.hardware.step_probe import kept_rates
 from phalanx.hardware.types import Accelerator, Cluster
 
 MAX_LOCAL_RANKS = 4096
@@ -50,6 +51,12 @@ def machine_cluster(
         cluster = _gpu_cluster(_first_gpus(machine, ranks), environ, files)
     else:
         cluster = _cpu_cluster(machine, ranks or machine.usable_cores, environ, files)
+    if not machine.gpus:
+        rates, taken_at = kept_rates(machine, environ)
+        if rates is not None:
+            told = f"steps measured on {taken_at[:10]}"
+            remark = told if measured is None else f"{remark}; {told}"
+        cluster = dataclasses.replace(cluster, cpu=rates)
     source = "; ".join(part for part in (cluster.source, remark) if part)
     name = f"{cluster.name}:{ranks}" if ranks else cluster.name
     cores_per_rank = 1.0 if machine.gpus else machine.usable_cores / cluster.devices

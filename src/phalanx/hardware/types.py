@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from phalanx.hardware.cpu_steps import CpuRates
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accelerator:
@@ -56,6 +58,7 @@ class Cluster:
     disk_bytes_per_s: float = 0.0  # checkpoint bandwidth per host; 0 takes the planner's default
     matmul_flops: float = 0.0  # measured by `phalanx probe`; 0 uses the accelerator's figure
     launch_s: float = 0.0  # measured cost of one small operation; 0 uses the framework profile
+    cpu: CpuRates | None = None  # of measured cores: their steps are priced by hardware/cpu_steps.py
     source: str = ""
 
     @property

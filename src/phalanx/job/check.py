@@ -65,7 +65,11 @@ def enough_layers(draft: Draft, job: Job) -> None:
             why="every stage must hold at least one layer",
             fix=f"use {layers} or fewer",
         )
-    elif chunks != "auto" and stages * chunks > layers:
+        return
+    # Llama 3 405B had the embedding and the head in chunks of their own (arXiv 2407.21783, section 3.3.2): taken at its
+    # word for other frameworks; our trainer puts them beside a layer.
+    most = layers if job.parallel.framework == "phalanx" else layers + 2
+    if chunks != "auto" and stages * chunks > most:
         draft.complain(
             blame(draft, "parallel.virtual_pipeline", "parallel.pipeline"),
             f"parallel.virtual_pipeline = {chunks} cuts {stages} stages into {stages * chunks} chunks, "

@@ -24,9 +24,8 @@ Fixed = Mapping[str, int | str | bool]
 
 # Frameworks whose published runs materialise attention scores (column `attention` of throughput_public.csv).
 UNFUSED = ("megatron-deepspeed", "megatron-lm", "deepspeed")
-# What people write -> the profile that was fitted on such runs; "phalanx" trains with plain PyTorch.
+# What people write -> the profile that was fitted on such runs.
 PROFILE_ALIASES = {
-    "phalanx": "pytorch",
     "default": "default",
     "megatron": "megatron-core",
     "nemo": "megatron-core",
@@ -35,7 +34,7 @@ PROFILE_ALIASES = {
     "deepspeed-zero3": "deepspeed",
 }
 # `launch_s` of a profile covers all the host does per operation; `phalanx probe` times one bare kernel. On the H200 the
-# "pytorch" profile was measured on, the probe showed this (benchmarks/data, 2026-11-15).
+# "pytorch" and "phalanx" profiles were measured on, the probe showed this (benchmarks/data, 2026-11-15).
 PROBED_LAUNCH_S = 6.86e-6
 ADAMW_BYTES = 12.0  # fp32 master weights and two fp32 moments: what the memory profiles were fitted with
 

@@ -55,7 +55,8 @@ def rates(c: Cases, k: Physics, f: Profile) -> tuple[Floats, Floats]:
     # A device without the narrow format computes in 16 bit.
     narrow8 = np.maximum(c.matmul_fp8_flops * k.fp8, c.matmul_flops) * held
     narrow4 = np.maximum(c.matmul_fp4_flops * k.fp4 * held, narrow8)
-    return np.where(c.precision == FP8, narrow8, np.where(c.precision == FP4, narrow4, wide)), wide
+    mixed8, mixed4 = (1.0 / (f.narrow_share / one + (1.0 - f.narrow_share) / wide) for one in (narrow8, narrow4))
+    return np.where(c.precision == FP8, mixed8, np.where(c.precision == FP4, mixed4, wide)), wide
 
 
 def element_bytes(c: Cases) -> Floats:
@@ -175,13 +176,16 @@ def _elementwise(c: Cases, k: Physics, f: Profile) -> Pass:
         * tokens
         * (2.0 * c.hidden + local_heads * c.v_dim + width)
     )
-    forward = (moved * f.elementwise + cast) / (c.memory_bytes_per_s * k.memory)
+    again = c.recompute > 0
+    moved = moved * f.elementwise * np.where(again, f.recompute_elementwise, 1.0)
+    cast = cast * f.cast * np.where(again, f.recompute_cast, 1.0)
+    forward = (moved + cast) / (c.memory_bytes_per_s * k.memory)
     return Pass(forward=forward, backward=2.0 * forward)
 
 
-def _head(c: Cases, k: Physics, rate: Floats) -> Pass:
+def _head(c: Cases, k: Physics, f: Profile, rate: Floats) -> Pass:
     work = matmul(c, k, c.tokens, c.vocab / c.tp, c.hidden, rate)
-    loss = c.tokens * c.vocab / c.tp * k.loss_bytes / (c.memory_bytes_per_s * k.memory)
+    loss = c.tokens * c.vocab / c.tp * k.loss_bytes * f.loss / (c.memory_bytes_per_s * k.memory)
     return work + Pass(forward=loss / 3.0, backward=2.0 * loss / 3.0)
 
 
@@ -191,15 +195,16 @@ def compute(c: Cases, k: Physics, f: Profile) -> Compute:
     linears = _linears(c, k, f, rate)
     core = _attention_core(c, k, f, wide).times(c.layers)
     streams = _elementwise(c, k, f)
-    again_full = linears.forward + core.forward + streams.forward
-    again_selective = core.forward + k.selective * streams.forward
+    last = matmul(c, k, c.tokens, c.hidden, np.maximum(c.ffn, 64.0) / c.tp, rate).forward * (c.layers - c.moe_layers)
+    again_full = linears.forward - f.early_stop * last + core.forward + streams.forward
+    again_selective = f.selective_attention * core.forward + k.selective * f.selective_streams * streams.forward
     recompute = np.where(c.recompute == FULL, again_full, np.where(c.recompute == SELECTIVE, again_selective, 0.0))
     per_layer = k.kernels * (1.0 + k.tensor_kernels * (c.tp > 1))
     return Compute(
         matmul=linears,
         attention=core,
         elementwise=streams,
-        head=_head(c, k, wide),
+        head=_head(c, k, f, wide),
         recompute=recompute,
         operations=c.layers * per_layer + c.moe_layers * k.expert_kernels,
     )

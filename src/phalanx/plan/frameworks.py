@@ -14,6 +14,7 @@ class Framework:
     zero_with_pipeline: tuple[int, ...]
     context: bool = True  # can split one sequence over devices
     copies_kv_heads: bool = True  # can give several tensor ranks the same key/value head
+    bare_ends: bool = True  # can give the embedding and the head a pipeline chunk of their own
     selective_zero_bubble: bool = True  # can recompute selectively under a zero-bubble schedule
 
 
@@ -36,6 +37,7 @@ PHALANX = Framework(
     zero=(0, 1, 2, 3),
     zero_with_pipeline=(0, 1, 2),
     copies_kv_heads=False,
+    bare_ends=False,
     selective_zero_bubble=False,
 )
 FRAMEWORKS = {

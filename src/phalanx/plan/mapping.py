@@ -16,9 +16,9 @@ from phalanx.plan.score import price
 from phalanx.plan.step import StepTimes
 from phalanx.plan.weights import RankWeights, rank_weights
 
-EARLY_STOP = ("pytorch", "torchtitan")  # profiles of trainers on torch.utils.checkpoint
+EARLY_STOP = ("phalanx", "pytorch", "torchtitan")  # profiles of trainers on torch.utils.checkpoint
 # And of those that gather ZeRO-3's tables once: the head stays until its backward, a lookup's backward needs no weight.
-TABLES_ONCE = ("pytorch",)
+TABLES_ONCE = ("phalanx", "pytorch")
 RANK_ORDER = ("tensor", "context", "data", "pipeline")  # fastest-varying first: neighbours in rank are tensor peers
 
 

@@ -18,6 +18,9 @@ from phalanx.plan.weights import RankWeights, expert_sharers, expert_split, mlp_
 MOMENTS = {"adamw": 2, "adamw8bit": 2, "muon": 1, "adafactor": 0}
 STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4.0 / 256}  # int8: a fp32 scale for every 256 codes
 NEWTON_SCHULZ = 5  # iterations of the trainer's Muon
+# Kernels it launches per weight matrix (optim/muon.py): three an iteration, and about 13 for momentum, norm and update.
+# Small matrices are done sooner than the host has launched them.
+NEWTON_SCHULZ_LAUNCHES = 3 * NEWTON_SCHULZ + 13
 
 # Memory traffic per parameter that explains the time of the trainer's optimizers on an H200 with torch 2.11: 2.0 ms for
 # torch's fused AdamW, 4.3, 10.6, 10.8 and 39.2 ms for the others (22.5 of Muon's are Newton-Schulz), over 243 million
@@ -71,7 +74,10 @@ def update_seconds(c: Cases, k: Physics, f: Profile, w: RankWeights, g: Groups) 
         return seconds
     hosted = (c.offload == 1) | (c.offload == OFFLOAD_PARAMETERS)
     rate = np.where(hosted, HOST_MATMUL_FLOPS, rates(c, k, f)[1])
-    return seconds + newton_schulz_flops(c) * f.newton_schulz / rate + _exchange_seconds(c, g, owned)
+    products = newton_schulz_flops(c) * f.newton_schulz / rate
+    matrices = (c.layers * (4.0 + 2.0 + c.gated) + c.moe_layers * 2.0) / c.pp / np.where(c.zero >= 1, c.shard, 1.0)
+    launching = np.where(np.asarray(f.newton_schulz) > 0, matrices * NEWTON_SCHULZ_LAUNCHES * f.launch_s, 0.0)
+    return seconds + np.maximum(products, launching) + _exchange_seconds(c, g, owned)
 
 
 def newton_schulz_flops(c: Cases) -> Floats:

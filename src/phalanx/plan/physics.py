@@ -73,7 +73,18 @@ class Profile:
     elementwise: Number = 1.0  # memory-bound work; below 1 is better fusion
     flash: Number = 1.0
     expert: Number = 1.0  # grouped matmul quality
+    loss: Number = 1.0  # memory traffic of the loss; below 1 where it is fused
+    cast: Number = 1.0  # quantising to fp8 and fp4
+    recompute_elementwise: Number = 1.0  # memory-bound work of layers that recompute, relative to those that do not
+    recompute_cast: Number = 1.0  # the same of quantising; above 1 where such layers are not compiled
+    selective_attention: Number = 1.0  # share of attention's forward that selective recompute repeats
+    selective_streams: Number = 1.0  # memory-bound work it repeats, relative to Physics.selective
+    early_stop: Number = 0.0  # 1: full recompute stops before a layer's last matrix, whose result nobody needs
+    narrow_share: Number = (
+        1.0  # share of a layer's matmul FLOPs done in fp8 or fp4; ours keeps weight gradients in bf16
+    )
     launch_s: Number = 10e-6  # host time to issue one device operation
+    launch_sharpness: Number = 4.0  # p of the p-norm that joins device time and the host's: how well it runs ahead
     fabric_loss: Number = 0.05  # exponent by which NIC bandwidth falls with the domains a collective spans
     tensor_exposed: Number = 1.0  # share of tensor-parallel traffic not hidden behind compute
     expert_exposed: Number = 0.5
@@ -92,6 +103,7 @@ class Profile:
     newton_schulz: Number = 0.0  # iterations by which the optimizer makes each weight matrix orthogonal (Muon)
     balanced_stages: Number = 1.0  # 1: the split into stages counts the embedding and the head
     gradient_bytes: Number = 4.0  # width of the gradients that are reduced
+    accumulate_bytes: Number = 0.0  # memory traffic per parameter of adding up gradients, after every micro-batch
 
 
 PROFILE_FIELDS = tuple(f.name for f in fields(Profile))
@@ -121,8 +133,8 @@ _FAMILIES: tuple[tuple[str, str, str], ...] = (
     (r"composer|llm-?foundry|mosaic", "", "composer-fsdp"),
     (r"megatron-?deepspeed|neox", "", "megatron-deepspeed"),
     (r"deepspeed|zero", "", "deepspeed"),
-    (r"^phalanx|^pytorch|^torch\b", "2026", "pytorch"),
-    (r"^phalanx$", "", "pytorch"),
+    (r"^phalanx", "", "phalanx"),
+    (r"^pytorch|^torch\b", "2026", "pytorch"),
     (r"titan|fsdp2?$|^fsdp|^pytorch|accelerate|lightning", "", "torchtitan"),
     (r"bridge", "26.05", "megatron-bridge"),
     (r"bridge|nemo|megatron-?core|mcore|primus|transformer-?engine", "", "megatron-core"),

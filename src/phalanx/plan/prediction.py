@@ -12,6 +12,7 @@ from phalanx.arch.counts import ParameterCount, count_parameters
 from phalanx.errors import Problem
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import TOKENS_PER_PARAMETER, Batch
+from phalanx.plan import cpu_step
 from phalanx.plan.ask import Ask
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import MemoryUse
@@ -77,7 +78,7 @@ class Duration:
 def predict(ask: Ask, layout: Layout) -> tuple[Prediction, MemoryReport]:
     """The prediction for one layout."""
     table, times, memory = price(ask, [layout])
-    low, high = interval(table, times, ask.profile_name)
+    low, high = interval(table, times, cpu_step.PROFILE if ask.cluster.cpu is not None else ask.profile_name)
     counts = count_parameters(ask.model)
     step_s = float(times.step_s[0])
     tokens = ask.global_sequences * ask.sequence

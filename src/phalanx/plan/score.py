@@ -11,6 +11,7 @@ import numpy as np
 from phalanx.plan.ask import Ask
 from phalanx.plan.build import cases, layout_columns
 from phalanx.plan.cases import Cases, Floats
+from phalanx.plan.cpu_step import predict_cpu_step
 from phalanx.plan.grid import Bools, Grid, Ints
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import MemoryUse, MostMemory, predict_memory, predict_most_memory
@@ -128,9 +129,16 @@ def _by_layer(ask: Ask, table: Cases, predict: Callable[[Cases], Part]) -> Part:
     return replace(mixed, **parts)
 
 
+def _step(ask: Ask, table: Cases) -> StepTimes:
+    """By the constants of measured cores where this machine's are meant, else by the physics of accelerators."""
+    if ask.cluster.cpu is not None:
+        return predict_cpu_step(table, ask.cluster.cpu)
+    return predict_step(table, ask.physics, ask.profile)
+
+
 def step_times(ask: Ask, table: Cases) -> StepTimes:
     """The step of every case, as calibrated where the question brings measured scalars."""
-    times = _by_layer(ask, table, lambda cases: predict_step(cases, ask.physics, ask.profile))
+    times = _by_layer(ask, table, lambda cases: _step(ask, cases))
     if ask.calibration is None:
         return times
     from phalanx.plan.calibrate import calibrated  # imports scipy: only when asked for

@@ -15,7 +15,6 @@ from phalanx.plan.optimizer import owned_weights, update_seconds
 from phalanx.plan.physics import Physics, Profile
 from phalanx.plan.weights import rank_weights
 
-LAUNCH_SHARPNESS = 4.0  # p of the p-norm that joins device time and host launch time
 # Parameters in host memory are fetched in fp32 for forward and again for backward; gradients return in fp32.
 FETCHED_BYTES = 12.0
 OFFLOAD_ACTIVATIONS = 2  # index in cases.OFFLOAD
@@ -106,6 +105,7 @@ class _State:
     again: Floats
     factoring: Floats
     update: Floats
+    adding: Floats  # gradients to those of the micro-batches before
 
 
 def _state(c: Cases, k: Physics, f: Profile, g: traffic.Groups, layers: Floats) -> _State:
@@ -124,6 +124,12 @@ def _state(c: Cases, k: Physics, f: Profile, g: traffic.Groups, layers: Floats) 
         again=sync.again if np.any((c.zero == 2) & alone) else ZERO,
         factoring=traffic.factoring_seconds(c, k, w) if np.any(c.compression == traffic.POWERSGD) else ZERO,
         update=update_seconds(c, k, f, w, g),
+        adding=(w.dense + w.experts)
+        / np.where(c.zero >= 2, c.shard, 1.0)
+        * f.accumulate_bytes
+        / (c.memory_bytes_per_s * k.memory)
+        if np.any(np.asarray(f.accumulate_bytes) > 0)
+        else ZERO,
     )
 
 
@@ -150,7 +156,7 @@ def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
     host = host + np.where((c.pp > 1) & (c.tp > 1), c.layers * c.tp * f.tensor_pipeline_s, 0.0)
     plain = device
     device = device * np.where((c.schedule == ZERO_BUBBLE) & (c.pp > 1), ZERO_BUBBLE_SLOWDOWN, 1.0)
-    layers_s = smooth_max(device, host, LAUNCH_SHARPNESS)
+    layers_s = smooth_max(device, host, f.launch_sharpness)
 
     head_s = work.head.forward + work.head.backward
     per_layer = layers_s / c.layers
@@ -169,6 +175,7 @@ def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
         busy = np.maximum(busy, moved)
 
     state = _state_of(c, k, f, g, split)
+    busy = busy + state.adding
     gathers = (c.zero == 3) & (c.pp <= 1)
     micro = np.where(gathers, smooth_max(busy, state.moving, f.shard_sharpness), busy) if gathers.any() else busy
     mean_stage = (c.layers * per_layer + head_s) / c.pp
@@ -215,8 +222,8 @@ def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
         shard_s=count * (micro - busy),
         gradient_s=shown,
         gradient_total_s=gradient + zero,
-        optimizer_s=optimizer,
-        overhead_s=count * (busy - stage_s - send) + overhead,
+        optimizer_s=optimizer + count * state.adding,
+        overhead_s=count * (busy - state.adding - stage_s - send) + overhead,
         micro_s=micro,
     )
 

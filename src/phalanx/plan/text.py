@@ -100,8 +100,8 @@ def _between(low_s: float, middle_s: float, high_s: float) -> str:
 
 
 def _derived(plan: Plan) -> list[str]:
-    """Values that nobody wrote into the job, with their reason."""
-    lines = []
+    """What the figures above rest on, and values that nobody wrote into the job, with their reason."""
+    lines = [_assumptions(plan)]
     if isinstance(plan.job.data.tokens, str):
         lines.append(
             f"data.tokens = {plan.job.data.tokens}: {TOKENS_PER_PARAMETER} per parameter (Hoffmann et al. 2022) are "
@@ -111,6 +111,19 @@ def _derived(plan: Plan) -> list[str]:
         scalars = ", ".join(f"{name} ×{value:.3g}" for name, value in plan.calibration.scalars.items())
         lines.append(f"calibrated with {plan.calibration.file}: {scalars}")
     return [part for line in lines for part in _wrap(line)]
+
+
+def _assumptions(plan: Plan) -> str:
+    """Whose speed, whose price and whose failures: another framework or price gives another step and another bill."""
+    price = "price unknown"
+    if plan.bill.usd_per_device_hour:
+        low, middle, high = plan.bill.usd_per_device_hour
+        between = f" ({low:,.2f} to {high:,.2f})" if low < high else ""
+        price = f"${middle:,.2f} per device-hour{between}"
+    return (
+        f"assumes the speed and memory of framework {plan.job.parallel.framework}, {price}, "
+        f"{plan.reliability.failures_per_host_day:.2g} failures per host and day"
+    )
 
 
 def _step(plan: Plan) -> list[str]:

@@ -96,7 +96,10 @@ def _faults(job: Job, plan: Plan, limits: Limits) -> Iterator[tuple[str, int, in
         what = f"expert {layout.expert} does not divide data × context × tensor = {group:,}"
         yield what, layout.expert, group, "parallel.expert", "use a divisor of it"
     stages = layout.pipeline * layout.virtual_pipeline
-    if model.layers < stages:
+    # Other trainers may give the embedding and the head chunks of their own (Megatron's --account-for-embedding-in- and
+    # --account-for-loss-in-pipeline-split; Llama 3, arXiv 2407.21783, section 3.3.2).
+    bare_ends = 2 if layout.virtual_pipeline > 1 and job.parallel.framework != "phalanx" else 0
+    if model.layers + bare_ends < stages:
         what = f"{stages:,} chunks of the pipeline for {model.layers} layers: some hold none"
         fix = "fewer stages, or fewer chunks a stage"
         yield what, stages, model.layers, "parallel.pipeline", fix

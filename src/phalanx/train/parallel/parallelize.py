@@ -36,7 +36,10 @@ def parallelize(model: Decoder, meshes: Meshes, settings: Settings, device: torc
     if layout.offload == "activations":
         offload_activations(model.layers.values())
     if settings.compile:
-        for block in model.layers.values():
+        # Blocks that recompute stay uncompiled: torch.compile passes over their checkpointed forward anyhow, without a
+        # word. What that costs (twice the step in fp8, benchmarks/2026-11-16-h200-profile.md) the plan counts in.
+        first = 0 if layout.recompute == "none" else (settings.recompute_layers or len(model.layers))
+        for block in list(model.layers.values())[first:]:
             block.compile(backend=settings.compile_backend)
     if dims.zero:
         shard_params(

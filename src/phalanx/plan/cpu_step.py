@@ -1,0 +1,68 @@
+"""Seconds of one step on this machine's own cores, by the constants that were measured on them."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+
+from phalanx.hardware.cpu_steps import CpuRates, CpuStep, cpu_times
+from phalanx.plan.cases import Cases
+from phalanx.plan.step import StepTimes
+from phalanx.plan.weights import rank_weights
+
+PROFILE = "phalanx-cpu"  # of the 80 % interval (uncertainty.toml)
+
+
+def predict_cpu_step(c: Cases, rates: CpuRates) -> StepTimes:
+    """The step of every case. Experts count as an MLP of the width a token passes through."""
+    held = rank_weights(c, stage_layers=np.ceil(c.layers / c.pp))
+    routed = c.topk * c.expert_ffn + c.shared_ffn
+    share = c.moe_layers / c.layers
+    step = CpuStep(
+        layers=c.layers,
+        hidden=c.hidden,
+        heads=c.heads,
+        kv_heads=c.kv_heads,
+        head_dim=(c.qk_dim + c.v_dim) / 2.0,
+        ffn=(1.0 - share) * c.ffn + share * routed,
+        gated=c.gated,
+        vocab=c.vocab,
+        seq=c.seq,
+        tokens=c.tokens,
+        count=c.accumulation,
+        tp=c.tp,
+        pp=c.pp,
+        vpp=c.vpp,
+        cp=c.cp,
+        dp=c.dp,
+        shard=c.shard,
+        zero=c.zero,
+        sp=c.sp,
+        recompute=c.recompute,
+        parameters=held.dense + held.experts,
+    )
+    times = cpu_times(step, rates)
+    # Columns of NICs and links, which cores do not have, may be varied too: the step is as large as all columns.
+    zero = np.zeros(np.broadcast_shapes(*(np.shape(getattr(c, item.name)) for item in fields(c))))
+    whole = times.step + zero
+    return StepTimes(
+        step_s=whole,
+        matmul_s=times.matmul,
+        attention_s=times.attention,
+        elementwise_s=times.element,
+        head_s=times.head,
+        recompute_s=times.recompute,
+        launch_s=times.issue,
+        tensor_s=times.tensor,
+        context_s=times.context,
+        expert_s=zero,
+        pipeline_send_s=times.send,
+        bubble_s=times.bubble,
+        shard_s=times.shard,
+        gradient_s=times.gradient,
+        gradient_total_s=times.gradient + zero,
+        optimizer_s=times.update,
+        overhead_s=times.other,
+        micro_s=whole / c.accumulation,
+    )

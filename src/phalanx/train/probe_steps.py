@@ -1,0 +1,145 @@
+"""Worker of the automatic measurement: a few small training jobs on this machine's cores, as JSON on stdout.
+
+`python -m phalanx.train.probe_steps CORES`. Never imported by the planner. The jobs are the trainer itself, on random
+tokens: one rank per core, one rank with all threads, and two ranks per core, which then share it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+from phalanx.hardware.cpu_steps import CpuStep
+from phalanx.job.model import ModelShape
+from phalanx.job.schema import Optim
+from phalanx.plan.layout import Layout
+from phalanx.train.engine import Engine
+from phalanx.train.settings import Settings
+from phalanx.train.verify.ranks import run_ranks
+
+MOST_RANKS = 8  # of one rank per core: more only take longer to start
+BUDGET_S = 0.35  # of steps per job; three at least
+LEAST_STEPS, MOST_STEPS = 3, 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReferenceJob:
+    """One job that is timed."""
+
+    hidden: int
+    layers: int
+    sequence: int
+    micro: int
+    count: int = 1
+    vocab: int = 256
+    head_dim: int = 32
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    zero: int = 0
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.data * self.tensor * self.pipeline
+
+    def shape(self) -> ModelShape:
+        """A small Llama."""
+        heads = max(2, self.hidden // self.head_dim)
+        return ModelShape(
+            name="reference", layers=self.layers, hidden=self.hidden, heads=heads, kv_heads=2, head_dim=self.head_dim,
+            ffn=3 * self.hidden, vocab=self.vocab,
+        )  # fmt: skip
+
+    def layout(self) -> Layout:
+        """Everything not named is 1 or off."""
+        return Layout(
+            data=self.data, shard=self.data if self.zero else 1, tensor=self.tensor, context=1, pipeline=self.pipeline,
+            virtual_pipeline=1, expert=1, zero=self.zero, sequence_parallel=self.tensor > 1, micro_batch=self.micro,
+            accumulation=self.count, recompute="none", precision="fp32", schedule="1f1b", offload="none",
+            compression="none",
+        )  # fmt: skip
+
+    def step(self, parameters: int) -> CpuStep:
+        """As the formula reads it; `parameters` of the busiest rank before sharding."""
+        shape = self.shape()
+        return CpuStep(
+            layers=self.layers, hidden=self.hidden, heads=shape.heads, kv_heads=2, head_dim=self.head_dim,
+            ffn=3 * self.hidden, gated=1, vocab=self.vocab, seq=self.sequence, tokens=self.micro * self.sequence,
+            count=self.count, tp=self.tensor, pp=self.pipeline, dp=self.data, shard=self.data if self.zero else 1,
+            zero=self.zero, sp=float(self.tensor > 1), parameters=parameters,
+        )  # fmt: skip
+
+
+def reference_jobs(cores: int) -> list[list[ReferenceJob]]:
+    """Jobs in groups of the same number of ranks: what each group is for stands beside it."""
+    n = max(1, min(cores, MOST_RANKS))
+    job = ReferenceJob
+    alone = [  # one rank per core: issuing, matrices, attention, logits, layers and micro-batches
+        job(hidden=64, layers=2, sequence=64, micro=2, data=n),
+        job(hidden=256, layers=2, sequence=256, micro=2, head_dim=64, vocab=512, data=n),
+        job(hidden=128, layers=1, sequence=1024, micro=1, data=n),
+        job(hidden=64, layers=1, sequence=128, micro=8, vocab=8192, data=n),
+        job(hidden=128, layers=3, sequence=128, micro=2, count=3, data=n),
+    ]
+    shared = [  # two ranks per core: sharded layers, a pipeline
+        job(hidden=128, layers=2, sequence=128, micro=2, data=2 * n, zero=3),
+        job(hidden=128, layers=4, sequence=128, micro=2, count=4, pipeline=2, data=n, zero=2 if n > 1 else 0),
+    ]
+    groups = [alone, shared]
+    if n > 1:  # all threads in one rank; split tensors
+        groups.append([job(hidden=256, layers=2, sequence=256, micro=4, head_dim=64, vocab=512)])
+        groups.append([job(hidden=128, layers=2, sequence=128, micro=4, tensor=2)])
+    return groups
+
+
+def time_jobs(rank: int, jobs: list[ReferenceJob], threads: int) -> list[tuple[float, int]]:
+    """(seconds of a step, parameters of this rank) of every job; called on every rank of a group.
+
+    The lower quartile: what else the machine does for a moment is no property of it.
+    """
+    torch.set_num_threads(threads)
+    found = []
+    for job in jobs:
+        engine = Engine(
+            job.shape(), Settings(layout=job.layout(), sequence=job.sequence), Optim(), device=torch.device("cpu")
+        )
+        engine.initialise()
+        rows = torch.randint(0, job.vocab, (job.micro * job.count, job.sequence + 1))
+        times: list[float] = []
+        spent = torch.zeros(1)
+        # The first step sets things up. All ranks must take equally many: rank 0's clock decides.
+        while len(times) <= LEAST_STEPS or (float(spent) < BUDGET_S and len(times) <= MOST_STEPS):
+            began_s = time.perf_counter()
+            engine.step(rows[:, :-1], rows[:, 1:], lr=1e-5)
+            times.append(time.perf_counter() - began_s)
+            spent[0] = sum(times[1:])
+            if job.world > 1:
+                torch.distributed.broadcast(spent, src=0)
+        held = sum(piece.tensor.numel() for piece in engine.pieces) * (job.data if job.zero else 1)
+        found.append((sorted(times[1:])[(len(times) - 1) // 4], held))
+    return found
+
+
+def main() -> int:
+    """Time every job and print a line for each."""
+    cores = int(sys.argv[1])
+    for jobs in reference_jobs(cores):
+        world = jobs[0].world
+        ranks = run_ranks(time_jobs, world, jobs, max(1, cores // world), debug=False)
+        for index, job in enumerate(jobs):
+            seconds = statistics.median(rank[index][0] for rank in ranks)
+            step = job.step(max(rank[index][1] for rank in ranks))
+            line: dict[str, Any] = {"step": {f.name: float(getattr(step, f.name)) for f in fields(step)}}
+            print(json.dumps({**line, "seconds": seconds, "job": asdict(job)}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

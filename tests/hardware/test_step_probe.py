@@ -1,0 +1,119 @@
+"""The measurement before the first local plan: when it is made, what is kept, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from phalanx.hardware import step_probe
+from phalanx.hardware.cluster import resolve
+from phalanx.hardware.codec import from_dict, to_dict
+from phalanx.hardware.cpu_steps import CpuStep
+from phalanx.hardware.discover import discover
+from phalanx.job.load import load
+from phalanx.plan.make import plan
+from phalanx.plan.plan import Plan
+
+STEP = CpuStep(
+    layers=4, hidden=128, heads=4, kv_heads=2, head_dim=32, ffn=384, gated=1, vocab=512, seq=256, tokens=512, count=4,
+    parameters=8.5e5,
+)  # fmt: skip
+FIRST_RUN = Path(__file__).parents[2] / "examples" / "first-run.toml"
+pytestmark = pytest.mark.skipif(bool(discover().gpus), reason="measures the cores of a machine without GPUs")
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An environment whose worker is a file of our own; returns (environment, what was told, write the worker)."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr(step_probe, "WORKER", "stand_in_worker")
+    environ = {**os.environ, "XDG_DATA_HOME": str(tmp_path / "data"), "PYTHONPATH": str(tmp_path), "PHALANX_PROBE": "1"}
+
+    def write(text: str) -> None:
+        (tmp_path / "stand_in_worker.py").write_text(text, encoding="utf-8")
+
+    write(f"print({json.dumps(json.dumps({'step': asdict(STEP), 'seconds': 0.5}))})")
+    return environ, [], write
+
+
+def measure(target: str, environ: dict[str, str], told: list[str]) -> list[str]:
+    told.clear()
+    step_probe.measure_first(target, environ=environ, tell=told.append)
+    return told
+
+
+def test_it_is_measured_once_and_kept(worker) -> None:
+    environ, told, _ = worker
+    assert any("measuring this machine's" in line for line in measure("local-cpu:2", environ, told))
+    assert step_probe.read_steps(discover(), environ).seconds == (0.5,)
+    assert measure("local-cpu:4", environ, told) == []
+    # Another version of torch or Phalanx, or a damaged file: measured again.
+    path = step_probe.steps_path(discover(), environ)
+    path.write_text(path.read_text().replace('"torch": "', '"torch": "0.'))
+    assert measure("local", environ, told)
+    path.write_text("{")
+    assert measure("local", environ, told)
+
+
+def test_named_clusters_and_those_who_say_no_are_not_measured(worker) -> None:
+    environ, told, write = worker
+    write("raise SystemExit('must not run')")
+    assert measure("8xH100:2", environ, told) == []
+    assert measure("clusters/mine.toml", environ, told) == []
+    assert measure("local-cpu:2", {**environ, "PHALANX_PROBE": "0"}, told) == []
+
+
+def test_what_was_measured_beside_busy_neighbours_is_measured_again(worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    environ, told, _ = worker
+    monkeypatch.setattr(step_probe, "_load", lambda cores: 8.0)
+    assert "busy (8.0 processes per core)" in measure("local", environ, told)[0]
+    assert measure("local", environ, told) == []
+    monkeypatch.setattr(step_probe, "_load", lambda cores: 0.5)
+    assert measure("local", environ, told)
+    assert measure("local", environ, told) == []
+
+
+def test_a_measurement_that_fails_is_told_and_leaves_nothing(worker, tmp_path: Path) -> None:
+    environ, told, write = worker
+    for text in ("raise SystemExit(3)", "print('no JSON', flush=True); import time; time.sleep(600)"):
+        write(f"import os; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n{text}")
+        assert "not measured: " in measure("local", environ, told)[-1]
+        assert step_probe.read_steps(discover(), environ) is None
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_ctrl_c_ends_the_worker(worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environ, told, write = worker
+    remember = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"
+    write(f"{remember}; print('{{}}', flush=True); time.sleep(600)")
+
+    def interrupted(one):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(step_probe, "_sample", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measure("local", environ, told)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_plan_uses_what_was_measured(worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    environ, told, _ = worker
+    measure("local", environ, told)
+    cluster = resolve("local-cpu:4", environ=environ)
+    assert cluster.cpu is not None
+    assert cluster.cpu.cores == discover().usable_cores
+    assert "steps measured on 20" in cluster.source
+    assert from_dict(json.loads(json.dumps(to_dict(cluster)))) == cluster
+    made = plan(load(FIRST_RUN), cluster)
+    assert Plan.from_json(made.to_json()).cluster == cluster
+    other = plan(load(FIRST_RUN), resolve("local-cpu:4", environ={**environ, "XDG_DATA_HOME": "/nonexistent"}))
+    assert other.cluster.cpu is None
+    assert made.prediction.step_s != other.prediction.step_s
+    assert made.prediction.step_s_low < made.prediction.step_s < made.prediction.step_s_high
+    assert sum(made.prediction.breakdown_s.values()) == pytest.approx(made.prediction.step_s)
