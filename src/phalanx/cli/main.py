@@ -81,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"stopped by Ctrl-C, in the middle of something ({type(error).__name__})", file=sys.stderr)
             return INTERRUPTED
         return _failed(error)
+    finally:
+        stop.unwound()
 
 
 def _drop_output() -> None:

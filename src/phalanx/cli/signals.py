@@ -25,7 +25,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received = False
-        self._last_s = 0.0
+        self._unwinding_s: float | None = None  # since when
 
     def listen(self) -> None:
         """Take what nobody ignores: under nohup, or in the background of a script, a signal may be switched off."""
@@ -37,13 +37,17 @@ class StopSignals:
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._note)
 
+    def unwound(self) -> None:
+        """The command is over: from here on there is nothing to interrupt but the interpreter's own end."""
+        self._unwinding_s = time.monotonic()
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
-        again, self.received = self.received, True
-        if not again:
-            self._last_s = now_s
+        self.received = True
+        if self._unwinding_s is None:
+            self._unwinding_s = now_s
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated
-        if now_s - self._last_s > SAME_S:
+        if now_s - self._unwinding_s > SAME_S:
             os._exit(128 + number)  # somebody does not want to wait for the clean-up
 
 
