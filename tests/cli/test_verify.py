@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -100,6 +105,45 @@ def test_a_failing_process_is_exit_3(job, capsys):
     """A timeout that no process can keep."""
     assert main(["verify", job, "--set", "parallel.data=4", "--timeout", "0.01"]) == 3
     assert "within 0.01 s" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_of_it_outlives_a_signal(job, number):
+    """Ctrl-C twice, as a terminal sends it: to the ranks and to the server that forks them too. SIGTERM to it alone."""
+    mark = f"PHALANX_TEST_MARK={os.getpid()}-{number}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "phalanx", "verify", job, "--set", "parallel.data=4"],
+        env={**os.environ, **dict([mark.split("=")])}, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    said: list[str] = []
+    for line in process.stderr:
+        said.append(line)
+        if "ranks: " in line:
+            break
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    said.append(process.communicate(timeout=300)[1])
+    assert process.returncode == (130 if number == signal.SIGINT else -number), said
+    assert "Traceback" not in "".join(said)
+    until_s = time.monotonic() + 300
+    while marked(mark) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert marked(mark) == []
+
+
+def marked(mark):
+    """Commands of living processes with this in their environment."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError):
+            if folder.name.isdigit() and mark.encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_bytes())
+    return found
 
 
 def test_help_needs_no_torch():
