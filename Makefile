@@ -1,6 +1,7 @@
 # Two commands to learn: `make run` and `make test`. Each sets up its own .venv the first time.
 
 VENV  := .venv
+MADE  := $(VENV)/pyvenv.cfg
 BIN   := $(VENV)/bin
 READY := $(VENV)/.phalanx-ready
 DEV   := $(VENV)/.phalanx-dev
@@ -9,7 +10,7 @@ PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check --edit
 export PYTHON
 JOB   ?= examples/first-run.toml
 
-.PHONY: run test check setup clean
+.PHONY: run test check setup clean always
 
 run: $(READY)  ## build a corpus, plan, train a small Llama on four CPU ranks, report, check
 	$(BIN)/phalanx train $(JOB)
@@ -28,15 +29,17 @@ setup: $(DEV)
 
 # A stamp is younger than pyproject.toml exactly when the environment holds what it asks for. To train takes less than to
 # test: whoever only wants `make run` gets no browser driver and no trackers.
-$(READY): pyproject.toml .ci/venv
-	@bash .ci/venv $(VENV)
+$(READY): pyproject.toml $(MADE)
 	$(PIP) '.[train,parquet]'
 	@touch $@
 
-$(DEV): pyproject.toml .ci/venv
-	@bash .ci/venv $(VENV)
+$(DEV): pyproject.toml $(MADE)
 	$(PIP) '.[train,parquet,dev]'
 	@touch $(READY) $@
+
+# Looked at every time, made anew only when PYTHON names another Python: then it is younger than the stamps.
+$(MADE): always
+	@bash .ci/venv $(VENV)
 
 # A browser and a Prometheus server for the tests; where they cannot be had, those tests skip.
 $(TOOLS): .ci/packages | $(DEV)

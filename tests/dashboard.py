@@ -40,7 +40,7 @@ class Dashboard:
 
     def get(self, path: str, *, method: str = "GET", **headers: str) -> Answer:
         """One request; header names are written with underscores."""
-        caller = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        caller = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         try:
             caller.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
             found = caller.getresponse()
@@ -57,7 +57,7 @@ class Dashboard:
 
     def raw(self, request: bytes, *, least: int = 1) -> bytes:
         """Send bytes as they are, and read until `least` bytes came or the server closes."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=20) as caller:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=120) as caller:
             caller.sendall(request)
             found = b""
             while len(found) < least and (data := caller.recv(65536)):

@@ -88,7 +88,7 @@ def test_a_pipe_is_written_into_and_stays_a_pipe(tmp_path):
     code = f"print(open({str(pipe)!r}).read())"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as reader:
         write_text(pipe, "through")
-        assert reader.communicate(timeout=60)[0] == "through\n"
+        assert reader.communicate(timeout=300)[0] == "through\n"
     assert pipe.is_fifo()
     assert names(tmp_path) == ["pipe"]
 

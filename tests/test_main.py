@@ -5,7 +5,7 @@ import sys
 
 
 def phalanx(*arguments):
-    return subprocess.run([sys.executable, "-m", "phalanx", *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-m", "phalanx", *arguments], capture_output=True, text=True, timeout=300)
 
 
 def test_help():

@@ -14,7 +14,7 @@ from phalanx.cli import main as cli
 
 def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300, check=False
     )
 
 
@@ -133,7 +133,7 @@ sys.exit(cli.main(["fake"]))
     script.write_text(code)
     done = subprocess.run(
         ["bash", "-c", f'"{sys.executable}" "{script}" | head -c 1; echo "${{PIPESTATUS[0]}}"'],
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
     assert done.stdout == "x141\n"
     assert done.stderr == ""
@@ -142,7 +142,7 @@ sys.exit(cli.main(["fake"]))
 def test_a_full_disk_behind_stdout_is_one_plain_line() -> None:
     done = subprocess.run(
         ["bash", "-c", f'"{sys.executable}" -m phalanx cluster --list > /dev/full'],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 3
     assert done.stderr == "phalanx: the output cannot be written: No space left on device\n"

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -102,12 +107,51 @@ def test_a_failing_process_is_exit_3(job, capsys):
     assert "within 0.01 s" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_of_it_outlives_a_signal(job, number):
+    """Ctrl-C twice, as a terminal sends it: to the ranks and to the server that forks them too. SIGTERM to it alone."""
+    mark = f"PHALANX_TEST_MARK={os.getpid()}-{number}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "phalanx", "verify", job, "--set", "parallel.data=4"],
+        env={**os.environ, **dict([mark.split("=")])}, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    said: list[str] = []
+    for line in process.stderr:
+        said.append(line)
+        if "ranks: " in line:
+            break
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    said.append(process.communicate(timeout=300)[1])
+    assert process.returncode == (130 if number == signal.SIGINT else -number), said
+    assert "Traceback" not in "".join(said)
+    until_s = time.monotonic() + 300
+    while marked(mark) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert marked(mark) == []
+
+
+def marked(mark):
+    """Commands of living processes with this in their environment."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError):
+            if folder.name.isdigit() and mark.encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_bytes())
+    return found
+
+
 def test_help_needs_no_torch():
     text = (
         "import sys\nfrom phalanx.cli.main import main\ntry:\n    main(['verify', '--help'])\n"
         "except SystemExit:\n    pass\nassert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", text], check=True, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-c", text], check=True, capture_output=True, timeout=300)
 
 
 def test_a_network_of_ones_own_is_refused_with_what_to_do(job, capsys):

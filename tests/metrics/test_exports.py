@@ -138,7 +138,7 @@ def export(run: Run, *options: str, times: int = 1) -> str:
     """What the verb prints, called `times` times in one process."""
     code = f"import sys; from phalanx.cli.main import main; sys.exit(max(main(sys.argv[1:]) for _ in range({times})))"
     command = [sys.executable, "-c", code, "metrics", str(run.path), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return done.stdout
 
@@ -182,7 +182,7 @@ def test_wandb_offline(finished: Run, tmp_path: Path) -> None:
     assert export(finished, "--wandb", str(tmp_path)) == f"steps: 120, where: {tmp_path}\n"
     (file,) = tmp_path.glob("wandb/offline-run-*-first/run-first.wandb")
     reader = [sys.executable, str(Path(__file__).with_name("wandb_reader.py")), str(file)]
-    rows = json.loads(subprocess.run(reader, capture_output=True, text=True, timeout=120, check=True).stdout)
+    rows = json.loads(subprocess.run(reader, capture_output=True, text=True, timeout=600, check=True).stdout)
     found = [(row["train/step"], row["train/loss"], row["_timestamp"]) for row in rows if "train/loss" in row]
     assert found == [(one["step"] + 1, one["loss"], one["t"]) for one in steps_of(finished)]
     assert not list(tmp_path.rglob("requirements.txt"))

@@ -46,7 +46,7 @@ def tool(name: str) -> str:
 def get(url: str, **headers: str) -> tuple[int, str]:
     request = urllib.request.Request(url, headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -95,7 +95,7 @@ def test_only_reading(server: MetricsServer) -> None:
     for method in ("POST", "PUT", "DELETE"):
         request = urllib.request.Request(server.url, method=method, data=b"x")
         with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(request, timeout=20)
+            urllib.request.urlopen(request, timeout=120)
         assert caught.value.code == 501
         caught.value.close()
 

@@ -309,7 +309,7 @@ def test_no_path_of_the_machine_leaves_it(tmp_path: Path) -> None:
         assert page.json("/api/runs/told")["summary"]["message"].endswith("--resume told")
 
 
-def _until(true: Any, seconds: float = 30.0) -> None:
+def _until(true: Any, seconds: float = 300.0) -> None:
     import time
 
     end = time.monotonic() + seconds

@@ -22,7 +22,7 @@ from phalanx.record.run import Run
 
 pytest.importorskip("uvicorn")
 
-PATIENCE_MS = 30_000  # a busy machine is no reason to fail
+PATIENCE_MS = 120_000  # a busy machine is no reason to fail
 HOSTILE = "<img src=x onerror=alert(1)><b>bold</b>"
 
 # Every page: its address, and what is there once it is drawn.

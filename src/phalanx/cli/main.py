@@ -47,24 +47,42 @@ start with: phalanx init job.toml && phalanx plan job.toml
 """
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
+TERMINATED = 143  # 128 + SIGTERM
 PIPE_CLOSED = 141  # 128 + SIGPIPE: whoever read our output had enough
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the return value is the exit code of the process."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _dispatch(arguments)
+        from phalanx.cli.signals import StopSignals, Terminated, die_of_sigterm
+
+        stop = StopSignals()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    try:
+        if argv is None:  # we are the program, and stay it until the interpreter is gone
+            stop.listen()
+        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         return INTERRUPTED
+    except Terminated:
+        die_of_sigterm()
+        return TERMINATED
     except BrokenPipeError:
         _drop_output()
         return PIPE_CLOSED
     except Exception as error:
+        # A library may turn Ctrl-C into an error of its own, as an import in C does, and ranks that the terminal
+        # stopped too are ranks that failed.
+        if stop.received:
+            print(f"stopped by Ctrl-C, in the middle of something ({type(error).__name__})", file=sys.stderr)
+            return INTERRUPTED
         return _failed(error)
+    finally:
+        stop.unwound()
 
 
 def _drop_output() -> None:

@@ -16,18 +16,19 @@ MOST_DEPTH = 32
 
 Path = tuple[str | int, ...]
 
-# Possessive and atomic groups (Python 3.11) keep every pattern linear on hostile text.
-_BLANK = re.compile(r"(?:[ \t\r\n]++|#[^\n]*+)*+")
-_SPACE = re.compile(r"[ \t]*+")
-_BARE_KEY = re.compile(r"[A-Za-z0-9_-]++")
+# Linear on hostile text without possessive or atomic groups, which Python 3.11.0 to 3.11.4 match wrongly (CPython issue
+# 106052): each repeat stops at a character it cannot hold itself, so going back never finds another end.
+_BLANK = re.compile(r"(?:[ \t\r\n]+|#[^\n]*)*")
+_SPACE = re.compile(r"[ \t]*")
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _STRING = re.compile(
-    r'"""(?>[^"\\]+|\\.|"{1,2}(?!"))*+"{3,5}'
-    r"|'''(?>[^']+|'{1,2}(?!'))*+'{3,5}"
-    r'|(?!""")"(?>[^"\\\n]+|\\.)*+"'
-    r"|(?!''')'[^'\n]*+'",
+    r'"""[^"\\]*(?:(?:\\.|"{1,2}(?!"))[^"\\]*)*"{3,5}'
+    r"|'''[^']*(?:'{1,2}(?!')[^']*)*'{3,5}"
+    r'|(?!""")"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
+    r"|(?!''')'[^'\n]*'",
     re.DOTALL,
 )
-_SCALAR = re.compile(r"[^,\]}#\n\"']++")
+_SCALAR = re.compile(r"[^,\]}#\n\"']+")
 
 
 class TooDeep(Exception):

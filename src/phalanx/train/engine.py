@@ -439,11 +439,11 @@ class Engine:
         layout = self.settings.layout
         micro, length = layout.micro_batch, self.settings.sequence // self.dims.context
         held = length // self.dims.tensor if layout.sequence_parallel and self.dims.tensor > 1 else length
-        wide = self.shape.vocab // (self.dims.tensor if self.settings.loss_parallel else 1)
         kind = self.settings.compute_dtype
         tokens = torch.empty(micro, length, dtype=torch.int64, device="meta")
         hidden = torch.empty(micro, held, self.shape.hidden, dtype=kind, device="meta", requires_grad=True)
-        logits = torch.empty(micro, length, wide, dtype=kind, device="meta", requires_grad=True)
+        # Split logits are a DTensor, whose shape is that of the whole vocabulary: torch 2.11 compares it in every step.
+        logits = torch.empty(micro, length, self.shape.vocab, dtype=kind, device="meta", requires_grad=True)
         return tokens if stage == 0 else hidden, logits if stage == num_stages(self.settings) - 1 else hidden
 
     def _gradients(self) -> list[torch.Tensor]:

@@ -32,6 +32,7 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
         ("a.json", '{"a": 1, "a": 2}', "is given twice"),
         # Quadratic work on this one takes minutes.
         ("a.json", "{" + "".join(f'"k{i}": 1, ' for i in range(60_000)) + '"k59999": 2}', "'k59999' is given twice"),
+        ("a.json", '{"a": "' + '\\"' * 400_000, "is not JSON"),  # and on this one: a quote that never closes
         ("a.json", '{"a": NaN}', "NaN is not a number"),
         ("a.json", "[" * 5000, "nests deeper"),
         ("a.json", '{"a": ' + "9" * 5000 + "}", "is not JSON"),
@@ -105,6 +106,14 @@ def test_variables_in_variables_do_not_grow_without_end(tmp_path: Path) -> None:
 )
 def test_quotes_in_quotes_end(tmp_path: Path, text: str) -> None:
     assert len(read_arguments(written(tmp_path, "run.sh", text + "\n"))) < 50
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['"' + r"\"" * 120_000, "'" + '"' * 250_001, '"${A-' + "${A-" * 20_000 + '"', "$((" * 20_000, "a=(" * 80_000],
+)
+def test_what_never_closes_costs_linear_time(tmp_path: Path, text: str) -> None:
+    read_arguments(written(tmp_path, "run.sh", "--num-layers 4\n" + text))  # a quadratic pattern would take minutes
 
 
 def test_lines_of_json_keys() -> None:

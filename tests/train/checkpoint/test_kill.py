@@ -66,7 +66,7 @@ for folder, attempt, stop, seconds in lives:
 def run(root, lives):
     """What each writer reported, after all of them died."""
     command = [sys.executable, "-c", DRIVER, str(root), json.dumps(lives)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

@@ -117,7 +117,7 @@ def runs(store):
     roots = [f"s3://four-ranks/{name}" for name in RUNS]
     work = [RANKS, ROWS, list(zip(roots, RUNS.values(), strict=True))]
     command = [sys.executable, "-c", DRIVER, json.dumps(work)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     ended = map(json.loads, done.stdout.splitlines())
     return {name: (root, end, done.stderr) for name, root, end in zip(RUNS, roots, ended, strict=True)}
 

@@ -10,11 +10,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from phalanx.record.run import Run
+from phalanx.train.drill import driver as module
 from phalanx.train.drill import fired, processes
 from phalanx.train.drill.damage import damage
 from phalanx.train.drill.driver import Driver, Stuck
@@ -23,10 +25,22 @@ from phalanx.train.drill.fault import parse_all
 # An "agent" with two "ranks", which it names on its first line.
 AGENT = """
 import subprocess, sys, time
-ranks = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2)]
+ranks = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in range(2)]
 print(*[rank.pid for rank in ranks], flush=True)
-time.sleep(60)
+time.sleep(600)
 """
+
+
+PATIENCE_S = 120.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of drivers and notes; only the test moves it."""
+    now_s = [1_000.0]
+    for one in (module, fired):
+        monkeypatch.setattr(one, "time", SimpleNamespace(time=lambda: now_s[0], monotonic=lambda: now_s[0]))
+    return now_s
 
 
 @pytest.fixture
@@ -71,7 +85,7 @@ def state(pid: int) -> str:
 
 
 def becomes(pid: int, states: str) -> bool:
-    until = time.monotonic() + 10
+    until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until and state(pid) not in states:
         time.sleep(0.01)
     return state(pid) in states
@@ -87,7 +101,7 @@ def test_a_lost_host_is_the_agent_and_its_ranks_at_the_step(run: Run, host: Any)
     assert agent.poll() is None
     write(run.events(0), event="step", step=4)
     drill.tick()
-    assert agent.wait(10) == -signal.SIGKILL
+    assert agent.wait(PATIENCE_S) == -signal.SIGKILL
     assert all(becomes(pid, "XZ") for pid in ranks)
     [note] = fired.read_fired(run)
     assert (note.host, note.epoch, note.step, note.note) == ("host-1", 3, 4, "SIGKILL to 3 processes")
@@ -95,13 +109,16 @@ def test_a_lost_host_is_the_agent_and_its_ranks_at_the_step(run: Run, host: Any)
     assert told == ["  epoch 3, step 4: host:step=4 host-1"]
 
 
-def test_a_frozen_host_wakes_again(run: Run, host: Any) -> None:
+def test_a_frozen_host_wakes_again(run: Run, host: Any, clock: list[float]) -> None:
     agent, ranks = host
-    drill = driver(run, "freeze:host=1,for_s=0.3")
+    drill = driver(run, "freeze:host=1,for_s=30")
     write(run.events(0), event="step", step=0)
     drill.tick()
     assert all(becomes(pid, "T") for pid in (agent.pid, *ranks))
-    time.sleep(0.35)
+    clock[0] += 29
+    drill.tick()
+    assert all(state(pid) == "T" for pid in (agent.pid, *ranks))
+    clock[0] += 2
     drill.tick()
     assert all(becomes(pid, "S") for pid in (agent.pid, *ranks))
 
@@ -116,14 +133,14 @@ def test_what_still_lasts_is_taken_back_at_the_end(run: Run, host: Any) -> None:
     assert becomes(agent.pid, "S")
 
 
-def test_a_rank_that_stopped_itself_is_woken(run: Run, host: Any) -> None:
+def test_a_rank_that_stopped_itself_is_woken(run: Run, host: Any, clock: list[float]) -> None:
     _, [rank, _] = host
-    drill = driver(run, "hang:rank=0,for_s=0.2")
+    drill = driver(run, "hang:rank=0,for_s=20")
     os.kill(rank, signal.SIGSTOP)
-    fired.claim(run, parse_all(["hang:rank=0,for_s=0.2"])[0], whom=0, rank=0, pid=rank)
+    fired.claim(run, parse_all(["hang:rank=0,for_s=20"])[0], whom=0, rank=0, pid=rank)
     drill.tick()
     assert becomes(rank, "T")
-    time.sleep(0.25)
+    clock[0] += 25
     drill.tick()
     assert becomes(rank, "S")
 
@@ -136,14 +153,14 @@ def test_a_host_that_is_down_is_hit_when_it_is_back(run: Run) -> None:
 
 
 def test_the_coordinator_of_this_run_and_no_other(run: Run, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import time; time.sleep(60)", processes.COORDINATOR]
+    command = [sys.executable, "-c", "import time; time.sleep(600)", processes.COORDINATOR]
     mine = subprocess.Popen([*command, str(run.path)])
     other = subprocess.Popen([*command, str(tmp_path / "other")])
     try:
         drill = driver(run, "coordinator")
         write(run.events(0), event="step", step=0)
         drill.tick()
-        assert mine.wait(10) == -signal.SIGKILL
+        assert mine.wait(PATIENCE_S) == -signal.SIGKILL
         assert other.poll() is None
     finally:
         for process in (mine, other):
@@ -151,15 +168,15 @@ def test_the_coordinator_of_this_run_and_no_other(run: Run, tmp_path: Path) -> N
             process.wait()
 
 
-def test_seconds_and_the_clock_of_the_ranks(run: Run) -> None:
+def test_seconds_and_the_clock_of_the_ranks(run: Run, clock: list[float]) -> None:
     drill = driver(run, "port:at_s=0.1")
     drill.tick()
     assert fired.clock(run) is None
     write(run.events(0), event="step", step=0)
     drill.tick()
-    assert abs(float(fired.clock(run) or 0) - time.time()) < 5
+    assert fired.clock(run) == clock[0]
     assert fired.read_fired(run) == []
-    time.sleep(0.12)
+    clock[0] += 0.12
     drill.tick()
     assert len(fired.read_fired(run)) == 1
     drill.close()
@@ -177,21 +194,21 @@ def test_a_run_is_stopped_after_its_minutes_or_its_steps(run: Run) -> None:
         assert run.stop_file.exists()
 
 
-def test_a_run_that_stands_still_is_left(run: Run) -> None:
+def test_a_run_that_stands_still_is_left(run: Run, clock: list[float]) -> None:
     drill = driver(run, patience_s=0.05)
     write(run.events(0), event="step", step=7)
     drill.tick()
-    time.sleep(0.06)
+    clock[0] += 0.06
     with pytest.raises(Stuck, match=r"no step and no event for 0.05 s, after step 7"):
         drill.tick()
 
 
-def test_processes_that_outlive_the_end_are_left(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_outlive_the_end_are_left(run: Run, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.train.drill.driver.LEAVE_S", 0.05)
     run.set_status("done")
     drill = driver(run)
     drill.tick()
-    time.sleep(0.06)
+    clock[0] += 0.06
     with pytest.raises(Stuck, match=r"its processes are still there 0.05 s after its end"):
         drill.tick()
 

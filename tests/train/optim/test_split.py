@@ -19,7 +19,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     folder = tmp_path_factory.mktemp("split")
     ranks = [subprocess.Popen([sys.executable, "-W", "error", str(WORKER), str(r), str(folder)]) for r in range(4)]
     try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0] * 4
+        assert [rank.wait(timeout=600) for rank in ranks] == [0] * 4
     finally:
         for rank in ranks:
             rank.kill()

@@ -47,9 +47,9 @@ def test_a_new_epoch_waits_for_a_commit(run: Run) -> None:
 
     thread = threading.Thread(target=commit)
     thread.start()
-    inside.wait(10)
+    inside.wait(300)
     begin_epoch(run, 2)
-    thread.join(10)
+    thread.join(300)
     assert (seen, current_epoch(run)) == ([1], 2)
 
 

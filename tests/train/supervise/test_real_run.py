@@ -112,7 +112,7 @@ def only_run(root: Path) -> Run:
 
 
 def wait_for_step(root: Path) -> None:
-    until = time.monotonic() + 120
+    until = time.monotonic() + 600
     while time.monotonic() < until:
         if any('"step"' in path.read_text() for path in root.glob("*/events-00000.jsonl")):
             return

@@ -23,7 +23,7 @@ def test_a_run_folder_holds_nothing_of_the_environment(tmp_path: Path) -> None:
     run.set_launch(v=1)
     environ = {**os.environ, "PHALANX_TEST_TOKEN": TOKEN, "PHALANX_TEST_OTHER": OTHER}
     command = [sys.executable, str(HERE / "fake_cli.py"), "leak", str(run.path), "4"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 3, done.stderr
     assert "ValueError: 401 for [PHALANX_TEST_TOKEN]" in done.stdout
     cause = json.loads(run.error(2).read_text())

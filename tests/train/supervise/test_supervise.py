@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 JOB = HERE.parents[2] / "examples" / "drill.toml"
 RANKS = 4
 HOST = r"\(host \S+\)"
-WITHIN_S = 60.0
+WITHIN_S = 300.0  # patience, not a limit: a busy machine takes long
 
 MakeRun = Callable[..., Run]
 Start = Callable[..., subprocess.Popen[str]]
@@ -295,6 +295,19 @@ def test_a_second_ctrl_c_ends_it_at_once(make_run: MakeRun, start: Start) -> Non
     assert orphans(run) == []
 
 
+def test_a_ctrl_c_while_another_is_told_of(make_run: MakeRun, start: Start) -> None:
+    """It comes in the middle of a write to stdout, which takes no other write then."""
+    run = make_run(dead_after_s=60)
+    process = start(run, "stubborn", "1", "interrupted-writes")
+    assert wait(lambda: steps(run) > 5)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == 130, output
+    assert output.endswith("stopped 130\nkilled at once, as asked; the last checkpoint is step 3\n")
+    assert "asked 1\nasked 2\n" in output
+    assert orphans(run) == []
+
+
 def test_the_stop_file_is_a_kill_switch(run: Run, start: Start) -> None:
     process = start(run, "good")
     assert wait(lambda: steps(run) > 5)
@@ -310,7 +323,7 @@ def test_nobody_outlives_a_killed_caller(run: Run, start: Start) -> None:
     process = start(run, "good")
     assert wait(lambda: steps(run) > 5)
     process.kill()
-    assert wait(lambda: not orphans(run), 5.0)
+    assert wait(lambda: not orphans(run))
 
 
 def test_an_agent_that_is_killed_takes_its_ranks_along_and_comes_back(make_run: MakeRun, start: Start) -> None:
@@ -319,7 +332,7 @@ def test_an_agent_that_is_killed_takes_its_ranks_along_and_comes_back(make_run: 
     assert wait(lambda: steps(run) > 5)
     before = living(run)
     os.kill(agent_of(process), signal.SIGKILL)
-    assert wait(lambda: not any(exists(pid) for pid in before), 5.0)
+    assert wait(lambda: not any(exists(pid) for pid in before))
     assert wait(lambda: steps(run, epoch=2) > 2)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=WITHIN_S)

@@ -12,7 +12,7 @@ import torch
 
 from phalanx.record.events import Event, EventWriter, read_events
 from phalanx.train.telemetry import monitor as module
-from phalanx.train.telemetry.monitor import LEAVE_S, Monitor
+from phalanx.train.telemetry.monitor import Monitor
 from phalanx.train.telemetry.sensors import CpuSensors, GpuSensors, Reading, sensors_of
 from phalanx.train.telemetry.sharing import Sharers
 
@@ -50,7 +50,7 @@ def written(tmp_path: Path) -> list[Event]:
 
 
 def until(ready: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + 300
     while not ready() and time.monotonic() < end_s:
         time.sleep(0.01)
     assert ready()
@@ -111,18 +111,17 @@ def test_a_driver_that_hangs_is_left_behind_and_writes_nothing_later(tmp_path: P
 
     class Hung:
         def read(self, sharers: Sharers) -> Reading:
-            release.wait(20)
+            release.wait(600)
             left.set()
             return Reading()
 
     monitor = Monitor(events, Hung, sharers=Sharers(), interval_s=0.01)
     monitor.start()
-    began_s = time.monotonic()
     monitor.close()
-    assert time.monotonic() - began_s < LEAVE_S + 5  # far below the 20 s for which it hangs
+    assert not left.is_set()  # it was not waited for
     events.close()
     release.set()
-    assert left.wait(5)
+    assert left.wait(600)
     time.sleep(0.05)
     assert written(tmp_path) == []
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from phalanx.record.events import Event, EventWriter, read_events
 from phalanx.train.parallel.dims import ParallelDims
+from phalanx.train.telemetry import peers
 from phalanx.train.telemetry.peers import (
     BURST,
     LOST_S,
@@ -65,7 +68,7 @@ def told(tmp_path: Path, rank: int) -> list[Event]:
 
 
 def until(ready: Callable[[], object]) -> None:
-    end_s = time.monotonic() + 30
+    end_s = time.monotonic() + 300
     while not ready() and time.monotonic() < end_s:
         time.sleep(0.02)
     assert ready()
@@ -93,7 +96,7 @@ def test_ranks_measure_each_other(tmp_path: Path) -> None:
     for pair in first["pairs"]:
         assert pair["count"] >= 1
         assert pair["lost"] == 0
-        assert 0 < pair["p50_s"] <= pair["p99_s"] < 1
+        assert 0 < pair["p50_s"] <= pair["p99_s"]
 
 
 def test_a_short_run_tells_at_its_end(tmp_path: Path) -> None:
@@ -141,7 +144,7 @@ def test_strangers_are_slowed_down_and_the_ring_goes_on(tmp_path: Path) -> None:
     with formation(tmp_path, ParallelDims(data=2)) as ranks, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as flood:
         where = ranks[0]._sock.getsockname()
         began_s = time.monotonic()
-        while time.monotonic() - began_s < 0.5:
+        while not ranks[0].strangers or time.monotonic() - began_s < 0.5:
             flood.sendto(b"x" * 64, where)
         looked_at, taken_s = ranks[0].strangers, time.monotonic() - began_s
         until(lambda: len(told(tmp_path, 1)) >= 2 and told(tmp_path, 1)[-1]["pairs"][0]["p50_s"] is not None)
@@ -171,20 +174,24 @@ def test_pings_without_an_answer_are_lost_and_those_under_way_are_not() -> None:
     assert list(pair.sent_ns) == [b"c"]
 
 
-def test_an_answer_says_how_long_it_was_held() -> None:
-    """The time that a busy rank takes to answer is not the network's."""
+def test_an_answer_says_how_long_it_was_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time that a busy rank takes to answer is not the network's: it counts from when the kernel saw the ping."""
     board, dims = Board(), ParallelDims(data=2)
     events: Any = None
     one = Peers(events, board, rank=0, dims=dims, epoch=1, secret=SECRET, address="127.0.0.1", every_s=1e9)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         asking.bind(("127.0.0.1", 0))
-        asking.settimeout(10)
+        asking.settimeout(300)
         ping = Packet(kind=PING, epoch=1, source=1, target=0, nonce=b"n" * 16)
+        sent_ns = time.time_ns()
         asking.sendto(ping.encode(one._key), one._sock.getsockname())
-        time.sleep(0.2)  # the rank is busy: its thread is not running
+        select.select([one._sock], [], [])  # it lies there, and the rank is busy: its thread is not running
+        lay_ns = time.time_ns()
+        now_ns = lay_ns + 10**12
+        monkeypatch.setattr(peers, "time", SimpleNamespace(time_ns=lambda: now_ns))
         one._take()
         answer = Packet.decode(asking.recv(100), one._key)
     one.close()
     assert answer is not None
     assert (answer.kind, answer.source, answer.target, answer.nonce) == (PONG, 0, 1, b"n" * 16)
-    assert answer.held_ns > 0.19e9
+    assert now_ns - lay_ns <= answer.held_ns <= now_ns - sent_ns

@@ -39,7 +39,7 @@ def watch(
         epoch=4,
         sharers=sharers,
     ):
-        end_s = time.monotonic() + 30
+        end_s = time.monotonic() + 300
         while not _all_done(path, "monitor" if blocked else "peers") and time.monotonic() < end_s:
             time.sleep(0.02)
     events.close()

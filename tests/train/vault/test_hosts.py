@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -19,7 +20,7 @@ HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
 
 
 def wait_for(condition, what):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.002)
@@ -211,8 +212,9 @@ def no_memory(size_bytes):
     raise WorldError(Problem(where="", what="no memory there"))
 
 
-def test_closing_does_not_wait_for_a_buddy_that_hangs(kit, vaults):
+def test_closing_does_not_wait_for_a_buddy_that_hangs(kit, vaults, monkeypatch):
     """A stopped process: its sockets take what they can and answer nothing."""
+    monkeypatch.setattr("phalanx.train.vault.replica.ANSWER_S", 3600.0)
     reading, writing = os.pipe()
 
     def hang():
@@ -220,7 +222,7 @@ def test_closing_does_not_wait_for_a_buddy_that_hangs(kit, vaults):
 
         server = VaultServer(vaults["b"], secret=kit.SECRET, address="127.0.0.1")
         os.write(writing, server.port.to_bytes(4, "little"))
-        time.sleep(60)
+        time.sleep(600)
 
     child = kit.fork(hang)
     try:
@@ -233,9 +235,10 @@ def test_closing_does_not_wait_for_a_buddy_that_hangs(kit, vaults):
         os.kill(child, signal.SIGSTOP)
         keeper.put(2, pieces, {}, held=1)
         wait_for(lambda: newest(vaults["a"], 0) == 2, "it is sealed here")
-        began_s = time.monotonic()
-        keeper.close()
-        assert time.monotonic() - began_s < 2.5  # not a timing: the answer is waited for 30 s
+        closing = threading.Thread(target=keeper.close, daemon=True)
+        closing.start()
+        closing.join(300)
+        assert not closing.is_alive(), "it waits for the answer"
         assert keeper.safe_step == 1
     finally:
         os.kill(child, signal.SIGKILL)

@@ -76,7 +76,7 @@ for epoch in range(1, int(sys.argv[2]) + 1):
 @pytest.mark.slow
 def test_killed_at_random_a_hundred_times():
     command = [sys.executable, "-c", DRIVER, "7", "100"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert not done.returncode, done.stderr
     lives = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(lives) == 100
@@ -179,7 +179,7 @@ for number in range(int(sys.argv[2])):
 @pytest.mark.slow
 def test_a_lost_host_takes_no_step_with_it_that_all_held():
     command = [sys.executable, "-c", HOSTS, "3", "12"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert not done.returncode, done.stderr
     lives = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(lives) == 12

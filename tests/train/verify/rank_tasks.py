@@ -31,5 +31,5 @@ def fail(rank: int, how: str) -> int:
     if rank == 1 and how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1 and how == "hang":
-        time.sleep(60)
+        time.sleep(600)
     return add(rank)

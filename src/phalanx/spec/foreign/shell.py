@@ -21,22 +21,24 @@ MOST_NESTED = 3
 MOST_TEXT = 1 << 18
 MOST_VALUE = 4_096  # characters; substitution of variables in variables could grow without end
 
-# Possessive groups keep the scan linear on hostile text.
+# Linear on hostile text without possessive quantifiers, which Python 3.11.0 to 3.11.4 match wrongly (CPython issue
+# 106052): each repeat stops at a character it cannot hold itself, so going back never finds another end.
+_QUOTED = r"\"([^\"\\]*(?:\\.[^\"\\]*)*)\"|'([^']*)'"
 _WORD = re.compile(
-    r"(?P<blank>(?:[ \t\r;&|]|\\\r?\n)++)"
+    r"(?P<blank>(?:[ \t\r;&|]|\\\r?\n)+)"
     r"|(?P<newline>\n)"
-    r"|(?P<comment>#[^\n]*+)"
+    r"|(?P<comment>#[^\n]*)"
     r"|(?P<close>\))"
-    r"|(?P<word>(?:\$\(\([^\n)]{0,999}+\)\)|\$\([^\n)]{0,999}+\)|\$\{[^}\n]{0,999}+\}|\"(?:[^\"\\]|\\.)*+\"|'[^']*+'|\\[^\n]"
-    r"|[^\s\"'\\();&|]|(?<==)\()++)"
+    r"|(?P<word>(?:\$\(\([^\n)]{0,999}\)\)|\$\([^\n)]{0,999}\)|\$\{[^}\n]{0,999}\}"
+    rf"|{_QUOTED}|\\[^\n]|[^\s\"'\\();&|]|(?<==)\()+)"
     r"|(?P<other>.)",
     re.DOTALL,
 )
 _ASSIGN = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*|\d)(?::?-([^}]*+))?\})")
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*|\d)(?::?-([^}]{0,999}))?\})")
 _LIST = re.compile(r"\"?\$\{[A-Za-z_]\w*\[[@*]\]\}\"?")
 _SBATCH = re.compile(r"#SBATCH\s+--([a-z-]+)[= ](\S+)")
-_IN_QUOTES = re.compile(r"--\S++\s")  # "--fp8-format hybrid" as one word
+_IN_QUOTES = re.compile(r"--\S+\s")  # "--fp8-format hybrid" as one word
 _FLAG = re.compile(r"--[A-Za-z][\w.-]*")
 
 
@@ -161,7 +163,7 @@ def _bare(raw: str) -> str:
     """
     if '"' not in raw and "'" not in raw and "\\" not in raw:
         return raw
-    parts = re.findall(r"\"((?:[^\"\\]|\\.)*+)\"|'([^']*+)'|\\(.)|([^\"'\\]++)", raw, re.DOTALL)
+    parts = re.findall(rf"{_QUOTED}|\\(.)|([^\"'\\]+)", raw, re.DOTALL)
     return "".join(next((one for one in part if one), "") for part in parts)
 
 

@@ -36,7 +36,8 @@ def _toml(path: Path) -> dict[str, Leaf]:
 
 # ---- JSON ----------------------------------------------------------------------------------------------------------
 
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+"|[{}\[\],:]|[^\s{}\[\],:"]++', re.DOTALL)
+# A string without an end reaches to the end of the text, once: it is not looked for again behind each escaped quote.
+_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[{}\[\],:]|[^\s{}\[\],:"]+', re.DOTALL)
 
 
 def _json(path: Path) -> dict[str, Leaf]:

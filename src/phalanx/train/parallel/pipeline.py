@@ -95,6 +95,8 @@ def build_schedule(
             )
         )
     arguments: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": loss, "scale_grads": False}
+    for stage in made:
+        _greet_others_only(stage)
     if issubclass(kind, PipelineScheduleMulti):
         with _all_chunks_stay(chunks):
             return kind(made, **arguments), made
@@ -116,8 +118,15 @@ def _all_chunks_stay(chunks: int) -> Iterator[None]:
         schedules._add_unshard_reshard = added
 
 
+def _greet_others_only(stage: Any) -> None:
+    """torch 2.11 begins with a message to each neighbouring stage; on the bend of a V that is the rank itself."""
+    greetings = stage._get_init_p2p_neighbors_ops
+    me = dist.get_rank()
+    stage._get_init_p2p_neighbors_ops = lambda: [op for op in greetings() if op.peer != me]
+
+
 def assume_static(schedule: Schedule) -> None:
-    """Skip the vote on whether all shapes are known, which torch 2.13 holds by real messages at first."""
+    """Skip the messages of the first step: torch 2.13 votes on whether all shapes are known, 2.11 greets neighbours."""
     from torch.distributed.pipelining import _utils
 
     known = getattr(_utils, "InferenceMode", None)  # torch 2.11 does not vote
@@ -127,6 +136,8 @@ def assume_static(schedule: Schedule) -> None:
             stage._inference_mode = known.STATIC if known is not None else None
 
     schedule._warmup_p2p = agreed  # type: ignore[method-assign,assignment]
+    for stage in [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages:
+        stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign,assignment]
 
 
 def home_of(stage: int, ranks: int, *, v_shaped: bool) -> int:

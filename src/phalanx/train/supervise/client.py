@@ -103,7 +103,7 @@ def launch(
 ) -> Outcome:
     """Start the agents and stay until they are gone; `tick` is called often, `asked(n)` at the n-th wish to stop."""
     run.stop_file.unlink(missing_ok=True)  # it stopped the run once; it does not stop it again
-    with _wishes(asked) as wishes:
+    with _wishes() as wishes:
         _prepare(run, hosts)
         fleet = Fleet(run, hosts, environ, agent)
         try:
@@ -111,13 +111,16 @@ def launch(
             while fleet.tend():
                 while passed < len(wishes):
                     passed += 1
+                    asked(passed)
                     fleet.terminate(wishes[0], passed)
                 tick()
                 time.sleep(POLL_S)  # a signal does not cut it short: a wish waits this long at most
             tick()
+            for late in range(passed, len(wishes)):
+                asked(late + 1)
         finally:
             fleet.kill()  # we may be leaving by an exception: nothing stays behind
-    return _outcome(run, fleet.code, wishes=len(wishes))
+        return _outcome(run, fleet.code, wishes=len(wishes))  # a late signal must not cut the status in half
 
 
 def _prepare(run: Run, hosts: Sequence[HostSpec]) -> None:
@@ -210,13 +213,16 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def _wishes(asked: Callable[[int], None]) -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM are collected: the first asks to stop after the step, the second at once."""
+def _wishes() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM are collected: the first asks to stop after the step, the second at once.
+
+    Nothing is printed from a handler: a second signal would find the stream in use, and Python answers that with
+    "reentrant call", which ended the launch with exit code 1.
+    """
     wishes: list[int] = []
 
     def wish(number: int, frame: FrameType | None) -> None:
         wishes.append(number)
-        asked(len(wishes))
 
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup

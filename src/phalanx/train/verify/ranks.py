@@ -8,6 +8,7 @@ that raises, dies or does not answer ends the task, with the first cause as head
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -22,10 +23,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx.errors import PhalanxError, Problem, UserError, WorldError
+from phalanx.train.supervise.process import die_with
+from phalanx.train.verify.server import CALLER
 
 LIMIT_S = 120.0  # a small model takes 1 to 20 s on 2 cores with 8 ranks
 GRACE_S = 2.0  # the other ranks may fail too for so long, so that the cause can be told from its echoes
-PRELOAD = "phalanx.train.verify.trial"
+PRELOAD = ["phalanx.train.verify.server", "phalanx.train.verify.trial"]
 
 T = TypeVar("T")
 
@@ -40,11 +43,22 @@ class Failure:
 
 
 def warm_up() -> None:
-    """Start the server now, in the background: it imports while the caller does something else."""
-    from multiprocessing import forkserver
+    """Start the server now, in the background: it imports while the caller does something else.
+
+    Server and ranks never see Ctrl-C, which a terminal sends to all of them: a rank that died of it would be a rank
+    that failed, and a server that imports torch would print a trace. The caller ends them.
+    """
+    from multiprocessing import forkserver, resource_tracker
 
     _context()
-    forkserver.ensure_running()
+    resource_tracker.ensure_running()  # first: it unblocks SIGINT itself
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # inherited; ours arrives afterwards
+    os.environ[CALLER] = str(os.getpid())
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop(CALLER, None)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def run_ranks(
@@ -55,6 +69,7 @@ def run_ranks(
     `task` is a function of a module. Raises UserError or WorldError; no process is left behind either way. `debug`
     shows what the ranks print, and the trace of the one that failed.
     """
+    warm_up()
     with tempfile.TemporaryDirectory(prefix="phalanx-ranks-") as folder, ExitStack() as stack:
         store = str(Path(folder) / "store")
         orders = [(task, store, rank, world, arguments, limit_s, debug) for rank in range(world)]
@@ -63,7 +78,7 @@ def run_ranks(
 
 def _context() -> ForkServerContext:
     context = get_context("forkserver")
-    context.set_forkserver_preload([PRELOAD])
+    context.set_forkserver_preload(PRELOAD)
     return context
 
 
@@ -150,11 +165,12 @@ def _serve(
     debug: bool,
 ) -> None:
     """What a rank does with its life."""
+    die_with(os.getppid())  # the server, which ends with the caller however that ends
     if not debug:
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 1)
         os.dup2(silence, 2)
-    with suppress(BrokenPipeError, KeyboardInterrupt):
+    with suppress(BrokenPipeError):
         pipe.send(_answer(task, store, rank, world, arguments, limit_s, debug))
 
 

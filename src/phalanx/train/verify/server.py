@@ -1,0 +1,14 @@
+"""Imported by the server that forks ranks, before torch is: it ends with its caller, also while it still imports.
+
+The only module here that does something when it is imported, and only in that server: multiprocessing runs no other
+code of ours there.
+"""
+
+import os
+
+from phalanx.train.supervise.process import die_with
+
+CALLER = "PHALANX_RANKS_CALLER"  # the process id of whoever starts the server
+
+if caller := os.environ.pop(CALLER, ""):
+    die_with(int(caller))
