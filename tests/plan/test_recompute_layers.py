@@ -10,7 +10,7 @@ from phalanx.job.load import load
 from phalanx.plan.make import plan
 
 JOB = Path(__file__).parents[2] / "examples" / "llama-3-8b-64xH100.toml"
-FIXED = ["parallel.mode=fixed", "parallel.zero=3", "parallel.shard=64", "batch.micro=1"]
+FIXED = ["parallel.mode=fixed", "parallel.zero=3", "parallel.shard=64", "batch.micro=1"]  # one layout, whatever fits
 
 
 def priced(*overrides: str) -> tuple[float, float]:
