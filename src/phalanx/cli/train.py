@@ -154,6 +154,7 @@ def _fit_to_start(plan: Plan, resolved: ResolvedJob, args: argparse.Namespace) -
 def _fresh_plan(args: argparse.Namespace) -> tuple[Plan, ResolvedJob]:
     """The plan and its job, from whose folder relative paths in it start."""
     from phalanx.train.supervise import prepare
+    from phalanx.train.supervise.launchers import find_rank
 
     if not args.job:
         plan = prepare.read_plan(args.plan, None)
@@ -161,7 +162,7 @@ def _fresh_plan(args: argparse.Namespace) -> tuple[Plan, ResolvedJob]:
     resolved = prepare.load_job(args.job, overrides=args.overrides, cluster=args.cluster, steps=args.steps)
     if args.plan:
         return prepare.read_plan(args.plan, resolved), resolved
-    if not args.no_probe and not _is_one_rank(os.environ):
+    if not args.no_probe and find_rank(os.environ) is None:
         from phalanx.hardware.step_probe import measure_first
 
         measure_first(str(resolved.job.cluster.target), environ=os.environ, tell=note)
