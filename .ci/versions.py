@@ -84,12 +84,14 @@ def other_pythons() -> list[Part]:
     newest = {version[:2]: (version, python) for version, python in sorted(found.items())}
     return [
         Part(
-            name=f"Python {'.'.join(map(str, version))}", python=python,
+            name=f"Python {'.'.join(map(str, version))}",
+            python=python,
             packages=[*EXTRAS["web"], *EXTRAS["metrics"], *EXTRAS["sim"]],
-            tests=[*PYTHON_TESTS, *without_torch()], free_gb=2.0,
+            tests=[*PYTHON_TESTS, *without_torch()],
+            free_gb=2.0,
         )
         for version, python in newest.values()
-    ]  # fmt: skip
+    ]
 
 
 def without_torch() -> list[str]:
