@@ -104,7 +104,7 @@ class Engine:
         if settings.compile:
             from phalanx.train.parallel.compiling import prepare_compiler  # it imports dynamo, which takes seconds
 
-            prepare_compiler(self.meshes, schedule=settings.layout.schedule)
+            prepare_compiler(self.meshes)
         # Compiled, the loss reads the logits in their own format and never holds a float32 copy of them.
         self._loss = torch.compile(summed_loss, backend=settings.compile_backend) if settings.compile else summed_loss
         self.parts: list[Part] = build_parts(shape, settings, self.meshes, device)

@@ -55,7 +55,8 @@ class Settings:
             context_kind=job.parallel.context_kind,
             loss_parallel=job.parallel.loss_parallel,
             recompute_layers=None if job.parallel.recompute_layers == "auto" else int(job.parallel.recompute_layers),
-            # torch runs both halves of a compiled block's backward at once and fails on the second (donated buffers).
+            # torch runs both halves of a compiled block's backward at once: a schedule that splits it would run it
+            # twice, and fails where the block comes from the compile cache (donated buffers).
             compile=(on_gpu if job.train.compile == "auto" else bool(job.train.compile))
             and not splits_backward(layout),
             reproducible=job.numerics.reproducible,

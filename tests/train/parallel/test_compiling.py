@@ -21,7 +21,7 @@ rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
 dims = ParallelDims(data=1, shard=1, tensor=2, context=1, pipeline=1, expert=1, zero=0)
 meshes = build_meshes(dims, "cpu", experts=False)
-prepare_compiler(meshes, schedule="1f1b")
+prepare_compiler(meshes)
 whole = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 logits = DTensor.from_local(whole.chunk(2, dim=-1)[rank].clone(), meshes.dense["tensor"], [Shard(-1)])
 targets = torch.arange(8) * 2

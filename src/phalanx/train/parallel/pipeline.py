@@ -44,11 +44,6 @@ def schedule_class(name: str, chunks: int) -> type[Schedule]:
     return found
 
 
-def splits_backward(name: str) -> bool:
-    """Whether the gradients of inputs and of weights are worked out at different times."""
-    return name == "zero-bubble"
-
-
 def check_micro_batches(name: str, chunks: int, ranks: int, micro_batches: int) -> None:
     """Refuse counts the schedule cannot order, before anything waits for anything."""
     rounds = max(1, micro_batches // ranks)
