@@ -17,6 +17,7 @@ RECOMPUTE = ("none", "selective", "full")
 PRECISION = ("fp32", "bf16", "fp8", "fp4", "fp16")
 FP32, BF16, FP8, FP4, FP16 = range(5)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE = range(4)  # their indices
 OFFLOAD = ("none", "optimizer", "activations", "parameters")
 COMPRESSION = ("none", "bf16", "fp8", "int8", "topk", "powersgd")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.plan.cases import FP4, FP8, FP32, Cases, Floats
+from phalanx.plan.cases import FP4, FP8, FP32, ZERO_BUBBLE, Cases, Floats
 from phalanx.plan.physics import Physics, Profile
 
 TILE_FLOPS = 2.0 * 128 * 256  # FLOPs per unit of K of the tile shape large matmuls use
@@ -176,9 +176,10 @@ def _elementwise(c: Cases, k: Physics, f: Profile) -> Pass:
         * tokens
         * (2.0 * c.hidden + local_heads * c.v_dim + width)
     )
-    again = c.recompute > 0
-    moved = moved * f.elementwise * np.where(again, f.recompute_elementwise, 1.0)
-    cast = cast * f.cast * np.where(again, f.recompute_cast, 1.0)
+    # Not compiled by our trainer: layers that recompute, and all layers where the backward pass is split in two.
+    plain = (c.recompute > 0) | ((c.schedule == ZERO_BUBBLE) & (c.pp > 1))
+    moved = moved * f.elementwise * np.where(plain, f.recompute_elementwise, 1.0)
+    cast = cast * f.cast * np.where(plain, f.recompute_cast, 1.0)
     forward = (moved + cast) / (c.memory_bytes_per_s * k.memory)
     return Pass(forward=forward, backward=2.0 * forward)
 

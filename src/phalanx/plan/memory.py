@@ -10,14 +10,11 @@ from importlib import resources
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.plan.cases import FP4, FP8, FP16, Cases, Floats
+from phalanx.plan.cases import FP4, FP8, FP16, GPIPE, SCHEDULES, ZERO_BUBBLE, Cases, Floats
 from phalanx.plan.compute import FULL, SELECTIVE, element_bytes, routed_tokens
 from phalanx.plan.physics import Number
 from phalanx.plan.schedules import StageLoad, stage_loads
 from phalanx.plan.weights import attention_weights, expert_sharers, mlp_weights, rank_weights
-
-GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE = range(4)
-
 
 FEEDBACK_BYTES = 4.0  # per gradient of a whole layer: what compression rounded away and adds to the next step, in fp32
 OFFLOAD_PARAMETERS = 3  # index in cases.OFFLOAD
@@ -235,9 +232,6 @@ def _is_compiled(c: Cases, f: MemoryProfile) -> NDArray[np.bool_]:
     return np.asarray((np.asarray(f.compiled) > 0) & ~((c.schedule == ZERO_BUBBLE) & (c.pp > 1)))
 
 
-SCHEDULE_NAMES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-
-
 def _stage_tables(c: Cases) -> list[dict[str, Floats]]:
     """The candidates for the fullest stage of every case, as columns: what each holds, in layers and micro-batches."""
     keys = (c.schedule, c.pp, np.maximum(c.vpp, 1.0), c.accumulation, c.layers, head_layers(c))
@@ -246,7 +240,7 @@ def _stage_tables(c: Cases) -> list[dict[str, Floats]]:
     known, places = np.unique(rows, axis=0, return_inverse=True)
     found = [
         stage_loads(
-            SCHEDULE_NAMES[int(schedule)],
+            SCHEDULES[int(schedule)],
             int(pp),
             int(vpp),
             int(count),

@@ -75,7 +75,7 @@ class Profile:
     expert: Number = 1.0  # grouped matmul quality
     loss: Number = 1.0  # memory traffic of the loss; below 1 where it is fused
     cast: Number = 1.0  # quantising to fp8 and fp4
-    recompute_elementwise: Number = 1.0  # memory-bound work of layers that recompute, relative to those that do not
+    recompute_elementwise: Number = 1.0  # memory-bound work of layers that recompute (or run plain), relative to others
     recompute_cast: Number = 1.0  # the same of quantising; above 1 where such layers are not compiled
     selective_attention: Number = 1.0  # share of attention's forward that selective recompute repeats
     selective_streams: Number = 1.0  # memory-bound work it repeats, relative to Physics.selective

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.plan import traffic
-from phalanx.plan.cases import Cases, Floats
+from phalanx.plan.cases import ZERO_BUBBLE, Cases, Floats
 from phalanx.plan.compute import FULL, Compute, compute
 from phalanx.plan.memory import OFFLOAD_PARAMETERS, MemoryProfile, layer_activations
 from phalanx.plan.optimizer import owned_weights, update_seconds
@@ -18,7 +18,6 @@ from phalanx.plan.weights import rank_weights
 # Parameters in host memory are fetched in fp32 for forward and again for backward; gradients return in fp32.
 FETCHED_BYTES = 12.0
 OFFLOAD_ACTIVATIONS = 2  # index in cases.OFFLOAD
-ZERO_BUBBLE = 3  # index in cases.SCHEDULES
 # Splitting every backward in two loses fused weight gradients and reads activations twice: an assumption, to be
 # replaced when the trainer measures it.
 ZERO_BUBBLE_SLOWDOWN = 1.04
