@@ -308,7 +308,7 @@ def _counted_stage(c: Cases, f: MemoryProfile, layer: dict[str, Floats], load: d
         full | selective, layer["kept"] - np.where(full, 0.0, each), 0.0
     )  # of the layer that goes backward
     # Full recompute rebuilds a layer for the first half of its backward and keeps all of it for the second, with more
-    # of its graph than the first forward would: 1.41 times in the traces of two layouts, not yet counted out.
+    # of its graph than the first forward would: 1.42 times in the trace of one layout (8B, V-shaped), not counted out.
     late = (layer["kept"] + layer["gradients"]) * np.where(full, RECOMPUTED_PENDING, 1.0)
     size, each_logit = element_bytes(c), c.tokens * c.vocab / c.tp
     compiled, split = _is_compiled(c, f), c.tp > 1
