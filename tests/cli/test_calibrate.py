@@ -16,6 +16,9 @@ sequence = 1024
 tokens = "2B"
 [batch]
 global_sequences = 64
+micro = 8  # a calibrated plan with more freedom may be of another layout
+[parallel]
+recompute = "none"
 [cluster]
 spec = "8xH100:1"
 """

@@ -140,7 +140,7 @@ SHORT = [
             2_500.0, "checkpoint.interval_s=86400", optimal_interval_s=1e3, mtbf_s=1e6, blocking_s=0.5, persist_s=0.0
         ),
         "warning",
-        says="one at the end, after 2.50x the optimum",
+        says="its one save, at the end, comes after 2.50x the optimum",
     ),
     holds("CKP001", "nothing fails", job("fault.failures_per_host_day=0"), says="no failure is expected"),
     holds("EFF001", "shorter than its interval", lasting(1_000.0, interval_s=1e9, effective_time=0.0)),

@@ -114,7 +114,10 @@ def _interval(evidence: Evidence, limits: Limits, n: Numbers) -> Outcome:
     formula = (n.rate, f"τ* = Daly({n.delta}, M) = {_told(best_s)};  τ/τ* = {ratio:.2f}", *_small(evidence, limits, n))
     told = f"interval {_told(interval_s)} is {ratio:.2f}x the optimum {_told(best_s)}"
     if interval_s < n.interval_s:
-        told = f"interval {_told(n.interval_s)}: one at the end, after {ratio:.2f}x the optimum {_told(best_s)}"
+        told = (
+            f"interval {_told(n.interval_s)} is longer than the run: its one save, at the end, comes after {ratio:.2f}x "
+            f"the optimum {_told(best_s)}"
+        )
     if off <= limits.number("warn_ratio"):
         return passed(told, formula=formula, value=ratio, threshold=limits.number("warn_ratio"), unit="x")
     now, best = (overhead(n.blocking_s, one, n.mtbf_s) for one in (interval_s, best_s))
