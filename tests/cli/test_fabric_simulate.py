@@ -291,10 +291,10 @@ def test_traffic_of_a_file_and_of_a_plan(tmp_path: Path, capsys: pytest.CaptureF
     made = found(capsys, SMALL, "--traffic", str(tmp_path / "m.csv"))
     assert (made["flows"], made["bytes_total"], made["traffic"]) == (2, 4e6, "m.csv")
     job = Path(__file__).parents[2] / "examples" / "llama-3-8b-64xH100.toml"
-    assert main(["fabric", "simulate", "clos2:64x400G/1p/32", "--traffic", f"{job}:data", "--json"]) == 0
+    assert main(["fabric", "simulate", "clos2:64x400G/1p/32", "--traffic", f"{job}:replica", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["flows"] == 64
-    assert "data: reduce-scatter + all-gather, 64 flows" in err
+    assert "replica: all-reduce, 64 flows" in err
     assert main(["fabric", "simulate", "clos2:64x400G/1p/32", "--traffic", f"{job}:tensor"]) == 2
     assert "sends nothing between hosts" in capsys.readouterr().err
     assert main(["fabric", "simulate", SMALL, "--traffic", str(job)]) == 2
