@@ -62,8 +62,8 @@ def test_json_repeats_with_the_seed(job, capsys):
 def test_the_range_of_sites_and_its_luck_are_told_apart(job, tmp_path, capsys):
     """Figures that are the user's own do not spread; what nobody gave spreads as published sites do."""
 
-    def found(*options):
-        assert main(["sim", job, "--days", "60", "--runs", "5", "--json", "--cluster", "8xH100:64", *options]) == 0
+    def found(*options, cluster="8xH100:64"):
+        assert main(["sim", job, "--days", "60", "--runs", "5", "--json", "--cluster", cluster, *options]) == 0
         return json.loads(capsys.readouterr().out)
 
     def page(*options):
@@ -94,7 +94,7 @@ def test_the_range_of_sites_and_its_luck_are_told_apart(job, tmp_path, capsys):
     cluster.write_text(
         'name = "own"\naccelerator = "H100"\ndomain_devices = 8\ndomains = 64\nfailures_per_host_day = 0.004\n'
     )
-    mine = found("--cluster", str(cluster))
+    mine = found(cluster=str(cluster))
     assert mine["sites"]["failures_per_host_day"] is None
     low, high = mine["sites"]["interruptions"]
     assert high / low < 3
