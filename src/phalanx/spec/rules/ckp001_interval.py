@@ -115,8 +115,8 @@ def _interval(evidence: Evidence, limits: Limits, n: Numbers) -> Outcome:
     told = f"interval {_told(interval_s)} is {ratio:.2f}x the optimum {_told(best_s)}"
     if interval_s < n.interval_s:
         told = (
-            f"interval {_told(n.interval_s)} is longer than the run: its one save, at the end, comes after {ratio:.2f}x "
-            f"the optimum {_told(best_s)}"
+            f"interval {_told(n.interval_s)} is longer than the run: its one save, at the end, comes after "
+            f"{ratio:.2f}x the optimum {_told(best_s)}"
         )
     if off <= limits.number("warn_ratio"):
         return passed(told, formula=formula, value=ratio, threshold=limits.number("warn_ratio"), unit="x")
