@@ -1,6 +1,7 @@
 """Doctests of the trainer and the dashboard are collected only where their extras are installed."""
 
 import os
+import signal
 from importlib.util import find_spec
 
 from hypothesis import settings
@@ -14,3 +15,7 @@ settings.load_profile("phalanx")
 
 # No test waits for this machine to be measured, but those of the measurement.
 os.environ.setdefault("PHALANX_PROBE", "0")
+
+# A shell starts what it puts in the background with Ctrl-C switched off, and children inherit that: the tests that send
+# it would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
