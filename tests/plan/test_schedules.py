@@ -102,4 +102,4 @@ def test_one_of_four_ranks_is_the_fullest(name, chunks, ranks):
 def test_a_pipeline_that_the_model_cannot_fill_is_still_priced():
     """The search asks for memory before it knows what is legal."""
     assert stage_loads("interleaved", 8, 4, 16, 12, embed_cost=0.0, head_cost=0.5)[0].layers >= 1
-    assert stage_loads("1f1b", 16, 1, 16, 4, embed_cost=0.0, head_cost=0.5)[-1].layers == 0
+    assert stage_loads("1f1b", 10**12, 1, 16, 4, embed_cost=0.0, head_cost=0.5)[-1].layers == 1  # as four stages

@@ -203,6 +203,9 @@ def rank_load(schedule: str, rank: int, ranks: int, chunks: int, count: int, *, 
     )
 
 
+MOST_PLAYED = 1024  # micro-batches of a schedule without whole rounds
+
+
 @lru_cache(maxsize=4096)
 def stage_loads(
     schedule: str, ranks: int, chunks: int, count: int, num_layers: int, *, embed_cost: float, head_cost: float
@@ -211,16 +214,15 @@ def stage_loads(
 
     Held activations fall along the pipeline and pending ones rise; the ends hold a layer less for embedding and head.
     """
-    chunks = max(chunks, 1)
+    chunks, ranks = max(chunks, 1), min(ranks, max(num_layers, 1))
     if ranks * chunks > num_layers:  # the search asks before it knows what is legal
         chunks = max(1, num_layers // ranks)
-    stages = min(ranks * chunks, num_layers)
-    layers = split_layers(num_layers, stages, embed_cost=embed_cost, head_cost=head_cost)
-    layers += [range(0)] * (ranks * chunks - stages)
+    layers = split_layers(num_layers, ranks * chunks, embed_cost=embed_cost, head_cost=head_cost)
     if ranks == 1:
         schedule, chunks, count = "1f1b", 1, 1
     in_rounds = count % ranks == 0 or schedule == "1f1b" or is_v_shaped(schedule, chunks)
-    played = 1 if schedule == "gpipe" else min(count, 3 * ranks) if in_rounds else count  # later rounds repeat these
+    # Later rounds repeat the first three.
+    played = 1 if schedule == "gpipe" else min(count, 3 * ranks if in_rounds else MOST_PLAYED)
     chosen = [0, min(1, ranks - 1), max(ranks - 2, 0), ranks - 1]
     loads = [rank_load(schedule, rank, ranks, chunks, played, layers=layers) for rank in chosen]
     if schedule == "gpipe":
