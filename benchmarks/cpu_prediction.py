@@ -2,7 +2,7 @@
 
     python benchmarks/cpu_prediction.py [--steps 24] [--only NAME ...]
 
-The first `phalanx plan` measures the machine (about 10 s, kept); then every job is planned and trained by the commands
+The first `phalanx plan` measures the machine (about 20 s, kept); then every job is planned and trained by the commands
 a user gives. Data: `offline-english`, as in `make run`. Prints a Markdown table; the measured step is the median of the
 report, as `phalanx train` prints it.
 """

@@ -31,7 +31,7 @@ from phalanx.hardware.profile import usual_path
 
 WORKER = "phalanx.train.probe_steps"  # a process of its own: this one never imports torch
 FORMAT = 1
-LIMIT_S = 120.0  # about 10 s on two idle cores
+LIMIT_S = 120.0  # 18 s on two idle cores, 2026-11-16
 MOST_BYTES = 1 << 20
 BUSY = 1.5  # processes per core
 SWITCH = "PHALANX_PROBE"  # "0" measures nothing, as --no-probe
@@ -119,7 +119,7 @@ def measure_first(target: str, *, environ: Mapping[str, str], tell: Callable[[st
     if load > BUSY:
         tell(f"this machine is busy ({load:.1f} processes per core): measured now, steps look as slow as they are now")
     tell(
-        f"measuring this machine's {machine.usable_cores} cores for about 10 s, once (--no-probe plans without; "
+        f"measuring this machine's {machine.usable_cores} cores for about 20 s, once (--no-probe plans without; "
         f"kept in {steps_path(machine, environ)})"
     )
     began_s = time.monotonic()
