@@ -1,10 +1,10 @@
-"""Five small jobs on this machine's cores: the step that is predicted beside the one that is measured.
+"""Eight small jobs on this machine's cores: the step that is predicted beside the one that is measured.
 
     python benchmarks/cpu_prediction.py [--steps 24] [--only NAME ...]
 
-The first `phalanx plan` measures the machine (about 20 s, kept); then every job is planned and trained by the commands
-a user gives. Data: `offline-english`, as in `make run`. Prints a Markdown table; the measured step is the median of the
-report, as `phalanx train` prints it.
+The first `phalanx plan` measures the machine (about 20 s, kept) and every plan times its own layout for a few seconds;
+then the job is trained by the command a user gives. Data: `offline-english`, as in `make run`. Prints a Markdown
+table; the measured step is the median of the report, as `phalanx train` prints it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,19 @@ JOBS: dict[str, list[str]] = {  # what --set changes of examples/first-run.toml
     "ZeRO-3 over 4 ranks, recompute": [
         "cluster.spec=local-cpu:4", "parallel.pipeline=1", "parallel.shard=4", "parallel.zero=3",
         'parallel.recompute="full"',
+    ],
+    "CP2 ring, sequence 1024": [
+        "cluster.spec=local-cpu:2", "parallel.pipeline=1", "parallel.shard=2", "parallel.zero=1", "parallel.context=2",
+        "data.sequence=1024", "batch.micro=1",
+    ],
+    "PP2 interleaved with TP2, 8 layers": [
+        "cluster.spec=local-cpu:4", "parallel.shard=1", "parallel.zero=0", "parallel.tensor=2", "model.layers=8",
+        "parallel.virtual_pipeline=2", 'parallel.schedule="interleaved"', "model.hidden=64", "model.head_dim=16",
+    ],
+    "planned freely, 2 ranks, vocabulary 512, 320 wide": [
+        "cluster.spec=local-cpu:2", 'parallel.pipeline="auto"', 'parallel.virtual_pipeline="auto"',
+        'parallel.schedule="auto"', 'parallel.shard="auto"', 'parallel.zero="auto"', "model.hidden=320",
+        "model.heads=10", 'batch.micro="auto"',
     ],
 }  # fmt: skip
 

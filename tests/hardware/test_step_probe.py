@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
@@ -17,6 +18,7 @@ from phalanx.hardware.discover import discover
 from phalanx.job.load import load
 from phalanx.plan.make import plan
 from phalanx.plan.plan import Plan
+from phalanx.plan.timed import plan_here
 
 STEP = CpuStep(
     layers=4, hidden=128, heads=4, kv_heads=2, head_dim=32, ffn=384, gated=1, vocab=512, seq=256, tokens=512, count=4,
@@ -117,3 +119,51 @@ def test_a_plan_uses_what_was_measured(worker, monkeypatch: pytest.MonkeyPatch) 
     assert made.prediction.step_s != other.prediction.step_s
     assert made.prediction.step_s_low < made.prediction.step_s < made.prediction.step_s_high
     assert sum(made.prediction.breakdown_s.values()) == pytest.approx(made.prediction.step_s)
+
+
+def test_the_chosen_layout_is_timed_once_and_the_prediction_passes_through_it(worker) -> None:
+    """The worker says how long the plan's own step took; another layout that then looks better is timed as well."""
+    environ, told, write = worker
+    write(
+        f"import sys, json\n"
+        f"sample = json.loads({json.dumps(json.dumps({'step': asdict(STEP), 'seconds': 0.5}))})\n"
+        f"if sys.argv[1] == '--plan':\n"
+        f"    layout = json.load(sys.stdin)['layout']\n"
+        f"    sample = {{'seconds': 0.9 * int(sys.argv[2]) / layout['accumulation']}}\n"
+        f"print(json.dumps(sample))"
+    )
+
+    def make() -> Plan:
+        return plan(load(FIRST_RUN), resolve("local-cpu:4", environ=environ))
+
+    made = plan_here(make, "local-cpu:4", environ=environ, tell=told.append)
+    assert [line for line in told if line.startswith("timing ")] == [
+        f"timing {made.layout.name} on this machine for a few seconds, once (--no-probe plans without)"
+    ]
+    (timed,) = step_probe.read_steps(discover(), environ).timed
+    assert (timed.step.pp, timed.step.hidden) == (2, 128)
+    assert made.prediction.step_s == pytest.approx(0.9, rel=0.04)
+    told.clear()
+    assert plan_here(make, "local-cpu:4", environ=environ, tell=told.append) == replace(made, search=ANY)
+    assert told == []
+    # A worker that fails is told, and the plan stands.
+    write("raise SystemExit(3)")
+    other = ["model.hidden=64", "model.head_dim=16"]
+    cluster = "local-cpu:4"
+    small = plan_here(
+        lambda: plan(load(FIRST_RUN, overrides=other), resolve(cluster, environ=environ)),
+        cluster, environ=environ, tell=told.append,
+    )  # fmt: skip
+    assert told[-1].startswith("not timed: ValueError: ")
+    assert small.prediction.step_s > 0
+
+
+def test_the_worker_times_a_plan_with_fewer_micro_batches() -> None:
+    """The real worker, two ranks: what the planner's process reads."""
+    pytest.importorskip("torch")
+    sets = ["parallel.pipeline=1", "parallel.shard=2", "model.hidden=32", "model.heads=2", "model.head_dim=16"]
+    sets += ["model.ffn=64", "data.sequence=32", "batch.global_tokens=1024"]
+    made = plan(load(FIRST_RUN, overrides=sets), resolve("local-cpu:2"))
+    assert made.layout.accumulation > 2
+    (found,) = step_probe._run_worker(["--plan", "2", "2"], step_probe._seconds, os.environ, made.to_json())
+    assert found["seconds"] > 0

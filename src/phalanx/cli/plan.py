@@ -14,12 +14,12 @@ from phalanx.cli.output import note, print_json, say, warn
 from phalanx.errors import Problem, mistake
 from phalanx.files import write_text
 from phalanx.hardware.cluster import resolve
-from phalanx.hardware.step_probe import measure_first
 from phalanx.job.load import load
 from phalanx.plan import compare as comparing
 from phalanx.plan import text
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import CalibrationNote, Plan
+from phalanx.plan.timed import plan_here
 from phalanx.visible import visible
 
 MOST_COMPARED = 8
@@ -62,11 +62,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(job: str, args: argparse.Namespace) -> Plan:
     resolved = load(job, overrides=args.overrides)
-    if not args.no_probe:
-        measure_first(str(args.cluster or resolved.job.cluster.target), environ=os.environ, tell=note)
-    cluster = resolve(args.cluster) if args.cluster is not None else None
     found = told_inputs(resolved)
-    made = make_plan(resolved, cluster, calibration=_calibration(args.calibration))
+    calibration = _calibration(args.calibration)
+
+    def make() -> Plan:
+        cluster = resolve(args.cluster) if args.cluster is not None else None
+        return make_plan(resolved, cluster, calibration=calibration)
+
+    target = str(args.cluster or resolved.job.cluster.target)
+    made = make() if args.no_probe else plan_here(make, target, environ=os.environ, tell=note)
     return replace(made, warnings=(*made.warnings, *(problem.render() for problem in found.warnings)))
 
 

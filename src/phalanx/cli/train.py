@@ -162,11 +162,12 @@ def _fresh_plan(args: argparse.Namespace) -> tuple[Plan, ResolvedJob]:
     resolved = prepare.load_job(args.job, overrides=args.overrides, cluster=args.cluster, steps=args.steps)
     if args.plan:
         return prepare.read_plan(args.plan, resolved), resolved
-    if not args.no_probe and find_rank(os.environ) is None:
-        from phalanx.hardware.step_probe import measure_first
+    if args.no_probe or find_rank(os.environ) is not None:
+        return prepare.make(resolved), resolved
+    from phalanx.plan.timed import plan_here
 
-        measure_first(str(resolved.job.cluster.target), environ=os.environ, tell=note)
-    return prepare.make(resolved), resolved
+    target = str(resolved.job.cluster.target)
+    return plan_here(lambda: prepare.make(resolved), target, environ=os.environ, tell=note), resolved
 
 
 def _header(plan: Plan) -> None:

@@ -57,9 +57,9 @@ def _cpu(value: object, where: str, problems: list[Problem]) -> CpuRates | None:
     if value is None:
         return None
     names = {field.name for field in dataclasses.fields(CpuRates)}
-    if isinstance(value, Mapping) and set(value) == names:
+    if isinstance(value, Mapping) and "cores" in value and set(value) <= names:  # an older plan has fewer of them
         numbers = {str(name): one for name, one in value.items() if isinstance(one, int | float)}
-        if len(numbers) == len(names) and all(math.isfinite(one) and one > 0 for one in numbers.values()):
+        if len(numbers) == len(value) and all(math.isfinite(one) and one > 0 for one in numbers.values()):
             return CpuRates(**{name: float(one) for name, one in numbers.items()})
     problems.append(Problem(where=where, what="cpu is not a set of positive rates", fix="store it with to_dict"))
     return None

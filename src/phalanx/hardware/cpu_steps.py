@@ -28,6 +28,7 @@ class CpuRates:
     element_s: float = 1e-7  # per token and unit of the hidden width: norms, residuals, rotation, activation function
     logit_s: float = 1.4e-8  # per logit: loss, forward and backward
     layer_s: float = 2e-3  # issuing a layer's operations, forward and backward
+    split_s: float = 2e-2  # the same for split tensors, beside that: each operation is dispatched by DTensor in Python
     micro_s: float = 1.3e-3  # the same around the layers, per micro-batch
     step_s: float = 2e-3  # per step: norm, clipping, records
     parameter_s: float = 5e-9  # updating a parameter
@@ -39,11 +40,12 @@ class CpuRates:
 
 
 PRIOR_SIGMA = {
-    "matmul_s": 0.7, "attention_s": 0.7, "element_s": 0.5, "logit_s": 0.5, "layer_s": 0.5, "micro_s": 0.5,
-    "step_s": 0.5, "parameter_s": 0.5,
+    "matmul_s": 0.7, "attention_s": 0.7, "element_s": 0.5, "logit_s": 0.5, "layer_s": 0.5, "split_s": 0.7,
+    "micro_s": 0.5, "step_s": 0.5, "parameter_s": 0.5,
     "message_s": 0.8, "byte_s": 0.7, "unit_s": 0.7, "stage_s": 0.7, "thread_gain": 0.2,
 }  # fmt: skip
 NOISE = 0.04  # log scatter of a measured step around the formula
+TIMED_NOISE = 0.01  # of the layout that was chosen and timed itself: the formula has to pass through it
 ROBUST_AT = 3.0  # errors beyond this many times the noise count linearly: a neighbour's burst must not bend the rest
 COMMON_SIGMA = 1.0  # how far a machine as a whole may be from the one the values above are of
 
@@ -119,7 +121,7 @@ def cpu_times(x: CpuStep, r: CpuRates) -> CpuTimes:
     matmul = 6.0 * tokens * weights / x.tp * r.matmul_s / speed
     attention = 7.0 * tokens * x.seq * queries / x.tp * r.attention_s / speed
     element = tokens * wide * r.element_s / speed
-    issue = r.layer_s * np.where(_array(x.tp) > 1, 2.0, 1.0)  # split tensors are dispatched one more time
+    issue = r.layer_s + np.where(_array(x.tp) > 1, r.split_s, 0.0)
     again = np.where(full, matmul / 3.0 + attention * 2.0 / 7.0 + element / 3.0 + issue / 2.0, 0.0)
     again = np.where(selective, element / 4.0 + issue / 2.0, again)
     layer = matmul + attention + element + issue + again
@@ -183,16 +185,18 @@ def cpu_times(x: CpuStep, r: CpuRates) -> CpuTimes:
     )
 
 
-def fit_rates(steps: Sequence[CpuStep], seconds: Sequence[float], cores: int) -> CpuRates:
+def fit_rates(steps: Sequence[CpuStep], seconds: Sequence[float], cores: int, *, timed: int = 0) -> CpuRates:
     """The most probable constants: a common factor of the machine, and each constant around it.
 
-    Gauss-Newton on logarithms; with nothing measured the values of `CpuRates` come back.
+    Gauss-Newton on logarithms; with nothing measured the values of `CpuRates` come back. The last `timed` steps are of
+    layouts that were chosen and timed themselves: they count for more than reference steps.
     """
     names = list(PRIOR_SIGMA)
     start = CpuRates(cores=float(cores))
     prior = np.array([getattr(start, name) for name in names])
     sigma = np.array([*PRIOR_SIGMA.values(), COMMON_SIGMA])
     target = np.log(np.asarray(seconds, dtype=np.float64))
+    noise = np.where(np.arange(len(target)) < len(target) - timed, NOISE, TIMED_NOISE)
     columns = CpuStep(**{f.name: np.array([float(getattr(one, f.name)) for one in steps]) for f in fields(CpuStep)})
 
     def rates_of(logs: Floats) -> CpuRates:
@@ -201,7 +205,7 @@ def fit_rates(steps: Sequence[CpuStep], seconds: Sequence[float], cores: int) ->
         return replace(start, **dict(zip(names, map(float, values), strict=True)))
 
     def residuals(logs: Floats) -> Floats:
-        errors = (np.log(cpu_times(columns, rates_of(logs)).step) - target) / NOISE
+        errors = (np.log(cpu_times(columns, rates_of(logs)).step) - target) / noise
         soft = np.sign(errors) * ROBUST_AT * np.sqrt(2.0 * (np.sqrt(1.0 + (errors / ROBUST_AT) ** 2) - 1.0))
         return np.concatenate([soft, logs / sigma])
 

@@ -1,7 +1,8 @@
 """Measure this machine's cores before the first plan of `local`: a few small training steps, kept for later plans.
 
 The file names the machine it was measured on (processor, usable cores) and the versions of torch and Phalanx; where
-one of them changed it is measured again. GPUs are not measured here: their profile is fitted on real steps.
+one of them changed it is measured again. The layout that a plan then chooses is timed itself (`time_layout`) and kept
+in the same file. GPUs are not measured here: their profile is fitted on real steps.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,9 +32,10 @@ from phalanx.hardware.machine import Machine
 from phalanx.hardware.profile import usual_path
 
 WORKER = "phalanx.train.probe_steps"  # a process of its own: this one never imports torch
-FORMAT = 1
+FORMAT = 2
 LIMIT_S = 120.0  # 18 s on two idle cores, 2026-11-16
 MOST_BYTES = 1 << 20
+MOST_TIMED = 24  # layouts; the newest are kept
 BUSY = 1.5  # processes per core
 SWITCH = "PHALANX_PROBE"  # "0" measures nothing, as --no-probe
 _LOCAL = re.compile(r"^local(-cpu)?\s*(?::\s*\d+)?$")
@@ -46,6 +49,20 @@ class MeasuredSteps:
     seconds: tuple[float, ...]
     taken_at: str
     load: float  # processes per core that wanted to run when it began; 0 where the system does not say
+    timed: tuple[TimedLayout, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimedLayout:
+    """A step of a layout that a plan chose, with fewer micro-batches where the whole step takes long."""
+
+    step: CpuStep
+    seconds: float
+    load: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it is kept."""
+        return {"step": asdict(self.step), "seconds": self.seconds, "load": self.load}
 
 
 def identity(machine: Machine) -> dict[str, object]:
@@ -79,6 +96,7 @@ def read_steps(machine: Machine, environ: Mapping[str, str]) -> MeasuredSteps | 
             seconds=tuple(seconds for _, seconds in found),
             taken_at=str(data["taken_at"])[:40],
             load=float(data["load"]),
+            timed=tuple(_timed(one) for one in data["timed"][-MOST_TIMED:]),
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -92,12 +110,19 @@ def _sample(one: Mapping[str, Any]) -> tuple[CpuStep, float]:
     return CpuStep(**values), seconds
 
 
+def _timed(one: Mapping[str, Any]) -> TimedLayout:
+    step, seconds = _sample(one)
+    return TimedLayout(step=step, seconds=seconds, load=float(one["load"]))
+
+
 def kept_rates(machine: Machine, environ: Mapping[str, str]) -> tuple[CpuRates | None, str]:
     """The constants of this machine's cores, and the date they were measured; None where they were not."""
     found = read_steps(machine, environ)
     if found is None or not found.steps:
         return None, ""
-    return fit_rates(found.steps, found.seconds, machine.usable_cores), found.taken_at
+    steps = (*found.steps, *(one.step for one in found.timed))
+    seconds = (*found.seconds, *(one.seconds for one in found.timed))
+    return fit_rates(steps, seconds, machine.usable_cores, timed=len(found.timed)), found.taken_at
 
 
 def measure_first(target: str, *, environ: Mapping[str, str], tell: Callable[[str], None]) -> None:
@@ -124,22 +149,63 @@ def measure_first(target: str, *, environ: Mapping[str, str], tell: Callable[[st
     )
     began_s = time.monotonic()
     try:
-        samples = _run_worker(machine.usable_cores, environ, tell)
-        _keep(machine, samples, load, environ)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        samples = _run_worker([str(machine.usable_cores)], _sample, environ)
+        taken_at = datetime.now(UTC).isoformat(timespec="seconds")
+        _keep(machine, {"taken_at": taken_at, "load": load, "samples": samples, "timed": []}, environ)
+    except (OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError) as error:
         tell(f"not measured: {type(error).__name__}: {str(error)[:200]}; planned with typical figures")
         return
     tell(f"measured in {time.monotonic() - began_s:.0f} s")
 
 
-def _run_worker(cores: int, environ: Mapping[str, str], tell: Callable[[str], None]) -> list[dict[str, Any]]:
+def time_layout(
+    step: CpuStep, plan_json: str, *, environ: Mapping[str, str], tell: Callable[[str], None], name: str
+) -> bool:
+    """Time a planned layout on this machine's cores and keep it; whether there is something new to plan with.
+
+    `step` is what is timed, as the formula reads it: the plan's, with `count` micro-batches. Nothing is timed where it
+    already was, unless neighbours that were busy then are gone. A failure is told, and the plan stands as it is.
+    """
+    machine = discover(environ=environ)
+    known = read_steps(machine, environ)
+    if known is None or environ.get(SWITCH) == "0":
+        return False
+    load = _load(machine.usable_cores)
+    before = [one for one in known.timed if one.step == step]
+    if any(not (one.load > BUSY and load < one.load / 2.0) for one in before):
+        return False
+    tell(f"timing {name} on this machine for a few seconds, once (--no-probe plans without)")
+    try:
+        arguments = ["--plan", str(int(step.count)), str(machine.usable_cores)]
+        (found,) = _run_worker(arguments, _seconds, environ, plan_json)
+        timed = TimedLayout(step=step, seconds=_seconds(found), load=load)
+    except (OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError) as error:
+        tell(f"not timed: {type(error).__name__}: {str(error)[:200]}; predicted from reference steps")
+        return False
+    data = json.loads(steps_path(machine, environ).read_text(encoding="utf-8"))
+    others = [one for one in known.timed if one.step != step]
+    _keep(machine, {**data, "timed": [one.to_dict() for one in (*others, timed)][-MOST_TIMED:]}, environ)
+    return True
+
+
+def _seconds(found: Mapping[str, Any]) -> float:
+    seconds = float(found["seconds"])
+    if not 0.0 < seconds < LIMIT_S:
+        raise ValueError(f"a step of {seconds} s")
+    return seconds
+
+
+def _run_worker(
+    arguments: list[str], read: Callable[[Mapping[str, Any]], object], environ: Mapping[str, str], given: str = ""
+) -> list[dict[str, Any]]:
+    """The lines of JSON that the worker prints, each of which `read` can read; `given` is its standard input."""
     samples = []
     end_s = time.monotonic() + LIMIT_S
-    with _worker(cores, environ) as process:
+    with _worker(arguments, environ, given) as process:
         assert process.stdout is not None
         for line in process.stdout:
             samples.append(json.loads(line))
-            _sample(samples[-1])
+            read(samples[-1])
             if time.monotonic() > end_s:
                 raise subprocess.TimeoutExpired(WORKER, LIMIT_S)
         if process.wait() or not samples:
@@ -148,13 +214,16 @@ def _run_worker(cores: int, environ: Mapping[str, str], tell: Callable[[str], No
 
 
 @contextlib.contextmanager
-def _worker(cores: int, environ: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
+def _worker(arguments: list[str], environ: Mapping[str, str], given: str) -> Iterator[subprocess.Popen[str]]:
     """The worker and all its ranks; gone when this ends, however it ends."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", WORKER, str(cores)],
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=dict(environ),
-        start_new_session=True,
-    )  # fmt: skip
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as asked:  # not a pipe, which a worker that fails would break
+        asked.write(given)
+        asked.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-m", WORKER, *arguments],
+            stdin=asked, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=dict(environ),
+            start_new_session=True,
+        )  # fmt: skip
     try:
         yield process
     finally:
@@ -172,9 +241,8 @@ def _load(cores: int) -> float:
         return 0.0
 
 
-def _keep(machine: Machine, samples: list[dict[str, Any]], load: float, environ: Mapping[str, str]) -> None:
+def _keep(machine: Machine, data: Mapping[str, Any], environ: Mapping[str, str]) -> None:
     path = steps_path(machine, environ)
     path.parent.mkdir(parents=True, exist_ok=True)
-    taken_at = datetime.now(UTC).isoformat(timespec="seconds")
-    data = {"format": FORMAT, "identity": identity(machine), "taken_at": taken_at, "load": load, "samples": samples}
-    replace_text(path, json.dumps(data, indent=1) + "\n")
+    whole = {**data, "format": FORMAT, "identity": identity(machine)}
+    replace_text(path, json.dumps(whole, indent=1) + "\n")

@@ -14,12 +14,12 @@ from phalanx.plan.weights import rank_weights
 PROFILE = "phalanx-cpu"  # of the 80 % interval (uncertainty.toml)
 
 
-def predict_cpu_step(c: Cases, rates: CpuRates) -> StepTimes:
-    """The step of every case. Experts count as an MLP of the width a token passes through."""
+def step_columns(c: Cases) -> CpuStep:
+    """The cases as the formula reads them. Experts count as an MLP of the width a token passes through."""
     held = rank_weights(c, stage_layers=np.ceil(c.layers / c.pp))
     routed = c.topk * c.expert_ffn + c.shared_ffn
     share = c.moe_layers / c.layers
-    step = CpuStep(
+    return CpuStep(
         layers=c.layers,
         hidden=c.hidden,
         heads=c.heads,
@@ -42,7 +42,11 @@ def predict_cpu_step(c: Cases, rates: CpuRates) -> StepTimes:
         recompute=c.recompute,
         parameters=held.dense + held.experts,
     )
-    times = cpu_times(step, rates)
+
+
+def predict_cpu_step(c: Cases, rates: CpuRates) -> StepTimes:
+    """The step of every case."""
+    times = cpu_times(step_columns(c), rates)
     # Columns of NICs and links, which cores do not have, may be varied too: the step is as large as all columns.
     zero = np.zeros(np.broadcast_shapes(*(np.shape(getattr(c, item.name)) for item in fields(c))))
     whole = times.step + zero

@@ -1,7 +1,8 @@
 """Worker of the automatic measurement: a few small training jobs on this machine's cores, as JSON on stdout.
 
 `python -m phalanx.train.probe_steps CORES`. Never imported by the planner. The jobs are the trainer itself, on random
-tokens: one rank per core, one rank with all threads, and two ranks per core, which then share it.
+tokens: one rank per core, one rank with all threads, and two ranks per core, which then share it. With `--plan COUNT
+CORES` it is one job instead: the plan that standard input holds, with COUNT micro-batches in a step.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -19,13 +20,15 @@ from phalanx.hardware.cpu_steps import CpuStep
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
 from phalanx.plan.layout import Layout
+from phalanx.plan.plan import Plan
 from phalanx.train.engine import Engine
 from phalanx.train.settings import Settings
 from phalanx.train.verify.ranks import run_ranks
 
 MOST_RANKS = 8  # of one rank per core: more only take longer to start
-BUDGET_S = 0.35  # of steps per job; three at least
-LEAST_STEPS, MOST_STEPS = 3, 12
+BUDGET_S = 0.35  # of steps per job; four at least
+PLAN_BUDGET_S = 5.0  # of steps of a plan
+LEAST_STEPS, MOST_STEPS = 4, 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,35 +103,60 @@ def reference_jobs(cores: int) -> list[list[ReferenceJob]]:
 
 
 def time_jobs(rank: int, jobs: list[ReferenceJob], threads: int) -> list[tuple[float, int]]:
-    """(seconds of a step, parameters of this rank) of every job; called on every rank of a group.
-
-    The lower quartile: what else the machine does for a moment is no property of it.
-    """
+    """(seconds of a step, parameters of this rank) of every job; called on every rank of a group."""
     torch.set_num_threads(threads)
     found = []
     for job in jobs:
-        engine = Engine(
-            job.shape(), Settings(layout=job.layout(), sequence=job.sequence), Optim(), device=torch.device("cpu")
-        )
+        settings = Settings(layout=job.layout(), sequence=job.sequence)
+        engine = Engine(job.shape(), settings, Optim(), device=torch.device("cpu"))
         engine.initialise()
-        rows = torch.randint(0, job.vocab, (job.micro * job.count, job.sequence + 1))
-        times: list[float] = []
-        spent = torch.zeros(1)
-        # The first step sets things up. All ranks must take equally many: rank 0's clock decides.
-        while len(times) <= LEAST_STEPS or (float(spent) < BUDGET_S and len(times) <= MOST_STEPS):
-            began_s = time.perf_counter()
-            engine.step(rows[:, :-1], rows[:, 1:], lr=1e-5)
-            times.append(time.perf_counter() - began_s)
-            spent[0] = sum(times[1:])
-            if job.world > 1:
-                torch.distributed.broadcast(spent, src=0)
+        times = _time_steps(engine, job.vocab, job.micro * job.count, budget_s=BUDGET_S)
         held = sum(piece.tensor.numel() for piece in engine.pieces) * (job.data if job.zero else 1)
-        found.append((sorted(times[1:])[(len(times) - 1) // 4], held))
+        found.append((_usual(times), held))
     return found
 
 
+def time_plan(rank: int, text: str, count: int, threads: int) -> float:
+    """Seconds of a step of a plan with `count` micro-batches; called on every rank of it."""
+    torch.set_num_threads(threads)
+    plan = Plan.from_json(text)
+    layout = replace(plan.layout, accumulation=count)
+    settings = Settings.of(plan.job, layout, on_gpu=False)
+    engine = Engine(plan.job.model, settings, plan.job.optim, device=torch.device("cpu"))
+    engine.initialise()
+    rows = layout.micro_batch * count
+    return _usual(_time_steps(engine, plan.job.model.vocab, rows, budget_s=PLAN_BUDGET_S))
+
+
+def _usual(times: list[float]) -> float:
+    """The lower quartile: what else the machine does for a moment is no property of it."""
+    return sorted(times)[len(times) // 4]
+
+
+def _time_steps(engine: Engine, vocab: int, rows: int, *, budget_s: float) -> list[float]:
+    """Seconds of every step but the first, which sets things up. Rank 0's clock says for all how many there are."""
+    tokens = torch.randint(0, vocab, (rows, engine.settings.sequence + 1))
+    times: list[float] = []
+    spent = torch.zeros(1)
+    while len(times) <= LEAST_STEPS or (float(spent) < budget_s and len(times) <= MOST_STEPS):
+        began_s = time.perf_counter()
+        engine.step(tokens[:, :-1], tokens[:, 1:], lr=1e-5)
+        times.append(time.perf_counter() - began_s)
+        spent[0] = sum(times[1:])
+        if torch.distributed.get_world_size() > 1:
+            torch.distributed.broadcast(spent, src=0)
+    return times[1:]
+
+
 def main() -> int:
-    """Time every job and print a line for each."""
+    """Time every job, or the plan, and print a line for each."""
+    if sys.argv[1] == "--plan":
+        count, cores = map(int, sys.argv[2:4])
+        text = sys.stdin.read()
+        world = Plan.from_json(text).layout.devices
+        times = run_ranks(time_plan, world, text, count, max(1, cores // world), debug=False)
+        print(json.dumps({"seconds": statistics.median(times)}), flush=True)
+        return 0
     cores = int(sys.argv[1])
     for jobs in reference_jobs(cores):
         world = jobs[0].world
