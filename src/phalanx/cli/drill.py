@@ -201,10 +201,10 @@ def make_plan(args: argparse.Namespace) -> Plan:
     prepare.check_code(plan.job, allowed=args.allow_code)
     prepare.check_here(plan)
     base = resolved.path.parent
-    prepare.check_inputs(plan, resolved, base, fresh=True)
+    prepare.check_inputs(plan.job, resolved, base, fresh=True)
     prepare.check_writable(Path(args.runs), plan.job.checkpoint.path)
     plan = prepare.with_data(plan, base)
-    warn((*prepare.check_inputs(plan, resolved, base, fresh=True).warnings, *prepare.check_data(plan)))
+    warn((*prepare.check_inputs(plan.job, resolved, base, fresh=True).warnings, *prepare.check_data(plan)))
     return plan
 
 

@@ -62,11 +62,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(job: str, args: argparse.Namespace) -> Plan:
     resolved = load(job, overrides=args.overrides)
+    calibration, found = _calibration(args.calibration), told_inputs(resolved)
+    if args.cluster is not None:
+        resolve(args.cluster)  # what is wrong with it is said before the machine is measured, which takes 20 s
     if not args.no_probe:
         measure_first(str(args.cluster or resolved.job.cluster.target), environ=os.environ, tell=note)
     cluster = resolve(args.cluster) if args.cluster is not None else None
-    found = told_inputs(resolved)
-    made = make_plan(resolved, cluster, calibration=_calibration(args.calibration))
+    made = make_plan(resolved, cluster, calibration=calibration)
     return replace(made, warnings=(*made.warnings, *(problem.render() for problem in found.warnings)))
 
 

@@ -16,6 +16,7 @@ from phalanx.errors import PhalanxError, mistake
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx.job.load import ResolvedJob
+    from phalanx.job.schema import Job
     from phalanx.plan.plan import Plan
     from phalanx.record.run import Run
     from phalanx.train.supervise.client import HostSpec
@@ -118,15 +119,22 @@ def _planned(args: argparse.Namespace, *, here: bool) -> tuple[Plan, ResolvedJob
         plan, warnings = prepare.resumed(old, overrides=args.overrides, cluster=args.cluster, steps=args.steps)
         warn(warnings)
         resolved = prepare.job_of(old, plan)
+        _check_files(plan.job, resolved, args, old)
     else:
         plan, resolved = _fresh_plan(args)
     prepare.check_trainable(plan)
-    prepare.check_code(plan.job, allowed=args.allow_code)
-    prepare.check_inputs(plan, resolved, _base(args, resolved), fresh=old is None)
-    prepare.check_writable(Path(args.runs), plan.job.checkpoint.path, run=old.path if old is not None else None)
     if here:
         prepare.check_here(plan)
     return plan, resolved, old
+
+
+def _check_files(job: Job, resolved: ResolvedJob, args: argparse.Namespace, old: Run | None = None) -> None:
+    """What the job reads is here, and what it writes can be written."""
+    from phalanx.train.supervise import prepare
+
+    prepare.check_code(job, allowed=args.allow_code)
+    prepare.check_inputs(job, resolved, _base(args, resolved), fresh=old is None)
+    prepare.check_writable(Path(args.runs), job.checkpoint.path, run=old.path if old is not None else None)
 
 
 def _base(args: argparse.Namespace, resolved: ResolvedJob) -> Path:
@@ -144,7 +152,7 @@ def _fit_to_start(plan: Plan, resolved: ResolvedJob, args: argparse.Namespace) -
     began = time.time()
     plan = prepare.with_data(plan, _base(args, resolved))
     args.data_s = time.time() - began
-    found = prepare.check_inputs(plan, resolved, _base(args, resolved), fresh=not args.resume)
+    found = prepare.check_inputs(plan.job, resolved, _base(args, resolved), fresh=not args.resume)
     for line in found.remarks:
         note(f"  {line}")
     warn((*found.warnings, *prepare.check_data(plan)))
@@ -152,16 +160,22 @@ def _fit_to_start(plan: Plan, resolved: ResolvedJob, args: argparse.Namespace) -
 
 
 def _fresh_plan(args: argparse.Namespace) -> tuple[Plan, ResolvedJob]:
-    """The plan and its job, from whose folder relative paths in it start."""
+    """The plan and its job, from whose folder relative paths in it start.
+
+    Files are looked at first: measuring the machine takes 20 s, which nobody should wait to hear of a missing one.
+    """
     from phalanx.train.supervise import prepare
     from phalanx.train.supervise.launchers import find_rank
 
-    if not args.job:
-        plan = prepare.read_plan(args.plan, None)
-        return plan, prepare.job_in(plan, Path(args.plan))
-    resolved = prepare.load_job(args.job, overrides=args.overrides, cluster=args.cluster, steps=args.steps)
-    if args.plan:
-        return prepare.read_plan(args.plan, resolved), resolved
+    resolved = None
+    if args.job:
+        resolved = prepare.load_job(args.job, overrides=args.overrides, cluster=args.cluster, steps=args.steps)
+    if args.plan or resolved is None:
+        plan = prepare.read_plan(args.plan, resolved)
+        resolved = resolved or prepare.job_in(plan, Path(args.plan))
+        _check_files(plan.job, resolved, args)
+        return plan, resolved
+    _check_files(prepare.with_absolute_files(resolved).job, resolved, args)
     if not args.no_probe and find_rank(os.environ) is None:
         from phalanx.hardware.step_probe import measure_first
 

@@ -126,18 +126,19 @@ def check_data(plan: Plan) -> tuple[Problem, ...]:
     return check_dataset(dataset, model_vocab=job.model.vocab, sequence=job.data.sequence)
 
 
-def check_inputs(plan: Plan, resolved: ResolvedJob, base: Path, *, fresh: bool) -> InputFindings:
-    """The files that the job names are here, and fit it and each other; raises UserError, returns what to warn of.
+def check_inputs(job: Job, resolved: ResolvedJob, base: Path, *, fresh: bool) -> InputFindings:
+    """The files that a job names are here, and fit it and each other; raises UserError, returns what to warn of.
 
-    Before the data of a corpus is built it cannot be compared: ask again when it is.
+    `job` names its files by absolute paths. Before the data of a corpus is built it cannot be compared: ask again when
+    it is.
     """
-    found = look_at_inputs(plan.job, base, origins=resolved.origins, fresh=fresh)
+    found = look_at_inputs(job, base, origins=resolved.origins, fresh=fresh)
     if problems := (*found.refused, *found.missing):
         raise UserError(problems)
-    if fresh and plan.job.train.weights and not plan.job.model.module:
+    if fresh and job.train.weights and not job.model.module:
         from phalanx.train.models.hf_weights import check_hf  # imports torch
 
-        check_hf(Path(plan.job.train.weights), plan.job.model)
+        check_hf(Path(job.train.weights), job.model)
     return found
 
 
