@@ -121,6 +121,6 @@ def test_a_step_that_does_not_fit_says_what_to_do():
     assert render_fit(replace(fit, usable_bytes=73.8e9), recompute="none").splitlines() == [
         "DOES NOT FIT: 72.9 GB traced and 1.00 GB of buffers, of 73.8 GB usable",
         "  the step would end out of memory",
-        '  try parallel.recompute = "selective", a smaller batch.micro, parallel.offload = "optimizer" or more devices, '
-        "and trace again",
+        '  try parallel.recompute = "selective", a smaller batch.micro, parallel.offload = "optimizer" or more '
+        "devices, and trace again",
     ]

@@ -9,6 +9,7 @@ import sys
 
 from phalanx.cli.output import note
 from phalanx.errors import mistake
+from phalanx.units import plural
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         raise mistake("phalanx agent", f"--slots {slots} is below 1", fix="use 1 or more")
     host = args.host or platform.node() or "localhost"
     words = [str(made.path), host, str(slots), args.address or _address(made), "0"]
-    note(f"host {host} joins {made.path} with {slots} slots")
+    note(f"host {host} joins {made.path} with {plural(slots, 'slot')}")
     os.execv(sys.executable, [sys.executable, *AGENT, *words])
 
 

@@ -20,6 +20,7 @@ from phalanx.plan import compare as comparing
 from phalanx.plan import text
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import CalibrationNote, Plan
+from phalanx.units import plural
 from phalanx.visible import visible
 
 MOST_COMPARED = 8
@@ -84,7 +85,7 @@ def _compare(args: argparse.Namespace, jobs: list[str]) -> int:
     if not 2 <= len(jobs) <= MOST_COMPARED:
         raise mistake(
             "phalanx plan --compare",
-            f"{len(jobs)} job file{'s' if len(jobs) != 1 else ''} named",
+            f"{plural(len(jobs), 'job file')} named",
             fix=f"name 2 to {MOST_COMPARED}, as --compare a.toml b.toml",
         )
     if args.out:

@@ -12,6 +12,7 @@ from pathlib import Path
 from phalanx.cli.options import add_json, add_no_probe, add_set
 from phalanx.cli.output import note, print_json, say, warn
 from phalanx.errors import PhalanxError, mistake
+from phalanx.units import plural
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def _header(plan: Plan) -> None:
         f"  predicted: {format_seconds(p.step_s)} per step ({format_seconds(p.step_s_low)} to "
         f"{format_seconds(p.step_s_high)}), {format_count(p.tokens_per_s)} tokens/s, "
         f"{format_bytes(plan.memory.total_bytes)} per rank, {format_seconds(plan.duration.training_s)} for "
-        f"{plan.duration.steps:,} steps"
+        f"{plural(plan.duration.steps, 'step')}"
     )
     for text in plan.warnings:
         note(f"  warning: {text}")
@@ -206,7 +207,8 @@ def _dry_run(plan: Plan, *, as_json: bool) -> int:
     if as_json:
         print_json(plan.to_dict())
     else:
-        say(f"{plan.layout.devices} ranks would train {plan.duration.steps:,} steps: {plan.layout.name}")
+        ranks, steps = plural(plan.layout.devices, "rank"), plural(plan.duration.steps, "step")
+        say(f"{ranks} would train {steps}: {plan.layout.name}")
     return 0
 
 
@@ -283,7 +285,7 @@ def _check_hosts(plan: Plan, args: argparse.Namespace) -> None:
     if count > plan.layout.devices:
         raise mistake(
             "phalanx train",
-            f"{count} hosts for {plan.layout.devices} ranks",
+            f"{plural(count, 'host')} for {plural(plan.layout.devices, 'rank')}",
             why="a host without a rank does nothing",
             fix=f"use at most {plan.layout.devices}; --spares adds idle places",
         )
@@ -296,7 +298,7 @@ def _first_of(made: Run, args: argparse.Namespace) -> tuple[HostSpec, ...]:
     from phalanx.train.supervise.client import HostSpec, address_of, share_of
 
     made.set_launch(**{**made.launch(), "join": args.join})
-    note(f"  on the other {args.join - 1} hosts: phalanx agent {made.path.resolve()} --address THEIR_ADDRESS")
+    note(f"  on the other {plural(args.join - 1, 'host')}: phalanx agent {made.path.resolve()} --address THEIR_ADDRESS")
     name = platform.node() or "localhost"
     return (HostSpec(name=name, slots=share_of(made) + args.spares, address=args.address or address_of(made)),)
 
@@ -370,7 +372,7 @@ def _refuse_under_launcher(args: argparse.Namespace, place: RankPlace) -> None:
     for option in (name for name, value in given.items() if value):
         raise mistake(
             "phalanx train",
-            f"{option} has no effect: {place.launcher} started {place.world:,} processes, and each is one rank",
+            f"{option} has no effect: {place.launcher} started {plural(place.world, 'process')}, and each is one rank",
             why="hosts, spares and recovery belong to phalanx agents, which start their own ranks",
             fix=f"leave {option} out; or start phalanx train once, and phalanx agent on the other hosts",
         )

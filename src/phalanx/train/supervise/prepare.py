@@ -22,6 +22,7 @@ from phalanx.plan.inputs import InputFindings, look_at_inputs
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
+from phalanx.units import plural
 
 MOST_RANKS_PER_CORE = 64  # beyond, the ranks only wait for each other
 # What a resumed run may change: how it is computed and watched, never what is learnt from.
@@ -238,10 +239,12 @@ def check_here(plan: Plan) -> None:
     if device.family == "cpu":
         most = MOST_RANKS_PER_CORE * machine.usable_cores
         if ranks > most:
-            why = f"{machine.usable_cores} cores run at most {most} ranks that get anything done"
-            raise mistake(plan.cluster.name, f"asks for {ranks:,} ranks on this machine", why=why, fix="use local:4")
+            why = f"{plural(machine.usable_cores, 'core')} run at most {plural(most, 'rank')} that get anything done"
+            raise mistake(
+                plan.cluster.name, f"asks for {plural(ranks, 'rank')} on this machine", why=why, fix="use local:4"
+            )
     elif len(machine.gpus) < ranks:
-        found = f"{len(machine.gpus)} GPU{'s' if len(machine.gpus) != 1 else ''}"
+        found = plural(len(machine.gpus), "GPU")
         raise mistake(
             plan.cluster.name,
             f"the plan needs {ranks:,} × {device.name}, and this machine has {found}",

@@ -63,7 +63,9 @@ def render_fit(fit: TracedFit, *, recompute: str) -> str:
     )
     if fit.fits:
         return f"FITS: {need}"
-    more = {"none": 'parallel.recompute = "selective", ', "selective": 'parallel.recompute = "full", '}.get(recompute, "")
+    more = {"none": 'parallel.recompute = "selective", ', "selective": 'parallel.recompute = "full", '}.get(
+        recompute, ""
+    )
     return (
         f"DOES NOT FIT: {need}\n  the step would end out of memory\n"
         f'  try {more}a smaller batch.micro, parallel.offload = "optimizer" or more devices, and trace again'
