@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import signal
 import sys
 
 from phalanx.cli.output import note
@@ -29,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from phalanx.record.run import open_run
     from phalanx.train.supervise.client import AGENT, ENDED, share_of
     from phalanx.train.supervise.prepare import need_torch
+    from phalanx.train.supervise.wishes import STOPPING
 
     need_torch()
     made = open_run(args.run)
@@ -54,7 +56,12 @@ def run(args: argparse.Namespace) -> int:
     host = args.host or platform.node() or "localhost"
     words = [str(made.path), host, str(slots), args.address or _address(made), "0"]
     note(f"host {host} joins {made.path} with {plural(slots, 'slot')}")
-    os.execv(sys.executable, [sys.executable, *AGENT, *words])
+    # Signals are held back until the agent counts them: in its first half second Python would answer with a traceback.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        os.execv(sys.executable, [sys.executable, *AGENT, *words])
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 def _address(made: Run) -> str:
