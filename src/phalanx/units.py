@@ -30,10 +30,13 @@ def plural(count: float, noun: str) -> str:
 
     >>> plural(1, "fault"), plural(0, "rank"), plural(1200, "micro-batch"), plural(2, "copy"), plural(1.5, "day")
     ('1 fault', '0 ranks', '1,200 micro-batches', '2 copies', '1.5 days')
+    >>> plural(3, "epoch"), plural(2, "process")
+    ('3 epochs', '2 processes')
     """
     if count == 1:
         return f"1 {noun}"
-    many = f"{noun}es" if noun.endswith(("s", "sh", "ch", "x")) else f"{noun}s"
+    hisses = noun.endswith(("s", "sh", "x", "ch")) and not noun.endswith("och")  # an epoch does not
+    many = f"{noun}es" if hisses else f"{noun}s"
     if noun.endswith("y") and noun[-2] not in "aeiou":
         many = f"{noun[:-1]}ies"
     return f"{count:,.12g} {many}"  # a number of days may have a fraction

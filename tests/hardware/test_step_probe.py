@@ -67,11 +67,11 @@ def test_a_missing_file_is_said_before_anything_is_measured(worker, tmp_path, mo
         monkeypatch.setenv(name, environ[name])
     monkeypatch.chdir(tmp_path)
     assert main(["init", "job.toml"]) == 0
-    for more in (["--set", "data.paths=nowhere"], ["--set", "train.weights=nowhere"], ["--runs", "job.toml"]):
+    for more in (["--set", "data.path=nowhere"], ["--set", "train.weights=nowhere"], ["--runs", "job.toml"]):
         capsys.readouterr()
         assert main(["train", "job.toml", "--dry-run", *more]) == 2
         assert "measuring this machine" not in capsys.readouterr().err, more
-    assert main(["plan", "job.toml", "--set", "data.paths=nowhere"]) == 0
+    assert main(["plan", "job.toml", "--set", "data.path=nowhere"]) == 0
     said = capsys.readouterr().err
     assert said.index("nowhere") < said.index("measuring this machine")
 

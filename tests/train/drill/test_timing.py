@@ -110,7 +110,7 @@ def test_a_fault_that_nobody_noticed_is_not_credited_with_a_later_one(story: Sto
 
     assert seen(silent, killed) == [(False, False), (True, True)]
     verdict = noticed(outcomes(history, faults, [silent, killed], patience_s=15.0), asked=2, patience_s=15.0)
-    assert (verdict.ok, verdict.evidence) == (False, "1 of 2 faults: mute:rank=1,step=1 was not noticed")
+    assert (verdict.ok, verdict.evidence) == (False, "1 of 2 faults: mute:step=1 was not noticed")
     # Of the same rank twice, the newer fault explains the incident that names it.
     assert seen(replace(silent, rank=2), killed) == [(False, False), (True, True)]
     # Both within the time in which they had to be noticed: whoever was named first, the recovery was from both.
