@@ -98,7 +98,7 @@ def traced(plan):
     return traced_fit(plan.memory, [trace_ranks(step, [at * inside])[0] for at in range(plan.layout.pipeline)])
 
 
-@pytest.mark.parametrize("seed", [3, 5, 8])
+@pytest.mark.parametrize("seed", [2, 6, 15])
 def test_what_the_plan_recommends_fits_when_it_is_traced(seed):
     """On devices of a size at which the best layout fits by the count and not by the trace, or just so."""
     job, cluster = drawn(seed)
