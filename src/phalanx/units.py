@@ -25,6 +25,23 @@ def parse_count(text: str) -> float:
     return float(match.group(1).replace("_", "")) * scale
 
 
+def plural(count: float, noun: str) -> str:
+    """A number of things, as a person writes it.
+
+    >>> plural(1, "fault"), plural(0, "rank"), plural(1200, "micro-batch"), plural(2, "copy"), plural(1.5, "day")
+    ('1 fault', '0 ranks', '1,200 micro-batches', '2 copies', '1.5 days')
+    >>> plural(3, "epoch"), plural(2, "process")
+    ('3 epochs', '2 processes')
+    """
+    if count == 1:
+        return f"1 {noun}"
+    hisses = noun.endswith(("s", "sh", "x", "ch")) and not noun.endswith("och")  # an epoch does not
+    many = f"{noun}es" if hisses else f"{noun}s"
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        many = f"{noun[:-1]}ies"
+    return f"{count:,.12g} {many}"  # a number of days may have a fraction
+
+
 def format_count(value: float) -> str:
     """Three significant digits with a suffix.
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,6 +77,25 @@ def test_a_run_that_is_over(
     run.set_status(state, exit_code=0, message="")
     assert agent() == []
     assert capsys.readouterr().err == f"{run.path}: {advice.format(run=run.path)}"
+
+
+def test_ctrl_c_twice_before_it_has_joined(run: Run) -> None:
+    """While Python and torch start, which would answer with a traceback. The coordinator it started goes too."""
+    command = [sys.executable, "-m", "phalanx", "agent", str(run.path), "--host", "b"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, start_new_session=True) as process:
+        try:
+            assert process.stderr is not None
+            assert process.stderr.readline() == f"host b joins {run.path} with 2 slots\n"
+            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGINT)
+            assert process.communicate(timeout=240) == ("", "")
+            assert process.returncode == 130
+            with pytest.raises(ProcessLookupError):
+                os.killpg(process.pid, 0)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_a_run_that_nobody_launched(run: Run, agent: Agent, capsys: pytest.CaptureFixture[str]) -> None:

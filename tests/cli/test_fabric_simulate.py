@@ -35,7 +35,7 @@ def test_text_names_rates_times_and_stalled_flows(capsys: pytest.CaptureFixture[
     assert "permutation, 64 flows of 2.00 MB, 128 MB in all" in out
     assert "broken: transceiver:3 at 0%" in out
     assert "last never" in out
-    assert "2 flows have no working path" in out
+    assert "2 flows without a working path" in out
 
 
 def test_json_is_repeatable(capsys: pytest.CaptureFixture[str]) -> None:

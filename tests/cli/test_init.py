@@ -86,6 +86,8 @@ def test_the_rate_warms_up_before_it_stays() -> None:
     assert main(["init"]) == 0
     job = load("job.toml").job
     assert (job.optim.schedule, job.optim.warmup_tokens) == ("wsd", 10 * job.batch.global_tokens)
+    assert job.data.tokens == 200 * job.batch.global_tokens, "minutes on two cores, and steady before the last fifth"
+    assert "in all, 200 steps;" in Path("job.toml").read_text()
     assert job.model.vocab == VOCAB, "data build trains a tokenizer of that size when nothing is said"
 
 

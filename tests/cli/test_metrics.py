@@ -87,7 +87,9 @@ def test_serves_until_ctrl_c(run: Run, tmp_path: Path) -> None:
             with urllib.request.urlopen(asked, timeout=120) as answer:
                 assert b'train_step{run="first"} 30.0' in answer.read()
             server.send_signal(signal.SIGINT)
-            assert server.wait(timeout=120) == 130
+            server.send_signal(signal.SIGINT)
+            assert server.communicate(timeout=120)[1].splitlines()[-1] == "stopped by Ctrl-C"
+            assert server.returncode == 130
         finally:
             server.kill()
 

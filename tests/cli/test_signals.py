@@ -65,6 +65,19 @@ def test_an_error_made_of_ctrl_c_is_no_error() -> None:
     assert call("raise ImportError('x')")[0] == 3
 
 
+def test_one_that_python_drops_is_raised_again() -> None:
+    """In a callback, as the import system's own: an exception there is printed and forgotten."""
+    body = "import time, weakref\nclass Thing: pass\nthing = Thing()\nlost = weakref.ref(thing, lambda _: {number}())\n"
+    body += "del thing\ntime.sleep(600)"
+    assert call(body.format(number="INT")) == (130, "", "stopped by Ctrl-C\n")
+    assert call(body.format(number="TERM")) == (-signal.SIGTERM, "", "")
+
+
+def test_one_that_passed_through_the_text_of_a_program() -> None:
+    """Python remembers that, and would end itself by SIGINT: an exit code of -2, for whoever started us."""
+    assert call("exec('INT()', {'INT': INT})") == (130, "", "stopped by Ctrl-C\n")
+
+
 def test_sigterm_unwinds_and_then_ends_the_process() -> None:
     assert call("try:\n TERM()\n" + CLEAN_UP.format(again="TERM()")) == (-signal.SIGTERM, "cleaned up\n", "")
 

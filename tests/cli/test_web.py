@@ -41,6 +41,7 @@ def test_it_prints_its_address_serves_and_ends_with_open_streams(tmp_path: Path)
                 pass
             asked = time.monotonic()
             server.send_signal(signal.SIGINT)
+            server.send_signal(signal.SIGINT)
             out, err = server.communicate(timeout=300)
             print(f"ended {time.monotonic() - asked:.2f} s after Ctrl-C")
         assert server.returncode == 130

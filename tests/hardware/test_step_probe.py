@@ -10,6 +10,7 @@ from unittest.mock import ANY
 
 import pytest
 
+from phalanx.cli.main import main
 from phalanx.hardware import step_probe
 from phalanx.hardware.cluster import resolve
 from phalanx.hardware.codec import from_dict, to_dict
@@ -59,6 +60,22 @@ def test_it_is_measured_once_and_kept(worker) -> None:
     assert measure("local", environ, told)
     path.write_text("{")
     assert measure("local", environ, told)
+
+
+def test_a_missing_file_is_said_before_anything_is_measured(worker, tmp_path, monkeypatch, capsys) -> None:
+    """Measuring takes 20 s: `train` refuses without it, `plan` warns first."""
+    environ, _, _ = worker
+    for name in ("XDG_DATA_HOME", "PYTHONPATH", "PHALANX_PROBE"):
+        monkeypatch.setenv(name, environ[name])
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "job.toml"]) == 0
+    for more in (["--set", "data.path=nowhere"], ["--set", "train.weights=nowhere"], ["--runs", "job.toml"]):
+        capsys.readouterr()
+        assert main(["train", "job.toml", "--dry-run", *more]) == 2
+        assert "measuring this machine" not in capsys.readouterr().err, more
+    assert main(["plan", "job.toml", "--set", "data.path=nowhere"]) == 0
+    said = capsys.readouterr().err
+    assert said.index("nowhere") < said.index("measuring this machine")
 
 
 def test_named_clusters_and_those_who_say_no_are_not_measured(worker) -> None:

@@ -129,5 +129,5 @@ def test_wire_shares() -> None:
 def test_refusals(points: list[tuple[float, float]], message: str) -> None:
     with pytest.raises(UserError, match=f"^{message}"):
         fit_points([Point(nbytes=nbytes, seconds=seconds) for nbytes, seconds in points], ranks=8)
-    with pytest.raises(UserError, match="a collective of 1 ranks"):
+    with pytest.raises(UserError, match="a collective of 1 rank"):
         wire_share("all-reduce", 1)

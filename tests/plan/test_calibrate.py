@@ -40,7 +40,9 @@ def test_at_most_five_scalars():
 
 def test_every_part_but_the_bubble_has_one_scalar():
     grouped = [part for parts in GROUPS.values() for part in parts]
-    every = {field.name for field in fields(StepTimes)} - {"step_s", "bubble_s", "gradient_total_s", "micro_s"}
+    none = {"step_s", "bubble_s", "gradient_total_s", "micro_s"}
+    none |= {"device_s", "host_s", "launch_sharpness", "busy_s", "moving_s", "shard_sharpness"}
+    every = {field.name for field in fields(StepTimes)} - none
     assert sorted(grouped) == sorted(every)
 
 
@@ -54,6 +56,32 @@ def test_calibrated_parts_still_add_up(times):
     changed = calibrated(times, Calibration(compute=1.4, host=0.5, outer_traffic=3.0))
     parts = [part for group in GROUPS.values() for part in group]
     assert sum(getattr(changed, part) for part in parts) + changed.bubble_s == pytest.approx(changed.step_s)
+
+
+def test_recompute_costs_nothing_beside_a_slow_host_and_gains_nothing_either():
+    """A tiny model on few devices, whose step the host sets: before, a faster device made recompute a gain."""
+    small = ROW | {"layers": "24", "hidden": "512", "heads": "8", "seq": "256", "gpus": "1", "global_batch": "8"}
+    small |= {"tp": "1", "dp": "1", "model_name": "", "ffn": "2048", "vocab": "8192"}
+    none, full = ({**small, "id": kind, "recompute": kind} for kind in ("none", "selective"))
+    times = predict_rows((none, full)).times
+    assert (times.launch_s > times.matmul_s).all(), "the host sets the step"
+    for scalars in (Calibration(compute=0.5), Calibration(memory=0.5), Calibration(compute=0.2, memory=0.2, host=3.0)):
+        plain, again = calibrated(times, scalars).step_s
+        assert again >= plain, scalars
+
+
+def test_a_faster_device_does_not_shorten_a_step_that_the_host_or_the_network_sets():
+    small = ROW | {"layers": "24", "hidden": "512", "heads": "8", "seq": "256", "gpus": "1", "global_batch": "8"}
+    small |= {"tp": "1", "dp": "1", "model_name": "", "ffn": "2048", "vocab": "512"}
+    host = predict_rows((small | {"id": "host"},)).times
+    quick = calibrated(host, Calibration(compute=0.1))
+    assert float(quick.step_s[0] / host.step_s[0]) > 0.97
+    spread = ROW | {"id": "network", "seq": "256", "global_batch": "64", "zero_stage": "3", "dp": "64", "tp": "1"}
+    network = predict_rows((spread,)).times
+    assert float(network.shard_s[0]) > float(network.matmul_s[0]), "ZeRO-3 traffic sets the step"
+    quick = calibrated(network, Calibration(compute=0.1))
+    gained = float((network.step_s - quick.step_s)[0])
+    assert gained < 0.5 * float(0.9 * (network.matmul_s + network.attention_s + network.head_s)[0])
 
 
 def test_no_measurements_leave_ones(times):

@@ -13,6 +13,7 @@ from phalanx.plan.calibrate import GROUPS, Calibration
 from phalanx.plan.calibration_file import read
 from phalanx.plan.fieldwork import Report, calibrate_run, calibrate_table, text, write
 from phalanx.plan.rows import predict_rows
+from phalanx.units import plural
 
 COLUMNS = ("id", "source", "model_name", "layers", "hidden", "seq", "gpu", "gpus", "global_batch", "tp", "dp", "step_s")
 # Different splits of one model: what each scalar multiplies has another share in each.
@@ -184,7 +185,7 @@ def test_only_the_first_rank_counts(run):
 def test_too_few_steps(run, count):
     folder, _ = run([step(1.0)] * count)
     assert refused(calibrate_run, folder) == (
-        f"{folder}: has {count} measured steps, and calibration needs 3 after warm-up\n"
+        f"{folder}: has {plural(count, 'measured step')}, and calibration needs 3 after warm-up\n"
         '  let it run longer; steps are lines {"event": "step", "duration_s": 1.25} of events*.jsonl'
     )
 
@@ -260,7 +261,7 @@ def test_the_page_warns_of_rows_left_out_and_of_measurements_that_disagree():
     page = text(replace(REPORT, measurements=4, skipped=2, median_error_after=0.3))
     assert page.endswith(
         "median error 20.0% before, 30.0% after\n"
-        "2 measured rows could not be priced and were left out; phalanx validate says why\n"
+        "2 measured rows could not be priced: left out; phalanx validate says why\n"
         "warning: these measurements disagree with each other more than with the prediction; plan without"
     )
 

@@ -56,6 +56,7 @@ def test_gathers_run_on_rings(make_ask):
 
 def test_our_trainer_gathers_the_tables_of_zero_3_once(make_ask):
     fixed = {"parallel__zero": 3, "parallel__mode": "fixed", "parallel__data": 8, "cluster": "8xH100:1"}
+    fixed["batch__micro"] = 1
     (layout, ours), (_, theirs) = (
         axes(make_ask(**fixed, parallel__framework=name)) for name in ("phalanx", "torchtitan")
     )

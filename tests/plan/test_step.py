@@ -16,7 +16,8 @@ from phalanx.plan.rows import row_columns, to_cases
 from phalanx.plan.step import StepTimes, predict_step, smooth_max, stage_layers
 
 ROW = {"layers": "1", "hidden": "64", "seq": "4096", "gpu": "H100", "gpus": "1", "global_batch": "256"}
-NOT_PARTS = {"step_s", "gradient_total_s", "micro_s"}
+COMBINED = {"device_s", "host_s", "launch_sharpness", "busy_s", "moving_s", "shard_sharpness"}
+NOT_PARTS = {"step_s", "gradient_total_s", "micro_s", *COMBINED}
 PARTS = [field.name for field in fields(StepTimes) if field.name not in NOT_PARTS]
 FREE = {"link_bytes_per_s": 1e18, "nic_bytes_per_s": 1e18, "link_latency_s": 0.0, "nic_latency_s": 0.0}
 GPIPE, PLAIN, INTERLEAVED, ZERO_BUBBLE = (float(index) for index in range(len(SCHEDULES)))

@@ -72,7 +72,7 @@ def test_a_permutation_has_each_host_once_on_either_side() -> None:
         ("ring", 8, float("nan"), "nan bytes"),
         ("ring", 8, 1e30, "at most 1e+15"),
         ("incast", 9, 1.0, "use a fabric of at least 10 hosts"),
-        ("ring", 1, 1.0, "1 hosts are too few"),
+        ("ring", 1, 1.0, "1 host: too few"),
         ("all-to-all", 131_072, 1.0, "use at most"),
     ],
 )

@@ -91,7 +91,7 @@ def test_a_plan_is_checked_without_its_job_file(plan_text, tmp_path) -> None:
         ("reliability.mtbf_s", 0, "reliability.mtbf_s is 0 s"),
         ("job.checkpoint.interval_s", 99999, "job.checkpoint.interval_s 1e\\+05 s"),
         ("layout.tensor", 2, "= 256 devices, and the cluster has 128"),
-        ("layout.data", 8, "8 devices on 1 hosts"),
+        ("layout.data", 8, "8 devices on 1 host, "),
         ("layout.pipeline", 0, "layout.pipeline is 0"),
         ("duration.wall_s", 1.0, "shorter than its training_s"),
     ],

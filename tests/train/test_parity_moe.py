@@ -44,6 +44,8 @@ CASES = {
     "aux pp2": (AUX, {"pipeline": 2}),
     "ep2 recompute full": (BIAS, {"data": 2, "expert": 2, "recompute": "full"}),
     "ep2 recompute selective": (BIAS, {"data": 2, "expert": 2, "recompute": "selective"}),
+    "ep2 inside fsdp2, selective": (MOE, {"expert": 2, "recompute": "selective"} | FSDP),
+    "ep2 inside fsdp2, full": (MOE, {"expert": 2, "recompute": "full"} | FSDP),
 }  # fmt: skip
 
 

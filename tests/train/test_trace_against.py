@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,10 @@ from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
 from phalanx.plan.ask import from_job
 from phalanx.plan.layout import Layout
-from phalanx.train.tracing.against import Line, against_plan
-from phalanx.train.tracing.text import render_against
+from phalanx.plan.make import plan as make_plan
+from phalanx.plan.search import DECIDES
+from phalanx.train.tracing.against import Line, TracedFit, against_plan, traced_fit
+from phalanx.train.tracing.text import render_against, render_fit
 from phalanx.train.tracing.world import Step, trace_ranks
 
 ONE = Layout(
@@ -71,4 +74,53 @@ def test_a_line_out_of_its_limit_says_so():
     assert render_against([good, bad]).splitlines()[2:] == [
         "  memory         peak                          100 GB      109 GB       +9.0%  within 10%",
         "  memory         peak                          100 GB      120 GB      +20.0%  more than 10%",
+    ]
+
+
+def drawn(seed):
+    """A model cut to a few layers, and a cluster, by chance."""
+    chance = random.Random(seed)
+    preset = chance.choice(("llama-3-8b", "mixtral-8x7b", "gpt2-xl", "qwen3-8b"))
+    cluster = chance.choice(("2xH100:1", "4xH100:1", "8xH100:1", "2xH100:4"))
+    devices = resolve(cluster).devices
+    wishes = [
+        *(f"model.preset={preset}", f"data.sequence={chance.choice((1024,) if preset == 'gpt2-xl' else (2048, 4096))}"),
+        f"batch.global_sequences={devices * chance.choice((2, 4))}",
+    ]
+    job = load("examples/llama-3-8b-64xH100.toml", overrides=wishes).job
+    return replace(job, model=replace(job.model, layers=chance.choice((4, 6, 8)))), resolve(cluster)
+
+
+def traced(plan):
+    """The fullest rank of a plan, traced."""
+    inside = plan.layout.devices // plan.layout.pipeline
+    step = Step.of(plan.job, plan.layout, on_gpu=True)
+    return traced_fit(plan.memory, [trace_ranks(step, [at * inside])[0] for at in range(plan.layout.pipeline)])
+
+
+@pytest.mark.parametrize("seed", [2, 6, 15])
+def test_what_the_plan_recommends_fits_when_it_is_traced(seed):
+    """On devices of a size at which the best layout fits by the count and not by the trace, or just so."""
+    job, cluster = drawn(seed)
+    first = make_plan(job, cluster)
+    found = traced(first)
+    assert found.fits
+    share = found.usable_bytes / cluster.accelerator.memory_bytes
+    needed = found.traced_bytes + found.buffers_bytes
+    usable = max(first.memory.total_bytes, 0.5 * (first.memory.total_bytes + needed))
+    accelerator = replace(cluster.accelerator, memory_bytes=usable / share)
+    second = make_plan(job, replace(cluster, accelerator=accelerator))
+    assert second.memory.margin > 0.05 or any(DECIDES in text for text in second.warnings), second.layout.name
+    if second.memory.margin > 0.05:
+        assert traced(second).fits, second.layout.name
+
+
+def test_a_step_that_does_not_fit_says_what_to_do():
+    fit = TracedFit(traced_bytes=72.9e9, buffers_bytes=1e9, usable_bytes=79.0e9)
+    assert render_fit(fit, recompute="none") == "FITS: 72.9 GB traced and 1.00 GB of buffers, of 79.0 GB usable"
+    assert render_fit(replace(fit, usable_bytes=73.8e9), recompute="none").splitlines() == [
+        "DOES NOT FIT: 72.9 GB traced and 1.00 GB of buffers, of 73.8 GB usable",
+        "  the step would end out of memory",
+        '  try parallel.recompute = "selective", a smaller batch.micro, parallel.offload = "optimizer" or more '
+        "devices, and trace again",
     ]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import signal
 import sys
 
 from phalanx.cli.output import note
 from phalanx.errors import mistake
+from phalanx.units import plural
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from phalanx.record.run import open_run
     from phalanx.train.supervise.client import AGENT, ENDED, share_of
     from phalanx.train.supervise.prepare import need_torch
+    from phalanx.train.supervise.wishes import STOPPING
 
     need_torch()
     made = open_run(args.run)
@@ -52,8 +55,13 @@ def run(args: argparse.Namespace) -> int:
         raise mistake("phalanx agent", f"--slots {slots} is below 1", fix="use 1 or more")
     host = args.host or platform.node() or "localhost"
     words = [str(made.path), host, str(slots), args.address or _address(made), "0"]
-    note(f"host {host} joins {made.path} with {slots} slots")
-    os.execv(sys.executable, [sys.executable, *AGENT, *words])
+    note(f"host {host} joins {made.path} with {plural(slots, 'slot')}")
+    # Signals are held back until the agent counts them: in its first half second Python would answer with a traceback.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        os.execv(sys.executable, [sys.executable, *AGENT, *words])
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 def _address(made: Run) -> str:

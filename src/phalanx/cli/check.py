@@ -12,7 +12,7 @@ from pathlib import Path
 from phalanx.cli.options import add_json, add_set
 from phalanx.cli.output import note, warn
 from phalanx.errors import PhalanxError, mistake
-from phalanx.units import MB
+from phalanx.units import MB, plural
 from phalanx.visible import visible
 
 TYPE_CHECKING = False
@@ -221,7 +221,7 @@ def _tell(target: str, cure: Cure, *, written: bool) -> None:
             note(f"{target}: {remedy.rule}: {', '.join(setting(edit) for edit in remedy.edits)}")
     count = cure.cured
     word = "mended" if written else "would be mended"
-    note(f"{target}: {count} finding{'s' * (count != 1)} {word}")
+    note(f"{target}: {plural(count, 'finding')} {word}")
 
 
 def _refuse_unmendable(path: Path, request: Request) -> None:

@@ -18,7 +18,7 @@ from phalanx.hardware.discover import discover
 from phalanx.hardware.local import machine_cluster
 from phalanx.hardware.machine import Machine
 from phalanx.hardware.types import Accelerator, Cluster
-from phalanx.units import GIB, format_bytes, format_flops, format_money, format_seconds
+from phalanx.units import GIB, format_bytes, format_flops, format_money, format_seconds, plural
 
 Rows = list[tuple[str, str]]
 
@@ -78,7 +78,7 @@ def _table(title: str, rows: Rows) -> str:
 
 def machine_rows(machine: Machine) -> Rows:
     """What discovery saw, one line per fact."""
-    usable = f"{machine.usable_cores} of {machine.cores} cores usable"
+    usable = f"{machine.usable_cores} of {plural(machine.cores, 'core')} usable"
     rows = [
         ("host", machine.hostname),
         ("cpu", f"{machine.cpu_model}, {machine.sockets} socket(s), {usable}, {machine.numa_nodes} NUMA node(s)"),
@@ -105,7 +105,10 @@ def cluster_rows(cluster: Cluster) -> Rows:
         ("memory", f"{_gib(device.memory_bytes)} per device at {format_bytes(device.memory_bytes_per_s)}/s"),
         ("fast domain", _tier(cluster.domain_devices, device.link, cluster.link_bytes_per_s, cluster.link_latency_s)),
         ("network", _network(cluster)),
-        ("hosts", f"{cluster.hosts:,} of {cluster.host_devices} devices, {_gib(cluster.host_memory_bytes)} each"),
+        (
+            "hosts",
+            f"{cluster.hosts:,} of {plural(cluster.host_devices, 'device')}, {_gib(cluster.host_memory_bytes)} each",
+        ),
         ("failures", _failures(cluster)),
         ("price", _price(cluster)),
         ("power", _power(cluster)),
@@ -136,7 +139,9 @@ def _matmul(cluster: Cluster) -> str:
 def _tier(devices: int, link: str, speed: float, latency_s: float) -> str:
     if devices == 1:
         return "1 device"
-    return f"{devices} devices over {link}, {format_bytes(speed)}/s each way, {format_seconds(latency_s)} a step"
+    return (
+        f"{plural(devices, 'device')} over {link}, {format_bytes(speed)}/s each way, {format_seconds(latency_s)} a step"
+    )
 
 
 def _network(cluster: Cluster) -> str:
@@ -144,7 +149,7 @@ def _network(cluster: Cluster) -> str:
         return "none needed: one domain"
     gbps = cluster.nic_bytes_per_s * 8 / 1e9
     latency = format_seconds(cluster.nic_latency_s)
-    return f"{cluster.domains:,} domains, {gbps:,.4g} Gb/s per device each way, {latency} a step"
+    return f"{plural(cluster.domains, 'domain')}, {gbps:,.4g} Gb/s per device each way, {latency} a step"
 
 
 def _failures(cluster: Cluster) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from phalanx.cli.options import add_json
 from phalanx.cli.output import note, print_json, say
 from phalanx.errors import mistake
-from phalanx.units import format_bytes, format_count, format_seconds, parse_count
+from phalanx.units import format_bytes, format_count, format_seconds, parse_count, plural
 
 if TYPE_CHECKING:
     from phalanx.job.dataset import Manifest, Source
@@ -163,12 +163,12 @@ def summary(manifest: Manifest) -> dict[str, dict[str, float]]:
 def table(manifest: Manifest, path: Path) -> str:
     """A dataset as a person reads it."""
     lines = [
-        f"{path}: vocabulary {manifest.vocab:,}, {manifest.dtype}, {len(manifest.shards):,} shards,"
+        f"{path}: vocabulary {manifest.vocab:,}, {manifest.dtype}, {plural(len(manifest.shards), 'shard')},"
         f" digest {manifest.digest[:12]}, phalanx {manifest.phalanx}"
     ]
     for split, sizes in summary(manifest).items():
         lines.append(
-            f"  {split:<8} {format_count(sizes['tokens'])} tokens, {sizes['documents']:,} documents,"
+            f"  {split:<8} {format_count(sizes['tokens'])} tokens, {plural(sizes['documents'], 'document')},"
             f" {format_bytes(sizes['text_bytes'])}"
             + (f", {sizes['bytes_per_token']:.2f} bytes per token" if sizes["tokens"] else "")
         )

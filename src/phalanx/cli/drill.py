@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from phalanx.cli.options import add_json, add_set
 from phalanx.cli.output import note, plain, print_json, say, warn
 from phalanx.errors import WorldError, mistake
-from phalanx.units import MINUTE_S
+from phalanx.units import MINUTE_S, plural
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
@@ -87,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
         faults = parse_all([USUAL])
     _check_hosts(args, faults)
     scene = make_scene(args, plan)
-    note(f"drill of {plan.job.name} on {plan.layout.devices} ranks, {plan.layout.name}: {len(faults)} faults")
+    on = f"{plural(plan.layout.devices, 'rank')}, {plan.layout.name}"
+    note(f"drill of {plan.job.name} on {on}: {plural(len(faults), 'fault')}")
     from phalanx.train.drill.perform import perform
 
     result = perform(scene, faults)
@@ -201,10 +202,10 @@ def make_plan(args: argparse.Namespace) -> Plan:
     prepare.check_code(plan.job, allowed=args.allow_code)
     prepare.check_here(plan)
     base = resolved.path.parent
-    prepare.check_inputs(plan, resolved, base, fresh=True)
+    prepare.check_inputs(plan.job, resolved, base, fresh=True)
     prepare.check_writable(Path(args.runs), plan.job.checkpoint.path)
     plan = prepare.with_data(plan, base)
-    warn((*prepare.check_inputs(plan, resolved, base, fresh=True).warnings, *prepare.check_data(plan)))
+    warn((*prepare.check_inputs(plan.job, resolved, base, fresh=True).warnings, *prepare.check_data(plan)))
     return plan
 
 
@@ -314,7 +315,7 @@ def _check(path: Path, *, as_json: bool) -> int:
     if as_json:
         print_json({"ok": not wrong and not failed, "wrong": wrong, "failed": failed, "record": record})
     else:
-        say(f"{path}: {len(record['faults'])} faults, {len(record['files'])} files")
+        say(f"{path}: {plural(len(record['faults']), 'fault')}, {plural(len(record['files']), 'file')}")
         for text in wrong or ["signature and evidence are as they were written"]:
             say(f"  {text}")
         say(f"  verdicts that failed: {', '.join(failed) or 'none'}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.cli.output import note, plain, print_json, say
 from phalanx.errors import mistake
-from phalanx.units import format_seconds
+from phalanx.units import format_seconds, plural
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
@@ -65,7 +65,8 @@ def _play(args: argparse.Namespace, part: Part) -> Played:
 
     mine = _arguments(args, part)
     plan, faults = make_plan(mine), faults_of(part)
-    note(f"{part.name}: {len(faults)} faults in {plan.job.name} on {plan.layout.devices} ranks, {plan.layout.name}")
+    on = f"{plural(plan.layout.devices, 'rank')}, {plan.layout.name}"
+    note(f"{part.name}: {plural(len(faults), 'fault')} in {plan.job.name} on {on}")
     result = perform(make_scene(mine, plan), faults)
     more: dict[str, Any] = {"suite": True, "part": part.name}
     if part.slow_rank is not None:
@@ -112,7 +113,8 @@ def _told(one: Played) -> str:
     from phalanx.train.drill.suite import shown
 
     numbers = one.result.numbers
-    head = f"{one.part.name}: {numbers.faults} faults, {numbers.steps} steps; the run is {one.result.state}"
+    counts = f"{plural(numbers.faults, 'fault')}, {plural(numbers.steps, 'step')}"
+    head = f"{one.part.name}: {counts}; the run is {one.result.state}"
     wrong = [
         f"  {verdict.word}  {verdict.name}: {verdict.evidence}" for verdict in one.result.verdicts if not verdict.ok
     ]

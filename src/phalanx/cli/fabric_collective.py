@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from phalanx.cli.options import add_json
 from phalanx.cli.output import print_json, say
 from phalanx.errors import mistake, nearest
+from phalanx.units import plural
 
 if TYPE_CHECKING:
     from phalanx.hardware.types import Cluster
@@ -70,10 +71,10 @@ def run(args: argparse.Namespace) -> int:
 def _named(cluster: Cluster) -> str:
     device = cluster.accelerator.name
     if cluster.domains == 1:
-        return f"{cluster.devices:,} ranks: one node of {device}"
+        return f"{plural(cluster.devices, 'rank')}: one node of {device}"
     nic_gbps = cluster.nic_bytes_per_s * 8e-9
-    nodes = f"{cluster.domains:,} nodes of {cluster.domain_devices} {device}"
-    return f"{cluster.devices:,} ranks: {nodes}, {nic_gbps:g} Gb/s per GPU"
+    nodes = f"{plural(cluster.domains, 'node')} of {cluster.domain_devices} {device}"
+    return f"{plural(cluster.devices, 'rank')}: {nodes}, {nic_gbps:g} Gb/s per GPU"
 
 
 def _kind(text: str) -> Operation:
@@ -135,7 +136,7 @@ def _fit(points: tuple[Point, ...], cluster: Cluster, kind: Operation) -> AlphaB
     if len({one.nbytes for one in usable}) < 2:
         raise mistake(
             "--fit",
-            f"{len(points)} measurements, {len(usable)} of them from 16 MiB on",
+            f"{plural(len(points), 'measurement')}, {len(usable)} of them from 16 MiB on",
             why="below 16 MiB launches and protocols decide, and tell nothing about the rest",
             fix="measure two sizes, as 16 MiB and 4 GiB",
         )

@@ -9,7 +9,7 @@ import numpy as np
 
 from phalanx.cli.output import note
 from phalanx.errors import mistake
-from phalanx.units import format_bytes
+from phalanx.units import format_bytes, plural
 
 if TYPE_CHECKING:
     from phalanx.network.fabric.types import Fabric
@@ -29,7 +29,7 @@ def plan_flows(text: str, fabric: Fabric) -> Flows:
     assert match is not None, "says_bytes() said so"
     plan = make_plan(load(match["file"]), hopeless=True)
     if plan.layout.devices > fabric.hosts:
-        what = f"the plan runs on {plan.layout.devices:,} devices, {fabric.name} joins {fabric.hosts:,}"
+        what = f"the plan runs on {plural(plan.layout.devices, 'device')}, {fabric.name} joins {fabric.hosts:,}"
         raise mistake("--traffic", what, fix=f"use a fabric of at least {plan.layout.devices:,} NICs")
     sent = {
         one.axis.replace(" ", "-"): (one.operation, one.flows) for one in collectives(plan) if one.flows is not None
@@ -44,7 +44,7 @@ def plan_flows(text: str, fabric: Fabric) -> Flows:
     wanted = match["axis"].lower() if match["axis"] else None
     picked = {axis: one for axis, one in sent.items() if wanted in (None, axis)}
     for axis, (operation, one) in picked.items():
-        note(f"{axis}: {operation}, {len(one):,} flows, {format_bytes(float(one.nbytes.sum()))} in a step")
+        note(f"{axis}: {operation}, {plural(len(one), 'flow')}, {format_bytes(float(one.nbytes.sum()))} in a step")
     every = [one for _, one in picked.values()]
     return flows(
         np.concatenate([one.source for one in every]),

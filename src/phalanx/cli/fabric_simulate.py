@@ -31,7 +31,7 @@ from phalanx.cli.options import add_json
 from phalanx.cli.output import note, print_json, say
 from phalanx.cli.parser import OnOff
 from phalanx.errors import mistake
-from phalanx.units import format_bytes, format_seconds
+from phalanx.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
     from phalanx.network.fabric.types import Fabric
@@ -170,7 +170,7 @@ def _check(args: argparse.Namespace) -> None:
         if args.scenario and value:
             raise mistake(option, "--scenario says what fails under which traffic", fix="use --compare for your own")
     if args.paths is not None and args.paths < 1:
-        raise mistake("--paths", f"{args.paths} paths per flow", fix="use 1 or more, or leave it out")
+        raise mistake("--paths", f"{plural(args.paths, 'path')} per flow", fix="use 1 or more, or leave it out")
     if args.cpu is not None and not 0 < args.cpu < 1e9:
         raise mistake("--cpu", f"{args.cpu:g} seconds", fix="use 60, or 600")
 
@@ -266,7 +266,7 @@ def _said(said: tuple[str, ...]) -> list[str]:
 
 def _head(found: dict[str, Any]) -> str:
     size, total = format_bytes(found["bytes_per_flow"]), format_bytes(found["bytes_total"])
-    return f"{found['fabric']}: {found['traffic']}, {found['flows']:,} flows of {size}, {total} in all"
+    return f"{found['fabric']}: {found['traffic']}, {plural(found['flows'], 'flow')} of {size}, {total} in all"
 
 
 def _broken(found: dict[str, Any]) -> str:
@@ -278,7 +278,7 @@ def _broken(found: dict[str, Any]) -> str:
 
 
 def _text(found: dict[str, Any]) -> str:
-    paths = f"{found['paths']} path{'s' if found['paths'] > 1 else ''} per flow"
+    paths = f"{plural(found['paths'], 'path')} per flow"
     paths = "every path of every plane" if found["spread"] == "all" else paths
     never = "not yet" if found["stopped"] else "never"
     lines = [
@@ -294,7 +294,8 @@ def _text(found: dict[str, Any]) -> str:
         lines.append(f"  victim    {found['victim_rate']:.3f} of line rate")
     if found["stalled_flows"]:
         lines.append(
-            f"  stalled   {found['stalled_flows']:,} flows have no working path: give hosts ports in more planes, or "
+            f"  stalled   {plural(found['stalled_flows'], 'flow')} without a working path: give hosts ports in more "
+            "planes, or "
             "let the part return (PART@0us..1ms)"
         )
     return "\n".join(lines)

@@ -14,6 +14,7 @@ from phalanx.record.values import printable
 from phalanx.spec.foreign.convert import Converted, convert, find_trainer
 from phalanx.spec.foreign.detect import kind_of
 from phalanx.spec.foreign.trainers import TRAINERS
+from phalanx.units import plural
 
 MOST_LISTED = 12
 
@@ -98,7 +99,7 @@ def _answer(found: Converted, out: Path | None) -> dict[str, object]:
 def _notes(found: Converted, out: Path | None) -> None:
     total = len(found.mapped) + len(found.irrelevant) + len(found.unmapped)
     note(
-        f"{found.trainer}: {total} settings, {len(found.mapped)} mapped, "
+        f"{found.trainer}: {plural(total, 'setting')}, {len(found.mapped)} mapped, "
         f"{len(found.irrelevant)} beside the specification, {len(found.unmapped)} not mapped"
     )
     for one in found.unmapped[:MOST_LISTED]:

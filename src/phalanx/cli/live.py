@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from phalanx.cli.output import note
 from phalanx.record.page.follow import Follower
 from phalanx.record.run import Run
+from phalanx.units import plural
 from phalanx.visible import visible
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class Live:
 
     def __init__(self, run: Run, *, steps: int, world: int, since_s: float, terminal: bool = True) -> None:
         self._follower = Follower(run, steps=steps, since_s=since_s)
-        self._waiting = f"starting {world} rank{'s' if world != 1 else ''} …"
+        self._waiting = f"starting {plural(world, 'rank')} …"
         self._shown = ""
         self._at_s = 0.0
         self._display = _terminal() if terminal and sys.stderr.isatty() else None

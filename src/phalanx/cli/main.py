@@ -10,6 +10,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from phalanx.cli.signals import StopSignals
     from phalanx.errors import PhalanxError
 
 # verb -> (module with `configure(parser)` and `run(args) -> exit code`, one line of help)
@@ -62,15 +63,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv is None:  # we are the program, and stay it until the interpreter is gone
             stop.listen()
-        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        stop.code = _run(stop, list(sys.argv[1:] if argv is None else argv))
+        return stop.code
+    except Terminated:
+        die_of_sigterm()
+        return TERMINATED
+    finally:
+        stop.unwound()
+
+
+def _run(stop: StopSignals, arguments: list[str]) -> int:
+    """The exit code of the verb, however it ends but by SIGTERM."""
+    try:
+        code = _dispatch(arguments)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         return INTERRUPTED
-    except Terminated:
-        die_of_sigterm()
-        return TERMINATED
     except BrokenPipeError:
         _drop_output()
         return PIPE_CLOSED
@@ -81,8 +91,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"stopped by Ctrl-C, in the middle of something ({type(error).__name__})", file=sys.stderr)
             return INTERRUPTED
         return _failed(error)
-    finally:
-        stop.unwound()
 
 
 def _drop_output() -> None:

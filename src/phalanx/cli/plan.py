@@ -20,6 +20,7 @@ from phalanx.plan import text
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import CalibrationNote, Plan
 from phalanx.plan.timed import plan_here
+from phalanx.units import plural
 from phalanx.visible import visible
 
 MOST_COMPARED = 8
@@ -62,13 +63,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(job: str, args: argparse.Namespace) -> Plan:
     resolved = load(job, overrides=args.overrides)
-    found = told_inputs(resolved)
-    calibration = _calibration(args.calibration)
+    calibration, found = _calibration(args.calibration), told_inputs(resolved)
 
     def make() -> Plan:
         cluster = resolve(args.cluster) if args.cluster is not None else None
         return make_plan(resolved, cluster, calibration=calibration)
 
+    if args.cluster is not None:
+        resolve(args.cluster)  # what is wrong with it is said before the machine is measured, which takes 20 s
     target = str(args.cluster or resolved.job.cluster.target)
     made = make() if args.no_probe else plan_here(make, target, environ=os.environ, tell=note)
     return replace(made, warnings=(*made.warnings, *(problem.render() for problem in found.warnings)))
@@ -86,7 +88,7 @@ def _compare(args: argparse.Namespace, jobs: list[str]) -> int:
     if not 2 <= len(jobs) <= MOST_COMPARED:
         raise mistake(
             "phalanx plan --compare",
-            f"{len(jobs)} job file{'s' if len(jobs) != 1 else ''} named",
+            f"{plural(len(jobs), 'job file')} named",
             fix=f"name 2 to {MOST_COMPARED}, as --compare a.toml b.toml",
         )
     if args.out:

@@ -6,6 +6,7 @@ from phalanx.cli.output import note
 from phalanx.errors import Problem, RuleError
 from phalanx.job.load import ResolvedJob
 from phalanx.plan.plan import Plan
+from phalanx.units import plural
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -38,10 +39,10 @@ def _tell(report: Report) -> None:
 
 
 def _refusal(report: Report) -> Problem:
-    noun = "error" if report.errors == 1 else "errors"
     return Problem(
         where=report.target,
-        what=f"{report.errors} {noun} against the training specification {report.edition}: nothing was started",
+        what=f"{plural(report.errors, 'error')} against the training specification {report.edition}: "
+        "nothing was started",
         fix=f"mend them (phalanx check {report.target} --fix writes the safe ones), waive them with a [[waiver]] in "
         "the job file, or start anyway with --no-check",
     )

@@ -11,6 +11,7 @@ from typing import Any
 from phalanx.cli.options import add_json
 from phalanx.cli.output import note, print_json, say
 from phalanx.errors import Problem, WorldError, mistake
+from phalanx.units import plural
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def _list(rules: Sequence[Rule], profile: Profile | None) -> str:
     from phalanx.spec.edition import EDITION
     from phalanx.spec.page import TITLES, shown
 
-    lines = [f"{len(rules)} rules, edition {EDITION}; phalanx explain ID prints one", ""]
+    lines = [f"{plural(len(rules), 'rule')}, edition {EDITION}; phalanx explain ID prints one", ""]
     group = ""
     for rule in rules:
         if rule.group != group:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from phalanx.cli.fabric_files import named_fabric
 from phalanx.cli.output import note, print_json, say, warn
 from phalanx.errors import Problem, UserError, mistake
+from phalanx.units import plural
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
@@ -210,7 +211,11 @@ def _compare(plan: Plan, network: Network, args: argparse.Namespace) -> int:
             {"days": args.days, "runs": args.runs, "seed": args.seed, "devices": plan.layout.devices, "rows": rows}
         )
     else:
-        named = network.fabric.name if network.fabric else f"without a name, Llama 3's rate, {network.planes} planes"
+        named = (
+            network.fabric.name
+            if network.fabric
+            else f"without a name, Llama 3's rate, {plural(network.planes, 'plane')}"
+        )
         say(render(plan, rows, days=args.days, runs=args.runs, seed=args.seed, network=named))
     return code
 
@@ -234,7 +239,7 @@ def _run_all(policy: Policy, args: argparse.Namespace) -> tuple[list[Outcome], i
         return outcomes, INTERRUPTED
     seconds = time.perf_counter() - started
     failures = sum(one.failures for one in outcomes)
-    note(f"{failures:,} failures in {seconds:.2f} s ({failures / seconds:,.0f} per second)")
+    note(f"{plural(failures, 'failure')} in {seconds:.2f} s ({failures / seconds:,.0f} per second)")
     return outcomes, 0
 
 
@@ -273,7 +278,7 @@ def _check_size(policy: Policy, args: argparse.Namespace, *, times: int) -> None
     fewer = math.floor(MOST_FAILURES / each)
     raise mistake(
         WHERE,
-        f"{args.runs:,} runs of {args.days:g} days would see {each * args.runs:,.0f} failures",
+        f"{plural(args.runs, 'run')} of {plural(args.days, 'day')} would see {each * args.runs:,.0f} failures",
         why=f"more than {MOST_FAILURES:,} take minutes",
         fix=f"use --runs {fewer:,}" if fewer else f"use --runs 1 --days {MOST_FAILURES / each * args.days:.3g}",
     )

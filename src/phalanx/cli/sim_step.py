@@ -11,6 +11,7 @@ from phalanx.cli import sim_months
 from phalanx.cli.fabric_files import named_fabric
 from phalanx.cli.output import note, print_json, say
 from phalanx.errors import Problem, UserError
+from phalanx.units import plural
 
 if TYPE_CHECKING:
     from phalanx.network.fabric.types import Fabric
@@ -81,7 +82,7 @@ def _check_break(plan: Plan, fabric: Fabric | None, args: argparse.Namespace) ->
 def _announce(plan: Plan, args: argparse.Namespace) -> None:
     seconds = plan.layout.devices / DEVICES_PER_S * (3 if args.broken else 1)
     if seconds > sim_months.TELL_S and args.fabric is not None:
-        note(f"{plan.layout.devices:,} devices on {args.fabric}: about {seconds:.0f} s")
+        note(f"{plural(plan.layout.devices, 'device')} on {args.fabric}: about {seconds:.0f} s")
 
 
 def _broken(plan: Plan, report: StepReport, args: argparse.Namespace) -> tuple[list[Aftermath], int]:

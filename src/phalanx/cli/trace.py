@@ -15,7 +15,7 @@ from phalanx.files import write_text
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
-    from phalanx.train.tracing.against import Line
+    from phalanx.train.tracing.against import Line, TracedFit
     from phalanx.train.tracing.compare import Hang
     from phalanx.train.tracing.log import RankTrace
     from phalanx.train.tracing.world import Step
@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     which.add_argument("--all-ranks", action="store_true", help=f"every rank of a job of up to {MOST_RANKS}")
     parser.add_argument(
-        "--against-plan", action="store_true", help="all stages, beside the plan: traffic, FLOPs, memory; exit 1 if off"
+        "--against-plan", action="store_true", help="all stages, beside the plan, and whether they fit; exit 1 if off"
     )
     parser.add_argument("--workers", metavar="N", type=int, default=0, help="ranks traced at a time (one per core)")
     parser.add_argument("--allow-code", action="store_true", help="let the job import a model of your own")
@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trace, print, and exit 1 when ranks would not meet or the plan is off."""
+    """Trace, print, and exit 1 when ranks would not meet, the plan is off or does not fit."""
     from phalanx.train.supervise.prepare import check_code, need_torch
 
     need_torch()
@@ -62,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
     if args.log:
         write_text(Path(args.log), "".join(_log_lines(traces)), fix="name another --log")
     hang = find_hang(traces) if len(traces) > 1 else None
-    lines = _against(plan, traces) if args.against_plan else []
-    _print(args, plan, traces, hang, lines)
-    return 1 if hang is not None or not all(line.agrees for line in lines) else 0
+    lines, fit = _against(plan, traces) if args.against_plan else ([], None)
+    _print(args, plan, traces, hang, lines, fit)
+    return 1 if hang is not None or not all(line.agrees for line in lines) or (fit and not fit.fits) else 0
 
 
 def _plan(args: argparse.Namespace) -> Plan:
@@ -111,12 +111,12 @@ def _progress(trace: RankTrace) -> None:
     note(f"rank {trace.rank:,} traced in {trace.seconds:.0f} s")
 
 
-def _against(plan: Plan, traces: Sequence[RankTrace]) -> list[Line]:
+def _against(plan: Plan, traces: Sequence[RankTrace]) -> tuple[list[Line], TracedFit]:
     from phalanx.plan.ask import from_job
-    from phalanx.train.tracing.against import against_plan
+    from phalanx.train.tracing.against import against_plan, traced_fit
 
     ask, _ = from_job(plan.job, plan.cluster)
-    return against_plan(ask, plan.layout, traces)
+    return against_plan(ask, plan.layout, traces), traced_fit(plan.memory, traces)
 
 
 def _log_lines(traces: Sequence[RankTrace]) -> Iterator[str]:
@@ -140,12 +140,17 @@ def _log_lines(traces: Sequence[RankTrace]) -> Iterator[str]:
 
 
 def _print(
-    args: argparse.Namespace, plan: Plan, traces: Sequence[RankTrace], hang: Hang | None, lines: Sequence[Line]
+    args: argparse.Namespace,
+    plan: Plan,
+    traces: Sequence[RankTrace],
+    hang: Hang | None,
+    lines: Sequence[Line],
+    fit: TracedFit | None,
 ) -> None:
     from phalanx.train.tracing import text
 
     if args.json:
-        print_json(_as_json(plan, traces, hang, lines))
+        print_json(_as_json(plan, traces, hang, lines, fit))
         return
     if len(traces) == 1:
         say(text.render_rank(traces[0]))
@@ -156,9 +161,13 @@ def _print(
         say(f"HANG: {hang.render()}" if hang is not None else "the traced ranks meet in every operation")
     if lines:
         say("\n" + text.render_against(lines))
+    if fit is not None:
+        say("\n" + text.render_fit(fit, recompute=plan.layout.recompute))
 
 
-def _as_json(plan: Plan, traces: Sequence[RankTrace], hang: Hang | None, lines: Sequence[Line]) -> dict[str, object]:
+def _as_json(
+    plan: Plan, traces: Sequence[RankTrace], hang: Hang | None, lines: Sequence[Line], fit: TracedFit | None
+) -> dict[str, object]:
     from phalanx.cli.output import plain
     from phalanx.train.tracing.log import rows
 
@@ -182,5 +191,6 @@ def _as_json(plan: Plan, traces: Sequence[RankTrace], hang: Hang | None, lines: 
         "devices": plan.layout.devices,
         "ranks": ranks,
         "hang": None if hang is None else hang.render(),
+        "fit": None if fit is None else plain(fit) | {"fits": fit.fits},  # type: ignore[operator]
         "against_plan": [plain(line) | {"difference": line.difference, "agrees": line.agrees} for line in lines],  # type: ignore[operator]
     }

@@ -12,10 +12,12 @@ from pathlib import Path
 from phalanx.cli.options import add_json, add_no_probe, add_set
 from phalanx.cli.output import note, print_json, say, warn
 from phalanx.errors import PhalanxError, mistake
+from phalanx.units import plural
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx.job.load import ResolvedJob
+    from phalanx.job.schema import Job
     from phalanx.plan.plan import Plan
     from phalanx.record.run import Run
     from phalanx.train.supervise.client import HostSpec
@@ -118,15 +120,22 @@ def _planned(args: argparse.Namespace, *, here: bool) -> tuple[Plan, ResolvedJob
         plan, warnings = prepare.resumed(old, overrides=args.overrides, cluster=args.cluster, steps=args.steps)
         warn(warnings)
         resolved = prepare.job_of(old, plan)
+        _check_files(plan.job, resolved, args, old)
     else:
         plan, resolved = _fresh_plan(args)
     prepare.check_trainable(plan)
-    prepare.check_code(plan.job, allowed=args.allow_code)
-    prepare.check_inputs(plan, resolved, _base(args, resolved), fresh=old is None)
-    prepare.check_writable(Path(args.runs), plan.job.checkpoint.path, run=old.path if old is not None else None)
     if here:
         prepare.check_here(plan)
     return plan, resolved, old
+
+
+def _check_files(job: Job, resolved: ResolvedJob, args: argparse.Namespace, old: Run | None = None) -> None:
+    """What the job reads is here, and what it writes can be written."""
+    from phalanx.train.supervise import prepare
+
+    prepare.check_code(job, allowed=args.allow_code)
+    prepare.check_inputs(job, resolved, _base(args, resolved), fresh=old is None)
+    prepare.check_writable(Path(args.runs), job.checkpoint.path, run=old.path if old is not None else None)
 
 
 def _base(args: argparse.Namespace, resolved: ResolvedJob) -> Path:
@@ -144,7 +153,7 @@ def _fit_to_start(plan: Plan, resolved: ResolvedJob, args: argparse.Namespace) -
     began = time.time()
     plan = prepare.with_data(plan, _base(args, resolved))
     args.data_s = time.time() - began
-    found = prepare.check_inputs(plan, resolved, _base(args, resolved), fresh=not args.resume)
+    found = prepare.check_inputs(plan.job, resolved, _base(args, resolved), fresh=not args.resume)
     for line in found.remarks:
         note(f"  {line}")
     warn((*found.warnings, *prepare.check_data(plan)))
@@ -152,22 +161,29 @@ def _fit_to_start(plan: Plan, resolved: ResolvedJob, args: argparse.Namespace) -
 
 
 def _fresh_plan(args: argparse.Namespace) -> tuple[Plan, ResolvedJob]:
-    """The plan and its job, from whose folder relative paths in it start."""
+    """The plan and its job, from whose folder relative paths in it start.
+
+    Files are looked at first: measuring the machine takes 20 s, which nobody should wait to hear of a missing one.
+    """
     from phalanx.train.supervise import prepare
     from phalanx.train.supervise.launchers import find_rank
 
-    if not args.job:
-        plan = prepare.read_plan(args.plan, None)
-        return plan, prepare.job_in(plan, Path(args.plan))
-    resolved = prepare.load_job(args.job, overrides=args.overrides, cluster=args.cluster, steps=args.steps)
-    if args.plan:
-        return prepare.read_plan(args.plan, resolved), resolved
+    resolved = None
+    if args.job:
+        resolved = prepare.load_job(args.job, overrides=args.overrides, cluster=args.cluster, steps=args.steps)
+    if args.plan or resolved is None:
+        plan = prepare.read_plan(args.plan, resolved)
+        resolved = resolved or prepare.job_in(plan, Path(args.plan))
+        _check_files(plan.job, resolved, args)
+        return plan, resolved
+    asked = resolved
+    _check_files(prepare.with_absolute_files(asked).job, asked, args)
     if args.no_probe or find_rank(os.environ) is not None:
-        return prepare.make(resolved), resolved
+        return prepare.make(asked), asked
     from phalanx.plan.timed import plan_here
 
-    target = str(resolved.job.cluster.target)
-    return plan_here(lambda: prepare.make(resolved), target, environ=os.environ, tell=note), resolved
+    target = str(asked.job.cluster.target)
+    return plan_here(lambda: prepare.make(asked), target, environ=os.environ, tell=note), asked
 
 
 def _header(plan: Plan) -> None:
@@ -183,7 +199,7 @@ def _header(plan: Plan) -> None:
         f"  predicted: {format_seconds(p.step_s)} per step ({format_seconds(p.step_s_low)} to "
         f"{format_seconds(p.step_s_high)}), {format_count(p.tokens_per_s)} tokens/s, "
         f"{format_bytes(plan.memory.total_bytes)} per rank, {format_seconds(plan.duration.training_s)} for "
-        f"{plan.duration.steps:,} steps"
+        f"{plural(plan.duration.steps, 'step')}"
     )
     for text in plan.warnings:
         note(f"  warning: {text}")
@@ -193,7 +209,8 @@ def _dry_run(plan: Plan, *, as_json: bool) -> int:
     if as_json:
         print_json(plan.to_dict())
     else:
-        say(f"{plan.layout.devices} ranks would train {plan.duration.steps:,} steps: {plan.layout.name}")
+        ranks, steps = plural(plan.layout.devices, "rank"), plural(plan.duration.steps, "step")
+        say(f"{ranks} would train {steps}: {plan.layout.name}")
     return 0
 
 
@@ -270,7 +287,7 @@ def _check_hosts(plan: Plan, args: argparse.Namespace) -> None:
     if count > plan.layout.devices:
         raise mistake(
             "phalanx train",
-            f"{count} hosts for {plan.layout.devices} ranks",
+            f"{plural(count, 'host')} for {plural(plan.layout.devices, 'rank')}",
             why="a host without a rank does nothing",
             fix=f"use at most {plan.layout.devices}; --spares adds idle places",
         )
@@ -283,7 +300,7 @@ def _first_of(made: Run, args: argparse.Namespace) -> tuple[HostSpec, ...]:
     from phalanx.train.supervise.client import HostSpec, address_of, share_of
 
     made.set_launch(**{**made.launch(), "join": args.join})
-    note(f"  on the other {args.join - 1} hosts: phalanx agent {made.path.resolve()} --address THEIR_ADDRESS")
+    note(f"  on the other {plural(args.join - 1, 'host')}: phalanx agent {made.path.resolve()} --address THEIR_ADDRESS")
     name = platform.node() or "localhost"
     return (HostSpec(name=name, slots=share_of(made) + args.spares, address=args.address or address_of(made)),)
 
@@ -357,7 +374,7 @@ def _refuse_under_launcher(args: argparse.Namespace, place: RankPlace) -> None:
     for option in (name for name, value in given.items() if value):
         raise mistake(
             "phalanx train",
-            f"{option} has no effect: {place.launcher} started {place.world:,} processes, and each is one rank",
+            f"{option} has no effect: {place.launcher} started {plural(place.world, 'process')}, and each is one rank",
             why="hosts, spares and recovery belong to phalanx agents, which start their own ranks",
             fix=f"leave {option} out; or start phalanx train once, and phalanx agent on the other hosts",
         )

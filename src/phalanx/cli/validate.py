@@ -11,6 +11,7 @@ from pathlib import Path
 
 from phalanx.cli.options import add_json
 from phalanx.cli.output import note, print_json, say
+from phalanx.units import plural
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 EVERY_S = 5.0  # between lines of progress
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     card = score(rows, predictions)
     if args.predictions:
         write_predictions(Path(args.predictions), predictions)
-        note(f"wrote {len(predictions):,} rows to {args.predictions}")
+        note(f"wrote {plural(len(predictions), 'row')} to {args.predictions}")
     if args.json:
         print_json({"scorecard": card, "calibrated_on_rows": len(known), "predictions": predictions})
     else:

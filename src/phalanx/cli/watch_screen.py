@@ -12,7 +12,7 @@ from phalanx.record.account.summary import Pair, RankTime
 from phalanx.record.page.report import bar, cost_rows, spent_on
 from phalanx.record.page.view import View
 from phalanx.record.values import printable
-from phalanx.units import format_bytes, format_count, format_seconds
+from phalanx.units import format_bytes, format_count, format_seconds, plural
 
 TICKS = "▁▂▃▄▅▆▇█"
 MOST_RANKS = 8
@@ -45,7 +45,7 @@ def _head(view: View, name: str) -> list[Text]:
         first.append(f"  step {p.step:,}" + (f" of {p.steps:,} ({p.step / p.steps:.1%})" if p.steps else ""))
         if p.left_s and not view.over:
             first.append(f"  {format_seconds(p.left_s)} left", "bold")
-    ranks = f"{s.world:,} rank{'s' if s.world != 1 else ''}"
+    ranks = plural(s.world, "rank")
     what = f"{s.model} ({format_count(s.parameters)}) on {s.cluster}, {ranks}: {s.layout}"
     why = [Text(printable(s.message), "red")] if s.message and view.state in ("failed", "gone") else []
     return [first, _quiet(printable(what)), *why]
@@ -133,7 +133,7 @@ def _ranks(view: View, width: int) -> list[Text]:
     shown = sorted(known, key=lambda one: (-score.get(one.rank, 0.0), one.rank))[:MOST_RANKS]
     slow = {one.rank for one in view.scores.named}
     most = max((one.compute_s or 0.0) + (one.wait_s or 0.0) for one in known) or 1.0
-    cut = f"the {len(shown)} slowest of {len(known):,} ranks" if len(known) > len(shown) else "ranks"
+    cut = f"the {len(shown)} slowest of {plural(len(known), 'rank')}" if len(known) > len(shown) else "ranks"
     lines = [
         _quiet(f"{cut}: computing █, not computing ░ (other ranks, stages, transfers), own time over that of peers")
     ]

@@ -11,6 +11,7 @@ from urllib.parse import quote
 from phalanx.cli.options import add_json
 from phalanx.cli.output import note, print_json, say
 from phalanx.errors import mistake
+from phalanx.units import plural
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +53,7 @@ def _tell(args: argparse.Namespace, url: str, visit: str, token: str | None, cou
     else:
         say(visit)
     sys.stdout.flush()  # whoever started us through a pipe waits for the address
-    note(f"{count} run{'' if count == 1 else 's'} in {args.runs}; stop with Ctrl-C")
+    note(f"{plural(count, 'run')} in {args.runs}; stop with Ctrl-C")
 
 
 def _require() -> None:

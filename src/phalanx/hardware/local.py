@@ -15,6 +15,7 @@ from phalanx.hardware.profile import Profile, load, usual_path
 from phalanx.hardware.shape import assemble
 from phalanx.hardware.step_probe import kept_rates
 from phalanx.hardware.types import Accelerator, Cluster
+from phalanx.units import plural
 
 MAX_LOCAL_RANKS = 4096
 
@@ -147,7 +148,7 @@ def _cpu_cluster(machine: Machine, ranks: int, environ: Mapping[str, str], files
         host_devices=ranks,
         host_memory_bytes=machine.memory_bytes,
         nic_bytes_per_s=_nic_bytes_per_s(machine, ranks),
-        source=f"this machine, {machine.hostname}: {machine.usable_cores} cores, {ranks} ranks",
+        source=f"this machine, {machine.hostname}: {plural(machine.usable_cores, 'core')}, {plural(ranks, 'rank')}",
     )
 
 

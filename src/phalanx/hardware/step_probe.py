@@ -30,6 +30,7 @@ from phalanx.hardware.cpu_steps import CpuRates, CpuStep, fit_rates
 from phalanx.hardware.discover import discover
 from phalanx.hardware.machine import Machine
 from phalanx.hardware.profile import usual_path
+from phalanx.units import plural
 
 WORKER = "phalanx.train.probe_steps"  # a process of its own: this one never imports torch
 FORMAT = 2
@@ -144,8 +145,8 @@ def measure_first(target: str, *, environ: Mapping[str, str], tell: Callable[[st
     if load > BUSY:
         tell(f"this machine is busy ({load:.1f} processes per core): measured now, steps look as slow as they are now")
     tell(
-        f"measuring this machine's {machine.usable_cores} cores for about 20 s, once (--no-probe plans without; "
-        f"kept in {steps_path(machine, environ)})"
+        f"measuring this machine's {plural(machine.usable_cores, 'core')} for about 20 s, once (--no-probe plans "
+        f"without; kept in {steps_path(machine, environ)})"
     )
     began_s = time.monotonic()
     try:

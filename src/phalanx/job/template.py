@@ -34,7 +34,7 @@ vocab = {vocab}  # {vocab_note}
 path = "{data}"  # phalanx data build makes it, beside this file; a list of folders mixes several
 # corpus = "offline-english"  # instead of path: film reviews, fetched and built by the first run
 sequence = {sequence}  # tokens per sequence
-tokens = {tokens}  # in all; "auto" is 20 per parameter
+tokens = {tokens}  # in all, {steps:,} steps; "auto" is 20 per parameter
 
 [batch]
 global_tokens = {batch_tokens}  # per optimizer step: {batch_sequences:,} sequences
@@ -91,7 +91,8 @@ def render(*, file: str, name: str, preset: Preset, cluster: str, cores: int, pa
     batch_tokens = preset.train.get("global_tokens", DEFAULT_BATCH_TOKENS)
     local = cluster == "local"
     tokens = preset.train.get("tokens", TOKENS_PER_PARAMETER * parameters)
-    warmup_steps = warm_up_steps(tokens // batch_tokens)
+    steps = -(-tokens // batch_tokens)
+    warmup_steps = warm_up_steps(steps)
     return _PAGE.format(
         file=file if file.isprintable() else "job.toml",
         name=name,
@@ -103,6 +104,7 @@ def render(*, file: str, name: str, preset: Preset, cluster: str, cores: int, pa
         data=DATA,
         sequence=sequence,
         tokens=_tokens(preset.train.get("tokens")),
+        steps=steps,
         batch_tokens=f"{batch_tokens:_}",
         batch_sequences=batch_tokens // sequence,
         warmup_tokens=f"{warmup_steps * batch_tokens:_}",

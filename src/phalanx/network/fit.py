@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.errors import mistake
+from phalanx.units import plural
 
 Operation = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce"]
 
@@ -76,7 +77,7 @@ def wire_share(operation: Operation, ranks: int) -> float:
     (1.75, 0.875)
     """
     if ranks < 2:
-        raise mistake(WHERE, f"a collective of {ranks} ranks", fix="use 2 or more")
+        raise mistake(WHERE, f"a collective of {plural(ranks, 'rank')}", fix="use 2 or more")
     if operation == "all-reduce":
         return 2 * (ranks - 1) / ranks
     return 1.0 if operation in ("broadcast", "reduce") else (ranks - 1) / ranks

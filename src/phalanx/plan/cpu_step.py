@@ -69,4 +69,11 @@ def predict_cpu_step(c: Cases, rates: CpuRates) -> StepTimes:
         optimizer_s=times.update,
         overhead_s=times.other,
         micro_s=whole / c.accumulation,
+        # On cores nothing runs beside anything else: a smooth maximum of sharpness 1 is a sum.
+        device_s=times.matmul + times.attention + times.element + times.recompute + times.tensor + times.context + zero,
+        host_s=times.issue + zero,
+        launch_sharpness=zero + 1.0,
+        busy_s=whole,
+        moving_s=times.shard + zero,
+        shard_sharpness=zero + 1.0,
     )

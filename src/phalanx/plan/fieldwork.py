@@ -26,6 +26,7 @@ from phalanx.record.account.segments import segments
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
 from phalanx.record.values import seconds
+from phalanx.units import plural
 
 VERSION = 1
 # Steps of one system and one program scatter less around their calibrated prediction than the rows of a published
@@ -75,7 +76,7 @@ def calibrate_run(folder: Path) -> Report:
     if len(kept) < LEAST_STEPS:
         raise mistake(
             str(folder),
-            f"has {len(durations)} measured steps, and calibration needs {LEAST_STEPS} after warm-up",
+            f"has {plural(len(durations), 'measured step')}, and calibration needs {LEAST_STEPS} after warm-up",
             fix='let it run longer; steps are lines {"event": "step", "duration_s": 1.25} of events*.jsonl',
         )
     question, _ = asking.from_job(planned.job, planned.cluster)
@@ -154,13 +155,18 @@ MEANING = {
 
 def text(report: Report) -> str:
     """What a person reads."""
-    plural = "measurement" if report.measurements == 1 else "measurements"
-    lines = [f"{report.measurements} {plural} from {report.source}", "", "scalar          factor  multiplies"]
+    lines = [
+        f"{plural(report.measurements, 'measurement')} from {report.source}",
+        "",
+        "scalar          factor  multiplies",
+    ]
     for name in GROUPS:
         lines.append(f"{name:<14} {getattr(report.scalars, name):7.3f}  {MEANING[name]}")
     lines += ["", f"median error {report.median_error_before:.1%} before, {report.median_error_after:.1%} after"]
     if report.skipped:
-        lines.append(f"{report.skipped} measured rows could not be priced and were left out; phalanx validate says why")
+        lines.append(
+            f"{plural(report.skipped, 'measured row')} could not be priced: left out; phalanx validate says why"
+        )
     if report.median_error_after > report.median_error_before:
         lines.append("warning: these measurements disagree with each other more than with the prediction; plan without")
     if report.measurements < 3:

@@ -13,7 +13,7 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.memory import INDEX_LIMIT
 from phalanx.plan.score import Scores, score
 from phalanx.plan.space import build, divisors, splits, tensor_sizes
-from phalanx.units import format_bytes
+from phalanx.units import format_bytes, plural
 
 RELEASES = ("recompute", "zero", "shard", "micro", "offload", "sequence_parallel", "schedule", "tensor", "pipeline")
 BY_MODE = 'parallel.mode = "fixed"'  # the origin of settings that fixed mode fills in (job.load)
@@ -32,7 +32,7 @@ def no_layout(ask: Ask) -> UserError:
         near = max(n for n in divisors(devices) if n <= product)
         return mistake(
             ask.place(f"parallel.{next(iter(sizes))}"),
-            f"{written} = {product:,} {verb} the {devices:,} devices of {ask.cluster.name}",
+            f"{written} = {product:,} {verb} the {plural(devices, 'device')} of {ask.cluster.name}",
             why="tensor × context × pipeline × data must use every device",
             fix=f"make the product {near:,}, or use a cluster of {_multiple(devices, product):,} devices",
         )
@@ -74,7 +74,7 @@ def _no_batch(ask: Ask) -> UserError:
         return mistake(
             ask.cluster.name,
             f"{devices:,} devices cannot be shared between the {ask.model.layers} layers, {ask.model.heads} heads "
-            f"and {ask.global_sequences:,} sequences of {ask.model.name}",
+            f"and {plural(ask.global_sequences, 'sequence')} of {ask.model.name}",
             why="tensor × context × pipeline × data must use every device",
             fix=f"tensor sizes that keep whole heads: {heads}; use a device count with such factors",
         )
@@ -112,7 +112,7 @@ def _release(ask: Ask, name: str) -> UserError:
         fix = f"set {key} = {sizes_near}" if _by_mode(ask, name) else f"use {sizes_near}, or leave {key} out"
     return mistake(
         ask.place(key),
-        f"{key} = {ask.fixed[name]} leaves no legal layout on {ask.cluster.devices:,} devices",
+        f"{key} = {ask.fixed[name]} leaves no legal layout on {plural(ask.cluster.devices, 'device')}",
         why="together with the other sizes it cannot be laid out evenly",
         fix=fix,
     )

@@ -30,7 +30,7 @@ from phalanx.job.model import ModelShape
 from phalanx.job.schema import Job
 from phalanx.job.vocabulary import TOKENIZER, Vocabulary, compare, read_vocabulary
 from phalanx.plan.prediction import token_budget
-from phalanx.units import format_count
+from phalanx.units import format_count, plural
 
 # Rows of the embedding behind the last token of the data that are padding and no mistake: Qwen 2.5 has 271, DeepSeek-V3
 # 465 of 129,280; Megatron-LM pads to 128 × tensor ranks.
@@ -348,10 +348,9 @@ class _Look:
         if found.conflicts:
             return
         if found.added:
-            plural = "s" if found.added != 1 else ""
             yield Problem(
                 where=where,
-                what=f"the data has {found.added:,} token{plural} that the tokenizer of the weights does not know",
+                what=f"the data has {plural(found.added, 'token')} that the tokenizer of the weights does not know",
                 why="the weights have no trained row for them: they are learnt from nothing",
                 fix=f"nothing, if they were added on purpose; else {HOW_TO_BUILD} {theirs.file}",
             )

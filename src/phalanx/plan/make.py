@@ -32,7 +32,7 @@ from phalanx.plan.reliability import Reliability, effective_time, reliability
 from phalanx.plan.score import price
 from phalanx.plan.search import SearchResult, search
 from phalanx.plan.trainable import trainer_problems
-from phalanx.units import DAY_S, HOUR_S, format_count, format_seconds
+from phalanx.units import DAY_S, HOUR_S, format_count, format_seconds, plural
 
 LONGEST_S = 365.0 * DAY_S  # nobody keeps a cluster on one run for longer
 BEARABLE_S = 90.0 * DAY_S  # BLOOM-176B took about 3.5 months (arXiv 2211.05100)
@@ -201,7 +201,7 @@ def _never(ask: Ask, trouble: Reliability) -> UserError:
     lost, redone = format_seconds(trouble.lost_s), format_seconds(trouble.interval_s / 2)
     total = format_seconds(trouble.lost_s + trouble.interval_s / 2)
     by_interval = _at_best(trouble) > 0
-    rate = f"failures_per_host_day = {trouble.failures_per_host_day:g} over {trouble.hosts:,} hosts"
+    rate = f"failures_per_host_day = {trouble.failures_per_host_day:g} over {plural(trouble.hosts, 'host')}"
     calmer = f"check {rate}; shorten fault.detect_s and fault.restart_s, or use fewer hosts"
     return mistake(
         ask.place("checkpoint.interval_s") if by_interval else ask.cluster.name,

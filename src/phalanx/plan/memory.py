@@ -16,6 +16,9 @@ from phalanx.plan.physics import Number
 from phalanx.plan.schedules import StageLoad, stage_loads
 from phalanx.plan.weights import attention_weights, expert_sharers, mlp_weights, rank_weights
 
+# A step of our own trainer may take this much more than is counted here. 38 traced and 38 measured peaks lay -1.9 to
+# +5.0 % from their count (benchmarks/2026-11-16-memory.md); `phalanx trace --against-plan` fails beyond it.
+MEMORY_ERROR = 0.06
 FEEDBACK_BYTES = 4.0  # per gradient of a whole layer: what compression rounded away and adds to the next step, in fp32
 OFFLOAD_PARAMETERS = 3  # index in cases.OFFLOAD
 RECOMPUTED_PENDING = 1.42  # see _counted_stage

@@ -119,7 +119,7 @@ def predict_rows(rows: tuple[Row, ...], *, constants: Physics | None = None,
     return RowPredictions(
         cases=table.take(best),
         priced=np.asarray(owner, dtype=np.intp)[best],
-        times=StepTimes(**{f.name: getattr(times, f.name)[best] for f in fields(StepTimes)}),
+        times=times.take(best),
         memory=MemoryUse(**{f.name: getattr(memory, f.name)[best] for f in fields(MemoryUse)}),
         frameworks=tuple(names[i] for i in best),
         reason=tuple(reasons),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from phalanx.files import write_text
 from phalanx.plan.validate import LEAST_ROWS, Prediction, Scorecard
+from phalanx.units import plural
 
 HEADER = ("id", "step_s", "step_s_lo", "step_s_hi", "mem_gb", "fits")
 MOST_REASONS = 8
@@ -68,7 +69,7 @@ def _rest(card: Scorecard) -> list[str]:
     if card.memory_median is not None and card.memory_p90 is not None:
         lines.append(
             f"memory of rank 0         {card.memory_median:6.1%} median, {card.memory_p90:.1%} p90 error "
-            f"({card.memory_rows:,} rows)"
+            f"({plural(card.memory_rows, 'row')})"
         )
     if card.oom_precision is not None and card.oom_recall is not None:
         lines.append(f"does not fit             {card.oom_precision:.3f} precision, {card.oom_recall:.3f} recall")

@@ -14,6 +14,7 @@ from phalanx.plan.grid import Bools, Ints
 from phalanx.plan.impossible import no_fit, no_layout
 from phalanx.plan.layout import Layout
 from phalanx.plan.legal import DOMAIN, GIVEN
+from phalanx.plan.memory import MEMORY_ERROR
 from phalanx.plan.score import Scores, score
 from phalanx.plan.space import build
 from phalanx.units import format_seconds
@@ -24,13 +25,15 @@ SAME = 1.02
 # A simpler layout may fill this much of the usable memory, or as much as the fastest does: memory is off by 5.7 %
 # (median, the same run), and a plan that runs out of it is not simple.
 SAFE_MEMORY = 0.9
-# A layout with less than 5 % of the usable memory free is taken only if nothing within 3 % of the fastest has more.
-FULL_MEMORY = 0.95
-ROOMIER = 1.03
-# Nor is one that fills more than this share of the device itself taken while anything slower does not: the training
-# specification calls it an error (MEM001), and predicted memory is off by 18 % in one run of ten.
+# A layout that would not fit if it took 6 % more than was counted, as far as `phalanx trace` may find it, is not taken
+# while any other is left: a plan without the warning of `_crowded` fits whenever its trace agrees with it.
+FULL_MEMORY = 1.0 / (1.0 + MEMORY_ERROR)
+ROOMIER = 1.03  # among those within 3 % of the fastest the simplest with room is taken
+# Where nothing has so much room, one that fills more than this share of the device itself is not taken while anything
+# slower does not: the training specification calls it an error (MEM001).
 DEVICE_MEMORY = 0.90
 NO_ROOM = f"no layout here leaves {1 - SAFE_MEMORY:.0%} free: use more devices, or try a short run first"
+DECIDES = "phalanx trace JOB --against-plan decides"
 SMALLER = (2, 4)  # parts of the cluster that are tried as well: slower, but often cheaper per token
 SMALLER_MICRO_BATCH = 8  # largest micro-batch tried there: those parts only sketch the front
 CLEARLY_BETTER = 1.05  # a free search this much faster than a layout fixed by hand is worth a warning
@@ -133,9 +136,11 @@ def _as_good(scores: Scores, rows: Ints) -> Ints:
         near: Ints = quick[enough & (scores.memory_bytes[quick] <= most_bytes)]
         if near.size:
             return near
-    held = rows[scores.memory_bytes[rows] <= DEVICE_MEMORY * scores.space.ask.cluster.accelerator.memory_bytes]
-    if not held.size:
-        held = rows[scores.memory_bytes[rows] <= filled]
+    device = DEVICE_MEMORY * scores.space.ask.cluster.accelerator.memory_bytes
+    for most_bytes in (min(full, device), device, filled):
+        held = rows[scores.memory_bytes[rows] <= most_bytes]
+        if held.size:
+            break
     near = held[scores.step_s[held] <= scores.step_s[_fastest(scores, held)] * SAME]
     return near
 
@@ -284,11 +289,17 @@ def _crowded(ask: Ask, scores: Scores, best: int, everything: Scores) -> tuple[P
     step_s, margin = float(scores.step_s[best]), 1.0 - float(scores.memory_bytes[best]) / scores.usable_bytes
     if margin >= 1.0 - FULL_MEMORY:
         return ()
+    counted = bool(np.any(np.asarray(ask.memory.counted) > 0))  # our own trainer, whose step can be traced
+    why = (
+        f"the step may take up to {MEMORY_ERROR:.0%} more than is counted, so it may not fit: {DECIDES}"
+        if counted
+        else "predicted memory is off by 5.7% (median over published runs), so it may not fit"
+    )
     return (
         Problem(
             where=ask.cluster.name,
             what=f"{scores.layout(best).name} leaves {margin:.1%} of the usable memory free",
-            why="predicted memory is off by 5.7% (median over published runs), so it may not fit",
+            why=why,
             fix=_roomy(scores, step_s) or _roomy(everything, step_s) or NO_ROOM,
         ),
     )

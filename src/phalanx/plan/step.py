@@ -46,6 +46,19 @@ class StepTimes:
     optimizer_s: Floats
     overhead_s: Floats
     micro_s: Floats  # one micro-batch on the busiest stage; not part of the sum
+    # What the parts were combined from, not part of the sum: `launch_s` is what the host shows beside the device,
+    # `shard_s` what ZeRO-3 traffic shows beside the work; each by a smooth maximum of this sharpness.
+    device_s: Floats
+    host_s: Floats
+    launch_sharpness: Floats
+    busy_s: Floats
+    moving_s: Floats
+    shard_sharpness: Floats
+
+    def take(self, rows: NDArray[np.bool_] | NDArray[np.intp]) -> StepTimes:
+        """The same table restricted to some rows."""
+        whole = {item.name: np.broadcast_to(getattr(self, item.name), self.step_s.shape) for item in fields(StepTimes)}
+        return StepTimes(**{name: value[rows] for name, value in whole.items()})
 
 
 def smooth_max(a: Floats, b: Floats, sharpness: Floats | float) -> Floats:
@@ -224,6 +237,12 @@ def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
         optimizer_s=optimizer + count * state.adding,
         overhead_s=count * (busy - state.adding - stage_s - send) + overhead,
         micro_s=micro,
+        device_s=part * device,
+        host_s=part * host,
+        launch_sharpness=np.broadcast_to(f.launch_sharpness, step.shape),
+        busy_s=count * busy + zero,
+        moving_s=np.where(gathers, count * state.moving, 0.0) + zero,
+        shard_sharpness=np.broadcast_to(f.shard_sharpness, step.shape),
     )
 
 

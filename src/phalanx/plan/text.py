@@ -13,7 +13,7 @@ from phalanx.plan.plan import ParetoPoint, Plan
 from phalanx.plan.reasons import Alternative, part_name
 from phalanx.plan.reliability import Reliability
 from phalanx.plan.search import FULL_MEMORY
-from phalanx.units import DAY_S, HOUR_S, MINUTE_S, format_bytes, format_count, format_money, format_seconds
+from phalanx.units import DAY_S, HOUR_S, MINUTE_S, format_bytes, format_count, format_money, format_seconds, plural
 
 WIDTH = 100
 BAR = 30  # characters of a full bar
@@ -66,7 +66,7 @@ def _headline(plan: Plan) -> list[str]:
     ]
     head = [
         f"{plan.job.name}: {plan.job.model.name}, {size} parameters, on {plan.cluster.name} "
-        f"({_plural(plan.layout.devices, 'device')})",
+        f"({plural(plan.layout.devices, 'device')})",
         f"{plan.layout.name}",
         *_simpler(plan),
         "",
@@ -105,7 +105,7 @@ def _derived(plan: Plan) -> list[str]:
     if isinstance(plan.job.data.tokens, str):
         lines.append(
             f"data.tokens = {plan.job.data.tokens}: {TOKENS_PER_PARAMETER} per parameter (Hoffmann et al. 2022) are "
-            f"{plan.duration.tokens:,} tokens, {_plural(plan.duration.steps, 'step')}"
+            f"{plan.duration.tokens:,} tokens, {plural(plan.duration.steps, 'step')}"
         )
     if plan.calibration:
         scalars = ", ".join(f"{name} ×{value:.3g}" for name, value in plan.calibration.scalars.items())
@@ -135,7 +135,7 @@ def _step(plan: Plan) -> list[str]:
             rows.append((part_name(name, plan.layout), format_seconds(seconds), f"{seconds / step_s:.1%}", bar))
     lines = table(rows, right=(1, 2))
     layout = plan.layout
-    count = _plural(layout.accumulation, "micro-batch", "es")
+    count = plural(layout.accumulation, "micro-batch")
     note = f"{count} of {layout.micro_batch} × {plan.job.data.sequence:,} tokens per step"
     if layout.pipeline > 1:
         note += f", {layout.schedule} schedule"
@@ -174,10 +174,6 @@ def _mapping(plan: Plan) -> list[str]:
 def amount(value: float) -> str:
     """A count that may be far below one."""
     return format_count(value) if value >= 1 else f"{value:.2g}"
-
-
-def _plural(count: int, noun: str, ending: str = "s") -> str:
-    return f"{count:,} {noun}{'' if count == 1 else ending}"
 
 
 def _short(operation: str) -> str:
@@ -226,14 +222,14 @@ def _failures(plan: Plan) -> list[str]:
     costs = ", ".join(f"{factor:g}x {cost:.2%}" for factor, cost in r.interval_costs)
     chosen = "" if r.interval_s == r.optimal_interval_s else f" (optimum {format_seconds(r.optimal_interval_s)})"
     lines = [
-        f"{r.failures_per_day:.3g} failures per day over {_plural(r.hosts, 'host')} "
+        f"{r.failures_per_day:.3g} failures per day over {plural(r.hosts, 'host')} "
         f"({r.failures_per_host_day:.2g} per host and day): one every {format_seconds(r.mtbf_s)}",
         *_rate_range(r),
         f"checkpoint every {format_seconds(r.interval_s)}{chosen}: {format_bytes(r.checkpoint_bytes)}, training waits "
         f"{format_seconds(r.blocking_s)}, safe after {format_seconds(r.persist_s)}",
         *([_in_memory(r.memory_every, plan.prediction.step_s)] if r.memory_every else []),
         f"time lost at multiples of the optimum: {costs}",
-        f"effective training time {r.effective_time:.1%}{_sites(r)}; {_plural(r.spares, 'spare host')} (99% of days)",
+        f"effective training time {r.effective_time:.1%}{_sites(r)}; {plural(r.spares, 'spare host')} (99% of days)",
     ]
     return [part for line in lines for part in _wrap(line)]
 
@@ -298,7 +294,9 @@ def _energy(b: Bill) -> list[str]:
 def _search(plan: Plan) -> list[str]:
     s = plan.search
     profile = plan.job.parallel.framework
-    return [f"{s.legal:,} legal layouts, {s.fitting:,} fit, in {format_seconds(s.seconds)}; framework {profile}"]
+    return [
+        f"{plural(s.legal, 'legal layout')}, {s.fitting:,} fit, in {format_seconds(s.seconds)}; framework {profile}"
+    ]
 
 
 def _wrap(text: str, width: int = WIDTH - 4) -> list[str]:

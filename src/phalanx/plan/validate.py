@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,7 +136,7 @@ def _calibrated(
 
 def take(times: StepTimes, part: NDArray[np.bool_]) -> StepTimes:
     """The same table restricted to some rows."""
-    return StepTimes(**{f.name: getattr(times, f.name)[part] for f in fields(StepTimes)})
+    return times.take(part)
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -11,6 +11,7 @@ import numpy as np
 from phalanx.errors import mistake, nearest
 from phalanx.network.fabric.types import Fabric
 from phalanx.sim.links import Floats, Ints, links_of
+from phalanx.units import plural
 
 # 131,072 hosts to 256 each are 33 million flows: about 2 GB with their paths.
 MOST_FLOWS = 33_600_000
@@ -150,4 +151,4 @@ def traffic(name: str, fabric: Fabric, nbytes: float, *, seed: int = 0) -> Flows
 
 def _least(hosts: int, least: int) -> None:
     if hosts < least:
-        raise mistake("traffic", f"{hosts} hosts are too few", fix=f"this traffic needs at least {least}")
+        raise mistake("traffic", f"{plural(hosts, 'host')}: too few", fix=f"this traffic needs at least {least}")

@@ -10,7 +10,7 @@ from typing import Any
 from phalanx.errors import mistake
 from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import effective_time
-from phalanx.units import DAY_S
+from phalanx.units import DAY_S, plural
 
 # Between what a plan says twice. It is written in full digits; versions of Phalanx may differ in the order of a sum.
 NEAR = 1e-3
@@ -62,7 +62,8 @@ def _sizes(plan: Plan) -> Iterator[str]:
     hosts = max(1, math.ceil(layout.devices / max(1, plan.cluster.host_devices)))
     if hosts != plan.reliability.hosts:
         counted = plan.reliability.hosts
-        yield f"the layout takes {layout.devices:,} devices on {hosts:,} hosts, and failures are counted of {counted:,}"
+        taken = f"{plural(layout.devices, 'device')} on {plural(hosts, 'host')}"
+        yield f"the layout takes {taken}, and failures are counted of {counted:,}"
     for name, value in (
         ("prediction.step_s", plan.prediction.step_s),
         ("duration.training_s", plan.duration.training_s),

@@ -13,6 +13,7 @@ from phalanx.spec.formats.text import cures
 from phalanx.spec.judge import Finding, limits_of
 from phalanx.spec.page import shown
 from phalanx.spec.rule import Limits, Rule
+from phalanx.units import plural
 
 MOST_TEXT = 400
 
@@ -39,7 +40,8 @@ def here(found: Answer) -> str:
     lines = [f"# {found.rule.id} on {found.evidence.target}", ""]
     for one in found.findings:
         lines += [*_finding(one, found.evidence.usd), ""]
-    size = f"{found.evidence.profile.name}, {found.evidence.devices:,} devices, class {found.evidence.scaling.name}"
+    devices = plural(found.evidence.devices, "device")
+    size = f"{found.evidence.profile.name}, {devices}, class {found.evidence.scaling.name}"
     lines += [f"Limits for {size}:", ""]
     for name, value in found.limits.values.items():
         limit = found.rule.limits[name]

@@ -12,6 +12,7 @@ from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Impact, Outcome, Severity, failed, passed
 from phalanx.spec.rule import Rule
 from phalanx.spec.rules import spc001_waivers
+from phalanx.units import plural
 
 NO_TIME = Impact(note="costs no time by itself: it hides what does")
 
@@ -40,7 +41,7 @@ def settle(evidence: Evidence, broken: set[str], *, asked: Sequence[Rule], whole
             outcomes.append(_unused(waiver, index, rules[waiver.rule], evidence))
     if whole and not outcomes:
         count = len(evidence.all_waivers)
-        outcomes.append(passed(f"{count} waiver{'s' * (count != 1)}, each with a reason and in force"))
+        outcomes.append(passed(f"{plural(count, 'waiver')}, each with a reason and in force"))
     return Waived(reasons=reasons, outcomes=tuple(outcomes))
 
 

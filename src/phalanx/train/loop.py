@@ -37,6 +37,7 @@ from phalanx.train.state import meta_of, pieces_of, rank_meta_of
 from phalanx.train.supervise.board import Phase
 from phalanx.train.telemetry.compiling import compiled_s
 from phalanx.train.telemetry.timeline import Sample, TimelineSampler
+from phalanx.units import plural
 
 # What is said of a buffer of the user's own network.
 FIRST_RANK = "is changed by forward: data ranks change it each in its own way, and the first one's value counts"
@@ -333,7 +334,7 @@ class Loop:
                 "not-finite",
                 step=step,
                 sound=step - self._skipped,
-                what=f"the gradient was not finite, or far too large, in {self._skipped} steps in a row",
+                what=f"the gradient was not finite, or far too large, in {plural(self._skipped, 'step')} in a row",
             )
 
     def _is_due(self, step: int) -> bool:

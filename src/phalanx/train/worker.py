@@ -58,6 +58,7 @@ from phalanx.train.vault.replica import BuddyAddress
 from phalanx.train.vault.server import VaultServer
 from phalanx.train.vault.source import MemorySource
 from phalanx.train.vault.vault import Vault
+from phalanx.units import plural
 
 
 class Rank:
@@ -433,7 +434,7 @@ def _join(plan: Plan, device: torch.device, *, rank: int, world: int, store: Sto
         raise WorldError(
             Problem(
                 where=f"rank {rank}",
-                what=f"not all of {world} ranks arrived within {limit_s:g} s",
+                what=f"not all of {plural(world, 'rank')} arrived within {limit_s:g} s",
                 why="every rank of the job must be started, with the same MASTER_ADDR and WORLD_SIZE",
                 fix="look at the logs of the ranks that are missing, or raise comm.init_timeout_s",
             )

@@ -14,7 +14,7 @@ from phalanx.record.archive.series import unit_of
 from phalanx.record.events import Event
 from phalanx.record.run import Run, read_json
 from phalanx.record.values import at, integer, number, printable, text
-from phalanx.units import format_bytes, format_seconds
+from phalanx.units import format_bytes, format_seconds, plural
 from phalanx.web.answer import Json, Parts
 from phalanx.web.shelf import Shelf
 from phalanx.web.story import soon
@@ -160,7 +160,7 @@ def _evaluation(event: Event) -> Json:
 def _epoch(event: Event, restored: Mapping[int | None, int | None]) -> Json:
     epoch, world, reason = integer(event, "epoch"), integer(event, "world"), text(event, "reason")
     told = f"epoch {epoch}: " if epoch is not None else ""
-    told += f"{world} ranks" if world is not None else "ranks form"
+    told += plural(world, "rank") if world is not None else "ranks form"
     told += f" ({reason})" if reason else ""
     step = restored.get(epoch, integer(event, "step"))
     return {**_place(event), "step": step, "text": told, "epoch": epoch, "world": world, "layout": event.get("layout")}

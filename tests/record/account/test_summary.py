@@ -136,7 +136,7 @@ def test_hostile_values_are_ignored(run: Run) -> None:
     (run.path / "launch.json").write_text("[]")
     found = summarize(run)
     assert (found.steps, found.step_s.measured, found.unreadable_lines) == (1, None, 1)
-    assert "1 lines of events could not be read" in render(found)
+    assert "1 line of events could not be read" in render(found)
 
 
 def test_places() -> None:

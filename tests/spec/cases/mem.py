@@ -60,7 +60,14 @@ def on_cpu(share: float | None, source: str = "psi-host"):
 TOO_SMALL = ("parallel.zero=1", "parallel.recompute=none", "batch.micro=2")
 CASES = [
     Case(rule="MEM001", name="the good job", verdict="pass", evidence=evidence),
-    Case(rule="MEM001", name="just a tenth free", verdict="pass", evidence=filled(0.8999), boundary=True),
+    Case(
+        rule="MEM001",
+        name="just a tenth free",
+        verdict="pass",
+        evidence=filled(0.8999),
+        boundary=True,
+        says="less than 6% below what is usable: phalanx trace JOB --against-plan decides",
+    ),
     Case(
         rule="MEM001",
         name="less than a tenth free",
@@ -97,7 +104,7 @@ CASES = [
         verdict="fail",
         evidence=ran(allocation_retries=1),
         severity="warning",
-        says="tried again 1 times",
+        says="tried again 1 time",
         boundary=True,
     ),
     Case(rule="MEM002", name="nobody counted", verdict="unknown", evidence=ran(allocation_retries=None)),

@@ -233,7 +233,7 @@ CASES = [
         evidence=ran(skipped=3, skipped_in_a_row=3),
         boundary=True,
         severity="warning",
-        says="3 steps in a row were skipped",
+        says="skipped 3 steps in a row",
     ),
     Case(
         rule="PRC004",

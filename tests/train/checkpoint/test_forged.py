@@ -97,9 +97,9 @@ def test_a_forged_index_is_refused(kit, folder, change, message):
     [
         (lambda body: body.update(format="zip"), "it does not say format phalanx-checkpoint"),
         (lambda body: body.update(version=2), "it has version 2, and this Phalanx reads version 1"),
-        (lambda body: body.update(world=10**9), "it lists 1 ranks for step 100 of a world of 1000000000"),
+        (lambda body: body.update(world=10**9), "it lists 1 rank for step 100 of a world of 1000000000"),
         (lambda body: body.update(world=0, ranks=[]), "it lists 0 ranks"),
-        (lambda body: body.update(step="100"), "it lists 1 ranks for step '100'"),
+        (lambda body: body.update(step="100"), "it lists 1 rank for step '100'"),
         (lambda body: body.update(ranks=7), "is not a sound manifest"),
         (lambda body: body["ranks"][0].update(path="../../etc/passwd"), "unexpected keyword argument 'path'"),
         (lambda body: body["ranks"][0].update(index_bytes=-1), "an entry of ranks is not of two sizes, a digest"),
@@ -107,7 +107,7 @@ def test_a_forged_index_is_refused(kit, folder, change, message):
         (lambda body: body["ranks"][0].update(tensors=1), "it lists 2 tensors, and the manifest counts 1"),
         (lambda body: body["ranks"][0].update(data_bytes=10**12), "its tensors end at byte"),
         (lambda body: body.pop("meta"), "it has no 'meta'"),
-        (lambda body: body.update(meta=[]), "it lists 1 ranks"),
+        (lambda body: body.update(meta=[]), "it lists 1 rank"),
     ],
 )
 def test_a_forged_manifest_is_refused(kit, folder, change, message):

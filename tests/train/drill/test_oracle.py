@@ -130,8 +130,8 @@ def zombie_commits(story: Story) -> None:
         (restore_from_nowhere, "every restore was committed", "restored step 3, which was never on the disk"),
         (restore_of_the_future, "every restore was committed", "restored step 5, but only 4 were done"),
         (restore_behind_what_was_held, "every restore was committed", "step 2 from memory, which held 3"),
-        (sample_twice, "every sample in one step", "step 4: 1 samples more than once or from elsewhere, as 32"),
-        (sample_left_out, "every sample in one step", "step 4: 1 samples of the batch missing, as 37"),
+        (sample_twice, "every sample in one step", "step 4: 1 sample more than once or from elsewhere, as 32"),
+        (sample_left_out, "every sample in one step", "step 4: 1 sample of the batch missing, as 37"),
         (sample_unknown, "every sample in one step", "step 4: rank 1 did not say what it learnt from"),
         (zombie, "old epochs are fenced", "rank 1 of epoch 1 wrote step 2."),
         (zombie_commits, "old epochs are fenced", "rank 0 of epoch 1 committed a checkpoint 2.00 s after its end"),
@@ -201,7 +201,7 @@ def test_what_a_killed_rank_did_not_write_is_forgiven_and_told(survived: Story) 
     ]
     found = verdicts(story)["every sample in one step"]
     assert found.ok
-    assert "of 1 steps a killed rank left no list" in found.evidence
+    assert "of 1 step a killed rank left no list" in found.evidence
 
 
 def test_tensor_ranks_learn_from_the_same_samples(story: Story) -> None:

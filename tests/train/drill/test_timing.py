@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,6 +86,37 @@ def test_every_fault_is_noticed_or_the_verdict_falls(survived: Story) -> None:
         True,
         "0 of 1 faults: kill:rank=2,step=3 was not noticed",
     )
+
+
+def test_a_fault_that_nobody_noticed_is_not_credited_with_a_later_one(story: Story) -> None:
+    """Rank 1 falls silent and nobody minds; a minute later rank 2 is killed, which is noticed and recovered from."""
+    story.epoch(4, step=0, source="start")
+    story.step(0)
+    silent = shot(story.t, kind="mute", id=0, rank=1, step=1)
+    story.t += 60
+    story.step(1)
+    killed = shot(story.t, id=1, rank=2, step=2)
+    story.incident(2)
+    story.epoch(3, step=2, source="memory")
+    story.step(2)
+    story.t += 60
+    story.end()
+    faults = parse_all(["mute:rank=1,step=1", "kill:rank=2,step=2"])
+    history = build_history(story.supervisor, story.ranks)
+
+    def seen(*fired: Fired) -> list[tuple[bool, bool]]:
+        found = outcomes(history, faults, fired, patience_s=15.0)
+        return [(one.detected_s is not None, one.recovered_s is not None) for one in found]
+
+    assert seen(silent, killed) == [(False, False), (True, True)]
+    verdict = noticed(outcomes(history, faults, [silent, killed], patience_s=15.0), asked=2, patience_s=15.0)
+    assert (verdict.ok, verdict.evidence) == (False, "1 of 2 faults: mute:step=1 was not noticed")
+    # Of the same rank twice, the newer fault explains the incident that names it.
+    assert seen(replace(silent, rank=2), killed) == [(False, False), (True, True)]
+    # Both within the time in which they had to be noticed: whoever was named first, the recovery was from both.
+    assert seen(replace(silent, t_s=killed.t_s - 1), killed) == [(True, True), (True, True)]
+    # Nothing else explains the incident: it was noticed late, and perhaps blamed on another rank.
+    assert seen(silent) == [(True, True)]
 
 
 def test_a_fault_that_nobody_had_time_to_notice_is_not_judged(survived: Story) -> None:

@@ -21,6 +21,7 @@ from phalanx.network.fabric.loads import idle_share, max_to_mean
 from phalanx.network.fabric.recovery import EDGE_RECOVERY_S, GIVE_UP_S
 from phalanx.network.fabric.sizing import LEAST_RADIX, MOST_TIERS, Shape, check, most_hosts, size, split_t0
 from phalanx.network.fabric.types import Fabric, Switch
+from phalanx.units import plural
 
 WHERE = "phalanx fabric decisions"
 BOX = "Spectrum-5"  # 51.2 Tb/s, from 64x800G to 512x100G
@@ -124,7 +125,7 @@ def decisions(
     if chosen not in choices:
         given = ", ".join(map(str, sorted(choices)))
         why = f"{box} splits a {nic_gbps:g} Gb/s NIC only into whole ports"
-        raise mistake(WHERE, f"{chosen} planes", why=why, fix=f"use one of {given}")
+        raise mistake(WHERE, plural(chosen, "plane"), why=why, fix=f"use one of {given}")
     fabric = _fabric(gpus, nic_gbps, choices[chosen], chosen)
     return _decide(fabric, choices, paths, recovery_s, restart_s)
 

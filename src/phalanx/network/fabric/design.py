@@ -12,6 +12,7 @@ from phalanx.network.fabric.catalogue import find_switches, switches
 from phalanx.network.fabric.sizing import MOST_PLANES, MOST_TIERS, Shape, check, most_hosts, size, too_many
 from phalanx.network.fabric.subnet import MOST_LIDS, addresses, needs_routers
 from phalanx.network.fabric.types import Fabric, Switch
+from phalanx.units import plural
 
 WHERE = "phalanx fabric design"
 RATIOS = (1.0, 2.0, 4.0)  # full bisection, and what storage and inference networks use
@@ -227,6 +228,6 @@ def _nearest(wish: Wish) -> Iterator[str]:
             yield f"--planes {fabric.planes} ({fabric.switch.name})"
         elif name == "switch":
             planes = "plane" if fabric.planes == 1 else "planes"
-            yield f'--switch "{fabric.switch.name}" ({fabric.planes} {planes}, {fabric.tiers} tiers)'
+            yield f'--switch "{fabric.switch.name}" ({fabric.planes} {planes}, {plural(fabric.tiers, "tier")})'
         else:
             yield f"--oversubscription {fabric.oversubscription:g}"

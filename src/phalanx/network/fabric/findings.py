@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phalanx.network.fabric.decisions import Decisions, PlaneRow
+from phalanx.units import plural
 
 
 def findings(one: Decisions) -> tuple[str, str, str]:
@@ -17,7 +18,7 @@ def against(one: Decisions) -> str:
 
 def formula(one: Decisions) -> str:
     """Switches and optics per host of full fabrics, as arXiv:2605.04333 section 2 counts them."""
-    mine = f"{_planes(one.own)} in {one.own.tiers} tiers"
+    mine = f"{_planes(one.own)} in {plural(one.own.tiers, 'tier')}"
     if mine == against(one):
         return ""
     have = "has" if one.own.planes == 1 else "have"
@@ -33,7 +34,7 @@ def counted(one: Decisions) -> str:
         return ""
     return (
         f"{one.own.switches:,} switches are {one.counted_switch_ratio:.3g} of the {flat.switches:,} of {_planes(flat)} "
-        f"in {flat.tiers} tiers at full bisection, and the optics {one.counted_optics_ratio:.3g}"
+        f"in {plural(flat.tiers, 'tier')} at full bisection, and the optics {one.counted_optics_ratio:.3g}"
     )
 
 
@@ -42,7 +43,9 @@ def _scale(one: Decisions) -> str:
     most = own.most_hosts[own.tiers - 2]
     reach = "reaches" if own.planes == 1 else "reach"
     ratio = "" if own.oversubscription == 1 else f" at {own.oversubscription:.3g}:1"
-    said = f"{_planes(own)} of {own.radix} ports {reach} {most:,} hosts in {own.tiers} tiers{ratio}".capitalize()
+    said = (
+        f"{_planes(own)} of {own.radix} ports {reach} {most:,} hosts in {plural(own.tiers, 'tier')}{ratio}".capitalize()
+    )
     if flat.planes == own.planes:
         return said
     full = " at full bisection" if ratio else ""
@@ -79,4 +82,4 @@ def show_hours(value: float) -> str:
 
 
 def _planes(row: PlaneRow) -> str:
-    return "one plane" if row.planes == 1 else f"{row.planes} planes"
+    return "one plane" if row.planes == 1 else plural(row.planes, "plane")

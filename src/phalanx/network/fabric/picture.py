@@ -24,7 +24,7 @@ from phalanx.network.fabric.drawing import (
 from phalanx.network.fabric.findings import against, findings, formula, show_hours
 from phalanx.network.fabric.loads import max_to_mean
 from phalanx.network.fabric.recovery import GIVE_UP_S
-from phalanx.units import format_count, format_seconds
+from phalanx.units import format_count, format_seconds, plural
 
 WIDTH, HEIGHT, LEFT = 1260, 580, 70
 GAP = 415  # from one panel to the next
@@ -38,11 +38,11 @@ SOURCES = (
 def picture(one: Decisions) -> str:
     """The SVG text."""
     fabric = one.fabric
-    planes = "one plane" if fabric.planes == 1 else f"{fabric.planes} planes"
+    planes = "one plane" if fabric.planes == 1 else plural(fabric.planes, "plane")
     title = f"{one.gpus:,} GPUs at {one.nic_gbps:g} Gb/s: {planes} of {fabric.tiers} tiers, {fabric.switch.name}"
     summary = (
-        f"{fabric.switches:,} switches, {fabric.hops} hops, {fabric.paths:,} paths; {one.paths} paths per connection; "
-        f"recovery after {format_seconds(one.recovery_s)}"
+        f"{fabric.switches:,} switches, {plural(fabric.hops, 'hop')}, {plural(fabric.paths, 'path')}; "
+        f"{one.paths} paths per connection; recovery after {format_seconds(one.recovery_s)}"
     )
     body = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="t d">',

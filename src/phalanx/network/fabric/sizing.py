@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from phalanx.errors import UserError, mistake
 from phalanx.network.fabric.filling import fill, whole
 from phalanx.network.fabric.types import Fabric, Switch
+from phalanx.units import plural
 
 MOST_TIERS = 4
 # Beyond any plan, within exact integers: a typing mistake, not a fabric.
@@ -110,9 +111,11 @@ def check(hosts: int, nic_gbps: float, shape: Shape, *, where: str = WHERE) -> N
         fix = f"use at most {MOST_NIC_GBPS:,.0f}; 1,600 are sold"
         raise mistake(where, f"no NIC has {nic_gbps:g} Gb/s", why="that is beyond the fastest switch", fix=fix)
     if shape.planes < 1:
-        raise mistake(where, f"{shape.planes} planes", fix="use 1, 2, 4 or 8")
+        raise mistake(where, plural(shape.planes, "plane"), fix="use 1, 2, 4 or 8")
     if not 1 <= shape.tiers <= MOST_TIERS:
-        raise mistake(where, f"{shape.tiers} tiers", why="a path of five tiers crosses nine switches", fix="use 1 to 4")
+        raise mistake(
+            where, plural(shape.tiers, "tier"), why="a path of five tiers crosses nine switches", fix="use 1 to 4"
+        )
     _check_ratio(shape, where)
     _check_rails(hosts, shape, where)
 
@@ -129,28 +132,28 @@ def _check_ratio(shape: Shape, where: str) -> None:
 def _check_rails(hosts: int, shape: Shape, where: str) -> None:
     rails = shape.rails
     if rails < 1:
-        raise mistake(where, f"{rails} rails", fix="use 1 for none, or the GPUs of a server, as 8")
+        raise mistake(where, plural(rails, "rail"), fix="use 1 for none, or the GPUs of a server, as 8")
     if rails > 1 and shape.tiers == 1:
         raise mistake(
             where,
-            f"one tier with {rails} rails is {rails} islands, not one fabric",
+            f"one tier with {plural(rails, 'rail')} is {rails} islands, not one fabric",
             why="no switch joins the rails, so only NVLink inside a server does",
             fix="use 2 tiers, or 1 rail",
         )
     if hosts % rails:
         lower = hosts - hosts % rails
         near = f"{lower:,} or {lower + rails:,}" if lower else f"{rails:,}"
-        why = f"a server has one GPU on each of {rails} rails"
+        why = f"a server has one GPU on each of {plural(rails, 'rail')}"
         raise mistake(where, f"{hosts:,} GPUs are not whole servers of {rails}", why=why, fix=f"use {near} GPUs")
 
 
 def _wrong_speed(nic_gbps: float, shape: Shape, switch: Switch, where: str) -> UserError:
     planes = nic_gbps / switch.port_gbps
     fits = planes >= 1 and planes == int(planes)
-    fix = f"use {int(planes)} planes" if fits else f"use a NIC of a multiple of {switch.port_gbps:g} Gb/s"
+    fix = f"use {plural(int(planes), 'plane')}" if fits else f"use a NIC of a multiple of {switch.port_gbps:g} Gb/s"
     return mistake(
         where,
-        f"{shape.planes} planes make ports of {nic_gbps / shape.planes:g} Gb/s of a {nic_gbps:g} Gb/s NIC",
+        f"{plural(shape.planes, 'plane')} make ports of {nic_gbps / shape.planes:g} Gb/s of a {nic_gbps:g} Gb/s NIC",
         why=f"{switch.name} has ports of {switch.port_gbps:g} Gb/s",
         fix=fix,
     )
@@ -159,10 +162,9 @@ def _wrong_speed(nic_gbps: float, shape: Shape, switch: Switch, where: str) -> U
 def too_many(hosts: int, switch: Switch, shape: Shape, *, where: str = WHERE, fix: str = "") -> UserError:
     """The message for hosts beyond what the radix reaches."""
     most = most_hosts(switch.radix, shape)
-    plural = "tier" if shape.tiers == 1 else "tiers"
     return mistake(
         where,
-        f"{hosts:,} GPUs do not fit: {shape.tiers} {plural} of {switch.name} join at most {most:,}",
+        f"{hosts:,} GPUs do not fit: {plural(shape.tiers, 'tier')} of {switch.name} join at most {most:,}",
         why=_reach(switch, shape, most),
         fix=fix or _deeper(hosts, switch, shape) or "use a switch with more ports, or more planes",
     )
@@ -185,7 +187,7 @@ def _deeper(hosts: int, switch: Switch, shape: Shape) -> str:
     for tiers in range(shape.tiers + 1, MOST_TIERS + 1):
         most = most_hosts(switch.radix, replace(shape, tiers=tiers))
         if most >= hosts:
-            return f"use {tiers} tiers, which join up to {most:,}"
+            return f"use {plural(tiers, 'tier')}, which join up to {most:,}"
     return ""
 
 

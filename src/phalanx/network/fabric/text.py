@@ -13,7 +13,7 @@ from phalanx.network.fabric.recovery import CONVERGE_S, SHIELD_S, ports_move, sp
 from phalanx.network.fabric.subnet import MOST_LIDS, addresses, needs_routers
 from phalanx.network.fabric.tables import folded, table, wrapped
 from phalanx.network.fabric.types import Fabric
-from phalanx.units import format_money, format_seconds
+from phalanx.units import format_money, format_seconds, plural
 
 _HEAD = (
     "   switch", "planes", "tiers", "rails", "T0", "T1", "T2+T3", "switches", "cables", "800G optics", "hops", "paths",
@@ -83,7 +83,7 @@ def show_fabric(fabric: Fabric, *, width: int | None = None) -> str:
     """One fabric on a page."""
     parts, lost = bill(fabric), loss(fabric)
     tiers = ("NIC-T0", "T0-T1", "T1-T2", "T2-T3")
-    deep = "one tier" if fabric.tiers == 1 else f"{fabric.tiers} tiers"
+    deep = "one tier" if fabric.tiers == 1 else plural(fabric.tiers, "tier")
     boxes = [f"{fabric.planes * n:,} T{i}" for i, n in enumerate((fabric.t0, fabric.t1, fabric.t2, fabric.t3)) if n]
     rows = [
         ("hosts", f"{fabric.hosts:,} NICs of {fabric.nic_gbps:g} Gb/s"),
@@ -92,9 +92,12 @@ def show_fabric(fabric: Fabric, *, width: int | None = None) -> str:
         ("switches", f"{fabric.switches:,}: {' + '.join(boxes)}"),
         ("T0 ports", _ports(fabric)),
         ("links", ", ".join(f"{n:,} {tiers[i]}" for i, n in enumerate(parts.links))),
-        ("optics", f"{parts.optics_800g:,.0f} 800G modules ({parts.optics:,} link ends), {parts.cables:,} cables"),
+        (
+            "optics",
+            f"{parts.optics_800g:,.0f} 800G modules ({parts.optics:,} link ends), {plural(parts.cables, 'cable')}",
+        ),
         ("paths", _paths(fabric)),
-        ("near", f"{lost.t0_hosts:,} hosts one switch away{_by_rail(fabric)}"),
+        ("near", f"{plural(lost.t0_hosts, 'host')} one switch away{_by_rail(fabric)}"),
         *_failures(fabric, lost),
         ("power", "unknown" if parts.watts is None else f"{parts.watts / 1e6:.3g} MW with optics"),
         ("cost", money(parts.usd)),
@@ -121,11 +124,14 @@ def _ports(fabric: Fabric) -> str:
 def _paths(fabric: Fabric) -> str:
     if fabric.tiers == 1:
         return "one switch between any two hosts" + (", in each plane" if fabric.planes > 1 else "")
-    return f"{fabric.paths:,} between hosts of different T0s, {fabric.hops} switches at most"
+    return f"{fabric.paths:,} between hosts of different T0s, {plural(fabric.hops, 'switch')} at most"
 
 
 def _failures(fabric: Fabric, lost: Loss) -> list[tuple[str, str]]:
-    nic, t0 = f"NIC link {percent(lost.nic_link)} of the NIC", f"T0 {percent(lost.t0)} of {lost.t0_hosts:,} hosts"
+    nic, t0 = (
+        f"NIC link {percent(lost.nic_link)} of the NIC",
+        f"T0 {percent(lost.t0)} of {plural(lost.t0_hosts, 'host')}",
+    )
     if fabric.tiers == 1:
         return [("one failure takes", f"{nic}, {t0}")]
     return [

@@ -8,7 +8,7 @@ from phalanx.network.fabric.tables import table, wrapped
 from phalanx.network.fabric.text import money, percent
 from phalanx.network.fabric.types import Fabric
 from phalanx.network.fabric.verdict import OTHER_KIND, Economics, Option, Verdict
-from phalanx.units import format_money, format_seconds
+from phalanx.units import format_money, format_seconds, plural
 
 _HEAD = ("   choice", "switch", "planes", "tiers", "up", "rails", "to buy", "per GPU", "MW", "GPU-hours lost a day")
 
@@ -139,8 +139,8 @@ def _role(option: Option) -> str:
 
 def _what(fabric: Fabric, *, role: str = "") -> str:
     """In words, without what the role says already."""
-    planes = "one plane" if fabric.planes == 1 else f"{fabric.planes} planes"
-    tiers = "one tier" if fabric.tiers == 1 else f"{fabric.tiers} tiers"
+    planes = "one plane" if fabric.planes == 1 else plural(fabric.planes, "plane")
+    tiers = "one tier" if fabric.tiers == 1 else plural(fabric.tiers, "tier")
     rails = "" if fabric.rails == 1 else f", {fabric.rails} rails"
     full = "" if fabric.oversubscription <= 1 or role in ("2:1", "4:1") else f", {fabric.oversubscription:.2g}:1"
     where = tiers if role == "one plane" else f"{planes} in {tiers}"

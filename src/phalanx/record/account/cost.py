@@ -13,7 +13,7 @@ from phalanx.record.account.segments import launches, segments
 from phalanx.record.over import is_over
 from phalanx.record.run import Run
 from phalanx.record.values import at, integer, number, text
-from phalanx.units import HOUR_S
+from phalanx.units import HOUR_S, plural
 
 if TYPE_CHECKING:
     from phalanx.record.archive.history import RunHistory
@@ -196,7 +196,9 @@ def _predicted(plan: Mapping[str, Any], rates: _Rates) -> Amount:
 
 def _sources(plan: Mapping[str, Any], rates: _Rates, measured: Used | None) -> dict[str, str]:
     bill = at(plan, "bill")
-    price = f"{rates.rented:,} devices × hours × ${rates.usd_per_hour:g}" if rates.usd_per_hour is not None else ""
+    price = (
+        f"{plural(rates.rented, 'device')} × hours × ${rates.usd_per_hour:g}" if rates.usd_per_hour is not None else ""
+    )
     if measured is not None:
         missing = rates.world - measured.ranks
         rest = f"; {missing} of {rates.world} ranks have no counter and count like the others" if missing > 0 else ""

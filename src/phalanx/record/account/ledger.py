@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.record.account.book import Accounts, Book, Point, Recovery
 from phalanx.record.account.formations import Formation, Lines, formations, timeline
 from phalanx.record.run import Run
-from phalanx.units import format_seconds
+from phalanx.units import format_seconds, plural
 
 if TYPE_CHECKING:
     from phalanx.record.account.waiting import Waited
@@ -70,7 +70,7 @@ class Ledger:
         """What is to be said of the clock; empty when it only went forward."""
         if not self.clock_jumps:
             return ""
-        often = "once" if self.clock_jumps == 1 else f"{self.clock_jumps} times"
+        often = "once" if self.clock_jumps == 1 else plural(self.clock_jumps, "time")
         return f"the clock jumped {often}, and what is told of that time is a guess"
 
     def to_json(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from functools import partial
 from phalanx.errors import UserError
 from phalanx.record.run import Run, read_json
 from phalanx.record.values import integer
+from phalanx.units import plural
 
 MOST_NAMED = 8  # ranks named one by one
 
@@ -34,7 +35,9 @@ def folder_damage(run: Run, ranks: Sequence[int]) -> list[Damage]:
             found.append(Damage(where=name, what=str(error).splitlines()[0].partition(": ")[2][:200], count=1))
     told, planned = _told(run), run.planned_world()
     if told is not None and planned is not None and told > planned:
-        found.append(Damage(where="launch.json", what=f"{told:,} ranks, where the plan has {planned:,}", count=1))
+        found.append(
+            Damage(where="launch.json", what=f"{plural(told, 'rank')}, where the plan has {planned:,}", count=1)
+        )
     if not any(one.where == "launch.json" and told is None for one in found):
         missing = _missing(run, ranks)
         if missing:
@@ -90,5 +93,5 @@ def _named(ranks: Sequence[int]) -> str:
     ('rank 3', 'ranks 0, 1, 7', '100 ranks from 0 to 99')
     """
     if len(ranks) > MOST_NAMED:
-        return f"{len(ranks):,} ranks from {ranks[0]} to {ranks[-1]}"
+        return f"{plural(len(ranks), 'rank')} from {ranks[0]} to {ranks[-1]}"
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -23,6 +23,7 @@ from phalanx.record.events import Event, EventReader
 from phalanx.record.over import ENDED
 from phalanx.record.run import Run, list_runs, run_in
 from phalanx.record.values import integer
+from phalanx.units import plural
 
 __all__ = ["Curve", "Damage", "Mesh", "RunHistory", "list_runs", "run_in"]
 
@@ -376,7 +377,8 @@ class RunHistory:
         last, last_s = (max((end[which] for end in ends.values()), default=0) for which in (0, 1))
         short = {rank: last - step for rank, (step, t) in ends.items() if last - step > FEW and last_s - t > FEW_S}
         return {
-            rank: Counter({f"the record ends {gap:,} steps before that of others": 1}) for rank, gap in short.items()
+            rank: Counter({f"the record ends {plural(gap, 'step')} before that of others": 1})
+            for rank, gap in short.items()
         }
 
 

@@ -9,7 +9,7 @@ from phalanx.record.account.incidents import tell
 from phalanx.record.events import Event, EventReader
 from phalanx.record.run import Run
 from phalanx.record.values import integer, number, printable, text
-from phalanx.units import format_bytes, format_count, format_seconds
+from phalanx.units import format_bytes, format_count, format_seconds, plural
 
 RECENT = 20  # steps behind the rate and the time that is left
 # What the lines hold on which `remark_of_rank` has something to say.
@@ -98,7 +98,7 @@ def remark_of_supervisor(event: Event) -> list[str]:
     if kind == "incident":
         return [f"step {integer(event, 'step') or 0:,}: fell: {tell(event)}"]
     if kind == "epoch" and event.get("reason") != "start":
-        return [f"epoch {integer(event, 'epoch')}: going on with {integer(event, 'world')} ranks"]
+        return [f"epoch {integer(event, 'epoch')}: going on with {plural(integer(event, 'world') or 0, 'rank')}"]
     if kind == "coordinator":
         return ["the coordinator fell, and another took over; no rank noticed"]
     if kind == "host" and event.get("state") == "joined" and integer(event, "epoch"):

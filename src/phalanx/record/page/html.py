@@ -14,7 +14,7 @@ from phalanx.record.page.report import compared, cost_rows, layout_rows, spent_o
 from phalanx.record.page.story import Story
 from phalanx.record.page.style import CSS
 from phalanx.record.values import printable
-from phalanx.units import format_bytes, format_count, format_money, format_seconds
+from phalanx.units import format_bytes, format_count, format_money, format_seconds, plural
 
 MOST_ROWS = 64  # ranks, incidents or checkpoints in a table
 MOST_SAMPLE = 4000
@@ -71,7 +71,7 @@ def _name(s: Summary) -> str:
 
 def _head(s: Summary) -> str:
     state = s.state if s.state in STATES else "unknown"
-    ranks = f"{s.world:,} rank{'s' if s.world != 1 else ''}"
+    ranks = plural(s.world, "rank")
     lead = f"{s.model} ({format_count(s.parameters)} parameters) on {s.cluster}, {ranks}: {s.layout}"
     why = f"<pre>{escape(_lines(s.message))}</pre>" if s.message and state in ("failed", "gone") else ""
     title = f'<h1>{escape(_name(s))} <span class="state {state}">{escape(printable(s.state, most=40))}</span></h1>'
@@ -143,7 +143,7 @@ def _ledger(story: Story) -> str:
     ]
     told += [f"The ledger does not close: {found.gap}."] if found.gap else ["The accounts close to within 1 %."]
     told += [f"But {found.jumped}."] if found.jumped else []
-    told += [f"{found.steps_lost:,} steps were done and undone."] if found.steps_lost else []
+    told += [f"Done and undone: {plural(found.steps_lost, 'step')}."] if found.steps_lost else []
     bar = stacked([(name, took_s) for name, took_s, _ in spent])
     note = f'<p class="quiet">{escape(" ".join(told))}</p>'
     return bar + note + _table(("account", "time", "share"), rows, right=(1, 2), safe=True)
@@ -168,7 +168,11 @@ def _ranks(story: Story) -> str:
     named = (
         _list([one.text for one in s.stragglers]) or '<p class="quiet">No rank stands out: the work is balanced.</p>'
     )
-    cut = f'<p class="quiet">The {len(shown)} slowest of {len(known):,} ranks.</p>' if len(known) > len(shown) else ""
+    cut = (
+        f'<p class="quiet">The {len(shown)} slowest of {plural(len(known), "rank")}.</p>'
+        if len(known) > len(shown)
+        else ""
+    )
     columns = ("rank", "place", "computing and not", "compute", "not computing", "memory", "score")
     told = "The score is a rank’s own time over the median of those with the same work, in the last 100 steps."
     note = f'<p class="quiet">{told}</p>'
@@ -197,7 +201,7 @@ def _incidents(s: Summary) -> str:
         return ""
     rows = []
     for one in s.incidents[-MOST_ROWS:]:
-        went = f"{one.world} ranks, from {one.source}" if one.world else "nobody"
+        went = f"{plural(one.world, 'rank')}, from {one.source}" if one.world else "nobody"
         back = f"{one.restored_step:,}" if one.restored_step is not None else ""
         where = f"rank {one.rank} on {one.host}"
         rows.append((f"{one.step:,}", where, one.what, went, back, _or(one.recovery_s, format_seconds)))

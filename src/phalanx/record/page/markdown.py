@@ -9,7 +9,7 @@ from phalanx.record.account.summary import Summary
 from phalanx.record.page.report import UNKNOWN, compared, cost_rows, layout_rows, spent_on, wall_s
 from phalanx.record.page.story import Story
 from phalanx.record.values import printable
-from phalanx.units import format_bytes, format_count, format_seconds
+from phalanx.units import format_bytes, format_count, format_seconds, plural
 
 MOST_ROWS = 16
 # What Markdown or the HTML inside it would take for its own.
@@ -49,7 +49,7 @@ def _head(s: Summary) -> str:
     spent_s = wall_s(s)
     spent = f" in {format_seconds(spent_s)}" if spent_s else ""
     name = plain(s.run.rstrip("/").rsplit("/", 1)[-1])
-    ranks = f"{s.world:,} rank{'s' if s.world != 1 else ''}"
+    ranks = plural(s.world, "rank")
     told = f"**{plain(s.state)}**, {s.steps:,}{of} steps, {format_count(s.tokens)} tokens{spent}. "
     what = (
         f"{plain(s.model)} ({format_count(s.parameters)} parameters) on {plain(s.cluster)}, {ranks}: {plain(s.layout)}."
@@ -81,7 +81,7 @@ def _learning(s: Summary) -> str:
     if s.noise_scale is not None:
         lines.append(f"- gradient noise scale {format_count(s.noise_scale)} samples")
     if s.skipped_steps:
-        lines.append(f"- {s.skipped_steps:,} steps were skipped: their gradient was not finite")
+        lines.append(f"- skipped {plural(s.skipped_steps, 'step')} whose gradient was not finite")
     return "\n".join(lines)
 
 
@@ -108,14 +108,14 @@ def _ranks(story: Story) -> str:
         memory = format_bytes(one.memory_bytes) if one.memory_bytes else UNKNOWN
         rows.append((str(one.rank), plain(one.place), *took, memory, f"{score.get(one.rank, 1.0):.2f}"))
     named = "\n".join(f"- {plain(one.text)}" for one in s.stragglers) or "No rank stands out."
-    cut = f"\n\nThe {len(shown)} slowest of {len(known):,} ranks." if len(known) > len(shown) else ""
+    cut = f"\n\nThe {len(shown)} slowest of {plural(len(known), 'rank')}." if len(known) > len(shown) else ""
     return named + "\n\n" + _table(("rank", "place", "compute", "not computing", "memory", "score"), rows) + cut
 
 
 def _incidents(s: Summary) -> str:
     rows = []
     for one in s.incidents[-MOST_ROWS:]:
-        went = f"{one.world} ranks, from {plain(one.source)}" if one.world else "nobody"
+        went = f"{plural(one.world, 'rank')}, from {plain(one.source)}" if one.world else "nobody"
         took = format_seconds(one.recovery_s) if one.recovery_s is not None else UNKNOWN
         rows.append((f"{one.step:,}", f"rank {one.rank} on {plain(one.host)}", plain(one.what), went, took))
     return _table(("step", "where", "what", "went on with", "next step after"), rows) if rows else ""

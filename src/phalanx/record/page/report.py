@@ -12,7 +12,7 @@ from phalanx.record.account.cost import Cost
 from phalanx.record.account.ledger import Ledger
 from phalanx.record.account.summary import Evaluation, LayoutResult, Pair, RankTime, Summary
 from phalanx.record.values import printable
-from phalanx.units import format_bytes, format_count, format_money, format_seconds
+from phalanx.units import format_bytes, format_count, format_money, format_seconds, plural
 
 WIDTH = 100
 MOST_ROWS = 16  # ranks shown; more are cut to the slowest
@@ -47,7 +47,7 @@ def _headline(s: Summary) -> list[str]:
     starts = f", {s.starts} starts" if s.starts > 1 else ""
     head = f"{s.run}: {s.state}, {s.steps:,}{of} steps, {format_count(s.tokens)} tokens{spent}{starts}"
     why = [f"  {printable(line)}" for line in s.message.splitlines()[:20]] if s.state in ("failed", "gone") else []
-    ranks = f"{s.world} rank{'s' if s.world != 1 else ''}"
+    ranks = plural(s.world, "rank")
     return [head, *why, f"{s.model} ({format_count(s.parameters)} parameters) on {s.cluster}, {ranks}: {s.layout}"]
 
 
@@ -107,7 +107,7 @@ def _learning(s: Summary) -> list[str]:
     if s.evaluation is not None:
         lines += _evaluation(s.evaluation)
     if s.skipped_steps:
-        lines.append(f"{s.skipped_steps} steps were skipped: their gradient was not finite")
+        lines.append(f"skipped {plural(s.skipped_steps, 'step')} whose gradient was not finite")
     if s.noise_scale is not None:
         lines.append(f"gradient noise {format_count(s.noise_scale)} samples: a batch far above it wastes tokens")
     return lines
@@ -141,7 +141,7 @@ def _ranks(s: Summary) -> list[str]:
         rows = [(*row[:5], *row[6:]) for row in rows]
     lines = table(rows, right=(0, *range(2, len(rows[0]))))
     if len(known) > len(shown):
-        lines.append(f"the {len(shown)} slowest of {len(known):,} ranks")
+        lines.append(f"the {len(shown)} slowest of {plural(len(known), 'rank')}")
     return [*lines, *_straggler(s, known), *_imbalance(s)]
 
 
@@ -178,7 +178,7 @@ def _survived(s: Summary) -> list[str]:
         return []
     rows = [("step", "what fell", "went on with", "back to", "next step after")]
     for one in s.incidents[-MOST_ROWS:]:
-        went = f"{one.world} ranks, from {one.source}" if one.world else "nobody"
+        went = f"{plural(one.world, 'rank')}, from {one.source}" if one.world else "nobody"
         back = f"{one.restored_step:,}" if one.restored_step is not None else UNKNOWN
         rows.append((f"{one.step:,}", f"rank {one.rank}: {one.what}"[:60], went, back, _seconds(one.recovery_s)))
     lines = table(rows, right=(0, 3, 4))
@@ -313,7 +313,7 @@ def _kept(s: Summary) -> list[str]:
     if s.checkpoints and s.state != "done":
         lines.append(f"go on with: phalanx train --resume {s.run}")
     if s.unreadable_lines:
-        lines.append(f"{s.unreadable_lines} lines of events could not be read")
+        lines.append(f"{plural(s.unreadable_lines, 'line')} of events could not be read")
     lines += [f"damaged: {printable(one.where)}: {printable(one.what)} ({one.count:,})" for one in s.damage[:MOST_ROWS]]
     return lines
 

@@ -13,7 +13,7 @@ from phalanx.sim.months.network import ALL_NETWORK
 from phalanx.sim.months.policy import Policy
 from phalanx.sim.months.sites import SiteRange
 from phalanx.sim.months.spread import Spread
-from phalanx.units import DAY_S, HOUR_S, format_money
+from phalanx.units import DAY_S, HOUR_S, format_money, plural
 
 # From a failure to the next step: a slow restart of tens of thousands of devices (ten minutes: the frontier's
 # planning figure, shared by FT-HSDP, arXiv 2602.00277) and one with warm spares (ByteRobust, arXiv 2509.16293: 65 s).
@@ -74,7 +74,7 @@ def _usd_per_day(made: Forecast) -> float | None:
 
 def render(plan: Plan, rows: Sequence[Row], *, days: float, runs: int, seed: int, network: str) -> str:
     """The table."""
-    head = f"{plan.job.name}: {days:g} days on {plan.cluster.name} ({plan.layout.devices:,} devices)"
+    head = f"{plan.job.name}: {plural(days, 'day')} on {plan.cluster.name} ({plural(plan.layout.devices, 'device')})"
     heads = (
         "recovery",
         "network",

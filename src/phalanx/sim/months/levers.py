@@ -13,6 +13,7 @@ from phalanx.sim.months.network import job_causes
 from phalanx.sim.months.policy import Policy
 from phalanx.sim.months.run import runs
 from phalanx.sim.months.spread import Spread, spread
+from phalanx.units import plural
 
 # Seconds from a failure noticed to the next step that others reached: ByteRobust's warm spares on 16k GPUs
 # (arXiv 2509.16293, table 7: in place 65 s).
@@ -49,7 +50,7 @@ def changes(plan: Plan, policy: Policy) -> Iterator[tuple[str, Policy]]:
 def _edge(plan: Plan, policy: Policy) -> tuple[str, Policy]:
     network = dataclasses.replace(policy.network, edge=True)
     mix, mtbf_s = job_causes(plan, network)
-    name = f"edge recovery, {network.planes} plane{'s' if network.planes > 1 else ''}"
+    name = f"edge recovery, {plural(network.planes, 'plane')}"
     return name, dataclasses.replace(policy, mix=mix, mtbf_s=mtbf_s, network=network)
 
 

@@ -13,7 +13,7 @@ from phalanx.sim.months.ledger import PHASES
 from phalanx.sim.months.network import ALL_NETWORK
 from phalanx.sim.months.policy import Policy
 from phalanx.sim.months.spread import Spread
-from phalanx.units import DAY_S, format_money, format_seconds
+from phalanx.units import DAY_S, format_money, format_seconds, plural
 
 WIDTH = 100
 SMALLEST = 5e-5  # shares that would print as 0.00 % are left out
@@ -50,11 +50,11 @@ def render(plan: Plan, policy: Policy, made: Forecast) -> str:
 
 
 def _headline(plan: Plan, made: Forecast) -> list[str]:
-    count = "one run" if made.runs == 1 else f"{made.runs:,} runs"
+    count = "one run" if made.runs == 1 else plural(made.runs, "run")
     e, stops, sites = made.effective, made.interruptions, made.sites
     return [
-        f"{plan.job.name}: {made.days:g} days on {plan.cluster.name} ({made.devices:,} devices), {count}, "
-        f"seed {made.seed}",
+        f"{plan.job.name}: {plural(made.days, 'day')} on {plan.cluster.name} ({plural(made.devices, 'device')}), "
+        f"{count}, seed {made.seed}",
         f"  effective training time {e.mean:.2%}{_ranges(e, sites.effective if sites else None, '.2%')}",
         f"  unexpected interruptions {stops.mean:,.1f}"
         f"{_ranges(stops, sites.interruptions if sites else None, ',.0f')}; planned {made.planned:.1f}",
@@ -64,7 +64,7 @@ def _headline(plan: Plan, made: Forecast) -> list[str]:
 
 
 def _network(made: Forecast) -> str:
-    planes = f"{made.planes} plane{'s' if made.planes > 1 else ''}"
+    planes = plural(made.planes, "plane")
     name = f"{made.fabric}, {planes}" if made.fabric else "without a name, at Llama 3's rate (name one with --fabric)"
     if made.fabric and all(one.cause not in ALL_NETWORK for one in made.rates):
         return f"{made.fabric}, which carries nothing of this job: it stays inside a fast domain"
@@ -194,7 +194,7 @@ def _spares(plan: Plan, policy: Policy, made: Forecast) -> list[str]:
     lines = ["no spare hosts", _gap(made)]
     if made.spares:
         lines[0] = (
-            f"{made.spares:,} spare hosts, used {made.spares_used.mean:,.1f} times; all of them out at once in "
+            f"{plural(made.spares, 'spare host')}, used {made.spares_used.mean:,.1f} times; all of them out at once in "
             f"{made.spares_short:.0%} of runs (a repair takes {format_seconds(policy.repair_s)})"
         )
     if made.gave_up:
@@ -224,7 +224,9 @@ def _money(plan: Plan, made: Forecast) -> list[str]:
     spares = ", spare hosts included" if made.spares else ""
     lines = [f"{format_money(middle)}{span} for time that did not train{spares}; {plan.bill.price_source}"]
     if made.spares:
-        lines.append(f"{format_money(made.spares_usd[1])} of the bill is for keeping {made.spares:,} spare hosts")
+        lines.append(
+            f"{format_money(made.spares_usd[1])} of the bill is for keeping {plural(made.spares, 'spare host')}"
+        )
     return lines
 
 

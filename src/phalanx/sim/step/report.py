@@ -17,6 +17,7 @@ from phalanx.sim.step.paths import AxisPath, Transport, axis_paths, check_size, 
 from phalanx.sim.step.question import Question, one, question
 from phalanx.sim.step.timeline import Timeline, check_spans, simulate
 from phalanx.sim.step.work import COMPUTE_PARTS, Work, work
+from phalanx.units import plural
 
 COMPUTE = "compute_s"
 TRAFFIC = ("tensor_s", "context_s", "expert_s", "pipeline_send_s", "shard_s", "gradient_s")
@@ -161,7 +162,7 @@ def _waiting(here: Work) -> str:
     layers = f"{most}" if least == most else f"{least} to {most}"
     each_s = here.forward.compute_s + here.backward.compute_s
     head = (here.head_forward_s + here.head_backward_s) / each_s if each_s > 0 else 0.0
-    chunk = f", all in one of its {here.chunks} chunks," if here.chunks > 1 else ""
+    chunk = f", all in one of its {plural(here.chunks, 'chunk')}," if here.chunks > 1 else ""
     return (
         f"stages of {layers} layers wait for each other; the head is as long as {head:.1f} layers{chunk} on the last; "
         "traffic of a stage that waits anyway costs nothing"

@@ -10,7 +10,7 @@ from phalanx.sim.step.breaks import GREY_LOSS, PARTS, Aftermath
 from phalanx.sim.step.paths import HASHED_QPS, SPRAYED_PATHS
 from phalanx.sim.step.picture import COLUMNS, picture
 from phalanx.sim.step.report import Line, StepReport
-from phalanx.units import format_seconds
+from phalanx.units import format_seconds, plural
 
 NOTHING = 5e-4  # of the step: smaller differences are not explained
 
@@ -19,7 +19,7 @@ def render(report: StepReport) -> str:
     """The step, where its time goes beside the plan, and why the two differ."""
     apart = report.step_s / report.plan_step_s - 1.0
     parts = [
-        f"{report.job}: {report.layout} on {report.devices:,} devices",
+        f"{report.job}: {report.layout} on {plural(report.devices, 'device')}",
         f"  step      {format_seconds(report.step_s)}; the plan predicts {format_seconds(report.plan_step_s)} "
         f"({apart:+.1%})",
         f"  fabric    {_fabric(report)}",
@@ -42,8 +42,8 @@ def _fabric(report: StepReport) -> str:
     if report.derived:
         return f"none named: one non-blocking plane, {f.nic_gbps:g} Gb/s per device (name one with --fabric)"
     route = f"packets over {SPRAYED_PATHS} paths" if report.edge else f"{HASHED_QPS} hashed QPs (ECMP)"
-    planes = f"{f.planes} plane{'s' if f.planes > 1 else ''}"
-    tiers = f"{f.tiers} tier{'s' if f.tiers > 1 else ''}"
+    planes = plural(f.planes, "plane")
+    tiers = plural(f.tiers, "tier")
     unused = "" if report.paths else "; nothing of this step leaves a fast domain, so the fabric carries nothing"
     return f"{f.name}: {f.hosts:,} NICs of {f.nic_gbps:g} Gb/s, {planes}, {tiers}, {route}{unused}"
 

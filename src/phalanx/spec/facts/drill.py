@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from phalanx.units import plural
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrillFacts:
@@ -39,7 +41,7 @@ class DrillFacts:
     @property
     def told(self) -> str:
         """Which drill this is, for a finding."""
-        parts = [self.job, f"{self.world:,} rank{'s' * (self.world != 1)}" if self.world else "", self.made]
+        parts = [self.job, plural(self.world, "rank") if self.world else "", self.made]
         return f"{self.path} ({', '.join(part for part in parts if part)})" if any(parts) else self.path
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from phalanx.job.schema import EDITIONS, SECTIONS
 from phalanx.spec.evidence import Unmapped
 from phalanx.spec.foreign.book import Book, Said
+from phalanx.units import plural
 
 ORDER = ("model", *SECTIONS)
 UNKNOWN_CLUSTER = "unknown"
@@ -50,7 +51,7 @@ def _habits(book: Book) -> list[str]:
 def _rest(book: Book, unmapped: tuple[Unmapped, ...]) -> list[str]:
     if not unmapped:
         return [f"# Every setting of {book.title} that the job schema has a word for is above; none was left over."]
-    head = f"# Not mapped: {len(unmapped)} setting{'s' if len(unmapped) != 1 else ''} that the job schema cannot say."
+    head = f"# Not mapped: {plural(len(unmapped), 'setting')} that the job schema cannot say."
     return [head, *(f"#   {_comment(one.key)} = {_comment(one.value)}: {_comment(one.why)}" for one in unmapped)]
 
 

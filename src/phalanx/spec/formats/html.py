@@ -11,7 +11,7 @@ from phalanx.spec.formats.plain import at_stake, cost_of, counts_of, place_of, s
 from phalanx.spec.formats.text import cures
 from phalanx.spec.judge import Finding, Report
 from phalanx.spec.rule import LETTERS
-from phalanx.units import format_money
+from phalanx.units import format_money, plural
 
 MORE_CSS = """
 .finding { background: var(--card); border: 1px solid var(--line); border-left: 4px solid var(--quiet);
@@ -69,7 +69,7 @@ def _tiles(report: Report) -> str:
 
 
 def _devices(count: int) -> str:
-    return f"{count:,} device{'s' * (count != 1)}" if count else "devices not known"
+    return plural(count, "device") if count else "devices not known"
 
 
 def _finding(finding: Finding, report: Report) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.spec.judge import Finding, Report, is_remark
 from phalanx.spec.outcome import Edit, Impact, Outcome, Scalar
-from phalanx.units import format_money
+from phalanx.units import format_money, plural
 
 
 def report_dict(report: Report) -> dict[str, Any]:
@@ -157,8 +157,8 @@ def summary_of(report: Report) -> str:
     """One line with every count."""
     counts: Mapping[str, int] = counts_of(report)
     errors = len({one.rule.id for one in report.findings if one.verdict == "fail" and one.severity == "error"})
-    told = f" ({errors} error{'s' * (errors != 1)})" if errors else ""
+    told = f" ({plural(errors, 'error')})" if errors else ""
     line = f"{counts['pass']} pass, {counts['fail']} fail{told}, {counts['unknown']} unknown, {counts['waived']} waived"
     remarks = sum(is_remark(one) for one in report.findings)
-    line += f"; {remarks} remark{'s' * (remarks != 1)}" if remarks else ""
+    line += f"; {plural(remarks, 'remark')}" if remarks else ""
     return f"{line}; {counts['exempt']} do{'es' * (counts['exempt'] == 1)} not apply"

@@ -12,6 +12,7 @@ from phalanx.spec.formats.plain import at_stake, cost_of, place_of, setting, sum
 from phalanx.spec.judge import Finding, Report
 from phalanx.spec.outcome import Outcome
 from phalanx.spec.rule import LETTERS
+from phalanx.units import plural
 
 Line = tuple[str, str]
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan", "quiet": "dim", "head": "bold", "": ""}
@@ -141,7 +142,7 @@ def _by_option(report: Report) -> str:
 def _devices(report: Report) -> str:
     if not report.devices:
         return f"number of devices not known (taken as {report.scaling})"
-    return f"{report.devices:,} device{'s' * (report.devices != 1)} ({report.scaling})"
+    return f"{plural(report.devices, 'device')} ({report.scaling})"
 
 
 def _basis(report: Report) -> str:

@@ -9,6 +9,7 @@ from phalanx.spec.facts.log import StepFacts
 from phalanx.spec.outcome import Impact, Outcome, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.top001_degrees import is_batch
+from phalanx.units import plural
 
 LEARNS = Impact(note="not time: the learning rate was chosen for another batch")
 
@@ -28,15 +29,15 @@ def _planned(evidence: Evidence) -> tuple[Outcome, ...]:
     layout, wanted = evidence.plan.layout, evidence.the_job.batch.global_sequences
     made = layout.micro_batch * layout.accumulation * layout.data
     formula = (
-        f"B = b · a · dp = {layout.micro_batch} × {layout.accumulation} × {layout.data} = {made:,} sequences, "
+        f"B = b · a · dp = {layout.micro_batch} × {layout.accumulation} × {layout.data} = {plural(made, 'sequence')}, "
         f"declared {wanted:,}",
     )
     if made == wanted:
-        told = f"each step takes {made:,} sequences, as declared"
+        told = f"each step takes {plural(made, 'sequence')}, as declared"
         return (passed(told, formula=formula, value=made, threshold=wanted, unit="sequences"),)
     return (
         failed(
-            f"each step takes {made:,} sequences, and {wanted:,} are declared",
+            f"each step takes {plural(made, 'sequence')}, and {wanted:,} are declared",
             formula=formula,
             value=made,
             threshold=wanted,
@@ -83,11 +84,16 @@ def _measured(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
     total = sum(steps.tokens.values())
     words = " or ".join(f"{size:,}" for size in sizes)
     if not odd:
-        return passed(f"{total:,} steps had {words} tokens each, as declared", value=0, threshold=0, unit="steps")
+        return passed(
+            f"{plural(total, 'step')} had {words} tokens each, as declared",
+            value=0,
+            threshold=0,
+            unit="steps",
+        )
     size = min(odd, key=lambda one: (odd[one], one))
     return failed(
         f"{sum(odd.values()):,} of {total:,} steps had another batch than declared, as {size:,} tokens for {words}",
-        formula=tuple(f"{count:,} steps of {one:,} tokens" for one, count in sorted(odd.items())[:4]),
+        formula=tuple(f"{plural(count, 'step')} of {one:,} tokens" for one, count in sorted(odd.items())[:4]),
         value=size,
         threshold=sizes[-1],
         unit="tokens",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
+from phalanx.units import plural
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
@@ -13,7 +14,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     if parts is not None and parts <= limits.number("parts"):
         return exempt("one micro-batch on one data rank: there is nothing to average over")
     practice = evidence.practice
-    over = "several micro-batches or data ranks" if parts is None else f"{parts:,} micro-batches a step"
+    over = "several micro-batches or data ranks" if parts is None else f"{plural(parts, 'micro-batch')} a step"
     if practice.token_weighted_loss is None:
         return unknown(
             f"how {practice.trainer} normalises a loss over {over} is not known",

@@ -9,6 +9,7 @@ from phalanx.spec.facts.log import NoiseFacts
 from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.tel_measured import steps_of
+from phalanx.units import plural
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
@@ -25,10 +26,10 @@ def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
         told = (
             f"the batch is {evidence.the_job.batch.global_sequences:,} and the noise scale {noise.last:,.3g} sequences"
         )
-        return exempt(f"{told} after {steps:,} steps: reported, not judged before {least:,.0f}")
+        return exempt(f"{told} after {plural(steps, 'step')}: reported, not judged before {least:,.0f}")
     if noise.count < limits.number("least_count") or noise.last <= 0:
         return unknown(
-            f"{noise.count} estimates of the noise scale, the last {noise.last:.3g}: too few, or no signal yet",
+            f"{plural(noise.count, 'estimate')} of the noise scale, last {noise.last:.3g}: too few, or no signal yet",
             fix="let the run go on; early in training the estimate is near zero",
         )
     return (_size(evidence, noise, limits), *_ramp(evidence, noise, limits))

@@ -7,6 +7,7 @@ import math
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Edit, Outcome, exempt, failed, passed
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
+from phalanx.units import plural
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
@@ -26,7 +27,11 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     formula = (
         f"{shrunk}(pp − 1) / (v · m) = {shrunk}({layout.pipeline} − 1) / ({chunks} × {count}) = {ratio:.3f}, "
         f"at most {most:g}",
-        *([f"drained after {count:,} of the {layout.accumulation:,} micro-batches of a step"] if drained else []),
+        *(
+            [f"drained after {count:,} of the {plural(layout.accumulation, 'micro-batch')} of a step"]
+            if drained
+            else []
+        ),
     )
     told = f"the pipeline idles {ratio:.0%} of the time its micro-batches take"
     if ratio <= most:

@@ -15,7 +15,7 @@ from phalanx.spec.rules.intervals import ALONE, SaveCost, interval_edits
 from phalanx.spec.rules.lengths import job_s
 from phalanx.spec.rules.measuring import is_rate_given, unmeasured, unmeasured_rate
 from phalanx.spec.rules.unsaid import unsaid
-from phalanx.units import format_seconds
+from phalanx.units import format_seconds, plural
 
 KEY = "checkpoint.interval_s"
 
@@ -63,7 +63,7 @@ def planned(plan: Plan) -> Numbers:
         interval_s=r.interval_s,
         length_s=job_s(plan),
         delta=f"δ = {r.blocking_s:.3g} s",
-        rate=f"M = 86400 / ({r.hosts:,} hosts × {r.failures_per_host_day:.3g} failures per host and day) = "
+        rate=f"M = 86400 / ({plural(r.hosts, 'host')} × {r.failures_per_host_day:.3g} failures per host and day) = "
         f"{r.mtbf_s:,.0f} s",
     )
 
@@ -84,7 +84,9 @@ def measured(evidence: Evidence, log: LogFacts, limits: Limits) -> Numbers | Non
     wall_s, mtbf_s, rate = log.wall_s or 0.0, own.mtbf_s, own.rate
     if count >= limits.number("least_failures") and wall_s > 0:
         mtbf_s = wall_s / count
-        rate = f"M = {wall_s:,.0f} s / {count} failures of this run that memory did not mend = {mtbf_s:,.0f} s"
+        rate = (
+            f"M = {wall_s:,.0f} s / {plural(count, 'failure')} of this run that memory did not mend = {mtbf_s:,.0f} s"
+        )
     return Numbers(
         blocking_s=seen.blocked_s.p50,
         mtbf_s=mtbf_s,

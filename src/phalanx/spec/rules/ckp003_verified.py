@@ -9,7 +9,7 @@ from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, 
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.ckp_drills import drilled, is_asked
 from phalanx.spec.rules.unsaid import unsaid
-from phalanx.units import format_seconds
+from phalanx.units import format_seconds, plural
 
 WRONG = Impact(note="a flipped bit is trained on and never seen; what it costs cannot be told")
 
@@ -73,7 +73,9 @@ def _left(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
         return ()
     due = min(seen.commits, evidence.the_job.checkpoint.keep, int(limits.number("least_kept")))
     if seen.kept >= due:
-        return (passed(f"of {seen.commits:,} commits {seen.kept} are kept, whole", value=seen.kept, threshold=due),)
+        return (
+            passed(f"of {plural(seen.commits, 'commit')} {seen.kept} are kept, whole", value=seen.kept, threshold=due),
+        )
     return (
         failed(
             f"{seen.commits:,} checkpoints were committed and {seen.kept} are there",

@@ -11,7 +11,7 @@ from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.intervals import SaveCost, interval_edits, planned_cost, suits
 from phalanx.spec.rules.lengths import job_s
 from phalanx.spec.rules.unsaid import unsaid
-from phalanx.units import format_bytes
+from phalanx.units import format_bytes, plural
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
@@ -125,7 +125,7 @@ def _troubles(evidence: Evidence, seen: CheckpointFacts | None) -> tuple[Outcome
     if seen is not None and seen.errors:
         found.append(
             failed(
-                f"{seen.errors:,} saves failed",
+                f"{plural(seen.errors, 'save')} failed",
                 value=seen.errors,
                 threshold=0,
                 at=seen.error_spot or "",
@@ -137,7 +137,7 @@ def _troubles(evidence: Evidence, seen: CheckpointFacts | None) -> tuple[Outcome
     if seen is not None and seen.overlapping:
         found.append(
             failed(
-                f"{seen.overlapping:,} saves began while the one before was not committed",
+                f"{plural(seen.overlapping, 'save')} began while the one before was not committed",
                 value=seen.overlapping,
                 threshold=0,
                 at=seen.disorder_spot or "",
@@ -201,7 +201,7 @@ def _memory(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     have, need = plan.cluster.host_memory_bytes, limits.number("copies") * r.checkpoint_bytes / max(1, r.hosts)
     if not have or not math.isfinite(need) or not plan.job.checkpoint.asynchronous:
         return ()
-    formula = (f"{limits.number('copies'):.0f} × {format_bytes(r.checkpoint_bytes)} / {r.hosts:,} hosts",)
+    formula = (f"{limits.number('copies'):.0f} × {format_bytes(r.checkpoint_bytes)} / {plural(r.hosts, 'host')}",)
     told = f"staging takes {format_bytes(need)} of the {format_bytes(have)} of a host"
     if need <= have:
         return (passed(told, formula=formula, value=need, threshold=have, unit="B", at="plan:reliability"),)

@@ -9,6 +9,7 @@ from phalanx.spec.outcome import Edit, Impact, Outcome, Severity, exempt, failed
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.intervals import ALONE, interval_edits, planned_cost
 from phalanx.spec.rules.lengths import capped_s, failure_chance, job_s
+from phalanx.units import plural
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
@@ -52,7 +53,7 @@ def _told(seconds: float) -> str:
 
 def _absent(evidence: Evidence, limits: Limits, told: str) -> Outcome:
     if not limits.flag("required"):
-        return exempt(f"{told}: not required of {evidence.devices:,} devices, the disk is enough")
+        return exempt(f"{told}: not required of {plural(evidence.devices, 'device')}, the disk is enough")
     return _goes_back(evidence, told, "error")
 
 
@@ -62,7 +63,7 @@ def _goes_back(evidence: Evidence, told: str, severity: Severity) -> Outcome:
     lost = interval_s / 2 / r.mtbf_s if math.isfinite(interval_s) and r.mtbf_s > 0 else 0.0
     ours = evidence.practice.trainer == "phalanx"
     return failed(
-        f"{told}: each failure of these {r.hosts:,} hosts goes back to the disk",
+        f"{told}: each failure of these {plural(r.hosts, 'host')} goes back to the disk",
         formula=(f"τ/2M = {_told(interval_s)} / (2 × {r.mtbf_s:,.0f} s) = {lost:.2%} of the time is done again",),
         value="none",
         threshold="other host",
@@ -80,7 +81,8 @@ def _outside(evidence: Evidence, limits: Limits, place: str) -> Outcome:
     """A host is the domain; in a rack-scale machine the rack is."""
     plan, hosts = evidence.the_plan, evidence.the_plan.reliability.hosts
     racks = max(1, math.ceil(evidence.devices / max(1, plan.cluster.domain_devices)))
-    formula = (f"{hosts:,} hosts in {racks:,} domains of {plan.cluster.domain_devices} devices; copies: {place}",)
+    where = f"{plural(hosts, 'host')} in {plural(racks, 'domain')} of {plural(plan.cluster.domain_devices, 'device')}"
+    formula = (f"{where}; copies: {place}",)
     if hosts <= 1 and place in ("other process", "other host", "other rack"):
         return passed("one host: copies outlive every process of it, the disk outlives the host", formula=formula)
     if place == "other process":

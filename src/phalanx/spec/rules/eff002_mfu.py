@@ -7,6 +7,7 @@ from phalanx.spec.outcome import Outcome, exempt, failed, passed, unknown
 from phalanx.spec.profiles import PROFILES
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.tel_measured import file_of, known, steps_of, still_reading
+from phalanx.units import plural
 
 NOT_JUDGED = 0.0
 LOW_BITS = ("fp8", "fp4")
@@ -18,14 +19,14 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     floor = _floor(evidence, limits)
     if value is None:
         if steps_of(log) < limits.number("least_steps"):
-            return exempt(f"{steps_of(log):,} steps are too few to judge a rate")
+            return exempt(f"{plural(steps_of(log), 'step')}: too few to judge a rate")
         return still_reading(log, "the steps") or unknown(
             "MFU is not known", fix="it needs a plan.json with the FLOPs per token and the peak, and timed steps"
         )
     if floor <= NOT_JUDGED:
         return exempt(f"MFU {value:.1%}: reported, not judged: no published floor for {evidence.profile.name}")
     if steps_of(log) < limits.number("least_steps"):
-        return exempt(f"MFU {value:.1%} over {steps_of(log):,} steps: too few to judge")
+        return exempt(f"MFU {value:.1%} over {plural(steps_of(log), 'step')}: too few to judge")
     told = f"MFU {value:.1%}, the floor of {evidence.profile.name} is {floor:.0%}"
     formula = _formula(evidence, value, floor)
     if value >= floor:

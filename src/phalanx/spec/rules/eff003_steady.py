@@ -7,7 +7,7 @@ from phalanx.spec.facts.log import LogFacts, StepFacts
 from phalanx.spec.outcome import Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.tel_measured import file_of, known, still_reading, wall_s
-from phalanx.units import format_seconds
+from phalanx.units import format_seconds, plural
 
 NOT_JUDGED = 1.0  # as a share: nothing is larger
 
@@ -22,7 +22,7 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
             missing = unknown("no step has a duration", fix="every rank writes duration_s with every step")
         return (missing or exempt("no steady steps yet"),)
     if steps.duration_s.count < least:
-        return (exempt(f"{steps.duration_s.count:,} steady steps are too few to judge (from {least:g} on)"),)
+        return (exempt(f"{plural(steps.duration_s.count, 'steady step')}: too few to judge (from {least:g} on)"),)
     return (
         _spread(evidence, steps, limits),
         _drift(evidence, log, steps, limits),

@@ -9,7 +9,7 @@ from phalanx.spec.outcome import Edit, Impact, Outcome, Severity, exempt, failed
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.flt_shared import counted, high, per_failure, which_drills, with_ranks
 from phalanx.spec.rules.margin import MARGIN, beyond
-from phalanx.units import format_seconds
+from phalanx.units import format_seconds, plural
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
@@ -105,10 +105,10 @@ def _measured(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     log = evidence.log
     if log is not None and log.detect_s is not None and log.detect_s.count:
         count = log.detect_s.count
-        return (_judged(evidence, log.detect_s.p95, f"in {count} failure{'s' * (count != 1)} of this run", limits),)
+        return (_judged(evidence, log.detect_s.p95, f"in {plural(count, 'failure')} of this run", limits),)
     drills = counted(evidence)
     slow_s = high([value for one in drills for value in one.detect_s])
-    where = f"in {len(drills)} drill{'s' * (len(drills) != 1)}{with_ranks(evidence, drills)}"
+    where = f"in {plural(len(drills), 'drill')}{with_ranks(evidence, drills)}"
     if slow_s is None:
         return ()
     return (_judged(evidence, slow_s, where, limits, which_drills([one for one in drills if one.detect_s])),)

@@ -8,7 +8,7 @@ from phalanx.spec.outcome import Impact, Outcome, Severity, Spot, failed, passed
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.flt_shared import counted, high, how_to_see, no_drill, per_failure, which_drills, with_ranks
 from phalanx.spec.rules.margin import MARGIN, beyond
-from phalanx.units import format_seconds
+from phalanx.units import format_seconds, plural
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
@@ -18,7 +18,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         return _never(evidence, log)
     if log is not None and log.recovery_s is not None and log.recovery_s.count:
         count = log.recovery_s.count
-        return _judged(evidence, log.recovery_s.p95, f"in {count} failure{'s' * (count != 1)}", limits)
+        return _judged(evidence, log.recovery_s.p95, f"in {plural(count, 'failure')}", limits)
     drills = counted(evidence)
     slow_s = high([value for one in drills for value in one.recovery_s])
     if slow_s is None:
@@ -26,7 +26,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         return unknown(
             f"{nothing}, and {no_drill(evidence)}: how long recovery takes was never seen", fix=how_to_see(evidence)
         )
-    where = f"in {len(drills)} drill{'s' * (len(drills) != 1)}{with_ranks(evidence, drills)}"
+    where = f"in {plural(len(drills), 'drill')}{with_ranks(evidence, drills)}"
     return _judged(evidence, slow_s, where, limits, which_drills([one for one in drills if one.recovery_s]))
 
 
@@ -83,7 +83,7 @@ def _never(evidence: Evidence, log: LogFacts) -> Outcome:
     stops = evidence.job is not None and evidence.job.fault.recovery == "stop"
     again = 'fault.recovery = "auto" would have gone on by itself' if stops else "mend first what it says"
     return failed(
-        f"the last of {count} failure{'s' * (count != 1)} ended the run: {last.what or 'no cause is on record'}",
+        f"the last of {plural(count, 'failure')} ended the run: {last.what or 'no cause is on record'}",
         value=count,
         threshold=0,
         unit="failures",

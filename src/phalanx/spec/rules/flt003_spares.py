@@ -12,7 +12,7 @@ from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.flt_shared import per_failure
 from phalanx.spec.rules.lengths import failure_chance, job_s
 from phalanx.spec.rules.measuring import site_interval, unmeasured_rate
-from phalanx.units import DAY_S, HOUR_S, format_seconds
+from phalanx.units import DAY_S, HOUR_S, format_seconds, plural
 
 REQUEUE_S = 600.0  # from an end to the next step, where a scheduler queues the job again: 454 to 768 s (table 7)
 
@@ -26,7 +26,9 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         return _stops(evidence, limits)
     need, formula = _need(plan, limits)
     if need == 0:
-        return exempt(f"of {plan.reliability.hosts:,} hosts none is down in 99 % of the time: no spare is needed")
+        return exempt(
+            f"of {plural(plan.reliability.hosts, 'host')} none is down in 99 % of the time: no spare is needed"
+        )
     if not evidence.stated("fault.spares") and not evidence.stated("fault.recovery"):
         trainer = evidence.practice.trainer
         return unknown(
@@ -34,13 +36,13 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
             fix="say how many are kept: --set fault.spares=N",
         )
     have = plan.reliability.spares
-    told = f"{have} spare hosts where {need} are down at once in 1 % of the time"
+    told = f"{plural(have, 'spare host')} where {need} are down at once in 1 % of the time"
     if have >= need:
         return passed(told, formula=formula, value=have, threshold=need, unit="hosts", at="fault.spares")
     elastic = evidence.stated("fault.recovery") and fault.recovery in ("auto", "shrink")
     idle, line = _idle(plan, need)
     if elastic and idle <= limits.number("idle_share"):
-        what = f"without {need} hosts the job goes on smaller, {idle:.1%} of it idle"
+        what = f"without {plural(need, 'host')} the job goes on smaller, {idle:.1%} of it idle"
         threshold = limits.number("idle_share")
         return passed(what, formula=(*formula, line), value=idle, threshold=threshold, at="fault.recovery")
     return failed(

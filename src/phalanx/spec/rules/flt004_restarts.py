@@ -7,6 +7,7 @@ from phalanx.spec.outcome import Edit, Impact, Outcome, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.flt_shared import drilled
 from phalanx.spec.rules.margin import MARGIN, beyond_count
+from phalanx.units import plural
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
@@ -23,7 +24,7 @@ def _allowed(evidence: Evidence, limits: Limits) -> Outcome:
             f"after how many failures in a row {practice.trainer} gives up is not known",
             fix="bound it in the launcher: torchrun --max-restarts 3",
         )
-    told = f"{practice.trainer} gives up after {count} failures in a row without a step"
+    told = f"{practice.trainer} gives up after {plural(count, 'failure')} in a row without a step"
     if 0 <= count <= most:
         return passed(told, value=count, threshold=most, unit="failures", at="fault.restarts" if stated else "")
     return failed(
@@ -50,15 +51,15 @@ def _seen(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     nameless = sum(not one.what for one in log.incidents)
     if nameless:
         return (_nameless(nameless, len(log.incidents)),)
-    told = f"of {len(log.incidents)} failures at most {idle} restarts in a row brought no step"
+    told = f"of {plural(len(log.incidents), 'failure')} at most {plural(idle, 'restart')} in a row brought no step"
     return (passed(told, value=idle, threshold=most, unit="restarts"),)
 
 
 def _loop(evidence: Evidence, idle: int, limits: Limits) -> Outcome:
     allowed, most = evidence.the_job.fault.restarts, limits.number("in_a_row")
     return failed(
-        f"{idle} restarts in a row brought no step",
-        formula=(f"{idle + 1} failures without a step between = {idle} idle restarts > {most:g}",),
+        f"{plural(idle, 'restart')} in a row brought no step",
+        formula=(f"{plural(idle + 1, 'failure')} without a step between = {idle} idle restarts > {most:g}",),
         value=idle,
         threshold=most,
         unit="restarts",

@@ -6,6 +6,7 @@ from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import LogFacts
 from phalanx.spec.outcome import Impact, Outcome, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
+from phalanx.units import plural
 
 SPOILT = 0.10  # of starts: taking lemon nodes out brought failures of large jobs from 14 to 4 % (arXiv:2410.21680)
 
@@ -42,7 +43,7 @@ def _run(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
         )
     missing = log.formations - log.preflights
     told = f"in {log.preflights} of {log.formations} formations every host had been looked at when it joined"
-    told += f"; {log.refused_hosts} hosts or places were shut out" if log.refused_hosts else ""
+    told += f"; {plural(log.refused_hosts, 'host')} or places were shut out" if log.refused_hosts else ""
     if missing <= limits.number("missed"):
         return passed(told, value=log.preflights, threshold=log.formations, unit="formations")
     return failed(

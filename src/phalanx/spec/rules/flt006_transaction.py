@@ -10,6 +10,7 @@ from phalanx.spec.facts.log import DigestFacts, LogFacts
 from phalanx.spec.outcome import Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.flt_shared import drilled, how_to_see, no_drill, with_ranks
+from phalanx.units import plural
 
 RARE = Impact(note="work since the last sound checkpoint whenever it happens; how often is not published")
 CHANGES = ("partition", "freeze", "host", "hang", "kill")  # faults after which somebody of the past could speak
@@ -59,7 +60,9 @@ def _undigested(evidence: Evidence, log: LogFacts) -> Outcome | None:
     if log.formations is not None and log.formations <= 1:
         return exempt("the members of the run never changed: nobody could speak from the past")
     if log.digests is not None and log.digests.alone:
-        return exempt(f"nobody holds a copy of these weights: {log.digests.alone:,} digests, none to compare with")
+        return exempt(
+            f"nobody holds a copy of these weights: {plural(log.digests.alone, 'digest')}, none to compare with"
+        )
     if drilled(evidence, *CHANGES) is not None:
         return None
     changed = "the members of the run changed" if log.formations else "the log does not say who took part"
@@ -85,7 +88,7 @@ def _one_digest(evidence: Evidence, digests: DigestFacts, limits: Limits) -> Out
 
 
 def _no_past(evidence: Evidence, digests: DigestFacts, limits: Limits) -> Outcome:
-    told = f"{digests.stale} steps were committed for an epoch that was over"
+    told = f"an epoch that was over committed {plural(digests.stale, 'step')}"
     if digests.stale <= limits.number("stale"):
         return passed(told, value=digests.stale, threshold=limits.number("stale"), unit="steps")
     return failed(

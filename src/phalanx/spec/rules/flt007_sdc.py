@@ -9,7 +9,7 @@ from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import LogFacts
 from phalanx.spec.outcome import Edit, Impact, Outcome, Severity, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.units import HOUR_S, format_seconds
+from phalanx.units import HOUR_S, format_seconds, plural
 
 KEY = "fault.digest_every"
 
@@ -47,7 +47,8 @@ def _often(evidence: Evidence, limits: Limits) -> Outcome:
             edits=(Edit(key=KEY, value="auto", safe=True, note="once in a checkpoint interval and in 100 steps"),),
         )
     span_s = every * step_s
-    told = f"replicas are compared every {every} steps, {format_seconds(span_s)}"
+    often = "step" if every == 1 else plural(every, "step")
+    told = f"replicas are compared every {often}, {format_seconds(span_s)}"
     formula = (f"K · t_step = {every} × {step_s:.3g} s = {span_s:,.1f} s; checkpoint interval {most_s:,.0f} s",)
     if span_s <= most_s or every == 1:
         return passed(told, formula=formula, value=span_s, threshold=most_s, unit="s", at=KEY)
@@ -98,10 +99,10 @@ def _found(evidence: Evidence, log: LogFacts, limits: Limits) -> tuple[Outcome, 
     digests = log.digests
     if digests is None or not digests.compared:
         if digests is not None and digests.alone:
-            told = f"nobody holds a copy of these weights: {digests.alone:,} digests, none to compare with"
+            told = f"nobody holds a copy of these weights: {plural(digests.alone, 'digest')}, none to compare with"
             return (exempt(f"{told}; each rank compares its own between two updates"),)
         return () if _too_short(evidence, log) else (_silent(evidence),)
-    told = f"{digests.compared} comparisons, {digests.differing} with a difference"
+    told = f"{plural(digests.compared, 'comparison')}, {digests.differing} with a difference"
     if digests.differing <= limits.number("differing"):
         return (passed(told, value=digests.differing, threshold=limits.number("differing"), unit="steps"),)
     return (

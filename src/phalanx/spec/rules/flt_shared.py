@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.drill import DrillFacts, proof, proofs, why_none
 from phalanx.spec.outcome import Impact
-from phalanx.units import format_seconds
+from phalanx.units import format_seconds, plural
 
 DRILL = "phalanx drill JOB --suite measures it"
 OURS = "phalanx"  # a drill breaks a run of Phalanx, and says nothing of another trainer
@@ -52,7 +52,7 @@ def with_ranks(evidence: Evidence, drills: Sequence[DrillFacts]) -> str:
     largest = max((one.world for one in drills), default=0)
     if not largest:
         return ""
-    size = f" with {largest:,} rank{'s' * (largest != 1)}"
+    size = f" with {plural(largest, 'rank')}"
     return f"{size} (this job has {evidence.devices:,})" if evidence.devices > largest else size
 
 

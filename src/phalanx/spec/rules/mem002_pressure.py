@@ -8,7 +8,7 @@ from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import LogFacts, MonitorFacts
 from phalanx.spec.outcome import Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
-from phalanx.units import format_bytes
+from phalanx.units import format_bytes, plural
 
 OUT_OF_MEMORY = ("outofmemory", "out of memory", "memoryerror")
 
@@ -37,7 +37,7 @@ def _ends(evidence: Evidence, log: LogFacts) -> Outcome:
         return passed("no rank ran out of memory", value=0, threshold=0)
     lost_s = sum(one.recovery_s or 0.0 for one in dead)
     return failed(
-        f"{len(dead)} times a rank ran out of memory, first rank {dead[0].rank} at step {dead[0].step:,}",
+        f"{plural(len(dead), 'time')} a rank ran out of memory, first rank {dead[0].rank} at step {dead[0].step:,}",
         value=len(dead),
         threshold=0,
         impact=evidence.loses(lost_s / log.wall_s if log.wall_s else 0.0, "recoveries after running out of memory"),
@@ -50,9 +50,9 @@ def _retries(monitor: MonitorFacts, limits: Limits) -> Outcome:
     if count is None:
         return unknown("nobody counted the allocator's retries", fix="telemetry of a trainer that reports them")
     if count <= most:
-        return passed(f"the allocator tried again {count:,} times", value=count, threshold=most)
+        return passed(f"the allocator tried again {plural(count, 'time')}", value=count, threshold=most)
     return failed(
-        f"the allocator gave its memory back and tried again {count:,} times",
+        f"the allocator gave its memory back and tried again {plural(count, 'time')}",
         value=count,
         threshold=most,
         impact=Impact(note="each stops the device while its cache is freed; the steps it hit are in EFF003"),

@@ -10,7 +10,7 @@ from phalanx.spec.outcome import Edit, Impact, Outcome, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.margin import MARGIN, beyond_count
 from phalanx.spec.rules.tel_measured import file_of
-from phalanx.units import format_seconds
+from phalanx.units import format_seconds, plural
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
@@ -29,13 +29,13 @@ def _bounded(evidence: Evidence, limits: Limits) -> Outcome:
             at=key,
         )
     count = evidence.the_job.train.skipped_steps
-    told = f"the run stops after {count:,} skipped steps in a row"
+    told = f"the run stops after {plural(count, 'skipped step')} in a row"
     if count <= most:
         return passed(told, value=count, threshold=most, unit="steps", at=key)
     step_s = evidence.plan.prediction.step_s if evidence.plan is not None else 0.0
     return failed(
         f"{told}, more than {most:.0f}",
-        formula=(f"{count:,} steps × {step_s:.3g} s = {count * step_s:,.0f} s of steps that learn nothing",),
+        formula=(f"{plural(count, 'step')} × {step_s:.3g} s = {count * step_s:,.0f} s of steps that learn nothing",),
         value=count,
         threshold=most,
         unit="steps",
@@ -120,7 +120,7 @@ def _in_a_row(evidence: Evidence, limits: Limits, steps: StepFacts) -> tuple[Out
     ended = ", as many as end a run" if count >= bound else ""
     return (
         failed(
-            f"{count:,} steps in a row were skipped{ended}",
+            f"skipped {plural(count, 'step')} in a row{ended}",
             formula=(f"{steps.skipped:,} of {steps.count:,} steps were skipped; in a row fewer than {least:g}",),
             value=count,
             threshold=least,
@@ -138,7 +138,7 @@ def _seen(evidence: Evidence, limits: Limits, steps: StepFacts) -> tuple[Outcome
     if steps.not_finite:
         found.append(
             failed(
-                f"{steps.not_finite:,} steps with a loss or norm that is not finite were not skipped",
+                f"did not skip {plural(steps.not_finite, 'step')} with a loss or norm that is not finite",
                 value=steps.not_finite,
                 threshold=0,
                 unit="steps",

@@ -9,6 +9,7 @@ from phalanx.job.schema import NAME_PATTERN
 from phalanx.spec.evidence import Evidence
 from phalanx.spec.outcome import Impact, Outcome, failed, passed
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
+from phalanx.units import plural
 
 NO_TIME = Impact(note="no time by itself: a job file from elsewhere could write over files of yours")
 
@@ -43,7 +44,7 @@ def _written(evidence: Evidence, limits: Limits) -> Outcome:
         )
     return failed(
         f"checkpoint.path = {_shown(path)} leads out of the run",
-        formula=(f"{climbs} levels up, more than {most:g}; '~' is not expanded",),
+        formula=(f"{plural(climbs, 'level')} up, more than {most:g}; '~' is not expanded",),
         value=climbs,
         threshold=most,
         unit="levels",

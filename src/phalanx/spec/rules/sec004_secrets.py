@@ -6,6 +6,7 @@ from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.log import GrammarFacts
 from phalanx.spec.outcome import Impact, Outcome, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
+from phalanx.units import plural
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
@@ -16,7 +17,7 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 def _secrets(grammar: GrammarFacts, limits: Limits) -> Outcome:
     most, count = limits.number("lines"), grammar.secrets
-    told = f"{count} line{'s' * (count != 1)} of events and logs look like credentials"
+    told = f"{plural(count, 'line')} of events and logs look like credentials"
     told += "; searched in part, there is more than is searched" if grammar.secrets_partial else ""
     if count <= most:
         return passed(told, value=count, threshold=most, unit="lines")

@@ -8,6 +8,7 @@ from phalanx.spec.outcome import Edit, Impact, Outcome, exempt, failed, passed, 
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.margin import MARGIN, beyond
 from phalanx.spec.rules.tel_measured import file_of, known, steps_of, still_reading, too_young, why_no_noise
+from phalanx.units import plural
 
 BLIND = Impact(note="costs no time by itself; what goes wrong unseen is found by whoever pays for it")
 SERIES = ("utilization", "memory", "peers", "noise", "steps")
@@ -130,7 +131,7 @@ def _steps(log: LogFacts) -> Outcome:
         return passed(told, value=steps.count, threshold=span, unit="steps")
     return failed(
         told,
-        formula=(f"{span:,} - {steps.count:,} = {span - steps.count:,} steps without a `step` event",),
+        formula=(f"{span:,} - {steps.count:,} = {plural(span - steps.count, 'step')} without a `step` event",),
         value=steps.count,
         threshold=span,
         unit="steps",
@@ -175,7 +176,7 @@ def _noise(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
         if steps <= most:
             return exempt(f"the gradient noise is due within {most:g} steps; the run has {steps:,}")
         return still_reading(log, "the gradient noise") or failed(
-            f"{steps:,} steps and no gradient noise",
+            f"{plural(steps, 'step')} and no gradient noise",
             value=0,
             threshold=most,
             unit="steps",
@@ -184,7 +185,9 @@ def _noise(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
             fix="phalanx train writes `noise_scale` with every step: look for a `remark` in the rank's events",
         )
     gap = known(noise.gap_steps)
-    told = f"{noise.count:,} values of the gradient noise" + (f", p99 {gap:.0f} steps apart" if gap is not None else "")
+    told = f"{plural(noise.count, 'value')} of the gradient noise" + (
+        f", p99 {gap:.0f} steps apart" if gap is not None else ""
+    )
     if gap is None or gap <= most:
         return passed(told, value=gap, threshold=most, unit="steps")
     return failed(

@@ -7,6 +7,7 @@ from phalanx.spec.facts.log import LogFacts
 from phalanx.spec.outcome import Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.tel_measured import file_of, known, steps_of, still_reading, why_no_noise
+from phalanx.units import plural
 
 NO_TIME = Impact(note="costs no time by itself: batch sizes are chosen by this number")
 
@@ -18,7 +19,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         return exempt(why)
     if noise is None or not noise.count:
         if steps_of(log) < limits.number("least_steps"):
-            return exempt(f"{steps_of(log):,} steps are too few for a running mean")
+            return exempt(f"{plural(steps_of(log), 'step')}: too few for a running mean")
         return still_reading(log, "the gradient noise") or unknown(
             "the log has no gradient noise", fix="TEL001 says what should be there"
         )
@@ -36,7 +37,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
 
 def _compared(log: LogFacts, count: int, error: float | None, most: float) -> Outcome:
     if error is None:
-        return exempt(f"{count:,} values, too few with their parts to work out again")
+        return exempt(f"{plural(count, 'value')}, too few with their parts to work out again")
     told = f"the parts give noise_scale within {error:.2%}"
     formula = (f"|EMA(noise_trace) / EMA(grad_squared) / noise_scale - 1| = {error:.4f}; at most {most:g}",)
     if error <= most:

@@ -7,6 +7,7 @@ from phalanx.spec.facts.log import LogFacts
 from phalanx.spec.outcome import Impact, Outcome, Spot, exempt, failed, passed
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
 from phalanx.spec.rules.tel_measured import file_of, known, steps_of
+from phalanx.units import plural
 
 UNTOLD = Impact(note="costs no time by itself: what is not in the log cannot be accounted for or checked")
 MOST_NAMED = 6
@@ -27,7 +28,7 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     if any(one.verdict == "fail" for one in found):
         return tuple(one for one in found if one.verdict == "fail")
     when = "complete" if log.is_over else "complete so far"
-    return (passed(f"the log of {len(log.ranks):,} ranks is {when}, in order and readable"),)
+    return (passed(f"the log of {plural(len(log.ranks), 'rank')} is {when}, in order and readable"),)
 
 
 def _empty(log: LogFacts) -> Outcome:
@@ -75,7 +76,7 @@ def _ordered(log: LogFacts) -> tuple[Outcome, ...]:
         return ()
     return (
         failed(
-            f"{grammar.out_of_order:,} events go back in step or time without a restore between",
+            f"{plural(grammar.out_of_order, 'event')} back in step or time without a restore between",
             value=grammar.out_of_order,
             threshold=0,
             unit="events",
@@ -95,7 +96,7 @@ def _readable(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
         failed(
             f"{grammar.unreadable:,} line{'s are no events' if grammar.unreadable != 1 else ' is no event'}",
             formula=(
-                f"{grammar.unreadable:,} > {torn:g} = {len(log.incidents)} incidents x"
+                f"{grammar.unreadable:,} > {torn:g} = {plural(len(log.incidents), 'incident')} x"
                 f" {limits.number('torn_per_incident'):g} torn lines",
             ),
             value=grammar.unreadable,
@@ -114,7 +115,7 @@ def _closed(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
         return ()
     return (
         failed(
-            f"after {log.grammar.unclosed:,} incidents neither a step nor an end was told",
+            f"after {plural(log.grammar.unclosed, 'incident')} neither a step nor an end was told",
             value=log.grammar.unclosed,
             threshold=allowed,
             unit="incidents",

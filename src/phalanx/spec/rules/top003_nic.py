@@ -6,6 +6,7 @@ from phalanx.spec.evidence import Evidence
 from phalanx.spec.facts.host import NicPath
 from phalanx.spec.outcome import Outcome, exempt, failed, passed, unknown
 from phalanx.spec.rule import Limit, Limits, Reference, Rule
+from phalanx.units import plural
 
 COHERENT = ("GB", "GH")  # Grace: the CPU is behind the same coherent link as the card, and no switch is between
 GPUS = ("nvidia-a100", "nvidia-h100", "nvidia-h200", "nvidia-b200", "amd-mi300x", "custom")
@@ -34,7 +35,7 @@ def _judge(evidence: Evidence, paths: tuple[NicPath, ...], limits: Limits) -> Ou
     far = [one for one in paths if one.path.upper() not in near]
     listed = ", ".join(f"{one.device[:24]}→{one.nic[:24]} {one.path[:8]}" for one in (far or list(paths))[:8])
     if not far:
-        return passed(f"{len(paths)} devices, each at most a PCIe switch from its card", formula=(listed,))
+        return passed(f"{plural(len(paths), 'device')}, each at most a PCIe switch from its card", formula=(listed,))
     share = len(far) / len(paths)
     shown_s = sum(one.shown_s for one in evidence.the_plan.mapping if "NIC" in one.tier)
     slower = limits.number("far_rate")

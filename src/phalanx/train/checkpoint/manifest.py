@@ -12,6 +12,7 @@ from phalanx.train.checkpoint.damage import damaged
 from phalanx.train.checkpoint.jsontext import JSON, from_text, to_text
 from phalanx.train.checkpoint.storage import Folder
 from phalanx.train.checkpoint.streams import read_whole, reason
+from phalanx.units import plural
 
 FORMAT = "phalanx-checkpoint"
 VERSION = 1
@@ -99,7 +100,9 @@ def _decode(data: bytes) -> Manifest:
     known = {key: body[key] for key in ("step", "world", "attempt", "code", "meta")}
     manifest = Manifest(ranks=ranks, epoch=body.get("epoch", 0), **known)
     if not is_count(manifest.step) or manifest.world != len(ranks) or not ranks or not isinstance(manifest.meta, dict):
-        raise ValueError(f"it lists {len(ranks)} ranks for step {manifest.step!r} of a world of {manifest.world!r}")
+        raise ValueError(
+            f"it lists {plural(len(ranks), 'rank')} for step {manifest.step!r} of a world of {manifest.world!r}"
+        )
     if not names.is_attempt(manifest.attempt) or not is_count(manifest.epoch):
         raise ValueError(f"it is of attempt {manifest.attempt!r}, epoch {manifest.epoch!r}")
     return manifest

@@ -42,6 +42,7 @@ from phalanx.train.data.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
+from phalanx.units import plural
 
 STATE = "progress.json"
 SHARD_TOKENS = 1 << 27  # 268 MB of uint16: a trillion tokens are 7,451 files, a killed build loses minutes
@@ -101,7 +102,9 @@ def build(
     progress = progress_for(sum(path.stat().st_size for found, _ in files for path in found))
     for origin, (_, passed) in zip(recipe.origins, files, strict=True):
         if passed:
-            progress.note(f"note: {origin.path} holds {passed:,} files that are not text by their ending; left out")
+            progress.note(
+                f"note: {origin.path} holds {plural(passed, 'file')} that an ending says are not text; left out"
+            )
     partial = out.parent / f".{out.name}.partial"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -192,7 +195,7 @@ class _Work:
         texts = sample.texts()
         if not texts:
             raise _nothing(self.recipe)
-        self.progress.note(f"training a tokenizer of {self.recipe.vocab:,} on {len(texts):,} documents")
+        self.progress.note(f"training a tokenizer of {self.recipe.vocab:,} on {plural(len(texts), 'document')}")
         return train_tokenizer(texts, self.recipe.vocab)
 
     def _source(self, number: int, origin: Origin, files: list[Path], tokenizer: TextTokenizer) -> None:

@@ -15,7 +15,7 @@ from phalanx.train.drill import fired, processes
 from phalanx.train.drill.damage import damage
 from phalanx.train.drill.fault import Fault
 from phalanx.train.drill.network import Net
-from phalanx.units import MINUTE_S
+from phalanx.units import MINUTE_S, plural
 
 TAKEN_PORTS = 500  # of the loopback, when ports are to be taken
 ENDED = ("done", "stopped", "failed")
@@ -157,7 +157,7 @@ class Driver:
         return fired.claim(self._run, fault, host=host, epoch=self.epoch, step=self.step, note=note)
 
     def _signal(self, fault: Fault, pids: list[int], number: signal.Signals, host: str = "") -> bool:
-        if self._claim(fault, host=host, note=f"{number.name} to {len(pids)} processes"):
+        if self._claim(fault, host=host, note=f"{number.name} to {plural(len(pids), 'process')}"):
             processes.tell(pids, number)
         return True
 

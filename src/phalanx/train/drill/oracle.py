@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from phalanx.record.run import Run
 from phalanx.train.drill.history import Epoch, Execution, History
+from phalanx.units import plural
 
 # Clocks of several hosts differ; a zombie that wakes writes seconds later, not milliseconds.
 SKEW_S = 0.05
@@ -60,9 +61,8 @@ def one_digest(history: History) -> Verdict:
             wrong.append(difference)
     known = sum(bool(one.digests) for one in history.chain)
     ok = not wrong and (known > 0 or not history.chain)
-    text = (
-        f"{known:,} of {len(history.chain):,} committed steps have a digest, {twice:,} steps were done more than once"
-    )
+    text = f"{known:,} of {len(history.chain):,} committed steps have a digest, "
+    text += f"{plural(twice, 'step')} done more than once"
     return Verdict(name="one digest per step", ok=ok, evidence=because(text, wrong))
 
 
@@ -71,7 +71,7 @@ def same_as_replay(history: History, replay: History) -> Verdict:
     wrong = []
     done = history.end is not None and history.end.get("state") == "done"  # of one cut short a replay goes on a little
     if len(history.chain) > len(replay.chain) or (len(history.chain) < len(replay.chain) and done):
-        wrong.append(f"{len(history.chain):,} steps against {len(replay.chain):,} in the replay")
+        wrong.append(f"{plural(len(history.chain), 'step')} against {len(replay.chain):,} in the replay")
     compared = 0
     for ours, theirs in zip(history.chain, replay.chain, strict=False):
         if ours.lineage != theirs.lineage:
@@ -82,7 +82,7 @@ def same_as_replay(history: History, replay: History) -> Verdict:
     if history.chain and not compared:
         wrong.append("there is no digest to compare")
     last = f", loss {history.chain[-1].loss} at the end" if history.chain else ""
-    text = f"{len(history.chain):,} steps, {compared:,} digests compared{last}"
+    text = f"{plural(len(history.chain), 'step')}, {plural(compared, 'digest')} compared{last}"
     return Verdict(name="equal to a fault-free replay", ok=not wrong, evidence=because(text, wrong))
 
 
@@ -101,7 +101,8 @@ def monotone(history: History) -> Verdict:
         for rank, steps in taken.items():
             if steps != list(range(epoch.restore_step, epoch.restore_step + len(steps))):
                 wrong.append(f"epoch {epoch.number}, rank {rank}: steps {_few(steps)} after {epoch.restore_step}")
-    text = f"{len(history.epochs):,} epochs, {len(history.executions):,} steps done, {len(history.undone):,} undone"
+    epochs, done = plural(len(history.epochs), "epoch"), plural(len(history.executions), "step")
+    text = f"{epochs}, {done} done, {len(history.undone):,} undone"
     return Verdict(name="steps in order", ok=not wrong, evidence=because(text, wrong))
 
 
@@ -156,9 +157,9 @@ def samples(history: History, expected: Expected | None = None) -> Verdict:
             wrong.append(f"step {one.step}: {difference}")
     if expected is None and (again := _again(history)):
         wrong.append(again)
-    text = f"{total:,} samples in {len(history.chain):,} steps"
+    text = f"{plural(total, 'sample')} in {plural(len(history.chain), 'step')}"
     if unknown:
-        text += f"; of {unknown:,} steps a killed rank left no list (the replay stands in for it)"
+        text += f"; of {plural(unknown, 'step')} a killed rank left no list (the replay stands in for it)"
     return Verdict(name="every sample in one step", ok=not wrong, evidence=because(text, wrong))
 
 
@@ -167,9 +168,9 @@ def _other_samples(counts: Counter[int], holders: int, expected: Sequence[int] |
     wanted = Counter(counts.keys()) if expected is None else Counter(expected)
     most = Counter({sample: count * holders for sample, count in wanted.items()})
     if more := counts - most:
-        return f"{len(more)} samples more than once or from elsewhere, as {_few(sorted(more))}"
+        return f"{plural(len(more), 'sample')} more than once or from elsewhere, as {_few(sorted(more))}"
     if not partial and (fewer := most - counts):
-        return f"{len(fewer)} samples of the batch missing, as {_few(sorted(fewer))}"
+        return f"{plural(len(fewer), 'sample')} of the batch missing, as {_few(sorted(fewer))}"
     return ""
 
 
@@ -195,7 +196,8 @@ def fenced(history: History) -> Verdict:
             late += 1
             what = "committed a checkpoint" if commit else f"wrote {event['event']}"
             wrong.append(f"rank {rank} of epoch {number} {what} {float(event['t']) - end_s:.2f} s after its end")
-    text = f"{len(history.epochs):,} epochs, {len(history.checkpoints):,} commits, {late:,} words from the past"
+    epochs, commits = plural(len(history.epochs), "epoch"), plural(len(history.checkpoints), "commit")
+    text = f"{epochs}, {commits}, {plural(late, 'word')} from the past"
     return Verdict(name="old epochs are fenced", ok=not wrong, evidence=because(text, wrong))
 
 
@@ -210,7 +212,7 @@ def ledger_closes(run: Run) -> Verdict:
 def ended(history: History, *, state: str, wanted: Sequence[str]) -> Verdict:
     """The run came to the end it should come to, and its record and its launcher agree on that."""
     told = str(history.end.get("state")) if history.end is not None else "no end"
-    text = f"the run is {state} after {len(history.chain):,} steps"
+    text = f"the run is {state} after {plural(len(history.chain), 'step')}"
     wrong = [] if state in wanted else [f"it should be {' or '.join(wanted)}"]
     if told != state:
         wrong.append(f"its record says {told}")

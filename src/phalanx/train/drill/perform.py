@@ -28,6 +28,7 @@ from phalanx.train.drill.oracle import Expected, Verdict
 from phalanx.train.drill.refused import refused
 from phalanx.train.drill.timing import Outcome, noticed, outcomes
 from phalanx.train.supervise.client import HostSpec, launch, local_hosts
+from phalanx.units import plural
 
 BACK_OFF_S = 60.0  # pauses between attempts, and a start of the agents
 NOTICE_S = 5.0  # beyond dead_after_s, for the incident of a fault to be written
@@ -120,7 +121,9 @@ def perform(scene: Scene, faults: Sequence[Fault]) -> Result:
 def injected(faults: Sequence[Fault], counts: Mapping[int, int]) -> Verdict:
     """Whatever was asked for by name happened, and as often as it was asked for; `counts` is by the fault's id."""
     wrong = [
-        f"{fault.text} fired {counts.get(fault.id, 0):,} of {fault.times:,} times" if fault.times > 1 else fault.text
+        f"{fault.text} fired {counts.get(fault.id, 0):,} of {plural(fault.times, 'time')}"
+        if fault.times > 1
+        else fault.text
         for fault in faults
         if counts.get(fault.id, 0) < (fault.times if fault.times < EVERY_TIME else 1)
     ]
@@ -191,7 +194,7 @@ def _replay(scene: Scene, run: Run, history: History) -> History:
     poisoned = [one.step for one in history.chain if one.skipped and _not_finite(one.ranks.values())]
     faults = [parse(f"nan:rank=0,step={step}", id=number) for number, step in enumerate(poisoned)]
     again = _make(scene, run.path / "replay", faults, {"formations": formations(history)})
-    scene.tell(f"  replay of {len(history.chain):,} steps without faults")
+    scene.tell(f"  replay of {plural(len(history.chain), 'step')} without faults")
     until = len(history.chain) if history.end is None or history.end.get("state") != "done" else None
     _run(dataclasses.replace(scene, minutes=0.0), again, (), until_step=until)
     return read_history(again)

@@ -8,7 +8,7 @@ from statistics import median
 from phalanx.columns import table
 from phalanx.train.drill.perform import Numbers, Result
 from phalanx.train.drill.timing import Outcome
-from phalanx.units import format_seconds
+from phalanx.units import format_seconds, plural
 
 MOST_ROWS = 40  # of single faults; more are told by kind
 
@@ -16,9 +16,9 @@ MOST_ROWS = 40  # of single faults; more are told by kind
 def render(result: Result) -> str:
     """Faults, verdicts, and what the plan thought of it."""
     numbers = result.numbers
-    length = f"{numbers.steps:,} steps, {format_seconds(numbers.wall_s)}"
+    length = f"{plural(numbers.steps, 'step')}, {format_seconds(numbers.wall_s)}"
     count = len(result.outcomes)
-    head = f"{count} fault{'s' if count != 1 else ''} in {length}; the run is {result.state}"
+    head = f"{plural(count, 'fault')} in {length}; the run is {result.state}"
     parts = [head, _table(result.outcomes), _not_fired(result.not_fired), _verdicts(result), _beside(numbers)]
     return "\n".join(part for part in parts if part)
 

@@ -40,7 +40,8 @@ def outcomes(
     """Every firing in the order of time; a fault may go unnoticed for `patience_s`."""
     texts = {fault.id: fault.text for fault in faults}
     end_s = float(history.end["t"]) if history.end is not None else inf
-    found = [_outcome(history, one, texts) for one in fired]
+    incidents = _attribute(history, fired, patience_s)
+    found = [_outcome(history, one, incidents.get(at), texts) for at, one in enumerate(fired)]
     return [replace(one, judged=not _is_open(one, end_s - patience_s)) for one in found]
 
 
@@ -87,10 +88,47 @@ def _why_none(found: Sequence[Outcome]) -> str:
     return ", ".join(f"{count} {text}" for count, text in counts if count) or "none was asked for"
 
 
-def _outcome(history: History, fired: Fired, texts: Mapping[int, str]) -> Outcome:
-    epoch = fired.epoch if fired.epoch >= 0 else _epoch_at(history, fired.t_s)
-    incident = _incident(history, fired, epoch) if KINDS[fired.kind].ends else None
-    later = _next_epoch(history, fired, epoch) if KINDS[fired.kind].ends else None
+def _attribute(history: History, fired: Sequence[Fired], patience_s: float) -> dict[int, Event]:
+    """The incident in which each firing was noticed, by its place in `fired`; none for those that nobody noticed.
+
+    An incident belongs to the faults whose rank or host it names, and, of those that came before their time to be
+    noticed was over, to all: processes fall together, and the first that is found is named. A fault that is older than
+    that gets an incident only where no newer fault explains it.
+    """
+    waiting = {at: one for at, one in enumerate(fired) if KINDS[one.kind].ends}
+    found: dict[int, Event] = {}
+    owned: set[int] = set()  # incidents that a fault explains
+    for by_name in (True, False):
+        for number, incident in enumerate(history.incidents):
+            before = [
+                at
+                for at, one in waiting.items()
+                if at not in found
+                and one.t_s <= float(incident["t"])
+                and _epoch_of(history, one) <= int(incident.get("epoch", -1))
+                and (_names(incident, one) or not by_name)
+            ]
+            near = [at for at in before if _noticed_s(incident) - fired[at].t_s <= patience_s]
+            newest = max(before, key=lambda at: fired[at].t_s, default=None)
+            mine = near or ([newest] if newest is not None and number not in owned else [])
+            found |= dict.fromkeys(mine, incident)
+            owned |= {number} if mine else set()
+    return found
+
+
+def _names(incident: Event, one: Fired) -> bool:
+    if one.rank >= 0:
+        return one.rank in (incident.get("rank"), *(incident.get("others") or ()))
+    return bool(one.host) and incident.get("host") == one.host
+
+
+def _epoch_of(history: History, one: Fired) -> int:
+    return one.epoch if one.epoch >= 0 else _epoch_at(history, one.t_s)
+
+
+def _outcome(history: History, fired: Fired, incident: Event | None, texts: Mapping[int, str]) -> Outcome:
+    epoch = _epoch_of(history, fired)
+    later = _next_epoch(history, fired, int(incident.get("epoch", epoch))) if incident is not None else None
     first = _first_step(later)
     return Outcome(
         fault=texts.get(fired.id, fired.kind),
@@ -117,12 +155,6 @@ def _lost(epoch: Epoch) -> int:
 def _redone(epoch: Epoch) -> int:
     """Steps that every rank had told of. One that was cut short was never done."""
     return sum(one.complete for one in epoch.undone)
-
-
-def _incident(history: History, fired: Fired, epoch: int) -> Event | None:
-    after = [one for one in history.incidents if float(one["t"]) >= fired.t_s and int(one.get("epoch", -1)) >= epoch]
-    named = [one for one in after if fired.rank in (one.get("rank"), *(one.get("others") or ()))]
-    return next(iter(named or after), None)
 
 
 def _noticed_s(incident: Event) -> float:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from phalanx.errors import Problem
+from phalanx.units import plural
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +43,9 @@ class Divergence:
         if self.kind == "rest":
             what = f"weights or optimizer state of rank {ranks} changed between two updates"
         elif self.certain:
-            what = f"rank {ranks} holds other values than its {len(self.digests) - len(self.suspects)} copies{of}"
+            what = (
+                f"rank {ranks} holds other values than its {plural(len(self.digests) - len(self.suspects), 'copy')}{of}"
+            )
         else:
             what = f"copies on ranks {ranks} differ, and no majority tells which is right{of}"
         return Problem(

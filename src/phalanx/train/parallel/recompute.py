@@ -10,7 +10,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 aten = torch.ops.aten
 
@@ -24,6 +29,12 @@ EXPENSIVE = (
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+# Names for a profiler, which FSDP2 gives more often in backward: torch 2.13 counts every operator of a block, and
+# refuses experts with shards of their own ("invocation index 3 encountered during backward but not found in storage").
+NAMES = (
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
 )
 LEAST_MOVED_BYTES = 2**16  # smaller tensors cost more to move than they free
 # Functional collectives return what they received and may be kept. Those of c10d write into a buffer they are given:
@@ -39,6 +50,7 @@ def recompute(blocks: Iterable[nn.Module], kind: str) -> None:
         if kind == "full":
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         elif kind == "selective":
+            SAC_IGNORED_OPS.update(NAMES)
             contexts = partial(create_selective_checkpoint_contexts, _policy_of(block))
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
 

@@ -35,7 +35,8 @@ def main(arguments: list[str]) -> int:
         os.environ.update(dict.fromkeys(LIBRARIES, interface))
     run = open_run(folder)
     try:
-        agent = HostAgent(run, host=host, slots=int(slots), address=address, wishes=wishes)
+        by_hand = not int(parent)
+        agent = HostAgent(run, host=host, slots=int(slots), address=address, wishes=wishes, by_hand=by_hand)
         agent.begin()  # the coordinator starts while we import
         plan = Plan.from_json(run.plan_json.read_text(encoding="utf-8"), where=str(run.plan_json))
         agent.look(plan)

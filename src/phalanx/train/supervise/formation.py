@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from phalanx.plan.layout import Layout
+from phalanx.units import plural
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -27,7 +28,7 @@ class Formation:
 
     def __post_init__(self) -> None:
         if len(self.seats) != self.layout.devices:
-            raise ValueError(f"{len(self.seats)} seats for {self.layout.devices} ranks")
+            raise ValueError(f"{len(self.seats)} seats for {plural(self.layout.devices, 'rank')}")
 
     @property
     def world(self) -> int:

@@ -88,8 +88,9 @@ class Slot:
 class HostAgent:
     """One host of a run."""
 
-    def __init__(self, run: Run, *, host: str, slots: int, address: str, wishes: Wishes) -> None:
+    def __init__(self, run: Run, *, host: str, slots: int, address: str, wishes: Wishes, by_hand: bool = False) -> None:
         self.run, self.host, self.slots, self.address, self.wishes = run, host, slots, address, wishes
+        self._by_hand = by_hand  # `phalanx agent`: nobody waits for what we say of an end before we joined
         launch, job = run.launch(), run.plan()["job"]
         self._order = [str(name) for name in launch.get("hosts", ())] or [host]
         self._dead_after_s = float(job["fault"]["dead_after_s"])
@@ -404,7 +405,7 @@ class HostAgent:
         if count > self._told_wishes and self._channel is not None:
             self._told_wishes = count
             self._say("stop", count=count, hurry=self.wishes.first == signal.SIGTERM)
-        if count >= 2:
+        if count >= 2 or (self._by_hand and not self._joined):
             self._over = STOPPED
 
     def _tell_where(self) -> None:

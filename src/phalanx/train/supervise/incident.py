@@ -8,6 +8,7 @@ from phalanx.train.supervise.failure import Failure
 from phalanx.train.supervise.formation import Seat
 from phalanx.train.supervise.hosts import Host
 from phalanx.train.supervise.room import Room
+from phalanx.units import plural
 
 
 def write_incident(room: Room, cause: Failure) -> None:
@@ -22,7 +23,7 @@ def write_incident(room: Room, cause: Failure) -> None:
         seat = formation.seats[rank]
         room.memory.seat_failures[seat] = room.memory.seat_failures.get(seat, 0) + 1
         if room.memory.seat_failures[seat] >= room.job.fault.restarts and len(room.alive()) > formation.world:
-            quarantine(room, seat, f"failed {room.memory.seat_failures[seat]} times in a row")
+            quarantine(room, seat, f"failed {plural(room.memory.seat_failures[seat], 'time')} in a row")
     seat = formation.seats[cause.rank]
     room.events.write(
         "incident",

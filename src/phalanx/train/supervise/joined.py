@@ -24,6 +24,7 @@ from phalanx.record.redact import redact
 from phalanx.record.run import Run
 from phalanx.train.supervise.failure import write_error
 from phalanx.train.supervise.launchers import RankPlace
+from phalanx.units import plural
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined, unused-ignore]
@@ -267,7 +268,7 @@ def check_world(plan: Plan, place: RankPlace) -> None:
     if needed != world:
         raise mistake(
             plan.cluster.name,
-            f"the plan needs {needed:,} rank{'s' if needed != 1 else ''}, and {place.launcher} started {world:,}",
+            f"the plan needs {plural(needed, 'rank')}, and {place.launcher} started {world:,}",
             why="every process it starts is one rank of one run",
             fix=f"start {needed:,} (srun --ntasks={needed}, mpirun -n {needed}), or name the cluster you have with "
             f"--cluster. Runs of their own are started one by one; {ONE_BY_ONE}",

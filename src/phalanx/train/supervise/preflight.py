@@ -22,7 +22,7 @@ from phalanx.plan.plan import Plan
 from phalanx.train.supervise.channel import LOOPBACK
 from phalanx.train.supervise.prepare import MOST_RANKS_PER_CORE
 from phalanx.train.vault.vault import GENERATIONS
-from phalanx.units import MB, format_bytes, format_seconds
+from phalanx.units import MB, format_bytes, format_seconds, plural
 
 LEAST_LINK_SHARE = 0.1  # of what the plan counts on: a busy machine halves it, a broken one loses far more
 LINK_BYTES = 16 * MB
@@ -89,7 +89,7 @@ def check_devices(plan: Plan, machine: Machine, slots: int) -> Iterator[Problem]
         if slots > most:
             yield Problem(
                 where=machine.hostname,
-                what=f"{slots:,} ranks on {machine.usable_cores} cores; at most {most:,} get anything done",
+                what=f"{slots:,} ranks on {plural(machine.usable_cores, 'core')}; at most {most:,} get anything done",
                 fix=f"give this host at most {most:,} slots",
             )
         return
@@ -136,7 +136,7 @@ def check_room(plan: Plan, *, ranks: int, places: int, free_bytes: float, host: 
     ranks_bytes = ranks * plan.memory.total_bytes if on_cpu else 0.0
     copies_bytes = places * copies_per_rank(plan) * plan.reliability.checkpoint_bytes / plan.layout.devices
     if ranks_bytes + copies_bytes > free_bytes:
-        need = f"{format_bytes(ranks_bytes)} for {ranks} rank{'s' if ranks != 1 else ''} and " if on_cpu else ""
+        need = f"{format_bytes(ranks_bytes)} for {plural(ranks, 'rank')} and " if on_cpu else ""
         yield Problem(
             where=host,
             what=f"{format_bytes(free_bytes)} of memory are free; the plan needs {need}{format_bytes(copies_bytes)} "

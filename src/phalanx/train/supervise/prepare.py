@@ -22,6 +22,7 @@ from phalanx.plan.inputs import InputFindings, look_at_inputs
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
+from phalanx.units import plural
 
 MOST_RANKS_PER_CORE = 64  # beyond, the ranks only wait for each other
 # What a resumed run may change: how it is computed and watched, never what is learnt from.
@@ -126,18 +127,19 @@ def check_data(plan: Plan) -> tuple[Problem, ...]:
     return check_dataset(dataset, model_vocab=job.model.vocab, sequence=job.data.sequence)
 
 
-def check_inputs(plan: Plan, resolved: ResolvedJob, base: Path, *, fresh: bool) -> InputFindings:
-    """The files that the job names are here, and fit it and each other; raises UserError, returns what to warn of.
+def check_inputs(job: Job, resolved: ResolvedJob, base: Path, *, fresh: bool) -> InputFindings:
+    """The files that a job names are here, and fit it and each other; raises UserError, returns what to warn of.
 
-    Before the data of a corpus is built it cannot be compared: ask again when it is.
+    `job` names its files by absolute paths. Before the data of a corpus is built it cannot be compared: ask again when
+    it is.
     """
-    found = look_at_inputs(plan.job, base, origins=resolved.origins, fresh=fresh)
+    found = look_at_inputs(job, base, origins=resolved.origins, fresh=fresh)
     if problems := (*found.refused, *found.missing):
         raise UserError(problems)
-    if fresh and plan.job.train.weights and not plan.job.model.module:
+    if fresh and job.train.weights and not job.model.module:
         from phalanx.train.models.hf_weights import check_hf  # imports torch
 
-        check_hf(Path(plan.job.train.weights), plan.job.model)
+        check_hf(Path(job.train.weights), job.model)
     return found
 
 
@@ -237,10 +239,12 @@ def check_here(plan: Plan) -> None:
     if device.family == "cpu":
         most = MOST_RANKS_PER_CORE * machine.usable_cores
         if ranks > most:
-            why = f"{machine.usable_cores} cores run at most {most} ranks that get anything done"
-            raise mistake(plan.cluster.name, f"asks for {ranks:,} ranks on this machine", why=why, fix="use local:4")
+            why = f"{plural(machine.usable_cores, 'core')} run at most {plural(most, 'rank')} that get anything done"
+            raise mistake(
+                plan.cluster.name, f"asks for {plural(ranks, 'rank')} on this machine", why=why, fix="use local:4"
+            )
     elif len(machine.gpus) < ranks:
-        found = f"{len(machine.gpus)} GPU{'s' if len(machine.gpus) != 1 else ''}"
+        found = plural(len(machine.gpus), "GPU")
         raise mistake(
             plan.cluster.name,
             f"the plan needs {ranks:,} × {device.name}, and this machine has {found}",

@@ -13,6 +13,7 @@ from phalanx.train.supervise.incident import quarantine, write_incident
 from phalanx.train.supervise.memory import Message
 from phalanx.train.supervise.room import Room
 from phalanx.train.supervise.stuck import seeks_culprit
+from phalanx.units import plural
 
 CAUSE_S = 0.5  # after ranks have left without a known cause, time for it to show
 REPLACE_S = 2.0  # for an agent to start another process in a slot
@@ -48,7 +49,7 @@ def _no_places(room: Room) -> str:
 
 def _too_often(room: Room) -> str:
     count = room.memory.failures + int(not room.told_incident)
-    return f"{count} failures in a row, without a step between (fault.restarts = {room.job.fault.restarts})"
+    return f"{plural(count, 'failure')} in a row, without a step between (fault.restarts = {room.job.fault.restarts})"
 
 
 def _somebody_comes(room: Room, formation: Formation, waited_s: float) -> bool:

@@ -6,6 +6,8 @@ import signal
 from dataclasses import dataclass
 from types import FrameType
 
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+
 
 @dataclass(slots=True)
 class Wishes:
@@ -16,10 +18,11 @@ class Wishes:
 
     @classmethod
     def listen(cls) -> Wishes:
-        """Count SIGTERM and SIGINT from now on."""
+        """Count SIGTERM and SIGINT from now on, and one that whoever started us held back."""
         wishes = cls()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOPPING:
             signal.signal(number, wishes._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         return wishes
 
     def _note(self, number: int, frame: FrameType | None) -> None:

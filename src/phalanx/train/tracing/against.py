@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from phalanx.plan.ask import Ask
 from phalanx.plan.layout import Layout
 from phalanx.plan.mapping import mapping
+from phalanx.plan.memory import MEMORY_ERROR
 from phalanx.plan.prediction import MemoryReport, executed_flops, predict
 from phalanx.train.tracing.log import RankTrace
 
-LIMITS = {"communication": 0.03, "FLOPs": 0.02, "memory": 0.06}
+LIMITS = {"communication": 0.03, "FLOPs": 0.02, "memory": MEMORY_ERROR}
 AVERAGE = ("tensor", "context", "expert")  # axes whose traffic the planner gives for a mean stage
 
 
@@ -38,6 +39,29 @@ class Line:
     def agrees(self) -> bool:
         """Within its limit, where it has one."""
         return not self.limit or abs(self.difference) <= self.limit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedFit:
+    """Whether the fullest traced rank fits its device: what it needs, and what it may fill."""
+
+    traced_bytes: float
+    buffers_bytes: float  # of communication and workspaces, which a trace does not see: as planned
+    usable_bytes: float
+
+    @property
+    def fits(self) -> bool:
+        """True where the rank can run in the memory there is."""
+        return self.traced_bytes + self.buffers_bytes <= self.usable_bytes
+
+
+def traced_fit(memory: MemoryReport, traces: Sequence[RankTrace]) -> TracedFit:
+    """The fullest of the traced ranks against the memory of its device."""
+    return TracedFit(
+        traced_bytes=float(max(trace.peak.nbytes for trace in traces)),
+        buffers_bytes=memory.parts_bytes.get("buffers", 0.0),
+        usable_bytes=memory.usable_bytes,
+    )
 
 
 def against_plan(ask: Ask, layout: Layout, traces: Sequence[RankTrace]) -> list[Line]:

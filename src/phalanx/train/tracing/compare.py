@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.train.tracing.log import Operation, RankTrace
-from phalanx.units import format_bytes
+from phalanx.units import format_bytes, plural
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class Hang:
         first = (
             f"rank {self.rank} waits for rank {self.waits_for} in {describe(self.operation)}, operation {self.index:,}"
         )
-        more = f"; {self.others} other ranks wait behind them" if self.others else ""
+        more = f"; behind them {plural(self.others, 'other rank')}" if self.others else ""
         return f"{first}\n  rank {self.waits_for} {self.instead}{more}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.train.tracing.against import Line
+from phalanx.train.tracing.against import Line, TracedFit
 from phalanx.train.tracing.log import RankTrace, rows
 from phalanx.train.tracing.meter import PARTS
 from phalanx.units import format_bytes, format_count, format_seconds
@@ -53,6 +53,23 @@ def render_against(lines: Sequence[Line]) -> str:
             f"{line.difference:>+12.1%}{mark}"
         )
     return "\n".join(["AGAINST THE PLAN", head, *body])
+
+
+def render_fit(fit: TracedFit, *, recompute: str) -> str:
+    """Whether the traced step fits; where it does not, what would make it."""
+    need = (
+        f"{format_bytes(fit.traced_bytes)} traced and {format_bytes(fit.buffers_bytes)} of buffers, of "
+        f"{format_bytes(fit.usable_bytes)} usable"
+    )
+    if fit.fits:
+        return f"FITS: {need}"
+    more = {"none": 'parallel.recompute = "selective", ', "selective": 'parallel.recompute = "full", '}.get(
+        recompute, ""
+    )
+    return (
+        f"DOES NOT FIT: {need}\n  the step would end out of memory\n"
+        f'  try {more}a smaller batch.micro, parallel.offload = "optimizer" or more devices, and trace again'
+    )
 
 
 def _messages(trace: RankTrace) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.train.verify.trial import Array, Outcome
+from phalanx.units import plural
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +44,7 @@ class Difference:
         where = f"at step {self.step}" if self.step else "before the first step"
         if self.kind == "value":
             return f"{self.what} differs by {self.size:.1e} {where}"
-        among = f", {self.others} of {self.of - 1} other tensors too" if self.of > 1 else ""
+        among = f", {self.others} of {plural(self.of - 1, 'other tensor')} too" if self.of > 1 else ""
         return f"{self.kind} of {self.what} differs by {self.size:.1e} {where}{among}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.train.verify.prove import Proof
-from phalanx.units import format_seconds
+from phalanx.units import format_seconds, plural
 
 AXES = ("tensor", "context", "pipeline", "virtual_pipeline", "data", "shard", "expert")
 
@@ -20,8 +20,8 @@ def render(proof: Proof) -> str:
 
 
 def _verdict(proof: Proof) -> str:
-    what = f"{proof.ranks} rank{'s' if proof.ranks > 1 else ''} against one process"
-    how = f"{proof.steps} steps of {proof.optimizer} in float64"
+    what = f"{plural(proof.ranks, 'rank')} against one process"
+    how = f"{plural(proof.steps, 'step')} of {proof.optimizer} in float64"
     if proof.comparison.first is None:
         return f"PROVEN: {what}, {how}, give the same"
     return f"DIFFERS: {proof.comparison.first.render()}\n({what}, {how})"
@@ -58,6 +58,6 @@ def _notes(proof: Proof) -> list[str]:
         lines.append(f"  made smaller: {small}")
     if proof.left_out:
         lines.append(f"  not covered: {'; '.join(proof.left_out)}")
-    split = f"{proof.ranks} rank{'s' if proof.ranks > 1 else ''} {format_seconds(proof.split_s)}"
+    split = f"{plural(proof.ranks, 'rank')} {format_seconds(proof.split_s)}"
     lines.append(f"  took {format_seconds(proof.total_s)}: one process {format_seconds(proof.one_s)}, {split}")
     return lines

@@ -15,6 +15,7 @@ from phalanx.train.verify.compare import Bounds, Comparison, compare
 from phalanx.train.verify.ranks import LIMIT_S
 from phalanx.train.verify.shrink import Change, alone, changes, left_out, refuse_own, shrink
 from phalanx.train.verify.trial import run_trial
+from phalanx.units import plural
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,9 +65,9 @@ def prove(
     refuse_layout(job.model, settings)
     trial = shrink(job, layout, steps=steps)
     small = trial.settings.layout
-    tell(f"one process, {trial.shape.layers} layers, {steps} steps in float64")
+    tell(f"one process, {plural(trial.shape.layers, 'layer')}, {plural(steps, 'step')} in float64")
     wanted = run_trial(alone(trial), limit_s=limit_s, debug=debug)
-    tell(f"{small.devices} ranks: {small.name}")
+    tell(f"{plural(small.devices, 'rank')}: {small.name}")
     found = run_trial(trial, limit_s=limit_s, debug=debug)
     bounds = Bounds()
     return Proof(

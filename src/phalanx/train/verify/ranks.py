@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from phalanx.errors import PhalanxError, Problem, UserError, WorldError
 from phalanx.train.supervise.process import die_with
 from phalanx.train.verify.server import CALLER
+from phalanx.units import plural
 
 LIMIT_S = 120.0  # a small model takes 1 to 20 s on 2 cores with 8 ranks
 GRACE_S = 2.0  # the other ranks may fail too for so long, so that the cause can be told from its echoes
@@ -139,7 +140,7 @@ def _headline(failed: Sequence[tuple[int, Failure]], world: int) -> PhalanxError
     if first.user:
         return UserError(first.problems)
     problem = first.problems[0]
-    others = f"{len(failed) - 1} of the {world - 1} other ranks failed after it" if len(failed) > 1 else ""
+    others = f"{len(failed) - 1} of the {plural(world - 1, 'other rank')} failed after it" if len(failed) > 1 else ""
     return WorldError(Problem(where=f"rank {rank} of {world}", what=problem.what, why=others, fix=problem.fix))
 
 

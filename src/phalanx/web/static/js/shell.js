@@ -4,7 +4,7 @@ import { get, runPath, stream } from "./api.js";
 import { fill, h, say } from "./dom.js";
 import { calmly, setLive } from "./live.js";
 import { here, link } from "./route.js";
-import { NONE, bytes, count, integer, isNumber, money, percent, seconds, signed } from "./units.js";
+import { NONE, bytes, count, integer, isNumber, money, percent, plural, seconds, signed } from "./units.js";
 import { notice } from "./parts/states.js";
 import { CostPage } from "./pages/cost.js";
 import { FindingsPage } from "./pages/findings.js";
@@ -182,7 +182,7 @@ export class RunShell {
     const who = [
       summary.model && `${summary.model}${size ? `, ${size}` : ""}`,
       split,
-      summary.cluster && `${summary.cluster}${summary.world > 0 ? `, ${integer(summary.world)} ranks` : ""}`,
+      summary.cluster && `${summary.cluster}${summary.world > 0 ? `, ${plural(summary.world, "rank")}` : ""}`,
       summary.message,
     ];
     fill(

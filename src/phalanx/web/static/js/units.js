@@ -53,6 +53,7 @@ const JOULES = [
 ];
 
 export const integer = known(whole);
+export const plural = (value, noun) => `${integer(value)} ${noun}${value === 1 ? "" : "s"}`;
 export const count = known((value) => scaled(value, COUNTS, three));
 export const bytes = known((value) => scaled(value, BYTES, (small) => `${small.toFixed(0)} B`));
 export const seconds = known((value) =>

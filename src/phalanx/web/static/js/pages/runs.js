@@ -4,7 +4,7 @@ import { get } from "../api.js";
 import { fill, h, say, scroll, words } from "../dom.js";
 import { failed, loading } from "../parts/states.js";
 import { link, stay } from "../route.js";
-import { NONE, ago, clock, count, integer, isNumber, money, percent } from "../units.js";
+import { NONE, ago, clock, count, integer, isNumber, money, percent, plural } from "../units.js";
 
 const AGAIN_MS = 5000;
 const number = (key, format, head, hint) => ({
@@ -32,7 +32,7 @@ const COLUMNS = [
       h(
         "small",
         {},
-        [run.model, run.layout, run.world > 0 && `${integer(run.world)} ranks`].filter(Boolean).join(" · ") ||
+        [run.model, run.layout, run.world > 0 && plural(run.world, "rank")].filter(Boolean).join(" · ") ||
           "no plan",
       ),
     ],
@@ -141,7 +141,7 @@ export class RunsPage {
     say(
       this.count,
       rows.length === all
-        ? `${integer(all)} ${all === 1 ? "run" : "runs"}${where}`
+        ? `${plural(all, "run")}${where}`
         : `${integer(rows.length)} of ${integer(all)} runs${where}`,
     );
     this.compare.disabled = this.picked.size < 2;
