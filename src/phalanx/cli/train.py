@@ -126,6 +126,9 @@ def _planned(args: argparse.Namespace, *, here: bool) -> tuple[Plan, ResolvedJob
     prepare.check_writable(Path(args.runs), plan.job.checkpoint.path, run=old.path if old is not None else None)
     if here:
         prepare.check_here(plan)
+        from phalanx.train.supervise.transports import transport_warnings_here
+
+        warn(transport_warnings_here(plan, slots=plan.layout.devices))
     return plan, resolved, old
 
 

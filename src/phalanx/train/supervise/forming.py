@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
+from phalanx.record.account.flight import find_culprit, read_flights
 from phalanx.train.supervise.ending import end_unfit, kill_all
 from phalanx.train.supervise.fence import begin_epoch, current_epoch
 from phalanx.train.supervise.formation import Formation, Seat
@@ -15,6 +16,7 @@ from phalanx.train.supervise.room import Room
 from phalanx.train.vault.choose import Choice, choices
 from phalanx.train.vault.held import Held
 
+MOST_FLIGHTS = 2048  # ranks whose recorders are read while others wait; of more, reports read them later
 GROW_S = 1.0  # seats that came back are to stay this long before the ranks are disturbed
 
 
@@ -135,8 +137,10 @@ def _go(room: Room, formation: Formation, ready: Mapping[str, Message]) -> None:
     room.memory.step, room.memory.best_step = step, max(step, room.memory.best_step)
     room.step_s, room.stepped_s = 0.0, room.clock()
     room.save(room.memory)
-    if room.words:  # the survivors have left what fell, and could say where they were
-        room.events.write("evidence", epoch=formation.epoch - 1, last_collectives=room.words)
+    found = find_culprit(read_flights(room.run, formation.epoch - 1, most=MOST_FLIGHTS))
+    if room.words or found is not None:  # the survivors have left what fell, and could say where they were
+        told = {"finding": found.sentence, "culprits": list(found.culprits)} if found is not None else {}
+        room.events.write("evidence", epoch=formation.epoch - 1, last_collectives=room.words, **told)
         room.words = {}
     where = "memory" if choice is not None else "disk" if step else "start"
     room.events.write("restore", epoch=formation.epoch, step=step, source=where)

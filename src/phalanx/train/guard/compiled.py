@@ -1,0 +1,301 @@
+"""Compiled code held against the same code uncompiled, once, before a rank learns anything from it.
+
+Twice torch.compile trained wrong models without a word (benchmarks/torch_compile_errors.py): gradient norms of 2.370 and
+2.095 for 3.569. So the first micro-batch is computed twice, compiled and eager, from the same weights, buffers and random
+state, and loss and gradients are compared. Nothing stays of either pass: a run with the comparison has the bits of one
+without.
+
+How far the two may differ. Compiled code keeps intermediate results in float32 where eager code rounds each of them, so
+the two differ by roundings: u each (half the distance of neighbouring numbers), about ROUNDINGS of them one after the
+other in a layer and its backward, over all layers as a random walk. SAFETY covers products whose terms cancel. CEILING is
+half the smallest error that we have met.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from phalanx.errors import UserError, mistake
+from phalanx.units import format_bytes
+
+if TYPE_CHECKING:
+    from phalanx.train.engine import Engine
+
+# Unit roundoffs. fp8: both sides round to e4m3 in the same places, but a difference d of their bf16 inputs makes a
+# share d / s of the values fall on the other side, each by a whole distance s = 1/8: sqrt(d s) = 2^-6 in the mean square.
+ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-9, "fp8": 2.0**-6}
+ROUNDINGS = 24  # norms, products, rotations, softmax, activation and residual sums of a block, forward and backward
+SAFETY = 8.0
+CEILING = 0.17  # the gradient norm 2.370 for 3.569 is 34 % off
+LEAST_LOSS = 1.0  # nats: of a smaller loss the difference is taken in nats
+EAGER_SHARE = 1.5  # memory of the eager pass over that of the compiled one, the loss apart
+LOSS_BYTES = 12  # of the eager loss for each logit: a float32 copy, its log-softmax and its gradient
+
+
+def rounding_bound(compute: str, layers: int) -> float:
+    """The largest relative difference of loss or gradients that rounding explains.
+
+    >>> [f"{rounding_bound(kind, 32):.1g}" for kind in ("fp32", "bf16", "fp8")]
+    ['1e-05', '0.2', '0.2']
+    """
+    return min(CEILING, SAFETY * ROUNDOFF[compute] * math.sqrt(ROUNDINGS * layers))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialPass:
+    """What a pass over one micro-batch gave on this rank; nothing was learnt from it."""
+
+    loss_sum: torch.Tensor  # nats, 0 where this rank does not speak for its sequences
+    valid: torch.Tensor  # tokens behind it
+    norms_P: torch.Tensor  # of the gradient of the summed loss, of each piece
+    random: torch.Tensor  # the state of the random numbers after it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Compiled beside eager, the same on every rank but for `worst`."""
+
+    loss: float
+    eager_loss: float
+    grad_norm: float
+    eager_grad_norm: float
+    loss_difference: float  # relative, of the rank where it is largest
+    gradient_difference: float  # Σ (|g| - |g'|)² over all tensors, against the whole norm: no less than that of the norms
+    bound: float
+    worst: str  # tensor of this rank whose norms lie furthest apart
+    unclear: str = ""  # why nothing can be said
+
+    @property
+    def passes(self) -> bool:
+        """Whether rounding explains it all; not a number does not pass."""
+        return bool(self.unclear) or all(
+            one <= self.bound for one in (self.loss_difference, self.gradient_difference)
+        )
+
+
+def is_due(engine: Engine, compared: set[str]) -> bool:
+    """Whether some rank runs code that was never compared in its process. Every rank must call this."""
+    if not engine.settings.compile:
+        return False
+    wanted = torch.tensor([float(code_key(engine) not in compared)], device=engine.device)
+    if engine.dims.world > 1:
+        dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
+    return bool(wanted.item())
+
+
+def code_key(engine: Engine) -> str:
+    """What compiled code depends on: a process that compiled it once loads the same again."""
+    from phalanx.train.parallel.compiling import place_name
+
+    return f"{place_name(engine.meshes)} {engine.settings} {engine.shape}"
+
+
+def compare_compiled(engine: Engine, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> Comparison | str:
+    """Compute the first micro-batch compiled and eager; why it could not be done, where it could not.
+
+    Every rank must call this together, before its first step.
+    """
+    free_bytes, used_bytes = _memory(engine)
+    with untouched(engine):
+        compiled = engine.trial_pass(tokens_BS, targets_BS)
+    if short := _short_of_memory(engine, free_bytes, used_bytes):
+        return short
+    with untouched(engine), eagerly(engine):
+        eager = engine.trial_pass(tokens_BS, targets_BS)
+    return _compare(engine, compiled, eager)
+
+
+def _compare(engine: Engine, compiled: TrialPass, eager: TrialPass) -> Comparison:
+    apart_P = (compiled.norms_P - eager.norms_P).square()
+    mine_P = torch.tensor([float(piece.owner) for piece in engine.pieces], dtype=torch.float64, device=apart_P.device)
+    names = [piece.name for piece in engine.pieces]
+    worst = names[int(torch.nan_to_num(apart_P, nan=math.inf).argmax())] if names else ""
+    sums = torch.stack(
+        [
+            *((norms_P.square() * mine_P).sum() for norms_P in (compiled.norms_P, eager.norms_P)),
+            (apart_P * mine_P).sum(),
+            compiled.loss_sum,
+            eager.loss_sum,
+            eager.valid,
+        ]
+    )
+    own_loss = eager.loss_sum / eager.valid.clamp(min=1.0)
+    loss_apart = (compiled.loss_sum - eager.loss_sum).abs() / eager.valid.clamp(min=1.0)
+    most = torch.stack(
+        [
+            loss_apart / own_loss.abs().clamp(min=LEAST_LOSS),
+            torch.as_tensor(float(not torch.equal(compiled.random, eager.random)), dtype=torch.float64).to(sums.device),
+        ]
+    )
+    if engine.dims.world > 1:
+        dist.all_reduce(sums)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    squared, eager_squared, apart, loss, eager_loss, valid = sums.tolist()
+    loss_difference, other_random = most.tolist()
+    valid = max(valid, 1.0)
+    norm, eager_norm = math.sqrt(squared) / valid, math.sqrt(eager_squared) / valid
+    unclear = ""
+    if other_random:
+        unclear = "compiled code drew other random numbers than eager code"
+    elif not math.isfinite(eager_norm) or (engine.settings.compute == "fp16" and not math.isfinite(norm)):
+        unclear = f"the eager gradient norm is {eager_norm:g}, the compiled one {norm:g}"
+    elif not eager_norm and not norm:
+        unclear = "the gradient is zero"
+    return Comparison(
+        loss=loss / valid,
+        eager_loss=eager_loss / valid,
+        grad_norm=norm,
+        eager_grad_norm=eager_norm,
+        loss_difference=loss_difference,
+        gradient_difference=math.sqrt(apart) / valid / eager_norm if eager_norm else math.inf,
+        bound=rounding_bound(engine.settings.compute, engine.shape.layers),
+        worst=worst,
+        unclear=unclear,
+    )
+
+
+def drawn_so_far(device: torch.device) -> torch.Tensor:
+    """The state of the random numbers of this rank: equal states mean that equal numbers were drawn."""
+    states = [torch.get_rng_state()]
+    states += [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return torch.cat(states)
+
+
+@contextmanager
+def untouched(engine: Engine) -> Iterator[None]:
+    """Put back what a pass changes: random numbers, buffers, what compression carries, attributes of own networks.
+
+    Gradients the pass clears itself. Lists and dictionaries that a user's own forward changes in place are not put back.
+    """
+    on_gpu = engine.device.type == "cuda"
+    random = torch.get_rng_state()
+    random_gpu = torch.cuda.get_rng_state(engine.device) if on_gpu else None
+    carried = {name: (one.device, one.to("cpu", copy=True)) for name, one in engine.carried().items()}
+    models = [part.model for part in engine.parts]
+    buffers = [
+        (module, key, one, one.clone())
+        for model in models
+        for module in model.modules()
+        for key, one in module._buffers.items()
+        if one is not None
+    ]
+    own = [(module, dict(vars(module))) for model in models for module in model.modules()] if engine.outline else []
+    unit = engine.unit
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, key, one, before in buffers:
+                one.copy_(before)
+                module._buffers[key] = one
+        for module, attributes in own:
+            for name in vars(module).keys() - attributes.keys():
+                delattr(module, name)
+            vars(module).update(attributes)
+        engine.take_carried({name: one.to(device) for name, (device, one) in carried.items()}, unit)
+        torch.set_rng_state(random)
+        if random_gpu is not None:
+            torch.cuda.set_rng_state(random_gpu, engine.device)
+
+
+@contextmanager
+def eagerly(engine: Engine) -> Iterator[None]:
+    """Run compiled modules uncompiled. Our own blocks recompute in backward, which bounds what they keep."""
+    blocks = [] if engine.outline is not None else [block for block in _blocks(engine) if block._compiled_call_impl]
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for block in blocks:
+            block.forward = block.forward.args[0]  # type: ignore[attr-defined]
+
+
+def _blocks(engine: Engine) -> list[nn.Module]:
+    return [block for part in engine.parts for block in part.model.layers.values()]
+
+
+def _memory(engine: Engine) -> tuple[int, int]:
+    """Bytes of the GPU that can still be had, and those in use; from now on the peak is counted anew."""
+    if engine.device.type != "cuda":
+        return 0, 0
+    torch.cuda.reset_peak_memory_stats(engine.device)
+    used = torch.cuda.memory_allocated(engine.device)
+    cached = torch.cuda.memory_reserved(engine.device) - used
+    return torch.cuda.mem_get_info(engine.device)[0] + cached, used
+
+
+def _short_of_memory(engine: Engine, free_bytes: int, used_bytes: int) -> str:
+    """Why the eager pass may not fit on some rank; empty where it does."""
+    if engine.device.type != "cuda":
+        return ""
+    taken = torch.cuda.max_memory_allocated(engine.device) - used_bytes
+    settings, dims = engine.settings, engine.dims
+    tokens = settings.layout.micro_batch * settings.sequence // dims.context
+    has_head = any(part.model.head is not None for part in engine.parts)
+    logits = tokens * engine.shape.vocab // (dims.tensor if settings.loss_parallel else 1) if has_head else 0
+    need = int(EAGER_SHARE * taken) + LOSS_BYTES * logits
+    lacking = torch.tensor([float(need - free_bytes), float(need)], device=engine.device, dtype=torch.float64)
+    if dims.world > 1:
+        dist.all_reduce(lacking, op=dist.ReduceOp.MAX)
+    short, need_most = lacking.tolist()
+    if short <= 0:
+        return ""
+    return f"an eager micro-batch may need {format_bytes(need_most)}, {format_bytes(short)} more than is free"
+
+
+def refusal(found: Comparison, *, compute: str, where: str) -> UserError:
+    """What a person is told when compiled code is wrong; the same words on every rank."""
+    off = max(found.loss_difference, found.gradient_difference)
+    shown = f"{off:.1%}" if math.isfinite(off) else "without bound"
+    return mistake(
+        where,
+        f"compiled code computes something else than the same code uncompiled: on one micro-batch gradient norm "
+        f"{found.grad_norm:.4g} for {found.eager_grad_norm:.4g}, loss {found.loss:.5g} for {found.eager_loss:.5g}",
+        why=f"they differ by {shown}, tensor by tensor, and rounding in {compute} explains {found.bound:.2g} "
+        f"({found.bound:.1%}); the run would learn from wrong gradients",
+        fix=f"set train.compile = false; or clear the compile cache, {cache_folder()}, and start again; please report "
+        f"it with the job file (torch {torch.__version__}). train.compile_check = false trains without the comparison",
+    )
+
+
+def cache_folder() -> str:
+    """Where torch keeps compiled code."""
+    if named := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        return named
+    try:
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+        return str(default_cache_dir())
+    except (ImportError, AttributeError):
+        return "TORCHINDUCTOR_CACHE_DIR"
+
+
+def event_fields(found: Comparison | str) -> dict[str, Any]:
+    """What the record tells of it."""
+    if isinstance(found, str):
+        return {"passed": None, "reason": found}
+    return {
+        "passed": None if found.unclear else found.passes,
+        "reason": found.unclear or None,
+        "loss": found.loss,
+        "eager_loss": found.eager_loss,
+        "grad_norm": found.grad_norm,
+        "eager_grad_norm": found.eager_grad_norm,
+        "loss_difference": found.loss_difference,
+        "gradient_difference": found.gradient_difference,
+        "bound": found.bound,
+        "tensor": found.worst,
+    }

@@ -1,0 +1,95 @@
+"""Wrong compiled code is found before anything is learnt from it; looking changes nothing, in any layout."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from phalanx.job.model import ModelShape
+from phalanx.train.guard.compiled import CEILING, Comparison, refusal, rounding_bound
+from phalanx.train.verify.ranks import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))  # a task is named by its module, which the new process must find too
+tasks = importlib.import_module("compiled_tasks")
+
+SMALL = {"kind": "fp32", "micro_batch": 2, "steps": 2, "compile": True, "compile_backend": tasks.BACKEND}
+SHAPE = ModelShape(name="llama", layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=64)
+MOE = replace(
+    SHAPE, name="moe", experts=4, experts_per_token=2, expert_ffn=32, router_score="softmax", balance="bias",
+    router_bias=True,
+)  # fmt: skip
+OWN = replace(SHAPE, name="own", kv_heads=4, module=f"{tasks.__file__}:changing")
+# Two ranks each: one process group serves them all.
+LAYOUTS = {
+    "int8": (SHAPE, {"data": 2, "compression": "int8"}),
+    "zero3": (SHAPE, {"data": 2, "shard": 2, "zero": 3, "kind": "bf16"}),
+    "tensor": (SHAPE, {"tensor": 2, "sequence_parallel": True}),
+    "ulysses": (SHAPE, {"context": 2, "context_kind": "ulysses"}),
+    "pipeline": (SHAPE, {"pipeline": 2, "micro_batch": 1}),
+    "interleaved": (replace(SHAPE, layers=4), {"pipeline": 2, "virtual_pipeline": 2, "schedule": "interleaved"}),
+    "experts": (MOE, {"data": 2, "expert": 2, "shard": 2, "zero": 1}),
+    "own": (OWN, {"data": 2, "allow_code": True}),
+}
+
+
+def hold(trial, names, factor):
+    made = []
+    for name in names:
+        shape, changes = LAYOUTS[name]
+        made.append(trial(shape, **{**SMALL, **changes}))
+    ranks = run_ranks(tasks.hold_against, 2, made, factor, limit_s=300.0)
+    return {name: [rank[index] for rank in ranks] for index, name in enumerate(names)}
+
+
+@pytest.mark.slow
+def test_right_code_passes_and_leaves_no_trace(trial):
+    for name, ranks in hold(trial, list(LAYOUTS), 1.0).items():
+        for one in ranks:
+            found = one.found
+            assert isinstance(found, Comparison), name
+            assert found.passes and not found.unclear, (name, found)
+            assert found.grad_norm > 0, name
+            assert found.gradient_difference < found.bound / 8, (name, found)
+            assert one.with_it == one.without, f"{name}: the comparison changed what came after"
+            assert one.due == [True, True, False], name
+        assert ranks[0].found.grad_norm == ranks[1].found.grad_norm, name
+
+
+@pytest.mark.slow
+def test_wrong_gradients_are_found(trial):
+    for name, ranks in hold(trial, ["zero3", "tensor", "pipeline", "own"], 0.66).items():
+        for one in ranks:
+            found = one.found
+            assert not found.passes, (name, found)
+            assert found.grad_norm < 0.9 * found.eager_grad_norm, name
+            assert found.loss_difference < found.bound, "forward was right"
+
+
+def test_what_a_person_is_told(monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/cache/here")
+    found = Comparison(
+        loss=5.962, eager_loss=5.962, grad_norm=2.370, eager_grad_norm=3.569, loss_difference=0.0,
+        gradient_difference=0.41, bound=rounding_bound("bf16", 4), worst="x",
+    )  # fmt: skip
+    said = str(refusal(found, compute="bf16", where="train.compile"))
+    for part in ("2.37 for 3.569", "5.962 for 5.962", "41.0%", "bf16", "train.compile = false", "/cache/here"):
+        assert part in said, part
+    assert "train.compile_check = false" in said
+
+
+def test_the_bound_grows_with_depth_and_coarseness_and_stays_below_the_errors_we_met():
+    kinds = ("fp64", "fp32", "fp16", "bf16", "fp8")
+    for layers in (1, 32, 126):
+        bounds = [rounding_bound(kind, layers) for kind in kinds]
+        assert bounds == sorted(bounds)
+        assert bounds[-1] <= CEILING < 1 - 2.370 / 3.569
+    assert rounding_bound("fp32", 126) < 1e-4
+    assert not Comparison(
+        loss=1.0, eager_loss=1.0, grad_norm=math.nan, eager_grad_norm=1.0, loss_difference=0.0,
+        gradient_difference=math.nan, bound=0.1, worst="",
+    ).passes  # fmt: skip
