@@ -26,7 +26,8 @@ def flight(rank: int, *entries: dict, groups: dict | None = None) -> Flight:
 def test_a_rank_that_left_no_record_is_who_the_others_wait_for() -> None:
     """SIGSTOP and SIGKILL: nothing was written by that rank."""
     found = find_culprit([flight(rank, entry(40), entry(41, done=False)) for rank in (0, 1, 3)])
-    assert found is not None and found.culprits == (2,)
+    assert found is not None
+    assert found.culprits == (2,)
     assert found.sentence == (
         "all_reduce number 41 of group world (ranks 0–3, sizes [[8]]): ranks 0, 1, 3 entered it and wait, "
         "rank 2 left no record of entering it"
@@ -36,7 +37,8 @@ def test_a_rank_that_left_no_record_is_who_the_others_wait_for() -> None:
 def test_a_rank_one_behind_is_named_with_how_far_it_came() -> None:
     waiting = [flight(rank, entry(40), entry(41, done=False)) for rank in (0, 1, 3)]
     found = find_culprit([*waiting, flight(2, entry(39), entry(40))])
-    assert found is not None and found.culprits == (2,)
+    assert found is not None
+    assert found.culprits == (2,)
     assert found.sentence.endswith("ranks 0, 1, 3 entered it and wait, rank 2 did not: came to number 40")
 
 
@@ -50,29 +52,34 @@ def test_who_waits_elsewhere_is_not_the_culprit() -> None:
             flight(3, entry(5, done=False), groups=PAIRS),
         ]
     )
-    assert found is not None and found.culprits == (0,)
+    assert found is not None
+    assert found.culprits == (0,)
     assert "rank 1" not in found.sentence.partition(", rank 0")[2]
 
 
 def test_different_calls_under_one_number_are_told_apart() -> None:
     same = [flight(rank, entry(7, done=False)) for rank in (0, 1, 3)]
     other = find_culprit([*same, flight(2, entry(7, op="all_gather", done=False))])
-    assert other is not None and other.culprits == (2,)
-    assert "number 7 of group world is all_reduce [[8]] on ranks 0, 1, 3 and all_gather [[8]] on rank 2" in other.sentence
+    assert other is not None
+    assert other.culprits == (2,)
+    assert (
+        "number 7 of group world is all_reduce [[8]] on ranks 0, 1, 3 and all_gather [[8]] on rank 2" in other.sentence
+    )
     sizes = find_culprit([*same, flight(2, entry(7, done=False, sizes="[[9]]"))])
-    assert sizes is not None and "all_reduce [[9]] on rank 2" in sizes.sentence
+    assert sizes is not None
+    assert "all_reduce [[9]] on rank 2" in sizes.sentence
     uneven = [flight(rank, entry(7, op="all_to_all", done=False, sizes=f"[[{rank}]]")) for rank in range(4)]
     told = find_culprit(uneven)
-    assert told is not None and "every rank entered it and none came out" in told.sentence
+    assert told is not None
+    assert "every rank entered it and none came out" in told.sentence
 
 
 def test_messages_of_a_pipeline_name_the_silent_stage() -> None:
     message = {"op": "recv", "is_message": True, "peer": 1}
     found = find_culprit([flight(0, entry(3)), flight(2, entry(12, done=False, **message)), flight(3, entry(3))])
-    assert found is not None and found.culprits == (1,)
-    assert found.sentence == (
-        "rank 2 waits for a message from rank 1 (number 12 of group world), which left no record"
-    )
+    assert found is not None
+    assert found.culprits == (1,)
+    assert found.sentence == ("rank 2 waits for a message from rank 1 (number 12 of group world), which left no record")
 
 
 def test_a_circle_and_nothing_at_all() -> None:
@@ -84,7 +91,9 @@ def test_a_circle_and_nothing_at_all() -> None:
             flight(3, entry(1, done=False)),
         ]
     )
-    assert circle is not None and circle.culprits == () and circle.sentence.startswith("ranks wait for each other")
+    assert circle is not None
+    assert circle.culprits == ()
+    assert circle.sentence.startswith("ranks wait for each other")
     assert find_culprit([flight(rank, entry(5)) for rank in range(4)]) is None
     assert find_culprit([]) is None
 

@@ -52,7 +52,8 @@ def test_right_code_passes_and_leaves_no_trace(trial):
         for one in ranks:
             found = one.found
             assert isinstance(found, Comparison), name
-            assert found.passes and not found.unclear, (name, found)
+            assert found.passes, (name, found)
+            assert not found.unclear, (name, found)
             assert found.grad_norm > 0, name
             assert found.gradient_difference < found.bound / 8, (name, found)
             assert one.with_it == one.without, f"{name}: the comparison changed what came after"

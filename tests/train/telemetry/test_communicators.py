@@ -33,7 +33,8 @@ def test_settings_of_the_environment_and_of_nccls_own_files(tmp_path: Path) -> N
 
 
 def test_the_library_is_asked_itself() -> None:
-    maps = "7f0-7f1 r-xp 0 08:01 5 /opt/nccl/libnccl.so.2.30.7\n7f2-7f3 r--p 0 08:01 6 /usr/lib/libc.so.6\n7f4 rw-p 0 0 0\n"
+    maps = "7f0-7f1 r-xp 0 08:01 5 /opt/nccl/libnccl.so.2.30.7\n7f4-7f5 rw-p 0 0 0\n"
+    maps += "7f2-7f3 r--p 0 08:01 6 /usr/lib/libc.so.6\n"
     maps += "7f5-7f6 r-xp 0 08:01 7 /opt/aws/libnccl-net.so\n"
     assert mapped_libraries(maps) == ["/opt/aws/libnccl-net.so", "/opt/nccl/libnccl.so.2.30.7"]
     assert loaded_version(["/no/such/libnccl.so.2"]) == "", "not loaded, not invented"
@@ -43,7 +44,11 @@ def test_the_library_is_asked_itself() -> None:
 def test_differences_between_ranks_are_named_by_rank_0() -> None:
     store, found = HashStore(), {}
     store.set_timeout(timedelta(seconds=60))
-    settings = {0: {"NCCL_ALGO": "Ring"}, 1: {"NCCL_ALGO": "Ring", "NCCL_SOCKET_IFNAME": "eth1"}, 2: {"NCCL_DEBUG": "INFO"}}
+    settings = {
+        0: {"NCCL_ALGO": "Ring"},
+        1: {"NCCL_ALGO": "Ring", "NCCL_SOCKET_IFNAME": "eth1"},
+        2: {"NCCL_DEBUG": "INFO"},
+    }
 
     def one(rank: int) -> None:
         found[rank] = compare_settings(store, settings[rank], rank=rank, world=3)

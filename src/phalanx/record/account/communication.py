@@ -1,4 +1,4 @@
-"""What the ranks of a run talked through, and whether compiled code was held against eager code, from rank 0's events."""
+"""What the ranks of a run talked through, and whether compiled code agreed with eager code, from rank 0's events."""
 
 from __future__ import annotations
 
@@ -125,7 +125,9 @@ def check_lines(found: Communication) -> list[str]:
 
 
 def _group_line(group: GroupMade) -> str:
-    groups = f"{group.count} group{'s' if group.count != 1 else ''} of {group.ranks} rank{'s' if group.ranks != 1 else ''}"
+    groups = (
+        f"{group.count} group{'s' if group.count != 1 else ''} of {group.ranks} rank{'s' if group.ranks != 1 else ''}"
+    )
     return f"{group.group}: {groups}, {format_seconds(group.seconds)}"
 
 
@@ -165,4 +167,8 @@ def _texts(given: Any) -> tuple[str, ...]:
 
 
 def _variables(given: Any) -> dict[str, str]:
-    return {printable(name, most=100): printable(value) for name, value in given.items()} if isinstance(given, dict) else {}
+    return (
+        {printable(name, most=100): printable(value) for name, value in given.items()}
+        if isinstance(given, dict)
+        else {}
+    )

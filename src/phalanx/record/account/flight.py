@@ -209,7 +209,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def read_flights(run: Run, epoch: int, *, most: int = MOST_FILES) -> list[Flight]:
-    """What the ranks of a formation left; files that are none are passed over. Nothing where there are more than `most`.
+    """What the ranks of a formation left; files that are none are passed over. Nothing where more than `most` are.
 
     Not some of them: ranks whose file was not read would look as if they had left none.
     """

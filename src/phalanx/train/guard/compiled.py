@@ -1,14 +1,14 @@
 """Compiled code held against the same code uncompiled, once, before a rank learns anything from it.
 
-Twice torch.compile trained wrong models without a word (benchmarks/torch_compile_errors.py): gradient norms of 2.370 and
-2.095 for 3.569. So the first micro-batch is computed twice, compiled and eager, from the same weights, buffers and random
-state, and loss and gradients are compared. Nothing stays of either pass: a run with the comparison has the bits of one
-without.
+Twice torch.compile trained wrong models without a word (benchmarks/torch_compile_errors.py): gradient norms of 2.370
+and 2.095 for 3.569. So the first micro-batch is computed twice, compiled and eager, from the same weights, buffers and
+random state, and loss and gradients are compared. Nothing stays of either pass: a run with the comparison has the bits
+of one without.
 
 How far the two may differ. Compiled code keeps intermediate results in float32 where eager code rounds each of them, so
 the two differ by roundings: u each (half the distance of neighbouring numbers), about ROUNDINGS of them one after the
-other in a layer and its backward, over all layers as a random walk. SAFETY covers products whose terms cancel. CEILING is
-half the smallest error that we have met.
+other in a layer and its backward, over all layers as a random walk. SAFETY covers products whose terms cancel. CEILING
+is half the smallest error that we have met.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from phalanx.train.engine import Engine
 
 # Unit roundoffs. fp8: both sides round to e4m3 in the same places, but a difference d of their bf16 inputs makes a
-# share d / s of the values fall on the other side, each by a whole distance s = 1/8: sqrt(d s) = 2^-6 in the mean square.
+# share d / s of the values fall on the other side, each by a whole distance s = 1/8: sqrt(d s) = 2^-6 in mean square.
 ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-9, "fp8": 2.0**-6}
 ROUNDINGS = 24  # norms, products, rotations, softmax, activation and residual sums of a block, forward and backward
 SAFETY = 8.0
@@ -71,7 +71,9 @@ class Comparison:
     grad_norm: float
     eager_grad_norm: float
     loss_difference: float  # relative, of the rank where it is largest
-    gradient_difference: float  # Σ (|g| - |g'|)² over all tensors, against the whole norm: no less than that of the norms
+    gradient_difference: (
+        float  # Σ (|g| - |g'|)² over all tensors, against the whole norm: no less than that of the norms
+    )
     bound: float
     worst: str  # tensor of this rank whose norms lie furthest apart
     unclear: str = ""  # why nothing can be said
@@ -79,9 +81,7 @@ class Comparison:
     @property
     def passes(self) -> bool:
         """Whether rounding explains it all; not a number does not pass."""
-        return bool(self.unclear) or all(
-            one <= self.bound for one in (self.loss_difference, self.gradient_difference)
-        )
+        return bool(self.unclear) or all(one <= self.bound for one in (self.loss_difference, self.gradient_difference))
 
 
 def is_due(engine: Engine, compared: set[str]) -> bool:
@@ -176,7 +176,7 @@ def drawn_so_far(device: torch.device) -> torch.Tensor:
 def untouched(engine: Engine) -> Iterator[None]:
     """Put back what a pass changes: random numbers, buffers, what compression carries, attributes of own networks.
 
-    Gradients the pass clears itself. Lists and dictionaries that a user's own forward changes in place are not put back.
+    Gradients the pass clears itself. Lists and dictionaries that a user's own forward changes in place stay changed.
     """
     on_gpu = engine.device.type == "cuda"
     random = torch.get_rng_state()

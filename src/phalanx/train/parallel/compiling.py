@@ -19,8 +19,8 @@ def prepare_compiler(meshes: Meshes) -> None:
     # A process that outlived a failure may hold code compiled for the place it had before.
     torch._dynamo.reset()
     torch.compiler.config.cache_key_tag = place_name(meshes)
-    # Dropout draws the numbers that eager code draws, or the two could not be compared (guard/compiled.py). Code without
-    # random numbers is not changed by it.
+    # Dropout draws the numbers that eager code draws, or the two could not be compared (guard/compiled.py). Code
+    # without random numbers is not changed by it.
     torch._inductor.config.fallback_random = True
 
 

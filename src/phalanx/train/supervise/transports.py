@@ -1,4 +1,4 @@
-"""What NCCL can and cannot use on a host, said before the ranks start: NVLink, NVLS, InfiniBand, SHARP, or only sockets.
+"""What NCCL can and cannot use on a host, said before ranks start: NVLink, NVLS, InfiniBand, SHARP, or only sockets.
 
 NCCL falls back without a word from the fastest path to the next, down to TCP; a run is then slow, and nothing says why.
 Facts are gathered in one place; what they mean is a plain function of them. Nothing here speaks against starting: these
@@ -211,7 +211,9 @@ def _between(facts: TransportFacts) -> Iterator[Problem]:
             where=facts.host,
             what=what,
             why=f"NCCL uses TCP sockets on {where}{at_rate}, without GPUDirect{plan}",
-            fix="unset it" if off else "load the drivers and pass the devices into the container; ibv_devinfo lists them",
+            fix="unset it"
+            if off
+            else "load the drivers and pass the devices into the container; ibv_devinfo lists them",
         )
     elif 0 < facts.infiniband_bytes_per_s < NIC_SHARE * facts.planned_nic_bytes_per_s:
         yield Problem(
@@ -233,7 +235,9 @@ def _forced(facts: TransportFacts) -> Iterator[Problem]:
                 where=facts.host,
                 what=f"{name}={value} is forced",
                 why="NCCL chooses by message size and topology; one choice for all sizes is slower for most",
-                fix="unset it, or set comm.algorithm in the job for all-reduces alone" if name == "NCCL_ALGO" else "unset it",
+                fix="unset it, or set comm.algorithm in the job for all-reduces alone"
+                if name == "NCCL_ALGO"
+                else "unset it",
             )
     for name in ("NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS"):
         value = facts.settings.get(name, "")
@@ -268,7 +272,9 @@ def chosen_interfaces(named: str, interfaces: Mapping[str, float] | Sequence[str
 
     def fits(name: str) -> bool:
         # A colon separates the port, as in "eth0:20000".
-        return any(name == word.partition(":")[0] if exact else name.startswith(word.partition(":")[0]) for word in wanted)
+        return any(
+            name == word.partition(":")[0] if exact else name.startswith(word.partition(":")[0]) for word in wanted
+        )
 
     return [name for name in usual if not fits(name)] if inverse else [name for name in names if fits(name)]
 

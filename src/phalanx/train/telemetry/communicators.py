@@ -1,4 +1,4 @@
-"""What ranks talk through: how long their process groups took to make, and which library with which settings carries them.
+"""What ranks talk through: how long their process groups took to make, and which library with which settings it is.
 
 torch prints the NCCL version it was compiled against; the one that is loaded may be another (LD_PRELOAD, a module
 system), so the library itself is asked. Settings come from the environment and from files that NCCL reads by itself.
