@@ -5,8 +5,8 @@
 Every case is a real `phalanx train` of a few steps, on one to four ranks; with `--device cuda` all of them on one GPU
 (NCCL 2.30 or later, NCCL_MULTI_RANK_GPU_ENABLE=1). Printed per case: the difference of the gradients, the bound,
 seconds of the comparison and of compiling, seconds to the first step with and without it, and whether losses and
-digests of both runs are equal. Then a run whose compiler is wrong on purpose (gradients × 0.66), `phalanx show` of a run, and what the flight
-recorders say of a rank that was stopped (SIGSTOP).
+digests of both runs are equal. Then a run whose compiler is wrong on purpose (gradients × 0.66), `phalanx show` of a
+run, and what the flight recorders say of a rank that was stopped (SIGSTOP).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A rank's flight recorder, written down when its formation ends badly: before anything is aborted, and quickly.
 
 torch records the newest collectives of every process group in a ring (TORCH_FR_BUFFER_SIZE), of gloo and of NCCL
-apart, and gives them out as JSON. Kept is what tells who waits for whom: per group the newest few, and all that have not
-ended. record/account/flight.py makes a sentence of all ranks' files.
+apart, and gives them out as JSON. Kept is what tells who waits for whom: per group the newest few, and all that have
+not ended. record/account/flight.py makes a sentence of all ranks' files.
 """
 
 from __future__ import annotations
