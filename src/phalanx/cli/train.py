@@ -126,9 +126,10 @@ def _planned(args: argparse.Namespace, *, here: bool) -> tuple[Plan, ResolvedJob
     prepare.check_writable(Path(args.runs), plan.job.checkpoint.path, run=old.path if old is not None else None)
     if here:
         prepare.check_here(plan)
-        from phalanx.train.supervise.transports import transport_warnings_here
+        from phalanx.train.supervise.transports import facts_here, transport_warnings
 
-        warn(transport_warnings_here(plan, slots=plan.layout.devices))
+        facts = facts_here(plan, slots=plan.layout.devices)
+        warn(transport_warnings(facts) if facts is not None else ())
     return plan, resolved, old
 
 

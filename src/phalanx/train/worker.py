@@ -10,7 +10,7 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -49,7 +49,7 @@ from phalanx.train.supervise.flight import BUFFER_NAMES, RECORDED, FlightRecord
 from phalanx.train.supervise.formation import Formation, Seat
 from phalanx.train.supervise.link import Interrupted, Link
 from phalanx.train.supervise.process import take_rank
-from phalanx.train.supervise.transports import transport_notes_here
+from phalanx.train.supervise.transports import facts_here, transport_notes
 from phalanx.train.telemetry.communicators import tell_communicators
 from phalanx.train.telemetry.sensors import sensors_of
 from phalanx.train.telemetry.sharing import Sharers
@@ -66,9 +66,19 @@ from phalanx.train.vault.vault import Vault
 class Rank:
     """A process that an agent keeps in a slot: trains in one formation after the other until it is told to end."""
 
-    def __init__(self, *, run: Path, link: Link, vault: Vault, host: str, address: str, secret: bytes) -> None:
+    def __init__(
+        self,
+        *,
+        run: Path,
+        link: Link,
+        vault: Vault,
+        host: str,
+        address: str,
+        secret: bytes,
+        notes: Sequence[str] = (),
+    ) -> None:
         self.run, self.link, self.vault, self.host, self.address = open_run(str(run)), link, vault, host, address
-        self._secret = secret
+        self._secret, self._notes = secret, notes  # what NCCL cannot use on this host
         text = self.run.plan_json.read_text(encoding="utf-8")
         self.plan = Plan.from_json(text, where=str(self.run.plan_json))
         self._server: VaultServer | None = None
@@ -168,6 +178,7 @@ class Rank:
                 at_most=go.get("at_most"),
                 store=store,
                 joined_s=joined_s,
+                notes=self._notes,
             )
 
     def _watched(
@@ -263,7 +274,9 @@ def run_rank(
     )
     try:
         with watch:
-            train(folder, plan, device, events, orders, store=store, joined_s=joined_s)
+            facts = facts_here(plan, slots=local_world) if rank == 0 else None
+            notes = transport_notes(facts) if facts is not None else ()
+            train(folder, plan, device, events, orders, store=store, joined_s=joined_s, notes=notes)
     except Astray as error:
         raise WorldError(
             Problem(
@@ -292,6 +305,7 @@ def train(
     at_most: int | None = None,
     store: Store | None = None,
     joined_s: float = 0.0,
+    notes: Sequence[str] = (),
 ) -> tuple[str, int]:
     """Build the engine, take up where the run stands, and run the loop; how it ended, and after how many steps.
 
@@ -315,7 +329,7 @@ def train(
         joined_s=joined_s,
         epoch=orders.epoch,
         device=device,
-        notes=transport_notes_here(plan) if dist.get_rank() == 0 else (),
+        notes=notes,
     )
     orders.hooks.restoring(orders.epoch, dist.get_rank())
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""The command with a compiler that is right, and with one that is wrong: same bits with and without looking, or no step."""
+"""The command with a right compiler and with a wrong one: the same bits with and without looking, or no step at all."""
 
 from __future__ import annotations
 

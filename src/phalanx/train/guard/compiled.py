@@ -213,14 +213,18 @@ def untouched(engine: Engine) -> Iterator[None]:
 def eagerly(engine: Engine) -> Iterator[None]:
     """Run compiled modules uncompiled. Our own blocks recompute in backward, which bounds what they keep."""
     blocks = [] if engine.outline is not None else [block for block in _blocks(engine) if block._compiled_call_impl]
+    own = [vars(block).get("forward") for block in blocks]
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        for block in blocks:
-            block.forward = block.forward.args[0]  # type: ignore[attr-defined]
+        for block, forward in zip(blocks, own, strict=True):
+            if forward is None:
+                del block.forward  # not set again: compiled code looks whether it is the class's
+            else:
+                block.forward = forward
 
 
 def _blocks(engine: Engine) -> list[nn.Module]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.errors import PhalanxError
@@ -20,7 +21,7 @@ from phalanx.train.supervise.interface import LIBRARIES, interface_of
 from phalanx.train.supervise.link import Link
 from phalanx.train.supervise.process import Work, die_with
 from phalanx.train.supervise.secret import read_secret
-from phalanx.train.supervise.transports import transport_warnings_here
+from phalanx.train.supervise.transports import facts_here, transport_notes, transport_warnings
 from phalanx.train.supervise.wishes import Wishes
 
 
@@ -41,9 +42,10 @@ def main(arguments: list[str]) -> int:
         agent.begin()  # the coordinator starts while we import
         plan = Plan.from_json(run.plan_json.read_text(encoding="utf-8"), where=str(run.plan_json))
         agent.look(plan)
-        for problem in transport_warnings_here(plan, slots=int(slots)):
+        facts = facts_here(plan, slots=int(slots))
+        for problem in transport_warnings(facts) if facts is not None else ():
             print(f"warning: {problem.render()}", file=sys.stderr, flush=True)
-        work = _work(run, agent)
+        work = _work(run, agent, transport_notes(facts) if facts is not None else ())
         _check(plan)
         gc.freeze()  # what was imported is never freed: ranks then share its memory, and switch the collector on
         return agent.serve(work)
@@ -63,7 +65,7 @@ def _check(plan: Plan) -> None:
     refuse_layout(plan.job.model, settings)
 
 
-def _work(run: Run, agent: HostAgent) -> Work:
+def _work(run: Run, agent: HostAgent, notes: Sequence[str]) -> Work:
     """The trainer as a function of the link; imports everything the ranks share, and computes nothing."""
     from phalanx.train.worker import Rank
 
@@ -71,7 +73,13 @@ def _work(run: Run, agent: HostAgent) -> Work:
 
     def work(link: Link) -> None:
         Rank(
-            run=Path(run.path), link=link, vault=agent.vault, host=agent.host, address=agent.address, secret=secret
+            run=Path(run.path),
+            link=link,
+            vault=agent.vault,
+            host=agent.host,
+            address=agent.address,
+            secret=secret,
+            notes=notes,
         ).serve()
 
     return work

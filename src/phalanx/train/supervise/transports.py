@@ -8,6 +8,7 @@ are warnings, and notes for `phalanx show`.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,25 +106,12 @@ def transport_notes(facts: TransportFacts) -> list[str]:
     return found
 
 
-def transport_notes_here(plan: Plan) -> list[str]:
-    """Of this host, by a rank; nothing for CPUs. Never fails: it only tells."""
+def facts_here(plan: Plan, *, slots: int) -> TransportFacts | None:
+    """Of this host, which has `slots` places for ranks; None where ranks run on CPUs."""
     if plan.cluster.accelerator.family == "cpu":
-        return []
-    try:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        world = int(os.environ.get("WORLD_SIZE", str(plan.layout.devices)))
-        hosts = max(1, -(-world // max(1, local)))
-        return transport_notes(facts_of(plan, discover(), ranks=local, hosts=hosts, peer_access=_peer_access()))
-    except (OSError, ValueError):
-        return []
-
-
-def transport_warnings_here(plan: Plan, *, slots: int) -> list[Problem]:
-    """Of this host, before its ranks start; nothing for CPUs."""
-    if plan.cluster.accelerator.family == "cpu":
-        return []
+        return None
     hosts = max(1, -(-plan.layout.devices // max(1, slots)))
-    return transport_warnings(facts_of(plan, discover(), ranks=min(slots, plan.layout.devices), hosts=hosts))
+    return facts_of(plan, discover(), ranks=min(slots, plan.layout.devices), hosts=hosts, peer_access=_peer_access())
 
 
 def _inside(facts: TransportFacts) -> Iterator[Problem]:
@@ -280,9 +268,10 @@ def chosen_interfaces(named: str, interfaces: Mapping[str, float] | Sequence[str
 
 
 def _peer_access() -> bool | None:
-    """Whether every GPU that this rank sees can read the next one's memory."""
-    import torch
-
+    """Whether every GPU can read the next one's memory; None where nobody has imported torch, which takes seconds."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
         return None

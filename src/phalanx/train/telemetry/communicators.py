@@ -82,7 +82,7 @@ def loaded_version(libraries: Sequence[str]) -> str:
 
 
 def describe_library(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The library of this process and its settings."""
+    """The library of this process."""
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -97,7 +97,6 @@ def describe_library(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
         "built_version": built or None,
         "libraries": libraries,
         "preloaded": [one for one in re.split(r"[ :]+", environ.get("LD_PRELOAD", "")) if one],
-        "variables": settings_in_force(environ),
     }
 
 
@@ -157,12 +156,12 @@ def tell_communicators(
     """Write down how the groups of a formation were made. Every rank must call this."""
     rank, world = dist.get_rank(), dist.get_world_size()
     groups = [GroupTime(group="world", ranks=world, count=1, seconds=joined_s), *times]
-    described: dict[str, Any] = describe_library()
-    differences: list[str] = []
+    settings, differences = settings_in_force(), list[str]()
     if store is not None:
         with suppress(RuntimeError, ValueError):  # what is only told must not end a run
-            differences = compare_settings(store, described["variables"], rank=rank, world=world)
-    fields: dict[str, Any] = {} if rank else {**described, "differences": differences, "notes": list(notes)}
+            differences = compare_settings(store, settings, rank=rank, world=world)
+    described: dict[str, Any] = {"variables": settings, "differences": differences, "notes": list(notes)}
+    fields = {} if rank else {**describe_library(), **described}
     events.write(
         "communicators",
         epoch=epoch,
