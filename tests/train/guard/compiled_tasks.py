@@ -17,7 +17,7 @@ from phalanx.train.guard.digest import digest_pieces
 from phalanx.train.tracing.dry import _forget_meshes
 from phalanx.train.verify.trial import Trial, _mine
 
-BACKEND = "gradients_times"  # graphs as aot_eager runs them, backward's results times a factor
+RIGHT, WRONG = "graphs_as_they_are", "gradients_times_0.66"  # compilers
 
 
 class Layer(nn.Module):
@@ -30,7 +30,7 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.count = self.count + 1
-        y = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        y = self.norm(x.flatten(0, 1)).view_as(x)
         return x + self.drop(self.mix(y).relu())
 
 
@@ -43,6 +43,9 @@ class Changing(nn.Module):
         self.embed = nn.Embedding(shape.vocab, shape.hidden) if first else None
         self.layers = nn.ModuleDict({str(n): Layer(shape.hidden) for n in (layers or range(shape.layers))})
         self.head = nn.Linear(shape.hidden, shape.vocab) if last else None
+
+    def blocks(self) -> dict[str, nn.Module]:
+        return {f"layers.{name}": layer for name, layer in self.layers.items()}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -67,64 +70,63 @@ class Held:
     due: list[bool]  # never compared; on one rank; in a process that has compared the same code
 
 
-def hold_against(rank: int, trials: Sequence[Trial], factor: float) -> list[Held]:
-    """Each trial twice, once with the comparison before its first step."""
+def hold_against(rank: int, trials: Sequence[Trial]) -> list[Held]:
+    """Steps of each trial from the same start twice, the second time with the comparison before the first."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    _register(factor)
+    for name, factor in ((RIGHT, 1.0), (WRONG, 0.66)):
+        _register(name, factor)
     return [_held(rank, trial) for trial in trials]
 
 
 def _held(rank: int, trial: Trial) -> Held:
-    without, with_it = [], []
-    engine = _built(rank, trial)
-    _steps(engine, trial, without)
-    engine, compared = _built(rank, trial), set[str]()
-    due = [is_due(engine, compared)]
-    found = compare_compiled(engine, *_mine(engine, trial, 0))
-    key = code_key(engine)
-    due.append(is_due(engine, {key} if rank else set()))
-    due.append(is_due(engine, {key}))
-    _steps(engine, trial, with_it)
-    return Held(found=found, without=without, with_it=with_it, due=due)
-
-
-def _built(rank: int, trial: Trial) -> Engine:
     _forget_meshes()
     engine = Engine(trial.shape, trial.settings, trial.optim, device=torch.device("cpu"))
     engine.initialise()
-    seed_random(trial.settings.seed, rank=rank, world=trial.settings.layout.devices)
-    return engine
+    first = [piece.tensor.clone() for piece in engine.state()]
+    without, with_it = [], []
+    _steps(rank, engine, trial, without)
+    with torch.no_grad():
+        for piece, value in zip(engine.state(), first, strict=True):
+            piece.tensor.copy_(value)
+    engine.optimizer.load({piece.name: piece.tensor for piece in engine.optimizer.state()}, 0)
+    engine.take_carried({}, 0.0)
+    engine.publish()
+    due = [is_due(engine, set())]
+    found = compare_compiled(engine, *_mine(engine, trial, 0))
+    key = code_key(engine)
+    due += [is_due(engine, {key} if rank else set()), is_due(engine, {key})]
+    _steps(rank, engine, trial, with_it)
+    return Held(found=found, without=without, with_it=with_it, due=due)
 
 
-def _steps(engine: Engine, trial: Trial, into: list[str]) -> None:
+def _steps(rank: int, engine: Engine, trial: Trial, into: list[str]) -> None:
     """Everything that a run carries from step to step, after each."""
+    seed_random(trial.settings.seed, rank=rank, world=trial.settings.layout.devices)
+    modules = [module for part in engine.parts for module in part.model.modules()]
+    before = sum(getattr(one, "calls", 0) for one in modules)
     for step in range(trial.steps):
         result = engine.step(*_mine(engine, trial, step), lr=trial.lr)
         carried = [f"{name} {float(one.double().sum())!r}" for name, one in sorted(engine.carried().items())]
         buffers = [float(one.double().sum()) for part in engine.parts for one in part.model.buffers()]
-        calls = [getattr(one, "calls", 0) for part in engine.parts for one in part.model.modules()]
+        calls = sum(getattr(one, "calls", 0) for one in modules) - before
         random = int(drawn_so_far(engine.device).to(torch.int64).sum())
         state = digest_pieces(engine.state())
-        into.append(f"{result.loss!r} {result.grad_norm!r} {state} {carried} {buffers} {sum(calls)} {random}")
+        into.append(f"{result.loss!r} {result.grad_norm!r} {state} {carried} {buffers} {calls} {random}")
 
 
-def _register(factor: float) -> None:
+def _register(name: str, factor: float) -> None:
+    from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.registry import register_backend
 
     def times(graph: Any, _: Any) -> Any:
         def run(*args: Any) -> Any:
-            found = graph(*args)
-            return [one * factor if torch.is_tensor(one) and one.is_floating_point() else one for one in found]
-
-        from functorch.compile import make_boxed_func
+            return [one * factor if torch.is_tensor(one) else one for one in graph(*args)]
 
         return make_boxed_func(run)
 
     def plain(graph: Any, _: Any) -> Any:
-        from functorch.compile import make_boxed_func
-
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=plain, bw_compiler=times if factor != 1.0 else plain)
-    register_backend(name=BACKEND, compiler_fn=backend)
+    register_backend(name=name, compiler_fn=backend)

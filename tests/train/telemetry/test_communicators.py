@@ -23,13 +23,18 @@ def test_settings_of_the_environment_and_of_nccls_own_files(tmp_path: Path) -> N
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc/nccl.conf").write_text("NCCL_DEBUG=WARN\n# NCCL_ALGO=Ring\nNCCL_IB_HCA = mlx5 # rails\nrm -rf /\n")
     (tmp_path / ".nccl.conf").write_text("NCCL_IB_HCA=mlx5_0\n")
-    environ = {"NCCL_DEBUG": "INFO", "TORCH_NCCL_BLOCKING_WAIT": "1", "PATH": "/bin", "AWS_SECRET_ACCESS_KEY": "k3y9"}
-    found = settings_in_force({**environ, "NCCL_X": "has k3y9"}, root=tmp_path, home=tmp_path)
+    environ = {
+        "NCCL_DEBUG": "INFO",
+        "TORCH_NCCL_BLOCKING_WAIT": "1",
+        "PATH": "/bin",
+        "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI",
+    }
+    found = settings_in_force({**environ, "NCCL_X": "has wJalrXUtnFEMI"}, root=tmp_path, home=tmp_path)
     assert found["NCCL_DEBUG"] == "INFO", "a file does not override the environment"
     assert found["NCCL_IB_HCA"] == f"mlx5_0 ({tmp_path}/.nccl.conf)"
     assert found["TORCH_NCCL_BLOCKING_WAIT"] == "1"
     assert set(found) == {"NCCL_DEBUG", "NCCL_IB_HCA", "NCCL_X", "TORCH_NCCL_BLOCKING_WAIT"}
-    assert "k3y9" not in found["NCCL_X"]
+    assert "wJalrXUtnFEMI" not in found["NCCL_X"]
 
 
 def test_the_library_is_asked_itself() -> None:
