@@ -83,16 +83,19 @@ CASES: tuple[tuple[str, int, tuple[str, ...]], ...] = (
 )  # fmt: skip
 # Loaded by every process of a run before anything else: its compiler returns gradients times a factor.
 WRONG = """\
-import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
+import sys
 
-def _times(graph, _):
-    return make_boxed_func(lambda *args: [one * 0.66 if torch.is_tensor(one) else one for one in graph(*args)])
+if "supervise.coordinator" not in " ".join(sys.orig_argv):  # which has seconds to start, and needs no torch
+    import torch
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
 
-_wrong = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=_times)
-_compile = torch.compile
-torch.compile = lambda *args, **more: _compile(*args, **{**more, "backend": _wrong})
+    def times(graph, _):
+        return make_boxed_func(lambda *args: [one * 0.66 if torch.is_tensor(one) else one for one in graph(*args)])
+
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=times)
+    compile_with = torch.compile
+    torch.compile = lambda *args, **more: compile_with(*args, **{**more, "backend": backend})
 """
 
 
@@ -164,7 +167,7 @@ class Bench:
         known = [str(Path(one).resolve()) for one in environ.get("PYTHONPATH", "").split(":") if one]
         environ["PYTHONPATH"] = ":".join([*extra, here, *known])
         words = ["train", "job.toml", "--runs", f"runs-{self.count}", "--cluster", cluster, "--steps", str(steps)]
-        words += ["--no-check", *(word for one in settings for word in ("--set", one))]
+        words += ["--no-check", "--no-probe", *(word for one in settings for word in ("--set", one))]
         with open(self.folder / f"out-{self.count}.txt", "wb") as out:
             return subprocess.Popen(
                 [sys.executable, "-m", "phalanx", *words], cwd=self.folder, env=environ, stdout=out, stderr=out

@@ -92,7 +92,7 @@ def train(folder: Path, name: str, *settings: str, factor: float) -> tuple[subpr
     environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
     paths = os.pathsep.join([str(folder), environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     environ |= {"GRADIENTS_TIMES": str(factor), "PYTHONPATH": paths, "NCCL_TEST_VARIABLE": "seen"}
-    words = ["train", "job.toml", "--runs", name, "--steps", "3", "--no-check"]
+    words = ["train", "job.toml", "--runs", name, "--steps", "3", "--no-check", "--no-probe"]
     words += [word for one in settings for word in ("--set", one)]
     done = phalanx(folder, environ, *words)
     (run,) = (folder / name).iterdir()
