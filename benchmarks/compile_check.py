@@ -184,7 +184,7 @@ class Bench:
         return code, said, self.run_folder()
 
     def run_folder(self) -> Path | None:
-        return next(iter(sorted((self.folder / f"runs-{self.count}").glob("*"))), None)
+        return max((self.folder / f"runs-{self.count}").glob("*"), key=lambda one: one.name, default=None)
 
     def both(self, name: str, ranks: int, settings: Sequence[str]) -> None:
         """A case with the comparison, cold, and without it and with it again, warm."""

@@ -182,8 +182,8 @@ def _silent_peer(known: Mapping[int, Flight], idle: Collection[int]) -> Finding 
 
 
 def _who(wait: _Wait, culprits: Sequence[int]) -> str:
-    waiting = wait.waiting
-    entered = f"{_ranks(waiting)} entered it and {'waits' if len(waiting) == 1 else 'wait'}"
+    # Not only those that still wait: gloo gives an operation up as soon as the connection to a dead rank breaks.
+    entered = f"{_ranks(sorted(wait.entries))} entered it"
     silent = [rank for rank in culprits if wait.missing[rank] is None]
     behind: dict[int, list[int]] = {}
     for rank in culprits:

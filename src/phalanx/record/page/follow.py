@@ -150,7 +150,8 @@ def _compile_check(event: Event) -> str:
         return f"warning: compiled code could not be held against eager code ({cost}): {text(event, 'reason')}"
     norms = [number(event, name) for name in ("grad_norm", "eager_grad_norm", "gradient_difference", "bound")]
     if event["passed"] is not True:
-        return f"compiled code is wrong ({cost}): gradient norm {norms[0]} for {norms[1]}"
+        told = f": gradient norm {norms[0]:.4g} for {norms[1]:.4g}" if None not in norms[:2] else ""
+        return f"compiled code is wrong ({cost}){told}"
     off = f"gradients differ by {norms[2]:.1e}, rounding explains {norms[3]:.1e}" if None not in norms else ""
     return f"compiled code agrees with eager code ({cost}): {off}"
 

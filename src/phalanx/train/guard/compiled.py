@@ -262,17 +262,25 @@ def _short_of_memory(engine: Engine, free_bytes: int, used_bytes: int) -> str:
 
 def refusal(found: Comparison, *, compute: str, where: str) -> UserError:
     """What a person is told when compiled code is wrong; the same words on every rank."""
-    off = max(found.loss_difference, found.gradient_difference)
-    shown = f"{off:.1%}" if math.isfinite(off) else "without bound"
+    off = max(found.loss_difference, found.gradient_difference, key=lambda one: math.inf if math.isnan(one) else one)
     return mistake(
         where,
         f"compiled code computes something else than the same code uncompiled: on one micro-batch gradient norm "
         f"{found.grad_norm:.4g} for {found.eager_grad_norm:.4g}, loss {found.loss:.5g} for {found.eager_loss:.5g}",
-        why=f"they differ by {shown}, tensor by tensor, and rounding in {compute} explains {found.bound:.2g} "
-        f"({found.bound:.1%}); the run would learn from wrong gradients",
+        why=f"tensor by tensor they differ by {_share(off)}, and rounding in {compute} explains {_share(found.bound)}; "
+        "the run would learn from wrong gradients",
         fix=f"set train.compile = false; or clear the compile cache, {cache_folder()}, and start again; please report "
         f"it with the job file (torch {torch.__version__}). train.compile_check = false trains without the comparison",
     )
+
+
+def _share(value: float) -> str:
+    """A relative difference as people read it.
+
+    >>> _share(0.41), _share(4.7e-6), _share(math.inf)
+    ('41.0%', '4.7e-06', 'inf')
+    """
+    return f"{value:.1%}" if 1e-3 <= value < math.inf else f"{value:.1e}" if value < 1e-3 else str(value)
 
 
 def cache_folder() -> str:
