@@ -367,9 +367,7 @@ class Engine:
         self._unit = unit = scale / (batch_sequences * self.settings.sequence)
         loss_sum = self._accumulate(tokens_BS, targets_BS, unit=unit)
         grads = self._gradients()
-        kinds = [torch.promote_types(grad.dtype, torch.float32) for grad in grads]
-        norms = [torch.linalg.vector_norm(grad, dtype=kind) for grad, kind in zip(grads, kinds, strict=True)]
-        norms = [norm.to(self.device, torch.float64) / unit for norm in norms]
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64).to(self.device) / unit for grad in grads]
         self._clear()
         zero = torch.zeros_like(loss_sum)
         return TrialPass(

@@ -72,12 +72,18 @@ def test_what_a_person_is_told(monkeypatch):
 
 
 def test_the_bound_grows_with_depth_and_coarseness_and_stays_below_the_errors_we_met():
-    kinds = ("fp64", "fp32", "fp16", "bf16", "fp8")
+    kinds = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
     for layers in (1, 32, 126):
         bounds = [rounding_bound(kind, layers) for kind in kinds]
         assert bounds == sorted(bounds)
         assert bounds[-1] <= CEILING < 1 - 2.370 / 3.569
     assert rounding_bound("fp32", 126) < 1e-4
+    lost = Comparison(
+        loss=1.0, eager_loss=1.0, grad_norm=1.0, eager_grad_norm=1.0, loss_difference=0.0, gradient_difference=0.01,
+        bound=0.1, worst="", is_lost=True,
+    )  # fmt: skip
+    assert not lost.passes, "a small tensor without any gradient"
+    assert "some tensor has no gradient at all" in str(refusal(lost, compute="bf16", where="train.compile"))
     assert not Comparison(
         loss=1.0, eager_loss=1.0, grad_norm=math.nan, eager_grad_norm=1.0, loss_difference=0.0,
         gradient_difference=math.nan, bound=0.1, worst="",

@@ -208,6 +208,15 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) != 1 else ''} {few}"
 
 
+def recorded_epochs(run: Run) -> list[int]:
+    """Formations whose ranks left something, in order."""
+    try:
+        matches = [FILE.fullmatch(name) for name in os.listdir(run.path / "flight")]
+    except OSError:
+        return []
+    return sorted({int(match.group(1)) for match in matches if match is not None})
+
+
 def read_flights(run: Run, epoch: int, *, most: int = MOST_FILES) -> list[Flight]:
     """What the ranks of a formation left; files that are none are passed over. Nothing where more than `most` are.
 

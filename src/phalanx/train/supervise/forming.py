@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from phalanx.record.account.flight import find_culprit, read_flights
+from phalanx.record.account.flight import find_culprit, read_flights, recorded_epochs
 from phalanx.train.supervise.ending import end_unfit, kill_all
 from phalanx.train.supervise.fence import begin_epoch, current_epoch
 from phalanx.train.supervise.formation import Formation, Seat
@@ -137,16 +137,27 @@ def _go(room: Room, formation: Formation, ready: Mapping[str, Message]) -> None:
     room.memory.step, room.memory.best_step = step, max(step, room.memory.best_step)
     room.step_s, room.stepped_s = 0.0, room.clock()
     room.save(room.memory)
-    found = find_culprit(read_flights(room.run, formation.epoch - 1, most=MOST_FLIGHTS))
-    if room.words or found is not None:  # the survivors have left what fell, and could say where they were
-        told = {"finding": found.sentence, "culprits": list(found.culprits)} if found is not None else {}
-        room.events.write("evidence", epoch=formation.epoch - 1, last_collectives=room.words, **told)
-        room.words = {}
+    _tell_evidence(room, formation)
     where = "memory" if choice is not None else "disk" if step else "start"
     room.events.write("restore", epoch=formation.epoch, step=step, source=where)
     room.tell_all(go)
     if room.run.status().get("state") != "running":
         room.run.set_status("running", world=formation.world, started=round(time.time(), 3))
+
+
+def _tell_evidence(room: Room, formation: Formation) -> None:
+    """The survivors have left what fell, and could say where they were.
+
+    The last formation that trained need not be the one before this: some may have failed before they began.
+    """
+    new = [epoch for epoch in recorded_epochs(room.run) if room.told_flights < epoch < formation.epoch]
+    room.told_flights = max(new, default=room.told_flights)
+    found = find_culprit(read_flights(room.run, new[0], most=MOST_FLIGHTS)) if new else None
+    if room.words or found is not None:
+        told = {"finding": found.sentence, "culprits": list(found.culprits)} if found is not None else {}
+        epoch = new[0] if new else formation.epoch - 1
+        room.events.write("evidence", epoch=epoch, last_collectives=room.words, **told)
+        room.words = {}
 
 
 def _choice(room: Room, ready: Mapping[str, Message]) -> Choice | None:
