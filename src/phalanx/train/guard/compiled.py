@@ -167,7 +167,7 @@ def _compare(engine: Engine, compiled: TrialPass, eager: TrialPass) -> Compariso
 
 
 def _worst_rank(engine: Engine, compiled: TrialPass, eager: TrialPass, *, least_norm: float) -> list[float]:
-    """The largest of all ranks: relative difference of the loss; whether a gradient is lost; whether randomness differs.
+    """The largest of all ranks: relative difference of the loss, whether a gradient is lost, whether randomness is.
 
     Losses rank by rank: in a mean over a thousand of them one wrong rank would not show.
     """
