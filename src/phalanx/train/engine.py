@@ -347,7 +347,8 @@ class Engine:
     def trial_pass(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> TrialPass:
         """Forward and backward over the first micro-batch, of a pipeline over one for each of its ranks.
 
-        Nothing is learnt from it. Every rank must call this; the caller puts back what forward changes
+        Nothing is learnt from it, and gradients are summed uncompressed: rounded to eight bits, two that are all but
+        equal lie far apart. Every rank must call this; the caller puts back what forward changes
         (`guard.compiled.untouched`).
         """
         micro = self.settings.layout.micro_batch
@@ -364,8 +365,15 @@ class Engine:
         tokens_BS, targets_BS = self._mine(tokens_BS), self._mine(targets_BS)
         if self.listener is not None:
             self.listener.norms.on = False
-        self._unit = unit = scale / (batch_sequences * self.settings.sequence)
+        before, self._unit = self._unit, scale / (batch_sequences * self.settings.sequence)
+        unit = self._unit
+        compressed = [one for one in (self.exchange, *self._sharded) if one is not None]
+        for one in compressed:
+            one.compress(False)
         loss_sum = self._accumulate(tokens_BS, targets_BS, unit=unit)
+        for one in compressed:
+            one.compress(True)
+        self._unit = before
         grads = self._gradients()
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float64).to(self.device) / unit for grad in grads]
         self._clear()

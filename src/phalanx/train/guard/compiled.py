@@ -200,14 +200,13 @@ def drawn_so_far(device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def untouched(engine: Engine) -> Iterator[None]:
-    """Put back what a pass changes: random numbers, buffers, what compression carries, attributes of own networks.
+    """Put back what a pass changes: random numbers, buffers, attributes of own networks.
 
     Gradients the pass clears itself. Lists and dictionaries that a user's own forward changes in place stay changed.
     """
     on_gpu = engine.device.type == "cuda"
     random = torch.get_rng_state()
     random_gpu = torch.cuda.get_rng_state(engine.device) if on_gpu else None
-    carried = {name: (one.device, one.to("cpu", copy=True)) for name, one in engine.carried().items()}
     models = [part.model for part in engine.parts]
     buffers = [
         (module, key, one, one.clone())
@@ -217,7 +216,6 @@ def untouched(engine: Engine) -> Iterator[None]:
         if one is not None
     ]
     own = [(module, dict(vars(module))) for model in models for module in model.modules()] if engine.outline else []
-    unit = engine.unit
     try:
         yield
     finally:
@@ -229,7 +227,6 @@ def untouched(engine: Engine) -> Iterator[None]:
             for name in vars(module).keys() - attributes.keys():
                 delattr(module, name)
             vars(module).update(attributes)
-        engine.take_carried({name: one.to(device) for name, (device, one) in carried.items()}, unit)
         torch.set_rng_state(random)
         if random_gpu is not None:
             torch.cuda.set_rng_state(random_gpu, engine.device)
