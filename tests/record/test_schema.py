@@ -16,8 +16,9 @@ from phalanx.record.schema import event_fields, load_schema
 
 PAGE = Path(__file__).parents[2] / "docs" / "events.md"
 COMMON = ("v", "event", "t", "rank")
-# Lists in an event whose entries have fields of their own: pairs of peers, sums over collectives, who is in an epoch.
-LISTS = {"peers": "pairs", "timeline": "collectives", "epoch": "members"}
+# Lists in an event whose entries have fields of their own: pairs of peers, sums over collectives, who is in an epoch,
+# groups of ranks.
+LISTS = {"peers": "pairs", "timeline": "collectives", "epoch": "members", "communicators": "groups"}
 
 
 def inner_fields() -> dict[str, tuple[str, ...]]:
@@ -48,7 +49,7 @@ def test_everything_in_a_run_folder_fits_and_is_in_the_schema(tmp_path: Path, va
         validator.validate(event)
         assert set(event) - set(COMMON) <= set(known[event["event"]]), event["event"]
     kinds = {event["event"] for event in events}
-    assert kinds >= set(KINDS) - {"stop", "remark", "memory"}
+    assert kinds >= set(KINDS) - {"stop", "remark", "memory", "communicators", "compile_check"}
     assert kinds >= {"host", "epoch", "restore", "incident", "evidence", "end"}
 
 

@@ -1,35 +1,67 @@
-"""`phalanx show`: every resolved value of a job and where it came from."""
+"""`phalanx show`: every resolved value of a job and where it came from; of a run, also what its ranks talk through."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from phalanx.arch.counts import count_parameters
-from phalanx.cli.options import add_job, add_json
+from phalanx.cli.options import add_json, add_set
 from phalanx.cli.output import print_json, say, warn
 from phalanx.job.dump import to_dict, to_rows
 from phalanx.job.load import ResolvedJob, load
 from phalanx.job.rules import shown
 from phalanx.job.schema import TOKENS_PER_PARAMETER
 
+if TYPE_CHECKING:
+    from phalanx.record.account.communication import Communication
+    from phalanx.record.run import Run
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx show`."""
-    add_job(parser)
+    parser.add_argument("job", metavar="JOB", help="the job file, such as job.toml, or the folder of a run")
+    add_set(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table, or the same as JSON."""
-    resolved = load(args.job, overrides=args.overrides)
+    run = _run_of(args.job)
+    resolved = load(run.job_toml if run is not None else args.job, overrides=args.overrides)
     warn(resolved.warnings)
     if args.json:
         origins = {key: origin for key, _, origin in to_rows(resolved)}
         derived = {"data.tokens": tokens} if (tokens := auto_tokens(resolved)) else {}
-        print_json({"path": str(resolved.path), "job": to_dict(resolved.job), "origins": origins, "derived": derived})
-    else:
-        say(table(resolved))
+        shown_job = {"path": str(resolved.path), "job": to_dict(resolved.job), "origins": origins, "derived": derived}
+        print_json(shown_job if run is None else {**shown_job, "communication": _communication(run)})
+        return 0
+    say(table(resolved))
+    if run is not None:
+        from phalanx.record.account.communication import communication_lines
+
+        found = _communication(run)
+        say("\nCOMMUNICATION")
+        for line in communication_lines(found) if found is not None else ["nothing is on record: no rank has begun"]:
+            say(f"  {line}")
     return 0
+
+
+def _run_of(path: str) -> Run | None:
+    """The run, where a run folder was named instead of a job file."""
+    if not Path(path).is_dir():
+        return None
+    from phalanx.record.run import open_run
+
+    return open_run(path)
+
+
+def _communication(run: Run) -> Communication | None:
+    from phalanx.record.account.communication import communication
+    from phalanx.record.archive.history import RunHistory
+
+    return communication(RunHistory.open(run))
 
 
 def table(resolved: ResolvedJob) -> str:

@@ -126,6 +126,10 @@ def _planned(args: argparse.Namespace, *, here: bool) -> tuple[Plan, ResolvedJob
     prepare.check_trainable(plan)
     if here:
         prepare.check_here(plan)
+        from phalanx.train.supervise.transports import facts_here, transport_warnings
+
+        facts = facts_here(plan, slots=plan.layout.devices)
+        warn(transport_warnings(facts) if facts is not None else ())
     return plan, resolved, old
 
 

@@ -157,6 +157,12 @@ class Train:
     compile: bool | Auto = field(
         default=AUTO, metadata=flag('compile each block; "auto" does so on GPUs only', auto=True)
     )
+    compile_check: bool = field(
+        default=True,
+        metadata=flag(
+            "compare compiled code with eager code on one micro-batch before the first step, and stop on errors"
+        ),
+    )
     evaluate_every: int = field(default=0, metadata=count("steps between evaluations; 0 only at the end", least=0))
     evaluate_sequences: int = field(default=64, metadata=count("held-out sequences per evaluation", least=0))
     samples: int = field(default=2, metadata=count("texts written by the model at the end", least=0, most=100))

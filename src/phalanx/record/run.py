@@ -9,6 +9,7 @@ runs/first-run-20261115-054500/
 ├── events-00000.index …     where to find it quickly (docs/record.md)
 ├── logs/rank-00000.log …    what each rank printed
 ├── errors/rank-00000.json … why a rank failed
+├── flight/epoch-00001-rank-00000.json … which collectives a rank was in when its formation ended badly
 ├── checkpoints/
 └── stop                     create this file to stop the run at the next step
 """
@@ -154,6 +155,10 @@ class Run:
     def error(self, rank: int) -> Path:
         """Why one rank failed."""
         return self.path / "errors" / f"rank-{rank:05d}.json"
+
+    def flight(self, epoch: int, rank: int) -> Path:
+        """The collectives a rank had begun last, when a formation ended badly (record/account/flight.py)."""
+        return self.path / "flight" / f"epoch-{epoch:05d}-rank-{rank:05d}.json"
 
     @property
     def supervisor(self) -> Path:

@@ -27,6 +27,7 @@ from phalanx.errors import mistake
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
 from phalanx.plan.schedules import is_v_shaped
+from phalanx.train.guard.compiled import TrialPass, drawn_so_far
 from phalanx.train.guard.spikes import Spikes
 from phalanx.train.models.filling import Filling
 from phalanx.train.models.moe import Moe
@@ -343,10 +344,54 @@ class Engine:
             return whole_BL
         return split_sequence(whole_BL, self.meshes.index("context"), self.dims.context, dim=1)
 
+    def trial_pass(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> TrialPass:
+        """Forward and backward over the first micro-batch, of a pipeline over one for each of its ranks.
+
+        Nothing is learnt from it, and gradients are summed uncompressed: rounded to eight bits, two that are all but
+        equal lie far apart. Every rank must call this; the caller puts back what forward changes
+        (`guard.compiled.untouched`).
+        """
+        micro = self.settings.layout.micro_batch
+        count = min(tokens_BS.shape[0] // micro, self.dims.pipeline)
+        if self.settings.reproducible:
+            count = 1 << (count.bit_length() - 1)  # every rank holds a whole subtree of the sum
+        tokens_BS, targets_BS = tokens_BS[: count * micro], targets_BS[: count * micro]
+        for filling in self._filling:
+            filling.begin(targets_BS.to(self.device), micro=micro, ignored=IGNORED)
+        batch_sequences = count * micro * self.dims.data
+        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
+        for moe in self._moes:
+            moe.aux_scale = scale / batch_sequences
+        tokens_BS, targets_BS = self._mine(tokens_BS), self._mine(targets_BS)
+        if self.listener is not None:
+            self.listener.norms.on = False
+        before, self._unit = self._unit, scale / (batch_sequences * self.settings.sequence)
+        unit = self._unit
+        compressed = [one for one in (self.exchange, *self._sharded) if one is not None]
+        for one in compressed:
+            one.compress(False)
+        loss_sum = self._accumulate(tokens_BS, targets_BS, unit=unit)
+        for one in compressed:
+            one.compress(True)
+        self._unit = before
+        grads = self._gradients()
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64).to(self.device) / unit for grad in grads]
+        self._clear()
+        zero = torch.zeros_like(loss_sum)
+        return TrialPass(
+            loss_sum=loss_sum if self._scores else zero,
+            valid=(targets_BS != IGNORED).sum().double() if self._scores else zero,
+            norms_P=torch.stack(norms) if norms else zero[None][:0],
+            random=drawn_so_far(self.device),
+        )
+
     def _forward_backward(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, *, unit: float) -> torch.Tensor:
         """Accumulate gradients of `unit` × the summed loss; returns the summed loss of this rank."""
-        count = tokens_BS.shape[0] // self.settings.layout.micro_batch
         self._new_unit(unit)
+        return self._accumulate(tokens_BS, targets_BS, unit=unit)
+
+    def _accumulate(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, *, unit: float) -> torch.Tensor:
+        count = tokens_BS.shape[0] // self.settings.layout.micro_batch
         if self.exchange is not None:
             self.exchange.begin(count)
         with self._loss_context(), fastest_attention(self.device):

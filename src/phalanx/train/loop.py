@@ -24,6 +24,7 @@ from phalanx.train.data.batches import Batches, BatchPlan
 from phalanx.train.data.dataset import TokenDataset
 from phalanx.train.engine import Engine, StepResult, Wish
 from phalanx.train.evaluate import Heldout
+from phalanx.train.guard.compiled import Comparison, code_key, compare_compiled, event_fields, is_due, refusal
 from phalanx.train.guard.digest import digest_pieces
 from phalanx.train.guard.divergence import Guard
 from phalanx.train.guard.verdict import Divergence, settle
@@ -134,6 +135,8 @@ class Loop:
         step, leaving = first, ""
         self._sound = first
         self.patience.begin()
+        if step < total:
+            self._compare_compiled(step)
         if self.engine.listener is not None:
             self.engine.listener.norms.next = first
         while step < total and not leaving:
@@ -162,6 +165,25 @@ class Loop:
             return leaving
         self._finish(step, stopped=leaving == "stopped" and step < total)
         return "stopped" if leaving and step < total else "done"
+
+    def _compare_compiled(self, step: int) -> None:
+        """Hold compiled code against eager code before anything is learnt from it; raises on every rank alike."""
+        orders = self.orders
+        if not (self.job.train.compile_check and is_due(self.engine, orders.compared)):
+            return
+        began_s, compiled = time.perf_counter(), compiled_s()
+        tokens, targets = (torch.from_numpy(rows) for rows in self.batches.get(step))
+        with self.memory.left_out():
+            found = compare_compiled(self.engine, tokens, targets)
+        took_s = time.perf_counter() - began_s
+        told = event_fields(found)
+        self.events.write(
+            "compile_check", step=step, epoch=orders.epoch, seconds=took_s, compile_s=compiled_s() - compiled, **told
+        )
+        if isinstance(found, Comparison) and not found.passes:
+            raise refusal(found, compute=self.engine.settings.compute, where="train.compile")
+        orders.compared.add(code_key(self.engine))
+        orders.progress(step, Phase.BUILDING)
 
     def _leaving(self, step: int, result: StepResult) -> str:
         if result.wishes[Wish.STOP]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -28,16 +30,27 @@ class MemoryMeter:
     def __init__(self, device: torch.device) -> None:
         self._device, self._process = device, os.getpid()
         self._first_bytes = first_bytes(_status().get("RssAnon", 0))
+        self._before_bytes = 0  # the peak before something was left out
 
     def peak_bytes(self) -> int:
         """The most so far; no less than what is held now."""
         if self._device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self._device))
+            return max(self._before_bytes, int(torch.cuda.max_memory_allocated(self._device)))
         now = _status()
         shared = now.get("RssFile", 0) + now.get("RssShmem", 0)
         most = max(now.get("VmHWM", 0) - shared, now.get("RssAnon", 0)) - self._first_bytes
         self._peaks[self._process] = max(0, most, self._peaks.get(self._process, 0))
         return self._peaks[self._process]
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """What is done inside is no part of the job: its peak does not count on a GPU."""
+        self._before_bytes = self.peak_bytes() if self._device.type == "cuda" else 0
+        try:
+            yield
+        finally:
+            if self._device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self._device)
 
 
 def _status() -> dict[str, int]:

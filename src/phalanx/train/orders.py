@@ -27,6 +27,7 @@ class Orders:
     keeper: Keeper | None = None  # copies in host memory
     case: Divergence | None = None  # copies that differed before this epoch, and which of them was wrong is not known
     copies: Copies = field(default_factory=Copies)  # host memory that saves copy into, from epoch to epoch
+    compared: set[str] = field(default_factory=set)  # compiled code that was held against eager code in this process
     hooks: Hooks = field(default_factory=Hooks)
     fence: Callable[[], AbstractContextManager[None]] = nullcontext  # entered to commit a checkpoint
 

@@ -10,7 +10,7 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -45,9 +45,12 @@ from phalanx.train.state import Restored, pieces_of, restore_copies, restore_new
 from phalanx.train.supervise import last_words
 from phalanx.train.supervise.board import NO_STEP, Phase
 from phalanx.train.supervise.fence import fence
+from phalanx.train.supervise.flight import BUFFER_NAMES, RECORDED, FlightRecord
 from phalanx.train.supervise.formation import Formation, Seat
 from phalanx.train.supervise.link import Interrupted, Link
 from phalanx.train.supervise.process import take_rank
+from phalanx.train.supervise.transports import facts_here, transport_notes
+from phalanx.train.telemetry.communicators import tell_communicators
 from phalanx.train.telemetry.sensors import sensors_of
 from phalanx.train.telemetry.sharing import Sharers
 from phalanx.train.telemetry.watch import KeptSensors, Meeting, meet, watched
@@ -64,13 +67,24 @@ from phalanx.units import plural
 class Rank:
     """A process that an agent keeps in a slot: trains in one formation after the other until it is told to end."""
 
-    def __init__(self, *, run: Path, link: Link, vault: Vault, host: str, address: str, secret: bytes) -> None:
+    def __init__(
+        self,
+        *,
+        run: Path,
+        link: Link,
+        vault: Vault,
+        host: str,
+        address: str,
+        secret: bytes,
+        notes: Sequence[str] = (),
+    ) -> None:
         self.run, self.link, self.vault, self.host, self.address = open_run(str(run)), link, vault, host, address
-        self._secret = secret
+        self._secret, self._notes = secret, notes  # what NCCL cannot use on this host
         text = self.run.plan_json.read_text(encoding="utf-8")
         self.plan = Plan.from_json(text, where=str(self.run.plan_json))
         self._server: VaultServer | None = None
         self._host_copies = Copies()
+        self._compared: set[str] = set()
         self._sensors = KeptSensors()
 
     def serve(self) -> None:
@@ -85,6 +99,7 @@ class Rank:
         epoch = formation.epoch
         local = formation.of_host(self.host)
         take_rank(self.run, rank, world=formation.world, slot=self.link.slot, local_world=len(local))
+        self.link.record = FlightRecord(self.run, rank=rank, epoch=epoch)
         try:
             self.link.enter(epoch)
             self.link.progress(NO_STEP, Phase.BUILDING)
@@ -110,6 +125,8 @@ class Rank:
             self._leave(epoch, step=step, why="", state=state)
 
     def _leave(self, epoch: int, **fields: Any) -> None:
+        if "state" not in fields:  # it did not come out of its loop by itself
+            self.link.record()
         collective = last_words.last_collective()
         self.link.may_beat = lambda: True
         self.link.leave()
@@ -130,7 +147,7 @@ class Rank:
             device = _device(self.plan, self.vault.slots)
             place = _store(go["store"], door, timeout_s=self.plan.job.comm.init_timeout_s)
             store = PrefixStore(f"{formation.epoch}", place)
-            _join(self.plan, device, rank=rank, world=formation.world, store=store)
+            joined_s = _join(self.plan, device, rank=rank, world=formation.world, store=store)
             events = EventWriter(self.run.events(rank), rank=rank)
             stack.callback(events.close)
             stack.enter_context(self._watched(formation, rank, events, device, store))
@@ -147,6 +164,7 @@ class Rank:
                 keeper=keeper,
                 case=Divergence.from_json(go["case"]) if go.get("case") else None,
                 copies=self._host_copies,
+                compared=self._compared,
                 hooks=hooks,
                 fence=lambda: fence(self.run, formation.epoch),
             )
@@ -159,6 +177,9 @@ class Rank:
                 orders,
                 copies=copies,
                 at_most=go.get("at_most"),
+                store=store,
+                joined_s=joined_s,
+                notes=self._notes,
             )
 
     def _watched(
@@ -234,8 +255,10 @@ def run_rank(
     folder = open_run(str(run))
     plan = Plan.from_json(folder.plan_json.read_text(encoding="utf-8"), where=str(folder.plan_json))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    for name in BUFFER_NAMES:
+        os.environ.setdefault(name, str(RECORDED))
     device = _device(plan, local_world)
-    _join(plan, device, rank=rank, world=world, store=store)
+    joined_s = _join(plan, device, rank=rank, world=world, store=store)
     events = EventWriter(folder.events(rank), rank=rank)
     orders = Orders(stop=stop, progress=lambda step, phase: heartbeat(step), hooks=Hooks())
     none_met = None, Sharers(host=local_world)
@@ -252,7 +275,9 @@ def run_rank(
     )
     try:
         with watch:
-            train(folder, plan, device, events, orders)
+            facts = facts_here(plan, slots=local_world) if rank == 0 else None
+            notes = transport_notes(facts) if facts is not None else ()
+            train(folder, plan, device, events, orders, store=store, joined_s=joined_s, notes=notes)
     except Astray as error:
         raise WorldError(
             Problem(
@@ -262,6 +287,9 @@ def run_rank(
                 fix="lower optim.lr, lengthen optim.warmup_tokens, or resume before the first of them",
             )
         ) from error
+    except Exception:
+        FlightRecord(folder, rank=rank, epoch=orders.epoch)()
+        raise
     finally:
         events.close()
     dist.destroy_process_group()
@@ -276,10 +304,14 @@ def train(
     *,
     copies: MemorySource | None = None,
     at_most: int | None = None,
+    store: Store | None = None,
+    joined_s: float = 0.0,
+    notes: Sequence[str] = (),
 ) -> tuple[str, int]:
     """Build the engine, take up where the run stands, and run the loop; how it ended, and after how many steps.
 
     `copies` is where memory holds the state; without, the newest checkpoint is taken, of `at_most` so many steps.
+    Making the group of all ranks, who met in `store`, took `joined_s`.
     """
     began_s, memory = time.monotonic(), MemoryMeter(device)
     job = plan.job
@@ -291,6 +323,15 @@ def train(
         state_dtype=job.precision.optimizer_state,
     )
     engine.spikes = Spikes(job.train.spike_factor)
+    tell_communicators(
+        events,
+        store,
+        engine.meshes.group_times,
+        joined_s=joined_s,
+        epoch=orders.epoch,
+        device=device,
+        notes=notes,
+    )
     orders.hooks.restoring(orders.epoch, dist.get_rank())
     if dist.get_rank() == 0:
         sweep(folder.checkpoints)  # what dead processes left half done
@@ -412,13 +453,15 @@ def _abandon_group() -> None:
     world.group_count = 0
 
 
-def _join(plan: Plan, device: torch.device, *, rank: int, world: int, store: Store | None) -> None:
+def _join(plan: Plan, device: torch.device, *, rank: int, world: int, store: Store | None) -> float:
+    """Make the group of all ranks; the seconds it took."""
     # Gloo beside NCCL: what is kept in host memory is exchanged there too.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda" and plan.job.comm.algorithm != "auto":
         # Of all-reduces only: NCCL has no tree for gathers and scatters (the form is of NCCL 2.24 and later).
         os.environ["NCCL_ALGO"] = f"allreduce:{plan.job.comm.algorithm}"
     limit_s = plan.job.comm.init_timeout_s  # train.patience shortens it once steps are steady
+    began_s = time.perf_counter()
     try:
         dist.init_process_group(
             backend,
@@ -439,3 +482,4 @@ def _join(plan: Plan, device: torch.device, *, rank: int, world: int, store: Sto
                 fix="look at the logs of the ranks that are missing, or raise comm.init_timeout_s",
             )
         ) from error
+    return time.perf_counter() - began_s

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.record.account.incidents import incidents
 from phalanx.record.events import read_events
 from phalanx.record.run import Run, open_run
 from phalanx.train.data.build import Origin, Recipe, build
@@ -252,6 +253,10 @@ def test_a_stopped_rank_is_replaced(begin: Begin, whole: Trial) -> None:
     (incident,) = trial.supervisor("incident")
     assert (incident["rank"], incident["cause"]["kind"]) == (1, "Silence")
     assert "in a stopped process (state T)" in incident["cause"]["message"]
+    (evidence,) = trial.supervisor("evidence")
+    assert evidence["culprits"] == [1]
+    assert "rank 1 left no record of entering it" in evidence["finding"]
+    assert incidents(trial.run)[0].finding == evidence["finding"]
     assert not Path(f"/proc/{victim}").exists()
 
 

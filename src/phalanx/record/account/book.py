@@ -28,12 +28,12 @@ class Accounts:
 
     productive: float = 0.0  # steps that stayed, without what follows
     init: float = 0.0  # from a launch to its first step
-    compile: float = 0.0  # in steps that stayed: kernels were made
+    compile: float = 0.0  # in steps that stayed, or before the first: kernels were made
     data: float = 0.0  # in steps that stayed: the batch was not there yet
     stragglers: float = 0.0  # in steps that stayed: what ranks slower than their peers cost all the others
     evaluate: float = 0.0
     checkpoint: float = 0.0  # training stood still for one, or for a copy in memory
-    guard: float = 0.0  # copies of the state were compared
+    guard: float = 0.0  # copies of the state were compared, or compiled code with eager code
     detect: float = 0.0  # from the last sign of progress until a failure was noticed
     restore: float = 0.0  # from there, or from a planned change of members, to the next step
     lost_work: float = 0.0  # steps that were done and then undone
@@ -255,6 +255,10 @@ class Book:
             self._spend(time_s, "evaluate", seconds(event, "seconds"))
         elif kind == "checkpoint":
             self._until(time_s, "checkpoint")
+        elif kind == "compile_check":
+            self._until(max(self._at_s, time_s - (seconds(event, "seconds") or 0.0)), self._idle)
+            self._until(min(self._at_s + (seconds(event, "compile_s") or 0.0), time_s), "compile")
+            self._until(time_s, "guard")
         elif kind in ("stop", "sample", "run_end"):
             self._until(time_s, "stopping")
             if kind == "run_end" and not self._supervised:

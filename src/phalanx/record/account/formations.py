@@ -30,7 +30,8 @@ UNEVEN_S = 1e-3  # two threads of a rank may write out of order by this much
 
 # Lines of other kinds are passed over unparsed: a timeline may have 100 kB, and telemetry says nothing about accounts.
 TOLD = frozenset(
-    b"ready run_start step evaluate checkpoint sample stop run_end host epoch restore incident end".split()
+    b"ready run_start compile_check step evaluate checkpoint sample stop run_end".split()
+    + b"host epoch restore incident end".split()
 )
 _KIND = re.compile(rb'"event"\s*:\s*"([^"\\]*)"')
 

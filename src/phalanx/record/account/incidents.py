@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.record.account.book import Recovery
+from phalanx.record.account.flight import find_culprit, read_flights
 from phalanx.record.account.ledger import Walk, walk
 from phalanx.record.events import Event, read_events
 from phalanx.record.run import Run
@@ -26,6 +27,7 @@ class Incident:
     source: str  # where their state came from: memory, disk, or the start
     restored_step: int | None
     recovery_s: float | None  # from the last step's end to the next one's, noticing included; None when none followed
+    finding: str = ""  # what the flight recorders of the ranks tell: the collective, and who did not enter it
 
 
 def supervisor_events(run: Run) -> list[Event]:
@@ -41,7 +43,7 @@ def incidents(run: Run, walked: Walk | None = None, events: Sequence[Event] | No
         return []
     known = (walked or walk(run)).recoveries
     spans: list[Recovery | None] = [*known, *[None] * len(noticed)]
-    return [_incident(event, told, span) for event, span in zip(noticed, spans, strict=False)]
+    return [_incident(run, event, told, span) for event, span in zip(noticed, spans, strict=False)]
 
 
 def tell(event: Event) -> str:
@@ -50,7 +52,16 @@ def tell(event: Event) -> str:
     return f"rank {integer(event, 'rank')} on {host}: {_what(at(event, 'cause')) or 'no cause on record'}"
 
 
-def _incident(event: Event, events: Sequence[Event], span: Recovery | None) -> Incident:
+def _finding(run: Run, fell_in: int, events: Sequence[Event]) -> str:
+    """What the coordinator found in the recorders of a formation; where it had no time to look, what is there now."""
+    told = [one for one in events if one["event"] == "evidence" and integer(one, "epoch") == fell_in]
+    if found := next((text(one, "finding") for one in told if one.get("finding")), ""):
+        return printable(found, most=500)
+    found_now = find_culprit(read_flights(run, fell_in))
+    return printable(found_now.sentence, most=500) if found_now is not None else ""
+
+
+def _incident(run: Run, event: Event, events: Sequence[Event], span: Recovery | None) -> Incident:
     fell_in = integer(event, "epoch") or 0
     later = [one for one in events if (integer(one, "epoch") or 0) > fell_in]
     epoch = next((one for one in later if one["event"] == "epoch"), {})
@@ -66,6 +77,7 @@ def _incident(event: Event, events: Sequence[Event], span: Recovery | None) -> I
         source=text(restore, "source"),
         restored_step=integer(restore, "step"),
         recovery_s=max(0.0, took_s) if took_s is not None else None,
+        finding=_finding(run, fell_in, events),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from phalanx.errors import PhalanxError
 from phalanx.record.account.book import Accounts
+from phalanx.record.account.communication import Communication, communication
 from phalanx.record.account.cost import Cost, cost
 from phalanx.record.account.incidents import Incident, incidents
 from phalanx.record.account.ledger import Ledger, Walk, walk
@@ -146,6 +147,7 @@ class Summary:
     cost: Cost | None = None
     damage: tuple[Damage, ...] = ()
     layouts: tuple[LayoutResult, ...] = ()  # oldest first
+    communication: Communication | None = None
 
 
 def summarize(run: Run, history: RunHistory | None = None, walked: Walk | None = None) -> Summary:
@@ -236,6 +238,7 @@ def summarize_briefly(run: Run, history: RunHistory, walked: Walk | None = None)
         stragglers=slow,
         damage=damage,
         layouts=layouts,
+        communication=communication(history),
     )
 
 

@@ -11,9 +11,13 @@ from phalanx.record.run import Run
 from phalanx.record.values import integer, number, printable, text
 from phalanx.units import format_bytes, format_count, format_seconds, plural
 
+SLOW_GROUPS_S = 5.0  # process groups that took longer to make are worth a line
 RECENT = 20  # steps behind the rate and the time that is left
 # What the lines hold on which `remark_of_rank` has something to say.
-REMARKED = (b'"evaluate"', b'"checkpoint"', b'"memory"', b'"ready"', b'"remark"')
+REMARKED = (
+    *(b'"evaluate"', b'"checkpoint"', b'"memory"', b'"ready"', b'"remark"'),
+    *(b'"communicators"', b'"compile_check"'),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +101,8 @@ def remark_of_supervisor(event: Event) -> list[str]:
     kind, host = event["event"], text(event, "host")
     if kind == "incident":
         return [f"step {integer(event, 'step') or 0:,}: fell: {tell(event)}"]
+    if kind == "evidence" and event.get("finding"):
+        return [text(event, "finding")]
     if kind == "epoch" and event.get("reason") != "start":
         return [f"epoch {integer(event, 'epoch')}: going on with {plural(integer(event, 'world') or 0, 'rank')}"]
     if kind == "coordinator":
@@ -122,6 +128,10 @@ def remark_of_rank(event: Event) -> list[str]:
         return [f"step {step:,}: {_copies(event)}"]
     if event["event"] == "remark" and event.get("is_warning") is True:
         return [f"warning: {text(event, 'text')}"]
+    if event["event"] == "compile_check":
+        return [_compile_check(event)]
+    if event["event"] == "communicators":
+        return _communicators(event)
     if event["event"] == "ready":
         seconds = number(event, "seconds")
         at = f", going on at step {step:,}" if step else ""
@@ -130,6 +140,30 @@ def remark_of_rank(event: Event) -> list[str]:
         waited = f" after {format_seconds(seconds)}" if seconds else ""
         return [*(f"warning: {one}" for one in noted), f"ranks ready{waited}{at}"]
     return []
+
+
+def _compile_check(event: Event) -> str:
+    """What the comparison of compiled and eager code found, and what it cost."""
+    took_s, compile_s = number(event, "seconds") or 0.0, number(event, "compile_s") or 0.0
+    cost = f"{format_seconds(took_s)}, {format_seconds(compile_s)} of it compiling"
+    if event.get("passed") is None:
+        return f"warning: compiled code could not be held against eager code ({cost}): {text(event, 'reason')}"
+    norms = [number(event, name) for name in ("grad_norm", "eager_grad_norm", "gradient_difference", "bound")]
+    if event["passed"] is not True:
+        told = f": gradient norm {norms[0]:.4g} for {norms[1]:.4g}" if None not in norms[:2] else ""
+        return f"compiled code is wrong ({cost}){told}"
+    off = f"gradients differ by {norms[2]:.1e}, rounding explains {norms[3]:.1e}" if None not in norms else ""
+    return f"compiled code agrees with eager code ({cost}): {off}"
+
+
+def _communicators(event: Event) -> list[str]:
+    """How long the process groups took, where that is worth a line, and on which ranks the settings differ."""
+    given = event.get("differences")
+    lines = [f"warning: {printable(one)}" for one in given if isinstance(one, str)] if isinstance(given, list) else []
+    took_s = number(event, "seconds") or 0.0
+    if took_s >= SLOW_GROUPS_S:
+        lines.append(f"process groups made in {format_seconds(took_s)} ({text(event, 'backend')})")
+    return lines
 
 
 def _copies(event: Event) -> str:

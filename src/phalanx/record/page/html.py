@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from html import escape
 
+from phalanx.record.account.communication import communication_lines
 from phalanx.record.account.summary import Pair, RankTime, Summary
 from phalanx.record.page.figures import figures
 from phalanx.record.page.plots import stacked
@@ -37,6 +38,7 @@ def page(story: Story, *, made: str) -> str:
         ("Where the time went", _ledger(story)),
         ("Ranks", _ranks(story)),
         ("Incidents", _incidents(s)),
+        ("Communication", _list(communication_lines(s.communication)) if s.communication is not None else ""),
         ("Checkpoints", _checkpoints(story)),
         ("Cost, energy and carbon", _cost(s)),
         ("What it writes", _samples(s)),
@@ -207,7 +209,8 @@ def _incidents(s: Summary) -> str:
         rows.append((f"{one.step:,}", where, one.what, went, back, _or(one.recovery_s, format_seconds)))
     columns = ("step", "where", "what", "went on with", "back to step", "next step after")
     more = f'<p class="quiet">The last {MOST_ROWS} of {len(s.incidents):,}.</p>' if len(s.incidents) > MOST_ROWS else ""
-    return _table(columns, rows, right=(0, 4, 5)) + more
+    found = _list([f"step {one.step:,}: {one.finding}" for one in s.incidents[-MOST_ROWS:] if one.finding])
+    return _table(columns, rows, right=(0, 4, 5)) + more + found
 
 
 def _checkpoints(story: Story) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from phalanx.record.account.communication import communication_lines
 from phalanx.record.account.summary import Summary
 from phalanx.record.page.report import UNKNOWN, compared, cost_rows, layout_rows, spent_on, wall_s
 from phalanx.record.page.story import Story
@@ -26,6 +27,7 @@ def page(story: Story) -> str:
         ("Where the time went", _ledger(s)),
         ("Ranks", _ranks(story)),
         ("Incidents", _incidents(s)),
+        ("Communication", _communication(s)),
         ("Checkpoints", _checkpoints(s)),
         ("Cost", _cost(s)),
         ("What it writes", _samples(s)),
@@ -118,7 +120,15 @@ def _incidents(s: Summary) -> str:
         went = f"{plural(one.world, 'rank')}, from {plain(one.source)}" if one.world else "nobody"
         took = format_seconds(one.recovery_s) if one.recovery_s is not None else UNKNOWN
         rows.append((f"{one.step:,}", f"rank {one.rank} on {plain(one.host)}", plain(one.what), went, took))
-    return _table(("step", "where", "what", "went on with", "next step after"), rows) if rows else ""
+    found = "".join(f"\n- step {one.step:,}: {plain(one.finding)}" for one in s.incidents[-MOST_ROWS:] if one.finding)
+    table = _table(("step", "where", "what", "went on with", "next step after"), rows) if rows else ""
+    return table + (f"\n{found}" if found else "")
+
+
+def _communication(s: Summary) -> str:
+    if s.communication is None:
+        return ""
+    return "\n".join(f"- {plain(line.strip())}" for line in communication_lines(s.communication))
 
 
 def _checkpoints(s: Summary) -> str:

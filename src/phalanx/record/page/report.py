@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from phalanx.columns import table
+from phalanx.record.account.communication import communication_lines
 from phalanx.record.account.cost import Cost
 from phalanx.record.account.ledger import Ledger
 from phalanx.record.account.summary import Evaluation, LayoutResult, Pair, RankTime, Summary
@@ -29,6 +30,7 @@ def render(summary: Summary) -> str:
         ("RANKS (means per step; not computing: for other ranks, stages, transfers, or a core)", _ranks(summary)),
         ("SURVIVED", _survived(summary)),
         ("WHERE THE TIME WENT", _time(summary)),
+        ("COMMUNICATION", communication_lines(summary.communication) if summary.communication is not None else []),
         ("COST", _cost(summary)),
         ("WHAT IT WRITES", _samples(summary)),
         ("KEPT", _kept(summary)),
@@ -182,6 +184,9 @@ def _survived(s: Summary) -> list[str]:
         back = f"{one.restored_step:,}" if one.restored_step is not None else UNKNOWN
         rows.append((f"{one.step:,}", f"rank {one.rank}: {one.what}"[:60], went, back, _seconds(one.recovery_s)))
     lines = table(rows, right=(0, 3, 4))
+    for one in s.incidents[-MOST_ROWS:]:
+        if one.finding:
+            lines += textwrap.wrap(f"step {one.step:,}: {one.finding}", WIDTH - 4, subsequent_indent="  ")
     if len(s.incidents) > MOST_ROWS:
         lines.append(f"the last {MOST_ROWS} of {len(s.incidents):,}")
     pairs = (("recovery", s.recovery_s, _seconds), ("effective time", s.effective_time, _share))

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -31,6 +32,7 @@ class Codec(Protocol):
 
     bytes_sent: int  # this rank put on the wire, all calls together
     bytes_raw: int  # the same sums would have taken uncompressed, by ring
+    is_off: bool  # sum exactly for a while, and carry nothing
 
     def prepare(self, key: int, shapes: Sequence[torch.Size]) -> None:
         """Say, once and before its first sum, which tensors lie in a bucket, in order."""
@@ -71,6 +73,7 @@ class Quantised:
         self._sizes: dict[int, tuple[int, ...]] = {}
         self.bytes_sent = 0
         self.bytes_raw = 0
+        self.is_off = False
 
     def prepare(self, key: int, shapes: Sequence[torch.Size]) -> None:
         """Say which tensors lie in a bucket, or in each rank's part of it for `reduce_scatter`; else it is one."""
@@ -81,6 +84,9 @@ class Quantised:
         """Sum in place; all ranks end with the same bits."""
         ranks, size = group.size(), bucket.numel()
         if ranks == 1:
+            return
+        if self.is_off:
+            dist.all_reduce(bucket, group=group)
             return
         sizes, block = self._sizes.get(key, (size,)), self._format.block
         x_1n = spread(bucket.reshape(1, -1), sizes, block)
@@ -96,6 +102,9 @@ class Quantised:
     @torch.no_grad()
     def reduce_scatter(self, output: Tensor, bucket: Tensor, group: ProcessGroup, key: int) -> None:
         """Write the sum of this rank's part of all buckets into `output`."""
+        if self.is_off:
+            dist.reduce_scatter_tensor(output, bucket, group=group)
+            return
         sizes = self._sizes.get(key, (output.numel(),))
         output.copy_(self._summed(bucket.reshape(group.size(), -1), sizes, group, f"{key}/parts").view_as(output))
         self.bytes_raw += (group.size() - 1) * output.numel() * bucket.element_size()

@@ -78,6 +78,11 @@ class ShardedCompression:
         """Memory of the errors carried."""
         return sum(error.numel() * error.element_size() for error in self.state().values())
 
+    def compress(self, on: bool) -> None:
+        """Compress gradients; or sum them as they are for a while."""
+        for codec in self._codecs.values():
+            codec.is_off = not on
+
     def state(self) -> dict[str, Tensor]:
         """The errors of every module."""
         return {

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.plan.layout import Layout
@@ -67,6 +71,16 @@ class ParallelDims:
         return self.stage // (self.expert * self.expert_shard)
 
 
+@dataclass(kw_only=True, slots=True)
+class GroupTime:
+    """What making the groups of one axis took on this rank; each new group is a communicator."""
+
+    group: str  # cut and axis, as "dense/tensor"
+    ranks: int  # of one group
+    count: int = 0
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meshes:
     """The ranks of the job, cut three ways; every cut covers all of them, pipeline outermost."""
@@ -76,6 +90,7 @@ class Meshes:
     work: DeviceMesh  # pipeline, data, context, tensor: who computes what
     experts: DeviceMesh | None  # pipeline, copies, shard, expert: who holds which experts
     stages: DeviceMesh | None  # pipeline, stage: who counts the tokens of its experts together
+    group_times: list[GroupTime] = field(default_factory=list)
 
     def group(self, axis: str) -> ProcessGroup:
         """The ranks that differ from this one only on `axis` (pipeline, data, context or tensor)."""
@@ -94,17 +109,51 @@ def build_meshes(dims: ParallelDims, device_type: str, *, experts: bool) -> Mesh
 
 def _build(dims: ParallelDims, device_type: str, *, experts: bool) -> Meshes:
     ranks = torch.arange(dims.world)
+    times: dict[str, GroupTime] = {}
 
-    def cut(names: tuple[str, ...], *sizes: int) -> DeviceMesh:
-        return DeviceMesh(device_type, ranks.view(dims.pipeline, *sizes), mesh_dim_names=("pipeline", *names))
+    def cut(name: str, axes: tuple[str, ...], *sizes: int) -> DeviceMesh:
+        with _timed_groups(name, times):
+            return DeviceMesh(device_type, ranks.view(dims.pipeline, *sizes), mesh_dim_names=("pipeline", *axes))
 
     split = experts and dims.expert > 1
     return Meshes(
         dims=dims,
-        dense=cut(("copies", "shard", "tensor"), dims.copies, dims.shard, dims.tensor),
-        work=cut(("data", "context", "tensor"), dims.data, dims.context, dims.tensor),
-        experts=cut(("copies", "shard", "expert"), dims.expert_copies, dims.expert_shard, dims.expert)
+        dense=cut("dense", ("copies", "shard", "tensor"), dims.copies, dims.shard, dims.tensor),
+        work=cut("work", ("data", "context", "tensor"), dims.data, dims.context, dims.tensor),
+        experts=cut("experts", ("copies", "shard", "expert"), dims.expert_copies, dims.expert_shard, dims.expert)
         if split
         else None,
-        stages=cut(("stage",), dims.stage) if experts else None,
+        stages=cut("stages", ("stage",), dims.stage) if experts else None,
+        group_times=list(times.values()),
     )
+
+
+@contextmanager
+def _timed_groups(cut: str, times: dict[str, GroupTime]) -> Iterator[None]:
+    """Take the time of every call with which torch's mesh makes groups (2.11 to 2.13: one of two functions).
+
+    An axis of one rank, too, gets its groups, and an axis of all ranks takes the group that is there.
+    """
+
+    def timed(make: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            began_s = time.perf_counter()
+            try:
+                return make(*args, **kwargs)
+            finally:
+                groups = kwargs.get("split_ranks") or [kwargs.get("ranks") or ()]
+                axis = str(kwargs.get("group_desc") or "").removeprefix("mesh_") or "?"
+                one = times.setdefault(f"{cut}/{axis}", GroupTime(group=f"{cut}/{axis}", ranks=len(groups[0])))
+                one.count += len(groups)
+                one.seconds += time.perf_counter() - began_s
+
+        return run
+
+    known = {name: getattr(device_mesh, name) for name in ("new_group", "split_group") if hasattr(device_mesh, name)}
+    for name, make in known.items():
+        setattr(device_mesh, name, timed(make))
+    try:
+        yield
+    finally:
+        for name, make in known.items():
+            setattr(device_mesh, name, make)

@@ -68,6 +68,11 @@ class GradientExchange:
         """Bytes compressed exchange has put on the wire so far; None without compression."""
         return sum(codec.bytes_sent for codec in self._codecs) if self._codecs else None
 
+    def compress(self, on: bool) -> None:
+        """Compress gradients, where they are to be; or sum them as they are for a while."""
+        for codec in self._codecs:
+            codec.is_off = not on
+
     def state(self) -> dict[str, torch.Tensor]:
         """What compression carries over to the next step."""
         return {

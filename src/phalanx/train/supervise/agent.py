@@ -9,17 +9,19 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.errors import PhalanxError
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run, open_run
+from phalanx.train.supervise.flight import BUFFER_NAMES, RECORDED
 from phalanx.train.supervise.host import HostAgent
 from phalanx.train.supervise.interface import LIBRARIES, interface_of
-from phalanx.train.supervise.last_words import RECORDED
 from phalanx.train.supervise.link import Link
 from phalanx.train.supervise.process import Work, die_with
 from phalanx.train.supervise.secret import read_secret
+from phalanx.train.supervise.transports import facts_here, transport_notes, transport_warnings
 from phalanx.train.supervise.wishes import Wishes
 
 
@@ -30,7 +32,8 @@ def main(arguments: list[str]) -> int:
         die_with(int(parent))
     wishes = Wishes.listen()  # before the imports: Ctrl-C in the first seconds is a wish like any other
     gc.disable()  # importing 2,100 modules makes no garbage: 2.9 s instead of 3.7 s of processor time, mean of 3
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))  # torch reads it when the first group is made
+    for name in BUFFER_NAMES:  # torch reads them when the first group is made
+        os.environ.setdefault(name, str(RECORDED))
     if interface := interface_of(address):  # nothing of the ranks listens beyond it
         os.environ.update(dict.fromkeys(LIBRARIES, interface))
     run = open_run(folder)
@@ -40,7 +43,10 @@ def main(arguments: list[str]) -> int:
         agent.begin()  # the coordinator starts while we import
         plan = Plan.from_json(run.plan_json.read_text(encoding="utf-8"), where=str(run.plan_json))
         agent.look(plan)
-        work = _work(run, agent)
+        facts = facts_here(plan, slots=int(slots))
+        for problem in transport_warnings(facts) if facts is not None else ():
+            print(f"warning: {problem.render()}", file=sys.stderr, flush=True)
+        work = _work(run, agent, transport_notes(facts) if facts is not None else ())
         _check(plan)
         gc.freeze()  # what was imported is never freed: ranks then share its memory, and switch the collector on
         return agent.serve(work)
@@ -60,7 +66,7 @@ def _check(plan: Plan) -> None:
     refuse_layout(plan.job.model, settings)
 
 
-def _work(run: Run, agent: HostAgent) -> Work:
+def _work(run: Run, agent: HostAgent, notes: Sequence[str]) -> Work:
     """The trainer as a function of the link; imports everything the ranks share, and computes nothing."""
     from phalanx.train.worker import Rank
 
@@ -68,7 +74,13 @@ def _work(run: Run, agent: HostAgent) -> Work:
 
     def work(link: Link) -> None:
         Rank(
-            run=Path(run.path), link=link, vault=agent.vault, host=agent.host, address=agent.address, secret=secret
+            run=Path(run.path),
+            link=link,
+            vault=agent.vault,
+            host=agent.host,
+            address=agent.address,
+            secret=secret,
+            notes=notes,
         ).serve()
 
     return work

@@ -236,6 +236,6 @@ def unexplained(rank: int, step: int, code: int) -> Failure:
 
 def clear(run: Run) -> None:
     """Forget the failures of an earlier start."""
-    for path in run.path.glob("errors/rank-*.json"):
+    for path in (*run.path.glob("errors/rank-*.json"), *run.path.glob("flight/epoch-*.json")):
         path.unlink(missing_ok=True)
     os.makedirs(run.path / "errors", exist_ok=True)

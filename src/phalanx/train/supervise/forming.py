@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
+from phalanx.record.account.flight import find_culprit, read_flights, recorded_epochs
 from phalanx.train.supervise.ending import end_unfit, kill_all
 from phalanx.train.supervise.fence import begin_epoch, current_epoch
 from phalanx.train.supervise.formation import Formation, Seat
@@ -15,6 +16,7 @@ from phalanx.train.supervise.room import Room
 from phalanx.train.vault.choose import Choice, choices
 from phalanx.train.vault.held import Held
 
+MOST_FLIGHTS = 2048  # ranks whose recorders are read while others wait; of more, reports read them later
 GROW_S = 1.0  # seats that came back are to stay this long before the ranks are disturbed
 
 
@@ -135,14 +137,27 @@ def _go(room: Room, formation: Formation, ready: Mapping[str, Message]) -> None:
     room.memory.step, room.memory.best_step = step, max(step, room.memory.best_step)
     room.step_s, room.stepped_s = 0.0, room.clock()
     room.save(room.memory)
-    if room.words:  # the survivors have left what fell, and could say where they were
-        room.events.write("evidence", epoch=formation.epoch - 1, last_collectives=room.words)
-        room.words = {}
+    _tell_evidence(room, formation)
     where = "memory" if choice is not None else "disk" if step else "start"
     room.events.write("restore", epoch=formation.epoch, step=step, source=where)
     room.tell_all(go)
     if room.run.status().get("state") != "running":
         room.run.set_status("running", world=formation.world, started=round(time.time(), 3))
+
+
+def _tell_evidence(room: Room, formation: Formation) -> None:
+    """The survivors have left what fell, and could say where they were.
+
+    The last formation that trained need not be the one before this: some may have failed before they began.
+    """
+    new = [epoch for epoch in recorded_epochs(room.run) if room.told_flights < epoch < formation.epoch]
+    room.told_flights = max(new, default=room.told_flights)
+    found = find_culprit(read_flights(room.run, new[0], most=MOST_FLIGHTS)) if new else None
+    if room.words or found is not None:
+        told = {"finding": found.sentence, "culprits": list(found.culprits)} if found is not None else {}
+        epoch = new[0] if new else formation.epoch - 1
+        room.events.write("evidence", epoch=epoch, last_collectives=room.words, **told)
+        room.words = {}
 
 
 def _choice(room: Room, ready: Mapping[str, Message]) -> Choice | None:

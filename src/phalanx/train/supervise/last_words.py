@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from phalanx.train.supervise.failure import failure_of
-
-RECORDED = 32  # collectives that torch's flight recorder keeps; only the last is wanted
+from phalanx.train.supervise.flight import recorded_entries
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -18,11 +16,10 @@ def is_consequence(error: BaseException) -> bool:
 def last_collective() -> str:
     """The last collective this rank began, as torch's flight recorder knows it; empty when it recorded none."""
     try:
-        from torch._C import _distributed_c10d as c10d
-
-        entries = json.loads(c10d._dump_fr_trace_json())["entries"]  # type: ignore[attr-defined, unused-ignore]
-    except (ImportError, AttributeError, KeyError, TypeError, ValueError, RuntimeError):
+        entries = recorded_entries()
+    except (ImportError, AttributeError):
         return ""
+    entries.sort(key=lambda entry: int(entry.get("time_created_ns") or 0))  # NCCL's and gloo's are recorded apart
     return _named(entries[-1]) if entries else ""
 
 

@@ -36,6 +36,7 @@ class Link:
         self._ended = False
         self.step = NO_STEP  # the last one this rank told of
         self.may_beat: Callable[[], bool] = lambda: True  # drills silence a rank that lives
+        self.record: Callable[[], None] = lambda: None  # write down which collectives this rank is in
         threading.Thread(target=self._listen, name="link", daemon=True).start()
 
     # ---- the training's side ---------------------------------------------------------------------------------------
@@ -106,12 +107,16 @@ class Link:
     def _take(self, message: Message) -> None:
         if message["kind"] == "form":
             self._newest = max(self._newest, int(message["epoch"]))
+            if 0 < self._epoch < self._newest:
+                self.record()  # before what it waits in is cut
             self._cut_old()
             self._goes.put(None)  # whoever waits to go, goes no longer
             self._forms.put(message)
         elif message["kind"] == "go":
             self._goes.put(message)
         elif message["kind"] == "end":
+            if self._epoch:
+                self.record()
             self._end()
 
     def _cut_old(self) -> None:

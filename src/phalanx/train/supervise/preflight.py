@@ -20,7 +20,7 @@ from phalanx.hardware.discover import discover
 from phalanx.hardware.machine import Gpu, Machine
 from phalanx.plan.plan import Plan
 from phalanx.train.supervise.channel import LOOPBACK
-from phalanx.train.supervise.prepare import MOST_RANKS_PER_CORE
+from phalanx.train.supervise.prepare import MOST_RANKS_PER_CORE, ranks_per_gpu
 from phalanx.train.vault.vault import GENERATIONS
 from phalanx.units import MB, format_bytes, format_seconds, plural
 
@@ -93,15 +93,16 @@ def check_devices(plan: Plan, machine: Machine, slots: int) -> Iterator[Problem]
                 fix=f"give this host at most {most:,} slots",
             )
         return
-    if len(machine.gpus) < slots:
+    if len(machine.gpus) * ranks_per_gpu() < slots:
         yield Problem(
             where=machine.hostname,
             what=f"{len(machine.gpus)} of the {slots} × {plan.cluster.accelerator.name} that its ranks need answer",
             why="; ".join(machine.notes) or "every rank needs a device of its own",
             fix="look at nvidia-smi and dmesg (Xid); restart the host, or take it out of the job",
         )
+    alone = min(slots, len(machine.gpus)) == 1
     for gpu in machine.gpus[:slots]:
-        yield from _check_gpu(plan, gpu, alone=slots == 1, where=f"{machine.hostname}, GPU {gpu.index}")
+        yield from _check_gpu(plan, gpu, alone=alone, where=f"{machine.hostname}, GPU {gpu.index}")
 
 
 def _check_gpu(plan: Plan, gpu: Gpu, *, alone: bool, where: str) -> Iterator[Problem]:

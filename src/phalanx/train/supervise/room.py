@@ -55,6 +55,7 @@ class Room:
         self.left: dict[int, Message] = {}
         self.left_s: float | None = None
         self.words: dict[int, str] = {}  # the last collective of each rank that left for the present epoch
+        self.told_flights = 0  # newest epoch whose flight recorders were told of
         self.wishes = 0
         self.wished_s: float | None = None
         self.hurry_s: float | None = None  # when a cluster manager asked, which does not wait

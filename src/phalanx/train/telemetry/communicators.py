@@ -1,0 +1,174 @@
+"""What ranks talk through: how long their process groups took to make, and which library with which settings it is.
+
+torch prints the NCCL version it was compiled against; the one that is loaded may be another (LD_PRELOAD, a module
+system), so the library itself is asked. Settings come from the environment and from files that NCCL reads by itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined, unused-ignore]
+
+from phalanx.record.events import EventWriter
+from phalanx.record.redact import redact
+from phalanx.train.parallel.dims import GroupTime
+
+PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_")
+MOST_VARIABLES, MOST_VALUE = 200, 300  # an event is one line
+MOST_DIFFERENCES = 32
+MEETING_S = 60.0  # for the settings of the other ranks, which have all just joined
+_FILE_LINE = re.compile(r"\s*(NCCL_[A-Z0-9_]{1,80})\s*=\s*([^\n]{0,300}?)\s*")
+_LIBRARY = re.compile(r"/lib(?:nccl|rccl)[^/]*\.so[^/]*$")
+
+
+def settings_in_force(
+    environ: Mapping[str, str] = os.environ, *, root: Path = Path("/"), home: Path | None = None
+) -> dict[str, str]:
+    """Variables of NCCL, gloo and the flight recorder; what only NCCL's own files set comes with the file's name.
+
+    NCCL reads ~/.nccl.conf (or NCCL_CONF_FILE), then /etc/nccl.conf; neither overrides what is set already.
+    """
+    found = {name: value for name, value in environ.items() if name.startswith(PREFIXES)}
+    own = environ.get("NCCL_CONF_FILE")
+    for path in (Path(own) if own else (home or Path.home()) / ".nccl.conf", root / "etc/nccl.conf"):
+        with suppress(OSError):
+            for line in path.read_text(encoding="utf-8", errors="replace")[: 2**16].splitlines():
+                if (match := _FILE_LINE.fullmatch(line.partition("#")[0])) and match.group(1) not in found:
+                    found[match.group(1)] = f"{match.group(2)} ({path})"
+    shown = sorted(found.items())[:MOST_VARIABLES]
+    return {name: redact(value, environ)[:MOST_VALUE] for name, value in shown}
+
+
+def version_text(code: int) -> str:
+    """NCCL's version as people write it; the numbers were of another form before 2.9.
+
+    >>> version_text(23007), version_text(22809), version_text(2804)
+    ('2.30.7', '2.28.9', '2.8.4')
+    """
+    if code >= 10_000:
+        return f"{code // 10_000}.{code // 100 % 100}.{code % 100}"
+    return f"{code // 1000}.{code // 100 % 10}.{code % 100}"
+
+
+def mapped_libraries(maps: str) -> list[str]:
+    """NCCL's and RCCL's files among those a process has mapped (/proc/self/maps), plugins included."""
+    names = {line.rsplit(maxsplit=1)[-1] for line in maps.splitlines() if "/" in line}
+    return sorted(name for name in names if _LIBRARY.search(name))
+
+
+def loaded_version(libraries: Sequence[str]) -> str:
+    """What the library that calls reach says of itself; empty where none is loaded.
+
+    A preloaded one comes first in the process's own name space, and torch's calls go where ours go.
+    """
+    for name in (None, *(one for one in libraries if re.search(r"/lib[nr]ccl\.so", one))):
+        code = ctypes.c_int(0)
+        with suppress(OSError, AttributeError):
+            if ctypes.CDLL(name).ncclGetVersion(ctypes.byref(code)) == 0 and code.value:
+                return version_text(code.value)
+    return ""
+
+
+def describe_library(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """The library of this process."""
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        maps = ""
+    libraries = mapped_libraries(maps)
+    built = ""
+    if torch.cuda.is_available():
+        with suppress(Exception):  # a build without NCCL
+            built = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+    return {
+        "version": loaded_version(libraries) or None,
+        "built_version": built or None,
+        "libraries": libraries,
+        "preloaded": [one for one in re.split(r"[ :]+", environ.get("LD_PRELOAD", "")) if one],
+    }
+
+
+def name_differences(first: Mapping[str, str], others: Mapping[int, Mapping[str, str | None]]) -> list[str]:
+    """Sentences on who has other settings than rank 0; `others` are each rank's differing values, None for unset.
+
+    >>> name_differences({"NCCL_ALGO": "Ring"}, {2: {"NCCL_ALGO": None}, 3: {"NCCL_ALGO": None}})
+    ['NCCL_ALGO is Ring on rank 0 and not set on ranks 2, 3']
+    """
+    told: dict[tuple[str, str | None], list[int]] = {}
+    for rank, values in sorted(others.items()):
+        for name, value in sorted(values.items()):
+            told.setdefault((name, value), []).append(rank)
+    found = []
+    for (name, value), ranks in told.items():
+        mine = first.get(name)
+        few = ", ".join(str(rank) for rank in ranks[:8]) + (f" and {len(ranks) - 8:,} more" if len(ranks) > 8 else "")
+        found.append(
+            f"{name} is {mine if mine is not None else 'not set'} on rank 0 and "
+            f"{value if value is not None else 'not set'} on rank{'s' if len(ranks) > 1 else ''} {few}"
+        )
+    return found[:MOST_DIFFERENCES] + (["and more"] if len(found) > MOST_DIFFERENCES else [])
+
+
+# Differ from rank to rank by their nature.
+_OWN = ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG_FILE")
+
+
+def compare_settings(store: Store, mine: Mapping[str, str], *, rank: int, world: int) -> list[str]:
+    """On rank 0 the differences between ranks, in words; elsewhere nothing. Every rank must call this."""
+    prefix = "communicators"
+    if rank == 0:
+        store.set(f"{prefix}/0", json.dumps(dict(mine)))
+        names = [f"{prefix}/{other}" for other in range(1, world)]
+        if not names:
+            return []
+        store.wait(names, timedelta(seconds=MEETING_S))
+        answers = store.multi_get(names) if hasattr(store, "multi_get") else [store.get(name) for name in names]
+        heard = {other: json.loads(answer) for other, answer in enumerate(answers, start=1)}
+        return name_differences(mine, {other: values for other, values in heard.items() if values})
+    first = json.loads(store.get(f"{prefix}/0"))
+    differing = [name for name in {**first, **mine} if first.get(name) != mine.get(name) and name not in _OWN]
+    store.set(f"{prefix}/{rank}", json.dumps({name: mine.get(name) for name in differing[:MOST_DIFFERENCES]}))
+    return []
+
+
+def tell_communicators(
+    events: EventWriter,
+    store: Store | None,
+    times: Iterable[GroupTime],
+    *,
+    joined_s: float,
+    epoch: int,
+    device: torch.device,
+    notes: Sequence[str] = (),
+) -> None:
+    """Write down how the groups of a formation were made. Every rank must call this."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    groups = [GroupTime(group="world", ranks=world, count=1, seconds=joined_s), *times]
+    settings, differences = settings_in_force(), list[str]()
+    if store is not None:
+        with suppress(RuntimeError, ValueError):  # what is only told must not end a run
+            differences = compare_settings(store, settings, rank=rank, world=world)
+    described: dict[str, Any] = {"variables": settings, "differences": differences, "notes": list(notes)}
+    fields = {} if rank else {**describe_library(), **described}
+    events.write(
+        "communicators",
+        epoch=epoch,
+        backend="nccl" if device.type == "cuda" else "gloo",
+        # With a device_id torch makes NCCL's communicators at once, and splits the others off it; gloo always connects.
+        mode="eager",
+        seconds=round(sum(one.seconds for one in groups), 6),
+        groups=[asdict(one) | {"seconds": round(one.seconds, 6)} for one in groups],
+        **fields,
+    )
