@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.cli.options import add_json, add_no_probe, add_set
+from phalanx.cli.options import add_json, add_no_probe, add_ranks_per_gpu, add_set, take_ranks_per_gpu
 from phalanx.cli.output import note, print_json, say, warn
 from phalanx.errors import PhalanxError, mistake
 
@@ -46,12 +46,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="this is the first of N hosts; the others run phalanx agent RUN",
     )
     parser.add_argument("--address", metavar="IP", help="with --join: address of this host (fault.interface)")
+    add_ranks_per_gpu(parser)
     parser.add_argument("--allow-code", action="store_true", help="let the job import a model of your own")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, resume, or report."""
+    take_ranks_per_gpu(args)
     _check_call(args)
     if args.report:
         from phalanx.record.run import open_run
@@ -186,6 +188,17 @@ def _header(plan: Plan) -> None:
     )
     for text in plan.warnings:
         note(f"  warning: {text}")
+    _say_shared(plan)
+
+
+def _say_shared(plan: Plan) -> None:
+    """What ranks that share GPUs are started with; nothing on cores, or where none may."""
+    from phalanx.hardware.sharing import allowed_ranks
+    from phalanx.train.supervise.prepare import sharing_note
+
+    allowed = allowed_ranks(plan.job.train.ranks_per_gpu, os.environ)
+    if allowed > 1 and plan.cluster.accelerator.family != "cpu":
+        note(sharing_note(allowed, os.environ))
 
 
 def _dry_run(plan: Plan, *, as_json: bool) -> int:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from phalanx.errors import Problem, WorldError, mistake
+from phalanx.hardware.sharing import allowed_ranks
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
@@ -46,10 +47,11 @@ from phalanx.train.supervise import last_words
 from phalanx.train.supervise.board import NO_STEP, Phase
 from phalanx.train.supervise.fence import fence
 from phalanx.train.supervise.formation import Formation, Seat
+from phalanx.train.supervise.gpus import agree_on_gpus, take_shared_gpu
 from phalanx.train.supervise.link import Interrupted, Link
 from phalanx.train.supervise.process import take_rank
 from phalanx.train.telemetry.sensors import sensors_of
-from phalanx.train.telemetry.sharing import Sharers
+from phalanx.train.telemetry.sharing import Sharers, gpu_uuid, host_name, is_loopback
 from phalanx.train.telemetry.watch import KeptSensors, Meeting, meet, watched
 from phalanx.train.vault.buddy import buddy_of
 from phalanx.train.vault.choose import Choice
@@ -129,7 +131,7 @@ class Rank:
             device = _device(self.plan, self.vault.slots)
             place = _store(go["store"], door, timeout_s=self.plan.job.comm.init_timeout_s)
             store = PrefixStore(f"{formation.epoch}", place)
-            _join(self.plan, device, rank=rank, world=formation.world, store=store)
+            _join(self.plan, device, rank=rank, world=formation.world, store=store, shared=self._shares(device))
             events = EventWriter(self.run.events(rank), rank=rank)
             stack.callback(events.close)
             stack.enter_context(self._watched(formation, rank, events, device, store))
@@ -159,6 +161,14 @@ class Rank:
                 copies=copies,
                 at_most=go.get("at_most"),
             )
+
+    def _shares(self, device: torch.device) -> bool:
+        """Whether ranks here share a GPU; by slots, as it must not depend on who is left."""
+        if device.type != "cuda":
+            return False
+        # Hosts of a loopback address are one machine that plays several, and its GPUs are all of theirs.
+        hosts = len(self.run.launch().get("hosts", ())) if is_loopback(self.address) else 1
+        return self.vault.slots * max(hosts, 1) > torch.cuda.device_count()
 
     def _watched(
         self, formation: Formation, rank: int, events: EventWriter, device: torch.device, store: Store
@@ -234,7 +244,8 @@ def run_rank(
     plan = Plan.from_json(folder.plan_json.read_text(encoding="utf-8"), where=str(folder.plan_json))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     device = _device(plan, local_world)
-    _join(plan, device, rank=rank, world=world, store=store)
+    shared = store is not None and _sharing(plan, device, store, rank=rank, world=world)
+    _join(plan, device, rank=rank, world=world, store=store, shared=shared)
     events = EventWriter(folder.events(rank), rank=rank)
     orders = Orders(stop=stop, progress=lambda step, phase: heartbeat(step), hooks=Hooks())
     none_met = None, Sharers(host=local_world)
@@ -411,7 +422,34 @@ def _abandon_group() -> None:
     world.group_count = 0
 
 
-def _join(plan: Plan, device: torch.device, *, rank: int, world: int, store: Store | None) -> None:
+def _sharing(plan: Plan, device: torch.device, store: Store, *, rank: int, world: int) -> bool:
+    """Whether ranks that another launcher started share GPUs; raises on all of them where nobody allowed it."""
+    if device.type != "cuda":
+        return False
+    allowed, limit_s = allowed_ranks(plan.job.train.ranks_per_gpu, os.environ), plan.job.comm.init_timeout_s
+    gpu = gpu_uuid(device) or f"{host_name()} {device}"
+    try:
+        return agree_on_gpus(store, gpu, world=world, allowed=allowed, limit_s=limit_s)
+    except dist.DistError as error:
+        raise _ranks_missing(rank, world, limit_s) from error
+
+
+def _ranks_missing(rank: int, world: int, limit_s: float) -> WorldError:
+    return WorldError(
+        Problem(
+            where=f"rank {rank}",
+            what=f"not all of {world} ranks arrived within {limit_s:g} s",
+            why="every rank of the job must be started, with the same MASTER_ADDR and WORLD_SIZE",
+            fix="look at the logs of the ranks that are missing, or raise comm.init_timeout_s",
+        )
+    )
+
+
+def _join(
+    plan: Plan, device: torch.device, *, rank: int, world: int, store: Store | None, shared: bool = False
+) -> None:
+    if shared:
+        take_shared_gpu(os.environ)
     # Gloo beside NCCL: what is kept in host memory is exchanged there too.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda" and plan.job.comm.algorithm != "auto":
@@ -430,11 +468,4 @@ def _join(plan: Plan, device: torch.device, *, rank: int, world: int, store: Sto
     except dist.DistError as error:
         if "timeout" not in str(error).lower():
             raise
-        raise WorldError(
-            Problem(
-                where=f"rank {rank}",
-                what=f"not all of {world} ranks arrived within {limit_s:g} s",
-                why="every rank of the job must be started, with the same MASTER_ADDR and WORLD_SIZE",
-                fix="look at the logs of the ranks that are missing, or raise comm.init_timeout_s",
-            )
-        ) from error
+        raise _ranks_missing(rank, world, limit_s) from error

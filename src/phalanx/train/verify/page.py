@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phalanx.train.verify.prove import Proof
+from phalanx.train.verify.terms import format_name
 from phalanx.units import format_seconds
 
 AXES = ("tensor", "context", "pipeline", "virtual_pipeline", "data", "shard", "expert")
@@ -21,10 +22,16 @@ def render(proof: Proof) -> str:
 
 def _verdict(proof: Proof) -> str:
     what = f"{proof.ranks} rank{'s' if proof.ranks > 1 else ''} against one process"
-    how = f"{proof.steps} steps of {proof.optimizer} in float64"
-    if proof.comparison.first is None:
-        return f"PROVEN: {what}, {how}, give the same"
-    return f"DIFFERS: {proof.comparison.first.render()}\n({what}, {how})"
+    if proof.gpus:
+        what += f" on {proof.gpus} GPU{'s' if proof.gpus > 1 else ''} over NCCL"
+    how = f"{proof.steps} steps of {proof.optimizer} in {format_name(proof.terms.precision)}"
+    how += ", compiled" if proof.compiled else ""
+    if proof.comparison.first is not None:
+        return f"DIFFERS: {proof.comparison.first.render()}\n({what}, {how})"
+    if proof.again is not None and proof.again.first is not None:
+        return f"DIFFERS from the compile cache: {proof.again.first.render()}\n({what}, {how}, second start)"
+    twice = f", twice: {proof.cached} graphs of the second start came from the compile cache" if proof.again else ""
+    return f"PROVEN: {what}, {how}, give the same{twice}"
 
 
 def _axes(proof: Proof) -> list[str]:
@@ -38,17 +45,31 @@ def _axes(proof: Proof) -> list[str]:
 
 
 def _differences(proof: Proof) -> list[str]:
-    found, bounds = proof.comparison, proof.bounds
-    relative = f"{bounds.gradient:.0e} of each tensor's largest"
-    rows = [
-        ("loss", found.loss, f"{bounds.loss:.0e}"),
-        ("held-out loss", found.evaluation, f"{bounds.loss:.0e}"),
-        ("gradient norm", found.norm, f"{bounds.norm:.0e}"),
-        ("gradients", found.gradient, relative),
-        ("parameters", found.parameter, f"{bounds.parameter:.0e}"),
+    bounds = proof.bounds
+    if bounds.rounding:
+        later = f" (later steps {bounds.loss * bounds.later:.1e})"
+        rows = [
+            ("loss", "loss", f"{bounds.loss:.1e}{later}"),
+            ("held-out loss", "evaluation", f"{bounds.loss:.1e}{later}"),
+            ("gradient norm", "norm", f"{bounds.norm:.1e} (later steps {bounds.norm * bounds.later:.1e})"),
+            ("gradients", "gradient", f"{bounds.gradient:.1e} of each tensor, first step"),
+        ]
+        head = f"  {'relative difference':<20}{'found':>8}  allowed"
+    else:
+        rows = [
+            ("loss", "loss", f"{bounds.loss:.0e}"),
+            ("held-out loss", "evaluation", f"{bounds.loss:.0e}"),
+            ("gradient norm", "norm", f"{bounds.norm:.0e}"),
+            ("gradients", "gradient", f"{bounds.gradient:.0e} of each tensor's largest"),
+            ("parameters", "parameter", f"{bounds.parameter:.0e}"),
+        ]
+        head = f"  {'largest difference':<20}{'found':>8}  allowed"
+    runs = [one for one in (proof.comparison, proof.again) if one is not None]
+    if proof.terms.full_size:
+        rows = rows[:3]
+    return [head] + [
+        f"  {name:<20}{max(getattr(one, key) for one in runs):>8.0e}  {allowed}" for name, key, allowed in rows
     ]
-    lines = [f"  {'largest difference':<18}{'found':>8}  allowed"]
-    return lines + [f"  {name:<18}{size:>8.0e}  {allowed}" for name, size, allowed in rows]
 
 
 def _notes(proof: Proof) -> list[str]:
@@ -56,6 +77,11 @@ def _notes(proof: Proof) -> list[str]:
     if proof.changes:
         small = ", ".join(f"{one.name} {one.real:,} → {one.small:,}" for one in proof.changes)
         lines.append(f"  made smaller: {small}")
+    if proof.bounds.rounding:
+        lines.append(
+            f"  allowed: the loss 1, the gradient norm 4, each gradient 16 roundings of {proof.bounds.rounding:.1e} "
+            f"({proof.terms.precision}); 4 times that after the first update"
+        )
     if proof.left_out:
         lines.append(f"  not covered: {'; '.join(proof.left_out)}")
     split = f"{proof.ranks} rank{'s' if proof.ranks > 1 else ''} {format_seconds(proof.split_s)}"
