@@ -20,6 +20,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -51,6 +52,7 @@ from phalanx.train.verify.ranks import PRELOAD, Place, run_ranks, warm_up
 from phalanx.train.verify.trial import Outcome, Trial, run_trial
 
 MPS = "nvidia-cuda-mps-control"
+COMPILER = ["torch._dynamo", "torch._inductor.compile_fx", "torch._functorch.aot_autograd"]
 FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 
 
@@ -76,7 +78,8 @@ class Matrix:
         self.ends_s = time.monotonic() + args.seconds
         self.gpus = len(discover().gpus)
         self.failed: list[tuple[str, Trial, str]] = []
-        self.alone = False  # one at a time, without MPS
+        self.alone = False  # one at a time
+        self.with_mps = False
 
     def run(self, name: str, trial: Trial, start: str) -> None:
         """One start of a case or reference; whatever goes wrong is a line."""
@@ -85,8 +88,8 @@ class Matrix:
             return
         began_s, world = time.monotonic(), trial.settings.layout.devices
         environ = {**ONE_COMPILER, CACHE: self.cache, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
-        if self.alone:
-            environ[FOLDERS[0]] = str(Path(self.cache) / "no-mps")
+        if self.alone or not self.with_mps:
+            environ |= without_mps()
         place = Place(shared=self.args.device == "cuda" and world > self.gpus, environ=environ)
         line: dict[str, Any] = {"name": name, "start": start, "world": world, "reference": reference_name(trial)}
         try:
@@ -169,13 +172,34 @@ def mps(wanted: bool) -> Iterator[bool]:
             os.environ.pop(name, None)
 
 
-def works(args: argparse.Namespace) -> str:
-    """Whether two ranks reach each other on the devices; else why not."""
+def without_mps() -> dict[str, str]:
+    """What keeps a process from looking for MPS: a folder without its pipes."""
+    return {FOLDERS[0]: str(Path(tempfile.gettempdir()) / "no-such-mps")}
+
+
+def works(args: argparse.Namespace, environ: dict[str, str]) -> str:
+    """Whether two ranks reach each other on the GPU; else why not."""
+    place = Place(device=args.device, shared=True, environ=environ)
     try:
-        run_ranks(divmod, 2, 2, limit_s=90, debug=args.debug, place=Place(device=args.device, shared=True))
+        run_ranks(divmod, 2, 2, limit_s=90, debug=args.debug, place=place)
     except PhalanxError as error:
         return str(error)
     return ""
+
+
+def preload(args: argparse.Namespace) -> None:
+    """Import the compiler once, before the ranks are forked: 3 to 5 s per rank. Not where that starts CUDA."""
+    if args.device == "cuda":
+        text = (
+            f"import os, {', '.join(COMPILER)}\nif not os.fork():\n    import torch\n    torch.ones(1, device='cuda')\n"
+            "    os._exit(0)\nraise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))"
+        )
+        environ = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        done = subprocess.run([sys.executable, "-c", text], check=False, timeout=120, capture_output=True, env=environ)
+        if done.returncode:
+            print("the compiler is imported by every rank: its import starts CUDA", flush=True)
+            return
+    PRELOAD[:] = [*PRELOAD, *COMPILER]
 
 
 def about(args: argparse.Namespace, *, with_mps: bool) -> dict[str, Any]:
@@ -215,15 +239,17 @@ def perform(args: argparse.Namespace) -> None:
     done = {(one["name"], one["start"]) for file in (out, args.done) if file for one in read(Path(file))
             if "name" in one and "error" not in one}  # fmt: skip
     results, cases = Results(out), chosen(args)
-    PRELOAD[:] = [*PRELOAD, "torch._dynamo", "torch._inductor.compile_fx", "torch._functorch.aot_autograd"]
     with mps(args.device == "cuda" and args.mps) as with_mps, tempfile.TemporaryDirectory(prefix="matrix-") as cache:
+        preload(args)
         warm_up()
-        if args.device == "cuda" and (why := works(args)):
-            print(f"two ranks on the GPU{' with MPS' if with_mps else ''}: {why}", flush=True)
-            os.environ["CUDA_MPS_PIPE_DIRECTORY"] = str(Path(cache) / "no-mps")
+        if args.device == "cuda" and with_mps and (why := works(args, {})):
+            print(f"two ranks on the GPU with MPS: {why}", flush=True)
             with_mps = False
+        if args.device == "cuda" and not with_mps and (why := works(args, without_mps())):
+            print(f"two ranks on the GPU: {why}", flush=True)
         results.write(about(args, with_mps=with_mps))
         matrix = Matrix(args, results, cache, done)
+        matrix.with_mps = with_mps
         run_all(matrix, cases)
         matrix.alone = True
         for name, trial, start in list(matrix.failed):  # once more, alone: a neighbour may have been the cause
