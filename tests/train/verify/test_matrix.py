@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import phalanx
 from phalanx.train.verify.compare import compare
 from phalanx.train.verify.matrix import (
     CASES,
@@ -31,13 +30,13 @@ EXACT, NATIVE = 5, 1  # cases: in float64 without a compiler; in their own forma
 
 
 def seed() -> str:
-    """PHALANX_MATRIX_SEED, else the commit, else the version."""
+    """PHALANX_MATRIX_SEED, else the commit."""
     told = os.environ.get("PHALANX_MATRIX_SEED", "")
     if told:
         return told
     command = ["git", "rev-parse", "--short=12", "HEAD"]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or phalanx.__version__
+    return done.stdout.strip() or "no commit"
 
 
 def small(case: Case) -> bool:

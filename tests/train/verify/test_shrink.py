@@ -15,7 +15,7 @@ from phalanx.plan.layout import Layout
 from phalanx.train.check import check_layout
 from phalanx.train.settings import Settings
 from phalanx.train.verify.shrink import alone, changes, left_out, shrink
-from phalanx.train.verify.terms import Terms
+from phalanx.train.verify.terms import Terms, refuse_ranks
 
 LARGE = ModelShape(name="large", layers=126, hidden=16384, heads=128, kv_heads=8, head_dim=128, ffn=53248, vocab=128256)
 EXPERTS = replace(LARGE, experts=64, experts_per_token=8, expert_ffn=2048, shared_experts=2, dense_layers=3)
@@ -176,3 +176,16 @@ def test_what_is_legal_stays_legal(case):
     for axis in ("tensor", "context", "pipeline", "data", "virtual_pipeline", "expert", "micro_batch"):
         real = getattr(layout, axis)
         assert min(real, 2) <= getattr(small, axis) <= real, axis
+
+
+def test_ranks_that_no_gpu_is_left_for():
+    with pytest.raises(UserError) as caught:
+        refuse_ranks(Terms(device="cuda", ranks=1), ranks=4, gpus=1)
+    assert str(caught.value) == (
+        "--device cuda: the proof needs 4 ranks, and this machine has 1 GPU\n"
+        "  every axis that the layout uses needs 2 ranks at least; ranks share a GPU only where you say so\n"
+        "  allow it with --ranks-per-gpu 4, which needs NCCL 2.30, or use --device cpu"
+    )
+    refuse_ranks(Terms(device="cuda", ranks=4), ranks=4, gpus=1)
+    with pytest.raises(UserError, match="this machine has 2 GPUs, 2 ranks on each"):
+        refuse_ranks(Terms(device="cuda", ranks=4), ranks=8, gpus=2)

@@ -37,7 +37,7 @@ class Bounds:
 
     loss: float = 1e-10
     norm: float = 1e-9
-    parameter: float = 1e-9
+    parameter: float | None = 1e-9  # None: not held
     gradient: float = 1e-8  # of the tensor's largest gradient: small ones must be right too
     gradient_floor: float = 1e-13  # of what is zero but for rounding, as the gradient of a key's bias
     rounding: float = 0.0  # of the format, relative; 0 is float64, where the bounds above are absolute
@@ -55,7 +55,7 @@ class Bounds:
             # Rounding a gradient adds to its norm by the square only: a quarter is far more than its share.
             loss=OF_LOSS * unit + also / 4,
             norm=OF_NORM * unit + also / 4,
-            parameter=math.inf,
+            parameter=None,
             gradient=ROUNDINGS_DEEP * unit + also,
             gradient_floor=unit,
             rounding=unit,
@@ -148,8 +148,9 @@ def _step_differences(found: Outcome, wanted: Outcome, bounds: Bounds, index: in
             yield from _tensor_difference("gradient", shares, dict.fromkeys(shares, bounds.gradient), step)
     if not (size := _size(found.norms[index], wanted.norms[index], bounds)) <= bounds.norm * more:
         yield Difference(what="gradient norm", kind="value", step=step, size=size)
-    limits = dict.fromkeys(wanted.params[index], bounds.parameter)
-    yield from _tensor_difference("parameter", _apart(found.params[index], wanted.params[index]), limits, step)
+    if bounds.parameter is not None:
+        limits = dict.fromkeys(wanted.params[index], bounds.parameter)
+        yield from _tensor_difference("parameter", _apart(found.params[index], wanted.params[index]), limits, step)
 
 
 def _first_shares(found: Mapping[str, Array], wanted: Mapping[str, Array], bounds: Bounds) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx.train.verify.compare import Bounds
 from phalanx.train.verify.prove import Proof
 from phalanx.train.verify.terms import format_name
 from phalanx.units import format_seconds
@@ -45,31 +46,32 @@ def _axes(proof: Proof) -> list[str]:
 
 
 def _differences(proof: Proof) -> list[str]:
+    """How far apart, and how far is allowed; of both starts the worse."""
     bounds = proof.bounds
-    if bounds.rounding:
-        later = f" (later steps {bounds.loss * bounds.later:.1e})"
-        rows = [
-            ("loss", "loss", f"{bounds.loss:.1e}{later}"),
-            ("held-out loss", "evaluation", f"{bounds.loss:.1e}{later}"),
-            ("gradient norm", "norm", f"{bounds.norm:.1e} (later steps {bounds.norm * bounds.later:.1e})"),
-            ("gradients", "gradient", f"{bounds.gradient:.1e} of each tensor, first step"),
-        ]
-        head = f"  {'relative difference':<20}{'found':>8}  allowed"
-    else:
-        rows = [
-            ("loss", "loss", f"{bounds.loss:.0e}"),
-            ("held-out loss", "evaluation", f"{bounds.loss:.0e}"),
-            ("gradient norm", "norm", f"{bounds.norm:.0e}"),
-            ("gradients", "gradient", f"{bounds.gradient:.0e} of each tensor's largest"),
-            ("parameters", "parameter", f"{bounds.parameter:.0e}"),
-        ]
-        head = f"  {'largest difference':<20}{'found':>8}  allowed"
-    runs = [one for one in (proof.comparison, proof.again) if one is not None]
-    if proof.terms.full_size:
-        rows = rows[:3]
-    return [head] + [
-        f"  {name:<20}{max(getattr(one, key) for one in runs):>8.0e}  {allowed}" for name, key, allowed in rows
+    rows = [
+        ("loss", "loss", _allowed(bounds.loss, bounds)),
+        ("held-out loss", "evaluation", _allowed(bounds.loss, bounds)),
+        ("gradient norm", "norm", _allowed(bounds.norm, bounds)),
     ]
+    if not proof.terms.full_size:
+        of = "each tensor, first step" if bounds.rounding else "each tensor's largest"
+        rows.append(("gradients", "gradient", f"{_number(bounds.gradient, bounds)} of {of}"))
+        if bounds.parameter is not None:
+            rows.append(("parameters", "parameter", _number(bounds.parameter, bounds)))
+    head = "relative difference" if bounds.rounding else "largest difference"
+    runs = [one for one in (proof.comparison, proof.again) if one is not None]
+    return [f"  {head:<{len(head)}}{'found':>8}  allowed"] + [
+        f"  {name:<{len(head)}}{max(getattr(one, key) for one in runs):>8.0e}  {allowed}" for name, key, allowed in rows
+    ]
+
+
+def _allowed(size: float, bounds: Bounds) -> str:
+    later = f" (later steps {size * bounds.later:.1e})" if bounds.rounding else ""
+    return f"{_number(size, bounds)}{later}"
+
+
+def _number(size: float, bounds: Bounds) -> str:
+    return f"{size:.1e}" if bounds.rounding else f"{size:.0e}"
 
 
 def _notes(proof: Proof) -> list[str]:

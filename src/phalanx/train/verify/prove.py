@@ -15,7 +15,7 @@ from phalanx.train.settings import Settings
 from phalanx.train.verify.compare import Bounds, Comparison, compare
 from phalanx.train.verify.ranks import LIMIT_S, Place
 from phalanx.train.verify.shrink import Change, alone, changes, left_out, refuse_own, shrink
-from phalanx.train.verify.terms import EXACT, EXACTLY, Terms, format_name
+from phalanx.train.verify.terms import EXACT, EXACTLY, Terms, format_name, refuse_ranks
 from phalanx.train.verify.trial import Outcome, Trial, run_trial
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -79,6 +79,7 @@ def prove(
     trial = shrink(job, layout, steps=steps, terms=terms)
     refuse_layout(trial.shape, trial.settings)
     small = trial.settings.layout
+    refuse_ranks(terms, ranks=small.devices, gpus=gpus)
     bounds = Bounds() if terms.precision == EXACT else Bounds.rounded(terms.precision)
     with tempfile.TemporaryDirectory(prefix="phalanx-compiled-") as folder:
         place = Place(

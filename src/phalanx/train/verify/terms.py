@@ -45,3 +45,16 @@ def refuse_terms(terms: Terms, *, layout_ranks: int) -> None:
             why="the model is kept whole, and so is its layout",
             fix="leave --full-size out, raise --ranks-per-gpu, or verify a smaller layout with --set parallel.data=1",
         )
+
+
+def refuse_ranks(terms: Terms, *, ranks: int, gpus: int) -> None:
+    """Raises UserError where the copy has more ranks than may run on the GPUs."""
+    if terms.device == "cuda" and ranks > terms.ranks:
+        share = f", {terms.ranks // gpus} ranks on each" if terms.ranks > gpus else ""
+        may = f"{gpus} GPU{'s' if gpus > 1 else ''}{share}"
+        raise mistake(
+            "--device cuda",
+            f"the proof needs {ranks} ranks, and this machine has {may}",
+            why="every axis that the layout uses needs 2 ranks at least; ranks share a GPU only where you say so",
+            fix=f"allow it with --ranks-per-gpu {-(-ranks // gpus)}, which needs NCCL 2.30, or use --device cpu",
+        )
