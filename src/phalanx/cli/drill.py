@@ -202,6 +202,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         plan = prepare.make(resolved)
     prepare.check_code(plan.job, allowed=args.allow_code)
     prepare.check_here(plan)
+    prepare.tell_sharing(plan, note)
     base = resolved.path.parent
     prepare.check_inputs(plan, resolved, base, fresh=True)
     prepare.check_writable(Path(args.runs), plan.job.checkpoint.path)

@@ -173,6 +173,7 @@ def _fresh_plan(args: argparse.Namespace) -> tuple[Plan, ResolvedJob]:
 
 def _header(plan: Plan) -> None:
     """Three lines before the first step: what runs, what it should take, what to mind."""
+    from phalanx.train.supervise.prepare import tell_sharing
     from phalanx.units import format_bytes, format_count, format_seconds
 
     p, job = plan.prediction, plan.job
@@ -188,17 +189,7 @@ def _header(plan: Plan) -> None:
     )
     for text in plan.warnings:
         note(f"  warning: {text}")
-    _say_shared(plan)
-
-
-def _say_shared(plan: Plan) -> None:
-    """What ranks that share GPUs are started with; nothing on cores, or where none may."""
-    from phalanx.hardware.sharing import allowed_ranks
-    from phalanx.train.supervise.prepare import sharing_note
-
-    allowed = allowed_ranks(plan.job.train.ranks_per_gpu, os.environ)
-    if allowed > 1 and plan.cluster.accelerator.family != "cpu":
-        note(sharing_note(allowed, os.environ))
+    tell_sharing(plan, note)
 
 
 def _dry_run(plan: Plan, *, as_json: bool) -> int:

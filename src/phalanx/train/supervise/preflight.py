@@ -108,8 +108,8 @@ def check_devices(plan: Plan, machine: Machine, slots: int, *, fresh: bool = Fal
             why="; ".join(machine.notes) or "every rank needs a device of its own",
             fix="look at nvidia-smi and dmesg (Xid); restart the host, or take it out of the job",
         )
-    elif count:
-        share = -(-slots // count)
+    elif count:  # spares hold nothing until they replace somebody
+        share = -(-min(slots, plan.layout.devices) // count)
     for gpu in machine.gpus[:slots]:
         where = f"{machine.hostname}, GPU {gpu.index}"
         need = share * plan.memory.total_bytes

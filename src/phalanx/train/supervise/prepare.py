@@ -303,6 +303,13 @@ def check_gpus(allowed: int, *, where: str, tell: Callable[[str], None]) -> int:
     return gpus
 
 
+def tell_sharing(plan: Plan, tell: Callable[[str], None]) -> None:
+    """Say what ranks that share GPUs are started with; nothing on cores, or where none may."""
+    allowed = allowed_ranks(plan.job.train.ranks_per_gpu, os.environ)
+    if allowed > 1 and plan.cluster.accelerator.family != "cpu":
+        tell(sharing_note(allowed, os.environ))
+
+
 def sharing_note(share: int, environ: Mapping[str, str]) -> str:
     """What is done for ranks that share GPUs, in a line."""
     ours = shared_settings(environ)
