@@ -47,7 +47,7 @@ from phalanx.train.verify.matrix import (
     sample,
     trial_of,
 )
-from phalanx.train.verify.prove import CACHE, ONE_COMPILER
+from phalanx.train.verify.prove import CACHE
 from phalanx.train.verify.ranks import PRELOAD, Place, run_ranks, warm_up
 from phalanx.train.verify.trial import Outcome, Trial, run_trial
 
@@ -87,7 +87,7 @@ class Matrix:
         if (name, start) in self.done or left_s < 10:
             return
         began_s, world = time.monotonic(), trial.settings.layout.devices
-        environ = {**ONE_COMPILER, CACHE: self.cache, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+        environ = {CACHE: self.cache, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
         if self.alone or not self.with_mps:
             environ |= without_mps()
         place = Place(shared=self.args.device == "cuda" and world > self.gpus, environ=environ)

@@ -22,8 +22,9 @@ from phalanx.train.verify.matrix import (
     sample,
     trial_of,
 )
-from phalanx.train.verify.prove import CACHE, ONE_COMPILER
+from phalanx.train.verify.prove import CACHE
 from phalanx.train.verify.ranks import Place
+from phalanx.train.verify.shrink import eager
 from phalanx.train.verify.trial import run_trial
 
 EXACT, NATIVE = 5, 1  # cases: in float64 without a compiler; in their own format with one, twice
@@ -71,7 +72,7 @@ def test_it_is_a_matrix():
 def test_compiled_layouts_equal_one_process(case):
     """The graphs that are compiled, in float64: gradients lost by tracing are lost here too."""
     trial = exact_trial_of(case)
-    found = compare(run_trial(trial), run_trial(reference_of(trial)))
+    found = compare(run_trial(trial), run_trial(reference_of(eager(trial))))
     assert found.first is None, f"PHALANX_MATRIX_SEED={SEED}: {found.first.render()}"
 
 
@@ -79,7 +80,7 @@ def test_compiled_layouts_equal_one_process(case):
 @pytest.mark.parametrize("case", sample(NATIVES, NATIVE, SEED), ids=lambda case: f"{SEED}: {case.name}")
 def test_a_second_start_from_the_compile_cache_equals_the_first(case, tmp_path):
     trial = trial_of(case, device="cpu")
-    place = Place(environ={**ONE_COMPILER, CACHE: str(tmp_path)})
+    place = Place(environ={CACHE: str(tmp_path)})
     wanted = run_trial(reference_of(trial), place=place, limit_s=600)
     for start in ("cold", "warm"):
         found = run_trial(trial, place=place, limit_s=600)

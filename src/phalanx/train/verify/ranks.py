@@ -32,6 +32,12 @@ LIMIT_S = 120.0  # a small model takes 1 to 20 s on 2 cores with 8 ranks
 GRACE_S = 2.0  # the other ranks may fail too for so long, so that the cause can be told from its echoes
 # For a rank that has answered to give its GPU back by itself: one that is killed at it takes an MPS server with it.
 LEAVE_CUDA_S = 30.0
+SERVER = {  # what torch reads when it is imported
+    # It must not start CUDA to see whether there is a GPU: what is forked afterwards could not use it.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    # Each rank compiles by itself: pools of compiler processes for every rank would only wait for each other.
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}
 PRELOAD = ["phalanx.train.verify.server", "phalanx.train.verify.trial"]
 
 T = TypeVar("T")
@@ -83,13 +89,13 @@ def warm_up() -> None:
     _context()
     resource_tracker.ensure_running()  # first: it unblocks SIGINT itself
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # inherited; ours arrives afterwards
-    # torch must not start CUDA to see whether there is a GPU: what is forked afterwards could not use it.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    os.environ[CALLER] = str(os.getpid())
+    ours = {name: value for name, value in SERVER.items() if name not in os.environ} | {CALLER: str(os.getpid())}
+    os.environ.update(ours)
     try:
         forkserver.ensure_running()
     finally:
-        os.environ.pop(CALLER, None)
+        for name in ours:
+            os.environ.pop(name, None)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

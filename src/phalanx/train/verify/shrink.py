@@ -114,6 +114,11 @@ def alone(trial: Trial) -> Trial:
     return replace(trial, settings=replace(trial.settings, layout=one, reproducible=False))
 
 
+def eager(trial: Trial) -> Trial:
+    """The same trial with nothing compiled."""
+    return replace(trial, settings=replace(trial.settings, compile=False))
+
+
 def changes(job: Job, layout: Layout, trial: Trial) -> list[Change]:
     """Everything of the model and of the batch that is smaller in the copy."""
     return [change for change in _pairs(job, layout, trial) if change.real != change.small]
