@@ -258,7 +258,7 @@ def perform(args: argparse.Namespace) -> None:
 
 
 def run_all(matrix: Matrix, cases: Sequence[Case]) -> None:
-    """Refusals at once, then references, then the cases; those with eight ranks last."""
+    """Refusals at once, then references, then what is compiled, then the rest: time may run out."""
     device, runnable = matrix.args.device, []
     for case in cases:
         found = refusals(case, device=device)
@@ -270,7 +270,7 @@ def run_all(matrix: Matrix, cases: Sequence[Case]) -> None:
             matrix.results.write({"name": case.name, "start": "refused", "world": world, "refused": lines})
     trials = [trial_of(case, device=device) for case in runnable]
     references = {reference_name(one): reference_of(one) for one in trials}
-    order = sorted(runnable, key=lambda case: layout_of(case).devices)
+    order = sorted(runnable, key=lambda case: not case.compiled)
     with ThreadPoolExecutor(matrix.args.launches) as pool:
         for name, trial in references.items():
             pool.submit(matrix.run, name, trial, "reference")
@@ -392,7 +392,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="cases whose name has one of these words")
     parser.add_argument("--sample", type=int, default=0, help="so many, drawn by the seed (all)")
     parser.add_argument("--seed", default="1")
-    parser.add_argument("--launches", type=int, default=0, help="cases at a time (cores / 4)")
+    parser.add_argument("--launches", type=int, default=0, help="cases at a time (cores / 3)")
     parser.add_argument("--seconds", type=float, default=450.0, help="start nothing after so long (450)")
     parser.add_argument("--limit", type=float, default=120.0, help="longest wait for one start (120)")
     parser.add_argument("--no-mps", dest="mps", action="store_false")
@@ -400,7 +400,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the cases, run nothing")
     parser.add_argument("--page", help="write this page from --out, run nothing")
     args = parser.parse_args()
-    args.launches = args.launches or max(1, (os.cpu_count() or 1) // 4)
+    args.launches = args.launches or max(1, (os.cpu_count() or 1) // 3)
     if args.list:
         for case in chosen(args):
             found = refusals(case, device=args.device)
