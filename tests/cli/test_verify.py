@@ -94,8 +94,10 @@ def test_a_difference_is_exit_1_with_its_tensor(job, capsys, monkeypatch):
         (["--ranks-per-gpu", "2"], "phalanx verify: --ranks-per-gpu 2 without --device cuda has no effect\n"),
         (["--ranks-per-gpu", "0", "--device", "cuda"], "phalanx verify: --ranks-per-gpu 0 is not between 1 and 64\n"),
         (["--precision", "fp8"], "phalanx verify: --precision fp8 on a CPU\n"),
-        (["--full-size", "--set", "parallel.data=16", "--cluster", "local-cpu:16"],
-         "phalanx verify: --full-size needs 16 ranks, and 8 can run here\n"),
+        (
+            ["--full-size", "--set", "parallel.data=16", "--cluster", "local-cpu:16"],
+            "phalanx verify: --full-size needs 16 ranks, and 8 can run here\n",
+        ),
     ],
 )
 def test_a_wrong_call_is_exit_2(job, options, text, capsys):
@@ -118,7 +120,9 @@ def test_compiled_in_the_format_of_training(job, capsys):
     assert main([*call, "--set", "parallel.context_kind=ulysses", "--precision", "bf16"]) == 0
     out = capsys.readouterr().out
     verdict = out.splitlines()[1]
-    assert verdict.startswith("PROVEN: 2 ranks against one process, 2 steps of adamw in bf16, compiled, give the same, twi")
+    assert verdict.startswith(
+        "PROVEN: 2 ranks against one process, 2 steps of adamw in bf16, compiled, give the same, twi"
+    )
     assert ": 0 graphs" not in verdict
     assert "  context                  2       2" in out
     assert "  gradient norm " in out

@@ -34,9 +34,7 @@ def local_cluster(
     machine = discover(environ=env)
     if cpu:
         machine = dataclasses.replace(machine, gpus=(), gpu_paths=())
-    return machine_cluster(
-        machine, environ=env, profile=profile, ranks=ranks, files=files, ranks_per_gpu=ranks_per_gpu
-    )
+    return machine_cluster(machine, environ=env, profile=profile, ranks=ranks, files=files, ranks_per_gpu=ranks_per_gpu)
 
 
 def machine_cluster(

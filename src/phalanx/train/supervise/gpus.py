@@ -98,8 +98,7 @@ def agree_on_gpus(store: Store, gpu: str, *, world: int, allowed: int, limit_s: 
             Problem(
                 where="phalanx train",
                 what=f"more than {allowed} rank{'s' if allowed > 1 else ''} were started for one GPU",
-                why="two ranks on one GPU are never meant by accident; NCCL takes them from "
-                f"{_version(LEAST_NCCL)} on",
+                why=f"two ranks on one GPU are never meant by accident; NCCL takes them from {_version(LEAST_NCCL)} on",
                 fix="start one task per GPU, or allow it with --ranks-per-gpu N",
             )
         )
@@ -191,7 +190,9 @@ def check_preload(environ: Mapping[str, str]) -> Iterator[Problem]:
             [program], env=dict(environ), capture_output=True, text=True, timeout=MPS_PATIENCE_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        yield Problem(where=PRELOAD, what=f"{named} keeps even {program} from starting: {error}", fix=f"unset {PRELOAD}")
+        yield Problem(
+            where=PRELOAD, what=f"{named} keeps even {program} from starting: {error}", fix=f"unset {PRELOAD}"
+        )
         return
     # glibc: ERROR: ld.so: object 'x.so' from LD_PRELOAD cannot be preloaded (wrong ELF class: ELFCLASS32): ignored.
     refused = re.findall(r"object '([^']*)' from LD_PRELOAD cannot be preloaded \(([^\n]*)\): ignored", done.stderr)

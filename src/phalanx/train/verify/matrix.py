@@ -107,7 +107,16 @@ LAYOUTS: dict[str, tuple[str, Sizes]] = {
     "hsdp 4x2": ("dense", {"data": 8, "shard": 2, "zero": 3}),
     "ep4 x tp2 x zero3": ("experts", {"data": 4, "expert": 4, "shard": 4, "zero": 3} | TWO_SP),
 }  # fmt: skip
-FP8 = ("dp4", "zero3", "hsdp 2x2", "cp4 ulysses", "cp2 ring x zero3", "pp2 interleaved x dp2", "pp2 x zero1", "ep2 x dp2")
+FP8 = (
+    "dp4",
+    "zero3",
+    "hsdp 2x2",
+    "cp4 ulysses",
+    "cp2 ring x zero3",
+    "pp2 interleaved x dp2",
+    "pp2 x zero1",
+    "ep2 x dp2",
+)
 FP32 = ("zero3", "tp4 sp", "cp4 ulysses", "cp4 ring", "pp2 interleaved x dp2", "ep4")
 RECOMPUTED = ("zero3", "tp2 x zero3", "cp4 ulysses", "cp4 ring", "pp4 1f1b", "ep4")
 OFFLOADED = {
@@ -115,7 +124,12 @@ OFFLOADED = {
     "parameters": ("zero3",),
     "activations": ("zero3", "tp4 sp", "cp4 ulysses", "pp4 1f1b"),
 }
-WIRED = {"bf16": ("dp4", "zero1"), "int8": ("dp4", "zero3", "pp2 x zero1"), "fp8": ("dp4", "zero1"), "powersgd": ("dp4",)}
+WIRED = {
+    "bf16": ("dp4", "zero1"),
+    "int8": ("dp4", "zero3", "pp2 x zero1"),
+    "fp8": ("dp4", "zero1"),
+    "powersgd": ("dp4",),
+}
 
 
 def _cases() -> list[Case]:
@@ -131,7 +145,10 @@ def _cases() -> list[Case]:
     found += [case(name, precision="fp8", compiled=True) for name in FP8]
     found += [case(name, precision="fp32", compiled=True) for name in FP32]
     found += [case(name, recompute=kind, compiled=True) for kind in ("full", "selective") for name in RECOMPUTED]
-    found += [case("pp4 zero-bubble", recompute="full"), case("zero3", precision="fp8", recompute="full", compiled=True)]
+    found += [
+        case("pp4 zero-bubble", recompute="full"),
+        case("zero3", precision="fp8", recompute="full", compiled=True),
+    ]
     found += [case(name, offload=kind, compiled=True) for kind, names in OFFLOADED.items() for name in names]
     found += [case(name, compression=kind, compiled=True) for kind, names in WIRED.items() for name in names]
     # Refused, every one of them, with the reason.
