@@ -10,7 +10,6 @@ import numpy as np
 
 from phalanx.train.verify.trial import Array, Outcome
 
-
 # How far two right layouts may round apart, relative to the value itself. Each is derived, not fitted:
 # - bf16 and fp16 keep 8 and 11 bits, so one rounding is off by up to 2^-8 and 2^-11; sums run in fp32 and add nothing.
 # - fp32 sums run in fp32 too: a sum of n terms is off by about sqrt(n) roundings of 2^-24, and n is up to 2^12 here.
@@ -21,8 +20,9 @@ ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-18, "fp8": 2.0**-5.
 # Roundings on the way of one number through forward and backward of a few layers, in the root of the mean square:
 # about 2^8 (30 per layer and direction) that add up like a random walk.
 ROUNDINGS_DEEP = 16
-# A loss is a mean over tokens, a norm a sum over weights: single errors cancel in them. One rounding, and four for what
-# is common to many; four times that after the first update, in which Adam turns roundings of small gradients into steps.
+# A loss is a mean over tokens, a norm a sum over weights: single errors cancel in them. One rounding, and four for
+# what is common to many; four times that after the first update, in which Adam turns roundings of small gradients into
+# steps.
 OF_LOSS, OF_NORM, LATER = 1, 4, 4
 
 

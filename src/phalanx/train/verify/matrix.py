@@ -27,7 +27,7 @@ DENSE = ModelShape(name="dense", layers=2, hidden=64, heads=8, kv_heads=4, head_
 DEEP = replace(DENSE, name="deep", layers=4)
 EXPERTS = replace(DENSE, name="experts", experts=4, experts_per_token=2, expert_ffn=64)
 SHAPES = {shape.name: shape for shape in (DENSE, DEEP, EXPERTS)}
-# What a gradient loses on the wire, relative: bf16 keeps 8 bits, int8 one step of 127 of its block's largest, fp8 4 bits.
+# What a gradient loses on the wire, relative: bf16 keeps 8 bits, int8 a step in 127 of its block's largest, fp8 4 bits.
 COMPRESSED = {"none": 0.0, "bf16": 2.0**-8, "int8": 2.0**-7, "fp8": 2.0**-4}
 
 Sizes = dict[str, object]

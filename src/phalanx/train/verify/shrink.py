@@ -92,7 +92,7 @@ def shrink(job: Job, layout: Layout, *, steps: int, terms: Terms = EXACTLY) -> T
 def alone(trial: Trial) -> Trial:
     """The same trial on one process, with nothing split or moved, nor recomputed.
 
-    Compiled, it recomputes as the trial does: blocks that recompute are not compiled, and both must run the same kernels.
+    Compiled, it recomputes as the trial does: blocks that recompute are not compiled, and kernels must be the same.
     """
     layout = trial.settings.layout
     one = replace(
@@ -159,8 +159,8 @@ def left_out(job: Job, layout: Layout, trial: Trial, *, compiled: bool, on_gpu: 
 def shrink_layout(shape: ModelShape, real: Layout, *, ranks: int = RANKS) -> Layout:
     """The same degrees where `ranks` ranks do; else 2 where there is a split, and 4 where groups lie in groups.
 
-    Of ranks that are left, context, then tensor and pipeline get more: a ring of 2 has no rank that passes on. Rounds of
-    micro-batches stay rounds.
+    Of ranks that are left, context, then tensor and pipeline get more: a ring of 2 has no rank that passes on. Rounds
+    of micro-batches stay rounds.
     """
     axes = ("tensor", "context", "pipeline", "data")
     if real.devices <= ranks:
