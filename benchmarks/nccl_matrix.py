@@ -353,7 +353,7 @@ def page(lines: Sequence[dict[str, Any]]) -> str:
         "",
         f"{len(rows)} combinations: {counts['right']} right, {counts['refused']} refused before the start, "
         f"{counts['WRONG']} wrong, {counts['failed']} failed. {starts} starts of 4 or 8 ranks, {wall_s / 60:.0f} "
-        "minutes of them together. Five steps each of a model of 2 or 4 layers (hidden 64, 256 words, sequences of 64), "
+        "minutes of them together. Five steps each of a model of 2 or 4 layers (hidden 64, 256 words, 64 tokens), "
         "compared with one process in the same format, eager or compiled as the case is, uncompressed. Nothing is "
         "evaluated on held-out data. Cold: the first start; the compile cache "
         "was empty when the matrix began, and all cases share it. Warm: the same again in new processes "
@@ -377,10 +377,9 @@ def page(lines: Sequence[dict[str, Any]]) -> str:
         first = row["starts"].get("cold") or row["starts"].get("eager")
         cells = [_error(one, key) for key in ("loss", "norm") for one in (first, row["starts"].get("warm"))]
         verdict = row["verdict"] + (f": {row['reason']}" if row["reason"] else "")
-        text.append(
-            f"| {case.layout_name} | {layout_of(case).devices} | {case.precision} | "
-            f"{'yes' if case.compiled else 'no'} | {', '.join(besides)} | {' | '.join(cells)} | {verdict.replace('|', '/')} |"
-        )
+        how = "yes" if case.compiled else "no"
+        start = [case.layout_name, str(layout_of(case).devices), case.precision, how, ", ".join(besides)]
+        text.append(f"| {' | '.join([*start, *cells, verdict.replace('|', '/')])} |")
     return "\n".join(text) + "\n"
 
 

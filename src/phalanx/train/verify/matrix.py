@@ -19,7 +19,7 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.trainable import splits_backward, trainer_problems
 from phalanx.train.settings import Settings
 from phalanx.train.verify.compare import Bounds, Comparison, compare
-from phalanx.train.verify.shrink import alone
+from phalanx.train.verify.shrink import GENTLE_LR, alone
 from phalanx.train.verify.trial import Outcome, Trial
 
 SEQUENCE, SEQUENCES, STEPS = 64, 16, 5
@@ -215,6 +215,7 @@ def trial_of(case: Case, *, device: str) -> Trial:
         settings=Settings.of(job, layout, on_gpu=device == "cuda"),
         sequences=SEQUENCES,
         steps=STEPS,
+        lr=GENTLE_LR,
         device=device,
         tensors=False,
         evaluate=False,
