@@ -183,16 +183,23 @@ LIBRARY = "int ncclGetVersion(int *version) { *version = %d; return 0; }\n"
 @linux
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler for a library to preload")
 def test_the_version_is_that_of_the_loaded_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library put in the place of torch's own answers for itself."""
-    for code, version in ((23007, (2, 30, 7)), (22809, (2, 28, 9))):
+    """A preloaded library answers, also where torch's own is loaded beside it, as the wheels of torch 2.11 do."""
+    made = {}
+    for code in (22809, 23007):
         source, library = tmp_path / f"{code}.c", tmp_path / str(code) / "libnccl.so.2"
         source.write_text(LIBRARY % code)
         library.parent.mkdir()
         subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
-        found = gpus.ask_nccl({**os.environ, gpus.PRELOAD: str(library)})
-        assert found == gpus.NcclLibrary(version=version, path=str(library))
-        # The second without torch, which takes seconds to import and has told what it does with a preloaded library.
-        monkeypatch.setattr(gpus, "ASK_NCCL", gpus.ASK_NCCL.removeprefix("import torch; "))
+        made[code] = gpus.NcclLibrary(version=gpus.nccl_version(code), path=str(library))
+    old, new = made[22809], made[23007]
+    assert gpus.ask_nccl({**os.environ, gpus.PRELOAD: new.path}) == new
+    # Without torch itself, which takes seconds to import.
+    ask = gpus.ASK_NCCL.removeprefix("import torch; ")
+    for beside, preloaded, wanted in ((old, new, new), (new, old, old), (old, None, old)):
+        monkeypatch.setattr(gpus, "ASK_NCCL", f"import ctypes; ctypes.CDLL({beside.path!r}); {ask}")
+        environ = {name: value for name, value in os.environ.items() if name != gpus.PRELOAD}
+        environ |= {gpus.PRELOAD: preloaded.path} if preloaded is not None else {}
+        assert gpus.ask_nccl(environ) == wanted
     monkeypatch.setattr(gpus, "ASK_NCCL", "raise ImportError('undefined symbol: ncclCommFoo')")
     broken = gpus.ask_nccl({**os.environ, gpus.PRELOAD: "libfoo.so"})
     assert isinstance(broken, Problem)

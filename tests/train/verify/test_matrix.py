@@ -1,4 +1,8 @@
-"""A sample of the matrix of layouts, compiled, on CPUs; drawn by the commit, so that a red commit stays red."""
+"""A sample of the matrix of layouts, compiled, on CPUs; drawn by the commit, so that a red commit stays red.
+
+Without inductor: its C++ takes a process 25 s of a core for the smallest function, and test_compiling.py has it and its
+cache. Here the graphs are the same, in float64, where what tracing loses cannot hide behind rounding.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,6 @@ from phalanx.train.verify.matrix import (
     LAYOUTS,
     Case,
     exact_trial_of,
-    judge,
     layout_of,
     reference_of,
     refusals,
@@ -22,12 +25,10 @@ from phalanx.train.verify.matrix import (
     sample,
     trial_of,
 )
-from phalanx.train.verify.prove import CACHE
-from phalanx.train.verify.ranks import Place
 from phalanx.train.verify.shrink import eager
 from phalanx.train.verify.trial import run_trial
 
-EXACT, NATIVE = 5, 1  # cases: in float64 without a compiler; in their own format with one, twice
+COUNT = 5
 
 
 def seed() -> str:
@@ -47,8 +48,6 @@ def small(case: Case) -> bool:
 SEED = seed()
 # Each layout once: in float64 its formats and compressions are all the same case.
 UNIQUE = list({(case.layout_name, case.recompute, case.offload): case for case in CASES if small(case)}.values())
-# A gloo rank on a core of its own compiles a block in 10 to 20 s, so few of these.
-NATIVES = [case for case in CASES if small(case) and case.recompute == "none" and case.precision == "bf16"]
 
 
 def test_it_is_a_matrix():
@@ -68,22 +67,8 @@ def test_it_is_a_matrix():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", sample(UNIQUE, EXACT, SEED), ids=lambda case: f"{SEED}: {case.name}")
+@pytest.mark.parametrize("case", sample(UNIQUE, COUNT, SEED), ids=lambda case: f"{SEED}: {case.name}")
 def test_compiled_layouts_equal_one_process(case):
-    """The graphs that are compiled, in float64: gradients lost by tracing are lost here too."""
     trial = exact_trial_of(case)
     found = compare(run_trial(trial), run_trial(reference_of(eager(trial))))
     assert found.first is None, f"PHALANX_MATRIX_SEED={SEED}: {found.first.render()}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", sample(NATIVES, NATIVE, SEED), ids=lambda case: f"{SEED}: {case.name}")
-def test_a_second_start_from_the_compile_cache_equals_the_first(case, tmp_path):
-    trial = trial_of(case, device="cpu")
-    place = Place(environ={CACHE: str(tmp_path)})
-    wanted = run_trial(reference_of(trial), place=place, limit_s=600)
-    for start in ("cold", "warm"):
-        found = run_trial(trial, place=place, limit_s=600)
-        first = judge(case, found, wanted).first
-        assert first is None, f"PHALANX_MATRIX_SEED={SEED}, {start}: {first.render()}"
-    assert found.graphs[0] > 0, "nothing came from the cache"

@@ -121,14 +121,16 @@ def check_nccl(found: NcclLibrary | None, *, where: str) -> Problem | None:
 def loaded_nccl() -> NcclLibrary | None:
     """The NCCL in this process, which has imported torch; None where there is none.
 
-    Asked of the library, not of torch: `torch.cuda.nccl.version()` is a constant of torch's own build.
+    Asked of the library, not of torch: `torch.cuda.nccl.version()` is a constant of torch's own build. A preloaded NCCL
+    is first in the order in which names are looked up, also where torch's own is loaded beside it (so it is with the
+    wheels of torch 2.11); without one, torch's may be known to torch alone, and is found among the mapped files.
     """
-    path = _mapped("libnccl")
-    with suppress(OSError, AttributeError):
-        library = ctypes.CDLL(path or None)
-        number = ctypes.c_int()
-        if library.ncclGetVersion(ctypes.byref(number)) == 0:
-            return NcclLibrary(version=nccl_version(number.value), path=path)
+    for name in (None, *_mapped("libnccl")):
+        with suppress(OSError, AttributeError):
+            ask = ctypes.CDLL(name).ncclGetVersion
+            number = ctypes.c_int()
+            if ask(ctypes.byref(number)) == 0:
+                return NcclLibrary(version=nccl_version(number.value), path=_file_of(ask) or name or "")
     return None
 
 
@@ -173,8 +175,8 @@ def ask_nccl(environ: Mapping[str, str]) -> NcclLibrary | Problem | None:
             fix=f"unset {PRELOAD}, or name a library that fits this torch" if PRELOAD in where else "",
         )
     lines = done.stdout.splitlines()
-    told = json.loads(lines[-1]) if lines else None
-    return NcclLibrary(version=tuple(told["version"]), path=told["path"]) if told else None
+    answer = json.loads(lines[-1]) if lines else None
+    return NcclLibrary(version=tuple(answer["version"]), path=answer["path"]) if answer else None
 
 
 # ---- libraries, MPS, memory ------------------------------------------------------------------------------------------
@@ -269,14 +271,36 @@ def check_free(gpu: Gpu, *, needed_bytes: float, where: str) -> Problem | None:
     )
 
 
-def _mapped(name: str) -> str:
-    """The file of a loaded library; empty where there is none of that name."""
+class _DlInfo(ctypes.Structure):
+    """What dladdr(3) tells: the file of an address first."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def _file_of(function: object) -> str:
+    """The library that a function of one comes from; empty where the system does not say."""
+    found = _DlInfo()
+    with suppress(OSError, AttributeError):
+        address = ctypes.cast(function, ctypes.c_void_p)  # type: ignore[arg-type]
+        if ctypes.CDLL(None).dladdr(address, ctypes.byref(found)) and found.file:
+            return os.fsdecode(found.file)
+    return ""
+
+
+def _mapped(name: str) -> list[str]:
+    """The files of loaded libraries of that name."""
+    found: dict[str, None] = {}
     with suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         for line in maps:
             path = line.rstrip("\n").partition("/")[2]
             if Path(path).name.startswith(name):
-                return f"/{path}"
-    return ""
+                found[f"/{path}"] = None
+    return list(found)
 
 
 def _version(numbers: tuple[int, ...]) -> str:

@@ -278,12 +278,10 @@ def check_here(plan: Plan) -> None:
         )
     _check_libraries(shared=ranks > gpus, where=f"{ranks} ranks on {gpus} GPU{'s' if gpus != 1 else ''}")
     share = -(-ranks // gpus)
-    problems = [
-        check_free(gpu, needed_bytes=share * plan.memory.total_bytes, where=f"GPU {gpu.index}")
-        for gpu in machine.gpus[:ranks]
-    ]
-    if found := [one for one in problems if one is not None]:
-        raise UserError(found)
+    need = share * plan.memory.total_bytes
+    looked = [check_free(gpu, needed_bytes=need, where=f"GPU {gpu.index}") for gpu in machine.gpus[:ranks]]
+    if problems := [one for one in looked if one is not None]:
+        raise UserError(problems)
 
 
 def check_gpus(allowed: int, *, where: str, tell: Callable[[str], None]) -> int:

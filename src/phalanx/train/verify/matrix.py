@@ -61,9 +61,9 @@ class Case:
         return dict(self.layout)
 
 
-SP = {"tensor": 4, "sequence_parallel": True}
-TWO_SP = {"tensor": 2, "sequence_parallel": True}
-ZERO3 = {"data": 2, "shard": 2, "zero": 3}
+SP: Sizes = {"tensor": 4, "sequence_parallel": True}
+TWO_SP: Sizes = {"tensor": 2, "sequence_parallel": True}
+ZERO3: Sizes = {"data": 2, "shard": 2, "zero": 3}
 KINDS = ("ring", "allgather", "ulysses")
 # (shape, sizes): of 4 ranks unless the sizes say 8.
 LAYOUTS: dict[str, tuple[str, Sizes]] = {
