@@ -130,8 +130,8 @@ def test_compiled_in_the_format_of_training(job, capsys, monkeypatch):
     out = capsys.readouterr().out
     verdict = out.splitlines()[1]
     assert verdict == (
-        "PROVEN: 2 ranks against one process, 2 steps of adamw in bf16, compiled, give the same, twice: 0 graphs of the "
-        "second start came from the compile cache"  # without inductor there is none
+        "PROVEN: 2 ranks against one process, 2 steps of adamw in bf16, compiled, give the same, twice: 0 graphs "
+        "of the second start came from the compile cache"  # without inductor there is none
     )
     assert "  context                  2       2" in out
     assert "  gradient norm " in out
