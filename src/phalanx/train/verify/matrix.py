@@ -117,7 +117,7 @@ FP8 = (
     "pp2 x zero1",
     "ep2 x dp2",
 )
-FP32 = ("zero3", "tp4 sp", "cp4 ulysses", "cp4 ring", "pp2 interleaved x dp2", "ep4")
+FP32 = ("zero3", "tp4 sp", "cp4 ulysses", "cp4 ring", "pp2 interleaved x dp2")
 RECOMPUTED = ("zero3", "tp2 x zero3", "cp4 ulysses", "cp4 ring", "pp4 1f1b", "ep4")
 OFFLOADED = {
     "optimizer": ("zero2", "tp2 x dp2"),
