@@ -33,7 +33,7 @@ from typing import Any
 
 from phalanx.errors import PhalanxError
 from phalanx.hardware.discover import discover
-from phalanx.train.supervise.gpus import ask_nccl
+from phalanx.train.supervise.gpus import NcclLibrary, ask_nccl
 from phalanx.train.verify.matrix import (
     CASES,
     Case,
@@ -80,12 +80,26 @@ class Matrix:
         self.failed: list[tuple[str, Trial, str]] = []
         self.alone = False  # one at a time
         self.with_mps = False
+        self.free_ranks, self.room = args.ranks, threading.Condition()
 
     def run(self, name: str, trial: Trial, start: str) -> None:
-        """One start of a case or reference; whatever goes wrong is a line."""
-        left_s = self.ends_s - time.monotonic()
-        if (name, start) in self.done or left_s < 10:
+        """One start of a case or reference, when there is room for its ranks; whatever goes wrong is a line."""
+        if (name, start) in self.done:
             return
+        world = trial.settings.layout.devices
+        with self.room:
+            self.room.wait_for(lambda: self.free_ranks >= min(world, self.args.ranks))
+            self.free_ranks -= world
+        try:
+            left_s = self.ends_s - time.monotonic()
+            if left_s >= (40 if start == "cold" else 15):  # what cannot end is not begun
+                self._run(name, trial, start, limit_s=min(self.args.limit, left_s))
+        finally:
+            with self.room:
+                self.free_ranks += world
+                self.room.notify_all()
+
+    def _run(self, name: str, trial: Trial, start: str, *, limit_s: float) -> None:
         began_s, world = time.monotonic(), trial.settings.layout.devices
         environ = {CACHE: self.cache, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
         if self.alone or not self.with_mps:
@@ -93,10 +107,12 @@ class Matrix:
         place = Place(shared=self.args.device == "cuda" and world > self.gpus, environ=environ)
         line: dict[str, Any] = {"name": name, "start": start, "world": world, "reference": reference_name(trial)}
         try:
-            limit_s = min(self.args.limit, left_s)
             line |= told(run_trial(trial, limit_s=limit_s, debug=self.args.debug, place=place))
         except PhalanxError as error:
             line["error"] = str(error)[:2000]
+            if limit_s < self.args.limit and "no answer within" in line["error"]:
+                print(f"      cut  {name}: the time is over", flush=True)
+                return
         except Exception as error:  # one failing case must not end the rest
             line["error"] = f"{type(error).__name__}: {error}"[:2000]
         line["wall_s"] = round(time.monotonic() - began_s, 2)
@@ -194,7 +210,7 @@ def works(args: argparse.Namespace, environ: dict[str, str]) -> str:
 
 def preload(args: argparse.Namespace) -> None:
     """Import the compiler once, before the ranks are forked: 3 to 5 s per rank. Not where that starts CUDA."""
-    if args.device == "cuda":
+    if args.device == "cuda" and not args.quick:
         text = (
             f"import os, {', '.join(COMPILER)}\nif not os.fork():\n    import torch\n    torch.ones(1, device='cuda')\n"
             "    os._exit(0)\nraise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))"
@@ -220,12 +236,12 @@ def about(args: argparse.Namespace, *, with_mps: bool) -> dict[str, Any]:
             "commit": commit.stdout.strip(),
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "nccl": str(getattr(nccl, "name", nccl)) if nccl is not None else "",
+            "nccl": f"NCCL {'.'.join(map(str, nccl.version))}" if isinstance(nccl, NcclLibrary) else "",
             "device": machine.gpus[0].name if args.device == "cuda" and machine.gpus else machine.cpu_model,
             "gpus": len(machine.gpus),
             "cores": machine.usable_cores,
             "mps": with_mps,
-            "launches": args.launches,
+            "ranks": args.ranks,
             "seed": args.seed,
             "sample": args.sample,
         }
@@ -247,10 +263,10 @@ def perform(args: argparse.Namespace) -> None:
     with mps(args.device == "cuda" and args.mps) as with_mps, tempfile.TemporaryDirectory(prefix="matrix-") as cache:
         preload(args)
         warm_up()
-        if args.device == "cuda" and with_mps and (why := works(args, {})):
+        if args.device == "cuda" and with_mps and not args.quick and (why := works(args, {})):
             print(f"two ranks on the GPU with MPS: {why}", flush=True)
             with_mps = False
-        if args.device == "cuda" and not with_mps and (why := works(args, without_mps())):
+        if args.device == "cuda" and not with_mps and not args.quick and (why := works(args, without_mps())):
             print(f"two ranks on the GPU: {why}", flush=True)
         results.write(about(args, with_mps=with_mps))
         matrix = Matrix(args, results, cache, done)
@@ -263,7 +279,7 @@ def perform(args: argparse.Namespace) -> None:
 
 
 def run_all(matrix: Matrix, cases: Sequence[Case]) -> None:
-    """Refusals at once, then references, then what is compiled, then the rest: time may run out."""
+    """Refusals at once, then references, then the cases, cheap ones first: time may run out."""
     device, runnable = matrix.args.device, []
     for case in cases:
         found = refusals(case, device=device)
@@ -275,12 +291,22 @@ def run_all(matrix: Matrix, cases: Sequence[Case]) -> None:
             matrix.results.write({"name": case.name, "start": "refused", "world": world, "refused": lines})
     trials = [matrix.trial(case) for case in runnable]
     references = {reference_name(one): reference_of(one) for one in trials}
-    order = sorted(runnable, key=lambda case: not case.compiled)
-    with ThreadPoolExecutor(matrix.args.launches) as pool:
+    with ThreadPoolExecutor(max(1, matrix.args.ranks // 2)) as pool:
         for name, trial in references.items():
             pool.submit(matrix.run, name, trial, "reference")
-        for case in order:
+        for case in sorted(runnable, key=turn):
             pool.submit(matrix.case, case)
+
+
+def turn(case: Case) -> int:
+    """What is cheap first: eager; what shares its graphs with another case; formats; eight ranks; experts."""
+    if not case.compiled:
+        return 0
+    if case.recompute != "none" or case.offload != "none" or case.compression != "none":
+        return 1
+    if case.shape == "experts":
+        return 5
+    return 2 if case.precision == "bf16" and layout_of(case).devices == 4 else 3 if case.precision == "fp8" else 4
 
 
 # ---- what came of it -------------------------------------------------------------------------------------------------
@@ -332,7 +358,7 @@ def summary(lines: Sequence[dict[str, Any]]) -> str:
     return "\n".join([", ".join(f"{count} {word}" for word, count in counts.items()), *bad])
 
 
-def page(lines: Sequence[dict[str, Any]]) -> str:
+def page(lines: Sequence[dict[str, Any]], *, commit: str) -> str:
     """The dated page."""
     rows = [row for row in verdicts(lines) if row["verdict"] != "not run"]
     about = next((one["about"] for one in lines if "about" in one), {})
@@ -348,7 +374,7 @@ def page(lines: Sequence[dict[str, Any]]) -> str:
         "",
         f"`python benchmarks/nccl_matrix.py --device {'cuda' if about.get('nccl') else 'cpu'}` on {ranks}, "
         f"{about.get('nccl') or 'gloo'}, torch {about.get('torch', '')}, Python {about.get('python', '')}, commit "
-        f"{about.get('commit', '')}; {about.get('launches', 1)} cases at a time"
+        f"{about.get('commit') or commit}; {about.get('ranks', 0)} ranks at a time"
         f"{', under MPS' if about.get('mps') else ''}.",
         "",
         f"{len(rows)} combinations: {counts['right']} right, {counts['refused']} refused before the start, "
@@ -397,7 +423,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="cases whose name has one of these words")
     parser.add_argument("--sample", type=int, default=0, help="so many, drawn by the seed (all)")
     parser.add_argument("--seed", default="1")
-    parser.add_argument("--launches", type=int, default=0, help="cases at a time (cores / 3)")
+    parser.add_argument(
+        "--ranks", type=int, default=0, help="at a time, of all cases together (2 per core, at least 8)"
+    )
+    parser.add_argument("--quick", action="store_true", help="do not try first whether two ranks and MPS work")
     parser.add_argument("--seconds", type=float, default=450.0, help="start nothing after so long (450)")
     parser.add_argument("--limit", type=float, default=120.0, help="longest wait for one start (120)")
     parser.add_argument(
@@ -406,16 +435,17 @@ def main() -> None:
     parser.add_argument("--no-mps", dest="mps", action="store_false")
     parser.add_argument("--debug", action="store_true", help="show what ranks print, and the trace of one that fails")
     parser.add_argument("--list", action="store_true", help="print the cases, run nothing")
+    parser.add_argument("--commit", default="", help="of the page, where the machine had no repository")
     parser.add_argument("--page", help="write this page from --out, run nothing")
     args = parser.parse_args()
-    args.launches = args.launches or max(1, (os.cpu_count() or 1) // 3)
+    args.ranks = args.ranks or max(8, min(32, 2 * (os.cpu_count() or 1)))
     if args.list:
         for case in chosen(args):
             found = refusals(case, device=args.device)
             print(f"{layout_of(case).devices} ranks  {case.name}{'  REFUSED: ' + found[0].what if found else ''}")
         return
     if args.page:
-        Path(args.page).write_text(page(read(Path(args.out))), encoding="utf-8")
+        Path(args.page).write_text(page(read(Path(args.out)), commit=args.commit), encoding="utf-8")
         print(summary(read(Path(args.out))))
         return
     began_s = time.monotonic()
