@@ -390,8 +390,8 @@ def page(lines: Sequence[dict[str, Any]], *, commit: str) -> str:
             f"{name} loss {bounds.loss:.1e}, norm {bounds.norm:.1e}"
             for name, bounds in ((one, bounds_of(replace(CASES[0], precision=one))) for one in ("fp32", "bf16", "fp8"))
         )
-        + " (train/verify/compare.py says why). Compiled Ulysses in Phalanx 0.6 was off by 0.34 in the norm of the first "
-        "step.",
+        + " (train/verify/compare.py says why). Compiled Ulysses in Phalanx 0.6 was 0.34 off in the norm of the "
+        "first step.",
         "",
         "| layout | ranks | format | compiled | besides | loss: cold | warm | norm: cold | warm | verdict |",
         "|---|---|---|---|---|---|---|---|---|---|",
