@@ -82,24 +82,27 @@ class Matrix:
         self.with_mps = False
         self.free_ranks, self.room = args.ranks, threading.Condition()
 
-    def run(self, name: str, trial: Trial, start: str) -> None:
-        """One start of a case or reference, when there is room for its ranks; whatever goes wrong is a line."""
+    def run(self, name: str, trial: Trial, start: str) -> bool:
+        """One start of a case or reference, when there is room for its ranks; whether there was time for it."""
         if (name, start) in self.done:
-            return
+            return True
         world = trial.settings.layout.devices
         with self.room:
             self.room.wait_for(lambda: self.free_ranks >= min(world, self.args.ranks))
             self.free_ranks -= world
         try:
             left_s = self.ends_s - time.monotonic()
-            if left_s >= (40 if start == "cold" else 15):  # what cannot end is not begun
-                self._run(name, trial, start, limit_s=min(self.args.limit, left_s))
+            if left_s < (40 if start == "cold" else 15):  # what cannot end is not begun
+                return False
+            self._run(name, trial, start, limit_s=min(self.args.limit, left_s))
+            return True
         finally:
             with self.room:
                 self.free_ranks += world
                 self.room.notify_all()
 
     def _run(self, name: str, trial: Trial, start: str, *, limit_s: float) -> None:
+        """Whatever goes wrong is a line."""
         began_s, world = time.monotonic(), trial.settings.layout.devices
         environ = {CACHE: self.cache, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
         if self.alone or not self.with_mps:
@@ -132,8 +135,8 @@ class Matrix:
         if not runs_compiled(case):
             self.run(case.name, trial, "eager")
             return
-        self.run(case.name, trial, "cold")
-        self.run(case.name, trial, "warm")
+        if self.run(case.name, trial, "cold"):
+            self.run(case.name, trial, "warm")
 
 
 def told(outcome: Outcome) -> dict[str, Any]:
