@@ -361,10 +361,11 @@ def summary(lines: Sequence[dict[str, Any]]) -> str:
     return "\n".join([", ".join(f"{count} {word}" for word, count in counts.items()), *bad])
 
 
-def page(lines: Sequence[dict[str, Any]], *, commit: str) -> str:
+def page(lines: Sequence[dict[str, Any]], *, commit: str, note: str = "") -> str:
     """The dated page."""
     rows = [row for row in verdicts(lines) if row["verdict"] != "not run"]
     about = next((one["about"] for one in lines if "about" in one), {})
+    ranks_at_a_time = " and ".join(str(one["about"]["ranks"]) for one in lines if "about" in one)
     wall_s = sum(one.get("wall_s", 0.0) for one in lines)
     ranks = f"{about.get('gpus', 0)} × {about.get('device', '')}" if about.get("nccl") else about.get("device", "")
     starts = sum(len(row["starts"]) for row in rows)
@@ -377,7 +378,7 @@ def page(lines: Sequence[dict[str, Any]], *, commit: str) -> str:
         "",
         f"`python benchmarks/nccl_matrix.py --device {'cuda' if about.get('nccl') else 'cpu'}` on {ranks}, "
         f"{about.get('nccl') or 'gloo'}, torch {about.get('torch', '')}, Python {about.get('python', '')}, commit "
-        f"{about.get('commit') or commit}; {about.get('ranks', 0)} ranks at a time"
+        f"{about.get('commit') or commit}; {ranks_at_a_time} ranks at a time"
         f"{', under MPS' if about.get('mps') else ''}.",
         "",
         f"{len(rows)} combinations: {counts['right']} right, {counts['refused']} refused before the start, "
@@ -395,6 +396,7 @@ def page(lines: Sequence[dict[str, Any]], *, commit: str) -> str:
         )
         + " (train/verify/compare.py says why). Compiled Ulysses in Phalanx 0.6 was 0.34 off in the norm of the "
         "first step.",
+        *(("", note) if note else ()),
         "",
         "| layout | ranks | format | compiled | besides | loss: cold | warm | norm: cold | warm | verdict |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -443,6 +445,7 @@ def main() -> None:
     parser.add_argument("--debug", action="store_true", help="show what ranks print, and the trace of one that fails")
     parser.add_argument("--list", action="store_true", help="print the cases, run nothing")
     parser.add_argument("--commit", default="", help="of the page, where the machine had no repository")
+    parser.add_argument("--note", default="", help="a paragraph of the page on how this file came about")
     parser.add_argument("--page", help="write this page from --out, run nothing")
     args = parser.parse_args()
     args.ranks = args.ranks or max(8, min(32, 2 * (os.cpu_count() or 1)))
@@ -452,7 +455,7 @@ def main() -> None:
             print(f"{layout_of(case).devices} ranks  {case.name}{'  REFUSED: ' + found[0].what if found else ''}")
         return
     if args.page:
-        Path(args.page).write_text(page(read(Path(args.out)), commit=args.commit), encoding="utf-8")
+        Path(args.page).write_text(page(read(Path(args.out)), commit=args.commit, note=args.note), encoding="utf-8")
         print(summary(read(Path(args.out))))
         return
     began_s = time.monotonic()
