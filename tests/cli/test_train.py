@@ -204,6 +204,16 @@ def test_a_resumed_run_and_a_plan_are_checked_too(train: Train, here: Path) -> N
     assert (code, "E PRC001" in err) == (1, True)
 
 
+def test_consent_to_share_gpus_is_part_of_the_job(train: Train) -> None:
+    """So that it is recorded, and reaches the agents of other hosts."""
+    code, out, _ = train("job.toml", "--dry-run", "--json", "--ranks-per-gpu", "4")
+    assert code == 0
+    assert json.loads(out)["job"]["train"]["ranks_per_gpu"] == 4
+    code, _, err = train("job.toml", "--dry-run", "--ranks-per-gpu", "65")
+    assert code == 2
+    assert "train.ranks_per_gpu" in err
+
+
 def test_a_dry_run_starts_nothing(train: Train, here: Path) -> None:
     code, out, _ = train("job.toml", "--dry-run", "--steps", "7")
     assert code == 0

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.main import main
+from phalanx.hardware.discover import discover
 
 JOB = """\
 name = "small"
@@ -56,7 +57,10 @@ def test_json(job, capsys):
     assert main(["verify", job, "--set", "parallel.data=4", "--steps", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["proven"] is True
-    assert found["proof"]["small"]["data"] == 2
+    assert found["proof"]["small"]["data"] == 4  # four ranks fit here, and stay four
+    assert found["proof"]["terms"] == {
+        "device": "cpu", "precision": "fp64", "compile": False, "full_size": False, "ranks": 8
+    }  # fmt: skip
     assert found["proof"]["comparison"]["first"] is None
     assert found["proof"]["comparison"]["parameter"] < 1e-12
 
@@ -87,11 +91,53 @@ def test_a_difference_is_exit_1_with_its_tensor(job, capsys, monkeypatch):
         (["--steps", "0"], "phalanx verify: --steps 0 is not between 1 and 1,000\n  use 5\n"),
         (["--timeout", "0"], "phalanx verify: --timeout 0 is not above 0\n  use 120\n"),
         (["--plan", "x", "--cluster", "local:2"], "phalanx verify: --plan and --cluster exclude each other\n"),
+        (["--ranks-per-gpu", "2"], "phalanx verify: --ranks-per-gpu 2 without --device cuda has no effect\n"),
+        (["--ranks-per-gpu", "0", "--device", "cuda"], "phalanx verify: --ranks-per-gpu 0 is not between 1 and 64\n"),
+        (["--precision", "fp8"], "phalanx verify: --precision fp8 on a CPU\n"),
+        (
+            ["--full-size", "--set", "parallel.data=16", "--cluster", "local-cpu:16"],
+            "phalanx verify: --full-size needs 16 ranks, and 8 can run here\n",
+        ),
     ],
 )
 def test_a_wrong_call_is_exit_2(job, options, text, capsys):
     assert main(["verify", job, *options]) == 2
     assert capsys.readouterr().err.startswith(text)
+
+
+def test_without_a_gpu_there_is_no_proof_on_one(job, capsys, monkeypatch):
+    from phalanx.train.supervise import prepare
+
+    monkeypatch.setattr(prepare, "discover", lambda: replace(discover(), gpus=(), notes=()))
+    assert main(["verify", job, "--device", "cuda", "--ranks-per-gpu", "4"]) == 2
+    assert capsys.readouterr().err.startswith("--device cuda: this machine has no GPU that can be seen\n")
+
+
+@pytest.mark.slow
+def test_compiled_in_the_format_of_training(job, capsys, monkeypatch):
+    """Started twice, the second time with the compile cache of the first. Without C++, which takes minutes."""
+    from phalanx.train.verify import prove
+
+    honest = prove.shrink
+
+    def quick(*args, **options):
+        made = honest(*args, **options)
+        return replace(made, settings=replace(made.settings, compile_backend="aot_eager"))
+
+    monkeypatch.setattr(prove, "shrink", quick)
+    call = ["verify", job, "--cluster", "local-cpu:2", "--set", "parallel.context=2", "--steps", "2", "--compile"]
+    assert main([*call, "--set", "parallel.context_kind=ulysses", "--precision", "bf16"]) == 0
+    out = capsys.readouterr().out
+    verdict = out.splitlines()[1]
+    assert verdict == (
+        "PROVEN: 2 ranks against one process, 2 steps of adamw in bf16, compiled, give the same, twice: 0 graphs "
+        "of the second start came from the compile cache"  # without inductor there is none
+    )
+    assert "  context                  2       2" in out
+    assert "  gradient norm " in out
+    assert "  1.6e-02 (later steps 6.2e-02)" in out
+    assert "16 roundings of 3.9e-03 (bf16)" in out
+    assert "not covered: fp32 arithmetic (bf16 here)" in out
 
 
 def test_what_cannot_be_trained_is_exit_2_before_anything_starts(tmp_path, capsys):

@@ -177,8 +177,25 @@ def test_some_gpus_of_this_machine(tmp_path: Path) -> None:
     assert str(caught.value) == (
         "local:4: asks for 4 GPUs and this machine has 2\n"
         "  every rank needs a GPU of its own\n"
-        "  write local:2, or local-cpu:4 to run on the processor cores"
+        "  write local:2, or local-cpu:4 to run on the processor cores; --ranks-per-gpu 2 lets ranks share a GPU, for "
+        "proofs and drills"
     )
+
+
+def test_ranks_that_share_gpus_have_a_share_of_each(tmp_path: Path) -> None:
+    whole = machine_cluster(gpus(2), environ=environ(tmp_path))
+    said = {**environ(tmp_path), "PHALANX_RANKS_PER_GPU": "2"}
+    for shared in (
+        machine_cluster(gpus(2), environ=environ(tmp_path), ranks=4, ranks_per_gpu=2),
+        machine_cluster(gpus(2), environ=said, ranks=4),
+    ):
+        assert (shared.name, shared.devices, shared.hosts) == ("local:4", 4, 1)
+        assert shared.accelerator.memory_bytes == whole.accelerator.memory_bytes / 2
+        assert shared.accelerator.peak_bf16_flops == whole.accelerator.peak_bf16_flops / 2
+        assert shared.host_memory_bytes == whole.host_memory_bytes
+    with pytest.raises(UserError, match="asks for 5 GPUs"):
+        machine_cluster(gpus(2), environ=said, ranks=5)
+    assert machine_cluster(gpus(2), environ=said, ranks=2).accelerator == whole.accelerator
 
 
 def test_the_spelling_of_ranks_on_this_machine(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.cli.options import add_json, add_set
+from phalanx.cli.options import add_json, add_ranks_per_gpu, add_set, take_ranks_per_gpu
 from phalanx.cli.output import note, plain, print_json, say, warn
 from phalanx.errors import WorldError, mistake
 from phalanx.units import MINUTE_S, plural
@@ -55,6 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", metavar="DIR", default="runs", help="where run folders are made (runs)")
     parser.add_argument("--no-replay", action="store_true", help="do not repeat the run without faults to compare bits")
     parser.add_argument("--no-shrink", action="store_true", help="do not look for the smallest schedule that fails")
+    add_ranks_per_gpu(parser)
     parser.add_argument("--allow-code", action="store_true", help="let the job import a model of your own")
     parser.add_argument("--out", metavar="FILE", help="write a copy of the record to this file")
     parser.add_argument(
@@ -65,6 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when every verdict holds, 1 when one does not or could not be judged."""
+    take_ranks_per_gpu(args)
     _check_call(args)
     if args.check:
         return _check(Path(args.check), as_json=args.json)
@@ -201,6 +203,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         plan = prepare.make(resolved)
     prepare.check_code(plan.job, allowed=args.allow_code)
     prepare.check_here(plan)
+    prepare.tell_sharing(plan, note)
     base = resolved.path.parent
     prepare.check_inputs(plan.job, resolved, base, fresh=True)
     prepare.check_writable(Path(args.runs), plan.job.checkpoint.path)

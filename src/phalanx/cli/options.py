@@ -33,3 +33,19 @@ def add_no_probe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-probe", action="store_true", help="do not measure this machine's cores before the first local plan"
     )
+
+
+def add_ranks_per_gpu(parser: argparse.ArgumentParser) -> None:
+    """--ranks-per-gpu, for verbs that start ranks."""
+    parser.add_argument(
+        "--ranks-per-gpu",
+        metavar="N",
+        type=int,
+        help="let N ranks share a GPU, for proofs and drills (train.ranks_per_gpu, 1); above 1 needs NCCL 2.30",
+    )
+
+
+def take_ranks_per_gpu(args: argparse.Namespace) -> None:
+    """The option as the setting of the job that it stands for, so that it is recorded and reaches every agent."""
+    if args.ranks_per_gpu is not None:
+        args.overrides = [*args.overrides, f"train.ranks_per_gpu={args.ranks_per_gpu}"]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.cli.options import add_json, add_no_probe, add_set
+from phalanx.cli.options import add_json, add_no_probe, add_ranks_per_gpu, add_set, take_ranks_per_gpu
 from phalanx.cli.output import note, print_json, say, warn
 from phalanx.errors import PhalanxError, mistake
 from phalanx.units import plural
@@ -48,12 +48,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="this is the first of N hosts; the others run phalanx agent RUN",
     )
     parser.add_argument("--address", metavar="IP", help="with --join: address of this host (fault.interface)")
+    add_ranks_per_gpu(parser)
     parser.add_argument("--allow-code", action="store_true", help="let the job import a model of your own")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, resume, or report."""
+    take_ranks_per_gpu(args)
     _check_call(args)
     if args.report:
         from phalanx.record.run import open_run
@@ -192,6 +194,7 @@ def _fresh_plan(args: argparse.Namespace) -> tuple[Plan, ResolvedJob]:
 
 def _header(plan: Plan) -> None:
     """Three lines before the first step: what runs, what it should take, what to mind."""
+    from phalanx.train.supervise.prepare import tell_sharing
     from phalanx.units import format_bytes, format_count, format_seconds
 
     p, job = plan.prediction, plan.job
@@ -207,6 +210,7 @@ def _header(plan: Plan) -> None:
     )
     for text in plan.warnings:
         note(f"  warning: {text}")
+    tell_sharing(plan, note)
 
 
 def _dry_run(plan: Plan, *, as_json: bool) -> int:

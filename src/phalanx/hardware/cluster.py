@@ -33,8 +33,11 @@ def resolve(
     environ: Mapping[str, str] | None = None,
     profile: Path | None = None,
     ranks: int = 0,
+    ranks_per_gpu: int = 1,
 ) -> Cluster:
     """The Cluster a spec means; `base` is the folder relative paths start from, `ranks` splits a CPU machine.
+
+    `ranks_per_gpu` lets so many ranks of `local:N` share a GPU, as the environment may too (hardware.sharing).
 
     `8xH100:16` is 16 fast domains of 8 devices; `H100:64` is 64 devices in domains as large as the device allows.
     `local:4` is 4 GPUs of this machine, or 4 processes that share its cores; `local-cpu:4` the latter in any case.
@@ -55,7 +58,14 @@ def resolve(
         ranks = int(here.group(2)) if here.group(2) else ranks
         if here.group(2):
             _check_counts(f"cluster {text[:60]!r}", {"ranks": ranks}, ranks)
-        return local_cluster(environ=environ, profile=profile, ranks=ranks, files=files, cpu=bool(here.group(1)))
+        return local_cluster(
+            environ=environ,
+            profile=profile,
+            ranks=ranks,
+            files=files,
+            cpu=bool(here.group(1)),
+            ranks_per_gpu=ranks_per_gpu,
+        )
     if text.endswith(".toml") or "/" in text:
         return load_cluster((base or Path()) / text, files=files, environ=environ)
     return _parse(text, files, environ)

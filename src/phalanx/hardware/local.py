@@ -13,6 +13,7 @@ from phalanx.hardware.discover import discover
 from phalanx.hardware.machine import Machine
 from phalanx.hardware.profile import Profile, load, usual_path
 from phalanx.hardware.shape import assemble
+from phalanx.hardware.sharing import allowed_ranks
 from phalanx.hardware.step_probe import kept_rates
 from phalanx.hardware.types import Accelerator, Cluster
 from phalanx.units import plural
@@ -27,13 +28,14 @@ def local_cluster(
     ranks: int = 0,
     files: Sequence[Path] = (),
     cpu: bool = False,
+    ranks_per_gpu: int = 1,
 ) -> Cluster:
     """This machine, looked at now; with `cpu` as if it had no GPUs."""
     env = os.environ if environ is None else environ
     machine = discover(environ=env)
     if cpu:
         machine = dataclasses.replace(machine, gpus=(), gpu_paths=())
-    return machine_cluster(machine, environ=env, profile=profile, ranks=ranks, files=files)
+    return machine_cluster(machine, environ=env, profile=profile, ranks=ranks, files=files, ranks_per_gpu=ranks_per_gpu)
 
 
 def machine_cluster(
@@ -43,13 +45,22 @@ def machine_cluster(
     profile: Path | None = None,
     ranks: int = 0,
     files: Sequence[Path] = (),
+    ranks_per_gpu: int = 1,
 ) -> Cluster:
-    """A machine as a Cluster; `ranks` is how many of its GPUs, or processes that share its cores (0: all of them)."""
+    """A machine as a Cluster; `ranks` is how many of its GPUs, or processes that share its cores (0: all of them).
+
+    `ranks_per_gpu` ranks may share a GPU: each is then a device with its share of that GPU's memory and speed.
+    """
     if not 0 <= ranks <= MAX_LOCAL_RANKS:
         raise mistake("--ranks", f"{ranks} is out of range", fix=f"use 1 to {MAX_LOCAL_RANKS}, or 0 for one per core")
     measured, remark = _measured(machine, environ, profile)
     if machine.gpus:
-        cluster = _gpu_cluster(_first_gpus(machine, ranks), environ, files)
+        allowed = allowed_ranks(ranks_per_gpu, environ)
+        shared = -(-ranks // len(machine.gpus)) if len(machine.gpus) < ranks <= allowed * len(machine.gpus) else 1
+        if shared > 1:
+            cluster = _shared_cluster(_gpu_cluster(machine, environ, files), ranks, shared)
+        else:
+            cluster = _gpu_cluster(_first_gpus(machine, ranks), environ, files)
     else:
         cluster = _cpu_cluster(machine, ranks or machine.usable_cores, environ, files)
     if not machine.gpus:
@@ -72,9 +83,37 @@ def _first_gpus(machine: Machine, ranks: int) -> Machine:
             f"local:{ranks}",
             f"asks for {ranks} GPUs and this machine has {count}",
             why="every rank needs a GPU of its own",
-            fix=f"write local:{count}, or local-cpu:{ranks} to run on the processor cores",
+            fix=f"write local:{count}, or local-cpu:{ranks} to run on the processor cores; "
+            f"--ranks-per-gpu {-(-ranks // count)} lets ranks share a GPU, for proofs and drills",
         )
     return dataclasses.replace(machine, gpus=machine.gpus[: ranks or count])
+
+
+def _shared_cluster(cluster: Cluster, ranks: int, shared: int) -> Cluster:
+    """`ranks` devices on fewer GPUs: each has its share of a GPU, and what passes between them is copied inside it."""
+    whole = cluster.accelerator
+    part = dataclasses.replace(
+        whole,
+        peak_bf16_flops=whole.peak_bf16_flops / shared,
+        peak_fp8_flops=whole.peak_fp8_flops / shared,
+        peak_fp4_flops=whole.peak_fp4_flops / shared,
+        peak_fp32_flops=whole.peak_fp32_flops / shared,
+        memory_bytes=whole.memory_bytes / shared,
+        memory_bytes_per_s=whole.memory_bytes_per_s / shared,
+        domain_devices=ranks,
+        host_devices=ranks,
+        tdp_w=whole.tdp_w / shared,
+    )
+    return assemble(
+        name=cluster.name,
+        accelerator=part,
+        domain_devices=ranks,
+        domains=1,
+        host_devices=ranks,
+        host_memory_bytes=cluster.host_memory_bytes,
+        nic_bytes_per_s=cluster.nic_bytes_per_s / shared,
+        source=f"{cluster.source}, shared by {ranks} ranks",
+    )
 
 
 def _measured(machine: Machine, environ: Mapping[str, str], named: Path | None) -> tuple[Profile | None, str]:

@@ -27,6 +27,7 @@ class Gpu:
     pcie_bytes_per_s: float  # one direction; 0 when unknown
     nvlinks: int  # active links; -1 when the driver could not be asked
     nvlink_bytes_per_s: float  # all active links together, one direction
+    used_bytes: int = -1  # of its memory, now, by whomever; -1 when the driver could not be asked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -70,7 +70,7 @@ def _ask_nvidia_smi() -> str:
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
-    columns = "index,uuid,name,memory.total,pci.bus_id,pcie.link.gen.max,pcie.link.width.max"
+    columns = "index,uuid,name,memory.total,pci.bus_id,pcie.link.gen.max,pcie.link.width.max,memory.used"
     command = [program, f"--query-gpu={columns}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
@@ -81,7 +81,7 @@ def _ask_nvidia_smi() -> str:
 
 def _from_nvidia_smi(root: Path, visible: str | None, text: str) -> GpuView:
     rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text))]
-    found = {int(row[0]): row for row in rows if len(row) == 7 and row[0].isdigit()}
+    found = {int(row[0]): row for row in rows if len(row) in (7, 8) and row[0].isdigit()}
     chosen = visible_indices(visible, {index: row[1] for index, row in found.items()})
     if not found:
         return GpuView()
@@ -101,6 +101,7 @@ def _smi_gpu(root: Path, row: list[str]) -> Gpu:
         pcie_bytes_per_s=_PCIE_LANE_BYTES_PER_S.get(generation, 0.0) * lanes,
         nvlinks=-1,
         nvlink_bytes_per_s=0.0,
+        used_bytes=int(row[7]) * MIB if row[7:] and row[7].isdigit() else -1,
     )
 
 
@@ -158,6 +159,7 @@ def _gpu(nvml: Any, root: Path, index: int, handle: Any) -> Gpu:
         pcie_bytes_per_s=_PCIE_LANE_BYTES_PER_S.get(generation, 0.0) * lanes,
         nvlinks=len(links),
         nvlink_bytes_per_s=sum(_NVLINK_BYTES_PER_S.get(version, 25e9) for version in links),
+        used_bytes=int(_try(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used, default=-1)),
     )
 
 

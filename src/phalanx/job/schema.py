@@ -163,6 +163,10 @@ class Train:
             "compare compiled code with eager code on one micro-batch before the first step, and stop on errors"
         ),
     )
+    ranks_per_gpu: int = field(
+        default=1,
+        metadata=count("ranks that may share one GPU, for proofs and drills; above 1 needs NCCL 2.30", most=64),
+    )
     evaluate_every: int = field(default=0, metadata=count("steps between evaluations; 0 only at the end", least=0))
     evaluate_sequences: int = field(default=64, metadata=count("held-out sequences per evaluation", least=0))
     samples: int = field(default=2, metadata=count("texts written by the model at the end", least=0, most=100))

@@ -66,9 +66,9 @@ def plan(
     asked = job.job if isinstance(job, ResolvedJob) else job
     base = job.path.parent if isinstance(job, ResolvedJob) else None
     if cluster is None:
-        cluster = resolve(asked.cluster.target, base=base)
+        cluster = resolve(asked.cluster.target, base=base, ranks_per_gpu=asked.train.ranks_per_gpu)
     elif not isinstance(cluster, Cluster):
-        cluster = resolve(cluster)
+        cluster = resolve(cluster, ranks_per_gpu=asked.train.ranks_per_gpu)
     origins = {key: origin.where for key, origin in job.origins.items()} if isinstance(job, ResolvedJob) else {}
     noted = job.warnings if isinstance(job, ResolvedJob) else ()
     ask, advice = asking.from_job(asked, cluster, origins=origins)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from phalanx.errors import Problem, WorldError, mistake
+from phalanx.hardware.sharing import allowed_ranks
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
@@ -47,12 +48,13 @@ from phalanx.train.supervise.board import NO_STEP, Phase
 from phalanx.train.supervise.fence import fence
 from phalanx.train.supervise.flight import BUFFER_NAMES, RECORDED, FlightRecord
 from phalanx.train.supervise.formation import Formation, Seat
+from phalanx.train.supervise.gpus import agree_on_gpus, take_shared_gpu
 from phalanx.train.supervise.link import Interrupted, Link
 from phalanx.train.supervise.process import take_rank
 from phalanx.train.supervise.transports import facts_here, transport_notes
 from phalanx.train.telemetry.communicators import tell_communicators
 from phalanx.train.telemetry.sensors import sensors_of
-from phalanx.train.telemetry.sharing import Sharers
+from phalanx.train.telemetry.sharing import Sharers, gpu_uuid, host_name, is_loopback
 from phalanx.train.telemetry.watch import KeptSensors, Meeting, meet, watched
 from phalanx.train.vault.buddy import buddy_of
 from phalanx.train.vault.choose import Choice
@@ -147,7 +149,8 @@ class Rank:
             device = _device(self.plan, self.vault.slots)
             place = _store(go["store"], door, timeout_s=self.plan.job.comm.init_timeout_s)
             store = PrefixStore(f"{formation.epoch}", place)
-            joined_s = _join(self.plan, device, rank=rank, world=formation.world, store=store)
+            shared = self._shares(device)
+            joined_s = _join(self.plan, device, rank=rank, world=formation.world, store=store, shared=shared)
             events = EventWriter(self.run.events(rank), rank=rank)
             stack.callback(events.close)
             stack.enter_context(self._watched(formation, rank, events, device, store))
@@ -181,6 +184,14 @@ class Rank:
                 joined_s=joined_s,
                 notes=self._notes,
             )
+
+    def _shares(self, device: torch.device) -> bool:
+        """Whether ranks here share a GPU; by slots, as it must not depend on who is left."""
+        if device.type != "cuda":
+            return False
+        # Hosts of a loopback address are one machine that plays several, and its GPUs are all of theirs.
+        hosts = len(self.run.launch().get("hosts", ())) if is_loopback(self.address) else 1
+        return self.vault.slots * max(hosts, 1) > torch.cuda.device_count()
 
     def _watched(
         self, formation: Formation, rank: int, events: EventWriter, device: torch.device, store: Store
@@ -258,7 +269,8 @@ def run_rank(
     for name in BUFFER_NAMES:
         os.environ.setdefault(name, str(RECORDED))
     device = _device(plan, local_world)
-    joined_s = _join(plan, device, rank=rank, world=world, store=store)
+    shared = store is not None and _sharing(plan, device, store, rank=rank, world=world)
+    joined_s = _join(plan, device, rank=rank, world=world, store=store, shared=shared)
     events = EventWriter(folder.events(rank), rank=rank)
     orders = Orders(stop=stop, progress=lambda step, phase: heartbeat(step), hooks=Hooks())
     none_met = None, Sharers(host=local_world)
@@ -453,8 +465,35 @@ def _abandon_group() -> None:
     world.group_count = 0
 
 
-def _join(plan: Plan, device: torch.device, *, rank: int, world: int, store: Store | None) -> float:
+def _sharing(plan: Plan, device: torch.device, store: Store, *, rank: int, world: int) -> bool:
+    """Whether ranks that another launcher started share GPUs; raises on all of them where nobody allowed it."""
+    if device.type != "cuda":
+        return False
+    allowed, limit_s = allowed_ranks(plan.job.train.ranks_per_gpu, os.environ), plan.job.comm.init_timeout_s
+    gpu = gpu_uuid(device) or f"{host_name()} {device}"
+    try:
+        return agree_on_gpus(store, gpu, world=world, allowed=allowed, limit_s=limit_s)
+    except dist.DistError as error:
+        raise _ranks_missing(rank, world, limit_s) from error
+
+
+def _ranks_missing(rank: int, world: int, limit_s: float) -> WorldError:
+    return WorldError(
+        Problem(
+            where=f"rank {rank}",
+            what=f"not all of {plural(world, 'rank')} arrived within {limit_s:g} s",
+            why="every rank of the job must be started, with the same MASTER_ADDR and WORLD_SIZE",
+            fix="look at the logs of the ranks that are missing, or raise comm.init_timeout_s",
+        )
+    )
+
+
+def _join(
+    plan: Plan, device: torch.device, *, rank: int, world: int, store: Store | None, shared: bool = False
+) -> float:
     """Make the group of all ranks; the seconds it took."""
+    if shared:
+        take_shared_gpu(os.environ)
     # Gloo beside NCCL: what is kept in host memory is exchanged there too.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda" and plan.job.comm.algorithm != "auto":
@@ -474,12 +513,5 @@ def _join(plan: Plan, device: torch.device, *, rank: int, world: int, store: Sto
     except dist.DistError as error:
         if "timeout" not in str(error).lower():
             raise
-        raise WorldError(
-            Problem(
-                where=f"rank {rank}",
-                what=f"not all of {plural(world, 'rank')} arrived within {limit_s:g} s",
-                why="every rank of the job must be started, with the same MASTER_ADDR and WORLD_SIZE",
-                fix="look at the logs of the ranks that are missing, or raise comm.init_timeout_s",
-            )
-        ) from error
+        raise _ranks_missing(rank, world, limit_s) from error
     return time.perf_counter() - began_s

@@ -132,6 +132,29 @@ def test_a_lost_gpu(gpu_plan: Plan) -> None:
     )
 
 
+def test_ranks_that_share_a_gpu(gpu_plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With consent two ranks of 20 GB fit on 80 GB, also beside 30 GB of somebody else's, but not beside 50."""
+    small = replace(gpu_plan, memory=replace(gpu_plan.memory, total_bytes=20e9))
+    host = replace(HOST, gpus=(replace(gpu(0), used_bytes=30 * 10**9),))
+    (problem,) = checks.check_devices(small, host, 2)
+    assert problem.what == "1 of the 2 × H100-80GB-SXM that its ranks need answer"
+    monkeypatch.setenv("PHALANX_RANKS_PER_GPU", "2")
+    assert list(checks.check_devices(small, host, 2, fresh=True)) == []
+    monkeypatch.delenv("PHALANX_RANKS_PER_GPU")
+    allowed = replace(small, job=replace(small.job, train=replace(small.job.train, ranks_per_gpu=2)))
+    assert list(checks.check_devices(allowed, host, 2, fresh=True)) == []
+    (problem,) = checks.check_devices(allowed, host, 3)
+    assert problem.what == "1 of the 3 × H100-80GB-SXM that its ranks need answer; 2 ranks may share one"
+    taken = replace(host, gpus=(replace(gpu(0), used_bytes=50 * 10**9),))
+    (problem,) = checks.check_devices(allowed, taken, 2, fresh=True)
+    assert problem.render().startswith(
+        "gpu-04, GPU 0: other programs hold 50.0 GB of its 80.0 GB; the plan needs 40.0 GB\n"
+    )
+    assert list(checks.check_devices(allowed, taken, 2)) == []  # later what is held there is our own
+    (problem,) = checks.check_devices(replace(allowed, memory=gpu_plan.memory), host, 2, fresh=True)
+    assert problem.what == "80.0 GB of memory; the plan needs 120 GB; ranks share it"
+
+
 def test_a_smaller_gpu(gpu_plan: Plan) -> None:
     host = replace(HOST, gpus=(gpu(0), gpu(1, memory_bytes=40 * 10**9)))
     (problem,) = checks.check_devices(gpu_plan, host, 2)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from phalanx.train.verify.compare import compare
+from phalanx.train.verify.compare import Bounds, compare
 from phalanx.train.verify.trial import Outcome, Part, RankOutcome, put_together
 
 
@@ -81,6 +81,39 @@ def test_nan_is_a_difference():
 def test_a_missing_tensor_is_a_difference():
     less = {"embed.tokens.weight": np.ones((4, 2))}
     assert compare(outcome(params=[less, less]), outcome()).first.what == "layers.0.attn.wq.weight"
+
+
+# ---- narrower formats: bounds are shares, multiples of the format's rounding -----------------------------------------
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp8"])
+def test_an_error_like_that_of_compiled_ulysses_is_far_outside(compute):
+    """Gradient norm 2.370 instead of 3.569 in the first step, its loss right; then 5.702 instead of 5.962."""
+    bounds = Bounds.rounded(compute)
+    wanted = outcome(losses=[6.3, 5.962], norms=[3.569, 3.5])
+    first = compare(outcome(losses=[6.3, 5.702], norms=[2.370, 3.5]), wanted, bounds).first
+    assert (first.what, first.step) == ("gradient norm", 1)
+    assert first.size > 3 * bounds.norm
+    if compute != "fp8":  # there 4 % lies within four times the bound of the first step
+        assert compare(outcome(losses=[6.3, 5.702], norms=[3.569, 3.5]), wanted, bounds).first.step == 2
+
+
+def test_one_rounding_passes_and_a_part_of_a_gradient_does_not():
+    bounds, (wanted, *_) = Bounds.rounded("bf16"), outcome().grads
+    noise = np.random.default_rng(0)
+    near = {name: values * (1 + noise.uniform(-(2**-8), 2**-8, values.shape)) for name, values in wanted.items()}
+    # Parameters are not held: Adam turns a rounding into a whole step.
+    far = {name: values + 0.02 for name, values in wanted.items()}
+    assert compare(outcome(grads=[near, far], params=[far, far]), outcome(), bounds).first is None
+    part = wanted | {"layers.0.attn.wq.weight": wanted["layers.0.attn.wq.weight"] * 0.9}
+    first = compare(outcome(grads=[part, wanted]), outcome(), bounds).first
+    assert first.render().startswith("gradient of layers.0.attn.wq.weight differs by ")
+    # What is next to nothing beside the others may be all rounding; what is missing may not.
+    small = wanted | {"bias": np.full(2, 1e-5)}
+    other = wanted | {"bias": np.full(2, -1e-5)}
+    assert compare(outcome(grads=[other, wanted]), outcome(grads=[small, wanted]), bounds).first is None
+    assert compare(outcome(grads=[wanted, wanted]), outcome(grads=[small, wanted]), bounds).first.what == "bias"
+    assert compare(outcome(losses=[4.0, float("nan")]), outcome(), bounds).first.what == "loss"
 
 
 # ---- putting the boxes of all ranks together -------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from phalanx.plan.layout import Layout
 from phalanx.train.check import check_layout
 from phalanx.train.settings import Settings
 from phalanx.train.verify.shrink import alone, changes, left_out, shrink
+from phalanx.train.verify.terms import Terms, refuse_ranks
 
 LARGE = ModelShape(name="large", layers=126, hidden=16384, heads=128, kv_heads=8, head_dim=128, ffn=53248, vocab=128256)
 EXPERTS = replace(LARGE, experts=64, experts_per_token=8, expert_ffn=2048, shared_experts=2, dense_layers=3)
@@ -81,14 +82,52 @@ def test_it_says_what_became_smaller_and_what_is_left_out():
     assert told["layers"] == (126, 5)
     assert told["micro-batches"] == (32, 4)
     compact = job(optim=Optim(name="adamw8bit"))
-    notes = left_out(compact, replace(BASE, compression="int8"), compiled=True)
+    notes = left_out(compact, replace(BASE, compression="int8"), made, compiled=True, on_gpu=True)
     assert [note.split(" (")[0] for note in notes] == [
+        "tensor 8",
+        "NCCL and the kernels of GPUs",
         "bf16 arithmetic",
         "int8 gradients",
         "the compact optimizer state",
         "compiled blocks",
     ]
+    assert notes[0] == (
+        "tensor 8 (2 here), pipeline 16 (2 here), virtual_pipeline 4 (2 here), data 64 (2 here), shard 128 (4 here)"
+    )
     assert shrink(compact, BASE, steps=5).optim.name == "adamw"
+    as_trained = Terms(device="cuda", precision="bf16", compile=True)
+    made = shrink(job(), BASE, steps=5, terms=as_trained)
+    assert left_out(job(), BASE, made, compiled=True, on_gpu=True) == notes[:1]
+    assert (made.settings.compute, made.settings.reduce, made.settings.master) == ("bf16", "fp32", "fp32")
+    assert (made.settings.compile, made.device, alone(made).settings.compile) == (True, "cuda", True)
+
+
+def test_degrees_are_kept_while_there_are_ranks():
+    """A ring of 2 has no rank that passes on, so context comes first; experts keep their proportions."""
+    ring = replace(BASE, context=4, tensor=1, pipeline=1, virtual_pipeline=1, data=2, shard=8, sequence_parallel=False)
+    assert shrink(job(), ring, steps=5).settings.layout == replace(ring, precision="fp32", accumulation=2)
+    small = shrink(job(), replace(ring, data=64, shard=256), steps=5).settings.layout
+    assert (small.context, small.data, small.shard) == (4, 2, 8)
+    many = shrink(job(), BASE, steps=5, terms=Terms(device="cuda", ranks=64)).settings.layout
+    assert (many.context, many.tensor, many.pipeline, many.data) == (2, 8, 2, 2)
+    expert = replace(BASE, expert=8, context=1, pipeline=1, virtual_pipeline=1, zero=0)
+    small = shrink(job(EXPERTS), expert, steps=5, terms=Terms(ranks=64)).settings.layout
+    assert (small.tensor, small.expert) == (2, 2)
+
+
+def test_full_size_makes_nothing_smaller():
+    layout = replace(BASE, data=1, shard=2, tensor=2, pipeline=1, virtual_pipeline=1, accumulation=4)
+    made = shrink(job(), layout, steps=2, terms=Terms(device="cuda", precision="bf16", full_size=True))
+    assert (made.shape, made.settings.layout, made.settings.sequence) == (LARGE, layout, 8192)
+    assert changes(job(), layout, made) == []
+    assert "single tensors" in left_out(job(), layout, made, compiled=False, on_gpu=True)[-1]
+
+
+def test_what_is_not_compiled_in_training_is_not_compiled_here():
+    bubbles = replace(BASE, schedule="zero-bubble")
+    assert not shrink(job(), bubbles, steps=5, terms=Terms(compile=True)).settings.compile
+    full = shrink(job(), BASE, steps=5, terms=Terms(compile=True))
+    assert alone(full).settings.layout.recompute == "full"  # the same kernels on both sides
 
 
 def test_a_users_own_network_is_refused():
@@ -137,3 +176,16 @@ def test_what_is_legal_stays_legal(case):
     for axis in ("tensor", "context", "pipeline", "data", "virtual_pipeline", "expert", "micro_batch"):
         real = getattr(layout, axis)
         assert min(real, 2) <= getattr(small, axis) <= real, axis
+
+
+def test_ranks_that_no_gpu_is_left_for():
+    with pytest.raises(UserError) as caught:
+        refuse_ranks(Terms(device="cuda", ranks=1), ranks=4, gpus=1)
+    assert str(caught.value) == (
+        "--device cuda: the proof needs 4 ranks, and this machine has 1 GPU\n"
+        "  every axis that the layout uses needs 2 ranks at least; ranks share a GPU only where you say so\n"
+        "  allow it with --ranks-per-gpu 4, which needs NCCL 2.30, or use --device cpu"
+    )
+    refuse_ranks(Terms(device="cuda", ranks=4), ranks=4, gpus=1)
+    with pytest.raises(UserError, match="this machine has 2 GPUs, 2 ranks on each"):
+        refuse_ranks(Terms(device="cuda", ranks=4), ranks=8, gpus=2)

@@ -18,9 +18,11 @@ from phalanx.errors import Problem
 from phalanx.hardware.defaults import LOOPBACK_BYTES_PER_S
 from phalanx.hardware.discover import discover
 from phalanx.hardware.machine import Gpu, Machine
+from phalanx.hardware.sharing import allowed_ranks
 from phalanx.plan.plan import Plan
 from phalanx.train.supervise.channel import LOOPBACK
-from phalanx.train.supervise.prepare import MOST_RANKS_PER_CORE, ranks_per_gpu
+from phalanx.train.supervise.gpus import check_free
+from phalanx.train.supervise.prepare import MOST_RANKS_PER_CORE
 from phalanx.train.vault.vault import GENERATIONS
 from phalanx.units import MB, format_bytes, format_seconds, plural
 
@@ -43,7 +45,7 @@ def preflight(*, plan: Plan, run: Path, slots: int, address: str, quick: bool) -
     if not run.is_dir():
         return [_missing(run, machine.hostname)]
     problems = [
-        *check_devices(plan, machine, slots),
+        *check_devices(plan, machine, slots, fresh=True),
         *check_memory(plan, slots, available_bytes(machine), host=machine.hostname),
         *check_disk(plan, run, host=machine.hostname),
         *check_port(address, host=machine.hostname),
@@ -82,8 +84,11 @@ def _missing(run: Path, host: str) -> Problem:
     )
 
 
-def check_devices(plan: Plan, machine: Machine, slots: int) -> Iterator[Problem]:
-    """A device for every slot, as large and as well connected as the plan counts on."""
+def check_devices(plan: Plan, machine: Machine, slots: int, *, fresh: bool = False) -> Iterator[Problem]:
+    """A device for every slot, as large and as well connected as the plan counts on.
+
+    `fresh`: no rank of ours is on the GPUs yet, so that what they hold is somebody else's.
+    """
     if plan.cluster.accelerator.family == "cpu":
         most = MOST_RANKS_PER_CORE * machine.usable_cores
         if slots > most:
@@ -93,24 +98,34 @@ def check_devices(plan: Plan, machine: Machine, slots: int) -> Iterator[Problem]
                 fix=f"give this host at most {most:,} slots",
             )
         return
-    if len(machine.gpus) * ranks_per_gpu() < slots:
+    count, allowed = len(machine.gpus), allowed_ranks(plan.job.train.ranks_per_gpu, os.environ)
+    share = 1
+    if count * allowed < slots:
+        sharing = f"; {allowed} ranks may share one" if allowed > 1 else ""
         yield Problem(
             where=machine.hostname,
-            what=f"{len(machine.gpus)} of the {slots} × {plan.cluster.accelerator.name} that its ranks need answer",
+            what=f"{count} of the {slots} × {plan.cluster.accelerator.name} that its ranks need answer{sharing}",
             why="; ".join(machine.notes) or "every rank needs a device of its own",
             fix="look at nvidia-smi and dmesg (Xid); restart the host, or take it out of the job",
         )
-    alone = min(slots, len(machine.gpus)) == 1
+    elif count:  # spares hold nothing until they replace somebody
+        share = -(-min(slots, plan.layout.devices) // count)
     for gpu in machine.gpus[:slots]:
-        yield from _check_gpu(plan, gpu, alone=alone, where=f"{machine.hostname}, GPU {gpu.index}")
+        where = f"{machine.hostname}, GPU {gpu.index}"
+        need = share * plan.memory.total_bytes
+        yield from _check_gpu(plan, gpu, need=need, alone=min(slots, count) == 1, where=where)
+        taken = check_free(gpu, needed_bytes=need, where=where) if fresh and gpu.memory_bytes >= need else None
+        if taken is not None:
+            yield taken
 
 
-def _check_gpu(plan: Plan, gpu: Gpu, *, alone: bool, where: str) -> Iterator[Problem]:
-    has, need = gpu.memory_bytes, plan.memory.total_bytes
+def _check_gpu(plan: Plan, gpu: Gpu, *, need: float, alone: bool, where: str) -> Iterator[Problem]:
+    has = gpu.memory_bytes
     if has < need:
+        shared = "; ranks share it" if need > plan.memory.total_bytes else ""
         yield Problem(
             where=where,
-            what=f"{format_bytes(has)} of memory; the plan needs {format_bytes(need)}",
+            what=f"{format_bytes(has)} of memory; the plan needs {format_bytes(need)}{shared}",
             fix=f"use hosts with {plan.cluster.accelerator.name}, or plan for these: phalanx plan JOB --cluster local",
         )
     rate, expected = gpu.nvlink_bytes_per_s, plan.cluster.link_bytes_per_s

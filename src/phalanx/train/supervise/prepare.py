@@ -8,13 +8,14 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve
 from phalanx.hardware.discover import discover
+from phalanx.hardware.sharing import allowed_ranks
 from phalanx.job.dump import to_dict
 from phalanx.job.load import ResolvedJob, load
 from phalanx.job.schema import Batch, Job
@@ -23,6 +24,15 @@ from phalanx.plan.inputs import InputFindings, look_at_inputs
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
+from phalanx.train.supervise.gpus import (
+    SHARED,
+    ask_nccl,
+    check_free,
+    check_mps,
+    check_nccl,
+    check_preload,
+    shared_settings,
+)
 from phalanx.units import plural
 
 MOST_RANKS_PER_CORE = 64  # beyond, the ranks only wait for each other
@@ -48,7 +58,7 @@ def need_torch() -> None:
 
 def load_job(path: str, *, overrides: Sequence[str], cluster: str | None, steps: int) -> ResolvedJob:
     """The job with the overrides, on `cluster`; `steps` > 0 trains so many steps instead of data.tokens."""
-    wanted = [*overrides, *_cluster_override(cluster)]
+    wanted = [*overrides, *_cluster_override(cluster, sharing=_sharing(path, overrides) if cluster else 1)]
     resolved = load(path, overrides=wanted)
     if steps <= 0:
         return resolved
@@ -56,15 +66,24 @@ def load_job(path: str, *, overrides: Sequence[str], cluster: str | None, steps:
     return load(path, overrides=[*wanted, f"data.tokens={tokens}"])
 
 
-def _cluster_override(cluster: str | None) -> list[str]:
+def _cluster_override(cluster: str | None, *, sharing: int) -> list[str]:
     """The cluster of the command line as part of the job, so that a resumed run finds it there."""
     if cluster is None:
         return []
-    resolve(cluster)  # complains about the option, not about a key the file may not have
+    # Complains about the option, not about a key the file may not have.
+    resolve(cluster, ranks_per_gpu=sharing)
     is_file = cluster.endswith(".toml") or "/" in cluster
     return [
         f"cluster.file={json.dumps(str(Path(cluster).resolve()))}" if is_file else f"cluster.spec={json.dumps(cluster)}"
     ]
+
+
+def _sharing(path: str, overrides: Sequence[str]) -> int:
+    """Ranks per GPU that a job allows; 1 for a job that cannot be read, whose mistakes are told later."""
+    try:
+        return load(path, overrides=overrides).job.train.ranks_per_gpu
+    except UserError:
+        return 1
 
 
 def tokens_of(steps: int, batch: Batch) -> int:
@@ -233,12 +252,6 @@ def job_of(run: Run, plan: Plan) -> ResolvedJob:
         return job_in(plan, run.job_toml)
 
 
-def ranks_per_gpu() -> int:
-    """How many ranks may share a GPU: one, unless PHALANX_RANKS_PER_GPU says that more are wanted."""
-    wanted = os.environ.get("PHALANX_RANKS_PER_GPU", "")
-    return max(1, int(wanted)) if wanted.isdecimal() else 1
-
-
 def check_here(plan: Plan) -> None:
     """This machine has the devices of the plan; raises UserError naming what to write instead."""
     machine = discover()
@@ -250,15 +263,72 @@ def check_here(plan: Plan) -> None:
             raise mistake(
                 plan.cluster.name, f"asks for {plural(ranks, 'rank')} on this machine", why=why, fix="use local:4"
             )
-    elif len(machine.gpus) * ranks_per_gpu() < ranks:
-        found = plural(len(machine.gpus), "GPU")
+        return
+    gpus, allowed = len(machine.gpus), allowed_ranks(plan.job.train.ranks_per_gpu, os.environ)
+    if gpus * allowed < ranks:
+        found = plural(gpus, "GPU")
+        fix = (
+            f"start a task per rank: srun --ntasks={ranks}, mpirun -n {ranks}, or torchrun on every host; "
+            "or try it here with --cluster local:4"
+        )
+        if gpus:
+            fix += f"; or let {-(-ranks // gpus)} ranks share a GPU with --ranks-per-gpu, which needs NCCL 2.30"
         raise mistake(
             plan.cluster.name,
-            f"the plan needs {ranks:,} × {device.name}, and this machine has {found}",
+            f"the plan needs {ranks:,} × {device.name}, and this machine has {found}"
+            + (f", which {allowed} ranks each may share" if allowed > 1 and gpus else ""),
             why="phalanx train starts the ranks of one machine",
-            fix=f"start a task per rank: srun --ntasks={ranks}, mpirun -n {ranks}, or torchrun on every host; "
-            "or try it here with --cluster local:4",
+            fix=fix,
         )
+    _check_libraries(shared=ranks > gpus, where=f"{ranks} ranks on {gpus} GPU{'s' if gpus != 1 else ''}")
+    share = -(-ranks // gpus)
+    need = share * plan.memory.total_bytes
+    looked = [check_free(gpu, needed_bytes=need, where=f"GPU {gpu.index}") for gpu in machine.gpus[:ranks]]
+    if problems := [one for one in looked if one is not None]:
+        raise UserError(problems)
+
+
+def check_gpus(allowed: int, *, where: str, tell: Callable[[str], None]) -> int:
+    """GPUs of this machine that ranks can be started on, `allowed` on each; raises UserError for what is in the way."""
+    machine = discover()
+    gpus = len(machine.gpus)
+    if not gpus:
+        raise mistake(
+            where,
+            "this machine has no GPU that can be seen",
+            why="; ".join(machine.notes),
+            fix="use --device cpu, or look at nvidia-smi and CUDA_VISIBLE_DEVICES",
+        )
+    _check_libraries(shared=allowed > 1, where=f"{allowed} ranks per GPU")
+    if allowed > 1:
+        tell(sharing_note(allowed, os.environ))
+    return gpus
+
+
+def tell_sharing(plan: Plan, tell: Callable[[str], None]) -> None:
+    """Say what ranks that share GPUs are started with; nothing on cores, or where none may."""
+    allowed = allowed_ranks(plan.job.train.ranks_per_gpu, os.environ)
+    if allowed > 1 and plan.cluster.accelerator.family != "cpu":
+        tell(sharing_note(allowed, os.environ))
+
+
+def sharing_note(share: int, environ: Mapping[str, str]) -> str:
+    """What is done for ranks that share GPUs, in a line."""
+    ours = shared_settings(environ)
+    names = " ".join(f"{name}={value}" for name, value in {**SHARED, **environ}.items() if name in SHARED)
+    kept = "" if len(ours) == len(SHARED) else " (yours are kept)"
+    return f"  up to {share} ranks share a GPU, with {names}{kept}; they share its memory and its speed too"
+
+
+def _check_libraries(*, shared: bool, where: str) -> None:
+    """Nothing that is preloaded, half alive or too old stands between the ranks and their GPUs."""
+    problems = [*check_preload(os.environ), *check_mps(os.environ)]
+    if shared and not problems:
+        found = ask_nccl(os.environ)
+        problem = found if isinstance(found, Problem) else check_nccl(found, where=where)
+        problems = [problem] if problem is not None else []
+    if problems:
+        raise UserError(problems)
 
 
 def resumed(run: Run, *, overrides: Sequence[str], cluster: str | None, steps: int) -> tuple[Plan, tuple[Problem, ...]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from phalanx.train.verify.compare import Bounds
 from phalanx.train.verify.prove import Proof
+from phalanx.train.verify.terms import format_name
 from phalanx.units import format_seconds, plural
 
 AXES = ("tensor", "context", "pipeline", "virtual_pipeline", "data", "shard", "expert")
@@ -21,10 +23,20 @@ def render(proof: Proof) -> str:
 
 def _verdict(proof: Proof) -> str:
     what = f"{plural(proof.ranks, 'rank')} against one process"
-    how = f"{plural(proof.steps, 'step')} of {proof.optimizer} in float64"
-    if proof.comparison.first is None:
-        return f"PROVEN: {what}, {how}, give the same"
-    return f"DIFFERS: {proof.comparison.first.render()}\n({what}, {how})"
+    if proof.gpus:
+        what += f" on {plural(proof.gpus, 'GPU')} over NCCL"
+    how = f"{plural(proof.steps, 'step')} of {proof.optimizer} in {format_name(proof.terms.precision)}"
+    how += ", compiled" if proof.compiled else ""
+    if proof.comparison.first is not None:
+        return f"DIFFERS: {proof.comparison.first.render()}\n({what}, {how})"
+    if proof.again is not None and proof.again.first is not None:
+        return f"DIFFERS from the compile cache: {proof.again.first.render()}\n({what}, {how}, second start)"
+    twice = (
+        f", twice: {plural(proof.cached, 'graph')} of the second start came from the compile cache"
+        if proof.again
+        else ""
+    )
+    return f"PROVEN: {what}, {how}, give the same{twice}"
 
 
 def _axes(proof: Proof) -> list[str]:
@@ -38,17 +50,32 @@ def _axes(proof: Proof) -> list[str]:
 
 
 def _differences(proof: Proof) -> list[str]:
-    found, bounds = proof.comparison, proof.bounds
-    relative = f"{bounds.gradient:.0e} of each tensor's largest"
+    """How far apart, and how far is allowed; of both starts the worse."""
+    bounds = proof.bounds
     rows = [
-        ("loss", found.loss, f"{bounds.loss:.0e}"),
-        ("held-out loss", found.evaluation, f"{bounds.loss:.0e}"),
-        ("gradient norm", found.norm, f"{bounds.norm:.0e}"),
-        ("gradients", found.gradient, relative),
-        ("parameters", found.parameter, f"{bounds.parameter:.0e}"),
+        ("loss", "loss", _allowed(bounds.loss, bounds)),
+        ("held-out loss", "evaluation", _allowed(bounds.loss, bounds)),
+        ("gradient norm", "norm", _allowed(bounds.norm, bounds)),
     ]
-    lines = [f"  {'largest difference':<18}{'found':>8}  allowed"]
-    return lines + [f"  {name:<18}{size:>8.0e}  {allowed}" for name, size, allowed in rows]
+    if not proof.terms.full_size:
+        of = "each tensor, first step" if bounds.rounding else "each tensor's largest"
+        rows.append(("gradients", "gradient", f"{_number(bounds.gradient, bounds)} of {of}"))
+        if bounds.parameter is not None:
+            rows.append(("parameters", "parameter", _number(bounds.parameter, bounds)))
+    head = "relative difference" if bounds.rounding else "largest difference"
+    runs = [one for one in (proof.comparison, proof.again) if one is not None]
+    return [f"  {head:<{len(head)}}{'found':>8}  allowed"] + [
+        f"  {name:<{len(head)}}{max(getattr(one, key) for one in runs):>8.0e}  {allowed}" for name, key, allowed in rows
+    ]
+
+
+def _allowed(size: float, bounds: Bounds) -> str:
+    later = f" (later steps {size * bounds.later:.1e})" if bounds.rounding else ""
+    return f"{_number(size, bounds)}{later}"
+
+
+def _number(size: float, bounds: Bounds) -> str:
+    return f"{size:.1e}" if bounds.rounding else f"{size:.0e}"
 
 
 def _notes(proof: Proof) -> list[str]:
@@ -56,6 +83,11 @@ def _notes(proof: Proof) -> list[str]:
     if proof.changes:
         small = ", ".join(f"{one.name} {one.real:,} → {one.small:,}" for one in proof.changes)
         lines.append(f"  made smaller: {small}")
+    if proof.bounds.rounding:
+        lines.append(
+            f"  allowed: the loss 1, the gradient norm 4, each gradient 16 roundings of {proof.bounds.rounding:.1e} "
+            f"({proof.terms.precision}); 4 times that after the first update"
+        )
     if proof.left_out:
         lines.append(f"  not covered: {'; '.join(proof.left_out)}")
     split = f"{plural(proof.ranks, 'rank')} {format_seconds(proof.split_s)}"

@@ -1,8 +1,9 @@
-"""Run a function on several gloo ranks of this machine: fresh processes, forked from a server that has imported torch.
+"""Run a function on several ranks of this machine: fresh processes, forked from a server that has imported torch.
 
 Importing torch and its distributed parts costs 3 to 10 s, a fork some hundredths. The server starts no thread, whatever
 the caller has done, so that forking is safe; fresh processes share no group, mesh or cache with an earlier task. A rank
-that raises, dies or does not answer ends the task, with the first cause as headline.
+that raises, dies or does not answer ends the task, with the first cause as headline. Ranks talk over gloo; on GPUs over
+NCCL, with gloo beside it, as the trainer's do. CUDA is started after the fork.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
@@ -23,15 +24,50 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx.errors import PhalanxError, Problem, UserError, WorldError
+from phalanx.train.supervise.gpus import check_nccl, loaded_nccl, shared_settings
 from phalanx.train.supervise.process import die_with
 from phalanx.train.verify.server import CALLER
 from phalanx.units import plural
 
 LIMIT_S = 120.0  # a small model takes 1 to 20 s on 2 cores with 8 ranks
 GRACE_S = 2.0  # the other ranks may fail too for so long, so that the cause can be told from its echoes
+# For a rank that has answered to give its GPU back by itself: one that is killed at it takes an MPS server with it.
+LEAVE_CUDA_S = 30.0
+SERVER = {  # what torch reads when it is imported
+    # It must not start CUDA to see whether there is a GPU: what is forked afterwards could not use it.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    # Each rank compiles by itself: pools of compiler processes for every rank would only wait for each other.
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}
 PRELOAD = ["phalanx.train.verify.server", "phalanx.train.verify.trial"]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where ranks run, and with what in their environment."""
+
+    device: str = "cpu"  # or "cuda"
+    shared: bool = False  # several of them may be on one GPU
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+CORES = Place()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """What a rank is told."""
+
+    task: Callable[..., Any]
+    arguments: Sequence[object]
+    store: str
+    rank: int
+    world: int
+    place: Place
+    limit_s: float
+    debug: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,16 +90,23 @@ def warm_up() -> None:
     _context()
     resource_tracker.ensure_running()  # first: it unblocks SIGINT itself
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # inherited; ours arrives afterwards
-    os.environ[CALLER] = str(os.getpid())
+    ours = {name: value for name, value in SERVER.items() if name not in os.environ} | {CALLER: str(os.getpid())}
+    os.environ.update(ours)
     try:
         forkserver.ensure_running()
     finally:
-        os.environ.pop(CALLER, None)
+        for name in ours:
+            os.environ.pop(name, None)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def run_ranks(
-    task: Callable[..., T], world: int, *arguments: object, limit_s: float = LIMIT_S, debug: bool = True
+    task: Callable[..., T],
+    world: int,
+    *arguments: object,
+    limit_s: float = LIMIT_S,
+    debug: bool = True,
+    place: Place = CORES,
 ) -> list[T]:
     """`task(rank, *arguments)` on every rank of a group of `world`; what each returned, in order.
 
@@ -73,7 +116,19 @@ def run_ranks(
     warm_up()
     with tempfile.TemporaryDirectory(prefix="phalanx-ranks-") as folder, ExitStack() as stack:
         store = str(Path(folder) / "store")
-        orders = [(task, store, rank, world, arguments, limit_s, debug) for rank in range(world)]
+        orders = [
+            Order(
+                task=task,
+                arguments=arguments,
+                store=store,
+                rank=rank,
+                world=world,
+                place=place,
+                limit_s=limit_s,
+                debug=debug,
+            )
+            for rank in range(world)
+        ]
         return _collect([stack.enter_context(_process(order)) for order in orders], limit_s)
 
 
@@ -84,16 +139,16 @@ def _context() -> ForkServerContext:
 
 
 @contextmanager
-def _process(order: tuple[Any, ...]) -> Any:
+def _process(order: Order) -> Any:
     """One rank; gone when this ends, however it ends."""
     context = _context()
     ours, theirs = context.Pipe(duplex=False)
-    worker = context.Process(target=_serve, args=(theirs, *order), daemon=True)
+    worker = context.Process(target=_serve, args=(theirs, order), daemon=True)
     worker.start()
     theirs.close()
     try:
         yield worker, ours
-        worker.join(GRACE_S)
+        worker.join(GRACE_S if order.place.device == "cpu" else LEAVE_CUDA_S)
     finally:
         worker.kill()
         worker.join()
@@ -155,44 +210,38 @@ def _silent(ranks: Sequence[int], world: int, limit_s: float) -> WorldError:
     )
 
 
-def _serve(
-    pipe: Connection,
-    task: Callable[..., Any],
-    store: str,
-    rank: int,
-    world: int,
-    arguments: Sequence[object],
-    limit_s: float,
-    debug: bool,
-) -> None:
+def _serve(pipe: Connection, order: Order) -> None:
     """What a rank does with its life."""
     die_with(os.getppid())  # the server, which ends with the caller however that ends
-    if not debug:
+    if not order.debug:
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 1)
         os.dup2(silence, 2)
     with suppress(BrokenPipeError):
-        pipe.send(_answer(task, store, rank, world, arguments, limit_s, debug))
+        pipe.send(_answer(order))
 
 
-def _answer(
-    task: Callable[..., Any],
-    store: str,
-    rank: int,
-    world: int,
-    arguments: Sequence[object],
-    limit_s: float,
-    debug: bool,
-) -> Any:
+def _answer(order: Order) -> Any:
     import torch
     import torch.distributed as dist
 
+    place = order.place
     torch.set_num_threads(1)  # ranks share the cores
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nothing of one machine listens beyond it
+    os.environ.update(place.environ)
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # nothing of one machine listens beyond it
+    if place.shared:
+        os.environ.update(shared_settings(os.environ))
     try:
-        limit = timedelta(seconds=limit_s)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
-        found = task(rank, *arguments)
+        device = _take_device(order)
+        dist.init_process_group(
+            "gloo" if device is None else "cpu:gloo,cuda:nccl",
+            init_method=f"file://{order.store}",
+            rank=order.rank,
+            world_size=order.world,
+            timeout=timedelta(seconds=order.limit_s),
+            device_id=device,
+        )
+        found = order.task(order.rank, *order.arguments)
         dist.barrier()
         dist.destroy_process_group()
         return found
@@ -200,8 +249,21 @@ def _answer(
         return Failure(user=isinstance(error, UserError), died=False, problems=error.problems)
     except Exception as error:
         trace = "".join(traceback.format_exception(error)).strip().replace("\n", "\n  ")
-        advice = trace if debug else "PHALANX_DEBUG=1 shows the trace of that rank"
+        advice = trace if order.debug else "PHALANX_DEBUG=1 shows the trace of that rank"
         return Failure(user=False, died=False, problems=(Problem(where="", what=_cause(error), fix=advice),))
+
+
+def _take_device(order: Order) -> Any:
+    """The GPU of a rank, taken in turn; None on CPUs."""
+    import torch
+
+    if order.place.device == "cpu":
+        return None
+    if order.place.shared and (problem := check_nccl(loaded_nccl(), where="NCCL")) is not None:
+        raise UserError(problem)
+    device = torch.device("cuda", order.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def _cause(error: BaseException) -> str:

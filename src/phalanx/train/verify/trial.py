@@ -26,7 +26,7 @@ from phalanx.train.optim.base import Optimizer
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.settings import Settings
 from phalanx.train.state import meta_of, pieces_of, rank_meta_of, restore_newest
-from phalanx.train.verify.ranks import LIMIT_S, run_ranks
+from phalanx.train.verify.ranks import CORES, LIMIT_S, Place, run_ranks
 
 Array = NDArray[Any]
 HELD_OUT = 10**6  # the seed of the batch that is evaluated, not learned from
@@ -47,6 +47,9 @@ class Trial:
     save: str = ""  # where to write one after the last step
     loss_scale: float = 0.0  # first scale of fp16, when not the default
     broken_rank: int = -1  # the gradient of this rank is infinite in the first step, as from a bad memory chip
+    device: str = "cpu"
+    tensors: bool = True  # compare gradients and weights one by one; else losses and gradient norms alone
+    evaluate: bool = True  # a held-out batch before the first step and after the last
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +78,7 @@ class RankOutcome:
     params: list[list[Part]]  # after every step
     loss_scale: float
     seconds: float
+    graphs: tuple[int, int] = (0, 0)  # compiled graphs: found in the compile cache, and not found there
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +95,7 @@ class Outcome:
     quarrels: list[str]  # ranks that should hold the same and do not
     loss_scale: float
     seconds: float  # of the slowest rank, without the start
+    graphs: tuple[int, int] = (0, 0)  # of all ranks: found in the compile cache, and not found there
 
     @property
     def digest(self) -> str:
@@ -102,9 +107,10 @@ class Outcome:
         return found.hexdigest()
 
 
-def run_trial(trial: Trial, *, limit_s: float = LIMIT_S, debug: bool = True) -> Outcome:
-    """Run a trial on as many ranks as its layout has."""
-    return put_together(run_ranks(on_rank, trial.settings.layout.devices, trial, limit_s=limit_s, debug=debug))
+def run_trial(trial: Trial, *, limit_s: float = LIMIT_S, debug: bool = True, place: Place = CORES) -> Outcome:
+    """Run a trial on as many ranks as its layout has, on the trial's kind of device."""
+    world, place = trial.settings.layout.devices, replace(place, device=trial.device)
+    return put_together(run_ranks(on_rank, world, trial, limit_s=limit_s, debug=debug, place=place))
 
 
 def batch(step: int, *, sequences: int, sequence: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,22 +127,24 @@ def on_rank(rank: int, trial: Trial) -> RankOutcome:
     began_s = time.perf_counter()
     # FSDP2 warns of views that nobody changes in place: the embedding's output under tensor parallelism is one.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    engine = Engine(trial.shape, trial.settings, trial.optim, device=torch.device("cpu"), state_dtype=trial.state_dtype)
+    device = torch.device("cuda", torch.cuda.current_device()) if trial.device == "cuda" else torch.device("cpu")
+    engine = Engine(trial.shape, trial.settings, trial.optim, device=device, state_dtype=trial.state_dtype)
     first = _restored(engine, trial.resume) if trial.resume else 0
     if not first:
         engine.initialise()
     if trial.loss_scale and engine.loss_scale is not None:
         engine.loss_scale = replace(engine.loss_scale, scale=trial.loss_scale)
-    watched = Watched(engine.optimizer, engine.pieces)
+    watched = Watched(engine.optimizer, engine.pieces if trial.tensors else ())
     engine.optimizer = watched
     if rank == trial.broken_rank:
         _break_once(engine)
-    evaluations = [engine.evaluate(*_mine(engine, trial, HELD_OUT))]
+    evaluations = [engine.evaluate(*_mine(engine, trial, HELD_OUT))] if trial.evaluate else []
     results, params = [], []
     for step in range(first, first + trial.steps):
         results.append(engine.step(*_mine(engine, trial, step), lr=trial.lr))
-        params.append([_part(piece, piece.tensor) for piece in engine.pieces])
-    evaluations.append(engine.evaluate(*_mine(engine, trial, HELD_OUT)))
+        params.append([_part(piece, piece.tensor) for piece in engine.pieces] if trial.tensors else [])
+    if trial.evaluate:
+        evaluations.append(engine.evaluate(*_mine(engine, trial, HELD_OUT)))
     if trial.save:
         keep(engine, Path(trial.save), step=first + trial.steps, rank=rank)
     return RankOutcome(
@@ -149,7 +157,17 @@ def on_rank(rank: int, trial: Trial) -> RankOutcome:
         params=params,
         loss_scale=engine.loss_scale.scale if engine.loss_scale is not None else 1.0,
         seconds=time.perf_counter() - began_s,
+        graphs=_graphs() if trial.settings.compile else (0, 0),
     )
+
+
+def _graphs() -> tuple[int, int]:
+    """Compiled graphs of this process that were in torch's compile cache, and that were not."""
+    from torch._dynamo.utils import counters
+
+    kept = [(counters["aot_autograd"], "autograd_cache"), (counters["inductor"], "fxgraph_cache")]
+    hits, misses = (sum(int(table[f"{name}_{end}"]) for table, name in kept) for end in ("hit", "miss"))
+    return hits, misses
 
 
 def _mine(engine: Engine, trial: Trial, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -261,6 +279,7 @@ def put_together(ranks: Sequence[RankOutcome]) -> Outcome:
         quarrels=quarrels,
         loss_scale=first.loss_scale,
         seconds=max(one.seconds for one in ranks),
+        graphs=(sum(one.graphs[0] for one in ranks), sum(one.graphs[1] for one in ranks)),
     )
 
 
