@@ -16,8 +16,8 @@ from phalanx.plan.physics import Number
 from phalanx.plan.schedules import StageLoad, stage_loads
 from phalanx.plan.weights import attention_weights, expert_sharers, expert_split, mlp_weights, rank_weights
 
-# A step of our own trainer may take this much more than is counted here. 38 traced and 38 measured peaks lay -1.9 to
-# +5.0 % from their count (benchmarks/2026-11-16-memory.md); `phalanx trace --against-plan` fails beyond it.
+# A step of our own trainer may take this much more than is counted here: traced and measured peaks lay at most 5.7 %
+# above their count (benchmarks/2026-11-16-memory.md), and `phalanx trace --against-plan` fails beyond it.
 MEMORY_ERROR = 0.06
 FEEDBACK_BYTES = 4.0  # per gradient of a whole layer: what compression rounded away and adds to the next step, in fp32
 OFFLOAD_PARAMETERS = 3  # index in cases.OFFLOAD
