@@ -14,10 +14,10 @@ from phalanx.plan.cases import FP4, FP8, FP16, GPIPE, SCHEDULES, ZERO_BUBBLE, Ca
 from phalanx.plan.compute import FULL, SELECTIVE, element_bytes, routed_tokens
 from phalanx.plan.physics import Number
 from phalanx.plan.schedules import StageLoad, stage_loads
-from phalanx.plan.weights import attention_weights, expert_sharers, mlp_weights, rank_weights
+from phalanx.plan.weights import attention_weights, expert_sharers, expert_split, mlp_weights, rank_weights
 
-# A step of our own trainer may take this much more than is counted here. 38 traced and 38 measured peaks lay -1.9 to
-# +5.0 % from their count (benchmarks/2026-11-16-memory.md); `phalanx trace --against-plan` fails beyond it.
+# A step of our own trainer may take this much more than is counted here: traced and measured peaks lay at most 5.7 %
+# above their count (benchmarks/2026-11-16-memory.md), and `phalanx trace --against-plan` fails beyond it.
 MEMORY_ERROR = 0.06
 FEEDBACK_BYTES = 4.0  # per gradient of a whole layer: what compression rounded away and adds to the next step, in fp32
 OFFLOAD_PARAMETERS = 3  # index in cases.OFFLOAD
@@ -339,6 +339,8 @@ def _counted_stage(c: Cases, f: MemoryProfile, layer: dict[str, Floats], load: d
             load["head"] * each_logit * (left + waiting + late_logits),
         ),
         (at_head + turned, np.where(load["head_layers"] > 0, each_logit * (left + late_logits), 0.0)),
+        # A layer has gone backward, and its gradients are reduced.
+        (_reducing(c, f, held=np.maximum(load["held"] - 1.0, 0.0) * each), np.zeros(())),
     )
     activations, logits = moments[0]
     for more, more_logits in moments[1:]:
@@ -351,6 +353,21 @@ def _counted_stage(c: Cases, f: MemoryProfile, layer: dict[str, Floats], load: d
     parts["gradients"] = parts["gradients"] + share * parts["weights"]
     parts["gathered"] = np.where(c.zero == 3, parts["gathered"] - _wide_buffers(c, f, stage), 0.0)
     return parts
+
+
+def _reducing(c: Cases, f: MemoryProfile, *, held: Floats) -> Floats:
+    """Activations and buffers while FSDP2 reduces a layer's gradients (ZeRO-2 and 3 outside of a pipeline).
+
+    Beside the shards of all gradients: this layer's as large as its weights, which are gone by then and were counted;
+    all of them again as what the reduction reads, and its own shard as what it writes. In the only micro-batch of a
+    step that shard is new, and the last layer to be reduced, beside which nothing is held, has the most.
+    """
+    w = rank_weights(c, stage_layers=c.layers)
+    routed = np.where(c.moe_layers > 0, c.experts * mlp_weights(c, c.expert_ffn) / expert_split(c), 0.0)
+    sharers = expert_sharers(c, w.expert_replicas)
+    written = ((w.layer - routed) / np.maximum(c.shard, 1.0) + routed / sharers) * f.gradient_bytes
+    buffers = w.layer * f.gradient_bytes + np.where(c.accumulation > 1, written + held, 0.0)
+    return np.where((c.zero >= 2) & (c.pp <= 1) & (c.offload != OFFLOAD_PARAMETERS), buffers, 0.0)
 
 
 def _candidates(c: Cases, f: MemoryProfile) -> list[dict[str, Floats]]:

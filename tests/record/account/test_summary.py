@@ -91,7 +91,7 @@ def test_evaluation_samples_and_checkpoints(run: Run) -> None:
     assert "│ one [2J  two" in text
     assert "earlier" not in text
     assert "\x1b" not in text
-    assert "10 steps were skipped" in text
+    assert "skipped 10 steps whose gradient was not finite" in text
     assert "checkpoint of step 10, 3.00 MB, 500 ms each" in text
     assert f"go on with: phalanx train --resume {run.path}" in text
 
