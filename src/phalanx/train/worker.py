@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -36,6 +36,7 @@ from phalanx.train.engine import Engine
 from phalanx.train.guard.spikes import Spikes
 from phalanx.train.guard.verdict import Divergence
 from phalanx.train.hooks import Hooks, hooks_of
+from phalanx.train.leave import CommunicatorAbort, check_device, forget_groups
 from phalanx.train.loop import Loop
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.models.own import build_outline, differs_from_shape
@@ -84,49 +85,54 @@ class Rank:
         epoch = formation.epoch
         local = formation.of_host(self.host)
         take_rank(self.run, rank, world=formation.world, slot=self.link.slot, local_world=len(local))
+        abort = self.link.abort = CommunicatorAbort()
+        left: dict[str, Any] = {"step": NO_STEP, "why": ""}
         try:
             self.link.enter(epoch)
             self.link.progress(NO_STEP, Phase.BUILDING)
             state, step = self._train(formation, rank)
+            left |= {"state": state, "step": step}
         except Interrupted:
-            self._leave(epoch, step=NO_STEP, why="")
+            pass
         except Astray as error:
-            self._leave(
-                epoch,
-                step=error.step,
-                why=str(error),
-                fault=error.fault,
-                sound=error.sound,
-                suspects=error.suspects,
-                evidence=error.evidence,
-            )
+            left |= {
+                "step": error.step,
+                "why": str(error),
+                "fault": error.fault,
+                "sound": error.sound,
+                "suspects": error.suspects,
+                "evidence": error.evidence,
+            }
         except BaseException as error:
             # A peer is gone, and with it the connection; or the error is our own, and the agent will hear of it.
             if not (self.link.is_over(epoch) or last_words.is_consequence(error)):
                 raise
-            self._leave(epoch, step=self.link.step, why=redact(f"{type(error).__name__}: {error}", os.environ))
-        else:
-            self._leave(epoch, step=step, why="", state=state)
+            left |= {"step": self.link.step, "why": redact(f"{type(error).__name__}: {error}", os.environ)}
+        # Not while an error is handled: its traceback holds the engine, and with it the memory of the device.
+        self._leave(epoch, abort, left)
 
-    def _leave(self, epoch: int, **fields: Any) -> None:
+    def _leave(self, epoch: int, abort: CommunicatorAbort, left: Mapping[str, Any]) -> None:
         collective = last_words.last_collective()
         self.link.may_beat = lambda: True
+        abort.wait()
         self.link.leave()
-        _abandon_group()
+        forget_groups()
         gc.collect()  # engines hold each other in circles
-        self.link.send("left", epoch=epoch, last_collective=collective, **fields)
+        check_device()
+        self.link.send("left", epoch=epoch, last_collective=collective, **left)
 
     def _train(self, formation: Formation, rank: int) -> tuple[str, int]:
         hooks = hooks_of(self.run, rank, self.link.slot)
         self.link.may_beat = hooks.heartbeat_allowed
         hooks.joining(formation.epoch, rank)
+        # By slots, not by ranks: the number of threads changes bits, and ranks come and go. Before anybody is waited
+        # for: a new process makes its CUDA context while the others leave what they did before.
+        device = _device(self.plan, self.vault.slots)
         with ExitStack() as stack:
             door = stack.enter_context(_door(self.address)) if rank == 0 else None
             port = door.getsockname()[1] if door is not None else 0
             self.link.send("ready", epoch=formation.epoch, port=port, vault=self._vault_port(formation.epoch))
             go = self.link.go(formation.epoch)
-            # By slots, not by ranks: the number of threads changes bits, and ranks come and go.
-            device = _device(self.plan, self.vault.slots)
             place = _store(go["store"], door, timeout_s=self.plan.job.comm.init_timeout_s)
             store = PrefixStore(f"{formation.epoch}", place)
             _join(self.plan, device, rank=rank, world=formation.world, store=store)
@@ -148,6 +154,7 @@ class Rank:
                 copies=self._host_copies,
                 hooks=hooks,
                 fence=lambda: fence(self.run, formation.epoch),
+                over=lambda: self.link.is_over(formation.epoch),
             )
             copies = self._copies(go) if go.get("restore") else None
             return train(
@@ -206,7 +213,12 @@ class Rank:
             restored=(int(restore["epoch"]), int(restore["step"])) if restore else None,
             address=self.address,
             tell=partial(events.write, "memory", epoch=formation.epoch),
+            check=partial(self._check_over, formation.epoch),
         )
+
+    def _check_over(self, epoch: int) -> None:
+        if self.link.is_over(epoch):
+            raise Interrupted
 
     def _copies(self, go: Mapping[str, Any]) -> MemorySource:
         peers = {host: (str(where[0]), int(where[1])) for host, where in go["peers"].items()}
@@ -360,6 +372,7 @@ def _device(plan: Plan, local_world: int) -> torch.device:
     if torch.cuda.is_available() and plan.cluster.accelerator.family != "cpu":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        torch.zeros(1, device=device)  # makes the context
         return device
     # One thread where bits must not depend on the number of ranks: kernels split their sums by thread.
     torch.set_num_threads(1 if plan.job.numerics.reproducible else max(1, (os.cpu_count() or 1) // local_world))
@@ -394,21 +407,6 @@ def _store(where: list[Any], door: socket.socket | None, *, timeout_s: float) ->
         # The descriptor becomes the store's own.
         master_listen_fd=os.dup(door.fileno()) if door is not None else None,
     )
-
-
-def _abandon_group() -> None:
-    """Leave nothing of a process group whose members are gone, also where it was only half made.
-
-    torch names the keys of a group by a count; a rank that counts on from a group that failed looks for keys that
-    nobody else writes.
-    """
-    for leave in (dist.distributed_c10d._abort_process_group, dist.destroy_process_group):
-        with suppress(Exception):
-            leave()
-    world = dist.distributed_c10d._world
-    for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
-        getattr(world, name, {}).clear()
-    world.group_count = 0
 
 
 def _join(plan: Plan, device: torch.device, *, rank: int, world: int, store: Store | None) -> None:

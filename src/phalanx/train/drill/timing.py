@@ -120,7 +120,8 @@ def _redone(epoch: Epoch) -> int:
 
 
 def _incident(history: History, fired: Fired, epoch: int) -> Event | None:
-    after = [one for one in history.incidents if float(one["t"]) >= fired.t_s and int(one.get("epoch", -1)) >= epoch]
+    told = sorted([*history.incidents, *history.replacements], key=lambda one: float(one["t"]))
+    after = [one for one in told if float(one["t"]) >= fired.t_s and int(one.get("epoch", -1)) >= epoch]
     named = [one for one in after if fired.rank in (one.get("rank"), *(one.get("others") or ()))]
     return next(iter(named or after), None)
 
@@ -131,8 +132,8 @@ def _noticed_s(incident: Event) -> float:
 
 
 def _next_epoch(history: History, fired: Fired, epoch: int) -> Epoch | None:
-    """The first later epoch in which a step was committed."""
-    later = (one for one in history.epochs if one.number > epoch and one.began_s >= fired.t_s)
+    """The first later epoch in which a step was committed; it may have been in the making when the fault fired."""
+    later = (one for one in history.epochs if one.number > epoch and (one.went_s or one.began_s) >= fired.t_s)
     return next((one for one in later if _first_step(one) is not None), None)
 
 

@@ -20,7 +20,7 @@ from phalanx.hardware.discover import discover
 from phalanx.hardware.machine import Gpu, Machine
 from phalanx.plan.plan import Plan
 from phalanx.train.supervise.channel import LOOPBACK
-from phalanx.train.supervise.prepare import MOST_RANKS_PER_CORE
+from phalanx.train.supervise.prepare import MOST_RANKS_PER_CORE, ranks_per_gpu
 from phalanx.train.vault.vault import GENERATIONS
 from phalanx.units import MB, format_bytes, format_seconds
 
@@ -93,7 +93,7 @@ def check_devices(plan: Plan, machine: Machine, slots: int) -> Iterator[Problem]
                 fix=f"give this host at most {most:,} slots",
             )
         return
-    if len(machine.gpus) < slots:
+    if len(machine.gpus) * ranks_per_gpu() < slots:
         yield Problem(
             where=machine.hostname,
             what=f"{len(machine.gpus)} of the {slots} × {plan.cluster.accelerator.name} that its ranks need answer",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -230,6 +231,12 @@ def job_of(run: Run, plan: Plan) -> ResolvedJob:
         return job_in(plan, run.job_toml)
 
 
+def ranks_per_gpu() -> int:
+    """How many ranks may share a GPU: one, unless PHALANX_RANKS_PER_GPU says that more are wanted."""
+    wanted = os.environ.get("PHALANX_RANKS_PER_GPU", "")
+    return max(1, int(wanted)) if wanted.isdecimal() else 1
+
+
 def check_here(plan: Plan) -> None:
     """This machine has the devices of the plan; raises UserError naming what to write instead."""
     machine = discover()
@@ -239,7 +246,7 @@ def check_here(plan: Plan) -> None:
         if ranks > most:
             why = f"{machine.usable_cores} cores run at most {most} ranks that get anything done"
             raise mistake(plan.cluster.name, f"asks for {ranks:,} ranks on this machine", why=why, fix="use local:4")
-    elif len(machine.gpus) < ranks:
+    elif len(machine.gpus) * ranks_per_gpu() < ranks:
         found = f"{len(machine.gpus)} GPU{'s' if len(machine.gpus) != 1 else ''}"
         raise mistake(
             plan.cluster.name,
