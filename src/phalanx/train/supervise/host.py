@@ -64,7 +64,7 @@ REFORK_S, MOST_REFORK_S = 0.0, 5.0  # pause before a slot gets another process, 
 YOUNG_S = 2.0
 ANSWER_S = 0.5  # a rank answers ten times a second; after so long the kernel is asked whether it runs at all
 TURN_S_MOST = 0.5  # of the time between two of our turns that counts as a rank's silence: we may have been stopped too
-LOCKED_S = 1.0  # without an answer, after which a process that runs holds its interpreter lock
+LOCKED_S = 1.0  # without an answer, after which a process that runs holds its interpreter lock; less for a hasty job
 STOPPED_STATES = ("T", "t", "")  # stopped, stopped by a debugger, and not to be known
 Message = dict[str, Any]
 Recheck = Callable[[int, int], Sequence[str]]  # of new processes, and of slots that had no rank yet, to problems
@@ -107,6 +107,7 @@ class HostAgent:
         launch, job = run.launch(), run.plan()["job"]
         self._order = [str(name) for name in launch.get("hosts", ())] or [host]
         self._dead_after_s = float(job["fault"]["dead_after_s"])
+        self._locked_s = min(LOCKED_S, self._dead_after_s / 2)
         self._joins_within_s = max(self._dead_after_s, float(job["comm"]["init_timeout_s"]))
         self._id = secrets.token_hex(8)  # tells this agent from another of the same name
         self._problems: list[str] = []  # what the preflight found
@@ -424,7 +425,7 @@ class HostAgent:
         for slot in self._slots:
             beat = self.board.last(slot.number)
             if slot.pid and slot.rank >= 0 and beat.epoch == slot.epoch:
-                is_locked = now - beat.answered_s > LOCKED_S
+                is_locked = now - beat.answered_s > self._locked_s
                 slot.locked_s = now if is_locked else slot.locked_s
                 # Once the lock is free again, the rank has as long as any other for what it is at.
                 since_s = beat.progress_s if is_locked else max(beat.progress_s, slot.locked_s)
@@ -562,8 +563,9 @@ class HostAgent:
             if slot.silent_s > self._dead_after_s:
                 self._kill(slot, _silent(slot.pid, slot.silent_s))
             elif slot.is_leaving and asked_s > self._dead_after_s:
-                held = " (native code holds its interpreter lock)" if now - beat.answered_s > LOCKED_S else ""
-                self._kill(slot, f"did not leave its formation within fault.dead_after_s = {self._dead_after_s:g} s{held}")
+                held = " (native code holds its interpreter lock)" if now - beat.answered_s > self._locked_s else ""
+                bound = f"fault.dead_after_s = {self._dead_after_s:g} s"
+                self._kill(slot, f"did not leave its formation within {bound}{held}")
             elif asked_s > self._joins_within_s:
                 self._kill(slot, f"was not ready to join within comm.init_timeout_s = {self._joins_within_s:g} s")
 

@@ -100,8 +100,9 @@ def check_devices(plan: Plan, machine: Machine, slots: int) -> Iterator[Problem]
             why="; ".join(machine.notes) or "every rank needs a device of its own",
             fix="look at nvidia-smi and dmesg (Xid); restart the host, or take it out of the job",
         )
+    alone = min(slots, len(machine.gpus)) == 1
     for gpu in machine.gpus[:slots]:
-        yield from _check_gpu(plan, gpu, alone=slots == 1, where=f"{machine.hostname}, GPU {gpu.index}")
+        yield from _check_gpu(plan, gpu, alone=alone, where=f"{machine.hostname}, GPU {gpu.index}")
 
 
 def _check_gpu(plan: Plan, gpu: Gpu, *, alone: bool, where: str) -> Iterator[Problem]:

@@ -96,13 +96,14 @@ def _why_patient(room: Room, phase: int) -> str:
 def _blame(room: Room, formation: Formation) -> None:
     found = culprit(room.hosts, formation, {(host.name, slot) for host, slot in seated(room.hosts, formation)})
     if found is not None:
-        _kill(room, *found)
+        host, slot, _ = found
+        _kill(room, *found, patience=_why_patient(room, host.progress[slot][1]))
         return
     text = "every rank waits for another, and none moves"
     room.fail(0, Failure(rank=0, step=room.memory.step, at_s=time.time(), kind="Deadlock", message=text))
 
 
-def _kill(room: Room, host: Host, slot: int, place: str) -> None:
+def _kill(room: Room, host: Host, slot: int, place: str, *, patience: str = "") -> None:
     room.killed_s = room.clock()
     room.send(
         host.name,
@@ -112,6 +113,6 @@ def _kill(room: Room, host: Host, slot: int, place: str) -> None:
             "slot": slot,
             "place": place,
             "silent_s": round(room.age_s(host, slot), 3),
-            "patience": _why_patient(room, host.progress[slot][1] if slot in host.progress else Phase.TRAINING),
+            "patience": patience,
         },
     )

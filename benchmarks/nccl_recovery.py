@@ -1,0 +1,338 @@
+"""Seconds from a fault to the next step, and what it cost, for every kind of loss: gloo on CPUs, or NCCL on one GPU.
+
+    python benchmarks/nccl_recovery.py [--device cuda] [--only kill --only hang ...] [--seconds 540] [--keep DIR]
+
+Every case is a real `phalanx drill` of examples/drill.toml's model on four ranks, compared with an undisturbed `phalanx
+train` of the same job. `--device cuda` puts all four on one GPU (NCCL 2.30 or later, NCCL_MULTI_RANK_GPU_ENABLE=1) and
+sets PHALANX_RANKS_PER_GPU. A line per case:
+
+- seconds from the fault to the end of the next step on the last rank, less the median step of the undisturbed run; for a
+  hang less fault.dead_after_s too;
+- epochs that were made after the first, incidents, the highest count of failures in a row, processes that had to be
+  replaced because they did not get out of the old epoch by themselves;
+- survivors that kept their process, and with it their CUDA context;
+- steps whose parameter digests equal those of the undisturbed run, on every rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+JOB = HERE.parent / "examples" / "drill.toml"
+RANKS, STEPS, FAULT_STEP, DEAD_AFTER_S = 4, 16, 6, 5.0
+FLOOR_S = 2.5
+SETTINGS = (f"fault.dead_after_s={DEAD_AFTER_S}", "fault.digest_every=1", "train.evaluate_every=0")
+LAYOUTS = {
+    "zero3": (),
+    "tensor": ("parallel.tensor=2", "parallel.shard=2", "parallel.zero=1"),
+    "pipeline": ("parallel.pipeline=2", "parallel.shard=2", "parallel.zero=1"),
+}
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One fault, or several, and what may follow from it."""
+
+    name: str
+    faults: tuple[str, ...]
+    layout: str = "zero3"
+    compile: bool = False
+    hosts: int = 1
+    settings: tuple[str, ...] = ()
+    extra_s: float = 0.0  # until a fault of the kind can be noticed at all
+    floor: bool = True
+    epochs: int = 1  # that may follow
+
+
+CASES = (
+    Case(name="kill", faults=(f"kill:rank=2,step={FAULT_STEP}",)),
+    Case(name="kill in a collective", faults=(f"kill:rank=1,step={FAULT_STEP},point=collective",)),
+    Case(name="hang", faults=(f"hang:rank=1,step={FAULT_STEP}",), extra_s=DEAD_AFTER_S),
+    Case(name="hang in a collective", faults=(f"hang:rank=2,step={FAULT_STEP},point=collective",), extra_s=DEAD_AFTER_S),
+    Case(name="cuda error", faults=(f"cuda-error:rank=2,step={FAULT_STEP}",)),
+    Case(name="two kills", faults=(f"kill:rank=1+3,step={FAULT_STEP}",)),
+    Case(name="kill rank 0", faults=(f"kill:rank=0,step={FAULT_STEP}",)),
+    Case(name="kill at start-up", faults=("kill:rank=2,point=init,epoch=1",), floor=False),
+    Case(
+        name="kill during a recovery",
+        faults=(f"kill:rank=2,step={FAULT_STEP}", "kill:rank=1,point=restore,epoch=2"),
+        floor=False,
+        epochs=2,
+    ),
+    Case(name="kill during a save", faults=("kill:rank=1,point=save-data",), settings=("checkpoint.interval_s=1",)),
+    Case(name="kill, tensor", faults=(f"kill:rank=1,step={FAULT_STEP},point=collective",), layout="tensor"),
+    Case(name="kill, pipeline", faults=(f"kill:rank=2,step={FAULT_STEP},point=collective",), layout="pipeline"),
+    Case(name="kill, compiled", faults=(f"kill:rank=2,step={FAULT_STEP},point=collective",), compile=True, floor=False),
+    # The job goes on with the other host's ranks, and takes its old size again when the host is back: two epochs.
+    Case(name="host lost", faults=(f"host:host=1,step={FAULT_STEP}",), hosts=2, extra_s=1.0, floor=False, epochs=2),
+)
+
+
+# ---- a run and its record --------------------------------------------------------------------------------------------
+
+
+def make_job(folder: Path) -> Path:
+    """The job of the drills on a small text of its own."""
+    from phalanx.train.data.build import Origin, Recipe, build
+    from phalanx.train.data.documents import Reading
+    from phalanx.train.data.progress import Progress
+
+    (folder / "text.txt").write_text("\n\n".join(f"{n} and {n * 7} are not {n * 3} but {n % 11}" for n in range(2500)))
+    origins = (Origin(path=folder / "text.txt"),)
+    recipe = Recipe(origins=origins, vocab=300, heldout=0.1, reading=Reading(split_on="blank"))
+    build(recipe, folder / "data", lambda size: Progress(sys.stderr, size))
+    text = JOB.read_text(encoding="utf-8")
+    corpus = next(line for line in text.splitlines() if line.startswith("corpus ="))
+    (folder / "job.toml").write_text(text.replace(corpus, 'path = "data"'))
+    return folder / "job.toml"
+
+
+def command(verb: str, job: Path, runs: Path, case: Case, device: str) -> list[str]:
+    words = [sys.executable, "-m", "phalanx", verb, str(job), "--runs", str(runs), "--steps", str(STEPS)]
+    settings = [*SETTINGS, *LAYOUTS[case.layout], *case.settings, f"train.compile={str(case.compile).lower()}"]
+    for setting in settings:
+        words += ["--set", setting]
+    if device == "cuda":
+        words += ["--cluster", f"{RANKS}xH200:1"]
+    if verb == "drill":
+        words += ["--no-replay", "--hosts", str(case.hosts)]
+        for fault in case.faults:
+            words += ["--fault", fault]
+    return words
+
+
+def run_phalanx(words: Sequence[str], folder: Path, *, seconds: float) -> tuple[int | None, str]:
+    """Exit code and output; a run that takes too long is asked to end, then made to."""
+    environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    environ.setdefault("PHALANX_RANKS_PER_GPU", str(RANKS))
+    log = folder / "output.txt"
+    with open(log, "wb") as file:
+        process = subprocess.Popen(
+            list(words), cwd=folder, env=environ, stdout=file, stderr=file, stdin=subprocess.DEVNULL
+        )
+        code: int | None
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+    return code, log.read_text(encoding="utf-8", errors="replace")
+
+
+def lines(path: Path) -> list[Event]:
+    """Every whole line of a file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a run wrote down."""
+
+    path: Path
+
+    def told(self, kind: str) -> list[Event]:
+        return [one for one in lines(self.path / "supervisor.jsonl") if one["event"] == kind]
+
+    def of_ranks(self, kind: str) -> list[Event]:
+        files = sorted(self.path.glob("events-*.jsonl"))
+        return [one for path in files for one in lines(path) if one["event"] == kind]
+
+    def fired(self) -> list[Event]:
+        found = [json.loads(path.read_text()) for path in (self.path / "drill").glob("fired-*.json")]
+        return sorted(found, key=lambda one: one["t_s"])
+
+    def digests(self) -> dict[tuple[int, int], str]:
+        """Of rank and step; what was done again counts."""
+        steps = sorted(self.of_ranks("step"), key=lambda one: one["t"])
+        return {(one["rank"], one["step"]): one["digest"] for one in steps if one.get("digest")}
+
+    def step_s(self) -> float:
+        took = [one["duration_s"] for one in self.of_ranks("step") if one["step"] > 2]
+        return statistics.median(took) if took else float("nan")
+
+
+def newest(runs: Path) -> Record | None:
+    found = sorted((one for one in runs.glob("*") if (one / "supervisor.jsonl").exists()), key=lambda one: one.name)
+    return Record(found[-1]) if found else None
+
+
+# ---- one case --------------------------------------------------------------------------------------------------------
+
+
+def measure(case: Case, job: Path, folder: Path, device: str, whole: Record, *, seconds: float) -> dict[str, Any]:
+    """Run one case; what came of it."""
+    folder.mkdir()
+    began_s = time.monotonic()
+    code, output = run_phalanx(command("drill", job, folder / "runs", case, device), folder, seconds=seconds)
+    found: dict[str, Any] = {"case": case.name, "exit": code, "wall_s": round(time.monotonic() - began_s, 1)}
+    record = newest(folder / "runs")
+    if record is None:
+        return found | {"problem": output[-1500:]}
+    fired, epochs = record.fired(), record.told("epoch")
+    found |= {"fired": len(fired), "epochs": len(epochs) - 1, "incidents": len(record.told("incident"))}
+    found["in_a_row"] = max((one["in_a_row"] for one in record.told("incident")), default=0)
+    found["replaced"] = len(record.told("replacement"))
+    found["causes"] = [said(one) for one in (*record.told("incident"), *record.told("replacement"))]
+    found |= kept(epochs, record.told("replacement"), fired)
+    ours, theirs = record.digests(), whole.digests()
+    found["digests"] = f"{sum(ours.get(key) == value for key, value in theirs.items())} of {len(theirs)}"
+    if fired and len(epochs) > 1:
+        found |= times(case, record, fired[-1]["t_s"], whole.step_s())
+    if code != 0 or len(ours) < len(theirs):
+        found["problem"] = output[-1500:] + rank_logs(record)
+    return found
+
+
+def said(event: Event) -> str:
+    cause = event["cause"]
+    text = (cause["message"] or f"signal {cause['signal']}").splitlines()[0][:90]
+    return f"{event['event']} rank {event['rank']}: {cause['kind']} {text}"
+
+
+def kept(epochs: Sequence[Event], replacements: Sequence[Event], fired: Sequence[Event]) -> dict[str, Any]:
+    """Survivors of the first epoch whose process is a member of the second."""
+    if len(epochs) < 2:
+        return {}
+    first, last = ({one["rank"]: one["pid"] for one in event["members"]} for event in (epochs[0], epochs[1]))
+    lost = {one["rank"] for one in fired if one["epoch"] <= epochs[0]["epoch"]}
+    replaced = {one["rank"] for one in replacements if one["epoch"] == epochs[1]["epoch"]}
+    survivors = set(first) - lost if lost != {-1} else set(last)
+    same = [rank for rank in survivors if last.get(rank) == first[rank] and rank not in replaced]
+    return {"kept": f"{len(same)} of {len(survivors)}"}
+
+
+def times(case: Case, record: Record, fired_s: float, step_s: float) -> dict[str, Any]:
+    """From the fault to the next step of all ranks, and where the time went."""
+    after = [one for one in record.told("epoch") if one["epoch"] > 1]
+    for epoch in after:
+        number, world = epoch["epoch"], epoch["world"]
+        first: dict[int, Event] = {}
+        for one in record.of_ranks("step"):
+            if one["epoch"] == number and one["t"] > fired_s:
+                first.setdefault(one["rank"], one)
+        if len(first) < world:
+            continue
+        went_s = next(one["t"] for one in record.told("restore") if one["epoch"] == number)
+        ready_s = max((one["t"] for one in record.of_ranks("ready") if one["epoch"] == number), default=went_s)
+        done_s = max(one["t"] for one in first.values())
+        parts = {
+            "noticed": epoch["t"] - fired_s,
+            "left": went_s - epoch["t"],
+            "built": ready_s - went_s,
+            "stepped": done_s - ready_s,
+        }
+        total_s = done_s - fired_s - step_s - case.extra_s
+        verdict = "" if not case.floor else "met" if total_s <= FLOOR_S else "MISSED"
+        return {
+            "seconds": round(done_s - fired_s, 2),
+            "less_step_and_silence": round(total_s, 2),
+            "floor": verdict,
+            **{name: round(value, 2) for name, value in parts.items()},
+        }
+    return {"problem": "no step of all ranks after the fault"}
+
+
+def rank_logs(record: Record) -> str:
+    """The last lines of every rank and of the agent."""
+    told = []
+    for path in sorted((record.path / "logs").glob("*.log")):
+        text = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-6:]
+        told += [f"-- {path.name}", *(line[:300] for line in text)]
+    return "\n".join(["", *told])
+
+
+# ---- all of them -----------------------------------------------------------------------------------------------------
+
+COLUMNS = ("case", "less_step_and_silence", "floor", "seconds", "noticed", "left", "built", "stepped", "epochs")
+COLUMNS += ("incidents", "in_a_row", "replaced", "kept", "digests", "exit")
+
+
+def device_name(device: str) -> str:
+    import torch
+
+    began_s = time.monotonic()
+    from phalanx.hardware.discover import discover
+
+    discover()
+    looked_s = time.monotonic() - began_s
+    on = torch.cuda.get_device_name() if device == "cuda" else "CPU, gloo"
+    return f"{on}, torch {torch.__version__}, {os.cpu_count()} cores; looking at the machine takes {looked_s:.2f} s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--only", action="append", choices=[one.name for one in CASES])
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no case after so long")
+    parser.add_argument("--keep", type=Path, help="write the runs here, and leave them")
+    args = parser.parse_args()
+    began_s = time.monotonic()
+    print(device_name(args.device), flush=True)
+    cases = [one for one in CASES if not args.only or one.name in args.only]
+    with tempfile.TemporaryDirectory() as temporary:
+        root = (args.keep or Path(temporary)).resolve()
+        root.mkdir(parents=True, exist_ok=True)
+        job = make_job(root)
+        whole: dict[tuple[str, bool], Record] = {}
+        rows = []
+        for number, case in enumerate(cases):
+            if time.monotonic() - began_s > args.seconds:
+                print(f"not begun: {case.name}", flush=True)
+                continue
+            row = one_case(number, case, job, root, args.device, whole)
+            rows.append(row)
+            print(json.dumps({key: value for key, value in row.items() if key != "problem"}), flush=True)
+            if row.get("problem"):
+                print(f"  {row['problem']}", flush=True)
+    print("\n| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
+    for row in rows:
+        print("| " + " | ".join(str(row.get(column, "–")) for column in COLUMNS) + " |")
+
+
+def one_case(
+    number: int, case: Case, job: Path, root: Path, device: str, whole: dict[tuple[str, bool], Record]
+) -> dict[str, Any]:
+    """A case, and before it the undisturbed run of its layout, if there was none yet."""
+    try:
+        key = (case.layout, case.compile)
+        if key not in whole:
+            plain = Case(name="undisturbed", faults=(), layout=case.layout, compile=case.compile)
+            folder = root / f"{number}-whole"
+            folder.mkdir()
+            code, output = run_phalanx(command("train", job, folder / "runs", plain, device), folder, seconds=180.0)
+            record = newest(folder / "runs")
+            if code != 0 or record is None:
+                told = output[-1500:] + (rank_logs(record) if record is not None else "")
+                return {"case": case.name, "problem": f"the undisturbed run ended with {code}: {told}"}
+            whole[key] = record
+            print(f"undisturbed, {case.layout}, compile {case.compile}: a step takes {record.step_s():.3f} s", flush=True)
+        return measure(case, job, root / str(number), device, whole[key], seconds=120.0)
+    except Exception as error:  # the others are still worth their time
+        return {"case": case.name, "problem": f"{type(error).__name__}: {error}"}
+
+
+if __name__ == "__main__":
+    main()
