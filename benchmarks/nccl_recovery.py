@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class Case:
     settings: tuple[str, ...] = ()
     extra_s: float = 0.0  # until a fault of the kind can be noticed at all
     floor: bool = True
-    epochs: int = 1  # that may follow
+    kill_after_go_s: float | None = None  # instead of faults: rank 2 is killed so long after the first epoch may begin
 
 
 CASES = (
@@ -71,14 +71,14 @@ CASES = (
         name="kill during a recovery",
         faults=(f"kill:rank=2,step={FAULT_STEP}", "kill:rank=1,point=restore,epoch=2"),
         floor=False,
-        epochs=2,
     ),
+    *(Case(name=f"kill {after_s:g} s into start-up", faults=(), kill_after_go_s=after_s, floor=False) for after_s in (0.1, 0.8)),
     Case(name="kill during a save", faults=("kill:rank=1,point=save-data",), settings=("checkpoint.interval_s=1",)),
     Case(name="kill, tensor", faults=(f"kill:rank=1,step={FAULT_STEP},point=collective",), layout="tensor"),
     Case(name="kill, pipeline", faults=(f"kill:rank=2,step={FAULT_STEP},point=collective",), layout="pipeline"),
     Case(name="kill, compiled", faults=(f"kill:rank=2,step={FAULT_STEP},point=collective",), compile=True, floor=False),
     # The job goes on with the other host's ranks, and takes its old size again when the host is back: two epochs.
-    Case(name="host lost", faults=(f"host:host=1,step={FAULT_STEP}",), hosts=2, extra_s=1.0, floor=False, epochs=2),
+    Case(name="host lost", faults=(f"host:host=1,step={FAULT_STEP}",), hosts=2, extra_s=1.0, floor=False),
 )
 
 
@@ -115,8 +115,10 @@ def command(verb: str, job: Path, runs: Path, case: Case, device: str) -> list[s
     return words
 
 
-def run_phalanx(words: Sequence[str], folder: Path, *, seconds: float) -> tuple[int | None, str]:
-    """Exit code and output; a run that takes too long is asked to end, then made to."""
+def run_phalanx(
+    words: Sequence[str], folder: Path, *, seconds: float, watch: Callable[[], None] = lambda: None
+) -> tuple[int | None, str]:
+    """Exit code and output; a run that takes too long is asked to end, then made to. `watch` is called often."""
     environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
     environ.setdefault("PHALANX_RANKS_PER_GPU", str(RANKS))
     log = folder / "output.txt"
@@ -124,11 +126,11 @@ def run_phalanx(words: Sequence[str], folder: Path, *, seconds: float) -> tuple[
         process = subprocess.Popen(
             list(words), cwd=folder, env=environ, stdout=file, stderr=file, stdin=subprocess.DEVNULL
         )
-        code: int | None
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
+        until_s = time.monotonic() + seconds
+        while (code := process.poll()) is None and time.monotonic() < until_s:
+            watch()
+            time.sleep(0.02)
+        if code is None:
             process.send_signal(signal.SIGTERM)
             try:
                 process.wait(10)
@@ -179,6 +181,22 @@ def newest(runs: Path) -> Record | None:
     return Record(found[-1]) if found else None
 
 
+class Killer:
+    """Kills a rank from outside, a while after the first epoch was told to go."""
+
+    def __init__(self, runs: Path, after_go_s: float | None) -> None:
+        self._runs, self._after_go_s = runs, after_go_s
+        self.fired: list[Event] = []
+
+    def __call__(self) -> None:
+        record = newest(self._runs) if self._after_go_s is not None and not self.fired else None
+        went = record.told("restore") if record is not None else []
+        if record is not None and went and time.time() > went[0]["t"] + (self._after_go_s or 0.0):
+            (member,) = (one for one in record.told("epoch")[0]["members"] if one["rank"] == 2)
+            self.fired.append({"t_s": time.time(), "rank": 2, "epoch": 1})
+            os.kill(member["pid"], signal.SIGKILL)
+
+
 # ---- one case --------------------------------------------------------------------------------------------------------
 
 
@@ -186,12 +204,14 @@ def measure(case: Case, job: Path, folder: Path, device: str, whole: Record, *, 
     """Run one case; what came of it."""
     folder.mkdir()
     began_s = time.monotonic()
-    code, output = run_phalanx(command("drill", job, folder / "runs", case, device), folder, seconds=seconds)
+    killer = Killer(folder / "runs", case.kill_after_go_s)
+    words = command("drill" if case.faults else "train", job, folder / "runs", case, device)
+    code, output = run_phalanx(words, folder, seconds=seconds, watch=killer)
     found: dict[str, Any] = {"case": case.name, "exit": code, "wall_s": round(time.monotonic() - began_s, 1)}
     record = newest(folder / "runs")
     if record is None:
         return found | {"problem": output[-1500:]}
-    fired, epochs = record.fired(), record.told("epoch")
+    fired, epochs = [*record.fired(), *killer.fired], record.told("epoch")
     found |= {"fired": len(fired), "epochs": len(epochs) - 1, "incidents": len(record.told("incident"))}
     found["in_a_row"] = max((one["in_a_row"] for one in record.told("incident")), default=0)
     found["replaced"] = len(record.told("replacement"))

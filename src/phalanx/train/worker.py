@@ -112,10 +112,10 @@ class Rank:
         self._leave(epoch, abort, left)
 
     def _leave(self, epoch: int, abort: CommunicatorAbort, left: Mapping[str, Any]) -> None:
-        collective = last_words.last_collective()
         self.link.may_beat = lambda: True
         abort.wait()
         self.link.leave()
+        collective = last_words.last_collective()
         forget_groups()
         gc.collect()  # engines hold each other in circles
         check_device()

@@ -97,6 +97,8 @@ def remark_of_supervisor(event: Event) -> list[str]:
     kind, host = event["event"], text(event, "host")
     if kind == "incident":
         return [f"step {integer(event, 'step') or 0:,}: fell: {tell(event)}"]
+    if kind == "replacement":
+        return [f"fell with it, and is replaced: {tell(event)}"]
     if kind == "epoch" and event.get("reason") != "start":
         return [f"epoch {integer(event, 'epoch')}: going on with {integer(event, 'world')} ranks"]
     if kind == "coordinator":

@@ -567,7 +567,7 @@ class HostAgent:
                 bound = f"fault.dead_after_s = {self._dead_after_s:g} s"
                 self._kill(slot, f"did not leave its formation within {bound}{held}")
             elif asked_s > self._joins_within_s:
-                self._kill(slot, f"was not ready to join within comm.init_timeout_s = {self._joins_within_s:g} s")
+                self._kill(slot, f"was not ready to join within {self._joins_within_s:g} s (comm.init_timeout_s)")
 
     def _kill_stuck(self, slot: Slot, message: Message) -> None:
         """The coordinator found that everybody waits for this one."""
