@@ -23,33 +23,35 @@ class CommunicatorAbort:
     """Aborts the NCCL communicators of all groups of this process, without blocking who asks for it."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # the rank's line asks, and the training when it leaves
         self._threads: list[threading.Thread] = []
         self._ended_s: float | None = None
 
     def __call__(self) -> bool:
         """Begin, unless it is being done; whether all that was begun has ended."""
-        if any(thread.is_alive() for thread in self._threads):
-            return False
-        now = time.monotonic()
-        if self._threads:
-            self._threads, self._ended_s = [], now
-        if self._ended_s is not None and now - self._ended_s < AGAIN_S:
-            return True
-        # All at once: freeing the memory of one waits for every kernel of the device, also for those that hang in
-        # another communicator (pytorch#119797).
-        self._threads = [
-            threading.Thread(target=_abort, args=(backend,), name="nccl-abort", daemon=True)
-            for backend in nccl_backends()
-        ]
-        for thread in self._threads:
-            thread.start()
-        return not self._threads
+        with self._lock:
+            if any(thread.is_alive() for thread in self._threads):
+                return False
+            now = time.monotonic()
+            if self._threads:
+                self._threads, self._ended_s = [], now
+            if self._ended_s is not None and now - self._ended_s < AGAIN_S:
+                return True
+            # All at once: freeing the memory of one waits for every kernel of the device, also for those that hang in
+            # another communicator (pytorch#119797).
+            self._threads = [
+                threading.Thread(target=_abort, args=(backend,), name="nccl-abort", daemon=True)
+                for backend in nccl_backends()
+            ]
+            for thread in self._threads:
+                thread.start()
+            return not self._threads
 
     def wait(self, seconds: float = WAIT_S) -> None:
         """Abort and wait until that is done, but not for ever."""
         until_s = time.monotonic() + seconds
         while not self() and time.monotonic() < until_s:
-            for thread in self._threads:
+            for thread in list(self._threads):
                 thread.join(max(0.0, until_s - time.monotonic()))
 
 
