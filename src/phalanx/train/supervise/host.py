@@ -86,7 +86,8 @@ class Slot:
     pause_s: float = REFORK_S
     fork_at_s: float = 0.0
     killed: Failure | None = None  # why we ended it
-    silent_s: float = 0.0  # that it was not seen to run
+    seen_s: float = 0.0  # when it was last known to run
+    silent_s: float = 0.0  # that it did not, as far as we ran ourselves
     locked_s: float = 0.0  # when it was last seen to hold its interpreter lock
     member_of: int = 0  # epoch of the formation that its process is in, until it says that it has left
     left: Message | None = None  # how it left the present formation
@@ -470,8 +471,7 @@ class HostAgent:
         slot.line.settimeout(HAND_S)
         slot.pending, slot.forked_s, slot.killed = b"", time.monotonic(), None
         slot.rank, slot.ready, slot.left, slot.seated = -1, None, None, False
-        slot.silent_s = slot.locked_s = 0.0
-        slot.member_of = 0
+        slot.seen_s, slot.silent_s, slot.locked_s, slot.member_of = slot.forked_s, 0.0, 0.0, 0
         self._selector.register(slot.line, selectors.EVENT_READ, slot)
 
     def _forget(self) -> None:
@@ -555,10 +555,11 @@ class HostAgent:
             if not slot.pid or slot.killed is not None:
                 continue
             beat = self.board.last(slot.number)
-            if _runs(slot.pid, beat, now):
-                slot.silent_s = 0.0
+            seen_s = _seen_s(slot.pid, beat, now)
+            if seen_s is not None:
+                slot.seen_s, slot.silent_s = seen_s, 0.0
             else:
-                slot.silent_s = slot.silent_s + turn_s if slot.silent_s else min(now - beat.answered_s, 2 * ANSWER_S)
+                slot.silent_s = slot.silent_s + turn_s if slot.silent_s else min(now - slot.seen_s, 2 * ANSWER_S)
             asked_s = now - slot.asked_s if slot.rank >= 0 and slot.ready is None else 0.0
             if slot.silent_s > self._dead_after_s:
                 self._kill(slot, _silent(slot.pid, slot.silent_s))
@@ -605,11 +606,16 @@ class HostAgent:
                 time.sleep(TICK_S)
 
 
-def _runs(pid: int, beat: Beat, now_s: float) -> bool:
-    """Whether a process runs, whatever it waits for; the kernel is asked only about one that has not answered."""
+def _seen_s(pid: int, beat: Beat, now_s: float) -> float | None:
+    """When a process is known to have run last, whatever it waits for; None when it does not run now.
+
+    The kernel is asked only about one that has not answered for a while.
+    """
     if beat.is_muted:
-        return False
-    return now_s - beat.answered_s < ANSWER_S or state_of(pid) not in STOPPED_STATES
+        return None
+    if now_s - beat.answered_s < ANSWER_S:
+        return beat.answered_s
+    return now_s if state_of(pid) not in STOPPED_STATES else None
 
 
 def _silent(pid: int, silent_s: float) -> str:
