@@ -6,8 +6,8 @@ Every case is a real `phalanx drill` of examples/drill.toml's model on four rank
 train` of the same job. `--device cuda` puts all four on one GPU (NCCL 2.30 or later, NCCL_MULTI_RANK_GPU_ENABLE=1) and
 sets PHALANX_RANKS_PER_GPU. A line per case:
 
-- seconds from the fault to the end of the next step on the last rank, less the median step of the undisturbed run; for a
-  hang less fault.dead_after_s too;
+- seconds from the fault to the end of the next step on the last rank, less the median step of the undisturbed run; for
+  a hang less fault.dead_after_s too;
 - epochs that were made after the first, incidents, the highest count of failures in a row, processes that had to be
   replaced because they did not get out of the old epoch by themselves;
 - survivors that kept their process, and with it their CUDA context;
@@ -62,7 +62,9 @@ CASES = (
     Case(name="kill", faults=(f"kill:rank=2,step={FAULT_STEP}",)),
     Case(name="kill in a collective", faults=(f"kill:rank=1,step={FAULT_STEP},point=collective",)),
     Case(name="hang", faults=(f"hang:rank=1,step={FAULT_STEP}",), extra_s=DEAD_AFTER_S),
-    Case(name="hang in a collective", faults=(f"hang:rank=2,step={FAULT_STEP},point=collective",), extra_s=DEAD_AFTER_S),
+    Case(
+        name="hang in a collective", faults=(f"hang:rank=2,step={FAULT_STEP},point=collective",), extra_s=DEAD_AFTER_S
+    ),
     Case(name="cuda error", faults=(f"cuda-error:rank=2,step={FAULT_STEP}",)),
     Case(name="two kills", faults=(f"kill:rank=1+3,step={FAULT_STEP}",)),
     Case(name="kill rank 0", faults=(f"kill:rank=0,step={FAULT_STEP}",)),
@@ -72,7 +74,10 @@ CASES = (
         faults=(f"kill:rank=2,step={FAULT_STEP}", "kill:rank=1,point=restore,epoch=2"),
         floor=False,
     ),
-    *(Case(name=f"kill {after_s:g} s into start-up", faults=(), kill_after_go_s=after_s, floor=False) for after_s in (0.1, 0.8)),
+    *(
+        Case(name=f"kill {after_s:g} s into start-up", faults=(), kill_after_go_s=after_s, floor=False)
+        for after_s in (0.1, 0.8)
+    ),
     Case(name="kill during a save", faults=("kill:rank=1,point=save-data",), settings=("checkpoint.interval_s=1",)),
     Case(name="kill, tensor", faults=(f"kill:rank=1,step={FAULT_STEP},point=collective",), layout="tensor"),
     Case(name="kill, pipeline", faults=(f"kill:rank=2,step={FAULT_STEP},point=collective",), layout="pipeline"),
@@ -348,7 +353,9 @@ def one_case(
                 told = output[-1500:] + (rank_logs(record) if record is not None else "")
                 return {"case": case.name, "problem": f"the undisturbed run ended with {code}: {told}"}
             whole[key] = record
-            print(f"undisturbed, {case.layout}, compile {case.compile}: a step takes {record.step_s():.3f} s", flush=True)
+            print(
+                f"undisturbed, {case.layout}, compile {case.compile}: a step takes {record.step_s():.3f} s", flush=True
+            )
         return measure(case, job, root / str(number), device, whole[key], seconds=120.0)
     except Exception as error:  # the others are still worth their time
         return {"case": case.name, "problem": f"{type(error).__name__}: {error}"}

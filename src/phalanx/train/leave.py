@@ -1,7 +1,7 @@
 """Leave the process groups of a formation that is over, and keep the process and its CUDA context.
 
 NCCL's kernels wait for a lost rank for ever, and the training waits for them: in a collective, in a synchronise, or in
-the launch of the next kernel. `ncclCommAbort` from another thread ends them (0.5 s, benchmarks/nccl_recovery.py). What they
+the launch of the next kernel. `ncclCommAbort` from another thread ends them (benchmarks/nccl_recovery.py). What they
 have computed by then is worth nothing: whoever comes out of a wait asks `Orders.check` before it keeps a number.
 """
 
@@ -59,8 +59,9 @@ def nccl_backends() -> list[Any]:
     """The NCCL side of every group of this process. One that is only being made is not among them."""
     found = []
     for group in list(dist.distributed_c10d._world.pg_map):
-        with suppress(RuntimeError):  # a group of gloo alone
-            found.append(group._get_backend(torch.device("cuda")))
+        with suppress(RuntimeError):  # a group without a GPU's side
+            backend = group._get_backend(torch.device("cuda"))
+            found += [backend] if backend.name() == "nccl" else []  # plain "gloo" serves both kinds of devices
     return found
 
 
@@ -81,9 +82,9 @@ def forget_groups() -> None:
         for leave in (c10d._abort_process_group, dist.destroy_process_group):
             with suppress(Exception):
                 leave()
-    for leave in (lambda: c10d._update_default_pg(None), c10d._unregister_all_process_groups):
-        with suppress(Exception):
-            leave()
+    with suppress(Exception):
+        c10d._update_default_pg(None)
+        c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
     state = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg")
     for name in (*state, "pg_coalesce_state"):
         getattr(c10d._world, name, {}).clear()

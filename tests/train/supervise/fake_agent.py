@@ -67,13 +67,16 @@ class Part:
 
     def meet(self, step: int) -> None:
         """Wait for the others of this host, as a collective would."""
-        beats = self.link.board
         slots = self.formation.of_host(self.host)
-        wait_for(
-            lambda: all((beat := beats.last(slot)).step >= step or beat.epoch != self.epoch for slot in slots),
-            lambda: not self.is_deaf and self.link.is_over(self.epoch),
-        )
-        if self.link.is_over(self.epoch):
+
+        def is_there(slot: int) -> bool:
+            beat = self.link.board.last(slot)
+            is_gone = beat.epoch != self.epoch and not self.is_deaf
+            return is_gone or (beat.step >= step and beat.epoch == self.epoch)
+
+        is_over = lambda: self.link.is_over(self.epoch) and not self.is_deaf  # noqa: E731
+        wait_for(lambda: all(is_there(slot) for slot in slots), is_over)
+        if is_over():
             raise Interrupted
 
 

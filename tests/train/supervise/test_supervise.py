@@ -231,7 +231,9 @@ def test_the_interpreter_lock_hides_no_sign_of_life(make_run: MakeRun, start: St
     assert re.search(rf"{place}\d\.\d+ s ago in a stopped process \(state T\)", said_stopped)
     (incident,) = supervisor(stopped, "incident")
     assert incident["cause"]["kind"] == "Silence"
-    assert re.search(rf"{place}\d+\.\d s ago in deadlock \(fake_agent.py:\d+\), in native code that holds the", said_dead)
+    assert re.search(
+        rf"{place}\d+\.\d s ago in deadlock \(fake_agent.py:\d+\), in native code that holds the", said_dead
+    )
     assert "which may take comm.init_timeout_s + 10 s = 11 s" in said_dead
 
 
@@ -246,7 +248,9 @@ def test_one_fault_is_one_epoch_also_where_nobody_leaves_by_itself(make_run: Mak
     assert [(one["rank"], one["in_a_row"]) for one in supervisor(run, "incident")] == [(2, 1)]
     replaced = supervisor(run, "replacement")
     assert sorted(one["rank"] for one in replaced) == [0, 1, 3]
-    assert all("did not leave its formation within fault.dead_after_s = 2 s" in one["cause"]["message"] for one in replaced)
+    assert all(
+        "did not leave its formation within fault.dead_after_s = 2 s" in one["cause"]["message"] for one in replaced
+    )
     assert orphans(run) == []
 
 

@@ -1,9 +1,9 @@
 """A page of memory that an agent and its ranks share: who is alive, at which step since when, and what is wished.
 
-Two clocks per slot: `answered_s` is touched by a thread of the rank several times a second, whatever the rank waits for;
-`progress_s` by the training itself. The thread needs the interpreter lock, which native code may hold for minutes while
-it sets up (a communicator, a CUDA module): whether the process runs at all is therefore for its agent to see, from
-outside. An old answer of a process that runs only says that the lock is held.
+Two clocks per slot: `answered_s` is touched by a thread of the rank several times a second, whatever the rank waits
+for; `progress_s` by the training itself. The thread needs the interpreter lock, which native code may hold for minutes
+while it sets up (a communicator, a CUDA module): whether the process runs at all is therefore for its agent to see,
+from outside. An old answer of a process that runs only says that the lock is held.
 """
 
 from __future__ import annotations

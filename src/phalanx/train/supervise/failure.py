@@ -28,7 +28,7 @@ _LOST_PEER = re.compile(
     r"nccl|process group|peer",
     re.IGNORECASE,
 )
-# An error of this rank's own device, whatever other words are in it ("the launch timed out"); NCCL quotes those of others.
+# An error of this rank's own device, whatever other words are in it ("the launch timed out"). NCCL begins otherwise.
 _OWN_DEVICE = re.compile(r"^\s*CUDA error:")
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|cannot allocate memory", re.IGNORECASE)
 LESS_MEMORY = (

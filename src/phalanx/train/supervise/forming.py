@@ -90,8 +90,8 @@ def gather(room: Room) -> None:
 def _replace(room: Room, formation: Formation) -> None:
     """Put new processes into the places of members that were lost while they left the formation before.
 
-    The epoch stays: nobody was told to go yet, and one fault is one epoch. Where no process comes, or lost ranks are not
-    to be replaced, another is formed; that is still the same incident.
+    The epoch stays: nobody was told to go yet, and one fault is one epoch. Where no process comes, or lost ranks are
+    not to be replaced, another is formed; that is still the same incident.
     """
     can_replace = room.job.fault.recovery != "shrink"
     for rank, (failure, since_s) in list(room.replacing.items()):

@@ -1,9 +1,9 @@
 """The agent's work: a process in every slot, their heartbeats, and the line to the coordinator. One thread, no waiting.
 
 Nothing here may block for long and no thread may run: this process forks. The coordinator hears of every process that
-ends, and decides. Whether a process runs is seen from outside (/proc), so that no lock of its own can hide it: one that is
-stopped for `dead_after_s` is killed. One that runs and does not answer holds its interpreter lock in native code; that is
-told to the coordinator, which has more patience with it.
+ends, and decides. Whether a process runs is seen from outside (/proc), so that no lock of its own can hide it: one that
+is stopped for `dead_after_s` is killed. One that runs and does not answer holds its interpreter lock in native code;
+that is told to the coordinator, which has more patience with it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A rank's line to its agent: forms and orders in, answers out, and the heartbeat, in one thread.
 
-When the formation that the rank is in is over, this thread gets the training out of it, wherever it waits: it aborts the
-communicators (`abort`, which the training provides) and cuts the sockets.
+When the formation that the rank is in is over, this thread gets the training out of it, wherever it waits: it aborts
+the communicators (`abort`, which the training provides) and cuts the sockets.
 """
 
 from __future__ import annotations

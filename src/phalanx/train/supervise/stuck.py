@@ -87,10 +87,11 @@ def _patience_s(room: Room, phase: int) -> float:
 
 def _why_patient(room: Room, phase: int) -> str:
     """What a rank is said to have been at, where that was given more time than a step."""
-    if phase not in AT:
+    at = AT.get(Phase(phase))
+    if at is None:
         return ""
     bound = f"comm.init_timeout_s + {MARGIN_S:g} s = {_patience_s(room, phase):g} s"
-    return f", {AT[phase]}, which may take {bound}"
+    return f", {at}, which may take {bound}"
 
 
 def _blame(room: Room, formation: Formation) -> None:
