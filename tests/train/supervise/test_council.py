@@ -590,7 +590,7 @@ def test_a_seat_that_was_told_to_an_agent_that_hung_up_is_told_again(stage: Stag
     assert (agent.last("go")["epoch"], len(stage.events("incident"))) == (2, 1)
 
 
-def test_a_rank_that_died_before_the_form_reached_it_is_not_waited_for(stage: Stage) -> None:
+def test_a_rank_that_died_before_the_form_reached_it_is_replaced_in_it(stage: Stage) -> None:
     """Its agent had not yet noticed; the end it tells of is of a process that was counted on."""
     agent = stage.host("a", 4)
     stage.start(step=7)
@@ -599,7 +599,10 @@ def test_a_rank_that_died_before_the_form_reached_it_is_not_waited_for(stage: St
     agent.epoch = 1  # the form is still on its way
     agent.lose(3)
     stage.pass_time(0.25)
-    assert stage.epoch == 3
+    assert (stage.epoch, agent.last("seat")["slot"], len(stage.events("incident"))) == (2, 3, 1)
+    agent.epoch = 2
+    stage.ready()
+    assert agent.last("go")["epoch"] == 2
 
 
 def test_the_end_of_a_process_that_was_replaced_before_is_no_news(stage: Stage) -> None:

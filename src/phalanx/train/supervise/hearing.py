@@ -101,8 +101,10 @@ def _lost(room: Room, host: Host, message: Message) -> None:
     if rank is None or not room.memory.running or room.memory.pids[rank] != pid:
         return
     failure = Failure(**{**message["failure"], "rank": rank})
-    if room.memory.forming and message.get("leaving") and not failure.is_user:
-        room.replace(rank, failure)  # it never came out of what fell before: the same incident
+    # It never came out of what fell before, or the form has not even reached it: the same incident.
+    is_leaving = message.get("leaving") or int(message["epoch"]) < room.memory.epoch
+    if room.memory.forming and is_leaving and not failure.is_user:
+        room.replace(rank, failure)
         return
     room.out_of_memory = room.out_of_memory or bool(message.get("out_of_memory"))
     room.came_to(int(message["failure"]["step"]))
