@@ -126,6 +126,8 @@ def run_phalanx(
     """Exit code and output; a run that takes too long is asked to end, then made to. `watch` is called often."""
     environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
     environ.setdefault("PHALANX_RANKS_PER_GPU", str(RANKS))
+    if environ.get("PYTHONPATH"):  # relative to where we were started
+        environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, environ["PYTHONPATH"].split(os.pathsep)))
     log = folder / "output.txt"
     with open(log, "wb") as file:
         process = subprocess.Popen(
