@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -54,6 +56,26 @@ def test_an_error_of_one_abort_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> 
     abort = CommunicatorAbort()
     abort.wait(60)
     assert (abort(), good.aborts) == (True, 1)
+
+
+AGAIN = """
+import torch, torch.distributed as dist
+from phalanx.train.leave import forget_groups, number_ranks
+for epoch in (1, 2):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    number_ranks(1)
+    group = dist.group.WORLD.split_group([0], None, None, f"split {epoch}", "")  # as a mesh does on GPUs
+    ones = torch.ones(2)
+    group.allreduce([ones]).wait()
+    forget_groups()
+print("split again")
+"""
+
+
+def test_a_process_that_forms_again_can_split_its_groups() -> None:
+    """In a process of its own: without the numbers torch ends it with signal 11."""
+    done = subprocess.run([sys.executable, "-c", AGAIN], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "split again\n"), done.stderr
 
 
 def test_groups_without_nccl_need_no_abort_and_leave_nothing(group: None) -> None:

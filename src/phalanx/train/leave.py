@@ -91,6 +91,18 @@ def forget_groups() -> None:
     c10d._world.group_count = 0
 
 
+def number_ranks(world: int) -> None:
+    """Tell the group of all which ranks it has.
+
+    torch knows that by itself only of the first group that a process makes (`groupRanks` of its backends); a split of a
+    later one, which is how a mesh makes its groups on GPUs, reads beyond an empty list: signal 11, torch 2.11 to 2.13.
+    """
+    group = dist.group.WORLD
+    for device in ("cpu", "cuda") if group is not None else ():
+        with suppress(RuntimeError):  # no backend for such devices
+            group._get_backend(torch.device(device)).options.global_ranks_in_group = list(range(world))
+
+
 def check_device() -> None:
     """Raise when the CUDA context of this process is broken: such an error stays, and only another process helps.
 
