@@ -98,7 +98,9 @@ def number_ranks(world: int) -> None:
     later one, which is how a mesh makes its groups on GPUs, reads beyond an empty list: signal 11, torch 2.11 to 2.13.
     """
     group = dist.group.WORLD
-    for device in ("cpu", "cuda") if group is not None else ():
+    if group is None:
+        return
+    for device in ("cpu", "cuda"):
         with suppress(RuntimeError):  # no backend for such devices
             group._get_backend(torch.device(device)).options.global_ranks_in_group = list(range(world))
 
