@@ -3,8 +3,8 @@
     python benchmarks/nccl_recovery.py [--device cuda] [--only kill --only hang ...] [--seconds 540] [--keep DIR]
 
 Every case is a real `phalanx drill` of examples/drill.toml's model on four ranks, compared with an undisturbed `phalanx
-train` of the same job. `--device cuda` puts all four on one GPU (NCCL 2.30 or later, NCCL_MULTI_RANK_GPU_ENABLE=1) and
-sets PHALANX_RANKS_PER_GPU. A line per case:
+train` of the same job; "one by one" is a run with eight faults, seven steps apart. `--device cuda` puts all four ranks
+on one GPU (NCCL 2.30 or later, NCCL_MULTI_RANK_GPU_ENABLE=1) and sets PHALANX_RANKS_PER_GPU. A line per fault:
 
 - seconds from the fault to the end of the next step on the last rank, less the median step of the undisturbed run; for
   a hang less fault.dead_after_s too;
@@ -32,9 +32,10 @@ from typing import Any
 
 HERE = Path(__file__).parent
 JOB = HERE.parent / "examples" / "drill.toml"
-RANKS, STEPS, FAULT_STEP, DEAD_AFTER_S = 4, 16, 6, 5.0
+RANKS, STEPS, DEAD_AFTER_S = 4, 16, 5.0
+FIRST_STEP, APART = 6, 7  # the first fault comes in this step, the others so many steps after each other
 FLOOR_S = 2.5
-SETTINGS = (f"fault.dead_after_s={DEAD_AFTER_S}", "fault.digest_every=1", "train.evaluate_every=0")
+SETTINGS = (f"fault.dead_after_s={DEAD_AFTER_S}", "fault.digest_every=1", "checkpoint.interval_s=1")
 LAYOUTS = {
     "zero3": (),
     "tensor": ("parallel.tensor=2", "parallel.shard=2", "parallel.zero=1"),
@@ -44,46 +45,61 @@ Event = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """One fault, or several, and what may follow from it."""
+class Hit:
+    """One fault of a run; `{step}` in its text is the step at which it comes."""
 
     name: str
-    faults: tuple[str, ...]
+    fault: str
+    extra_s: float = 0.0  # until a fault of the kind can be noticed at all
+    floor: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One run and what happens to it: its faults come one after the other, some steps apart."""
+
+    name: str
+    hits: tuple[Hit, ...] = ()
     layout: str = "zero3"
     compile: bool = False
     hosts: int = 1
-    settings: tuple[str, ...] = ()
-    extra_s: float = 0.0  # until a fault of the kind can be noticed at all
-    floor: bool = True
+    steps: int = STEPS
     kill_after_go_s: float | None = None  # instead of faults: rank 2 is killed so long after the first epoch may begin
 
 
+ONE_BY_ONE = (
+    Hit(name="kill", fault="kill:rank=2,step={step}"),
+    Hit(name="kill in a collective", fault="kill:rank=1,step={step},point=collective"),
+    Hit(name="hang", fault="hang:rank=1,step={step}", extra_s=DEAD_AFTER_S),
+    Hit(name="hang in a collective", fault="hang:rank=2,step={step},point=collective", extra_s=DEAD_AFTER_S),
+    Hit(name="cuda error", fault="cuda-error:rank=3,step={step}"),
+    Hit(name="two kills", fault="kill:rank=1+3,step={step}"),
+    Hit(name="kill rank 0", fault="kill:rank=0,step={step}"),
+    Hit(name="kill during a save", fault="kill:rank=1,step={step},point=save-data"),
+)
+LONG = FIRST_STEP + APART * len(ONE_BY_ONE) + 4
+
+
+def collective_kill(layout: str, *, compiled: bool = False) -> Case:
+    name = f"kill, {layout}{', compiled' if compiled else ''}"
+    hit = Hit(name=name, fault="kill:rank=2,step={step},point=collective", floor=not compiled)
+    return Case(name=name, hits=(hit,), layout=layout, compile=compiled)
+
+
 CASES = (
-    Case(name="kill", faults=(f"kill:rank=2,step={FAULT_STEP}",)),
-    Case(name="kill in a collective", faults=(f"kill:rank=1,step={FAULT_STEP},point=collective",)),
-    Case(name="hang", faults=(f"hang:rank=1,step={FAULT_STEP}",), extra_s=DEAD_AFTER_S),
-    Case(
-        name="hang in a collective", faults=(f"hang:rank=2,step={FAULT_STEP},point=collective",), extra_s=DEAD_AFTER_S
-    ),
-    Case(name="cuda error", faults=(f"cuda-error:rank=2,step={FAULT_STEP}",)),
-    Case(name="two kills", faults=(f"kill:rank=1+3,step={FAULT_STEP}",)),
-    Case(name="kill rank 0", faults=(f"kill:rank=0,step={FAULT_STEP}",)),
-    Case(name="kill at start-up", faults=("kill:rank=2,point=init,epoch=1",), floor=False),
-    Case(
-        name="kill during a recovery",
-        faults=(f"kill:rank=2,step={FAULT_STEP}", "kill:rank=1,point=restore,epoch=2"),
-        floor=False,
-    ),
-    *(
-        Case(name=f"kill {after_s:g} s into start-up", faults=(), kill_after_go_s=after_s, floor=False)
-        for after_s in (0.1, 0.8)
-    ),
-    Case(name="kill during a save", faults=("kill:rank=1,point=save-data",), settings=("checkpoint.interval_s=1",)),
-    Case(name="kill, tensor", faults=(f"kill:rank=1,step={FAULT_STEP},point=collective",), layout="tensor"),
-    Case(name="kill, pipeline", faults=(f"kill:rank=2,step={FAULT_STEP},point=collective",), layout="pipeline"),
-    Case(name="kill, compiled", faults=(f"kill:rank=2,step={FAULT_STEP},point=collective",), compile=True, floor=False),
+    Case(name="one by one", hits=ONE_BY_ONE, steps=LONG),
+    Case(name="kill 0.8 s into start-up", kill_after_go_s=0.8, steps=LONG),
+    collective_kill("pipeline"),
+    collective_kill("tensor"),
+    Case(name="kill 0.1 s into start-up", kill_after_go_s=0.1, steps=LONG),
     # The job goes on with the other host's ranks, and takes its old size again when the host is back: two epochs.
-    Case(name="host lost", faults=(f"host:host=1,step={FAULT_STEP}",), hosts=2, extra_s=1.0, floor=False),
+    Case(
+        name="host lost",
+        hits=(Hit(name="host lost", fault="host:host=1,step={step}", extra_s=1.0, floor=False),),
+        hosts=2,
+        steps=LONG,
+    ),
+    collective_kill("zero3", compiled=True),
 )
 
 
@@ -107,16 +123,16 @@ def make_job(folder: Path) -> Path:
 
 
 def command(verb: str, job: Path, runs: Path, case: Case, device: str) -> list[str]:
-    words = [sys.executable, "-m", "phalanx", verb, str(job), "--runs", str(runs), "--steps", str(STEPS)]
-    settings = [*SETTINGS, *LAYOUTS[case.layout], *case.settings, f"train.compile={str(case.compile).lower()}"]
+    words = [sys.executable, "-m", "phalanx", verb, str(job), "--runs", str(runs), "--steps", str(case.steps)]
+    settings = [*SETTINGS, *LAYOUTS[case.layout], f"train.compile={str(case.compile).lower()}"]
     for setting in settings:
         words += ["--set", setting]
     if device == "cuda":
         words += ["--cluster", f"{RANKS}xH200:1"]
     if verb == "drill":
         words += ["--no-replay", "--hosts", str(case.hosts)]
-        for fault in case.faults:
-            words += ["--fault", fault]
+        for number, hit in enumerate(case.hits):
+            words += ["--fault", hit.fault.format(step=FIRST_STEP + APART * number)]
     return words
 
 
@@ -207,30 +223,52 @@ class Killer:
 # ---- one case --------------------------------------------------------------------------------------------------------
 
 
-def measure(case: Case, job: Path, folder: Path, device: str, whole: Record, *, seconds: float) -> dict[str, Any]:
-    """Run one case; what came of it."""
+def measure(case: Case, job: Path, folder: Path, device: str, whole: Record, *, seconds: float) -> list[dict[str, Any]]:
+    """Run one case; what came of each of its faults."""
     folder.mkdir()
     began_s = time.monotonic()
     killer = Killer(folder / "runs", case.kill_after_go_s)
-    words = command("drill" if case.faults else "train", job, folder / "runs", case, device)
+    words = command("drill" if case.hits else "train", job, folder / "runs", case, device)
     code, output = run_phalanx(words, folder, seconds=seconds, watch=killer)
-    found: dict[str, Any] = {"case": case.name, "exit": code, "wall_s": round(time.monotonic() - began_s, 1)}
+    common: dict[str, Any] = {"case": case.name, "exit": code, "wall_s": round(time.monotonic() - began_s, 1)}
     record = newest(folder / "runs")
     if record is None:
-        return found | {"problem": output[-1500:]}
-    fired, epochs = [*record.fired(), *killer.fired], record.told("epoch")
-    found |= {"fired": len(fired), "epochs": len(epochs) - 1, "incidents": len(record.told("incident"))}
-    found["in_a_row"] = max((one["in_a_row"] for one in record.told("incident")), default=0)
-    found["replaced"] = len(record.told("replacement"))
-    found["causes"] = [said(one) for one in (*record.told("incident"), *record.told("replacement"))]
-    found |= kept(epochs, record.told("replacement"), fired)
+        return [common | {"problem": output[-1500:]}]
     ours, theirs = record.digests(), whole.digests()
-    found["digests"] = f"{sum(ours.get(key) == value for key, value in theirs.items())} of {len(theirs)}"
-    if fired and len(epochs) > 1:
-        found |= times(case, record, fired[-1]["t_s"], whole.step_s())
+    common["digests"] = f"{sum(ours.get(key) == value for key, value in theirs.items())} of {len(theirs)}"
     if code != 0 or len(ours) < len(theirs):
-        found["problem"] = output[-1500:] + rank_logs(record)
-    return found
+        common["problem"] = output[-1500:] + rank_logs(record)
+    hits = case.hits or (Hit(name=case.name, fault="", floor=False),)
+    fired = [one | {"id": 0} for one in killer.fired] or record.fired()
+    rows = []
+    for number, hit in enumerate(hits):
+        mine = [one for one in fired if one["id"] == number]
+        later = [one["t_s"] for one in fired if one["id"] != number and mine and one["t_s"] > mine[-1]["t_s"]]
+        row = came_of(hit, record, mine, until_s=min(later, default=float("inf")), step_s=whole.step_s())
+        rows.append(common | {"case": hit.name} | row)
+    return rows
+
+
+def came_of(hit: Hit, record: Record, fired: Sequence[Event], *, until_s: float, step_s: float) -> dict[str, Any]:
+    """Epochs, incidents and times between a fault and the next one."""
+    if not fired:
+        return {"fired": 0}
+    began_s = fired[0]["t_s"]
+    epochs = [one for one in record.told("epoch") if began_s < one["t"] < until_s]
+    incidents = [one for one in record.told("incident") if began_s < one["t"] < until_s]
+    replaced = [one for one in record.told("replacement") if began_s < one["t"] < until_s]
+    found: dict[str, Any] = {
+        "fired": len(fired),
+        "epochs": len(epochs),
+        "incidents": len(incidents),
+        "in_a_row": max((one["in_a_row"] for one in incidents), default=0),
+        "replaced": len(replaced),
+        "causes": [said(one) for one in (*incidents, *replaced)],
+    }
+    if not epochs:
+        return found
+    found["kept"] = kept(record, epochs[0], {one["rank"] for one in fired})
+    return found | times(hit, record, epochs, fired[-1]["t_s"], step_s)
 
 
 def said(event: Event) -> str:
@@ -239,22 +277,22 @@ def said(event: Event) -> str:
     return f"{event['event']} rank {event['rank']}: {cause['kind']} {text}"
 
 
-def kept(epochs: Sequence[Event], replacements: Sequence[Event], fired: Sequence[Event]) -> dict[str, Any]:
-    """Survivors of the first epoch whose process is a member of the second."""
-    if len(epochs) < 2:
-        return {}
-    first, last = ({one["rank"]: one["pid"] for one in event["members"]} for event in (epochs[0], epochs[1]))
-    lost = {one["rank"] for one in fired if one["epoch"] <= epochs[0]["epoch"]}
-    replaced = {one["rank"] for one in replacements if one["epoch"] == epochs[1]["epoch"]}
-    survivors = set(first) - lost if lost != {-1} else set(last)
-    same = [rank for rank in survivors if last.get(rank) == first[rank] and rank not in replaced]
-    return {"kept": f"{len(same)} of {len(survivors)}"}
+def kept(record: Record, epoch: Event, lost: set[int]) -> str:
+    """Survivors whose process, and with it their CUDA context, is the same in the epoch after a fault."""
+    before = [one for one in record.told("epoch") if one["epoch"] < epoch["epoch"]][-1]
+    was, now = ({one["rank"]: one["pid"] for one in event["members"]} for event in (before, epoch))
+    for one in record.told("replacement"):
+        if one["epoch"] == before["epoch"]:
+            was[one["rank"]] = one["pid"]
+        elif one["epoch"] == epoch["epoch"]:
+            now[one["rank"]] = one["pid"]
+    survivors = set(was) - lost if -1 not in lost else set(now)
+    return f"{len([rank for rank in survivors if now.get(rank) == was[rank]])} of {len(survivors)}"
 
 
-def times(case: Case, record: Record, fired_s: float, step_s: float) -> dict[str, Any]:
+def times(hit: Hit, record: Record, epochs: Sequence[Event], fired_s: float, step_s: float) -> dict[str, Any]:
     """From the fault to the next step of all ranks, and where the time went."""
-    after = [one for one in record.told("epoch") if one["epoch"] > 1]
-    for epoch in after:
+    for epoch in epochs:
         number, world = epoch["epoch"], epoch["world"]
         first: dict[int, Event] = {}
         for one in record.of_ranks("step"):
@@ -271,15 +309,15 @@ def times(case: Case, record: Record, fired_s: float, step_s: float) -> dict[str
             "built": ready_s - went_s,
             "stepped": done_s - ready_s,
         }
-        total_s = done_s - fired_s - step_s - case.extra_s
-        verdict = "" if not case.floor else "met" if total_s <= FLOOR_S else "MISSED"
+        total_s = done_s - fired_s - step_s - hit.extra_s
+        verdict = "" if not hit.floor else "met" if total_s <= FLOOR_S else "MISSED"
         return {
             "seconds": round(done_s - fired_s, 2),
             "less_step_and_silence": round(total_s, 2),
             "floor": verdict,
             **{name: round(value, 2) for name, value in parts.items()},
         }
-    return {"problem": "no step of all ranks after the fault"}
+    return {"times": "no step of all ranks after the fault"}
 
 
 def rank_logs(record: Record) -> str:
@@ -323,44 +361,43 @@ def main() -> None:
         root = (args.keep or Path(temporary)).resolve()
         root.mkdir(parents=True, exist_ok=True)
         job = make_job(root)
-        whole: dict[tuple[str, bool], Record] = {}
+        whole: dict[tuple[str, bool, int], Record] = {}
         rows = []
         for number, case in enumerate(cases):
             if time.monotonic() - began_s > args.seconds:
                 print(f"not begun: {case.name}", flush=True)
                 continue
-            row = one_case(number, case, job, root, args.device, whole)
-            rows.append(row)
-            print(json.dumps({key: value for key, value in row.items() if key != "problem"}), flush=True)
-            if row.get("problem"):
-                print(f"  {row['problem']}", flush=True)
+            found = one_case(number, case, job, root, args.device, whole)
+            rows += found
+            for row in found:
+                print(json.dumps({key: value for key, value in row.items() if key != "problem"}), flush=True)
+            if found[0].get("problem"):
+                print(f"  {found[0]['problem']}", flush=True)
     print("\n| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
     for row in rows:
         print("| " + " | ".join(str(row.get(column, "–")) for column in COLUMNS) + " |")
 
 
 def one_case(
-    number: int, case: Case, job: Path, root: Path, device: str, whole: dict[tuple[str, bool], Record]
-) -> dict[str, Any]:
-    """A case, and before it the undisturbed run of its layout, if there was none yet."""
+    number: int, case: Case, job: Path, root: Path, device: str, whole: dict[tuple[str, bool, int], Record]
+) -> list[dict[str, Any]]:
+    """A case, and before it the undisturbed run of its layout and length, if there was none yet."""
     try:
-        key = (case.layout, case.compile)
+        key = (case.layout, case.compile, case.steps)
         if key not in whole:
-            plain = Case(name="undisturbed", faults=(), layout=case.layout, compile=case.compile)
+            plain = Case(name="undisturbed", layout=case.layout, compile=case.compile, steps=case.steps)
             folder = root / f"{number}-whole"
             folder.mkdir()
-            code, output = run_phalanx(command("train", job, folder / "runs", plain, device), folder, seconds=180.0)
+            code, output = run_phalanx(command("train", job, folder / "runs", plain, device), folder, seconds=300.0)
             record = newest(folder / "runs")
             if code != 0 or record is None:
                 told = output[-1500:] + (rank_logs(record) if record is not None else "")
-                return {"case": case.name, "problem": f"the undisturbed run ended with {code}: {told}"}
+                return [{"case": case.name, "problem": f"the undisturbed run ended with {code}: {told}"}]
             whole[key] = record
-            print(
-                f"undisturbed, {case.layout}, compile {case.compile}: a step takes {record.step_s():.3f} s", flush=True
-            )
-        return measure(case, job, root / str(number), device, whole[key], seconds=120.0)
+            print(f"undisturbed, {case.layout}, compile {case.compile}: step {record.step_s():.3f} s", flush=True)
+        return measure(case, job, root / str(number), device, whole[key], seconds=200.0)
     except Exception as error:  # the others are still worth their time
-        return {"case": case.name, "problem": f"{type(error).__name__}: {error}"}
+        return [{"case": case.name, "problem": f"{type(error).__name__}: {error}"}]
 
 
 if __name__ == "__main__":
