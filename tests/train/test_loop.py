@@ -13,6 +13,8 @@ from phalanx.job.schema import Optim
 from phalanx.train import loop as module
 from phalanx.train.engine import NO_WISHES
 from phalanx.train.loop import Loop
+from phalanx.train.orders import Orders
+from phalanx.train.supervise.link import Interrupted
 from phalanx.train.telemetry.noise import LocalNorms
 
 
@@ -22,7 +24,7 @@ def bare():
     loop = Loop.__new__(Loop)
     loop.written = []
     loop.events = SimpleNamespace(write=lambda kind, **fields: loop.written.append((kind, fields)))
-    loop.orders = SimpleNamespace(epoch=0)
+    loop.orders = Orders(stop=lambda: False, progress=lambda step, phase: None)
     loop.hooks = SimpleNamespace(step_begins=lambda step: None)
     loop.engine = SimpleNamespace(listener=None)
     return loop
@@ -55,8 +57,12 @@ def test_what_looking_into_a_step_costs_is_no_part_of_the_step(bare, monkeypatch
     bare.job = SimpleNamespace(optim=Optim())
     bare.engine.step = lambda *args, **kwargs: passes(4.0, result)
     bare.timeline, bare._put = Timeline(), -1
+    bare.orders = Orders(stop=lambda: False, progress=lambda step, phase: None, over=lambda: now_s[0] > 1000.0)
     taken = bare._step(0)
     assert (taken.duration_s, taken.before_s, taken.data_s, taken.own_s) == (39.0, 35.0, 2.0, 1.5)
+    now_s[0] = 1000.0
+    with pytest.raises(Interrupted):  # the formation ended in the middle of it: its numbers are worth nothing
+        bare._step(1)
 
 
 def test_a_run_that_is_taken_up_again_measures_the_noise_of_the_same_steps(bare, monkeypatch):

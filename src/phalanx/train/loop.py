@@ -276,6 +276,7 @@ class Loop:
             entered_s = time.perf_counter()
             result = self.engine.step(tokens, targets, lr=lr, wishes=self._wishes)
             ended_s = time.perf_counter()
+        self.orders.check()
         opening_s = self.timeline.opening_s  # telemetry's own: no part of the step
         if not result.wishes[Wish.UNHELD]:
             self._held = before
@@ -294,6 +295,7 @@ class Loop:
         result, noise = taken.result, taken.result.noise
         inside = self.timeline.inside(taken.samples, result.phases, data_s=taken.data_s, before_s=taken.before_s)
         proof, guard_s = self._proof(step)
+        self.orders.check()
         began_s = time.perf_counter()
         self.events.write(
             "step",
@@ -366,6 +368,7 @@ class Loop:
     def _evaluate(self, step: int) -> None:
         self._rest(step)
         score = self.heldout.score()
+        self.orders.check()
         if score is not None:
             self.events.write(
                 "evaluate",
@@ -462,6 +465,7 @@ class Loop:
         self._tell_saved(wait=True)
         self._rest(step)
         dist.barrier()
+        self.orders.check()
         if stopped:
             self.events.write("stop", step=step, reason="asked to stop")
         elif dist.get_rank() == 0 and self.job.train.samples:

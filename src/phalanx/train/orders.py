@@ -11,6 +11,7 @@ from phalanx.train.checkpoint.copies import Copies
 from phalanx.train.guard.verdict import Divergence
 from phalanx.train.hooks import Hooks
 from phalanx.train.supervise.board import Phase
+from phalanx.train.supervise.link import Interrupted
 from phalanx.train.vault.keeper import Keeper
 
 
@@ -30,6 +31,16 @@ class Orders:
     compared: set[str] = field(default_factory=set)  # compiled code that was held against eager code in this process
     hooks: Hooks = field(default_factory=Hooks)
     fence: Callable[[], AbstractContextManager[None]] = nullcontext  # entered to commit a checkpoint
+    over: Callable[[], bool] = lambda: False  # the formation has ended: others form the next one
+
+    def check(self) -> None:
+        """Raise Interrupted when the formation has ended; called before a number is kept that ranks agreed on.
+
+        Whoever waits in a collective of NCCL when it is aborted comes out of it as if all were well, with whatever the
+        kernel had done by then. It is aborted only after `over` has become true.
+        """
+        if self.over():
+            raise Interrupted
 
 
 class Astray(Exception):

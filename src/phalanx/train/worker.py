@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from phalanx.errors import Problem, WorldError, mistake
@@ -37,6 +38,7 @@ from phalanx.train.engine import Engine
 from phalanx.train.guard.spikes import Spikes
 from phalanx.train.guard.verdict import Divergence
 from phalanx.train.hooks import Hooks, hooks_of
+from phalanx.train.leave import CommunicatorAbort, check_device, forget_groups, number_ranks
 from phalanx.train.loop import Loop
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.models.own import build_outline, differs_from_shape
@@ -102,51 +104,56 @@ class Rank:
         local = formation.of_host(self.host)
         take_rank(self.run, rank, world=formation.world, slot=self.link.slot, local_world=len(local))
         self.link.record = FlightRecord(self.run, rank=rank, epoch=epoch)
+        abort = self.link.abort = CommunicatorAbort()
+        left: dict[str, Any] = {"step": NO_STEP, "why": ""}
         try:
             self.link.enter(epoch)
             self.link.progress(NO_STEP, Phase.BUILDING)
             state, step = self._train(formation, rank)
+            left |= {"state": state, "step": step}
         except Interrupted:
-            self._leave(epoch, step=NO_STEP, why="")
+            pass
         except Astray as error:
-            self._leave(
-                epoch,
-                step=error.step,
-                why=str(error),
-                fault=error.fault,
-                sound=error.sound,
-                suspects=error.suspects,
-                evidence=error.evidence,
-            )
+            left |= {
+                "step": error.step,
+                "why": str(error),
+                "fault": error.fault,
+                "sound": error.sound,
+                "suspects": error.suspects,
+                "evidence": error.evidence,
+            }
         except BaseException as error:
             # A peer is gone, and with it the connection; or the error is our own, and the agent will hear of it.
             if not (self.link.is_over(epoch) or last_words.is_consequence(error)):
                 raise
-            self._leave(epoch, step=self.link.step, why=redact(f"{type(error).__name__}: {error}", os.environ))
-        else:
-            self._leave(epoch, step=step, why="", state=state)
+            left |= {"step": self.link.step, "why": redact(f"{type(error).__name__}: {error}", os.environ)}
+        # Not while an error is handled: its traceback holds the engine, and with it the memory of the device.
+        self._leave(epoch, abort, left)
 
-    def _leave(self, epoch: int, **fields: Any) -> None:
-        if "state" not in fields:  # it did not come out of its loop by itself
+    def _leave(self, epoch: int, abort: CommunicatorAbort, left: Mapping[str, Any]) -> None:
+        if "state" not in left:  # it did not come out of its loop by itself
             self.link.record()
-        collective = last_words.last_collective()
         self.link.may_beat = lambda: True
+        abort.wait()
         self.link.leave()
-        _abandon_group()
+        collective = last_words.last_collective()
+        forget_groups()
         gc.collect()  # engines hold each other in circles
-        self.link.send("left", epoch=epoch, last_collective=collective, **fields)
+        check_device()
+        self.link.send("left", epoch=epoch, last_collective=collective, **left)
 
     def _train(self, formation: Formation, rank: int) -> tuple[str, int]:
         hooks = hooks_of(self.run, rank, self.link.slot)
         self.link.may_beat = hooks.heartbeat_allowed
         hooks.joining(formation.epoch, rank)
+        # By slots, not by ranks: the number of threads changes bits, and ranks come and go. Before anybody is waited
+        # for: a new process makes its CUDA context while the others leave what they did before.
+        device = _device(self.plan, self.vault.slots)
         with ExitStack() as stack:
             door = stack.enter_context(_door(self.address)) if rank == 0 else None
             port = door.getsockname()[1] if door is not None else 0
             self.link.send("ready", epoch=formation.epoch, port=port, vault=self._vault_port(formation.epoch))
             go = self.link.go(formation.epoch)
-            # By slots, not by ranks: the number of threads changes bits, and ranks come and go.
-            device = _device(self.plan, self.vault.slots)
             place = _store(go["store"], door, timeout_s=self.plan.job.comm.init_timeout_s)
             store = PrefixStore(f"{formation.epoch}", place)
             shared = self._shares(device)
@@ -170,6 +177,7 @@ class Rank:
                 compared=self._compared,
                 hooks=hooks,
                 fence=lambda: fence(self.run, formation.epoch),
+                over=lambda: self.link.is_over(formation.epoch),
             )
             copies = self._copies(go) if go.get("restore") else None
             return train(
@@ -239,7 +247,12 @@ class Rank:
             restored=(int(restore["epoch"]), int(restore["step"])) if restore else None,
             address=self.address,
             tell=partial(events.write, "memory", epoch=formation.epoch),
+            check=partial(self._check_over, formation.epoch),
         )
+
+    def _check_over(self, epoch: int) -> None:
+        if self.link.is_over(epoch):
+            raise Interrupted
 
     def _copies(self, go: Mapping[str, Any]) -> MemorySource:
         peers = {host: (str(where[0]), int(where[1])) for host, where in go["peers"].items()}
@@ -413,11 +426,31 @@ def _device(plan: Plan, local_world: int) -> torch.device:
     """The GPU of this rank, or a fair share of the cores."""
     if torch.cuda.is_available() and plan.cluster.accelerator.family != "cpu":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        is_new = not torch.cuda.is_initialized()
         torch.cuda.set_device(device)
+        if is_new:
+            _load_kernels(device)
         return device
     # One thread where bits must not depend on the number of ranks: kernels split their sums by thread.
     torch.set_num_threads(1 if plan.job.numerics.reproducible else max(1, (os.cpu_count() or 1) // local_world))
     return torch.device("cpu")
+
+
+def _load_kernels(device: torch.device) -> None:
+    """Make the CUDA context and load what any step needs: libraries of matrix products, attention, loss, optimizer.
+
+    A process that replaces another does so while the others leave the old formation; in its first step all would wait
+    for it, 0.5 s on an H200. Draws no random number.
+    """
+    with suppress(RuntimeError):  # whatever is not there will be missed where it is needed
+        for dtype in (torch.float32, torch.bfloat16):
+            weights = torch.ones(64, 64, device=device, dtype=dtype, requires_grad=True)
+            heads = (weights @ weights).view(1, 4, 16, 64)
+            mixed = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+            rows = F.rms_norm(mixed.reshape(64, 64) + F.silu(weights), (64,))
+            F.cross_entropy(rows.float(), torch.zeros(64, dtype=torch.long, device=device)).backward()
+            torch.optim.AdamW([weights], fused=True).step()
+        torch.cuda.synchronize(device)
 
 
 def _sharers(device: torch.device, slot: int, slots: Collection[int]) -> Sharers:
@@ -448,21 +481,6 @@ def _store(where: list[Any], door: socket.socket | None, *, timeout_s: float) ->
         # The descriptor becomes the store's own.
         master_listen_fd=os.dup(door.fileno()) if door is not None else None,
     )
-
-
-def _abandon_group() -> None:
-    """Leave nothing of a process group whose members are gone, also where it was only half made.
-
-    torch names the keys of a group by a count; a rank that counts on from a group that failed looks for keys that
-    nobody else writes.
-    """
-    for leave in (dist.distributed_c10d._abort_process_group, dist.destroy_process_group):
-        with suppress(Exception):
-            leave()
-    world = dist.distributed_c10d._world
-    for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
-        getattr(world, name, {}).clear()
-    world.group_count = 0
 
 
 def _sharing(plan: Plan, device: torch.device, store: Store, *, rank: int, world: int) -> bool:
@@ -514,4 +532,5 @@ def _join(
         if "timeout" not in str(error).lower():
             raise
         raise _ranks_missing(rank, world, limit_s) from error
+    number_ranks(world)
     return time.perf_counter() - began_s

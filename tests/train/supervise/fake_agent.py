@@ -5,6 +5,7 @@ No torch. The agent, the coordinator and the processes are real; only what a ran
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ from phalanx.train.supervise.wishes import Wishes
 
 STEPS = 10  # of behaviour "train"
 BAD_RANK, BAD_STEP, SAVED_STEP = 2, 5, 3
+LOCK_S = 20
 SPOILT = "spoilt"  # a file in the run folder
 
 # Where a rank waits for the others: the stack must show a file that is known for it.
@@ -49,6 +51,7 @@ class Part:
     formation: Formation
     rank: int
     host: str
+    is_deaf: bool = False  # does not notice that its formation is over, as in a collective that nobody wakes
 
     @property
     def epoch(self) -> int:
@@ -64,13 +67,16 @@ class Part:
 
     def meet(self, step: int) -> None:
         """Wait for the others of this host, as a collective would."""
-        beats = self.link.board
         slots = self.formation.of_host(self.host)
-        wait_for(
-            lambda: all((beat := beats.last(slot)).step >= step or beat.epoch != self.epoch for slot in slots),
-            lambda: self.link.is_over(self.epoch),
-        )
-        if self.link.is_over(self.epoch):
+
+        def is_there(slot: int) -> bool:
+            beat = self.link.board.last(slot)
+            is_gone = beat.epoch != self.epoch and not self.is_deaf
+            return is_gone or (beat.step >= step and beat.epoch == self.epoch)
+
+        is_over = lambda: self.link.is_over(self.epoch) and not self.is_deaf  # noqa: E731
+        wait_for(lambda: all(is_there(slot) for slot in slots), is_over)
+        if is_over():
             raise Interrupted
 
 
@@ -153,6 +159,28 @@ def be_killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def hold_lock() -> None:
+    """Native code that keeps the interpreter lock, as a library does that sets itself up."""
+    ctypes.PyDLL(None).sleep(LOCK_S)
+
+
+def deadlock() -> None:
+    """The same, for ever: not even a signal ends it."""
+    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(256)
+    for _ in range(2):
+        library.pthread_mutex_lock(mutex)
+
+
+def stop_with_lock() -> None:
+    """Stopped by somebody else while it holds the lock."""
+    rank = os.getpid()
+    if not os.fork():
+        time.sleep(1.5)
+        os.kill(rank, signal.SIGSTOP)
+        os._exit(0)
+    hold_lock()
+
+
 BEHAVIOURS: dict[str, Callable[[], None]] = {
     "good": lambda: None,
     "raise": raise_value,
@@ -167,6 +195,10 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
     "importing": lambda: None,
     "forming": lambda: None,
     "recovering": be_killed,
+    "deaf": be_killed,
+    "lock-step": hold_lock,
+    "lock-for-ever": deadlock,
+    "lock-and-stop": stop_with_lock,
 }
 
 
@@ -197,7 +229,9 @@ def behave(behaviour: str, part: Part) -> tuple[str, str]:
 
 
 def before_ready(behaviour: str, part: Part) -> None:
-    """Some get no further until they are asked to stop."""
+    """Some get no further until they are asked to stop, or hold the interpreter lock for a while."""
+    if behaviour == "lock-joining" and (part.rank, part.epoch) == (BAD_RANK, 1):
+        hold_lock()
     if behaviour == "forming" or (behaviour == "recovering" and part.epoch > 1):
         (part.run.path / f"waits-{part.epoch}-{part.rank}").touch()
         wait_for(lambda: part.stopping, lambda: part.link.is_over(part.epoch))
@@ -217,10 +251,13 @@ def serve(behaviour: str, run: Run, host: str, link: Link) -> None:
         try:
             link.enter(formation.epoch)
             link.progress(NO_STEP, Phase.BUILDING)
-            part = Part(run=run, link=link, formation=formation, rank=rank, host=host)
+            is_deaf = behaviour == "deaf" and formation.epoch == 1
+            part = Part(run=run, link=link, formation=formation, rank=rank, host=host, is_deaf=is_deaf)
             before_ready(behaviour, part)
             link.send("ready", epoch=formation.epoch, port=1, vault=0)
             link.go(formation.epoch)
+            if behaviour == "lock-building" and (rank, formation.epoch) == (BAD_RANK, 1):
+                hold_lock()
             state, why = behave(behaviour, part)
         except Interrupted:
             pass

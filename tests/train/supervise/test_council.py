@@ -180,11 +180,14 @@ class Agent:
         progress = {slot: [self.step, int(self.phase), self.age_s] for slot in self.ranks} if self.went else {}
         self.say("beat", epoch=self.epoch, progress=progress)
 
-    def lose(self, slot: int, *, up: bool = True, code: int = 0, **failure: Any) -> None:
-        """A process ends: by SIGKILL, or as `failure` says; another takes its slot."""
+    def lose(self, slot: int, *, up: bool = True, leaving: bool = False, **failure: Any) -> None:
+        """A process ends: by SIGKILL, or as `failure` says; another takes its slot.
+
+        `leaving`: it had not yet come out of a formation that is over.
+        """
         pid = self.pids.pop(slot)
         told = asdict(failing.by_signal(self.ranks.get(slot, -1), self.step, 9)) | failure
-        self.say("lost", slot=slot, pid=pid, epoch=self.epoch, failure=told)
+        self.say("lost", slot=slot, pid=pid, epoch=self.epoch, failure=told, leaving=leaving)
         if up:
             self.up()
 
@@ -500,7 +503,94 @@ def test_a_rank_that_falls_while_the_next_formation_is_made(stage: Stage, told: 
     assert agent.last("go")["epoch"] == 3
 
 
-def test_a_rank_that_died_before_the_form_reached_it_is_not_waited_for(stage: Stage) -> None:
+STUCK = {"kind": "Silence", "message": "did not leave its formation within 5 s", "signal": 0}
+
+
+def test_survivors_that_must_be_killed_belong_to_the_same_incident(stage: Stage) -> None:
+    """One fault is one epoch and one failure in a row, also where nobody gets out of the old epoch by itself."""
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.lose(2)
+    stage.council.tick()
+    stage.pass_time(DEAD_S)
+    for slot in (0, 1, 3):
+        agent.lose(slot, leaving=True, **STUCK)
+        stage.pass_time(0.25)
+    assert (stage.epoch, stage.council.memory.failures, len(stage.events("incident"))) == (2, 1, 1)
+    assert [one["slot"] for one in agent.heard if one["kind"] == "seat"] == [0, 1, 3]
+    told = stage.events("replacement")
+    assert [(one["rank"], one["epoch"], one["pid"]) for one in told] == [(n, 2, agent.pids[n]) for n in (0, 1, 3)]
+    assert told[0]["cause"]["message"] == STUCK["message"]
+    assert "go" not in agent.kinds()[2:]
+    stage.ready()
+    assert agent.last("go")["epoch"] == 2
+    stage.advance(8)
+    agent.lose(0)
+    stage.council.tick()
+    assert (stage.epoch, stage.events("incident")[-1]["in_a_row"]) == (3, 1), (
+        "its new process is a member like any other"
+    )
+
+
+def test_a_survivor_that_is_not_replaced_makes_another_epoch_but_no_other_incident(
+    make_stage: Callable[..., Stage],
+) -> None:
+    stage = make_stage(restarts=1)
+    agent = stage.host("a", 5)
+    stage.start(step=7)
+    agent.lose(2, up=False)  # the spare takes its place
+    stage.council.tick()
+    agent.lose(0, up=False, leaving=True, **STUCK)
+    agent.slots = 0  # nor does any other place get a process
+    stage.pass_time(5.0)
+    assert (stage.epoch, stage.world, stage.council.memory.failures) == (3, 3, 1)
+    assert len(stage.events("incident")) == 1
+    assert not stage.council.is_over
+
+
+def test_under_shrink_a_survivor_that_must_be_killed_is_not_replaced(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(recovery="shrink")
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.lose(2)
+    stage.council.tick()
+    for slot in (0, 1):
+        agent.lose(slot, leaving=True, **STUCK)
+    stage.pass_time(0.5)
+    assert (stage.epoch, stage.world, len(stage.events("incident"))) == (3, 1, 1)
+
+
+def test_a_fault_of_its_own_while_others_are_replaced_is_another_incident(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.lose(2)
+    stage.council.tick()
+    agent.lose(0, up=False, leaving=True, **STUCK)
+    agent.lose(2, up=False)  # had answered, and joined what is being made
+    stage.pass_time(0.75)
+    assert stage.epoch == 2, "their new processes are waited for"
+    agent.up()
+    stage.pass_time(0.5)
+    assert (stage.epoch, stage.world) == (3, 4)
+    assert [one["in_a_row"] for one in stage.events("incident")] == [1, 2]
+
+
+def test_a_seat_that_was_told_to_an_agent_that_hung_up_is_told_again(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.lose(2)
+    stage.council.tick()
+    agent.lose(0, up=False, leaving=True, **STUCK)
+    agent.hang_up()
+    agent.fill()
+    agent.join()
+    stage.pass_time(0.25)
+    assert 0 in [one["slot"] for one in agent.heard if one["kind"] == "seat"]
+    stage.ready()
+    assert (agent.last("go")["epoch"], len(stage.events("incident"))) == (2, 1)
+
+
+def test_a_rank_that_died_before_the_form_reached_it_is_replaced_in_it(stage: Stage) -> None:
     """Its agent had not yet noticed; the end it tells of is of a process that was counted on."""
     agent = stage.host("a", 4)
     stage.start(step=7)
@@ -509,7 +599,10 @@ def test_a_rank_that_died_before_the_form_reached_it_is_not_waited_for(stage: St
     agent.epoch = 1  # the form is still on its way
     agent.lose(3)
     stage.pass_time(0.25)
-    assert stage.epoch == 3
+    assert (stage.epoch, agent.last("seat")["slot"], len(stage.events("incident"))) == (2, 3, 1)
+    agent.epoch = 2
+    stage.ready()
+    assert agent.last("go")["epoch"] == 2
 
 
 def test_the_end_of_a_process_that_was_replaced_before_is_no_news(stage: Stage) -> None:
@@ -981,9 +1074,23 @@ def test_when_all_wait_for_each_other_they_form_again(stage: Stage) -> None:
 def test_resting_ranks_have_more_patience(stage: Stage) -> None:
     agent = stage.host("a", 4)
     stage.start(step=7)
-    agent.phase, agent.age_s = Phase.RESTING, TIMEOUT_S
-    stage.pass_time(5.0)
-    assert "where" not in agent.kinds()
+    for phase, at in (
+        (Phase.RESTING, "evaluating or saving"),
+        (Phase.BUILDING, "setting up"),
+        (Phase.LOCKED, "in native code that holds the interpreter lock"),
+    ):
+        agent.phase, agent.age_s = phase, TIMEOUT_S
+        agent.heard.clear()
+        stage.pass_time(5.0)
+        assert "where" not in agent.kinds()
+        agent.age_s = TIMEOUT_S + 11
+        stage.pass_time(0.25)
+        agent.say("where", ranks={0: [False, "connect"], **{slot: [True, "all_reduce"] for slot in (1, 2, 3)}})
+        stage.council.tick()
+        assert f", {at}" in agent.last("kill")["patience"]
+        assert "which may take comm.init_timeout_s + 10 s = 70 s" in agent.last("kill")["patience"]
+        agent.age_s = 0.0
+        stage.pass_time(3.0)
 
 
 def test_those_that_gave_up_waiting_point_at_the_one_that_did_not(stage: Stage) -> None:
@@ -1041,7 +1148,7 @@ def test_one_that_takes_over_while_forming_says_go(stage: Stage) -> None:
     agent.join()
     agent.ready()
     stage.council.tick()
-    assert agent.kinds() == ["form", "go"]
+    assert [kind for kind in agent.kinds() if kind != "seat"] == ["form", "go"]
 
 
 def test_a_form_that_was_written_down_and_never_said(stage: Stage) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 import threading
 import time
@@ -139,6 +140,61 @@ def test_a_newer_formation_cuts_what_the_old_one_opened(line: Line) -> None:
             one.close()
 
 
+def test_communicators_are_aborted_before_the_sockets_are_cut(line: Line) -> None:
+    """An abort says goodbye over sockets; one that does not come to an end is not waited for for ever."""
+    order: list[str] = []
+    line.say("form", epoch=1)
+    line.link.next_form()
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        line.link.enter(1)
+        opened = socket.create_connection(door.getsockname())
+        end, _ = door.accept()
+        end.settimeout(60)
+
+        def abort() -> bool:
+            order.append("open" if end in select.select([], [end], [], 0)[1] and not closed(end) else "cut")
+            return len(order) >= 5
+
+        line.link.abort = abort
+        line.say("form", epoch=2)
+        assert end.recv(1) == b""
+        assert order[:5] == ["open"] * 5
+        line.link.leave()
+        opened.close()
+        end.close()
+
+
+def closed(one: socket.socket) -> bool:
+    """Whether the other end is shut."""
+    return bool(select.select([one], [], [], 0)[0])
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["never done", "raises"])
+def test_an_abort_that_fails_does_not_keep_the_sockets(line: Line, broken: bool) -> None:
+    line.say("form", epoch=1)
+    line.link.next_form()
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        line.link.enter(1)
+        opened = socket.create_connection(door.getsockname())
+        end, _ = door.accept()
+        end.settimeout(60)
+
+        def abort() -> bool:
+            if broken:
+                raise RuntimeError("NCCL error")
+            return False
+
+        line.link.abort = abort
+        line.say("form", epoch=2)
+        assert end.recv(1) == b""
+        line.link.leave()
+        form = line.link.next_form()
+        assert form is not None, "the line is still read"
+        assert form["epoch"] == 2
+        opened.close()
+        end.close()
+
+
 def test_leaving_cuts_and_the_next_formation_begins_clean(
     line: Line, pair: tuple[socket.socket, socket.socket]
 ) -> None:
@@ -158,10 +214,10 @@ def test_the_heart_beats_whatever_the_training_does(line: Line) -> None:
     first = line.board.last(SLOT)
     assert (first.epoch, first.step, first.phase) == (4, 7, Phase.TRAINING)
     until = time.monotonic() + 300
-    while line.board.last(SLOT).alive_s <= first.alive_s and time.monotonic() < until:
+    while line.board.last(SLOT).answered_s <= first.answered_s and time.monotonic() < until:
         time.sleep(0.01)
     later = line.board.last(SLOT)
-    assert later.alive_s > first.alive_s
+    assert later.answered_s > first.answered_s
     assert later.progress_s == first.progress_s
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,9 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> MakeRun:
-    def build(recovery: str = "stop", **fault: object) -> Run:
+    def build(recovery: str = "stop", settings: Sequence[str] = (), **fault: object) -> Run:
         wanted = {"recovery": f'"{recovery}"', "dead_after_s": 2, **fault}
-        overrides = [f"fault.{name}={value}" for name, value in wanted.items()]
+        overrides = [*(f"fault.{name}={value}" for name, value in wanted.items()), *settings]
         plan: Plan = make(load_job(str(JOB), overrides=overrides, cluster=None, steps=0))
         run = create_run(tmp_path, "fake", job_toml="", job={}, plan_json=plan.to_json())
         run.set_launch(v=1)
@@ -208,6 +208,50 @@ def test_a_silent_rank_is_named_and_everything_ends(run: Run, finish: Finish, be
     code, output = finish(run, behaviour)
     assert code == 3
     assert re.search(rf"step 5: rank 2 of 4 {HOST}: stopped answering \d\.\d+ s ago {place}", output)
+
+
+def test_the_interpreter_lock_hides_no_sign_of_life(make_run: MakeRun, start: Start) -> None:
+    """Five runs side by side, each with one rank in native code that keeps the lock: all but two are well.
+
+    fault.dead_after_s = 2; the lock is held for 20 s.
+    """
+    well = {name: make_run("auto") for name in ("lock-joining", "lock-building", "lock-step")}
+    stopped = make_run()
+    dead = make_run(settings=["comm.init_timeout_s=1"])
+    processes = {name: start(run, name) for name, run in well.items()}
+    ends = start(stopped, "lock-and-stop"), start(dead, "lock-for-ever")
+    for name, run in well.items():
+        assert wait(lambda run=run: steps(run) > 8 or supervisor(run, "incident")), name
+        assert supervisor(run, "incident") == [], name
+        processes[name].send_signal(signal.SIGINT)
+        output, _ = processes[name].communicate(timeout=WITHIN_S)
+        assert processes[name].returncode == 130, output
+    (said_stopped, _), (said_dead, _) = (process.communicate(timeout=WITHIN_S) for process in ends)
+    place = r"rank 2 of 4 \(host \S+\): stopped answering "
+    assert re.search(rf"{place}\d\.\d+ s ago in a stopped process \(state T\)", said_stopped)
+    (incident,) = supervisor(stopped, "incident")
+    assert incident["cause"]["kind"] == "Silence"
+    assert re.search(
+        rf"{place}\d+\.\d s ago in deadlock \(fake_agent.py:\d+\), in native code that holds the", said_dead
+    )
+    assert "which may take comm.init_timeout_s + 10 s = 11 s" in said_dead
+
+
+def test_one_fault_is_one_epoch_also_where_nobody_leaves_by_itself(make_run: MakeRun, start: Start) -> None:
+    run = make_run("auto")
+    process = start(run, "deaf")
+    assert wait(lambda: steps(run, epoch=2) > 3 or len(supervisor(run, "epoch")) > 2)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == 130, output
+    assert [one["epoch"] for one in supervisor(run, "epoch")] == [1, 2]
+    assert [(one["rank"], one["in_a_row"]) for one in supervisor(run, "incident")] == [(2, 1)]
+    replaced = supervisor(run, "replacement")
+    assert sorted(one["rank"] for one in replaced) == [0, 1, 3]
+    assert all(
+        "did not leave its formation within fault.dead_after_s = 2 s" in one["cause"]["message"] for one in replaced
+    )
+    assert orphans(run) == []
 
 
 def test_peers_that_time_out_point_at_the_one_who_is_silent(run: Run, finish: Finish) -> None:

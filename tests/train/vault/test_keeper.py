@@ -6,6 +6,7 @@ import torch
 from phalanx.errors import UserError, WorldError
 from phalanx.train.checkpoint import load, save
 from phalanx.train.checkpoint.index import Entry
+from phalanx.train.supervise.link import Interrupted
 from phalanx.train.vault.choose import choices
 from phalanx.train.vault.held import Held
 from phalanx.train.vault.keeper import Keeper
@@ -67,6 +68,24 @@ def test_the_copy_is_taken_before_put_returns(kit, vault):
         piece.tensor.zero_()
     keeper.close()
     load_all(kit, kit.source(vault), kit.state(), 1)
+
+
+def test_a_copy_of_what_a_collective_left_half_done_never_counts(kit, vault):
+    """The formation ended while the copy was taken: what it waited for on the device was cut short."""
+    is_over = []
+
+    def check():
+        if is_over:
+            raise Interrupted
+
+    keeper = kit.keeper(vault, 0, 1, check=check)
+    (pieces,) = kit.cut(kit.state(), 1)
+    keeper.put(1, pieces, {"step": 1}, held=-1)
+    is_over.append(True)
+    with pytest.raises(Interrupted):
+        keeper.put(2, pieces, {"step": 2}, held=-1)
+    keeper.close()
+    assert [one.step for one in vault.held()] == [1]
 
 
 def test_strided_tensors_are_put_in_row_order(kit, vault):

@@ -103,6 +103,8 @@ def remark_of_supervisor(event: Event) -> list[str]:
         return [f"step {integer(event, 'step') or 0:,}: fell: {tell(event)}"]
     if kind == "evidence" and event.get("finding"):
         return [text(event, "finding")]
+    if kind == "replacement":
+        return [f"fell with it, and is replaced: {tell(event)}"]
     if kind == "epoch" and event.get("reason") != "start":
         return [f"epoch {integer(event, 'epoch')}: going on with {plural(integer(event, 'world') or 0, 'rank')}"]
     if kind == "coordinator":

@@ -183,7 +183,7 @@ dead_after_s = 600
 [fault]
 dead_after_s = 30
 """,
-    fix="`fault.dead_after_s = 30` or less. A step longer than that is no reason: a thread of its own beats.",
+    fix="`fault.dead_after_s = 30` or less. A step longer than that is no reason: its agent sees that it runs.",
     waive="A machine that stops whole processes for longer on purpose (live migration, suspended virtual machines).",
     references=(
         Reference(text="ByteRobust, arXiv:2509.16293 table 3", mark="read"),

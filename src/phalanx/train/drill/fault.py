@@ -46,6 +46,10 @@ KINDS: dict[str, Kind] = {
         meaning="a rank sleeps sleep_s in every step for for_s", keys=(*_RANK_AT_STEP, "sleep_s", "for_s"), ends=False
     ),
     "raise": Kind(meaning="a rank raises an exception", keys=_RANK),
+    "cuda-error": Kind(
+        meaning="a kernel of a rank fails, after which nothing runs in its process; without a GPU, an exception",
+        keys=_RANK,
+    ),
     "memory": Kind(
         meaning="a rank runs out of memory: MemoryError, or a real allocation over RLIMIT_AS",
         keys=(*_RANK, "how"),

@@ -95,6 +95,7 @@ class History:
     epochs: list[Epoch]
     chain: list[Execution]
     incidents: list[Event]
+    replacements: list[Event]  # processes that were lost while they left an epoch that had ended
     quarantines: list[Event]
     checkpoints: list[Event]  # commits, as ranks told them
     ranks: list[Event]  # every event of every rank, in the order of time
@@ -136,7 +137,15 @@ def build_history(supervisor: Iterable[Event], ranks: Iterable[Event], *, torn: 
     """Epochs from the supervisor's events, executions from the ranks', and the chain that stayed."""
     told = sorted(ranks, key=lambda event: float(event.get("t") or 0.0))
     history = History(
-        epochs=[], chain=[], incidents=[], quarantines=[], checkpoints=[], ranks=told, end=None, torn=torn
+        epochs=[],
+        chain=[],
+        incidents=[],
+        replacements=[],
+        quarantines=[],
+        checkpoints=[],
+        ranks=told,
+        end=None,
+        torn=torn,
     )
     _read_supervisor(history, supervisor)
     by_number = {epoch.number: epoch for epoch in history.epochs}
@@ -165,6 +174,8 @@ def _read_supervisor(history: History, events: Iterable[Event]) -> None:
                 epoch.source, epoch.went_s = str(event.get("source") or START), float(event.get("t") or 0.0)
             case "incident":
                 history.incidents.append(event)
+            case "replacement":
+                history.replacements.append(event)
             case "quarantine":
                 history.quarantines.append(event)
             case "end":

@@ -173,6 +173,8 @@ class Injector(Hooks):
                 self._slowed.append((time.monotonic() + (fault.for_s or 1e9), fault.sleep_s))
             case "memory":
                 exhaust_memory(really=fault.how == "limit")
+            case "cuda-error":
+                break_device()
             case "raise":
                 raise DrillFault(f"drill: fault {fault.id} raised on rank {self._rank}")
 
@@ -215,6 +217,14 @@ def die() -> NoReturn:
     """End this process as a power cut would: nothing is flushed, nobody is told."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("unreachable")
+
+
+def break_device() -> None:
+    """A device-side assertion: the CUDA context of this process is lost, the other processes of the GPU go on."""
+    if not torch.cuda.is_initialized():
+        raise RuntimeError("CUDA error: device-side assert triggered (drill)")
+    torch._assert_async(torch.zeros(1, device="cuda"))
+    torch.cuda.synchronize()
 
 
 def exhaust_memory(*, really: bool) -> None:

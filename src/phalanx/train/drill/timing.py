@@ -98,8 +98,9 @@ def _attribute(history: History, fired: Sequence[Fired], patience_s: float) -> d
     waiting = {at: one for at, one in enumerate(fired) if KINDS[one.kind].ends}
     found: dict[int, Event] = {}
     owned: set[int] = set()  # incidents that a fault explains
+    told = sorted([*history.incidents, *history.replacements], key=lambda one: float(one["t"]))
     for by_name in (True, False):
-        for number, incident in enumerate(history.incidents):
+        for number, incident in enumerate(told):
             before = [
                 at
                 for at, one in waiting.items()
@@ -163,8 +164,8 @@ def _noticed_s(incident: Event) -> float:
 
 
 def _next_epoch(history: History, fired: Fired, epoch: int) -> Epoch | None:
-    """The first later epoch in which a step was committed."""
-    later = (one for one in history.epochs if one.number > epoch and one.began_s >= fired.t_s)
+    """The first later epoch in which a step was committed; it may have been in the making when the fault fired."""
+    later = (one for one in history.epochs if one.number > epoch and (one.went_s or one.began_s) >= fired.t_s)
     return next((one for one in later if _first_step(one) is not None), None)
 
 

@@ -24,6 +24,18 @@ from phalanx.train.supervise.secret import read_secret
 from phalanx.train.supervise.transports import facts_here, transport_notes, transport_warnings
 from phalanx.train.supervise.wishes import Wishes
 
+# What torch reads when a group is made, where nobody has set it. Only the supervisor ends ranks: it knows who fell, and
+# keeps the others (train/leave.py).
+NCCL_DEFAULTS = {
+    # 0: a collective that failed or timed out ends nobody. 1 and 3 end the process; 1 and 2 abort the communicators,
+    # after which a rank that knows nothing of it goes on with what the kernels left.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # else a watchdog thread that waits for the driver for 8 min ends the process
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # else SIGABRT comes before the rank can say which error it was
+    # When a collective failed, the watchdog holds its group for four times as long, whether it dumps or not.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
+}
+
 
 def main(arguments: list[str]) -> int:
     """Run the agent until the run is over."""
@@ -34,6 +46,8 @@ def main(arguments: list[str]) -> int:
     gc.disable()  # importing 2,100 modules makes no garbage: 2.9 s instead of 3.7 s of processor time, mean of 3
     for name in BUFFER_NAMES:  # torch reads them when the first group is made
         os.environ.setdefault(name, str(RECORDED))
+    for name, value in NCCL_DEFAULTS.items():
+        os.environ.setdefault(name, value)
     if interface := interface_of(address):  # nothing of the ranks listens beyond it
         os.environ.update(dict.fromkeys(LIBRARIES, interface))
     run = open_run(folder)

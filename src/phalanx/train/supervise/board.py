@@ -1,7 +1,9 @@
 """A page of memory that an agent and its ranks share: who is alive, at which step since when, and what is wished.
 
-Two clocks per slot: `alive_s` is touched by a thread of the rank several times a second, whatever the rank waits for;
-`progress_s` by the training itself. A stopped process shows in the first, a stuck one only in the second.
+Two clocks per slot: `answered_s` is touched by a thread of the rank several times a second, whatever the rank waits
+for; `progress_s` by the training itself. The thread needs the interpreter lock, which native code may hold for minutes
+while it sets up (a communicator, a CUDA module): whether the process runs at all is therefore for its agent to see,
+from outside. An old answer of a process that runs only says that the lock is held.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from enum import IntEnum
 _STOP, _REFORM = 0, 1  # bytes of the flags
 _WORD = 8  # bytes; every value is one word, written at once: a reader never sees half of it
 _FIRST = 2  # word of slot 0
-_ALIVE, _EPOCH, _STEP, _PHASE, _PROGRESS = range(5)  # words of a slot; clocks are monotonic, one for all of a host
-_LINE = 5
+# Words of a slot; clocks are monotonic, one for all of a host.
+_ANSWERED, _MUTED, _EPOCH, _STEP, _PHASE, _PROGRESS = range(6)
+_LINE = 6
 NO_STEP = -1
 
 
@@ -26,6 +29,7 @@ class Phase(IntEnum):
     BUILDING = 1  # joins, builds, restores; compiles in its first step
     TRAINING = 2
     RESTING = 3  # evaluates, saves, samples: no step for a while
+    LOCKED = 4  # native code holds the interpreter lock, as its agent sees; never written by the rank itself
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +40,8 @@ class Beat:
     step: int  # NO_STEP before the first one
     phase: Phase
     progress_s: float
-    alive_s: float
+    answered_s: float
+    is_muted: bool = False  # a drill says that no sign of life of this rank is to be seen
 
 
 class Board:
@@ -52,11 +57,16 @@ class Board:
     def reset(self, slot: int) -> None:
         """A new process takes the slot."""
         self.progress(slot, epoch=0, step=NO_STEP, phase=Phase.IDLE)
-        self.alive(slot)
+        self.answer(slot)
 
-    def alive(self, slot: int) -> None:
-        """The process of a slot runs."""
-        self._clocks[_FIRST + _LINE * slot + _ALIVE] = time.monotonic()
+    def answer(self, slot: int) -> None:
+        """The process of a slot runs, and its interpreter lock was free."""
+        self._counts[_FIRST + _LINE * slot + _MUTED] = 0
+        self._clocks[_FIRST + _LINE * slot + _ANSWERED] = time.monotonic()
+
+    def mute(self, slot: int) -> None:
+        """From now on the process of a slot counts as one that shows no sign of life, until it answers again."""
+        self._counts[_FIRST + _LINE * slot + _MUTED] = 1
 
     def progress(self, slot: int, *, epoch: int, step: int, phase: Phase) -> None:
         """The training of a slot got somewhere."""
@@ -69,8 +79,14 @@ class Board:
         """The last signs of life of a slot."""
         first = _FIRST + _LINE * slot
         epoch, step, phase = (self._counts[first + word] for word in (_EPOCH, _STEP, _PHASE))
-        alive_s, at_s = self._clocks[first + _ALIVE], self._clocks[first + _PROGRESS]
-        return Beat(epoch=epoch, step=step, phase=Phase(phase), progress_s=at_s, alive_s=alive_s)
+        return Beat(
+            epoch=epoch,
+            step=step,
+            phase=Phase(phase),
+            progress_s=self._clocks[first + _PROGRESS],
+            answered_s=self._clocks[first + _ANSWERED],
+            is_muted=self._counts[first + _MUTED] != 0,
+        )
 
     def ask_to_stop(self) -> None:
         """Every rank will see this at its next step; the loop agrees on it, saves and returns."""

@@ -28,6 +28,8 @@ _LOST_PEER = re.compile(
     r"nccl|process group|peer",
     re.IGNORECASE,
 )
+# An error of this rank's own device, whatever other words are in it ("the launch timed out"). NCCL begins otherwise.
+_OWN_DEVICE = re.compile(r"^\s*CUDA error:")
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|cannot allocate memory", re.IGNORECASE)
 LESS_MEMORY = (
     'use a smaller batch.micro, parallel.recompute = "full", parallel.zero = 3, or more ranks; '
@@ -64,7 +66,9 @@ class Failure:
             "OutOfMemoryError",
             "ValueError",
         )
-        return not self.signal and not self.is_user and foreign and bool(_LOST_PEER.search(self.message))
+        if self.signal or self.is_user or _OWN_DEVICE.match(self.message):
+            return False
+        return foreign and bool(_LOST_PEER.search(self.message))
 
 
 def failure_of(rank: int, error: BaseException, *, step: int) -> Failure:

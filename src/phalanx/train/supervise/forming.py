@@ -10,6 +10,7 @@ from phalanx.record.account.flight import find_culprit, read_flights, recorded_e
 from phalanx.train.supervise.ending import end_unfit, kill_all
 from phalanx.train.supervise.fence import begin_epoch, current_epoch
 from phalanx.train.supervise.formation import Formation, Seat
+from phalanx.train.supervise.incident import write_replacement
 from phalanx.train.supervise.membership import next_formation
 from phalanx.train.supervise.memory import Message
 from phalanx.train.supervise.room import Room
@@ -17,6 +18,7 @@ from phalanx.train.vault.choose import Choice, choices
 from phalanx.train.vault.held import Held
 
 MOST_FLIGHTS = 2048  # ranks whose recorders are read while others wait; of more, reports read them later
+REPLACE_S = 2.0  # for an agent to start another process in a slot
 GROW_S = 1.0  # seats that came back are to stay this long before the ranks are disturbed
 
 
@@ -75,6 +77,9 @@ def gather(room: Room) -> None:
     """Go as soon as every member has answered."""
     formation = room.memory.formation
     assert formation is not None
+    if room.replacing:
+        _replace(room, formation)
+        return
     hosts = [room.hosts.get(name) for name in formation.hosts]
     if unfit := [host.name for host in hosts if host is not None and host.problems]:
         _form_without(room, unfit)
@@ -82,6 +87,27 @@ def gather(room: Room) -> None:
     ready = {host.name: host.ready for host in hosts if host is not None and host.ready is not None}
     if all(seat.host in ready and str(seat.slot) in ready[seat.host]["ports"] for seat in formation.seats):
         _go(room, formation, ready)
+
+
+def _replace(room: Room, formation: Formation) -> None:
+    """Put new processes into the places of members that were lost while they left the formation before.
+
+    The epoch stays: nobody was told to go yet, and one fault is one epoch. Where no process comes, or lost ranks are
+    not to be replaced, another is formed; that is still the same incident.
+    """
+    can_replace = room.job.fault.recovery != "shrink"
+    for rank, (failure, since_s) in list(room.replacing.items()):
+        seat = formation.seats[rank]
+        pid = room.pid(seat) if can_replace and room.is_here(seat.host) and room.is_usable(seat) else None
+        if pid is not None:
+            del room.replacing[rank]
+            room.memory.pids[rank] = pid
+            room.save(room.memory)
+            write_replacement(room, failure, pid=pid)
+            room.send(seat.host, {"kind": "seat", "epoch": formation.epoch, "slot": seat.slot})
+        elif not can_replace or room.clock() - since_s > REPLACE_S:
+            room.fail_replacing()
+            return
 
 
 def _form_without(room: Room, unfit: Sequence[str]) -> None:

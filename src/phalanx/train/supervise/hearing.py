@@ -64,7 +64,11 @@ def _status(room: Room, host: Host, message: Message) -> None:
     if formation is None or not room.memory.running:
         return
     ranks, epoch = formation.of_host(host.name), int(message["epoch"])
-    gone = [rank for slot, rank in ranks.items() if host.alive.get(slot) != room.memory.pids[rank]]
+    gone = [
+        rank
+        for slot, rank in ranks.items()
+        if host.alive.get(slot) != room.memory.pids[rank] and rank not in room.replacing
+    ]
     if epoch < formation.epoch and not room.memory.forming:
         gone = list(ranks.values())
     for rank in gone:
@@ -76,6 +80,9 @@ def _status(room: Room, host: Host, message: Message) -> None:
         room.send(host.name, {"kind": "form", **formation.to_json()})
     elif int(message["went"]) < formation.epoch and room.memory.go is not None:
         room.send(host.name, room.memory.go)
+    elif room.memory.forming:  # whoever has its seat stays in it
+        for slot in ranks:
+            room.send(host.name, {"kind": "seat", "epoch": formation.epoch, "slot": slot})
 
 
 def _gone(room: Room, host: Host, message: Message) -> None:
@@ -91,10 +98,17 @@ def _lost(room: Room, host: Host, message: Message) -> None:
     if host.alive.get(slot) == pid:
         del host.alive[slot]
     rank = room.rank_of(host, slot)
-    if rank is not None and room.memory.running and room.memory.pids[rank] == pid:
-        room.out_of_memory = room.out_of_memory or bool(message.get("out_of_memory"))
-        room.came_to(int(message["failure"]["step"]))
-        room.fail(rank, Failure(**{**message["failure"], "rank": rank}))
+    if rank is None or not room.memory.running or room.memory.pids[rank] != pid:
+        return
+    failure = Failure(**{**message["failure"], "rank": rank})
+    # It never came out of what fell before, or the form has not even reached it: the same incident.
+    is_leaving = message.get("leaving") or int(message["epoch"]) < room.memory.epoch
+    if room.memory.forming and is_leaving and not failure.is_user:
+        room.replace(rank, failure)
+        return
+    room.out_of_memory = room.out_of_memory or bool(message.get("out_of_memory"))
+    room.came_to(int(message["failure"]["step"]))
+    room.fail(rank, failure)
 
 
 def _left(room: Room, host: Host, message: Message) -> None:

@@ -1,7 +1,9 @@
 """The agent's work: a process in every slot, their heartbeats, and the line to the coordinator. One thread, no waiting.
 
-Nothing here may block for long and no thread may run: this process forks. A rank that is silent for `dead_after_s` is
-killed; the coordinator hears of every process that ends, and decides.
+Nothing here may block for long and no thread may run: this process forks. The coordinator hears of every process that
+ends, and decides. Whether a process runs is seen from outside (/proc), so that no lock of its own can hide it: one that
+is stopped for `dead_after_s` is killed. One that runs and does not answer holds its interpreter lock in native code;
+that is told to the coordinator, which has more patience with it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
 from phalanx.train.supervise import failure as failing
 from phalanx.train.supervise.bandwidth import measure
-from phalanx.train.supervise.board import Board
+from phalanx.train.supervise.board import Beat, Board, Phase
 from phalanx.train.supervise.channel import Channel, Closed, Refused, connect
 from phalanx.train.supervise.client import ENDED
 from phalanx.train.supervise.coordinator import coordinator_address
@@ -42,7 +44,7 @@ from phalanx.train.supervise.preflight import (
 )
 from phalanx.train.supervise.process import Work, fork_rank
 from phalanx.train.supervise.secret import read_secret
-from phalanx.train.supervise.stacks import find_ranks
+from phalanx.train.supervise.stacks import find_ranks, state_of
 from phalanx.train.supervise.wishes import Wishes
 from phalanx.train.vault.vault import Vault
 
@@ -60,6 +62,10 @@ HAND_S = 0.5  # for a rank to take an order
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 REFORK_S, MOST_REFORK_S = 0.0, 5.0  # pause before a slot gets another process, doubled while they die young
 YOUNG_S = 2.0
+ANSWER_S = 0.5  # a rank answers ten times a second; after so long the kernel is asked whether it runs at all
+TURN_S_MOST = 0.5  # of the time between two of our turns that counts as a rank's silence: we may have been stopped too
+LOCKED_S = 1.0  # without an answer, after which a process that runs holds its interpreter lock; less for a hasty job
+STOPPED_STATES = ("T", "t", "")  # stopped, stopped by a debugger, and not to be known
 Message = dict[str, Any]
 Recheck = Callable[[int, int], Sequence[str]]  # of new processes, and of slots that had no rank yet, to problems
 
@@ -80,9 +86,18 @@ class Slot:
     pause_s: float = REFORK_S
     fork_at_s: float = 0.0
     killed: Failure | None = None  # why we ended it
+    seen_s: float = 0.0  # when it was last known to run
+    silent_s: float = 0.0  # that it did not, as far as we ran ourselves
+    locked_s: float = 0.0  # when it was last seen to hold its interpreter lock
+    member_of: int = 0  # epoch of the formation that its process is in, until it says that it has left
     left: Message | None = None  # how it left the present formation
     seated: bool = False  # this process was a member before
     used: bool = False  # some process here was: the copies of its state have their memory
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether its process is still in a formation that is over."""
+        return 0 < self.member_of < self.epoch
 
 
 class HostAgent:
@@ -94,6 +109,8 @@ class HostAgent:
         launch, job = run.launch(), run.plan()["job"]
         self._order = [str(name) for name in launch.get("hosts", ())] or [host]
         self._dead_after_s = float(job["fault"]["dead_after_s"])
+        self._locked_s = min(LOCKED_S, self._dead_after_s / 2)
+        self._joins_within_s = max(self._dead_after_s, float(job["comm"]["init_timeout_s"]))
         self._id = secrets.token_hex(8)  # tells this agent from another of the same name
         self._problems: list[str] = []  # what the preflight found
         self.plan: Plan | None = None  # once we have looked
@@ -111,6 +128,8 @@ class HostAgent:
         self._lost_s = self._tried_s = self._heard_s = time.monotonic()
         self._spawned_s = -1e9
         self._beat_s = 0.0
+        self._watched_s = time.monotonic()
+        self._form: Message | None = None  # the newest
         self._told_wishes = 0
         self._epoch = self._went = 0  # of the newest formation, and of the newest that was told to go
         self._told_ready = 0
@@ -305,6 +324,8 @@ class HostAgent:
             self._tell_where()
         elif kind == "kill" and int(message["epoch"]) == self._epoch:
             self._kill_stuck(self._slots[int(message["slot"])], message)
+        elif kind == "seat" and int(message["epoch"]) == self._epoch > self._went:
+            self._seat(self._slots[int(message["slot"])])
         elif kind == "again" and self._channel is not None:
             self._hang_up()
         elif kind == "end":
@@ -315,14 +336,26 @@ class HostAgent:
         if formation.epoch <= self._epoch:  # told twice
             return
         ranks = formation.of_host(self.host)
-        self._epoch = formation.epoch
+        self._epoch, self._form = formation.epoch, message
         self.board.ask_to_reform(False)
         now = time.monotonic()
         for slot in self._slots:
             slot.epoch, slot.ready, slot.left, slot.asked_s = formation.epoch, None, None, now
             slot.rank = ranks.get(slot.number, -1)
+            if slot.pid and slot.rank >= 0 and not slot.member_of:
+                slot.member_of = formation.epoch
         self._pass_on(message)
         self._begin_look([slot for slot in self._slots if slot.rank >= 0])
+
+    def _seat(self, slot: Slot) -> None:
+        """The new process of a slot takes the rank that the formation being made has there."""
+        assert self._form is not None
+        rank = Formation.from_json(self._form).of_host(self.host).get(slot.number)
+        if slot.pid and rank is not None and slot.rank < 0:
+            slot.rank, slot.epoch, slot.asked_s = rank, self._epoch, time.monotonic()
+            slot.member_of, slot.seated = self._epoch, True
+            self._told_ready = 0  # what we said without it does not count
+            self._hand(slot, self._form)
 
     def _begin_look(self, members: Sequence[Slot]) -> None:
         """Look at this host while its ranks leave what they did before; we are not ready before that is done."""
@@ -394,7 +427,12 @@ class HostAgent:
         for slot in self._slots:
             beat = self.board.last(slot.number)
             if slot.pid and slot.rank >= 0 and beat.epoch == slot.epoch:
-                progress[slot.number] = [beat.step, int(beat.phase), round(now - beat.progress_s, 3)]
+                is_locked = now - beat.answered_s > self._locked_s
+                slot.locked_s = now if is_locked else slot.locked_s
+                # Once the lock is free again, the rank has as long as any other for what it is at.
+                since_s = beat.progress_s if is_locked else max(beat.progress_s, slot.locked_s)
+                phase = Phase.LOCKED if is_locked else beat.phase
+                progress[slot.number] = [beat.step, int(phase), round(now - since_s, 3)]
         self._say("beat", epoch=self._epoch, progress=progress)
 
     def _tell_wishes(self) -> None:
@@ -434,6 +472,7 @@ class HostAgent:
         slot.line.settimeout(HAND_S)
         slot.pending, slot.forked_s, slot.killed = b"", time.monotonic(), None
         slot.rank, slot.ready, slot.left, slot.seated = -1, None, None, False
+        slot.seen_s, slot.silent_s, slot.locked_s, slot.member_of = slot.forked_s, 0.0, 0.0, 0
         self._selector.register(slot.line, selectors.EVENT_READ, slot)
 
     def _forget(self) -> None:
@@ -465,8 +504,9 @@ class HostAgent:
     def _answer(self, slot: Slot, message: Message) -> None:
         present = int(message["epoch"]) == slot.epoch
         if message["kind"] == "ready" and present:
-            slot.ready = int(message["port"]), int(message["vault"])
+            slot.ready, slot.member_of = (int(message["port"]), int(message["vault"])), slot.epoch
         elif message["kind"] == "left":
+            slot.member_of = slot.epoch if slot.rank >= 0 and not present else 0
             slot.left = message if present else slot.left
             self._say(**message)
 
@@ -494,6 +534,7 @@ class HostAgent:
             slot=slot.number,
             pid=pid,
             epoch=slot.epoch,
+            leaving=slot.is_leaving,
             failure=asdict(self._failure(slot, code)),
             out_of_memory=self._oom_kills > kills,
         )
@@ -508,22 +549,34 @@ class HostAgent:
         return found or failing.unexplained(slot.rank, step, code)
 
     def _watch(self) -> None:
-        """End processes that do not run, or do not leave a formation that is over."""
+        """End processes that do not run, do not leave a formation that is over, or do not come to the next."""
         now = time.monotonic()
+        turn_s, self._watched_s = min(now - self._watched_s, TURN_S_MOST), now
         for slot in self._slots:
             if not slot.pid or slot.killed is not None:
                 continue
             beat = self.board.last(slot.number)
-            if now - beat.alive_s > self._dead_after_s:
-                self._kill(slot, _silent(slot.pid, now - beat.alive_s))
-            elif slot.rank >= 0 and slot.ready is None and now - slot.asked_s > self._dead_after_s:
-                self._kill(slot, f"did not leave its formation within {self._dead_after_s:g} s")
+            seen_s = _seen_s(slot.pid, beat, now)
+            if seen_s is not None:
+                slot.seen_s, slot.silent_s = seen_s, 0.0
+            else:
+                slot.silent_s = slot.silent_s + turn_s if slot.silent_s else min(now - slot.seen_s, 2 * ANSWER_S)
+            asked_s = now - slot.asked_s if slot.rank >= 0 and slot.ready is None else 0.0
+            if slot.silent_s > self._dead_after_s:
+                self._kill(slot, _silent(slot.pid, slot.silent_s))
+            elif slot.is_leaving and asked_s > self._dead_after_s:
+                held = " (native code holds its interpreter lock)" if now - beat.answered_s > self._locked_s else ""
+                bound = f"fault.dead_after_s = {self._dead_after_s:g} s"
+                self._kill(slot, f"did not leave its formation within {bound}{held}")
+            elif asked_s > self._joins_within_s:
+                self._kill(slot, f"was not ready to join within {self._joins_within_s:g} s (comm.init_timeout_s)")
 
     def _kill_stuck(self, slot: Slot, message: Message) -> None:
         """The coordinator found that everybody waits for this one."""
         if slot.pid and slot.rank >= 0 and slot.killed is None:
             where = str(message.get("place") or "")
-            self._kill(slot, failing.silence(slot.rank, 0, silent_s=float(message["silent_s"]), where=where).message)
+            silence = failing.silence(slot.rank, 0, silent_s=float(message["silent_s"]), where=where)
+            self._kill(slot, f"{silence.message}{message.get('patience') or ''}")
 
     def _kill(self, slot: Slot, what: str) -> None:
         beat = self.board.last(slot.number)
@@ -554,8 +607,19 @@ class HostAgent:
                 time.sleep(TICK_S)
 
 
+def _seen_s(pid: int, beat: Beat, now_s: float) -> float | None:
+    """When a process is known to have run last, whatever it waits for; None when it does not run now.
+
+    The kernel is asked only about one that has not answered for a while.
+    """
+    if beat.is_muted:
+        return None
+    if now_s - beat.answered_s < ANSWER_S:
+        return beat.answered_s
+    return now_s if state_of(pid) not in STOPPED_STATES else None
+
+
 def _silent(pid: int, silent_s: float) -> str:
-    from phalanx.train.supervise.stacks import state_of
     from phalanx.units import format_seconds
 
     stopped = " in a stopped process (state T)" if state_of(pid) == "T" else ""

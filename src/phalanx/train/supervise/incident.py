@@ -15,11 +15,11 @@ def write_incident(room: Room, cause: Failure) -> None:
     """Record it, once."""
     formation = room.memory.formation
     assert formation is not None
-    if room.told_incident:
+    if not room.is_new_incident:
         return
     room.told_incident = True
     room.memory.failures += 1
-    for rank in room.failures:
+    for rank in sorted(room.failures.keys() - room.consequences):
         seat = formation.seats[rank]
         room.memory.seat_failures[seat] = room.memory.seat_failures.get(seat, 0) + 1
         if room.memory.seat_failures[seat] >= room.job.fault.restarts and len(room.alive()) > formation.world:
@@ -37,6 +37,26 @@ def write_incident(room: Room, cause: Failure) -> None:
         others=[rank for rank in room.failures if rank != cause.rank],
         in_a_row=room.memory.failures,
         waited_s=round(room.clock() - room.noticed_s, 3) if room.noticed_s is not None else 0.0,
+    )
+
+
+def write_replacement(room: Room, failure: Failure, *, pid: int) -> None:
+    """Record a process that was lost while it left the epoch before, and the one that takes its place.
+
+    It counts to the incident that ended that epoch.
+    """
+    formation = room.memory.formation
+    assert formation is not None
+    seat = formation.seats[failure.rank]
+    room.events.write(
+        "replacement",
+        epoch=formation.epoch,
+        rank=failure.rank,
+        host=seat.host,
+        slot=seat.slot,
+        pid=pid,
+        cause={"kind": failure.kind, "message": failure.message, "signal": failure.signal},
+        stack=failure.stack,
     )
 
 

@@ -1,4 +1,8 @@
-"""A rank's line to its agent: forms and orders in, answers out, and the heartbeat, in one thread."""
+"""A rank's line to its agent: forms and orders in, answers out, and the heartbeat, in one thread.
+
+When the formation that the rank is in is over, this thread gets the training out of it, wherever it waits: it aborts
+the communicators (`abort`, which the training provides) and cuts the sockets.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import queue
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -15,6 +20,8 @@ from phalanx.train.supervise.board import NO_STEP, Board, Phase
 from phalanx.train.supervise.cut import cut, sockets
 
 BEAT_S = 0.1
+LEAVING_S = 0.01  # between looks at a formation that is over, until the training is out of it
+ABORT_S = 1.0  # for communicators to be aborted before their sockets are cut too
 Message = dict[str, Any]
 
 
@@ -37,6 +44,10 @@ class Link:
         self.step = NO_STEP  # the last one this rank told of
         self.may_beat: Callable[[], bool] = lambda: True  # drills silence a rank that lives
         self.record: Callable[[], None] = lambda: None  # write down which collectives this rank is in
+        # Begins to abort the formation's communicators, and says whether all of them are; called again until the
+        # training has left. Must not block: the line is read by the same thread.
+        self.abort: Callable[[], bool] = lambda: True
+        self._over_s: float | None = None  # when the formation this rank is in was found to be over
         threading.Thread(target=self._listen, name="link", daemon=True).start()
 
     # ---- the training's side ---------------------------------------------------------------------------------------
@@ -53,7 +64,7 @@ class Link:
         """Sockets opened from now on belong to this epoch, and are cut when it ends; raises when it has already."""
         self._kept = frozenset(sockets())
         with self._lock:
-            self._epoch = epoch
+            self._epoch, self._over_s = epoch, None
             if self._newest > epoch:
                 raise Interrupted
 
@@ -92,9 +103,12 @@ class Link:
         pending = b""
         while True:
             if self.may_beat():
-                self.board.alive(self.slot)
+                self.board.answer(self.slot)
+            else:
+                self.board.mute(self.slot)
             self._cut_old()
-            if not select.select([self._line], [], [], BEAT_S)[0]:
+            wait_s = LEAVING_S if 0 < self._epoch < self._newest else BEAT_S
+            if not select.select([self._line], [], [], wait_s)[0]:
                 continue
             data = self._line.recv(1 << 16)
             if not data:
@@ -120,9 +134,20 @@ class Link:
             self._end()
 
     def _cut_old(self) -> None:
-        """Out of a formation that is over; again and again, because the training may be opening more sockets."""
+        """Out of a formation that is over; again and again, because the training may be opening more sockets.
+
+        Communicators first: an abort in NCCL says goodbye to its own threads and to other ranks over sockets, and a
+        socket that is cut under it is an error to torch's watchdog. One that is only being made cannot be aborted: it
+        ends when its sockets are cut. Under the lock, so that nothing of the next formation is hit.
+        """
         with self._lock:
-            if 0 < self._epoch < self._newest:
+            if not 0 < self._epoch < self._newest:
+                return
+            self._over_s = time.monotonic() if self._over_s is None else self._over_s
+            is_aborted = True
+            with suppress(Exception):  # whatever it is: the sockets are still to be cut, and the line to be read
+                is_aborted = self.abort()
+            if is_aborted or time.monotonic() - self._over_s > ABORT_S:
                 cut(self._kept)
 
     def _end(self) -> None:

@@ -8,7 +8,7 @@ from phalanx.train.supervise import failure as failing
 from phalanx.train.supervise.ending import FAILED, STOPPED, end, give_up
 from phalanx.train.supervise.failure import Failure
 from phalanx.train.supervise.formation import Formation
-from phalanx.train.supervise.forming import form, may_return
+from phalanx.train.supervise.forming import REPLACE_S, form, may_return
 from phalanx.train.supervise.incident import quarantine, write_incident
 from phalanx.train.supervise.memory import Message
 from phalanx.train.supervise.room import Room
@@ -16,7 +16,6 @@ from phalanx.train.supervise.stuck import seeks_culprit
 from phalanx.units import plural
 
 CAUSE_S = 0.5  # after ranks have left without a known cause, time for it to show
-REPLACE_S = 2.0  # for an agent to start another process in a slot
 BACK_OFF_S, MOST_BACK_OFF_S = 0.5, 10.0
 
 
@@ -25,10 +24,11 @@ def recover(room: Room) -> None:
     formation = room.memory.formation
     assert formation is not None
     assert room.noticed_s is not None
+    room.fail_replacing()
     cause = failing.first(list(room.failures.values()))
     waited_s = room.clock() - room.noticed_s
     ends = cause.is_user or room.job.fault.recovery == "stop"
-    if ends or room.memory.failures >= room.job.fault.restarts + int(room.told_incident):
+    if ends or room.memory.failures >= room.job.fault.restarts + int(not room.is_new_incident):
         if waited_s > CAUSE_S or len(room.failures.keys() | room.left.keys()) == formation.world:
             give_up(room, cause, "" if ends else _too_often(room))
         return
@@ -48,7 +48,7 @@ def _no_places(room: Room) -> str:
 
 
 def _too_often(room: Room) -> str:
-    count = room.memory.failures + int(not room.told_incident)
+    count = room.memory.failures + int(room.is_new_incident)
     return f"{plural(count, 'failure')} in a row, without a step between (fault.restarts = {room.job.fault.restarts})"
 
 

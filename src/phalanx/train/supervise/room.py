@@ -47,6 +47,8 @@ class Room:
             events.write("coordinator", epoch=memory.epoch, state="took over")
         self.began_s = self.ticked_s = clock()
         self.failures: dict[int, Failure] = {}
+        self.consequences: set[int] = set()  # of the failures, those that belong to the incident before
+        self.replacing: dict[int, tuple[Failure, float]] = {}  # members of the formation being made, and since when
         self.told_incident = self.out_of_memory = False
         self.noticed_s: float | None = None
         self.asked_at: tuple[float, float] | None = None  # Unix time and clock when a formation was told; not inherited
@@ -117,8 +119,26 @@ class Room:
             self.failures[rank] = failure
         self.noticed_s = self.noticed_s or self.clock()
 
+    def replace(self, rank: int, failure: Failure) -> None:
+        """A member of the formation being made was lost before it had left the one before: another takes its place."""
+        self.replacing.setdefault(rank, (failure, self.clock()))
+
+    def fail_replacing(self) -> None:
+        """Another formation is needed: what was to be replaced in this one has failed, as part of the same incident."""
+        replacing, self.replacing = self.replacing, {}
+        for rank, (failure, _) in replacing.items():
+            if rank not in self.failures:
+                self.consequences.add(rank)
+                self.fail(rank, failure)
+
+    @property
+    def is_new_incident(self) -> bool:
+        """Whether what failed is neither told of yet nor only a consequence of the incident before."""
+        return not self.told_incident and not self.failures.keys() <= self.consequences
+
     def forget_failures(self) -> None:
         self.failures, self.left = {}, {}
+        self.consequences, self.replacing = set(), {}
         self.noticed_s = self.left_s = self.grow_s = self.asked_s = None
         self.told_incident = self.told_reform = self.out_of_memory = False
 

@@ -12,6 +12,11 @@ from phalanx.train.supervise.hosts import Host, culprit, is_still, seated
 from phalanx.train.supervise.room import Room
 
 ANSWER_S = 2.0  # for agents to say where their ranks are, and to end one
+AT = {
+    Phase.BUILDING: "setting up (communicators, state, first step)",
+    Phase.RESTING: "evaluating or saving",
+    Phase.LOCKED: "in native code that holds the interpreter lock",
+}
 MARGIN_S = 10.0  # collectives give up after comm.init_timeout_s themselves, and say more about it than we can
 
 
@@ -74,24 +79,41 @@ def _is_stuck(room: Room, formation: Formation) -> bool:
 
 
 def _patience_s(room: Room, phase: int) -> float:
+    """Steps are known to take as long as the last ones; nothing is known of set-up, of a rest, and of native code."""
     if phase == Phase.TRAINING:
         return room.job.fault.dead_after_s + 3 * room.step_s
     return room.job.comm.init_timeout_s + MARGIN_S
 
 
+def _why_patient(room: Room, phase: int) -> str:
+    """What a rank is said to have been at, where that was given more time than a step."""
+    at = AT.get(Phase(phase))
+    if at is None:
+        return ""
+    bound = f"comm.init_timeout_s + {MARGIN_S:g} s = {_patience_s(room, phase):g} s"
+    return f", {at}, which may take {bound}"
+
+
 def _blame(room: Room, formation: Formation) -> None:
     found = culprit(room.hosts, formation, {(host.name, slot) for host, slot in seated(room.hosts, formation)})
     if found is not None:
-        _kill(room, *found)
+        host, slot, _ = found
+        _kill(room, *found, patience=_why_patient(room, host.progress[slot][1]))
         return
     text = "every rank waits for another, and none moves"
     room.fail(0, Failure(rank=0, step=room.memory.step, at_s=time.time(), kind="Deadlock", message=text))
 
 
-def _kill(room: Room, host: Host, slot: int, place: str) -> None:
+def _kill(room: Room, host: Host, slot: int, place: str, *, patience: str = "") -> None:
     room.killed_s = room.clock()
-    silent_s = round(room.age_s(host, slot), 3)
     room.send(
         host.name,
-        {"kind": "kill", "epoch": room.memory.epoch, "slot": slot, "place": place, "silent_s": silent_s},
+        {
+            "kind": "kill",
+            "epoch": room.memory.epoch,
+            "slot": slot,
+            "place": place,
+            "silent_s": round(room.age_s(host, slot), 3),
+            "patience": patience,
+        },
     )

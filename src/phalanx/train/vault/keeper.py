@@ -24,6 +24,8 @@ class Keeper:
     """One rank in one epoch. All ranks put the same steps, in the same order, with the same `held`.
 
     `restored` is the (epoch, step) in memory that this epoch began from; it is kept until all ranks hold a newer step.
+    `check` is asked when a copy is taken and does not count yet: it raises where the copy is not to count, because a
+    collective that it waited for was cut short.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Keeper:
         restored: tuple[int, int] | None = None,
         address: str = "",
         tell: Callable[..., object] = lambda **fields: None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._rank, self._world, self._epoch, self._restored = rank, world, epoch, restored
         self._segments = vault.generations("own", slot)
@@ -51,7 +54,7 @@ class Keeper:
         self._replica = Replica(buddy, secret=secret, hello=hello, bind=address) if buddy is not None else None
         self._sender = Worker("vault-send")
         self.skipped = 0
-        self._tell, self._told = tell, ("", False)
+        self._tell, self._told, self._check = tell, ("", False), check
 
     @property
     def safe_step(self) -> int:
@@ -94,6 +97,7 @@ class Keeper:
         generation = self._free(held, busy=tuple(self._busy.values()))
         assert generation is not None, f"{len(self._kept)} snapshots are needed and {GENERATIONS} fit"
         draft = self._take(generation, pieces, meta, rank_meta or {})
+        self._check()
         self._kept.append(step)
         self._busy[step] = generation
         self._sequence += 1
