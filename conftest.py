@@ -1,7 +1,10 @@
 """Doctests of the trainer and the dashboard are collected only where their extras are installed."""
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 from importlib.util import find_spec
 
 from hypothesis import settings
@@ -15,6 +18,9 @@ settings.load_profile("phalanx")
 
 # No test waits for this machine to be measured, but those of the measurement.
 os.environ.setdefault("PHALANX_PROBE", "0")
+# Nor does what was measured on it earlier change what a test sees.
+os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp(prefix="phalanx-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_DATA_HOME"], ignore_errors=True)
 
 # A shell starts what it puts in the background with Ctrl-C switched off, and children inherit that: the tests that send
 # it would wait for ever.

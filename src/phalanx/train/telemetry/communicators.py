@@ -6,7 +6,6 @@ system), so the library itself is asked. Settings come from the environment and 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined, unused-ignore]
 from phalanx.record.events import EventWriter
 from phalanx.record.redact import redact
 from phalanx.train.parallel.dims import GroupTime
+from phalanx.train.supervise.gpus import loaded_nccl
 
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_")
 MOST_VARIABLES, MOST_VALUE = 200, 300  # an event is one line
@@ -51,34 +51,10 @@ def settings_in_force(
     return {name: redact(value, environ)[:MOST_VALUE] for name, value in shown}
 
 
-def version_text(code: int) -> str:
-    """NCCL's version as people write it; the numbers were of another form before 2.9.
-
-    >>> version_text(23007), version_text(22809), version_text(2804)
-    ('2.30.7', '2.28.9', '2.8.4')
-    """
-    if code >= 10_000:
-        return f"{code // 10_000}.{code // 100 % 100}.{code % 100}"
-    return f"{code // 1000}.{code // 100 % 10}.{code % 100}"
-
-
 def mapped_libraries(maps: str) -> list[str]:
     """NCCL's and RCCL's files among those a process has mapped (/proc/self/maps), plugins included."""
     names = {line.rsplit(maxsplit=1)[-1] for line in maps.splitlines() if "/" in line}
     return sorted(name for name in names if _LIBRARY.search(name))
-
-
-def loaded_version(libraries: Sequence[str]) -> str:
-    """What the library that calls reach says of itself; empty where none is loaded.
-
-    A preloaded one comes first in the process's own name space, and torch's calls go where ours go.
-    """
-    for name in (None, *(one for one in libraries if re.search(r"/lib[nr]ccl\.so", one))):
-        code = ctypes.c_int(0)
-        with suppress(OSError, AttributeError):
-            if ctypes.CDLL(name).ncclGetVersion(ctypes.byref(code)) == 0 and code.value:
-                return version_text(code.value)
-    return ""
 
 
 def describe_library(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -92,8 +68,9 @@ def describe_library(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     if torch.cuda.is_available():
         with suppress(Exception):  # a build without NCCL
             built = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+    found = loaded_nccl()
     return {
-        "version": loaded_version(libraries) or None,
+        "version": ".".join(map(str, found.version)) if found is not None else None,
         "built_version": built or None,
         "libraries": libraries,
         "preloaded": [one for one in re.split(r"[ :]+", environ.get("LD_PRELOAD", "")) if one],
