@@ -122,7 +122,7 @@ def test_a_run_that_has_hardly_begun(here, capsys):
     folder = run_folder(here, capsys, 1.0)
     (folder / "events-0.jsonl").write_text('{"event": "step", "duration_s": 1.0}\n')
     assert main(["calibrate", "run"]) == 2
-    assert "run: has 1 measured steps, and calibration needs 3 after warm-up" in capsys.readouterr().err
+    assert "run: has 1 measured step, and calibration needs 3 after warm-up" in capsys.readouterr().err
 
 
 def test_a_missing_table(capsys):
