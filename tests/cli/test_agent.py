@@ -89,7 +89,8 @@ def test_ctrl_c_twice_before_it_has_joined(run: Run) -> None:
             assert process.stderr.readline() == f"host b joins {run.path} with 2 slots\n"
             process.send_signal(signal.SIGINT)
             process.send_signal(signal.SIGINT)
-            assert process.communicate(timeout=240) == ("", "")
+            told = process.communicate(timeout=240)
+            assert told in (("", ""), ("", "stopped by Ctrl-C\n")), "before or after the agent counts signals itself"
             assert process.returncode == 130
             with pytest.raises(ProcessLookupError):
                 os.killpg(process.pid, 0)
