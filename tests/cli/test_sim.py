@@ -127,7 +127,7 @@ def test_the_range_of_sites_and_its_luck_are_told_apart(job, tmp_path, capsys):
         ),
         (
             ["--days", "3653", "--runs", "10000", "--cluster", "8xH100:8"],
-            "phalanx sim: 10,000 runs of 3653 days would see 146,120,000 failures\n"
+            "phalanx sim: 10,000 runs of 3,653 days would see 146,120,000 failures\n"
             "  more than 5,000,000 take minutes\n  use --runs 342\n",
         ),
         (["--days", "9", "--cluster", "8xH100:125000000000"], "cluster '8xH100:125000000000': has 1,000,000,000,000"),
