@@ -99,7 +99,7 @@ def test_compare(job, tmp_path, capsys):
         (["--compare", "JOB"], "phalanx plan --compare: 1 job file named"),
         (["JOB", "--set", "parallel.tensor=5"], "parallel.tensor = 5 does not divide the model's 12 attention heads"),
         (["JOB", "--set", "batch.global_sequences=7"], None),
-        (["JOB", "--cluster", "1xT4:1", "--set", "model.layers=2000"], "does not fit"),
+        (["JOB", "--cluster", "1xT4:1", "--set", "model.hidden=12288", "--set", "model.layers=96"], "does not fit"),
         (["JOB", "--cluster", "8xH900:2"], "unknown accelerator 'H900'"),
         (["JOB", "--set", "cost.region=nowhere"], 'cost.region = "nowhere" is not in the grid table'),
     ],
