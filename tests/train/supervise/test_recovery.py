@@ -245,16 +245,16 @@ def test_a_host_that_was_stopped_wakes_up_and_cannot_hurt(begin: Begin, whole: T
 
 
 def test_a_stopped_rank_is_replaced(begin: Begin, whole: Trial) -> None:
-    trial = begin("--steps", str(STEPS), "--set", "fault.dead_after_s=2")
+    trial = begin("--steps", str(STEPS), "--set", "fault.dead_after_s=4")
     trial.reach(4)
     victim = trial.members()[1]
     os.kill(victim, signal.SIGSTOP)
     assert trial.finish() == 0, trial.said()
     assert trial.digests() == whole.digests()
-    (incident,) = trial.supervisor("incident")
+    incident, *_ = trial.supervisor("incident")  # on a busy machine another may be silent for as long
     assert (incident["rank"], incident["cause"]["kind"]) == (1, "Silence")
     assert "in a stopped process (state T)" in incident["cause"]["message"]
-    (evidence,) = trial.supervisor("evidence")
+    evidence, *_ = trial.supervisor("evidence")
     assert evidence["culprits"] == [1]
     assert "rank 1 left no record of entering it" in evidence["finding"]
     assert incidents(trial.run)[0].finding == evidence["finding"]

@@ -190,7 +190,9 @@ def test_an_answer_says_how_long_it_was_held(monkeypatch: pytest.MonkeyPatch) ->
         now_ns = lay_ns + 10**12
         monkeypatch.setattr(peers, "time", SimpleNamespace(time_ns=lambda: now_ns))
         one._take()
-        taken_ns = time.time_ns()  # the kernel begins to stamp in the background: until then the stamp is of the reading
+        taken_ns = (
+            time.time_ns()
+        )  # the kernel begins to stamp in the background: until then the stamp is of the reading
         answer = Packet.decode(asking.recv(100), one._key)
     one.close()
     assert answer is not None

@@ -59,9 +59,7 @@ def test_a_gradient_is_named_before_what_follows_from_it():
     wrong = outcome().grads[1] | {"layers.0.attn.wq.weight": np.zeros((2, 2))}
     changes = {"grads": [outcome().grads[0], wrong], "norms": [1.0, 0.5], "params": [outcome().params[0], wrong]}
     first = compare(outcome(**changes), outcome()).first
-    assert (
-        first.render() == "gradient of layers.0.attn.wq.weight differs by 5.0e-01 at step 2, 0 of 1 other tensor too"
-    )
+    assert first.render() == "gradient of layers.0.attn.wq.weight differs by 5.0e-01 at step 2, 0 of 1 other tensor too"
 
 
 def test_small_gradients_must_be_right_too():
