@@ -108,7 +108,10 @@ def told(run: Run, kind: str, rank: int = 0) -> list[dict[str, Any]]:
     return [event for event in read_events(run.events(rank))[0] if event["event"] == kind]
 
 
-def test_looking_changes_no_bit_and_is_on_record(folder: Path) -> None:
+@pytest.mark.nightly
+def test_looking_changes_no_bit_and_is_on_record(folder: Path, request: pytest.FixtureRequest) -> None:
+    if "nightly" not in str(request.config.getoption("markexpr")):
+        pytest.skip("three whole runs, 40 s; test_compiled.py has it layout by layout: pytest -m nightly")
     done, looked = train(folder, "looked", factor=1.0)
     assert done.returncode == 0, done.stderr
     plain, unlooked = train(folder, "unlooked", "train.compile_check=false", factor=1.0)
