@@ -180,12 +180,12 @@ def time_layout(
         arguments = ["--plan", str(int(step.count)), str(machine.usable_cores)]
         (found,) = _run_worker(arguments, _seconds, environ, plan_json)
         timed = TimedLayout(step=step, seconds=_seconds(found), load=load)
+        others = [one for one in known.timed if one.step != step]
+        data = json.loads(steps_path(machine, environ).read_text(encoding="utf-8"))
+        _keep(machine, {**data, "timed": [one.to_dict() for one in (*others, timed)][-MOST_TIMED:]}, environ)
     except (OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError) as error:
         tell(f"not timed: {type(error).__name__}: {str(error)[:200]}; predicted from reference steps")
         return False
-    data = json.loads(steps_path(machine, environ).read_text(encoding="utf-8"))
-    others = [one for one in known.timed if one.step != step]
-    _keep(machine, {**data, "timed": [one.to_dict() for one in (*others, timed)][-MOST_TIMED:]}, environ)
     return True
 
 
