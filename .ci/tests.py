@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 
-TRAINER = ("tests/train", "src/phalanx/train")
+TRAINER = ("tests/train", "tests/elastic", "src/phalanx/train", "src/phalanx/elastic")
 PARTS = (
     ("the trainer", TRAINER),
     ("all others", ("tests", "src", *(f"--ignore={path}" for path in TRAINER))),

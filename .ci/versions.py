@@ -30,9 +30,9 @@ LIMIT_S = 420.0  # for the tests of a part
 PYTHON_TESTS = [
     *(
         "tests/job",
-        "tests/spec/foreign",
-        "tests/spec/formats",
-        "tests/arch",
+        "tests/rules/foreign",
+        "tests/rules/formats",
+        "tests/plan/test_parameter_counts.py",
         "tests/hardware",
         "tests/test_patterns.py",
     ),

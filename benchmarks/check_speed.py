@@ -67,7 +67,7 @@ def _apart(*words: str) -> dict[str, Any]:
 
 def _read(run: Run) -> dict[str, Any]:
     """In a process that does nothing else."""
-    from phalanx.spec.log.stream import LogStream
+    from phalanx.rules.log.stream import LogStream
 
     before = _most_kb()
     stream = LogStream(run)

@@ -27,14 +27,14 @@ import torch
 from phalanx.hardware.catalog import find
 from phalanx.hardware.failures import failures_per_host_day
 from phalanx.plan.reliability import daly
-from phalanx.train.checkpoint import load, newest
-from phalanx.train.checkpoint.background import AsyncSaver
-from phalanx.train.checkpoint.boxes import Box
-from phalanx.train.checkpoint.index import Entry, Index, encode
-from phalanx.train.checkpoint.jsontext import from_text
-from phalanx.train.checkpoint.route import find_route
-from phalanx.train.checkpoint.shard import owned
 from phalanx.train.parallel.pieces import Piece
+from phalanx.train.state import load, newest
+from phalanx.train.state.background import AsyncSaver
+from phalanx.train.state.boxes import Box
+from phalanx.train.state.index import Entry, Index, encode
+from phalanx.train.state.jsontext import from_text
+from phalanx.train.state.route import find_route
+from phalanx.train.state.shard import owned
 from phalanx.units import DAY_S
 
 RANKS, READERS = 2, 3

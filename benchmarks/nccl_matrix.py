@@ -31,9 +31,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from phalanx.elastic.gpus import NcclLibrary, ask_nccl
 from phalanx.errors import PhalanxError
 from phalanx.hardware.discover import discover
-from phalanx.train.supervise.gpus import NcclLibrary, ask_nccl
 from phalanx.train.verify.matrix import (
     CASES,
     Case,

@@ -18,15 +18,15 @@ from pathlib import Path
 
 import torch
 
+from phalanx.elastic.vault import Vault
 from phalanx.job.load import load
 from phalanx.plan.layout import Layout
 from phalanx.train.engine import Engine
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.settings import Settings
-from phalanx.train.vault.keeper import Keeper
-from phalanx.train.vault.replica import BuddyAddress
-from phalanx.train.vault.server import VaultServer
-from phalanx.train.vault.vault import Vault
+from phalanx.train.state.memory_keeper import Keeper
+from phalanx.train.state.memory_replica import BuddyAddress
+from phalanx.train.state.memory_server import VaultServer
 from phalanx.train.verify.ranks import run_ranks
 
 FLOOR_S = 0.5  # of blocking for 1 GB: issue 4

@@ -68,7 +68,7 @@ class Dashboard:
 @contextmanager
 def dashboard(runs: Path, *, token: str | None = None) -> Iterator[Dashboard]:
     """Serve a folder of runs, or one run, until the block ends."""
-    from phalanx.listen import Address, bound_address, open_socket
+    from phalanx.io.listen import Address, bound_address, open_socket
     from phalanx.web.app import Door
     from phalanx.web.bind import allowed_hosts
     from phalanx.web.guard import Key

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import WorldError
-from phalanx.files import replace_text, write_text
+from phalanx.io.files import replace_text, write_text
 
 
 def names(folder):

@@ -11,18 +11,18 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "phalanx"
 
 LAYERS = (
-    {"visible"},
-    {"errors", "units"},
-    {"files", "columns", "listen"},
+    {"io", "errors", "units"},
     {"job", "hardware", "record"},
-    {"arch", "network"},
+    {"network"},
     {"plan"},
     {"sim"},
-    {"spec", "launch", "scale", "train"},
+    {"rules", "elastic", "scale"},
+    {"launch", "train", "validate"},
     {"web", "metrics"},
     {"cli"},
     {"__main__"},
 )
+BASE = LAYERS[0]  # one thought in three places: what errors say is made printable by io, what io fails with is an error
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # library -> the only folder that may import it
@@ -75,7 +75,7 @@ def violations(path: Path, found: Iterator[str]) -> list[str]:
             wrong.append(f"{name}: only {HOMES[top]}/ imports it")
         elif top == "phalanx":
             there = rest.partition(".")[0]
-            if there != here and LEVEL.get(there, 99) >= LEVEL[here]:
+            if there != here and LEVEL.get(there, 99) >= LEVEL[here] and not {here, there} <= BASE:
                 wrong.append(f"{name}: not below {here}")
     return wrong
 
@@ -93,7 +93,7 @@ def test_imports_point_downwards(path: Path) -> None:
     [
         ("job/x.py", "phalanx.hardware.types"),
         ("job/x.py", "phalanx.plan"),
-        ("arch/x.py", "phalanx.network"),
+        ("network/x.py", "phalanx.plan"),
         ("plan/x.py", "torch.nn"),
         ("cli/x.py", "pickle"),
         ("job/x.py", "phalanx.load"),

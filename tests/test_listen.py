@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import UserError, WorldError
-from phalanx.listen import (
+from phalanx.io.listen import (
     Address,
     bound_address,
     is_loopback,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.visible import one_line, visible, visible_json
+from phalanx.io.visible import one_line, visible, visible_json
 
 ANY = st.text(st.characters(codec=None))  # surrogates too: file names that are not UTF-8 have them
 

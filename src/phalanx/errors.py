@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from phalanx.visible import one_line, visible
+from phalanx.io.visible import one_line, visible
 
 _FURTHER = re.compile(r"\n(?!  )")  # a line break before what is not indented; a part may be rendered already
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from phalanx.cli.main import main
+from phalanx.elastic.secret import make_secret
 from phalanx.record.run import Run, create_run
-from phalanx.train.supervise.prepare import load_job, make
-from phalanx.train.supervise.secret import make_secret
+from phalanx.train.prepare import load_job, make
 
 JOB = Path(__file__).parents[2] / "examples" / "drill.toml"
 Agent = Callable[..., list[str]]

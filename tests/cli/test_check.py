@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from spec.kit import JOB
+from rules.kit import JOB
 from synthetic import write_run
 
 from phalanx.cli.main import main
@@ -188,7 +188,7 @@ def test_a_job_is_checked_without_torch_or_scipy(folder) -> None:
 
 
 def test_ctrl_c_says_what_was_read(folder, capsys, monkeypatch) -> None:
-    import phalanx.spec.log.stream as streaming
+    import phalanx.rules.log.stream as streaming
 
     def interrupted(run, *, progress=None):
         progress(3_000_000, 10_000_000)

@@ -21,7 +21,7 @@ from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
 from phalanx.plan.make import plan
 from phalanx.record.run import Run
-from phalanx.spec.gather import Request, gather
+from phalanx.rules.gather import Request, gather
 from phalanx.train.data.build import Origin, Recipe, build
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import Progress

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from spec.kit import JOB
+from rules.kit import JOB
 
 from phalanx.cli.main import main
-from phalanx.spec.page import SECTIONS
+from phalanx.rules.page import SECTIONS
 
 
 def test_the_page(capsys) -> None:

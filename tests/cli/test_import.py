@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.cli.main import main
 
-DATA = Path(__file__).parents[1] / "spec" / "foreign" / "data"
+DATA = Path(__file__).parents[1] / "rules" / "foreign" / "data"
 TITAN = str(DATA / "torchtitan_llama3_8b.toml")
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.arch.counts import count_parameters
 from phalanx.cli.main import main
 from phalanx.job.dataset import VOCAB
 from phalanx.job.load import load
 from phalanx.job.presets import presets
+from phalanx.plan.parameter_counts import count_parameters
 from phalanx.plan.prediction import token_budget
 
 

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from phalanx.cli.main import main
+from phalanx.elastic import client
 from phalanx.record.run import open_run
 from phalanx.train.data.build import Origin, Recipe, build
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import Progress
-from phalanx.train.supervise import client
 
 if TYPE_CHECKING:
     from phalanx.metrics.prometheus import MetricsServer
 
-FAKE = Path(__file__).parents[1] / "train" / "supervise" / "fake_agent.py"
+FAKE = Path(__file__).parents[1] / "elastic" / "fake_agent.py"
 JOB = """\
 name = "small"
 [model]
@@ -422,7 +422,7 @@ def test_a_truncated_shard(train: Train, here: Path, data: Path) -> None:
 
 
 def test_missing_torch_names_the_extra(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    from phalanx.train.supervise import prepare
+    from phalanx.train import prepare
 
     monkeypatch.setattr(prepare.importlib.util, "find_spec", lambda name: None)
     code, _, err = train("job.toml")

@@ -106,7 +106,7 @@ def test_a_wrong_call_is_exit_2(job, options, text, capsys):
 
 
 def test_without_a_gpu_there_is_no_proof_on_one(job, capsys, monkeypatch):
-    from phalanx.train.supervise import prepare
+    from phalanx.train import prepare
 
     monkeypatch.setattr(prepare, "discover", lambda: replace(discover(), gpus=(), notes=()))
     assert main(["verify", job, "--device", "cuda", "--ranks-per-gpu", "4"]) == 2

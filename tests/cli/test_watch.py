@@ -28,7 +28,7 @@ from phalanx.record.account.summary import Pair
 from phalanx.record.over import SILENT_S
 from phalanx.record.page.view import View, Watcher
 from phalanx.record.run import Run
-from phalanx.spec.live import LiveCheck
+from phalanx.rules.live import LiveCheck
 
 Output = pytest.CaptureFixture[str]
 

@@ -24,7 +24,7 @@ pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families
 
 from phalanx.errors import UserError, WorldError
-from phalanx.listen import Address
+from phalanx.io.listen import Address
 from phalanx.metrics.grafana import dashboard
 from phalanx.metrics.names import METRICS
 from phalanx.metrics.prometheus import MOST_REQUESTS, MetricsServer, exposition

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from spec.kit import evidence
+from rules.kit import evidence
 
 from phalanx.plan.digests import digest_every
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from phalanx.arch.counts import count_parameters
 from phalanx.job.presets import presets
 from phalanx.plan import fill
+from phalanx.plan.parameter_counts import count_parameters
 
 SMALL = {"layers": "24", "hidden": "2048"}
 

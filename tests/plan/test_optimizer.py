@@ -38,7 +38,7 @@ def test_muon_pays_adamw_for_embedding_and_head(make_ask):
     layout = search(replace(ask, memory=replace(ask.memory, usable=9.0))).best.layout
     _, _, memory = price(ask, [layout])
     tables = 2 * ask.model.vocab * ask.model.hidden
-    matrices = phalanx.arch.counts.count_parameters(ask.model).total - tables
+    matrices = phalanx.plan.parameter_counts.count_parameters(ask.model).total - tables
     assert float(memory.optimizer[0]) == pytest.approx(matrices * 8.0 + tables * 12.0, rel=1e-3)
 
 
@@ -86,7 +86,7 @@ def test_parameters_cross_the_host_link_for_every_micro_batch(make_ask):
     ask = make_ask("llama-3-70b", cluster="8xH100:1", parallel__offload="parameters", sequence=512, batch=8)
     layout = replace(search(ask).best.layout, tensor=1, pipeline=1, context=1, data=8, shard=8, micro_batch=1)
     _, times, _ = price(ask, [layout, replace(layout, offload="none")])
-    owned = phalanx.arch.counts.count_parameters(ask.model).total / 8
+    owned = phalanx.plan.parameter_counts.count_parameters(ask.model).total / 8
     link_s = owned * 12.0 / 25e9
     assert link_s <= float(times.micro_s[0]) <= link_s + float(times.micro_s[1])
 
@@ -128,7 +128,7 @@ def test_powersgd_pays_on_a_slow_network_only(make_ask):
 def test_powersgd_bytes_are_those_of_its_factors(make_ask):
     ask = make_ask(parallel__compression="powersgd", cluster="H100:16", parallel__tensor=4, parallel__pipeline=2)
     plan_data = next(use for use in phalanx.plan.mapping.mapping(ask, search(ask).best.layout) if use.axis == "data")
-    weights = phalanx.arch.counts.count_parameters(ask.model).total / 8
+    weights = phalanx.plan.parameter_counts.count_parameters(ask.model).total / 8
     thin = weights * 32.0 / ask.model.hidden
     assert plan_data.bytes_per_step == pytest.approx(2 * thin * (1 - 1 / 2), rel=0.2)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from spec.kit import evidence
+from rules.kit import evidence
 
 from phalanx.plan.timeouts import bounded, steady_timeout_s
 

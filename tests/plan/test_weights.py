@@ -1,11 +1,11 @@
-"""Parameters per rank, held against phalanx.arch.counts, which counts the same models another way."""
+"""Parameters per rank, held against phalanx.plan.parameter_counts, which counts the same models another way."""
 
 import numpy as np
 import pytest
 
-from phalanx.arch.counts import count_parameters
 from phalanx.job.presets import presets
 from phalanx.plan.build import model_columns
+from phalanx.plan.parameter_counts import count_parameters
 from phalanx.plan.rows import row_columns, to_cases
 from phalanx.plan.weights import active_weights, rank_weights, total_weights
 

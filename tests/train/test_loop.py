@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from phalanx.elastic.link import Interrupted
 from phalanx.errors import Problem, WorldError
 from phalanx.job.schema import Optim
 from phalanx.train import loop as module
 from phalanx.train.engine import NO_WISHES
 from phalanx.train.loop import Loop
 from phalanx.train.orders import Orders
-from phalanx.train.supervise.link import Interrupted
 from phalanx.train.telemetry.noise import LocalNorms
 
 

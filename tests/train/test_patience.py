@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from phalanx.plan.plan import Plan
 from phalanx.train.patience import WARM_UP_STEPS, Patience, set_timeouts
-from phalanx.train.supervise.prepare import load_job, make
+from phalanx.train.prepare import load_job, make
 
 JOB = Path(__file__).parents[2] / "examples" / "first-run.toml"
 

@@ -234,7 +234,7 @@ def test_the_token_does_not_excuse_a_wrong_name_or_site(locked: Dashboard) -> No
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "203.0.113.7"])
 def test_an_open_address_needs_a_token(host: str) -> None:
-    from phalanx.listen import Address, open_socket
+    from phalanx.io.listen import Address, open_socket
 
     with pytest.raises(PhalanxError) as caught:
         open_socket(Address(host=host, port=0), guarded=False)
@@ -246,14 +246,14 @@ def test_an_open_address_needs_a_token(host: str) -> None:
     "text", ["", "localhost", "1.2.3.4", "host:port", "host:70000", "::1:80", "[::1]", "[x]:1", "a:-1", "a:1²"]
 )
 def test_what_is_no_address(text: str) -> None:
-    from phalanx.listen import parse_address
+    from phalanx.io.listen import parse_address
 
     with pytest.raises(PhalanxError, match="is not an address"):
         parse_address(text)
 
 
 def test_a_name_counts_by_where_it_leads() -> None:
-    from phalanx.listen import Address, bound_address, open_socket
+    from phalanx.io.listen import Address, bound_address, open_socket
     from phalanx.web.bind import allowed_hosts
 
     with open_socket(Address(host="localhost", port=0), guarded=False) as listener:

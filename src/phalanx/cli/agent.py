@@ -27,10 +27,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Join and stay until the run is over."""
+    from phalanx.elastic.client import AGENT, ENDED, share_of
+    from phalanx.elastic.wishes import STOPPING
     from phalanx.record.run import open_run
-    from phalanx.train.supervise.client import AGENT, ENDED, share_of
-    from phalanx.train.supervise.prepare import need_torch
-    from phalanx.train.supervise.wishes import STOPPING
+    from phalanx.train.prepare import need_torch
 
     need_torch()
     made = open_run(args.run)
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _address(made: Run) -> str:
     """Where the others reach this host when nobody says so: the job's interface, or the loopback of one machine."""
-    from phalanx.train.supervise.client import LOOPBACK, is_loopback
+    from phalanx.elastic.client import LOOPBACK, is_loopback
 
     given = str(made.plan()["job"]["fault"]["interface"])
     first = [str(address) for address in made.launch().get("addresses", ())][:1]

@@ -12,14 +12,14 @@ from pathlib import Path
 from phalanx.cli.options import add_json, add_set
 from phalanx.cli.output import note, warn
 from phalanx.errors import PhalanxError, mistake
+from phalanx.io.visible import visible
 from phalanx.units import MB, plural
-from phalanx.visible import visible
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.spec.gather import Request
-    from phalanx.spec.judge import Report
-    from phalanx.spec.mend import Cure
+    from phalanx.rules.gather import Request
+    from phalanx.rules.judge import Report
+    from phalanx.rules.mend import Cure
 
 FORMATS = ("text", "json", "sarif", "github", "junit", "html")
 TOLD_EVERY_S = 2.0  # a log that is read faster needs no progress
@@ -73,7 +73,7 @@ def add_sight(parser: argparse.ArgumentParser) -> None:
 
 def request_of(args: argparse.Namespace) -> Request:
     """The options of `add_sight` and --set."""
-    from phalanx.spec.gather import Request
+    from phalanx.rules.gather import Request
 
     if args.plan and args.cluster:
         raise mistake(
@@ -121,8 +121,8 @@ def _tell_inputs(target: str, request: Request) -> None:
     """Whether the data, tokenizer, weights and code that a job names fit it; no rule reads files of that size."""
     from phalanx.cli.inputs import told_inputs
     from phalanx.job.load import load
-    from phalanx.spec.foreign.detect import kind_of
-    from phalanx.spec.gather import is_plan
+    from phalanx.rules.foreign.detect import kind_of
+    from phalanx.rules.gather import is_plan
 
     path = Path(target)
     if path.is_file() and not is_plan(path) and not (request.source or kind_of(path)):
@@ -155,7 +155,7 @@ def _mends(args: argparse.Namespace) -> bool:
 
 
 def _checked(target: str, request: Request, args: argparse.Namespace) -> Report:
-    from phalanx.spec.api import check
+    from phalanx.rules.api import check
 
     progress = Progress(target)
     try:
@@ -194,8 +194,8 @@ def _mended(target: str, request: Request, args: argparse.Namespace) -> Report:
     """The report of what is left after the edits; with --diff of what there is, since nothing is written."""
     from dataclasses import replace
 
-    from phalanx.spec.edit import difference, edited, read_exactly, write_exactly
-    from phalanx.spec.mend import find_cure
+    from phalanx.rules.edit import difference, edited, read_exactly, write_exactly
+    from phalanx.rules.mend import find_cure
 
     path = Path(target)
     _refuse_unmendable(path, request)
@@ -212,7 +212,7 @@ def _mended(target: str, request: Request, args: argparse.Namespace) -> Report:
 
 
 def _tell(target: str, cure: Cure, *, written: bool) -> None:
-    from phalanx.spec.formats.plain import setting
+    from phalanx.rules.formats.plain import setting
 
     for line in cure.left:
         note(f"{target}: left alone: {line}")
@@ -226,8 +226,8 @@ def _tell(target: str, cure: Cure, *, written: bool) -> None:
 
 def _refuse_unmendable(path: Path, request: Request) -> None:
     from phalanx.record.run import EVENTS
-    from phalanx.spec.foreign.detect import kind_of
-    from phalanx.spec.gather import is_plan
+    from phalanx.rules.foreign.detect import kind_of
+    from phalanx.rules.gather import is_plan
 
     def refuse(what: str, fix: str) -> None:
         raise mistake(str(path), f"{what}, and only job files are mended", fix=fix)
@@ -245,7 +245,7 @@ def _refuse_unmendable(path: Path, request: Request) -> None:
 
 def _put(form: str, reports: Sequence[Report], args: argparse.Namespace) -> None:
     from phalanx.cli.output import own_version
-    from phalanx.spec.formats.render import render
+    from phalanx.rules.formats.render import render
 
     if form == "text" and not args.out and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
         _paint(reports, verbose=args.verbose)
@@ -255,7 +255,7 @@ def _put(form: str, reports: Sequence[Report], args: argparse.Namespace) -> None
     if not args.out:
         sys.stdout.write(text)
         return
-    from phalanx.files import write_text
+    from phalanx.io.files import write_text
 
     write_text(Path(args.out), text, fix="name another --out")
     note(f"wrote {args.out}")
@@ -265,7 +265,7 @@ def _paint(reports: Sequence[Report], *, verbose: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from phalanx.spec.formats.text import STYLES, lines
+    from phalanx.rules.formats.text import STYLES, lines
 
     console = Console(highlight=False, soft_wrap=True)
     for style, line in lines(reports, verbose=verbose):

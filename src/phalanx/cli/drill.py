@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     _check_call(args)
     if args.check:
         return _check(Path(args.check), as_json=args.json)
-    from phalanx.train.supervise.launchers import refuse_several
+    from phalanx.elastic.launchers import refuse_several
 
     refuse_several(os.environ, "phalanx drill")
     if args.suite:
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
         return run_suite(args)
     from phalanx.train.drill.fault import parse_all
-    from phalanx.train.supervise.prepare import need_torch
+    from phalanx.train.prepare import need_torch
 
     faults = parse_all(args.faults)  # before anything is planned: a typing error costs nothing
     need_torch()
@@ -189,7 +189,7 @@ def _check_hosts(args: argparse.Namespace, faults: Sequence[Fault]) -> None:
 
 def make_plan(args: argparse.Namespace) -> Plan:
     """As phalanx train plans it, with digests on: the proof rests on them."""
-    from phalanx.train.supervise import prepare
+    from phalanx.train import prepare
 
     # By chance four faults may follow each other without a step between; a drill of its own tests the crash loop.
     patience = [f"fault.restarts={CHAOS_RESTARTS}"] if args.chaos else []
@@ -220,8 +220,8 @@ def _draw(args: argparse.Namespace, plan: Plan) -> tuple[Fault, ...]:
 
 
 def make_scene(args: argparse.Namespace, plan: Plan) -> Scene:
+    from phalanx.elastic.client import rank_environ
     from phalanx.train.drill.perform import Scene
-    from phalanx.train.supervise.client import rank_environ
 
     return Scene(
         plan=plan,
@@ -239,10 +239,10 @@ def make_scene(args: argparse.Namespace, plan: Plan) -> Scene:
 
 def keep_record(args: argparse.Namespace, faults: Sequence[Fault], result: Result, plan: Plan, **more: object) -> Path:
     """Sign and write the record; a copy of one in which every verdict holds goes to the user's store."""
-    from phalanx.files import write_text
+    from phalanx.io.files import write_text
     from phalanx.job.dump import to_dict
     from phalanx.record.drill import drill_subject, key_path, store_path
-    from phalanx.spec.profiles import profile_of
+    from phalanx.rules.profiles import profile_of
     from phalanx.train.drill.record import key, store, write_record
 
     body = {

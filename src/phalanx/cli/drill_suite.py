@@ -32,7 +32,7 @@ class Played:
 def run_suite(args: argparse.Namespace) -> int:
     """0 when every verdict of every run holds, 1 when one does not."""
     from phalanx.train.drill.suite import parts
-    from phalanx.train.supervise.prepare import need_torch
+    from phalanx.train.prepare import need_torch
 
     need_torch()
     began_s = time.monotonic()

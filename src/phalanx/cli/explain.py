@@ -22,8 +22,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the page. The exit code says nothing about the job: that is what check is for."""
-    from phalanx.spec.edition import find_rule
-    from phalanx.spec.page import page, sections
+    from phalanx.rules.edition import find_rule
+    from phalanx.rules.page import page, sections
 
     rule = find_rule(args.rule)
     if args.target is None:
@@ -32,10 +32,10 @@ def run(args: argparse.Namespace) -> int:
         else:
             _show(page(rule))
         return 0
-    from phalanx.spec.api import this_day
-    from phalanx.spec.explain import answer, here
-    from phalanx.spec.formats.plain import finding_dict
-    from phalanx.spec.gather import gather
+    from phalanx.rules.api import this_day
+    from phalanx.rules.explain import answer, here
+    from phalanx.rules.formats.plain import finding_dict
+    from phalanx.rules.gather import gather
 
     evidence = gather(args.target, request_of(args), today=this_day(), progress=Progress(args.target))
     found = answer(rule, evidence)

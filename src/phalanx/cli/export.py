@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Export one checkpoint."""
-    from phalanx.train.supervise.prepare import need_torch
+    from phalanx.train.prepare import need_torch
 
     need_torch()
     from phalanx.train.export import export

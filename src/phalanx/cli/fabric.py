@@ -70,7 +70,7 @@ def _decisions(args: argparse.Namespace) -> int:
         raise mistake(f"{WHERE} decisions", what, why="the picture is an SVG", fix="name it as decisions.svg")
     found = _decide(args)
     if args.picture:
-        from phalanx.files import write_text
+        from phalanx.io.files import write_text
         from phalanx.network.fabric.picture import picture
 
         write_text(Path(args.picture), picture(found), fix="name another --picture")

@@ -134,7 +134,7 @@ def _for_job(
 
 
 def _write(found: tuple[Design, ...], chosen: Verdict | None, args: argparse.Namespace) -> None:
-    from phalanx.files import write_text
+    from phalanx.io.files import write_text
     from phalanx.network.fabric.save import designs_csv, fabric_toml
 
     if args.csv:

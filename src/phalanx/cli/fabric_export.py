@@ -22,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the files, and say what they do not hold."""
-    from phalanx.files import write_text
+    from phalanx.io.files import write_text
     from phalanx.sim.htsim.cm import matrix_of, write_cm
     from phalanx.sim.htsim.topo import write_topo
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from phalanx.cli.output import note
 from phalanx.errors import mistake
+from phalanx.io.visible import one_line
 from phalanx.units import parse_count
-from phalanx.visible import one_line
 
 if TYPE_CHECKING:
     from phalanx.network.fabric.types import Fabric

@@ -9,11 +9,11 @@ from pathlib import Path
 from phalanx.cli.options import add_json, add_set
 from phalanx.cli.output import note, print_json, say
 from phalanx.errors import UserError, mistake
-from phalanx.files import write_text
+from phalanx.io.files import write_text
 from phalanx.record.values import printable
-from phalanx.spec.foreign.convert import Converted, convert, find_trainer
-from phalanx.spec.foreign.detect import kind_of
-from phalanx.spec.foreign.trainers import TRAINERS
+from phalanx.rules.foreign.convert import Converted, convert, find_trainer
+from phalanx.rules.foreign.detect import kind_of
+from phalanx.rules.foreign.trainers import TRAINERS
 from phalanx.units import plural
 
 MOST_LISTED = 12

@@ -9,13 +9,13 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from phalanx.arch.counts import count_parameters
 from phalanx.cli.options import add_json
 from phalanx.cli.output import note, print_json, say
 from phalanx.errors import Problem, WorldError, mistake, nearest
-from phalanx.files import replace_text
+from phalanx.io.files import replace_text
 from phalanx.job.presets import Preset, presets
 from phalanx.job.template import DATA, TINY, render, vocab_of
+from phalanx.plan.parameter_counts import count_parameters
 
 LOCAL = "local"
 

@@ -8,10 +8,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from phalanx.cli.output import note
+from phalanx.io.visible import visible
 from phalanx.record.page.follow import Follower
 from phalanx.record.run import Run
 from phalanx.units import plural
-from phalanx.visible import visible
 
 if TYPE_CHECKING:
     from rich.live import Live as RichLive

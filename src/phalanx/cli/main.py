@@ -165,7 +165,7 @@ def _apologise(error: Exception) -> int:
         import traceback
 
         traceback.print_exception(error)
-    from phalanx.visible import visible
+    from phalanx.io.visible import visible
 
     text = visible(str(error)).splitlines()
     print(

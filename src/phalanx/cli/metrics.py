@@ -89,7 +89,7 @@ def _print(readings: Readings, args: argparse.Namespace) -> int:
 
 
 def _serve(readings: Readings, args: argparse.Namespace) -> int:
-    from phalanx.listen import parse_address, read_token
+    from phalanx.io.listen import parse_address, read_token
     from phalanx.metrics.prometheus import MetricsServer
     from phalanx.record.over import is_over
 

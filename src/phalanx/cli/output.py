@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 from phalanx.errors import Problem
-from phalanx.visible import visible, visible_json
+from phalanx.io.visible import visible, visible_json
 
 
 def print_json(value: object) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from phalanx.errors import UserError, mistake, nearest
-from phalanx.visible import one_line
+from phalanx.io.visible import one_line
 
 # An option that stands for a setting of the job: both given, one of them would be ignored without a word.
 STANDS_FOR = {"cluster": ("cluster.spec", "cluster.file"), "steps": ("data.tokens",)}

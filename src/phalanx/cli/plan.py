@@ -12,8 +12,9 @@ from phalanx.cli.inputs import told_inputs
 from phalanx.cli.options import add_json, add_no_probe, add_set
 from phalanx.cli.output import note, print_json, say, warn
 from phalanx.errors import Problem, mistake
-from phalanx.files import write_text
 from phalanx.hardware.cluster import resolve
+from phalanx.io.files import write_text
+from phalanx.io.visible import visible
 from phalanx.job.load import load
 from phalanx.plan import compare as comparing
 from phalanx.plan import text
@@ -21,7 +22,6 @@ from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import CalibrationNote, Plan
 from phalanx.plan.timed import plan_here
 from phalanx.units import plural
-from phalanx.visible import visible
 
 MOST_COMPARED = 8
 

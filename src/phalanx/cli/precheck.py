@@ -10,12 +10,12 @@ from phalanx.units import plural
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.spec.judge import Report
+    from phalanx.rules.judge import Report
 
 
 def check_before(resolved: ResolvedJob, plan: Plan, *, refuse: bool) -> None:
     """Judge a job and its plan: errors are told in full, warnings in a line each. With `refuse`, errors raise."""
-    from phalanx.spec.api import check_plan
+    from phalanx.rules.api import check_plan
 
     report = check_plan(resolved, plan)
     _tell(report)
@@ -25,8 +25,8 @@ def check_before(resolved: ResolvedJob, plan: Plan, *, refuse: bool) -> None:
 
 def _tell(report: Report) -> None:
     from phalanx.record.values import printable
-    from phalanx.spec.formats.plain import place_of, summary_of
-    from phalanx.spec.formats.text import MOST_TEXT, finding_lines
+    from phalanx.rules.formats.plain import place_of, summary_of
+    from phalanx.rules.formats.text import MOST_TEXT, finding_lines
 
     for one in report.problems:
         if one.severity == "error":

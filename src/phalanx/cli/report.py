@@ -55,7 +55,7 @@ def _put(kind: str, name: str, story: Story, *, quiet: bool) -> None:
     if name == "-":
         sys.stdout.write(text)
         return
-    from phalanx.files import write_text
+    from phalanx.io.files import write_text
 
     write_text(Path(name), text, fix=f"name another file with --{kind}, or - for stdout")
     if not quiet:

@@ -15,8 +15,8 @@ from phalanx.units import plural
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.spec.profiles import Profile
-    from phalanx.spec.rule import Rule
+    from phalanx.rules.profiles import Profile
+    from phalanx.rules.rule import Rule
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +30,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """List, or write the pages."""
-    from phalanx.spec.edition import select
-    from phalanx.spec.profiles import find_profile
+    from phalanx.rules.edition import select
+    from phalanx.rules.profiles import find_profile
 
     if args.json and args.format not in (None, "json"):
         raise mistake("phalanx rules", f"--json and --format {args.format} exclude each other", fix="give one of them")
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if form == "json":
         print_json(_document(rules, profile))
     elif form == "md":
-        from phalanx.spec.page import index
+        from phalanx.rules.page import index
 
         sys.stdout.write(index(rules))
     else:
@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _write(folder: Path, rules: Sequence[Rule]) -> int:
     """All pages; a page of a rule that is no more is taken away, so that the folder is the edition."""
-    from phalanx.files import write_text
-    from phalanx.spec.page import WROTE, pages
+    from phalanx.io.files import write_text
+    from phalanx.rules.page import WROTE, pages
 
     made = pages(rules)
     try:
@@ -74,8 +74,8 @@ def _write(folder: Path, rules: Sequence[Rule]) -> int:
 
 
 def _document(rules: Sequence[Rule], profile: Profile | None) -> dict[str, Any]:
-    from phalanx.spec.edition import EDITION
-    from phalanx.spec.page import sections
+    from phalanx.rules.edition import EDITION
+    from phalanx.rules.page import sections
 
     return {
         "edition": EDITION,
@@ -113,8 +113,8 @@ def _limit(limit: Any, profile: Profile | None) -> dict[str, Any]:
 
 
 def _list(rules: Sequence[Rule], profile: Profile | None) -> str:
-    from phalanx.spec.edition import EDITION
-    from phalanx.spec.page import TITLES, shown
+    from phalanx.rules.edition import EDITION
+    from phalanx.rules.page import TITLES, shown
 
     lines = [f"{plural(len(rules), 'rule')}, edition {EDITION}; phalanx explain ID prints one", ""]
     group = ""

@@ -6,13 +6,13 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.arch.counts import count_parameters
 from phalanx.cli.options import add_json, add_set
 from phalanx.cli.output import print_json, say, warn
 from phalanx.job.dump import to_dict, to_rows
 from phalanx.job.load import ResolvedJob, load
 from phalanx.job.rules import shown
 from phalanx.job.schema import TOKENS_PER_PARAMETER
+from phalanx.plan.parameter_counts import count_parameters
 
 if TYPE_CHECKING:
     from phalanx.record.account.communication import Communication

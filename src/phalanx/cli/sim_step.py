@@ -103,7 +103,7 @@ def _broken(plan: Plan, report: StepReport, args: argparse.Namespace) -> tuple[l
 
 
 def _write_trace(plan: Plan, report: StepReport, name: str) -> None:
-    from phalanx.files import write_text
+    from phalanx.io.files import write_text
     from phalanx.sim.step.trace import MOST_EVENTS, trace_json
 
     write_text(Path(name), trace_json(report, link=plan.cluster.accelerator.link), fix="name another --trace")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from phalanx.cli.options import add_job, add_json
 from phalanx.cli.output import note, print_json, say, warn
 from phalanx.errors import mistake
-from phalanx.files import write_text
+from phalanx.io.files import write_text
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
@@ -44,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trace, print, and exit 1 when ranks would not meet, the plan is off or does not fit."""
-    from phalanx.train.supervise.prepare import check_code, need_torch
+    from phalanx.train.prepare import check_code, need_torch
 
     need_torch()
     if args.workers < 0:
@@ -71,7 +71,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     from phalanx.hardware.cluster import resolve
     from phalanx.job.load import load
     from phalanx.plan.make import plan as make_plan
-    from phalanx.train.supervise.prepare import with_absolute_files
+    from phalanx.train.prepare import with_absolute_files
 
     resolved = with_absolute_files(load(args.job, overrides=args.overrides))
     warn(resolved.warnings)

@@ -16,12 +16,12 @@ from phalanx.units import plural
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from phalanx.elastic.client import HostSpec
+    from phalanx.elastic.launchers import RankPlace
     from phalanx.job.load import ResolvedJob
     from phalanx.job.schema import Job
     from phalanx.plan.plan import Plan
     from phalanx.record.run import Run
-    from phalanx.train.supervise.client import HostSpec
-    from phalanx.train.supervise.launchers import RankPlace
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -61,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
         from phalanx.record.run import open_run
 
         return _report(open_run(args.report), as_json=args.json)
+    from phalanx.elastic.launchers import find_rank
     from phalanx.metrics.serving import check_served
-    from phalanx.train.supervise.launchers import find_rank
-    from phalanx.train.supervise.prepare import need_torch
+    from phalanx.train.prepare import need_torch
 
     need_torch()
     place = find_rank(os.environ)
@@ -110,7 +110,7 @@ def _check_call(args: argparse.Namespace) -> None:
 
 def _planned(args: argparse.Namespace, *, here: bool) -> tuple[Plan, ResolvedJob, Run | None]:
     """The plan to launch, its job, and the run it goes on with; `here`: all its ranks are to run on this machine."""
-    from phalanx.train.supervise import prepare
+    from phalanx.train import prepare
 
     old: Run | None = None
     if args.resume:
@@ -128,7 +128,7 @@ def _planned(args: argparse.Namespace, *, here: bool) -> tuple[Plan, ResolvedJob
     prepare.check_trainable(plan)
     if here:
         prepare.check_here(plan)
-        from phalanx.train.supervise.transports import facts_here, transport_warnings
+        from phalanx.elastic.transports import facts_here, transport_warnings
 
         facts = facts_here(plan, slots=plan.layout.devices)
         warn(transport_warnings(facts) if facts is not None else ())
@@ -137,7 +137,7 @@ def _planned(args: argparse.Namespace, *, here: bool) -> tuple[Plan, ResolvedJob
 
 def _check_files(job: Job, resolved: ResolvedJob, args: argparse.Namespace, old: Run | None = None) -> None:
     """What the job reads is here, and what it writes can be written."""
-    from phalanx.train.supervise import prepare
+    from phalanx.train import prepare
 
     prepare.check_code(job, allowed=args.allow_code)
     prepare.check_inputs(job, resolved, _base(args, resolved), fresh=old is None)
@@ -152,7 +152,7 @@ def _base(args: argparse.Namespace, resolved: ResolvedJob) -> Path:
 def _fit_to_start(plan: Plan, resolved: ResolvedJob, args: argparse.Namespace) -> Plan:
     """The plan with its data, once the specification has nothing against it; data may take minutes to build."""
     from phalanx.cli.precheck import check_before
-    from phalanx.train.supervise import prepare
+    from phalanx.train import prepare
 
     _header(plan)
     check_before(resolved, plan, refuse=not args.no_check)
@@ -171,8 +171,8 @@ def _fresh_plan(args: argparse.Namespace) -> tuple[Plan, ResolvedJob]:
 
     Files are looked at first: measuring the machine takes 20 s, which nobody should wait to hear of a missing one.
     """
-    from phalanx.train.supervise import prepare
-    from phalanx.train.supervise.launchers import find_rank
+    from phalanx.elastic.launchers import find_rank
+    from phalanx.train import prepare
 
     resolved = None
     if args.job:
@@ -194,7 +194,7 @@ def _fresh_plan(args: argparse.Namespace) -> tuple[Plan, ResolvedJob]:
 
 def _header(plan: Plan) -> None:
     """Three lines before the first step: what runs, what it should take, what to mind."""
-    from phalanx.train.supervise.prepare import tell_sharing
+    from phalanx.train.prepare import tell_sharing
     from phalanx.units import format_bytes, format_count, format_seconds
 
     p, job = plan.prediction, plan.job
@@ -252,8 +252,8 @@ def _ready(plan: Plan, args: argparse.Namespace, old: Run | None, *, started: fl
 
 def _launch(made: Run, plan: Plan, args: argparse.Namespace, *, started: float) -> int:
     from phalanx.cli.live import Live
+    from phalanx.elastic.client import launch, local_hosts, rank_environ
     from phalanx.metrics.serving import serving
-    from phalanx.train.supervise.client import launch, local_hosts, rank_environ
 
     hosts = (
         _first_of(made, args) if args.join else local_hosts(plan.layout.devices, hosts=args.hosts, spares=args.spares)
@@ -305,7 +305,7 @@ def _first_of(made: Run, args: argparse.Namespace) -> tuple[HostSpec, ...]:
     """This host as the first of several; tells what to start on the others."""
     import platform
 
-    from phalanx.train.supervise.client import HostSpec, address_of, share_of
+    from phalanx.elastic.client import HostSpec, address_of, share_of
 
     made.set_launch(**{**made.launch(), "join": args.join})
     note(f"  on the other {plural(args.join - 1, 'host')}: phalanx agent {made.path.resolve()} --address THEIR_ADDRESS")
@@ -316,7 +316,7 @@ def _first_of(made: Run, args: argparse.Namespace) -> tuple[HostSpec, ...]:
 def _add_baselines(made: Run, plan: Plan) -> None:
     """Counted when the ranks are gone and the cores are free; only where there is something to compare."""
     from phalanx.record.account.summary import summarize
-    from phalanx.train.supervise.prepare import baselines
+    from phalanx.train.prepare import baselines
 
     found = summarize(made).evaluation
     if found is not None and found.bits_per_byte is not None and found.bigram_bits_per_byte is None:
@@ -345,7 +345,7 @@ def _report(made: Run, *, as_json: bool) -> int:
 def _join(args: argparse.Namespace, place: RankPlace) -> int:
     """Be one rank of a job that another launcher started; rank 0 makes the run folder for all, and reports."""
     from phalanx.cli.live import Live
-    from phalanx.train.supervise.joined import check_world, join
+    from phalanx.train.joined import check_world, join
 
     _refuse_under_launcher(args, place)
     os.environ.update(place.environ())  # what torch and the trainer read, also where srun or mpirun set other names

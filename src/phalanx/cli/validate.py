@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     from phalanx.plan.published import read_table
     from phalanx.plan.scorecard import text, write_predictions
     from phalanx.plan.validate import draw_known, predict_table, score
-    from phalanx.sim.validate.table import is_network_table
+    from phalanx.validate.network.table import is_network_table
 
     if is_network_table(Path(args.table)):
         return _network(args)
@@ -75,9 +75,9 @@ def run(args: argparse.Namespace) -> int:
 def _network(args: argparse.Namespace) -> int:
     """Network claims: nothing is fitted but the two ends of a series, so the options of runs do not apply."""
     from phalanx.errors import mistake
-    from phalanx.sim.validate.run import plan, validate
-    from phalanx.sim.validate.table import read_rows
-    from phalanx.sim.validate.text import text
+    from phalanx.validate.network.run import plan, validate
+    from phalanx.validate.network.table import read_rows
+    from phalanx.validate.network.text import text
 
     if args.predictions or args.calibrate or args.draw:
         raise mistake(args.table, "is a table of network claims", fix="leave --predictions, --calibrate and --draw out")

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.plan:  # a plan is settled; how many ranks share a GPU here is no part of it
         take_ranks_per_gpu(args)
     began_s = time.monotonic()
-    from phalanx.train.supervise.prepare import load_job, make, need_torch, read_plan
+    from phalanx.train.prepare import load_job, make, need_torch, read_plan
 
     need_torch()
     resolved = load_job(args.job, overrides=args.overrides, cluster=args.cluster, steps=0)
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 def _terms(plan: Plan, args: argparse.Namespace) -> tuple[Terms, int]:
     """How it is proven, and on how many GPUs; what speaks against that is said before torch is imported."""
     from phalanx.hardware.sharing import allowed_ranks
-    from phalanx.train.supervise.prepare import check_gpus
+    from phalanx.train.prepare import check_gpus
     from phalanx.train.verify.terms import RANKS, Terms, refuse_terms
 
     gpus, ranks = 0, RANKS

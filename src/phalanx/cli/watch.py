@@ -9,7 +9,7 @@ import time
 from collections import deque
 
 from phalanx.cli.output import plain, say
-from phalanx.visible import visible_json
+from phalanx.io.visible import visible_json
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx.record.run import Run
-    from phalanx.spec.judge import Finding
-    from phalanx.spec.live import Verdicts
+    from phalanx.rules.judge import Finding
+    from phalanx.rules.live import Verdicts
 
 LEAST_S = 2.0  # between two judgements
 REST = 10.0  # and ten times what the last one took: at most a tenth of a core
@@ -31,7 +31,7 @@ class Known:
         """The counts; empty before the first judgement."""
         if self.verdicts is None:
             return self.trouble
-        from phalanx.spec.formats.plain import summary_of
+        from phalanx.rules.formats.plain import summary_of
 
         return summary_of(self.verdicts.report) + ("" if self.is_last else "; so far")
 
@@ -45,7 +45,7 @@ class Known:
         """For `--json`; None before the first judgement."""
         if self.verdicts is None:
             return {"trouble": self.trouble} if self.trouble else None
-        from phalanx.spec.formats.plain import counts_of, cure_of
+        from phalanx.rules.formats.plain import counts_of, cure_of
 
         report = self.verdicts.report
         return {
@@ -93,7 +93,7 @@ class Checker:
             self._tell(Known(trouble=f"could not be worked out ({type(error).__name__})", is_last=True))
 
     def _judge(self) -> None:
-        from phalanx.spec.live import LiveCheck
+        from phalanx.rules.live import LiveCheck
 
         check = LiveCheck(self._run)
         while not self._known.is_last:

@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
     _require()
-    from phalanx.listen import bound_address, open_socket, parse_address
+    from phalanx.io.listen import bound_address, open_socket, parse_address
     from phalanx.web.app import Door
     from phalanx.web.bind import allowed_hosts, is_any
     from phalanx.web.guard import Key
@@ -70,7 +70,7 @@ def _require() -> None:
 
 
 def _token(choice: str | None) -> str | None:
-    from phalanx.listen import read_token
+    from phalanx.io.listen import read_token
 
     if choice is None:
         return None

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import Problem, WorldError, mistake
-from phalanx.files import replace_text
 from phalanx.hardware.tomlfile import read_text
+from phalanx.io.files import replace_text
 
 VERSION = 1
 

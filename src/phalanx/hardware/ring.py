@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.files import replace_text
+from phalanx.io.files import replace_text
 
 _PATIENCE_S = 20.0
 _TOKEN_BYTES = 32

@@ -25,11 +25,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from phalanx.files import replace_text
 from phalanx.hardware.cpu_steps import CpuRates, CpuStep, fit_rates
 from phalanx.hardware.discover import discover
 from phalanx.hardware.machine import Machine
 from phalanx.hardware.profile import usual_path
+from phalanx.io.files import replace_text
 from phalanx.units import plural
 
 WORKER = "phalanx.train.probe_steps"  # a process of its own: this one never imports torch

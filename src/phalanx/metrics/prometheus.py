@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from phalanx.listen import Address, bound_address, is_own_name, open_socket
+from phalanx.io.listen import Address, bound_address, is_own_name, open_socket
 from phalanx.metrics.names import METRICS
 from phalanx.metrics.need import need
 from phalanx.metrics.point import Point

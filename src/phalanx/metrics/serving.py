@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from phalanx.io.listen import is_loopback, kept_token, parse_address
 from phalanx.job.schema import Telemetry
-from phalanx.listen import is_loopback, kept_token, parse_address
 from phalanx.metrics.need import need
 from phalanx.record.run import Run
 

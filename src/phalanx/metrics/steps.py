@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from phalanx.errors import PhalanxError, Problem, WorldError
-from phalanx.files import write_text
+from phalanx.io.files import write_text
 from phalanx.metrics import names
 from phalanx.record.account.segments import Segment, segments
 from phalanx.record.archive.history import RunHistory

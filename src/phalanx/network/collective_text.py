@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.columns import table
+from phalanx.io.columns import table
 from phalanx.network.collective_answer import Answer, Reign
 from phalanx.network.fit import AlphaBeta
 from phalanx.network.sizes import format_size

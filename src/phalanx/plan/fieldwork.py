@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.errors import mistake
-from phalanx.files import write_text
+from phalanx.io.files import write_text
 from phalanx.job.textfile import read_text
 from phalanx.plan import ask as asking
 from phalanx.plan.calibrate import GROUPS, Calibration, calibrate, calibrated

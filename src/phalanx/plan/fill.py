@@ -6,9 +6,9 @@ import re
 from dataclasses import replace
 from itertools import product
 
-from phalanx.arch.counts import count_parameters
 from phalanx.job.model import ModelShape
 from phalanx.job.presets import presets
+from phalanx.plan.parameter_counts import count_parameters
 from phalanx.plan.published import Row, number
 
 # Padded GPT-2 vocabulary, which Megatron's and vTrain's published configurations use when they name none.

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from phalanx.arch.counts import count_parameters
 from phalanx.errors import Problem, UserError
 from phalanx.job.dataset import (
     LEAST_VOCAB,
@@ -29,6 +28,7 @@ from phalanx.job.hf import read_config
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Job
 from phalanx.job.vocabulary import TOKENIZER, Vocabulary, compare, read_vocabulary
+from phalanx.plan.parameter_counts import count_parameters
 from phalanx.plan.prediction import token_budget
 from phalanx.units import format_count, plural
 

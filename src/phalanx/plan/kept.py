@@ -17,8 +17,8 @@ from importlib import resources
 from pathlib import Path
 
 from phalanx.errors import PhalanxError
-from phalanx.files import replace_text
 from phalanx.hardware.types import Cluster
+from phalanx.io.files import replace_text
 from phalanx.job.load import ResolvedJob
 from phalanx.plan.codec import encode
 from phalanx.plan.make import plan as make_plan

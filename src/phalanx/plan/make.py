@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.arch.counts import count_parameters
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve
 from phalanx.hardware.types import Cluster
@@ -25,6 +24,7 @@ from phalanx.plan.compute import element_bytes
 from phalanx.plan.layout import Layout
 from phalanx.plan.mapping import RANK_ORDER, mapping
 from phalanx.plan.messages import with_messages
+from phalanx.plan.parameter_counts import count_parameters
 from phalanx.plan.plan import SCHEMA, CalibrationNote, ParetoPoint, Plan, SearchStats
 from phalanx.plan.prediction import Duration, duration, predict, token_budget
 from phalanx.plan.reasons import explain

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from phalanx.arch.counts import count_parameters
 from phalanx.hardware.types import Cluster
 from phalanx.job.schema import Job
 from phalanx.network.nccl_choice import Expected, Operation, choices, expect
@@ -14,6 +13,7 @@ from phalanx.network.nccl_cluster import group_system
 from phalanx.network.nccl_system import System
 from phalanx.plan.layout import Layout
 from phalanx.plan.mapping import AxisUse
+from phalanx.plan.parameter_counts import count_parameters
 
 MIB = 2.0**20
 # What `comm.bucket_mib = "auto"` is: train/parallel/replicate.py, after DistributedDataParallel's default.

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from phalanx.arch.counts import ParameterCount, count_parameters
 from phalanx.errors import Problem
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import TOKENS_PER_PARAMETER, Batch
@@ -16,6 +15,7 @@ from phalanx.plan import cpu_step
 from phalanx.plan.ask import Ask
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import MemoryUse
+from phalanx.plan.parameter_counts import ParameterCount, count_parameters
 from phalanx.plan.reasons import PARTS
 from phalanx.plan.score import price
 from phalanx.plan.uncertainty import interval

@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.files import write_text
+from phalanx.io.files import write_text
 from phalanx.plan.validate import LEAST_ROWS, Prediction, Scorecard
 from phalanx.units import plural
 

@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 
-from phalanx.columns import table
+from phalanx.io.columns import table
 from phalanx.job.schema import TOKENS_PER_PARAMETER
 from phalanx.plan.bill import Bill
 from phalanx.plan.plan import ParetoPoint, Plan

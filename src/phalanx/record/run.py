@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from phalanx.errors import Problem, UserError, WorldError, mistake, nearest
-from phalanx.files import replace_text
+from phalanx.io.files import replace_text
 from phalanx.record.events import EventReader, open_file
 from phalanx.record.values import at, finite, integer, number
 

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from phalanx.errors import mistake
-from phalanx.files import replace_text
+from phalanx.io.files import replace_text
 from phalanx.job.model import ModelShape
 from phalanx.plan.plan import Plan
 from phalanx.record.run import open_run
-from phalanx.train.checkpoint.export import read_state
-from phalanx.train.checkpoint.find import Checkpoint, candidates
 from phalanx.train.data.dataset import TokenDataset
 from phalanx.train.models.hf_weights import save_hf, save_named
 from phalanx.train.models.own import PREFIX
+from phalanx.train.state.export import read_state
+from phalanx.train.state.find import Checkpoint, candidates
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.elastic.board import Phase
 from phalanx.errors import WorldError
 from phalanx.plan.digests import digest_every
 from phalanx.plan.plan import Plan
@@ -18,8 +19,6 @@ from phalanx.plan.shrink import Dealing
 from phalanx.record.events import EventWriter
 from phalanx.record.redact import redact
 from phalanx.record.run import Run
-from phalanx.train.checkpoint.background import AsyncSaver
-from phalanx.train.checkpoint.interval import Interval
 from phalanx.train.data.batches import Batches, BatchPlan
 from phalanx.train.data.dataset import TokenDataset
 from phalanx.train.engine import Engine, StepResult, Wish
@@ -34,10 +33,11 @@ from phalanx.train.orders import Astray, Orders
 from phalanx.train.parallel.expert import imbalance
 from phalanx.train.patience import Patience
 from phalanx.train.sample import sample_texts
-from phalanx.train.state import meta_of, pieces_of, rank_meta_of
-from phalanx.train.supervise.board import Phase
+from phalanx.train.state.background import AsyncSaver
+from phalanx.train.state.interval import Interval
 from phalanx.train.telemetry.compiling import compiled_s
 from phalanx.train.telemetry.timeline import Sample, TimelineSampler
+from phalanx.train.training_state import meta_of, pieces_of, rank_meta_of
 from phalanx.units import plural
 
 # What is said of a buffer of the user's own network.

@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.train.checkpoint.copies import Copies
+from phalanx.elastic.board import Phase
+from phalanx.elastic.link import Interrupted
 from phalanx.train.guard.verdict import Divergence
 from phalanx.train.hooks import Hooks
-from phalanx.train.supervise.board import Phase
-from phalanx.train.supervise.link import Interrupted
-from phalanx.train.vault.keeper import Keeper
+from phalanx.train.state.copies import Copies
+from phalanx.train.state.memory_keeper import Keeper
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import torch
 
 from phalanx.job.schema import Job
-from phalanx.train.checkpoint.export import read_state
-from phalanx.train.checkpoint.find import newest
-from phalanx.train.checkpoint.url import Place
 from phalanx.train.data.dataset import TokenDataset
 from phalanx.train.data.tokenizer import load_tokenizer
 from phalanx.train.models.decoder import Decoder
+from phalanx.train.state.export import read_state
+from phalanx.train.state.find import newest
+from phalanx.train.state.url import Place
 
 MOST_PARAMETERS = 2 * 10**9  # 8 GB in fp32: a larger model is sampled elsewhere
 TEMPERATURE, TOP = 0.8, 40  # Fan et al. 2018: only the likeliest forty

@@ -23,6 +23,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from phalanx.elastic.board import NO_STEP, Phase
+from phalanx.elastic.choose import Choice
+from phalanx.elastic.fence import fence
+from phalanx.elastic.formation import Formation, Seat
+from phalanx.elastic.gpus import agree_on_gpus, take_shared_gpu
+from phalanx.elastic.link import Interrupted, Link
+from phalanx.elastic.process import take_rank
+from phalanx.elastic.transports import facts_here, transport_notes
+from phalanx.elastic.vault import Vault
 from phalanx.errors import Problem, WorldError, mistake
 from phalanx.hardware.sharing import allowed_ranks
 from phalanx.job.schema import Job
@@ -30,11 +39,9 @@ from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.redact import redact
 from phalanx.record.run import Run, open_run
-from phalanx.train.checkpoint import sweep
-from phalanx.train.checkpoint.copies import Copies
-from phalanx.train.checkpoint.prune import drop_after
-from phalanx.train.checkpoint.random_state import seed_random
+from phalanx.train import last_words
 from phalanx.train.engine import Engine
+from phalanx.train.flight import BUFFER_NAMES, RECORDED, FlightRecord
 from phalanx.train.guard.spikes import Spikes
 from phalanx.train.guard.verdict import Divergence
 from phalanx.train.hooks import Hooks, hooks_of
@@ -44,27 +51,20 @@ from phalanx.train.memory import MemoryMeter
 from phalanx.train.models.own import build_outline, differs_from_shape
 from phalanx.train.orders import Astray, Orders
 from phalanx.train.settings import Settings
-from phalanx.train.state import Restored, pieces_of, restore_copies, restore_newest, take_weights
-from phalanx.train.supervise import last_words
-from phalanx.train.supervise.board import NO_STEP, Phase
-from phalanx.train.supervise.fence import fence
-from phalanx.train.supervise.flight import BUFFER_NAMES, RECORDED, FlightRecord
-from phalanx.train.supervise.formation import Formation, Seat
-from phalanx.train.supervise.gpus import agree_on_gpus, take_shared_gpu
-from phalanx.train.supervise.link import Interrupted, Link
-from phalanx.train.supervise.process import take_rank
-from phalanx.train.supervise.transports import facts_here, transport_notes
+from phalanx.train.state import sweep
+from phalanx.train.state.copies import Copies
+from phalanx.train.state.memory_buddy import buddy_of
+from phalanx.train.state.memory_keeper import Keeper
+from phalanx.train.state.memory_replica import BuddyAddress
+from phalanx.train.state.memory_server import VaultServer
+from phalanx.train.state.memory_source import MemorySource
+from phalanx.train.state.prune import drop_after
+from phalanx.train.state.random_state import seed_random
 from phalanx.train.telemetry.communicators import tell_communicators
 from phalanx.train.telemetry.sensors import sensors_of
 from phalanx.train.telemetry.sharing import Sharers, gpu_uuid, host_name, is_loopback
 from phalanx.train.telemetry.watch import KeptSensors, Meeting, meet, watched
-from phalanx.train.vault.buddy import buddy_of
-from phalanx.train.vault.choose import Choice
-from phalanx.train.vault.keeper import Keeper
-from phalanx.train.vault.replica import BuddyAddress
-from phalanx.train.vault.server import VaultServer
-from phalanx.train.vault.source import MemorySource
-from phalanx.train.vault.vault import Vault
+from phalanx.train.training_state import Restored, pieces_of, restore_copies, restore_newest, take_weights
 from phalanx.units import plural
 
 

@@ -1,11 +1,11 @@
-"""The names a browser may call the dashboard by; where it listens is `phalanx.listen`, which other servers share."""
+"""The names a browser may call the dashboard by; where it listens is `phalanx.io.listen`, which other servers share."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
 
-from phalanx.listen import LOOPBACK_NAMES, Address
+from phalanx.io.listen import LOOPBACK_NAMES, Address
 
 DEFAULT = "127.0.0.1:8337"
 

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 
 from phalanx.record.run import Run
-from phalanx.spec.live import LiveCheck, Verdicts
+from phalanx.rules.live import LiveCheck, Verdicts
 
 MOST_CHECKS = 8  # runs whose logs are read on; one that makes room is read again from its start
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from phalanx.record.run import Run
 from phalanx.record.values import printable
-from phalanx.spec.edition import EDITION, find_rule
-from phalanx.spec.formats.plain import report_dict
-from phalanx.spec.live import Verdicts
-from phalanx.spec.rule import GROUPS, Limit, Rule
+from phalanx.rules.edition import EDITION, find_rule
+from phalanx.rules.formats.plain import report_dict
+from phalanx.rules.live import Verdicts
+from phalanx.rules.rule import GROUPS, Limit, Rule
 from phalanx.web.answer import Json, Parts
 from phalanx.web.memo import NotYetError
 from phalanx.web.shelf import Shelf, mark

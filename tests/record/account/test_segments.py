@@ -24,7 +24,7 @@ from phalanx.record.page.report import render
 from phalanx.record.page.story import tell_story
 from phalanx.record.run import Run, create_run
 from phalanx.record.values import at
-from phalanx.spec.log.stream import read_log
+from phalanx.rules.log.stream import read_log
 
 FOUR = {
     "data": 2, "shard": 2, "tensor": 1, "context": 1, "pipeline": 2, "virtual_pipeline": 1, "expert": 1, "zero": 2,

@@ -13,13 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from phalanx.elastic.failure import _NO_MEMORY
 from phalanx.record.run import Run
 from phalanx.train.drill import fired, inject
 from phalanx.train.drill.fault import parse_all
 from phalanx.train.drill.inject import DrillFault, Injector
 from phalanx.train.hooks import Hooks, hooks_of
 from phalanx.train.parallel.pieces import Piece
-from phalanx.train.supervise.failure import _NO_MEMORY
 
 
 class Clock:

@@ -9,7 +9,7 @@ import pytest
 from synthetic import write_run
 
 from phalanx.job.load import load
-from phalanx.spec.edition import all_rules
+from phalanx.rules.edition import all_rules
 from phalanx.train.drill import suite
 from phalanx.train.drill.fault import KINDS, SAVE_POINTS
 from phalanx.train.drill.oracle import Verdict

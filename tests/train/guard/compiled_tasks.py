@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.train.checkpoint.random_state import seed_random
 from phalanx.train.engine import Engine
 from phalanx.train.guard.compiled import Comparison, code_key, compare_compiled, drawn_so_far, is_due
 from phalanx.train.guard.digest import digest_pieces
+from phalanx.train.state.random_state import seed_random
 from phalanx.train.tracing.dry import _forget_meshes
 from phalanx.train.verify.trial import Trial, _mine
 

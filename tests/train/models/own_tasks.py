@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from phalanx.train.checkpoint.random_state import seed_random
 from phalanx.train.engine import Engine
 from phalanx.train.guard.divergence import Guard
-from phalanx.train.state import take_weights
+from phalanx.train.state.random_state import seed_random
 from phalanx.train.tracing.dry import _forget_meshes
+from phalanx.train.training_state import take_weights
 from phalanx.train.verify.trial import RankOutcome, Trial, _mine, keep, on_rank
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from phalanx.arch.counts import count_parameters
 from phalanx.errors import UserError
 from phalanx.job.model import ModelShape
 from phalanx.job.presets import presets
+from phalanx.plan.parameter_counts import count_parameters
 from phalanx.train.models.attention import Attention, causal_attention, repeat_heads
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.models.init import ROWS, STD, draw

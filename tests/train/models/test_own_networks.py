@@ -18,10 +18,10 @@ from safetensors.torch import load_model
 from phalanx.errors import UserError
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
-from phalanx.train.checkpoint.export import read_state
-from phalanx.train.checkpoint.find import newest
 from phalanx.train.engine import IGNORED
 from phalanx.train.models.hf_weights import read_named, save_named
+from phalanx.train.state.export import read_state
+from phalanx.train.state.find import newest
 from phalanx.train.verify.ranks import run_ranks
 from phalanx.train.verify.trial import HELD_OUT, Outcome, Trial, batch, put_together
 

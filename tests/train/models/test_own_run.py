@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from phalanx.record.run import open_run
-from phalanx.train.checkpoint.export import read_state
-from phalanx.train.checkpoint.find import newest
 from phalanx.train.data.build import Origin, Recipe, build
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import Progress
+from phalanx.train.state.export import read_state
+from phalanx.train.state.find import newest
 
 JOB = """
 name = "own"

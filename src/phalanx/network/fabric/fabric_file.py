@@ -8,9 +8,9 @@ from pathlib import Path
 
 from phalanx.errors import Problem, UserError, nearest
 from phalanx.hardware.tomlfile import TomlFile, read_toml
+from phalanx.io.visible import one_line
 from phalanx.network.fabric.sizing import MOST_NAME, MOST_USD, MOST_WATTS, Shape
 from phalanx.network.fabric.types import KINDS
-from phalanx.visible import one_line
 
 KEYS = (
     "hosts", "nic_gbps", "planes", "tiers", "radix", "switch", "oversubscription", "rails", "wide", "name", "box",

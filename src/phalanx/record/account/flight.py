@@ -3,7 +3,7 @@
 torch numbers the collectives of every process group on every rank. Where ranks wait in number 41 of a group and one of
 its members has only come to number 40, that member is who they wait for, unless it waits itself, in another group, for
 somebody else. Ranks leave their recorder's newest entries in flight/ of the run folder when a formation ends badly
-(train/supervise/flight.py); a rank that was killed or stopped leaves nothing, which says something too.
+(train/flight.py); a rank that was killed or stopped leaves nothing, which says something too.
 """
 
 from __future__ import annotations

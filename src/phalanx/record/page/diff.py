@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from phalanx.columns import table
+from phalanx.io.columns import table
 from phalanx.record.account.ledger import walk
 from phalanx.record.account.summary import Summary, summarize
 from phalanx.record.archive.history import RunHistory

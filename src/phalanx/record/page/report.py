@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from phalanx.columns import table
+from phalanx.io.columns import table
 from phalanx.record.account.communication import communication_lines
 from phalanx.record.account.cost import Cost
 from phalanx.record.account.ledger import Ledger

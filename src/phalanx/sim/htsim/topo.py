@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.errors import UserError, mistake
+from phalanx.io.visible import one_line
 from phalanx.network.fabric.catalogue import unnamed
 from phalanx.network.fabric.sizing import MOST_NIC_GBPS
 from phalanx.network.fabric.types import Fabric
 from phalanx.sim.htsim.lines import Line, read_lines
-from phalanx.visible import one_line
 
 MOST_BYTES = 1 << 20  # a page of text
 MOST_NODES = 10**7

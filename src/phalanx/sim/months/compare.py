@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from phalanx.columns import table
+from phalanx.io.columns import table
 from phalanx.plan.plan import Plan
 from phalanx.sim.months.forecast import Forecast, forecast
 from phalanx.sim.months.ledger import Outcome

@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Mapping
 
-from phalanx.columns import table
+from phalanx.io.columns import table
 from phalanx.plan.plan import Plan
 from phalanx.sim.months.forecast import Forecast, PhaseShare
 from phalanx.sim.months.ledger import PHASES

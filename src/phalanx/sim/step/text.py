@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from phalanx.columns import table
+from phalanx.io.columns import table
 from phalanx.sim.step.breaks import GREY_LOSS, PARTS, Aftermath
 from phalanx.sim.step.paths import HASHED_QPS, SPRAYED_PATHS
 from phalanx.sim.step.picture import COLUMNS, picture

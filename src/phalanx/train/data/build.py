@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from phalanx.errors import Problem, UserError, WorldError, mistake, nearest
-from phalanx.files import replace_text
+from phalanx.io.files import replace_text
 from phalanx.job.dataset import (
     MANIFEST,
     SPLITS,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import Problem, UserError, WorldError, mistake
-from phalanx.files import write_text
+from phalanx.io.files import write_text
 from phalanx.job.dataset import (
     CLEANING,
     VOCAB,

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.files import replace_text
+from phalanx.io.files import replace_text
 from phalanx.record.run import Run, read_json
 from phalanx.train.drill.fault import Fault
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from phalanx.elastic.client import HostSpec, launch, local_hosts
 from phalanx.errors import PhalanxError
 from phalanx.job.dump import to_dict
 from phalanx.plan.plan import Plan
@@ -27,7 +28,6 @@ from phalanx.train.drill.network import Net
 from phalanx.train.drill.oracle import Expected, Verdict
 from phalanx.train.drill.refused import refused
 from phalanx.train.drill.timing import Outcome, noticed, outcomes
-from phalanx.train.supervise.client import HostSpec, launch, local_hosts
 from phalanx.units import plural
 
 BACK_OFF_S = 60.0  # pauses between attempts, and a start of the agents

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from phalanx.record.run import Run
 
-COORDINATOR = "phalanx.train.supervise.coordinator"
+COORDINATOR = "phalanx.elastic.coordinator"
 
 
 def parent_of(pid: int) -> int | None:

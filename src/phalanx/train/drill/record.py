@@ -16,12 +16,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from phalanx.elastic.secret import make_secret, read_secret
 from phalanx.errors import Problem, UserError, WorldError
-from phalanx.files import replace_text
+from phalanx.io.files import replace_text
 from phalanx.record.drill import NAME, VERSION, digests, read_record, sign
 from phalanx.record.provenance import our_code
 from phalanx.record.run import Run
-from phalanx.train.supervise.secret import make_secret, read_secret
 
 MOST_STORED = 64  # copies in the user's store: some kilobytes each
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from phalanx.columns import table
+from phalanx.io.columns import table
 from phalanx.train.drill.perform import Numbers, Result
 from phalanx.train.drill.timing import Outcome
 from phalanx.units import format_seconds, plural

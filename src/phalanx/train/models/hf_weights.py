@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from phalanx.errors import Problem, UserError, WorldError, mistake
-from phalanx.files import write_text
+from phalanx.io.files import write_text
 from phalanx.job.hf_write import to_config
 from phalanx.job.model import ModelShape
 from phalanx.train.models.decoder import TIED, Decoder

@@ -18,13 +18,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import UninitializedParameter
 
-from phalanx.arch.counts import count_parameters
 from phalanx.errors import Problem, UserError, WorldError
 from phalanx.job.model import ModelShape
 from phalanx.plan.layout import Layout
-from phalanx.train.checkpoint.dtypes import KINDS, dtype_name
+from phalanx.plan.parameter_counts import count_parameters
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.models.protocol import Network, Staged, build_model
+from phalanx.train.state.dtypes import KINDS, dtype_name
 from phalanx.units import format_bytes
 
 GAP = 0.02  # parameters may differ from the shape by this share before the plan's memory is called wrong

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined, unused-ignore]
 
+from phalanx.elastic.gpus import loaded_nccl
 from phalanx.record.events import EventWriter
 from phalanx.record.redact import redact
 from phalanx.train.parallel.dims import GroupTime
-from phalanx.train.supervise.gpus import loaded_nccl
 
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_")
 MOST_VARIABLES, MOST_VALUE = 200, 300  # an event is one line

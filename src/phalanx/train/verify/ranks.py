@@ -23,9 +23,9 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
+from phalanx.elastic.gpus import check_nccl, loaded_nccl, shared_settings
+from phalanx.elastic.process import die_with
 from phalanx.errors import PhalanxError, Problem, UserError, WorldError
-from phalanx.train.supervise.gpus import check_nccl, loaded_nccl, shared_settings
-from phalanx.train.supervise.process import die_with
 from phalanx.train.verify.server import CALLER
 from phalanx.units import plural
 

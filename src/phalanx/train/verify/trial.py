@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
-from phalanx.train.checkpoint.save import save
 from phalanx.train.engine import IGNORED, Engine
 from phalanx.train.optim.base import Optimizer
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.settings import Settings
-from phalanx.train.state import meta_of, pieces_of, rank_meta_of, restore_newest
+from phalanx.train.state.save import save
+from phalanx.train.training_state import meta_of, pieces_of, rank_meta_of, restore_newest
 from phalanx.train.verify.ranks import CORES, LIMIT_S, Place, run_ranks
 
 Array = NDArray[Any]

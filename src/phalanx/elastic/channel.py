@@ -1,0 +1,415 @@
+"""Messages between agents, coordinator and ranks: JSON over TCP, signed with the run's secret.
+
+A channel has no thread of its own. It serves a loop over selectors (`fileno`, `receive`) and a blocking caller (`wait`,
+`read_into`) alike, because it never reads further than the frame it is in: whatever was not taken is still in the
+socket, where a selector sees it. One thread may send while another receives.
+
+    frame   size of the message, bytes of data, crc32 of the data | message | HMAC      then the data as it is
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import selectors
+import socket
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+from phalanx.elastic import handshake
+from phalanx.elastic.handshake import ANSWER, MAC_BYTES, OPENING, Handshake, Message, Refused, Seal
+from phalanx.elastic.stream import Closed, Intake, ready, say, take_before, tune
+
+__all__ = ["Channel", "Closed", "Listener", "Message", "Refused", "connect"]
+
+Address = tuple[str, int]
+Hello = Message | Callable[[Message], Message]
+PREFIX = struct.Struct("!IQI")  # bytes of the message, bytes of data after it, crc32 of the data
+MAX_MESSAGE_BYTES = 1 << 24  # the word to go is 190 bytes a rank: 80,000 of them
+PIECE_BYTES = 1 << 20  # bulk data is moved and summed in pieces that stay in a core's cache
+BURST = 64  # messages one receive() takes, so that a talkative peer does not starve a loop
+STALL_S = 10.0  # without one byte moving, after which a peer counts as gone
+HALF_OPEN = 64  # connections that have not yet proved anything
+HELLO_S = 5.0  # for which a connection may prove nothing
+BACKLOG = 1024
+LOOPBACK = "127.0.0.1"
+
+
+class Channel:
+    """An authentic connection; made by `connect` and `Listener.pump`."""
+
+    def __init__(self, sock: socket.socket, *, send: Seal, receive: Seal, peer: Message, stall_s: float) -> None:
+        self.peer = peer
+        self.stall_s = stall_s
+        self._sock = sock
+        self._intake = Intake(sock)
+        self._sign, self._check = send, receive
+        self._sending = threading.Lock()
+        # Apart for each way: what a dying peer said last can still be read though nothing can be sent to it any more.
+        self._sends, self._receives = _Way(), _Way()
+        self._prefix: bytes | None = None
+        self._owed_bytes, self._owed_crc32 = 0, 0
+
+    def fileno(self) -> int:
+        """The descriptor for a selector; -1 once closed."""
+        return self._sock.fileno()
+
+    def send(self, message: Message, data: memoryview | bytes = b"", *, crc32: int | None = None) -> None:
+        """Send a message and the data that goes with it; raises Closed when the peer is gone or takes nothing.
+
+        `crc32` spares reading the data once more where the caller knows it. The receiver finds the size of the data in
+        the message, as `data_bytes`.
+        """
+        if "data_bytes" in message:
+            raise ValueError("data_bytes is the channel's own key")
+        text = handshake.encode(message)
+        if len(text) > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message of {len(text)} bytes; a channel takes {MAX_MESSAGE_BYTES}: send it as data")
+        view = _flat(data)
+        prefix = PREFIX.pack(len(text), view.nbytes, zlib.crc32(view) if crc32 is None else crc32)
+        with self._sending, self._sends.unbroken():
+            mac = self._sign.next(prefix, text)
+            self._push(memoryview(prefix + text + mac))
+            self._push(view)
+
+    def receive(self) -> list[Message]:
+        """The messages that have arrived, without waiting; the last may announce data, which `read_into` takes.
+
+        Raises Closed when the peer is gone, Refused when a frame is not authentic (the channel is then of no more use).
+        Data that nobody read is skipped.
+        """
+        messages: list[Message] = []
+        try:
+            while len(messages) < BURST and (message := self._next()) is not None:
+                messages.append(message)
+                if self._owed_bytes:
+                    break
+        except ConnectionError:
+            if not messages:
+                raise
+            self._hang_up(socket.SHUT_RD)  # wakes the selector once more: the next call says why
+        return messages
+
+    def wait(self, timeout_s: float) -> Message:
+        """The next message; raises TimeoutError, Closed or Refused."""
+        deadline = time.monotonic() + timeout_s
+        while (message := self._next()) is None:
+            if not ready(self._sock, select.POLLIN, deadline - time.monotonic()):
+                raise TimeoutError(f"no message from {self._who()} in {timeout_s:g} s")
+        return message
+
+    def read_into(self, buffer: memoryview | bytearray) -> int:
+        """Fill `buffer` with the data that the last message announced; returns its crc32, which was right."""
+        view = _flat(buffer)
+        if view.nbytes != self._owed_bytes:
+            raise ValueError(f"a buffer of {view.nbytes} bytes for {self._owed_bytes} bytes of data")
+        with self._receives.unbroken():
+            crc32 = self._fill(view)
+            if crc32 != self._owed_crc32:
+                raise Refused(f"{view.nbytes} bytes from {self._who()} were damaged on the way")
+        return crc32
+
+    def close(self) -> None:
+        """Say goodbye and give the socket back."""
+        self._finish("this side closed the channel")
+        self._hang_up(socket.SHUT_RDWR)  # reaches the peer though a forked child may hold a copy of the socket
+        self._sock.close()
+
+    def forget(self) -> None:
+        """In a forked child: give back its copy of the socket; the parent's conversation goes on."""
+        self._finish("this channel belongs to the parent process")
+        self._sock.close()
+
+    def _next(self) -> Message | None:
+        with self._receives.unbroken():
+            if self._owed_bytes and not self._skip():
+                return None
+            if self._prefix is None:
+                self._prefix = self._intake.take(PREFIX.size)
+            return None if self._prefix is None else self._read_message(self._prefix)
+
+    def _read_message(self, prefix: bytes) -> Message | None:
+        size, data_bytes, crc32 = PREFIX.unpack(prefix)
+        if size > MAX_MESSAGE_BYTES:
+            raise Refused(f"{self._who()} announced a message of {size} bytes, more than {MAX_MESSAGE_BYTES}")
+        frame = self._intake.take(size + MAC_BYTES)
+        if frame is None:
+            return None
+        text, mac = frame[:size], frame[size:]
+        if not handshake.same(mac, self._check.next(prefix, text)):
+            raise Refused(f"a frame from {self._who()} is not authentic: changed, repeated or out of order")
+        message = handshake.decode(text)
+        self._prefix = None
+        self._owed_bytes, self._owed_crc32 = data_bytes, crc32
+        return message | {"data_bytes": data_bytes} if data_bytes else message
+
+    def _skip(self) -> bool:
+        """Drop what has arrived of data that nobody wants; whether that is all of it."""
+        scratch = memoryview(bytearray(min(self._owed_bytes, PIECE_BYTES)))
+        while self._owed_bytes:
+            count = self._intake.take_into(scratch[: self._owed_bytes])
+            if not count:
+                return False
+            self._owed_bytes -= count
+        return True
+
+    def _fill(self, view: memoryview) -> int:
+        crc32 = done = 0
+        while done < view.nbytes:
+            count = self._intake.take_into(view[done : done + PIECE_BYTES])
+            if count:
+                crc32 = zlib.crc32(view[done : done + count], crc32)
+                done += count
+                self._owed_bytes -= count
+            elif not ready(self._sock, select.POLLIN, self.stall_s):
+                raise Closed(f"{self._who()} sent {done} of {view.nbytes} bytes, then nothing for {self.stall_s:g} s")
+        return crc32
+
+    def _push(self, view: memoryview) -> None:
+        while view.nbytes:
+            try:
+                view = view[self._sock.send(view[:PIECE_BYTES]) :]
+            except BlockingIOError:
+                if not ready(self._sock, select.POLLOUT, self.stall_s):
+                    raise Closed(f"{self._who()} took nothing for {self.stall_s:g} s") from None
+            except OSError as error:
+                raise Closed(f"{self._who()} is gone: {error.strerror or error}") from None
+
+    def _finish(self, why: str) -> None:
+        for way in (self._sends, self._receives):
+            way.end = way.end or Closed(why)
+
+    def _hang_up(self, how: int) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(how)
+
+    def _who(self) -> str:
+        names = " ".join(str(self.peer[key]) for key in ("role", "host") if key in self.peer)
+        return names or "the peer"
+
+
+class _Way:
+    """One direction of a channel. After an error the stream may be inside a frame: it is used no more."""
+
+    def __init__(self) -> None:
+        self.end: ConnectionError | None = None
+
+    @contextlib.contextmanager
+    def unbroken(self) -> Iterator[None]:
+        """Do one thing in this direction, unless an earlier one failed."""
+        if self.end is not None:
+            raise type(self.end)(*self.end.args)
+        try:
+            yield
+        except ConnectionError as error:
+            self.end = error
+            raise
+        except BaseException:  # of a signal handler
+            self.end = Closed("the channel was interrupted in the middle of a frame")
+            raise
+
+
+def connect(
+    address: Address, secret: bytes, hello: Message, *, timeout_s: float, bind: str = "", stall_s: float = STALL_S
+) -> Channel:
+    """A channel to the listener at `address`, from the local address `bind`; blocks until both sides have proved it.
+
+    Raises Refused when the other side does not share the secret, TimeoutError, or the OSError of the network.
+    """
+    deadline = time.monotonic() + timeout_s
+    sock = socket.create_connection(address, timeout=timeout_s, source_address=(bind, 0) if bind else None)
+    try:
+        if sock.getsockname() == sock.getpeername():  # a free port of our own machine can be given to us as our own end
+            raise ConnectionRefusedError(f"nobody listens at {address[0]} port {address[1]}")
+        tune(sock, stall_s)
+        return _introduce(sock, secret, hello, deadline, stall_s)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _introduce(sock: socket.socket, secret: bytes, hello: Message, deadline: float, stall_s: float) -> Channel:
+    intake, hello_c, nonce_c = Intake(sock), handshake.encode_hello(hello), handshake.make_nonce()
+    nonce_s = handshake.read_greeting(take_before(sock, intake, handshake.GREETING_BYTES, deadline))
+    shaken = Handshake(secret, nonce_s, nonce_c)
+    say(sock, OPENING.pack(handshake.MAGIC, len(hello_c), nonce_c) + hello_c + shaken.client_mac(hello_c))
+    (size,) = ANSWER.unpack(take_before(sock, intake, ANSWER.size, deadline))
+    if not 0 < size <= handshake.MAX_HELLO_BYTES:
+        raise Refused("the other side refused our hello: it has another secret, so it is of another run")
+    answer = take_before(sock, intake, size + MAC_BYTES, deadline)
+    hello_s, mac = answer[:size], answer[size:]
+    if not handshake.same(mac, shaken.server_mac(hello_c, hello_s)):
+        raise Refused("the other side does not know the run's secret")
+    ours, theirs = shaken.keys(hello_c, hello_s)
+    return Channel(sock, send=Seal(ours), receive=Seal(theirs), peer=handshake.decode(hello_s), stall_s=stall_s)
+
+
+class Listener:
+    """Takes connections, and hands out those that prove to know the secret; strangers cost a socket for some seconds.
+
+    `hello` is what this side says of itself, or a function of what an authentic client said; it may raise Refused.
+    Where more than `half_open` honest peers may come at once, say so: the oldest of those who wait is pushed out first.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        secret: bytes,
+        hello: Hello,
+        *,
+        half_open: int = HALF_OPEN,
+        hello_s: float = HELLO_S,
+        stall_s: float = STALL_S,
+    ) -> None:
+        self._secret, self._hello = secret, hello
+        self._half_open, self._hello_s, self._stall_s = half_open, hello_s, stall_s
+        self._guests: dict[socket.socket, _Guest] = {}  # oldest first
+        self._sock = _listen(address or LOOPBACK, port, half_open)
+        # One descriptor for the door and everybody in the hall: a loop that watches it wakes for both.
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._sock, selectors.EVENT_READ)
+
+    @property
+    def address(self) -> Address:
+        """Where it listens, with the port that was really given."""
+        host, port = self._sock.getsockname()[:2]
+        return host, port
+
+    def fileno(self) -> int:
+        """The descriptor for a selector: readable when `pump` has something to do."""
+        return self._selector.fileno()
+
+    def pump(self, timeout_s: float = 0) -> list[Channel]:
+        """Take new connections and let the unproven ones go on; the channels that have become authentic.
+
+        Waits up to `timeout_s` for something to happen, not for a channel. A loop calls it on every turn, ready or not:
+        strangers who are late are thrown out here.
+        """
+        active = {key.fileobj for key, _ in self._selector.select(max(0, timeout_s))}
+        channels = [self._advance(sock) for sock in list(self._guests) if sock in active]
+        self._drop_late(time.monotonic() - self._hello_s)
+        if self._sock in active:  # after the others had their turn: newcomers may push out the oldest
+            self._accept()
+        return [channel for channel in channels if channel is not None]
+
+    def close(self) -> None:
+        """Stop listening and hang up on whoever has proved nothing; channels handed out live on."""
+        for sock in list(self._guests):
+            self._drop(sock)
+        self.forget()
+
+    def forget(self) -> None:
+        """In a forked child: give back the copies of all sockets; the parent goes on listening."""
+        # Not unregistered: the child shares the kernel's list of watched sockets with its parent.
+        self._selector.close()
+        for sock in (self._sock, *self._guests):
+            sock.close()
+        self._guests.clear()
+
+    def _accept(self) -> None:
+        # Half of the places at a time: a crowd at the door cannot push out those who have just been greeted.
+        for _ in range(max(1, self._half_open // 2)):
+            try:
+                sock, _ = self._sock.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError:  # the guest has left again
+                continue
+            except OSError:  # no descriptor or memory to spare: strangers are the first to go
+                self._drop_oldest(keep=len(self._guests) // 2)
+                return
+            self._drop_oldest(keep=self._half_open - 1)
+            self._admit(sock)
+
+    def _admit(self, sock: socket.socket) -> None:
+        try:
+            tune(sock, self._stall_s)
+            nonce_s = handshake.make_nonce()
+            say(sock, handshake.greeting(nonce_s))
+        except OSError:
+            sock.close()
+            return
+        self._guests[sock] = _Guest(sock, nonce_s, self._stall_s)
+        self._selector.register(sock, selectors.EVENT_READ)
+
+    def _advance(self, sock: socket.socket) -> Channel | None:
+        try:
+            channel = self._guests[sock].listen(self._secret, self._hello)
+        except OSError:
+            self._drop(sock)
+            return None
+        if channel is not None:
+            self._selector.unregister(sock)
+            del self._guests[sock]
+        return channel
+
+    def _drop_late(self, before_s: float) -> None:
+        for sock in [sock for sock, guest in self._guests.items() if guest.since_s < before_s]:
+            self._drop(sock)
+
+    def _drop_oldest(self, *, keep: int) -> None:
+        for sock in list(self._guests)[: max(0, len(self._guests) - keep)]:
+            self._drop(sock)
+
+    def _drop(self, sock: socket.socket) -> None:
+        del self._guests[sock]
+        self._selector.unregister(sock)  # closing is not enough: a forked child may hold the same socket
+        sock.close()
+
+
+class _Guest:
+    """A connection that has proved nothing yet."""
+
+    def __init__(self, sock: socket.socket, nonce_s: bytes, stall_s: float) -> None:
+        self.since_s = time.monotonic()
+        self._sock, self._nonce_s, self._stall_s = sock, nonce_s, stall_s
+        self._intake = Intake(sock)
+        self._opening: tuple[int, bytes] | None = None
+
+    def listen(self, secret: bytes, hello: Hello) -> Channel | None:
+        """A channel once the guest has proved itself, None while it has more to say; raises Closed or Refused."""
+        if self._opening is None:
+            text = self._intake.take(OPENING.size)
+            self._opening = None if text is None else handshake.read_opening(text)
+        if self._opening is None:
+            return None
+        size, nonce_c = self._opening
+        rest = self._intake.take(size + MAC_BYTES)
+        if rest is None:
+            return None
+        shaken = Handshake(secret, self._nonce_s, nonce_c)
+        if not handshake.same(rest[size:], shaken.client_mac(rest[:size])):
+            self._refuse("a wrong secret")
+        return self._answer(shaken, rest[:size], hello)
+
+    def _answer(self, shaken: Handshake, hello_c: bytes, hello: Hello) -> Channel | None:
+        peer = handshake.decode(hello_c)
+        try:
+            hello_s = handshake.encode_hello(hello(peer) if callable(hello) else hello)
+        except Refused as refusal:
+            self._refuse(str(refusal))
+        say(self._sock, ANSWER.pack(len(hello_s)) + hello_s + shaken.server_mac(hello_c, hello_s))
+        theirs, ours = shaken.keys(hello_c, hello_s)
+        return Channel(self._sock, send=Seal(ours), receive=Seal(theirs), peer=peer, stall_s=self._stall_s)
+
+    def _refuse(self, why: str) -> NoReturn:
+        """Tell a guest who speaks our language that it is not let in: it need not try again."""
+        say(self._sock, ANSWER.pack(0))
+        raise Refused(why)
+
+
+def _flat(data: memoryview | bytes | bytearray) -> memoryview:
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")  # an empty array cannot be cast
+
+
+def _listen(address: str, port: int, half_open: int) -> socket.socket:
+    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    sock = socket.create_server(place, family=family, backlog=max(BACKLOG, half_open))
+    sock.setblocking(False)
+    return sock

@@ -1,0 +1,268 @@
+"""The caller's side: starts the agent of a run, passes on the wish to stop, and knows how it ended. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from phalanx.elastic import failure
+from phalanx.elastic.failure import last_checkpoint
+from phalanx.elastic.secret import make_secret
+from phalanx.errors import mistake
+from phalanx.plan.plan import Plan
+from phalanx.record.run import Run
+
+LOOPBACK = "127.0.0.1"
+POLL_S = 0.1
+RESTART_S = 1.0  # before a dead agent is started again, so that its death is noticed first
+MOST_RESTARTS = 3  # of one host in a row, none of them for long
+STABLE_S = 20.0  # after which a host that fails again has failed anew
+ENDED = ("done", "stopped", "failed")
+INTERRUPTED = 130  # 128 + SIGINT
+# -P: a file of the current folder called torch.py is not torch.
+AGENT = ("-P", "-m", "phalanx.train.agent")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a launch ended."""
+
+    state: str  # done, stopped or failed
+    exit_code: int
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostSpec:
+    """A host as the launcher sees it; on one machine several may be pretended."""
+
+    name: str
+    slots: int
+    address: str = LOOPBACK
+    prefix: tuple[str, ...] = ()  # command to start the agent under, as `ip netns exec`
+
+
+def local_hosts(ranks: int, *, hosts: int = 1, spares: int = 0) -> tuple[HostSpec, ...]:
+    """This machine as so many hosts; spares are dealt out from the last on, so that one host takes few along.
+
+    >>> [host.slots for host in local_hosts(4, hosts=2, spares=3)]
+    [3, 4]
+    """
+    share, more = divmod(ranks, hosts)
+    counts = [share + (number < more) for number in range(hosts)]
+    for number in range(spares):
+        counts[-1 - number % hosts] += 1
+    return tuple(HostSpec(name=f"host-{number}", slots=count) for number, count in enumerate(counts))
+
+
+def share_of(run: Run) -> int:
+    """Slots of one host of a run: the ranks dealt evenly to the hosts it waits for."""
+    launch = run.launch()
+    return -(-int(launch["world"]) // max(1, int(launch.get("join") or 1)))
+
+
+def address_of(run: Run) -> str:
+    """The address that agents of a run listen on: the job's fault.interface, or the loopback."""
+    return str(run.plan()["job"]["fault"]["interface"] or LOOPBACK)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches an address.
+
+    >>> [is_loopback(one) for one in ("127.0.0.2", "::1", "localhost", "10.0.0.1")]
+    [True, True, True, False]
+    """
+    return address.startswith("127.") or address in ("::1", "localhost")
+
+
+def rank_environ(environ: Mapping[str, str], plan: Plan) -> dict[str, str]:
+    """What agents are started with: the ranks share the cores, and CUDA is not started before the fork."""
+    from phalanx.hardware.discover import discover
+
+    threads = str(max(1, discover().usable_cores // plan.layout.devices))
+    wanted = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
+    return {**wanted, **environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
+def launch(
+    run: Run,
+    *,
+    hosts: Sequence[HostSpec],
+    environ: Mapping[str, str],
+    tick: Callable[[], None],
+    asked: Callable[[int], None],
+    agent: Sequence[str] = AGENT,
+) -> Outcome:
+    """Start the agents and stay until they are gone; `tick` is called often, `asked(n)` at the n-th wish to stop."""
+    run.stop_file.unlink(missing_ok=True)  # it stopped the run once; it does not stop it again
+    with _wishes() as wishes:
+        _prepare(run, hosts)
+        fleet = Fleet(run, hosts, environ, agent)
+        try:
+            passed = 0
+            while fleet.tend():
+                while passed < len(wishes):
+                    passed += 1
+                    asked(passed)
+                    fleet.terminate(wishes[0], passed)
+                tick()
+                time.sleep(POLL_S)  # a signal does not cut it short: a wish waits this long at most
+            tick()
+            for late in range(passed, len(wishes)):
+                asked(late + 1)
+        finally:
+            fleet.kill()  # we may be leaving by an exception: nothing stays behind
+        return _outcome(run, fleet.code, wishes=len(wishes))  # a late signal must not cut the status in half
+
+
+def _prepare(run: Run, hosts: Sequence[HostSpec]) -> None:
+    _refuse_second(run)
+    failure.clear(run)
+    (run.path / "secret").unlink(missing_ok=True)  # a new one for every launch
+    make_secret(run.path / "secret")
+    (run.path / "coordinator.json").unlink(missing_ok=True)
+    names, slots = [host.name for host in hosts], [host.slots for host in hosts]
+    addresses = [host.address for host in hosts]
+    launch = run.launch()
+    earlier = {"earlier": run.launches()} if "launched" in launch else {}  # else whoever wrote it told of them
+    told = {"hosts": names, "slots": slots, "addresses": addresses, "launched": time.time()}
+    run.set_launch(**{**launch, **earlier, **told})
+    run.set_status("launching")
+
+
+def _refuse_second(run: Run) -> None:
+    """The launcher of an earlier launch may be gone while agents of other hosts train on."""
+    with open(run.path / "coordinator.lock", "a", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise mistake(
+                str(run.path),
+                "hosts of an earlier launch still train in it",
+                why="a second launch would take the run from under them",
+                fix="make a file called stop in the folder, and wait until they have saved",
+            ) from None
+
+
+class Fleet:
+    """The agents of a launch on this machine. One that dies is started again: its host came back."""
+
+    def __init__(self, run: Run, hosts: Sequence[HostSpec], environ: Mapping[str, str], agent: Sequence[str]) -> None:
+        self._run, self._hosts, self._environ, self._agent = run, list(hosts), dict(environ), list(agent)
+        self._restarts = {host.name: 0 for host in hosts}  # in a row: one that lasted forgives those before it
+        self._started_s: dict[str, float] = {}
+        self._due_s: dict[str, float] = {}
+        self._wished = False  # to stop: whoever is gone now stays away
+        self._agents = {host.name: self._start(host) for host in hosts}
+        self.code = 0
+
+    def tend(self) -> bool:
+        """Whether an agent still runs, or is about to; starts those that are due."""
+        now = time.monotonic()
+        over = self._run.status().get("state") in ENDED
+        for host in self._hosts:
+            process = self._agents.get(host.name)
+            if process is not None and process.poll() is not None:
+                self._agents.pop(host.name)
+                self.code = self.code or process.returncode
+                if now - self._started_s[host.name] > STABLE_S:
+                    self._restarts[host.name] = 0
+                comes = process.returncode < 0 and self._restarts[host.name] < MOST_RESTARTS
+                if comes and not over and not self._wished:
+                    self._due_s[host.name] = now + RESTART_S
+            due_s = self._due_s.get(host.name)
+            if due_s is not None and (now >= due_s or over):
+                del self._due_s[host.name]
+                if not over:
+                    self._restarts[host.name] += 1
+                    self._agents[host.name] = self._start(host)
+        return bool(self._agents or self._due_s)
+
+    def terminate(self, first: int, count: int) -> None:
+        """Pass the n-th wish on; the second as another signal, because two that are pending count as one."""
+        numbers = (signal.SIGINT, signal.SIGTERM) if first == signal.SIGINT else (signal.SIGTERM, signal.SIGINT)
+        self._wished = True
+        self._due_s.clear()
+        for process in self._agents.values():
+            process.send_signal(numbers[min(count, 2) - 1])
+
+    def kill(self) -> None:
+        """End what is left."""
+        for process in self._agents.values():
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+    def _start(self, host: HostSpec) -> subprocess.Popen[bytes]:
+        """The agent in a session of its own: Ctrl-C in the terminal reaches only us, and we pass it on."""
+        self._started_s[host.name] = time.monotonic()
+        words = [str(self._run.path), host.name, str(host.slots), host.address, str(0 if host.prefix else os.getpid())]
+        command = [*host.prefix, sys.executable, *self._agent, *words]
+        with open(self._run.path / "logs" / "agent.log", "ab") as log:
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environ, start_new_session=True
+            )
+
+
+@contextlib.contextmanager
+def _wishes() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM are collected: the first asks to stop after the step, the second at once.
+
+    Nothing is printed from a handler: a second signal would find the stream in use, and Python answers that with
+    "reentrant call", which ended the launch with exit code 1.
+    """
+    wishes: list[int] = []
+
+    def wish(number: int, frame: FrameType | None) -> None:
+        wishes.append(number)
+
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, wish) for number in numbers}
+    try:
+        yield wishes
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _outcome(run: Run, code: int, *, wishes: int) -> Outcome:
+    status = run.status()
+    if status.get("state") in ENDED:
+        return Outcome(
+            state=str(status["state"]),
+            exit_code=int(status.get("exit_code", code)),
+            message=str(status.get("message", "")),
+        )
+    state, code, message = "failed", 3, _died(run, code)
+    if wishes:  # it came before an agent could listen, or ended the one that would have told
+        state, code, message = "stopped", INTERRUPTED, _stopped(run)
+    run.set_status(state, exit_code=code, message=message)
+    return Outcome(state=state, exit_code=code, message=message)
+
+
+def _stopped(run: Run) -> str:
+    saved = last_checkpoint(run)
+    if saved is None and not run.event_files():
+        return "stopped before the first rank was started"
+    return f"ended at once, as asked; the last checkpoint is step {saved:,}" if saved is not None else "ended at once"
+
+
+def _died(run: Run, code: int) -> str:
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    log = run.path / "logs" / "agent.log"
+    lines = [f"the supervisor of {run.path} {how}", "  its ranks were ended with it"]
+    try:
+        last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+    except OSError:
+        last = []
+    return "\n".join([*lines, *(f"  its last words: {line[:300]}" for line in last), f"  log: {log}"])

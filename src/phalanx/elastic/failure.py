@@ -1,0 +1,245 @@
+"""Why a rank failed: the file it leaves, which of several failures came first, and how a person is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from phalanx.errors import PhalanxError
+from phalanx.io.files import replace_text
+from phalanx.record.events import read_events
+from phalanx.record.redact import redact
+from phalanx.record.run import Run
+from phalanx.units import format_bytes, format_seconds
+
+MOST_MESSAGE = 4000  # characters of an exception's text that are kept
+# What a rank says when it lost its peers: a consequence, never the cause.
+_LOST_PEER = re.compile(
+    r"connection (closed|reset|refused)|timed out|timeout|broken pipe|connectfullmesh|socket|"
+    r"nccl|process group|peer",
+    re.IGNORECASE,
+)
+# An error of this rank's own device, whatever other words are in it ("the launch timed out"). NCCL begins otherwise.
+_OWN_DEVICE = re.compile(r"^\s*CUDA error:")
+_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|cannot allocate memory", re.IGNORECASE)
+LESS_MEMORY = (
+    'use a smaller batch.micro, parallel.recompute = "full", parallel.zero = 3, or more ranks; '
+    "phalanx plan shows where the memory goes"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """One rank's end: by an exception (`kind` is its type), by a signal, or by silence."""
+
+    rank: int
+    step: int  # -1 before the first one
+    at_s: float  # Unix time
+    kind: str
+    message: str
+    module: str = ""
+    exit_code: int = 3
+    signal: int = 0
+    stack: str = ""  # where it was, as far as it could still be asked
+
+    @property
+    def is_user(self) -> bool:
+        """Whether the job or the call is to blame."""
+        return self.exit_code == 2
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it only says that another rank went away."""
+        if self.kind == "Left":
+            return True
+        foreign = self.module.startswith(("torch", "builtins")) and self.kind not in (
+            "MemoryError",
+            "OutOfMemoryError",
+            "ValueError",
+        )
+        if self.signal or self.is_user or _OWN_DEVICE.match(self.message):
+            return False
+        return foreign and bool(_LOST_PEER.search(self.message))
+
+
+def failure_of(rank: int, error: BaseException, *, step: int) -> Failure:
+    """An exception that ends a rank."""
+    return Failure(
+        rank=rank,
+        step=step,
+        at_s=time.time(),
+        kind=type(error).__name__,
+        module=type(error).__module__,
+        message=redact(str(error), os.environ)[:MOST_MESSAGE],
+        exit_code=error.exit_code if isinstance(error, PhalanxError) else 3,
+        stack=redact("".join(traceback.format_exception(error)), os.environ)[-MOST_MESSAGE:],
+    )
+
+
+def write_error(run: Run, rank: int, error: BaseException, *, step: int) -> None:
+    """Leave the reason for the supervisor, whole or not at all."""
+    failure = failure_of(rank, error, step=step)
+    try:
+        run.error(rank).parent.mkdir(exist_ok=True)
+        replace_text(run.error(rank), json.dumps(asdict(failure), ensure_ascii=False) + "\n")
+    except OSError:  # a full disk: the log still has the traceback
+        pass
+
+
+def read_error(run: Run, rank: int) -> Failure | None:
+    """What a rank left, if it left anything."""
+    try:
+        return Failure(**json.loads(run.error(rank).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def first(failures: Sequence[Failure]) -> Failure:
+    """The cause among several failures: a rank that raised or was killed, before those that lost their peer."""
+    return min(failures, key=lambda one: (one.is_consequence, not one.is_user, one.at_s, one.rank))
+
+
+def tell(
+    run: Run,
+    cause: Failure,
+    *,
+    others: Sequence[Failure],
+    world: int,
+    out_of_memory: bool,
+    host: str = "",
+    at_most: int | None = None,
+) -> str:
+    """The one message: the first failing rank, its step and cause, what it means, what to do.
+
+    `host` is where it was, left out on this machine. Checkpoints of more steps than `at_most` are not to be trusted.
+    """
+    rest, saved = _rest(cause, others, world), last_checkpoint(run, at_most=at_most)
+    kept = "no checkpoint was written yet" if at_most is None else f"no checkpoint is of step {at_most:,} or before"
+    if "can be read" in cause.message and saved is not None:
+        kept = ""  # the checkpoints are what failed
+    elif saved is not None:
+        kept = f"last good checkpoint: step {saved:,}; go on with: phalanx train --resume {run.path}"
+    when = f"step {cause.step:,}" if cause.step >= 0 else "before the first step"
+    if cause.is_user:
+        head = cause.message
+        lines = [f"said by rank {cause.rank}, {when}", rest, kept if saved is not None else ""]
+    else:
+        what, why, fix = _explain(run, cause, out_of_memory=out_of_memory)
+        head = f"{when}: rank {cause.rank} of {world} (host {host or platform.node() or 'localhost'}): {what}"
+        lines = [why, fix, rest, kept, f"log: {run.log(cause.rank)}"]
+    return "\n".join([head, *(f"  {line}" for line in lines if line)])
+
+
+def _explain(run: Run, cause: Failure, *, out_of_memory: bool) -> tuple[str, str, str]:
+    """What happened, why, and what to do."""
+    if cause.signal:
+        return _signal(run, cause, out_of_memory=out_of_memory)
+    if cause.kind == "Silence":
+        return cause.message, "every other rank waits for it", f"its stack is in {run.stack(cause.rank)}"
+    first_line = next(iter(cause.message.strip().splitlines()), "")
+    if cause.kind in ("MemoryError", "OutOfMemoryError") or _NO_MEMORY.search(cause.message):
+        said = f": {first_line[:300]}" if first_line else ""
+        return f"ran out of memory{said}", _memory(run, cause.rank), LESS_MEMORY
+    return f"{cause.kind}: {first_line[:500] or 'no message'}", "", ""
+
+
+def _signal(run: Run, cause: Failure, *, out_of_memory: bool) -> tuple[str, str, str]:
+    name = signal.Signals(cause.signal).name if cause.signal in signal.valid_signals() else f"signal {cause.signal}"
+    if cause.signal == signal.SIGKILL and out_of_memory:
+        return f"was killed ({name}) by the kernel for want of memory", _memory(run, cause.rank), LESS_MEMORY
+    if cause.signal == signal.SIGKILL:
+        return f"was killed ({name}) from outside", _memory(run, cause.rank), f"if memory was short: {LESS_MEMORY}"
+    if cause.signal == signal.SIGBUS:
+        why = "a memory-mapped file was cut short while it was read, or the disk or /dev/shm is full"
+        return f"died of {name}", why, "check the data folder and the free space"
+    return f"died of {name}", "native code failed; its last words are in the log", ""
+
+
+def _memory(run: Run, rank: int) -> str:
+    """What the rank used, what the plan said, what the machine has."""
+    parts = []
+    used = [event.get("memory_bytes") for event in read_events(run.events(rank))[0] if event["event"] == "step"]
+    known = [size for size in used if isinstance(size, int | float)]
+    if known:
+        parts.append(f"it had used {format_bytes(max(known))}")
+    with contextlib.suppress(PhalanxError, KeyError, TypeError):
+        parts.append(f"the plan expected {format_bytes(run.plan()['memory']['total_bytes'])} per rank")
+    total, available = host_memory()
+    if total:
+        parts.append(f"the host has {format_bytes(available)} free of {format_bytes(total)}")
+    return "; ".join(parts)
+
+
+def _rest(cause: Failure, others: Sequence[Failure], world: int) -> str:
+    """The other ranks in one line."""
+    same = sum(one.message == cause.message for one in others)
+    lost = sum(one.is_consequence and one.message != cause.message for one in others)
+    counted = (
+        (same, "said the same"),
+        (lost, "lost their peer"),
+        (len(others) - same - lost, "failed in other ways"),
+        (world - 1 - len(others), "stopped by us"),
+    )
+    words = [f"{count} {text}" for count, text in counted if count > 0]
+    return f"other ranks: {', '.join(words)}" if words else ""
+
+
+def last_checkpoint(run: Run, *, at_most: int | None = None) -> int | None:
+    """Step of the newest committed checkpoint, of those that can be trusted."""
+    return max((step for step in run.saved_steps() if at_most is None or step <= at_most), default=None)
+
+
+def host_memory() -> tuple[float, float]:
+    """Bytes of this host's memory, and those still available; zeros where /proc is not."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return 0.0, 0.0
+    found = dict(re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE))
+    return float(found.get("MemTotal", 0)) * 1024, float(found.get("MemAvailable", 0)) * 1024
+
+
+def oom_kills() -> int:
+    """Processes the kernel has killed for want of memory, as far as this container can see."""
+    for path in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):
+        try:
+            found = re.search(r"^oom_kill (\d+)", Path(path).read_text(encoding="ascii"), re.MULTILINE)
+        except OSError:
+            continue
+        if found:
+            return int(found.group(1))
+    return 0
+
+
+def silence(rank: int, step: int, *, silent_s: float, where: str) -> Failure:
+    """A rank that stopped answering."""
+    place = f" in {where}" if where else ""
+    message = f"stopped answering {format_seconds(silent_s)} ago{place}"
+    return Failure(rank=rank, step=step, at_s=time.time() - silent_s, kind="Silence", message=message)
+
+
+def by_signal(rank: int, step: int, number: int) -> Failure:
+    """A rank that a signal ended."""
+    return Failure(rank=rank, step=step, at_s=time.time(), kind="Signal", message="", signal=number)
+
+
+def unexplained(rank: int, step: int, code: int) -> Failure:
+    """A rank that ended with an exit code and left no reason."""
+    message = f"ended with exit code {code} and left no reason"
+    return Failure(rank=rank, step=step, at_s=time.time(), kind="SystemExit", message=message)
+
+
+def clear(run: Run) -> None:
+    """Forget the failures of an earlier start."""
+    for path in (*run.path.glob("errors/rank-*.json"), *run.path.glob("flight/epoch-*.json")):
+        path.unlink(missing_ok=True)
+    os.makedirs(run.path / "errors", exist_ok=True)

@@ -1,0 +1,626 @@
+"""The agent's work: a process in every slot, their heartbeats, and the line to the coordinator. One thread, no waiting.
+
+Nothing here may block for long and no thread may run: this process forks. The coordinator hears of every process that
+ends, and decides. Whether a process runs is seen from outside (/proc), so that no lock of its own can hide it: one that
+is stopped for `dead_after_s` is killed. One that runs and does not answer holds its interpreter lock in native code;
+that is told to the coordinator, which has more patience with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from phalanx.elastic import failure as failing
+from phalanx.elastic.bandwidth import measure
+from phalanx.elastic.board import Beat, Board, Phase
+from phalanx.elastic.channel import Channel, Closed, Refused, connect
+from phalanx.elastic.client import ENDED
+from phalanx.elastic.coordinator import coordinator_address
+from phalanx.elastic.failure import Failure
+from phalanx.elastic.formation import Formation
+from phalanx.elastic.look import Look
+from phalanx.elastic.preflight import (
+    LEAST_LINK_SHARE,
+    check_between,
+    expected_between,
+    preflight,
+    recheck,
+)
+from phalanx.elastic.process import Work, fork_rank
+from phalanx.elastic.secret import read_secret
+from phalanx.elastic.stacks import find_ranks, state_of
+from phalanx.elastic.vault import Vault
+from phalanx.elastic.wishes import Wishes
+from phalanx.errors import Problem, WorldError
+from phalanx.plan.plan import Plan
+from phalanx.record.run import Run
+
+TICK_S = 0.01
+BEAT_S = 0.25
+RETRY_S = 0.05  # between attempts to reach the coordinator
+TURN_S = 0.5  # after which the next agent tries to start a coordinator; the first does so at once
+LOST_S = 60.0  # without a coordinator, and without becoming one, after which an agent gives up
+DEAF_S = 10.0  # a coordinator that says nothing for so long is replaced; starting one may take seconds
+GOODBYE_S = 2.0  # for the coordinator to write down how it ended
+STOPPED = 130  # the exit code of who was asked to end: 128 + SIGINT
+MOST_GUESTS = 64  # ranks of another host that may keep a copy here; an empty place costs three descriptors
+WRONG_CALL = 2
+HAND_S = 0.5  # for a rank to take an order
+GRACE_S = 5.0  # between SIGTERM and SIGKILL
+REFORK_S, MOST_REFORK_S = 0.0, 5.0  # pause before a slot gets another process, doubled while they die young
+YOUNG_S = 2.0
+ANSWER_S = 0.5  # a rank answers ten times a second; after so long the kernel is asked whether it runs at all
+TURN_S_MOST = 0.5  # of the time between two of our turns that counts as a rank's silence: we may have been stopped too
+LOCKED_S = 1.0  # without an answer, after which a process that runs holds its interpreter lock; less for a hasty job
+STOPPED_STATES = ("T", "t", "")  # stopped, stopped by a debugger, and not to be known
+Message = dict[str, Any]
+Recheck = Callable[[int, int], Sequence[str]]  # of new processes, and of slots that had no rank yet, to problems
+
+
+@dataclass(kw_only=True, slots=True)
+class Slot:
+    """A place and the process in it."""
+
+    number: int
+    pid: int = 0
+    line: socket.socket | None = None
+    pending: bytes = b""
+    epoch: int = 0
+    rank: int = -1
+    ready: tuple[int, int] | None = None  # ports of the store and of the vault
+    asked_s: float = 0.0  # when it was asked to form
+    forked_s: float = 0.0
+    pause_s: float = REFORK_S
+    fork_at_s: float = 0.0
+    killed: Failure | None = None  # why we ended it
+    seen_s: float = 0.0  # when it was last known to run
+    silent_s: float = 0.0  # that it did not, as far as we ran ourselves
+    locked_s: float = 0.0  # when it was last seen to hold its interpreter lock
+    member_of: int = 0  # epoch of the formation that its process is in, until it says that it has left
+    left: Message | None = None  # how it left the present formation
+    seated: bool = False  # this process was a member before
+    used: bool = False  # some process here was: the copies of its state have their memory
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether its process is still in a formation that is over."""
+        return 0 < self.member_of < self.epoch
+
+
+class HostAgent:
+    """One host of a run."""
+
+    def __init__(self, run: Run, *, host: str, slots: int, address: str, wishes: Wishes, by_hand: bool = False) -> None:
+        self.run, self.host, self.slots, self.address, self.wishes = run, host, slots, address, wishes
+        self._by_hand = by_hand  # `phalanx agent`: nobody waits for what we say of an end before we joined
+        launch, job = run.launch(), run.plan()["job"]
+        self._order = [str(name) for name in launch.get("hosts", ())] or [host]
+        self._dead_after_s = float(job["fault"]["dead_after_s"])
+        self._locked_s = min(LOCKED_S, self._dead_after_s / 2)
+        self._joins_within_s = max(self._dead_after_s, float(job["comm"]["init_timeout_s"]))
+        self._id = secrets.token_hex(8)  # tells this agent from another of the same name
+        self._problems: list[str] = []  # what the preflight found
+        self.plan: Plan | None = None  # once we have looked
+        self._joined = False  # some coordinator, once
+        self._link: float | None = None  # bytes per second to the coordinator's host, once measured
+        self.recheck: Recheck | None = None  # before every formation that this host is a member of
+        self._look: Look | None = None  # while it is at that
+        self.vault = Vault(slots, guests=max(slots, min(int(launch.get("world", slots)), MOST_GUESTS)))
+        self.board = Board(slots)
+        self._secret = read_secret(run.path / "secret")
+        self._slots = [Slot(number=number) for number in range(slots)]
+        self._selector = selectors.DefaultSelector()
+        self._channel: Channel | None = None
+        self._coordinator: subprocess.Popen[bytes] | None = None
+        self._lost_s = self._tried_s = self._heard_s = time.monotonic()
+        self._spawned_s = -1e9
+        self._beat_s = 0.0
+        self._watched_s = time.monotonic()
+        self._form: Message | None = None  # the newest
+        self._told_wishes = 0
+        self._epoch = self._went = 0  # of the newest formation, and of the newest that was told to go
+        self._told_ready = 0
+        self._unsaid: list[Message] = []  # ends of processes that no coordinator has heard of
+        self._over: int | None = None
+        self._oom_kills = failing.oom_kills()
+        self._work: Work | None = None
+
+    def begin(self) -> None:
+        """See that there is a coordinator; called before torch is imported, so that it starts meanwhile."""
+        if self._order[0] == self.host:
+            self._spawn_coordinator()
+
+    def look(self, plan: Plan) -> None:
+        """The preflight: what speaks against ranks on this host goes to the coordinator with our hello."""
+        found = preflight(plan=plan, run=self.run.path, slots=self.slots, address=self.address, quick=False)
+        self._problems = [problem.render() for problem in found]
+        self.recheck = partial(self._recheck, plan)
+        self.plan = plan
+
+    def _recheck(self, plan: Plan, new_ranks: int, new_places: int) -> list[str]:
+        found = recheck(
+            plan=plan,
+            run=self.run.path,
+            slots=self.slots,
+            new_ranks=new_ranks,
+            new_places=new_places,
+            address=self.address,
+        )
+        return [problem.render() for problem in found]
+
+    def serve(self, work: Work) -> int:
+        """Keep the slots until the coordinator says that the run is over; its exit code."""
+        self._work = work
+        try:
+            while self._over is None:
+                self._tick()
+            return self._over
+        finally:
+            self._end_look()
+            self._end_ranks(0.0 if self.wishes.count >= 2 else GRACE_S)
+            if self._channel is not None:
+                self._channel.close()
+            self._end_coordinator()
+
+    def _tick(self) -> None:
+        self._reach_coordinator()
+        self._tell_wishes()  # before there is a process to form with
+        for key, _ in self._selector.select(TICK_S):
+            if key.data is None:
+                self._hear()
+            else:
+                self._listen(key.data)
+        self._reap()
+        self._fill()
+        self._watch()
+        self._tell_ready()
+        self._tell_beat()
+
+    # ---- the coordinator -------------------------------------------------------------------------------------------
+
+    def _reach_coordinator(self) -> None:
+        now = time.monotonic()
+        if self._channel is not None and now - self._heard_s > max(DEAF_S, self._dead_after_s):
+            self._hang_up()
+            self._kill_coordinator()
+        if self._channel is not None or now - self._tried_s < RETRY_S:
+            return
+        self._tried_s = now
+        status = self.run.status()
+        if status.get("state") in ENDED:  # the word of it did not reach us
+            self._over = int(status.get("exit_code", 3))
+            return
+        where = coordinator_address(self.run)
+        if where is not None and self._connect(where):
+            return
+        alone_s = now - self._lost_s
+        turn = self._order.index(self.host) if self.host in self._order else len(self._order)
+        if alone_s > TURN_S * turn and now - self._spawned_s > TURN_S:
+            self._spawn_coordinator()
+        if alone_s > LOST_S:
+            message = f"host {self.host}: no coordinator can be reached or started for {LOST_S:g} s"
+            raise WorldError(Problem(where=str(self.run.path), what=message, fix="phalanx train --resume goes on"))
+
+    def _measure_link(self, where: tuple[str, int]) -> None:
+        """To another host, once, before we join it: up to then nothing waits for us, and this takes up to seconds."""
+        plan = self.plan
+        if plan is None or where[0] == self.address:
+            return
+        enough = LEAST_LINK_SHARE * expected_between(plan)
+        self._link = measure(
+            where,
+            self._secret,
+            host=self.host,
+            bind=self.address,
+            enough=enough,
+            is_off=lambda: self.wishes.count > 0,
+        )
+        if self._link is not None:
+            self._problems += [problem.render() for problem in check_between(plan, self._link, host=self.host)]
+
+    def _connect(self, where: tuple[str, int]) -> bool:
+        if not self._joined and self._link is None:
+            self._measure_link(where)
+        hello = {
+            "role": "agent",
+            "host": self.host,
+            "id": self._id,
+            "address": self.address,
+            "epoch": self._epoch,
+            "time": time.time(),
+            "problems": [text[:500] for text in self._problems[:4]],  # a hello is short
+            "link_bytes_per_s": self._link,
+        }
+        try:
+            self._channel = connect(where, self._secret, hello, timeout_s=2.0, bind="")
+        except (OSError, TimeoutError, Refused):
+            return False
+        self._joined = True
+        self._selector.register(self._channel, selectors.EVENT_READ, None)
+        self._heard_s = time.monotonic()
+        self._told_ready, self._told_wishes = 0, self.wishes.count
+        slots = {slot.number: slot.pid for slot in self._slots if slot.pid}
+        self._say("status", slots=slots, epoch=self._epoch, went=self._went, wishes=self.wishes.count)
+        unsaid, self._unsaid = self._unsaid, []
+        for message in [*unsaid, *(slot.left for slot in self._slots if slot.left is not None)]:
+            self._say(**message)
+        return True
+
+    def _spawn_coordinator(self) -> None:
+        """Start one, unless ours still runs; it ends by itself when another has the lock."""
+        if self._coordinator is not None and self._coordinator.poll() is None:
+            if time.monotonic() - max(self._spawned_s, self._lost_s) > max(DEAF_S, self._dead_after_s):
+                self._kill_coordinator()
+            return
+        self._spawned_s = time.monotonic()
+        command = [sys.executable, "-P", "-m", "phalanx.elastic.coordinator"]
+        with open(self.run.path / "logs" / "coordinator.log", "ab") as log:
+            self._coordinator = subprocess.Popen(
+                [*command, str(self.run.path), self.address, str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def _kill_coordinator(self) -> None:
+        """Ours hangs: as long as it has the lock there is no other."""
+        if self._coordinator is not None and self._coordinator.poll() is None:
+            self._coordinator.kill()
+            self._coordinator.wait()
+
+    def _end_coordinator(self) -> None:
+        """Ours dies with us: let it write down how the run ended."""
+        if self._coordinator is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._coordinator.wait(GOODBYE_S)
+
+    def _hear(self) -> None:
+        if self._channel is None:  # it broke while we said something
+            return
+        try:
+            messages = self._channel.receive()
+        except (Closed, Refused, OSError):
+            self._hang_up()
+            return
+        self._heard_s = time.monotonic()
+        for message in messages:
+            self._obey(message)
+
+    def _hang_up(self) -> None:
+        assert self._channel is not None
+        self._selector.unregister(self._channel)
+        self._channel.close()
+        self._channel = None
+        self._lost_s = time.monotonic()
+
+    def _obey(self, message: Message) -> None:
+        kind = message.get("kind")
+        if kind == "form":
+            self._take_form(message)
+        elif kind == "go" and int(message["epoch"]) == self._epoch > self._went:
+            self._went = self._epoch
+            self._pass_on(message)
+        elif kind == "taken":
+            print(f"another agent is host {self.host} of this run: give --host NAME", file=sys.stderr, flush=True)
+            self._over = WRONG_CALL
+        elif kind == "stop":
+            self.board.ask_to_stop()
+        elif kind == "reform":
+            self.board.ask_to_reform(True)
+        elif kind == "where":
+            self._tell_where()
+        elif kind == "kill" and int(message["epoch"]) == self._epoch:
+            self._kill_stuck(self._slots[int(message["slot"])], message)
+        elif kind == "seat" and int(message["epoch"]) == self._epoch > self._went:
+            self._seat(self._slots[int(message["slot"])])
+        elif kind == "again" and self._channel is not None:
+            self._hang_up()
+        elif kind == "end":
+            self._over = int(message["code"])
+
+    def _take_form(self, message: Message) -> None:
+        formation = Formation.from_json(message)
+        if formation.epoch <= self._epoch:  # told twice
+            return
+        ranks = formation.of_host(self.host)
+        self._epoch, self._form = formation.epoch, message
+        self.board.ask_to_reform(False)
+        now = time.monotonic()
+        for slot in self._slots:
+            slot.epoch, slot.ready, slot.left, slot.asked_s = formation.epoch, None, None, now
+            slot.rank = ranks.get(slot.number, -1)
+            if slot.pid and slot.rank >= 0 and not slot.member_of:
+                slot.member_of = formation.epoch
+        self._pass_on(message)
+        self._begin_look([slot for slot in self._slots if slot.rank >= 0])
+
+    def _seat(self, slot: Slot) -> None:
+        """The new process of a slot takes the rank that the formation being made has there."""
+        assert self._form is not None
+        rank = Formation.from_json(self._form).of_host(self.host).get(slot.number)
+        if slot.pid and rank is not None and slot.rank < 0:
+            slot.rank, slot.epoch, slot.asked_s = rank, self._epoch, time.monotonic()
+            slot.member_of, slot.seated = self._epoch, True
+            self._told_ready = 0  # what we said without it does not count
+            self._hand(slot, self._form)
+
+    def _begin_look(self, members: Sequence[Slot]) -> None:
+        """Look at this host while its ranks leave what they did before; we are not ready before that is done."""
+        self._end_look()
+        new_ranks, new_places = sum(not slot.seated for slot in members), sum(not slot.used for slot in members)
+        for slot in members:
+            slot.seated = slot.used = True
+        if members and self.recheck is not None:
+            self._look = Look(partial(self.recheck, new_ranks, new_places), forget=self._forget)
+
+    def _end_look(self) -> None:
+        if self._look is not None:
+            self._look.close()
+            self._look = None
+
+    def _is_looked_at(self) -> bool:
+        """Whether nothing is being checked any more; what was found is kept, and goes along with every hello."""
+        found = self._look.found() if self._look is not None else None
+        if found is not None:
+            self._look, self._problems = None, [*self._problems, *found]
+        return self._look is None
+
+    def _pass_on(self, message: Message) -> None:
+        for slot in self._slots:
+            self._hand(slot, message)
+
+    def _hand(self, slot: Slot, message: Message) -> None:
+        if slot.line is not None:
+            with contextlib.suppress(OSError):  # a stopped process does not read; it will be ended for its silence
+                slot.line.sendall(json.dumps(message).encode() + b"\n")
+
+    def _say(self, kind: str, **fields: Any) -> None:
+        message = {"kind": kind, **fields}
+        if self._channel is not None:
+            try:
+                self._channel.send(message)
+                return
+            except (Closed, OSError, TimeoutError):
+                self._hang_up()
+        if kind == "lost":
+            self._unsaid.append(message)
+
+    def _tell_ready(self) -> None:
+        """Once for all members of this host, when it was looked at and the last of them has left what it did before."""
+        members = [slot for slot in self._slots if slot.rank >= 0]
+        if self._told_ready == self._epoch or not self._epoch or not self._is_looked_at():
+            return
+        if self._problems and members:
+            self._told_ready = self._epoch
+            self._say("unfit", epoch=self._epoch, problems=self._problems)
+            return
+        if any(slot.ready is None for slot in members):
+            return
+        self._told_ready = self._epoch
+        self._say(
+            "ready",
+            epoch=self._epoch,
+            ports={str(slot.number): slot.ready for slot in members},
+            held=[one.to_json() for one in self.vault.held()],
+            time=time.time(),
+        )
+
+    def _tell_beat(self) -> None:
+        now = time.monotonic()
+        if now - self._beat_s < BEAT_S:
+            return
+        self._beat_s = now
+        progress = {}
+        for slot in self._slots:
+            beat = self.board.last(slot.number)
+            if slot.pid and slot.rank >= 0 and beat.epoch == slot.epoch:
+                is_locked = now - beat.answered_s > self._locked_s
+                slot.locked_s = now if is_locked else slot.locked_s
+                # Once the lock is free again, the rank has as long as any other for what it is at.
+                since_s = beat.progress_s if is_locked else max(beat.progress_s, slot.locked_s)
+                phase = Phase.LOCKED if is_locked else beat.phase
+                progress[slot.number] = [beat.step, int(phase), round(now - since_s, 3)]
+        self._say("beat", epoch=self._epoch, progress=progress)
+
+    def _tell_wishes(self) -> None:
+        count = self.wishes.count
+        if not count:
+            return
+        self.board.ask_to_stop()
+        if count > self._told_wishes and self._channel is not None:
+            self._told_wishes = count
+            self._say("stop", count=count, hurry=self.wishes.first == signal.SIGTERM)
+        if count >= 2 or (self._by_hand and not self._joined):
+            self._over = STOPPED
+
+    def _tell_where(self) -> None:
+        ranks = {slot.rank: slot for slot in self._slots if slot.pid and slot.rank >= 0}
+        found = find_ranks(self.run, {rank: slot.pid for rank, slot in ranks.items()})
+        self._say("where", ranks={ranks[rank].number: [where.waits, where.place] for rank, where in found.items()})
+
+    # ---- the slots -------------------------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """Every slot has a process; one that died young waits a little longer for the next."""
+        if self.wishes.count and not self._epoch:
+            return  # asked to stop before anything began: with a process here the coordinator might still begin
+        now = time.monotonic()
+        empty = [slot for slot in self._slots if slot.pid == 0 and now >= slot.fork_at_s]
+        for slot in empty:
+            self._fork(slot)
+        if empty:  # in one message: nobody forms with half of them
+            self._say("up", slots={slot.number: slot.pid for slot in empty})
+
+    def _fork(self, slot: Slot) -> None:
+        assert self._work is not None
+        slot.pid, slot.line = fork_rank(
+            self._work, run=self.run, slot=slot.number, board=self.board, forget=self._forget
+        )
+        slot.line.settimeout(HAND_S)
+        slot.pending, slot.forked_s, slot.killed = b"", time.monotonic(), None
+        slot.rank, slot.ready, slot.left, slot.seated = -1, None, None, False
+        slot.seen_s, slot.silent_s, slot.locked_s, slot.member_of = slot.forked_s, 0.0, 0.0, 0
+        self._selector.register(slot.line, selectors.EVENT_READ, slot)
+
+    def _forget(self) -> None:
+        """In the child: what is the agent's alone."""
+        if self._channel is not None:
+            self._channel.forget()
+        if self._look is not None:
+            self._look.forget()
+        for slot in self._slots:
+            if slot.line is not None:
+                slot.line.close()
+        self._selector.close()
+
+    def _listen(self, slot: Slot) -> None:
+        assert slot.line is not None
+        try:
+            data = slot.line.recv(1 << 16)
+        except OSError:
+            data = b""
+        if not data:  # it is ending: the kernel will tell how
+            self._selector.unregister(slot.line)
+            slot.line.close()
+            slot.line = None
+            return
+        *lines, slot.pending = (slot.pending + data).split(b"\n")
+        for line in lines:
+            self._answer(slot, json.loads(line))
+
+    def _answer(self, slot: Slot, message: Message) -> None:
+        present = int(message["epoch"]) == slot.epoch
+        if message["kind"] == "ready" and present:
+            slot.ready, slot.member_of = (int(message["port"]), int(message["vault"])), slot.epoch
+        elif message["kind"] == "left":
+            slot.member_of = slot.epoch if slot.rank >= 0 and not present else 0
+            slot.left = message if present else slot.left
+            self._say(**message)
+
+    def _reap(self) -> None:
+        for slot in self._slots:
+            if not slot.pid:
+                continue
+            ended, status = os.waitpid(slot.pid, os.WNOHANG)
+            if ended:
+                self._lost(slot, os.waitstatus_to_exitcode(status))
+
+    def _lost(self, slot: Slot, code: int) -> None:
+        if slot.line is not None:
+            self._selector.unregister(slot.line)
+            slot.line.close()
+            slot.line = None
+        now = time.monotonic()
+        young = now - slot.forked_s < YOUNG_S
+        slot.pause_s = min(max(2 * slot.pause_s, 0.25), MOST_REFORK_S) if young else REFORK_S
+        slot.fork_at_s = now + slot.pause_s
+        kills, self._oom_kills = self._oom_kills, failing.oom_kills()
+        pid, slot.pid = slot.pid, 0
+        self._say(
+            "lost",
+            slot=slot.number,
+            pid=pid,
+            epoch=slot.epoch,
+            leaving=slot.is_leaving,
+            failure=asdict(self._failure(slot, code)),
+            out_of_memory=self._oom_kills > kills,
+        )
+
+    def _failure(self, slot: Slot, code: int) -> Failure:
+        step = self.board.last(slot.number).step
+        if slot.killed is not None:
+            return slot.killed
+        if code < 0:
+            return failing.by_signal(slot.rank, step, -code)
+        found = failing.read_error(self.run, slot.rank) if slot.rank >= 0 else None
+        return found or failing.unexplained(slot.rank, step, code)
+
+    def _watch(self) -> None:
+        """End processes that do not run, do not leave a formation that is over, or do not come to the next."""
+        now = time.monotonic()
+        turn_s, self._watched_s = min(now - self._watched_s, TURN_S_MOST), now
+        for slot in self._slots:
+            if not slot.pid or slot.killed is not None:
+                continue
+            beat = self.board.last(slot.number)
+            seen_s = _seen_s(slot.pid, beat, now)
+            if seen_s is not None:
+                slot.seen_s, slot.silent_s = seen_s, 0.0
+            else:
+                slot.silent_s = slot.silent_s + turn_s if slot.silent_s else min(now - slot.seen_s, 2 * ANSWER_S)
+            asked_s = now - slot.asked_s if slot.rank >= 0 and slot.ready is None else 0.0
+            if slot.silent_s > self._dead_after_s:
+                self._kill(slot, _silent(slot.pid, slot.silent_s))
+            elif slot.is_leaving and asked_s > self._dead_after_s:
+                held = " (native code holds its interpreter lock)" if now - beat.answered_s > self._locked_s else ""
+                bound = f"fault.dead_after_s = {self._dead_after_s:g} s"
+                self._kill(slot, f"did not leave its formation within {bound}{held}")
+            elif asked_s > self._joins_within_s:
+                self._kill(slot, f"was not ready to join within {self._joins_within_s:g} s (comm.init_timeout_s)")
+
+    def _kill_stuck(self, slot: Slot, message: Message) -> None:
+        """The coordinator found that everybody waits for this one."""
+        if slot.pid and slot.rank >= 0 and slot.killed is None:
+            where = str(message.get("place") or "")
+            silence = failing.silence(slot.rank, 0, silent_s=float(message["silent_s"]), where=where)
+            self._kill(slot, f"{silence.message}{message.get('patience') or ''}")
+
+    def _kill(self, slot: Slot, what: str) -> None:
+        beat = self.board.last(slot.number)
+        stack = ""
+        with contextlib.suppress(OSError):
+            stack = self.run.stack(max(slot.rank, 0)).read_text(encoding="utf-8", errors="replace")[-4000:]
+        slot.killed = Failure(
+            rank=slot.rank, step=beat.step, at_s=time.time(), kind="Silence", message=what, stack=stack
+        )
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(slot.pid, signal.SIGKILL)
+
+    def _end_ranks(self, grace_s: float) -> None:
+        """No rank survives this. Those that wait for a formation leave when their line is cut."""
+        for slot in self._slots:
+            self._hand(slot, {"kind": "end"})
+        for number, wait_s in ((0, min(grace_s, 1.0)), (signal.SIGTERM, grace_s), (signal.SIGKILL, 60.0)):
+            for slot in self._slots:
+                if slot.pid and number:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(slot.pid, number)
+                        os.kill(slot.pid, signal.SIGCONT)  # a stopped process dies only when it goes on
+            until = time.monotonic() + wait_s
+            while any(slot.pid for slot in self._slots) and time.monotonic() < until:
+                for slot in self._slots:
+                    if slot.pid and os.waitpid(slot.pid, os.WNOHANG)[0]:
+                        slot.pid = 0
+                time.sleep(TICK_S)
+
+
+def _seen_s(pid: int, beat: Beat, now_s: float) -> float | None:
+    """When a process is known to have run last, whatever it waits for; None when it does not run now.
+
+    The kernel is asked only about one that has not answered for a while.
+    """
+    if beat.is_muted:
+        return None
+    if now_s - beat.answered_s < ANSWER_S:
+        return beat.answered_s
+    return now_s if state_of(pid) not in STOPPED_STATES else None
+
+
+def _silent(pid: int, silent_s: float) -> str:
+    from phalanx.units import format_seconds
+
+    stopped = " in a stopped process (state T)" if state_of(pid) == "T" else ""
+    return f"stopped answering {format_seconds(silent_s)} ago{stopped}"

@@ -1,0 +1,371 @@
+"""Before ranks are started on a host: are its devices, memory, disk, network and clock what they must be?
+
+Every check compares one number with one threshold and is a plain function of what was seen; `preflight` looks and asks
+them all. A host with a problem takes no part: one that is slow or full costs every other host more than its absence.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+from phalanx.elastic.channel import LOOPBACK
+from phalanx.elastic.gpus import check_free
+from phalanx.elastic.vault import GENERATIONS
+from phalanx.errors import Problem
+from phalanx.hardware.defaults import LOOPBACK_BYTES_PER_S
+from phalanx.hardware.discover import discover
+from phalanx.hardware.machine import Gpu, Machine
+from phalanx.hardware.sharing import allowed_ranks
+from phalanx.plan.plan import Plan
+from phalanx.units import MB, format_bytes, format_seconds, plural
+
+MOST_RANKS_PER_CORE = 64  # beyond, the ranks only wait for each other
+LEAST_LINK_SHARE = 0.1  # of what the plan counts on: a busy machine halves it, a broken one loses far more
+LINK_BYTES = 16 * MB
+# The best of some tries counts: other work on the machine can only make the link look slower. With ten programs on
+# two cores, single tries moved 20 to 870 MB/s, where the same machine at rest moves 3,300.
+LINK_TRIES = 10
+LINK_PATIENCE_S = 1.0  # for one try; at a tenth of 2 GB/s it takes 0.08 s
+GIGABIT_BYTES_PER_S = 125 * MB  # the slowest network that hosts are joined by
+LEAST_NVLINK_SHARE = 0.5  # links that trained at half their number or speed
+DISK_COPIES = 2  # the checkpoint being written, beside the one that is kept until it is whole
+MOST_SKEW_S = 5.0  # timestamps of the record are compared between hosts
+OLDEST_CLOCK_S = 1_767_225_600.0  # 2026-01-01: a host whose clock is before this has lost it
+
+
+def preflight(*, plan: Plan, run: Path, slots: int, address: str, quick: bool) -> list[Problem]:
+    """Everything that speaks against starting `slots` ranks here; `quick` leaves out the measurement of the link."""
+    machine = discover()
+    if not run.is_dir():
+        return [_missing(run, machine.hostname)]
+    problems = [
+        *check_devices(plan, machine, slots, fresh=True),
+        *check_memory(plan, slots, available_bytes(machine), host=machine.hostname),
+        *check_disk(plan, run, host=machine.hostname),
+        *check_port(address, host=machine.hostname),
+        *check_clock(run, time.time(), host=machine.hostname),
+    ]
+    if not quick and not problems:
+        problems += check_link(plan, address, host=machine.hostname)
+    return problems
+
+
+def recheck(*, plan: Plan, run: Path, slots: int, new_ranks: int, new_places: int, address: str) -> list[Problem]:
+    """The quick checks, before ranks that already were here form again.
+
+    Memory is asked for `new_ranks` processes, which hold nothing yet, and for the copies of `new_places` slots; what
+    living ranks and their copies take is no longer free, and is not counted twice.
+    """
+    machine = discover()
+    host = machine.hostname
+    if not run.is_dir():
+        return [_missing(run, host)]
+    return [
+        *check_devices(plan, machine, slots),
+        *check_room(plan, ranks=new_ranks, places=new_places, free_bytes=available_bytes(machine), host=host),
+        *check_disk(plan, run, host=host),
+        *check_port(address, host=host),
+        *check_clock(run, time.time(), host=host),
+    ]
+
+
+def _missing(run: Path, host: str) -> Problem:
+    return Problem(
+        where=host,
+        what=f"there is no folder {run}",
+        why="all hosts of a run write down what happens, and find each other, in one folder",
+        fix="put runs on a file system that every host mounts: phalanx train --runs FOLDER",
+    )
+
+
+def check_devices(plan: Plan, machine: Machine, slots: int, *, fresh: bool = False) -> Iterator[Problem]:
+    """A device for every slot, as large and as well connected as the plan counts on.
+
+    `fresh`: no rank of ours is on the GPUs yet, so that what they hold is somebody else's.
+    """
+    if plan.cluster.accelerator.family == "cpu":
+        most = MOST_RANKS_PER_CORE * machine.usable_cores
+        if slots > most:
+            yield Problem(
+                where=machine.hostname,
+                what=f"{slots:,} ranks on {plural(machine.usable_cores, 'core')}; at most {most:,} get anything done",
+                fix=f"give this host at most {most:,} slots",
+            )
+        return
+    count, allowed = len(machine.gpus), allowed_ranks(plan.job.train.ranks_per_gpu, os.environ)
+    share = 1
+    if count * allowed < slots:
+        sharing = f"; {allowed} ranks may share one" if allowed > 1 else ""
+        yield Problem(
+            where=machine.hostname,
+            what=f"{count} of the {slots} × {plan.cluster.accelerator.name} that its ranks need answer{sharing}",
+            why="; ".join(machine.notes) or "every rank needs a device of its own",
+            fix="look at nvidia-smi and dmesg (Xid); restart the host, or take it out of the job",
+        )
+    elif count:  # spares hold nothing until they replace somebody
+        share = -(-min(slots, plan.layout.devices) // count)
+    for gpu in machine.gpus[:slots]:
+        where = f"{machine.hostname}, GPU {gpu.index}"
+        need = share * plan.memory.total_bytes
+        yield from _check_gpu(plan, gpu, need=need, alone=min(slots, count) == 1, where=where)
+        taken = check_free(gpu, needed_bytes=need, where=where) if fresh and gpu.memory_bytes >= need else None
+        if taken is not None:
+            yield taken
+
+
+def _check_gpu(plan: Plan, gpu: Gpu, *, need: float, alone: bool, where: str) -> Iterator[Problem]:
+    has = gpu.memory_bytes
+    if has < need:
+        shared = "; ranks share it" if need > plan.memory.total_bytes else ""
+        yield Problem(
+            where=where,
+            what=f"{format_bytes(has)} of memory; the plan needs {format_bytes(need)}{shared}",
+            fix=f"use hosts with {plan.cluster.accelerator.name}, or plan for these: phalanx plan JOB --cluster local",
+        )
+    rate, expected = gpu.nvlink_bytes_per_s, plan.cluster.link_bytes_per_s
+    counted_on = plan.cluster.accelerator.link.startswith("NVLink") and gpu.nvlinks >= 0 and not alone
+    if counted_on and rate < LEAST_NVLINK_SHARE * expected:
+        yield Problem(
+            where=where,
+            what=f"{gpu.nvlinks} NVLinks give {format_bytes(rate)}/s, less than {LEAST_NVLINK_SHARE:.0%} of the "
+            f"{format_bytes(expected)}/s the plan counts on",
+            why="every tensor-parallel rank would wait for this one",
+            fix="look at nvidia-smi nvlink --status; restart the host, or take it out of the job",
+        )
+
+
+def check_memory(plan: Plan, slots: int, free_bytes: float, *, host: str) -> Iterator[Problem]:
+    """Host memory for the ranks where they compute on the CPU, and for the copies of their state everywhere."""
+    active = min(slots, plan.layout.devices)  # spares hold nothing until they replace somebody
+    yield from check_room(plan, ranks=active, places=active, free_bytes=free_bytes, host=host)
+
+
+def check_room(plan: Plan, *, ranks: int, places: int, free_bytes: float, host: str) -> Iterator[Problem]:
+    """Host memory for so many ranks that hold nothing yet, and for the copies of so many slots that had no rank."""
+    on_cpu = plan.cluster.accelerator.family == "cpu"
+    ranks_bytes = ranks * plan.memory.total_bytes if on_cpu else 0.0
+    copies_bytes = places * copies_per_rank(plan) * plan.reliability.checkpoint_bytes / plan.layout.devices
+    if ranks_bytes + copies_bytes > free_bytes:
+        need = f"{format_bytes(ranks_bytes)} for {plural(ranks, 'rank')} and " if on_cpu else ""
+        yield Problem(
+            where=host,
+            what=f"{format_bytes(free_bytes)} of memory are free; the plan needs {need}{format_bytes(copies_bytes)} "
+            "for copies of their state",
+            why="the kernel would kill a rank in the middle of a step",
+            fix="end other programs, start fewer ranks here, or set checkpoint.memory_every = 0",
+        )
+
+
+def copies_per_rank(plan: Plan) -> int:
+    """How many times the memory tier holds a rank's state on its host: its own, and as a guest that of another host."""
+    if not plan.reliability.memory_every:
+        return 0
+    return GENERATIONS * (2 if plan.reliability.hosts > 1 else 1)
+
+
+def available_bytes(machine: Machine, *, root: Path = Path("/")) -> float:
+    """Memory that can be had without swapping; inside a container, what its limit leaves."""
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    free = int(match.group(1)) * 1024 if match else machine.memory_bytes
+    for used_file, stat_file in (
+        ("memory.current", "memory.stat"),
+        ("memory/memory.usage_in_bytes", "memory/memory.stat"),
+    ):
+        used = _text(root / "sys/fs/cgroup" / used_file).strip()
+        if used.isdigit():
+            # The kernel gives cached files back before it kills anybody.
+            cached = re.search(r"^(?:total_)?inactive_file (\d+)", _text(root / "sys/fs/cgroup" / stat_file), re.M)
+            free = min(free, machine.memory_bytes - int(used) + (int(cached.group(1)) if cached else 0))
+    return float(max(0, free))
+
+
+def check_disk(plan: Plan, run: Path, *, host: str) -> Iterator[Problem]:
+    """Room for this host's share of a checkpoint, twice, where checkpoints go."""
+    path = plan.job.checkpoint.path
+    if "://" in path:  # object storage has no free space to ask for
+        return
+    folder = next(folder for folder in (run / path, *(run / path).parents) if folder.exists())
+    # One that is there already is the one that is kept: only the next must find room.
+    copies = DISK_COPIES - any(True for _ in (run / path).glob("step-*/manifest.json"))
+    needed = copies * plan.reliability.checkpoint_bytes / plan.reliability.hosts
+    try:
+        state = os.statvfs(folder)
+    except OSError as error:
+        yield Problem(where=host, what=f"{folder} does not answer: {error.strerror}", fix="mount it again")
+        return
+    free = state.f_bavail * state.f_frsize
+    if state.f_flag & os.ST_RDONLY or not os.access(folder, os.W_OK):
+        yield Problem(
+            where=host,
+            what=f"{folder} cannot be written",
+            why="the run could not save, nor write down what happened",
+            fix="mount it for writing, or set checkpoint.path",
+        )
+    elif free < needed:
+        yield Problem(
+            where=host,
+            what=f"{format_bytes(free)} are free in {folder}; "
+            f"{'another checkpoint of this host needs' if copies == 1 else f'{copies} checkpoints of this host need'} "
+            f"{format_bytes(needed)}",
+            why="a save would end with a full disk",
+            fix="delete old runs, lower checkpoint.keep, or set checkpoint.path to a larger disk",
+        )
+
+
+def check_port(address: str, *, host: str) -> Iterator[Problem]:
+    """A port can be bound where the others will look for this host."""
+    try:
+        _listen(address).close()
+    except OSError as error:
+        yield Problem(
+            where=host,
+            what=f"no port can be bound on {address}: {error.strerror or error}",
+            why="no other host could reach its ranks",
+            fix="set fault.interface to an address of this host; ip address lists them",
+        )
+
+
+def check_clock(run: Path, now_s: float, *, host: str) -> Iterator[Problem]:
+    """A clock that goes, and that is not behind what was already written in the run folder."""
+    before = time.monotonic()
+    if time.monotonic() < before or now_s < OLDEST_CLOCK_S:
+        yield Problem(
+            where=host,
+            what=f"the clock stands at {time.strftime('%Y-%m-%d %H:%M', time.gmtime(max(0.0, now_s)))}",
+            why="records of different hosts could not be put in order",
+            fix="start chrony or systemd-timesyncd",
+        )
+        return
+    written_s = run.stat().st_mtime
+    yield from check_skew(now_s - written_s if now_s < written_s else 0.0, host=host)
+
+
+def clock_skew_s(their_s: float, round_trip_s: float, *, now_s: float) -> float:
+    """How far a clock that read `their_s` is ahead of ours (negative: behind), beyond what the way can explain.
+
+    `now_s` is our clock when the answer came, `round_trip_s` after we asked.
+
+    >>> [clock_skew_s(their_s, 0.5, now_s=100.0) for their_s in (99.75, 110.0, 90.0)]
+    [0.0, 10.0, -9.5]
+    """
+    asked_s = now_s - round_trip_s
+    if asked_s <= their_s <= now_s:
+        return 0.0
+    return their_s - now_s if their_s > now_s else their_s - asked_s
+
+
+def check_skew(skew_s: float, *, host: str) -> Iterator[Problem]:
+    """The clocks of two hosts agree well enough to put their records in order."""
+    if abs(skew_s) > MOST_SKEW_S:
+        yield Problem(
+            where=host,
+            what=f"its clock is {format_seconds(abs(skew_s))} {'ahead' if skew_s > 0 else 'behind'}; "
+            f"{MOST_SKEW_S:g} s are allowed",
+            why="records of different hosts could not be put in order",
+            fix="start chrony or systemd-timesyncd on it",
+        )
+
+
+def check_link(plan: Plan, address: str, *, host: str) -> Iterator[Problem]:
+    """The host's own network stack carries at least a tenth of what the plan counts on."""
+    least = LEAST_LINK_SHARE * expected_link(plan)
+    rate = measure_link(address, enough=least)
+    if rate < least:
+        yield Problem(
+            where=host,
+            what=f"its network moves {format_bytes(rate)}/s on {address or LOOPBACK}, less than "
+            f"{LEAST_LINK_SHARE:.0%} of the {format_bytes(expected_link(plan))}/s the plan counts on",
+            why="every other rank would wait for this host",
+            fix="end other programs on it, or measure it again with phalanx probe",
+        )
+
+
+def check_between(plan: Plan, rate: float, *, host: str) -> Iterator[Problem]:
+    """What passes between this host and the coordinator's is at least a tenth of what can be counted on."""
+    expected = expected_between(plan)
+    if rate < LEAST_LINK_SHARE * expected:
+        yield Problem(
+            where=host,
+            what=f"{format_bytes(rate)}/s pass between it and the coordinator, less than {LEAST_LINK_SHARE:.0%} of the "
+            f"{format_bytes(expected)}/s that are counted on",
+            why="every other rank would wait for this host",
+            fix="look at its cable, its MTU and its switch; --address chooses another network",
+        )
+
+
+def expected_between(plan: Plan) -> float:
+    """Bytes per second that one TCP connection between two hosts should move.
+
+    CPU ranks talk over TCP: there it is the plan's network, up to what one connection carries at all. The plan's figure
+    for GPUs is of RDMA, which this connection does not use: what passes here is control and copies of state, often over
+    a plain network beside it. They, and a plan that knows one machine only, are held against Gigabit Ethernet.
+    """
+    cluster = plan.cluster
+    if cluster.accelerator.family != "cpu" or cluster.domains < 2:
+        return GIGABIT_BYTES_PER_S
+    return min(cluster.nic_bytes_per_s * cluster.domain_devices, LOOPBACK_BYTES_PER_S)
+
+
+def expected_link(plan: Plan) -> float:
+    """Bytes per second that a host's network stack should move to itself.
+
+    Only CPU ranks talk to each other this way. Under GPUs it carries control, stores and copies of their state, and is
+    held against an ordinary machine's loopback instead of NVLink.
+    """
+    return plan.cluster.link_bytes_per_s if plan.cluster.accelerator.family == "cpu" else LOOPBACK_BYTES_PER_S
+
+
+def measure_link(address: str, *, enough: float) -> float:
+    """Bytes per second from this host to itself through `address`, the best of some tries until it is enough.
+
+    0 when nothing moves. Starts no thread: the agent forks.
+    """
+    best = 0.0
+    for _ in range(LINK_TRIES):
+        with suppress(OSError):
+            best = max(best, _measure_once(address))
+        if best >= enough:
+            break
+    return best
+
+
+def _measure_once(address: str) -> float:
+    with closing(_listen(address)) as listener:  # a new one each time: a stranger at the door spoils one try
+        listener.settimeout(LINK_PATIENCE_S)
+        with closing(socket.create_connection(listener.getsockname()[:2], timeout=LINK_PATIENCE_S)) as source:
+            target, _ = listener.accept()
+            with closing(target):
+                return _move(source, target)
+
+
+def _move(source: socket.socket, target: socket.socket) -> float:
+    """Bytes per second between two sockets, a piece in, a piece out."""
+    source.setblocking(False)
+    target.settimeout(LINK_PATIENCE_S)
+    data, buffer = memoryview(bytes(LINK_BYTES)), bytearray(1 << 20)
+    sent = received = 0
+    start_s = time.perf_counter()
+    while received < LINK_BYTES and time.perf_counter() < start_s + LINK_PATIENCE_S:
+        with suppress(BlockingIOError):
+            sent += source.send(data[sent : sent + len(buffer)]) if sent < LINK_BYTES else 0
+        if received < sent:
+            received += target.recv_into(buffer)
+    return received / (time.perf_counter() - start_s)
+
+
+def _listen(address: str) -> socket.socket:
+    family, _, _, _, place = socket.getaddrinfo(address or LOOPBACK, 0, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(place, family=family)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

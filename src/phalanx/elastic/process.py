@@ -1,0 +1,103 @@
+"""A rank as a process: forked, tied to the life of its supervisor, printing into its own log."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+
+from phalanx.elastic.board import Board
+from phalanx.elastic.failure import write_error
+from phalanx.elastic.link import Link
+from phalanx.errors import PhalanxError
+from phalanx.record.redact import redact
+from phalanx.record.run import Run
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+STACK_SIGNAL = signal.SIGUSR2  # asks a rank to write down where it is
+FAILED = 3
+
+
+Work = Callable[[Link], None]  # what a rank does; returns when the run is over, raises when it failed
+
+
+def die_with(parent: int) -> None:
+    """Be killed by the kernel when process `parent` ends, however it ends; nothing outlives its supervisor."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the kernel was told
+        os._exit(FAILED)
+
+
+def fork_rank(
+    work: Work, *, run: Run, slot: int, board: Board, forget: Callable[[], None]
+) -> tuple[int, socket.socket]:
+    """Start the process of a slot; its id, and our end of the line to it.
+
+    The caller has imported what the ranks share, and runs no threads. `forget` closes what is only the caller's.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    ours, theirs = socket.socketpair()
+    board.reset(slot)
+    child = os.fork()
+    if child:
+        theirs.close()
+        return child, ours
+    code = FAILED
+    try:
+        ours.close()
+        forget()
+        _become_rank(parent)
+        code = _run(work, run, Link(theirs, board, slot))
+    finally:
+        os._exit(code)  # the supervisor's own clean-up is not the rank's business
+
+
+def _become_rank(parent: int) -> None:
+    os.setpgid(0, 0)
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches ranks as a wish to stop, through the board
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    faulthandler.enable()
+    gc.enable()
+
+
+def take_rank(run: Run, rank: int, *, world: int, slot: int, local_world: int) -> None:
+    """This process is `rank` now: its log, its stacks, and what torch reads from the environment."""
+    _redirect(run.log(rank))
+    faulthandler.register(STACK_SIGNAL, file=open(run.stack(rank), "w"), all_threads=True)  # noqa: SIM115 (kept open)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(slot), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(local_world))
+    run.error(rank).unlink(missing_ok=True)
+
+
+def _redirect(log: os.PathLike[str]) -> None:
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.close(out)
+    os.close(nothing)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _run(work: Work, run: Run, link: Link) -> int:
+    try:
+        work(link)
+    except BaseException as error:
+        write_error(run, int(os.environ.get("RANK", link.slot)), error, step=link.step)
+        print(redact(traceback.format_exc(), os.environ), file=sys.stderr, end="")
+        return error.exit_code if isinstance(error, PhalanxError) else FAILED
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0

@@ -1,0 +1,149 @@
+"""BAT001: every step learns from the batch that was declared."""
+
+from __future__ import annotations
+
+from phalanx.errors import Problem
+from phalanx.job.schema import Batch
+from phalanx.rules.catalog.top001_degrees import is_batch
+from phalanx.rules.evidence import Evidence
+from phalanx.rules.facts.log import StepFacts
+from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
+from phalanx.rules.rule import Limit, Limits, Reference, Rule
+from phalanx.units import plural
+
+LEARNS = Impact(note="not time: the learning rate was chosen for another batch")
+
+
+def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """The plan's arithmetic, and the tokens of the steps that were taken."""
+    planned = _planned(evidence)
+    steps = evidence.log.steps if evidence.log is not None else None
+    if steps is None:
+        return planned
+    return (*planned, _measured(evidence, steps, limits))
+
+
+def _planned(evidence: Evidence) -> tuple[Outcome, ...]:
+    if evidence.plan is None:
+        return _refused(evidence)
+    layout, wanted = evidence.plan.layout, evidence.the_job.batch.global_sequences
+    made = layout.micro_batch * layout.accumulation * layout.data
+    formula = (
+        f"B = b · a · dp = {layout.micro_batch} × {layout.accumulation} × {layout.data} = {plural(made, 'sequence')}, "
+        f"declared {wanted:,}",
+    )
+    if made == wanted:
+        told = f"each step takes {plural(made, 'sequence')}, as declared"
+        return (passed(told, formula=formula, value=made, threshold=wanted, unit="sequences"),)
+    return (
+        failed(
+            f"each step takes {plural(made, 'sequence')}, and {wanted:,} are declared",
+            formula=formula,
+            value=made,
+            threshold=wanted,
+            unit="sequences",
+            at="batch.global_sequences",
+            impact=LEARNS,
+            fix=f"declare {made:,}, or choose micro-batch, accumulation and data ranks whose product is {wanted:,}",
+        ),
+    )
+
+
+def _refused(evidence: Evidence) -> tuple[Outcome, ...]:
+    found = tuple(one for one in evidence.refusals if is_batch(one))
+    if not found:
+        told = "there is no plan, so the number of data ranks is not known"
+        return (unknown(told, fix="mend what TOP001 or MEM001 tells, or name a cluster"),)
+    return tuple(
+        failed(
+            one.what,
+            formula=_why(evidence, one),
+            at="batch.micro" if "batch.micro" in one.what else "batch.global_sequences",
+            impact=Impact(points=100.0, note="the job does not start"),
+            fix=one.fix or "make the batch a multiple of the data ranks",
+        )
+        for one in found
+    )
+
+
+def _why(evidence: Evidence, problem: Problem) -> tuple[str, ...]:
+    """The planner's own reason, and the setting that leaves it no other way."""
+    alone = "numerics.reproducible = true splits over data ranks alone: only their sums keep their order"
+    return (*([problem.why] if problem.why else []), *([alone] if evidence.the_job.numerics.reproducible else []))
+
+
+def _measured(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
+    sizes = declared(evidence.the_job.batch, evidence.the_job.data.sequence)
+    if not steps.tokens:
+        return unknown(
+            "the log does not say how many tokens the steps had, or had too many sizes to count",
+            fix="train with a Phalanx that writes `tokens` into its step events",
+        )
+    tolerance = limits.number("tolerance")
+    odd = {size: count for size, count in steps.tokens.items() if not _is_one(size, sizes, tolerance)}
+    total = sum(steps.tokens.values())
+    words = " or ".join(f"{size:,}" for size in sizes)
+    if not odd:
+        return passed(
+            f"{plural(total, 'step')} had {words} tokens each, as declared",
+            value=0,
+            threshold=0,
+            unit="steps",
+        )
+    size = min(odd, key=lambda one: (odd[one], one))
+    return failed(
+        f"{sum(odd.values()):,} of {total:,} steps had another batch than declared, as {size:,} tokens for {words}",
+        formula=tuple(f"{plural(count, 'step')} of {one:,} tokens" for one, count in sorted(odd.items())[:4]),
+        value=size,
+        threshold=sizes[-1],
+        unit="tokens",
+        at=steps.tokens_spot or "batch.global_tokens",
+        impact=LEARNS,
+        fix="keep the batch when ranks leave (Phalanx gives their sequences to the others), or declare the sizes under "
+        "[[batch.ramp]]",
+    )
+
+
+def declared(batch: Batch, sequence: int) -> tuple[int, ...]:
+    """Every number of tokens a step may have, in order: whole sequences, at least one."""
+    sequences = [batch.global_sequences, *(stage.global_tokens // max(1, sequence) for stage in batch.ramp)]
+    return tuple(sorted({max(1, count) * sequence for count in sequences}))
+
+
+def _is_one(size: int, sizes: tuple[int, ...], tolerance: float) -> bool:
+    return any(abs(size - one) <= tolerance * one for one in sizes)
+
+
+RULE = Rule(
+    id="BAT001",
+    slug="batch-identity",
+    severity="error",
+    requires="J",
+    uses="PL",
+    requirement="The effective batch is what was declared, at every step, also when ranks come and go.",
+    why="""
+The learning rate belongs to the batch. A trainer that loses a data rank and goes on with the others learns from a
+smaller batch unless it hands the lost share to the rest; torchft therefore reports the participants of every step and
+divides by them. One data rank of 8 lost without notice is a batch 12.5 % smaller for the rest of the run.
+""",
+    how="""
+`B = b · a · dp` in the plan. In the log, the tokens of every step are `batch.global_tokens`, or those of a stage of
+`[[batch.ramp]]`; a size of neither kind is a finding, with the line of the rarest. Where the planner finds that the
+batch cannot be shared out, its reason is the finding.
+""",
+    limits={
+        "tolerance": Limit(value=0.0, note="relative difference of a step's tokens: none, it is an identity"),
+    },
+    bad="""
+[batch]
+global_sequences = 500    # over 128 data ranks
+""",
+    good="""
+[batch]
+global_sequences = 512
+""",
+    fix="A batch that is a multiple of micro-batch times data ranks.",
+    waive="Documents that are not packed, so that the valid tokens of a step differ by nature.",
+    references=(Reference(text="pytorch/torchft: participants of a step, and division by them", mark="read"),),
+    check=check,
+)

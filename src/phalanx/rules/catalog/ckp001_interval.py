@@ -1,0 +1,303 @@
+"""CKP001: the checkpoint interval is near Daly's optimum, and a last checkpoint fits into the grace of a SIGTERM."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from phalanx.plan.plan import Plan
+from phalanx.plan.reliability import daly, overhead
+from phalanx.rules.catalog.intervals import ALONE, SaveCost, interval_edits
+from phalanx.rules.catalog.lengths import job_s
+from phalanx.rules.catalog.measuring import is_rate_given, unmeasured, unmeasured_rate
+from phalanx.rules.catalog.unsaid import unsaid
+from phalanx.rules.evidence import Evidence
+from phalanx.rules.facts.log import LogFacts, Spread
+from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
+from phalanx.rules.rule import Limit, Limits, Reference, Rule
+from phalanx.units import format_seconds, plural
+
+KEY = "checkpoint.interval_s"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Numbers:
+    """What the optimum is made of: from the plan, or as far as possible measured."""
+
+    blocking_s: float  # δ
+    mtbf_s: float  # M
+    lag_s: float  # no optimum is shorter: the checkpoint before must be on disk
+    persist_s: float  # until a checkpoint is written
+    interval_s: float
+    length_s: float  # of the job: no interval is longer
+    delta: str  # how the two are told
+    rate: str
+
+    @property
+    def best_s(self) -> float:
+        """Daly's optimum."""
+        return max(daly(self.blocking_s, self.mtbf_s), self.lag_s)
+
+
+def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """The interval, by measured numbers where there are any; and the grace."""
+    plan, log = evidence.the_plan, evidence.log
+    numbers = planned(plan)
+    if log is not None:
+        numbers = measured(evidence, log, limits) or numbers
+    if missing := unsaid(evidence, KEY, f"how often {evidence.practice.trainer} saves"):
+        return (missing, *_grace(evidence, limits))
+    if evidence.practice.saves is False:
+        return (_never(evidence, numbers), *_grace(evidence, limits))
+    return (_interval(evidence, limits, numbers), *_grace(evidence, limits))
+
+
+def planned(plan: Plan) -> Numbers:
+    """The plan's own numbers."""
+    r = plan.reliability
+    return Numbers(
+        blocking_s=r.blocking_s,
+        mtbf_s=r.mtbf_s,
+        lag_s=r.persist_s if plan.job.checkpoint.asynchronous else 0.0,
+        persist_s=r.persist_s,
+        interval_s=r.interval_s,
+        length_s=job_s(plan),
+        delta=f"δ = {r.blocking_s:.3g} s",
+        rate=f"M = 86400 / ({plural(r.hosts, 'host')} × {r.failures_per_host_day:.3g} failures per host and day) = "
+        f"{r.mtbf_s:,.0f} s",
+    )
+
+
+def measured(evidence: Evidence, log: LogFacts, limits: Limits) -> Numbers | None:
+    """The run's numbers; None while it has saved too rarely to tell."""
+    seen, own, least = log.checkpoints, planned(evidence.the_plan), limits.number("least_saves")
+    if seen is None or seen.blocked_s is None or seen.interval_saves < least:
+        return None
+    interval = evidence.the_job.checkpoint.interval_s
+    if isinstance(interval, str):  # the trainer follows what it measures: so do we
+        if seen.interval_s is None or seen.interval_s.count < least:
+            return None
+        interval = seen.interval_s.p50
+    # A rank that comes back from a copy in memory lost a step: no checkpoint on disk would have helped it.
+    # Those of a drill were made on purpose.
+    count = 0 if log.is_drill else sum(one.source != "memory" for one in log.incidents)
+    wall_s, mtbf_s, rate = log.wall_s or 0.0, own.mtbf_s, own.rate
+    if count >= limits.number("least_failures") and wall_s > 0:
+        mtbf_s = wall_s / count
+        rate = (
+            f"M = {wall_s:,.0f} s / {plural(count, 'failure')} of this run that memory did not mend = {mtbf_s:,.0f} s"
+        )
+    return Numbers(
+        blocking_s=seen.blocked_s.p50,
+        mtbf_s=mtbf_s,
+        lag_s=seen.persist_s.p50 if seen.persist_s is not None else own.lag_s,
+        persist_s=seen.persist_s.p95 if seen.persist_s is not None else own.persist_s,
+        interval_s=float(interval),
+        length_s=max(own.length_s, wall_s),
+        delta=f"δ = {seen.blocked_s.p50:.3g} s measured",
+        rate=rate,
+    )
+
+
+def _interval(evidence: Evidence, limits: Limits, n: Numbers) -> Outcome:
+    if n.mtbf_s == math.inf:
+        return exempt("no failure is expected: the last checkpoint is enough")
+    if not (n.blocking_s >= 0 and n.mtbf_s > 0 and 0 <= n.interval_s < math.inf and 0 <= n.length_s < math.inf):
+        return unknown("a time of the plan is below zero or no number", fix="plan the job again: phalanx plan JOB")
+    best_s, interval_s = n.best_s, min(n.interval_s, n.length_s)
+    if not math.isfinite(best_s) or n.length_s <= best_s:
+        return exempt(f"the job ends in {format_seconds(n.length_s)}, before a checkpoint pays: the last one is enough")
+    if best_s <= 0 or interval_s <= 0:
+        return exempt("a checkpoint that costs nothing has no best interval")
+    if n.rate == planned(evidence.the_plan).rate and (missing := unmeasured_rate(evidence)) is not None:
+        return missing
+    ratio = interval_s / best_s
+    off = max(ratio, 1 / ratio)
+    formula = (n.rate, f"τ* = Daly({n.delta}, M) = {_told(best_s)};  τ/τ* = {ratio:.2f}", *_small(evidence, limits, n))
+    told = f"interval {_told(interval_s)} is {ratio:.2f}x the optimum {_told(best_s)}"
+    if interval_s < n.interval_s:
+        told = (
+            f"interval {_told(n.interval_s)} is longer than the run: its one save, at the end, comes after "
+            f"{ratio:.2f}x the optimum {_told(best_s)}"
+        )
+    if off <= limits.number("warn_ratio"):
+        return passed(told, formula=formula, value=ratio, threshold=limits.number("warn_ratio"), unit="x")
+    now, best = (overhead(n.blocking_s, one, n.mtbf_s) for one in (interval_s, best_s))
+    wrong = off > limits.number("error_ratio")
+    persist_s = n.persist_s
+    cost = SaveCost(blocked_s=n.blocking_s, persist_s=persist_s, mtbf_s=n.mtbf_s, lag_s=n.lag_s)
+    edits = interval_edits(evidence, cost, "Daly's optimum")
+    return failed(
+        told,
+        formula=(*formula, f"overhead δ/τ + τ/2M now {min(1.0, now):.1%}, at the optimum {best:.1%}"),
+        value=ratio,
+        threshold=limits.number("error_ratio" if wrong else "warn_ratio"),
+        unit="x",
+        at="checkpoint.interval_s",
+        severity="error" if wrong else "warning",
+        impact=evidence.loses(now - best, "checkpoints and work redone, beside those at the optimum"),
+        fix="" if edits else f"{ALONE}faster storage or a faster copy to host memory; the optimum is {_told(best_s)}",
+        edits=edits,
+    )
+
+
+def _never(evidence: Evidence, n: Numbers) -> Outcome:
+    """Checkpoints are off: a failure costs all work so far, and at the end nothing is kept."""
+    told = "checkpoints are off: a failure costs all work so far, and the end keeps nothing"
+    theirs = evidence.their_keys.get(KEY)
+    turn_on = f"turn them on ({theirs})" if theirs else "turn them on"
+    if not (n.mtbf_s > 0 and 0 <= n.length_s < math.inf and math.isfinite(n.best_s)):
+        note = Impact(note="how long the job takes, or how often a host fails, is no number")
+        return failed(told, at=KEY, severity="warning", impact=note, fix=turn_on)
+    length_s, best_s = n.length_s, n.best_s
+    now = overhead(0.0, length_s, n.mtbf_s)
+    return failed(
+        told,
+        formula=(
+            n.rate,
+            f"{format_seconds(length_s)} of work; half of it at a failure: {min(1.0, now):.2%} of the time",
+        ),
+        value=length_s,
+        threshold=best_s,
+        unit="s",
+        at=KEY,
+        severity="error" if length_s > best_s else "warning",
+        impact=evidence.loses(now, "work redone from the start"),
+        fix=f"{turn_on}; the optimum is every {_told(best_s)}" if length_s > best_s else turn_on,
+    )
+
+
+def _small(evidence: Evidence, limits: Limits, n: Numbers) -> tuple[str, ...]:
+    """What small jobs saw: more failures than their share of a large one's, unless the rate is their own."""
+    own = is_rate_given(evidence.the_plan) or n.rate != planned(evidence.the_plan).rate
+    if own or not evidence.profile.is_gpu or evidence.devices > limits.number("small_devices"):
+        return ()
+    factor = limits.number("small_factor")
+    best_s = max(daly(n.blocking_s, n.mtbf_s / factor), n.lag_s)
+    return (
+        f"the rate is of large jobs; up to {limits.number('small_devices'):,.0f} devices Meta saw {factor:g} times as "
+        f"many failures, with which τ* = {_told(best_s)}: measure yours (fault.failures_per_host_day)",
+    )
+
+
+def _told(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+
+
+def _grace(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """The step that runs, and a save, within fault.grace_s; nothing is known of what another trainer does."""
+    key, grace_s = "fault.grace_s", evidence.the_job.fault.grace_s
+    if not evidence.stated(key):
+        return ()
+    if (missing := unmeasured(evidence, "how long a step and a save take")) is not None:
+        return (missing,)
+    need_s, formula = _needed(evidence.the_plan, evidence.log)
+    if not math.isfinite(need_s):
+        return (unknown("how long a save takes is no number", fix="plan the job again: phalanx plan JOB", at=key),)
+    room = limits.number("grace_room")
+    told = f"step and save take {_told(need_s)} of the {grace_s:g} s after a SIGTERM"
+    if need_s * room <= grace_s:
+        return (passed(told, formula=(formula,), value=need_s, threshold=grace_s, unit="s", at=key),)
+    half_s = min(evidence.the_plan.reliability.interval_s, job_s(evidence.the_plan)) / 2
+    return (
+        failed(
+            f"{told}: the last checkpoint is cut off",
+            formula=(formula,),
+            value=need_s,
+            threshold=grace_s / room,
+            unit="s",
+            at=key,
+            severity="warning",
+            impact=Impact(
+                note=f"{format_seconds(half_s)} of all devices at every preemption, half an interval; how often the "
+                "scheduler preempts is not known"
+            ),
+            edits=(
+                Edit(
+                    key=key,
+                    value=math.ceil(1.2 * need_s * room),
+                    safe=False,  # it states how long the scheduler waits, which no edit of this file changes
+                    note="a fifth more than they take; tell the scheduler too (Slurm: KillWait)",
+                ),
+            ),
+        ),
+    )
+
+
+def _needed(plan: Plan, log: LogFacts | None) -> tuple[float, str]:
+    r, seen = plan.reliability, log.checkpoints if log is not None else None
+    # What a save at a SIGTERM takes is seen in those as well as in the ones that were due.
+    blocked = _slowest(seen.blocked_s, seen.final_blocked_s) if seen is not None else None
+    persist = _slowest(seen.persist_s, seen.final_persist_s) if seen is not None else None
+    if log is None or blocked is None or persist is None:
+        step_s, blocked_s, persist_s, how = plan.prediction.step_s, r.blocking_s, r.persist_s, "predicted"
+        blocked_s = blocked_s if plan.job.checkpoint.asynchronous else 0.0  # a save that blocks is its persisting
+    else:
+        steady = log.steps.duration_s if log.steps is not None else None
+        step_s = steady.p95 if steady is not None else plan.prediction.step_s
+        blocked_s, persist_s, how = blocked, persist, "measured"
+        blocked_s = blocked_s if plan.job.checkpoint.asynchronous else 0.0
+    total_s = step_s + blocked_s + persist_s
+    parts = f"step {step_s:.3g} s + staging {blocked_s:.3g} s + writing {persist_s:.3g} s"
+    return total_s, f"{parts} = {total_s:.3g} s, {how}"
+
+
+def _slowest(*spreads: Spread | None) -> float | None:
+    return max((one.p95 for one in spreads if one is not None), default=None)
+
+
+RULE = Rule(
+    id="CKP001",
+    slug="interval-daly",
+    severity="error",
+    requires="JP",
+    uses="L",
+    requirement="The interval between checkpoints is near the optimum for this hardware and this job.",
+    why="""
+Too often costs time to save, too rarely costs work redone after a failure. The optimum is √(2δM) to first order, with
+δ the seconds that training stands still for a checkpoint and M the mean time between failures. The curve is flat:
+twice the optimum costs 25 % more overhead, four times 112 % more, ((x + 1/x)/2). And a job that is asked to leave
+(SIGTERM) can save what it knows, if a step and a save fit into the time it is given.
+
+Failure rates come from large jobs. On RSC-1 small ones failed more often than that: every 7.9 h in place of 28.8 h on
+1,024 GPUs, every 47.7 days in place of 154 on 8, about 3.5 times (arXiv:2410.21680). Up to 1,024 devices the rule
+therefore tells what the optimum would be with that; it does not judge by it, since the curve is flat (√3.5 is 1.9) and
+your own rate, `fault.failures_per_host_day`, is better than either.
+""",
+    how="""
+`τ* = √(2δM)·[1 + ⅓√(δ/2M) + δ/(18M)] − δ`, `M = 86400 / (hosts · λ)`, never shorter than a checkpoint takes to be
+written. A warning where τ/τ* leaves [½, 2], an error where it leaves [¼, 4]; τ is never longer than the job, and a job
+shorter than τ* needs its last checkpoint only. In a run δ is what it measured (from three saves on that were due: one
+that a Ctrl-C, a SIGTERM, the end or a change of members made says nothing of the interval), M what it saw (from five
+failures on that copies in memory did not mend). A warning where step + staging + writing > `fault.grace_s`.
+""",
+    limits={
+        "warn_ratio": Limit(value=2.0, unit="x", note="25 % more overhead than at the optimum: computed"),
+        "error_ratio": Limit(value=4.0, unit="x", note="112 % more overhead than at the optimum: computed"),
+        "least_saves": Limit(value=3, note="saves of a run before their median replaces the prediction: house"),
+        "least_failures": Limit(
+            value=5, note="failures, not mended from memory, before a run's own rate counts: house"
+        ),
+        "small_devices": Limit(value=1_024, unit="devices", note="sizes at which Meta's RSC-1 saw more failures"),
+        "small_factor": Limit(
+            value=3.5, unit="x", note="7.9 h seen where 28.8 h were predicted, 1,024 GPUs: arXiv:2410.21680; only told"
+        ),
+        "grace_room": Limit(value=1.0, unit="x", note="the grace over step and save: computed, they must fit"),
+    },
+    bad="""
+[checkpoint]
+interval_s = 86400
+""",
+    good="""
+[checkpoint]
+interval_s = "auto"
+""",
+    fix='`interval_s = "auto"` lets the plan compute it; `--fix` writes the optimum as a number.',
+    waive="Storage that is shared and rationed, or a measured failure rate that the cluster file does not know.",
+    references=(
+        Reference(text="Young, CACM 1974; Daly, FGCS 2006", mark="recalled"),
+        Reference(text="failure rates: Llama 3, arXiv:2407.21783 table 5; Meta RSC, arXiv:2410.21680", mark="read"),
+    ),
+    check=check,
+    softer_in=("S1",),
+)

@@ -1,0 +1,128 @@
+"""CKP003: what is restored is verified, and there is one to fall back to."""
+
+from __future__ import annotations
+
+import math
+
+from phalanx.rules.catalog.ckp_drills import drilled, is_asked
+from phalanx.rules.catalog.unsaid import unsaid
+from phalanx.rules.evidence import Evidence
+from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
+from phalanx.rules.rule import Limit, Limits, Reference, Rule
+from phalanx.units import format_seconds, plural
+
+WRONG = Impact(note="a flipped bit is trained on and never seen; what it costs cannot be told")
+
+
+def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """How many are kept, whether they are verified, and whether a damaged one was refused."""
+    kept, verified, left = _kept(evidence, limits), _verified(evidence), _left(evidence, limits)
+    if not is_asked(evidence, verified):
+        return (kept, verified, *left)
+    what = "a restore that meets a damaged checkpoint"
+    return (kept, verified, *left, drilled(evidence, limits.words("damage_faults"), what=what, harm=WRONG))
+
+
+def _kept(evidence: Evidence, limits: Limits) -> Outcome:
+    key, keep, least = "checkpoint.keep", evidence.the_job.checkpoint.keep, limits.number("least_kept")
+    if evidence.practice.saves is False:
+        return exempt("checkpoints are off: there are none to keep")
+    if missing := unsaid(evidence, key, f"how many checkpoints {evidence.practice.trainer} keeps"):
+        return missing
+    if keep >= least:
+        return passed(f"the newest {keep:,} checkpoints are kept", value=keep, threshold=least, at=key)
+    return failed(
+        f"{keep} checkpoint is kept: when it is damaged there is none to fall back to",
+        value=keep,
+        threshold=least,
+        at=key,
+        impact=_whole(evidence),
+        edits=(Edit(key=key, value=int(least), safe=True, note="one to fall back to"),),
+    )
+
+
+def _whole(evidence: Evidence) -> Impact:
+    """Half of the job on average; no points, since nobody publishes how often a checkpoint is damaged."""
+    wall_s = evidence.wall_s
+    half = f", {format_seconds(wall_s / 2)} on average" if wall_s and math.isfinite(wall_s) else ""
+    return Impact(note=f"if it is damaged once, all work so far{half}; how often that happens is not published")
+
+
+def _verified(evidence: Evidence) -> Outcome:
+    practice = evidence.practice
+    if practice.verifies_digests is None:
+        return unknown(
+            f"nothing says whether {practice.trainer} verifies what it restores",
+            fix="look up whether its checkpoints carry digests and a restore compares them",
+        )
+    if practice.verifies_digests:
+        return passed(f"{practice.trainer} verifies every shard before it changes a number", value=True, threshold=True)
+    return failed(
+        f"{practice.trainer} restores without comparing digests",
+        value=False,
+        threshold=True,
+        impact=WRONG,
+        fix="write a digest per shard, and compare all of them before anything is loaded",
+    )
+
+
+def _left(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """What the folder of a run holds."""
+    seen = evidence.log.checkpoints if evidence.log is not None else None
+    if seen is None or seen.kept is None:
+        return ()
+    due = min(seen.commits, evidence.the_job.checkpoint.keep, int(limits.number("least_kept")))
+    if seen.kept >= due:
+        return (
+            passed(f"of {plural(seen.commits, 'commit')} {seen.kept} are kept, whole", value=seen.kept, threshold=due),
+        )
+    return (
+        failed(
+            f"{seen.commits:,} checkpoints were committed and {seen.kept} are there",
+            value=seen.kept,
+            threshold=due,
+            impact=_whole(evidence),
+            fix="find out what deletes them: a quota, a clean-up job, or another run in the same folder",
+        ),
+    )
+
+
+RULE = Rule(
+    id="CKP003",
+    slug="verified-and-retained",
+    severity="error",
+    requires="J",
+    uses="LD",
+    requirement="Every shard is verified when it is restored, and an older checkpoint is there to fall back to.",
+    why="""
+Safetensors has no checksum and torch's distributed checkpoint none per file: a flipped bit loads without a word. With
+one checkpoint kept, the day it is damaged is the day the run begins again. Even a good save can come too late: BLOOM
+lost 7.3 hours to a crash two iterations before its save.
+""",
+    how="""
+`checkpoint.keep ≥ 2`; the trainer compares digests of all shards before anything is loaded (its documentation or
+code); as many whole checkpoints in the run's folder as were committed, up to two; and a signed drill in which a
+restore met a damaged file, refused it and took the one before. That a run restores its first checkpoint once is not
+asked: it would stop every device for a restore, and the drill and the digests say as much of it.
+""",
+    limits={
+        "least_kept": Limit(value=2, note="checkpoints kept: the newest and one to fall back to; house"),
+        "damage_faults": Limit(value=("corrupt",), note="drills that count: a restore met a damaged file; house"),
+    },
+    bad="""
+[checkpoint]
+keep = 1
+""",
+    good="""
+[checkpoint]
+keep = 3
+""",
+    fix="`keep = 2` or more; digests in the manifest, compared on restore.",
+    waive="Storage that keeps versions and verifies by itself (object storage with checksums), named in the reason.",
+    references=(
+        Reference(text="PyTorch: torch/distributed/train/state/filesystem.py (no digest per file)", mark="read"),
+        Reference(text="BLOOM chronicles: 7.3 h lost two iterations before a save", mark="secondary"),
+        Reference(text="two kept: our choice", mark="house"),
+    ),
+    check=check,
+)

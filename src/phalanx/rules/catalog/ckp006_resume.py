@@ -1,0 +1,118 @@
+"""CKP006: a run that is resumed is the same run."""
+
+from __future__ import annotations
+
+from phalanx.rules.catalog.ckp_drills import SUITE, is_asked, missing
+from phalanx.rules.evidence import Evidence
+from phalanx.rules.facts.drill import proofs
+from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
+from phalanx.rules.rule import Limit, Limits, Reference, Rule
+
+OTHER = Impact(note="not time: after each resume another run goes on, with data seen twice or never")
+
+
+def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """What a checkpoint holds, and whether a run that fell ended with the bits of one that did not."""
+    parts = _parts(evidence, limits)
+    return (parts, _proved(evidence, limits)) if is_asked(evidence, parts) else (parts,)
+
+
+def _parts(evidence: Evidence, limits: Limits) -> Outcome:
+    practice = evidence.practice
+    if practice.resumes_exactly is None:
+        return unknown(
+            f"nothing says what a resume of {practice.trainer} brings back",
+            fix="look up which parts of the state its checkpoints hold",
+        )
+    needed = [*limits.words("parts")]
+    if evidence.the_job.precision.compute == "fp16":
+        needed += limits.words("fp16_parts")
+    lost = [part for part in needed if part not in practice.resumes_exactly]
+    formula = (f"needed: {', '.join(needed)}", f"brought back: {', '.join(practice.resumes_exactly) or 'nothing'}")
+    if not lost:
+        return passed(f"a resume brings back all {len(needed)} parts of the state", formula=formula)
+    return failed(
+        f"a resume of {practice.trainer} does not bring back: {', '.join(lost)}",
+        formula=formula,
+        value=", ".join(lost),
+        impact=OTHER,
+        fix="save and restore them, or say in a waiver why this job does not need them",
+    )
+
+
+def _proved(evidence: Evidence, limits: Limits) -> Outcome:
+    what = "a run that fell and ended with the bits of one that did not"
+    ours = evidence.practice.trainer == "phalanx"
+    kinds = limits.words("restoring_faults")
+    found = [
+        one
+        for one in (proofs(evidence.drills, profile=evidence.profile.name) if ours else ())
+        if one.replayed and any(kind in one.fired for kind in kinds)
+    ]
+    if not found:
+        return missing(evidence, what)
+    drill = found[0]
+    if drill.bitwise and drill.clean:
+        return passed(f"drilled: {what}: {drill.told}", value=True, threshold=True)
+    if drill.clean and not limits.flag("bitwise"):
+        return passed(f"drilled: a run that fell and went on as one that did not: {drill.told}")
+    told = "; ".join(drill.wrong[:3]) or "its digests differ from the replay's, or there was no replay"
+    return failed(
+        f"drilled: a run that fell did not end as one that did not: {told}",
+        value=drill.bitwise,
+        threshold=True,
+        impact=OTHER,
+        fix=f"mend what the record {drill.path} tells, then {SUITE}",
+    )
+
+
+RULE = Rule(
+    id="CKP006",
+    slug="resume-equivalent",
+    severity="error",
+    requires="J",
+    uses="D",
+    requirement="A resumed run goes on as if it had not been interrupted.",
+    why="""
+A checkpoint without the sampler's place shows the model some data twice and some never; one without random states or
+the loss scale goes on as another run, and a spike after a resume cannot be told from a fault. PaLM trained bitwise
+reproducibly from any checkpoint.
+""",
+    how="""
+A checkpoint holds weights, moments, schedule, random state of each rank, the sampler's place, tokens seen and layout,
+in fp16 the loss scale too (the trainer's documentation or code); and in a signed drill a run that fell ended with the
+digests of a replay without the fault: every bit on a CPU in fp32. On other profiles the order of sums is not fixed,
+so a drill need only be clean there; how far losses may part is not judged.
+""",
+    limits={
+        "parts": Limit(
+            value=("weights", "moments", "scheduler", "rng", "sampler", "tokens", "layout"),
+            note="of the state: spec.md 6.1; house where a recipe does without",
+        ),
+        "fp16_parts": Limit(value=("scaler",), note="further ones in fp16: the loss scale"),
+        "restoring_faults": Limit(
+            value=("kill", "hang", "save-kill", "corrupt", "host", "raise", "memory", "freeze"),
+            note="drills that count: those after which a state is restored",
+        ),
+        "bitwise": Limit(
+            value=False,
+            note="whether a drill must give the same bits; cpu-gloo in fp32: yes, the order of sums is fixed there",
+            profiles={"cpu-gloo": True},
+        ),
+    },
+    bad="""
+{"event":"restore","rank":0,"step":400}
+{"event":"step","step":400,"loss":2.91,"digest":"a3…"}   (without the fault: loss 2.87, digest 5f…)
+""",
+    good="""
+{"event":"restore","rank":0,"step":400}
+{"event":"step","step":400,"loss":2.87,"digest":"5f…"}   (without the fault: loss 2.87, digest 5f…)
+""",
+    fix="Save the missing part of the state; `phalanx drill JOB --suite` proves the whole.",
+    waive="Fine-tuning of minutes, where a failure means to begin again.",
+    references=(
+        Reference(text="PaLM, arXiv:2204.02311 section 5 (bitwise determinism)", mark="recalled"),
+        Reference(text="torchtitan: docs on determinism and loss equivalence", mark="read"),
+    ),
+    check=check,
+)

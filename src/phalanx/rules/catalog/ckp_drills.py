@@ -1,0 +1,42 @@
+"""What the checkpoint rules ask of drills: was such a fault injected, and did nothing come of it."""
+
+from __future__ import annotations
+
+from phalanx.rules.catalog.flt_shared import drilled as newest
+from phalanx.rules.evidence import Evidence
+from phalanx.rules.facts.drill import why_none
+from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
+
+SUITE = "phalanx drill JOB --suite"
+
+
+def drilled(evidence: Evidence, kinds: tuple[str, ...], *, what: str, harm: Impact) -> Outcome:
+    """The verdict of the newest drill with one of these faults; `what` is the fault in words."""
+    drill = newest(evidence, *kinds)
+    if drill is None:
+        return missing(evidence, what)
+    if drill.clean:
+        return passed(f"drilled: {what}, and nothing was lost or wrong: {drill.told}", value=True, threshold=True)
+    return failed(
+        f"drilled: {what}, and it did not go well: {'; '.join(drill.wrong[:3]) or 'the oracle found a fault'}",
+        value=False,
+        threshold=True,
+        impact=harm,
+        fix=f"mend what the record {drill.told} tells, then {SUITE}",
+    )
+
+
+def is_asked(evidence: Evidence, habit: Outcome) -> bool:
+    """Whether a drill is asked for: of another trainer only when its habits are known to be good."""
+    return evidence.practice.trainer == "phalanx" or habit.verdict == "pass"
+
+
+def missing(evidence: Evidence, what: str) -> Outcome:
+    """There is no such drill."""
+    trainer = evidence.practice.trainer
+    if trainer != "phalanx":
+        return unknown(
+            f"no drill shows {what} under {trainer}", fix="drill it there, and waive the rule with the record"
+        )
+    why = why_none(evidence.drills, profile=evidence.profile.name)
+    return unknown(f"no drill shows {what}" + (f": {why}" if why else ""), fix=f"{SUITE} on the hardware of the job")

@@ -1,0 +1,212 @@
+"""COM003: gradient buckets are large enough for the latency, and small enough to overlap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from phalanx.rules.catalog.com_messages import MIB, Message, damaged, gradient_messages, message_time, sane
+from phalanx.rules.catalog.measuring import unmeasured
+from phalanx.rules.evidence import Evidence
+from phalanx.rules.outcome import Edit, Outcome, exempt, failed, passed
+from phalanx.rules.rule import Limit, Limits, Reference, Rule
+
+BACKWARD = 2 / 3  # of a layer's compute: two products for one
+SIZES_MIB = tuple(2.0**power for power in range(13))  # 1 MiB to 4 GiB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cost:
+    """One bucket: start-up and transfer; and what all of them together add to the step where nothing hides it."""
+
+    latency_s: float
+    transfer_s: float
+    buckets: float
+    lost: float  # share of the step
+    by: str  # what carries it
+
+    @property
+    def share(self) -> float:
+        return self.latency_s / max(self.latency_s + self.transfer_s, 1e-30)
+
+
+def check(evidence: Evidence, limits: Limits) -> Outcome:
+    """The gradient message of the largest loss."""
+    if evidence.profile.name == "tpu":
+        return exempt("the compiler merges the collectives of a TPU")
+    if (torn := damaged(evidence.the_plan)) is not None:
+        return torn
+    sent = [one for one in gradient_messages(evidence) if one.axis != "expert data"]
+    if not sent:
+        return exempt("one data rank: no gradients travel")
+    if (missing := unmeasured(evidence, "what a bucket costs")) is not None:
+        return missing
+    costs = [(_cost(evidence, one), one) for one in sent]
+    cost, message = max(costs, key=lambda pair: pair[0].lost)
+    if evidence.the_plan.layout.zero > 0:
+        return _blocks(evidence, limits, cost, message)
+    return _buckets(evidence, limits, cost, message)
+
+
+def _cost(evidence: Evidence, one: Message) -> _Cost:
+    plan = evidence.the_plan
+    latency_s, transfer_s = _parts(evidence, one)
+    b = plan.prediction.breakdown_s
+    compute_s = sum(b.get(name, 0.0) for name in ("matmul_s", "attention_s", "elementwise_s"))
+    # Below ZeRO-2 gradients leave in the last backward pass of a step only.
+    passes = plan.layout.accumulation if plan.layout.zero < 2 or plan.layout.pipeline > 1 else 1
+    hidden_s = BACKWARD * compute_s / max(1, passes)
+    wire_s = one.count * (latency_s + transfer_s)
+    lost_s = min(one.count * latency_s, max(0.0, wire_s - hidden_s))
+    if one.count < 2:
+        lost_s = wire_s  # a single bucket leaves when backward is over
+    return _Cost(
+        latency_s=latency_s,
+        transfer_s=transfer_s,
+        buckets=one.count,
+        lost=min(1.0, lost_s / max(plan.prediction.step_s, 1e-30)),
+        by=_carrier(evidence, one),
+    )
+
+
+def _parts(evidence: Evidence, one: Message) -> tuple[float, float]:
+    """(latency, transfer) of one message: by NCCL's model, on CPUs by the measured ring."""
+    cluster = evidence.the_plan.cluster
+    if evidence.profile.name != "cpu-gloo":
+        found = message_time(one, cluster)
+        # The call itself is no reason to change a bucket: it is 10 to 290 µs by the network, and nobody knows this one.
+        return found.latency_s, found.call_s + found.transfer_s
+    host = evidence.host
+    alpha_s = (host.link_latency_s if host is not None else None) or cluster.link_latency_s
+    rate = (host.link_bytes_per_s if host is not None else None) or cluster.link_bytes_per_s
+    steps = (one.ranks - 1) * (2 if one.operation == "all-reduce" else 1)
+    return steps * max(0.0, alpha_s), steps / one.ranks * one.nbytes / sane(rate)
+
+
+def _carrier(evidence: Evidence, one: Message) -> str:
+    """NCCL's pick with its time, as `phalanx fabric collective` prints it."""
+    if evidence.profile.name == "cpu-gloo":
+        return "a ring of gloo"
+    found = message_time(one, evidence.the_plan.cluster)
+    low, high = 1e6 * found.low_s, 1e6 * found.high_s
+    told = f"{found.algorithm} {found.protocol}, {1e6 * found.seconds:,.0f} µs"
+    return f"{told} (80 % of systems: {low:,.0f} to {high:,.0f})"
+
+
+def _formula(cost: _Cost, one: Message) -> tuple[str, ...]:
+    return (
+        f"{one.operation} of {one.size} between {one.ranks:,} ranks: L / (L + S/B) = {1e6 * cost.latency_s:,.0f} µs / "
+        f"({1e6 * cost.latency_s:,.0f} + {1e6 * cost.transfer_s:,.0f} µs) = {cost.share:.0%}, by {cost.by}",
+        f"{cost.buckets:,.0f} of them in a step; what of their start-up nothing hides is {cost.lost:.1%} of the step",
+    )
+
+
+def _blocks(evidence: Evidence, limits: Limits, cost: _Cost, one: Message) -> Outcome:
+    """FSDP reduces block by block: the size is the model's, so only what it costs counts."""
+    most, least_lost = limits.number("block_share"), limits.number("least_loss")
+    told = f"a block's gradients are {one.size}; {cost.share:.0%} of their time is start-up"
+    if cost.share <= most or cost.lost < least_lost:
+        hides = f"; backward hides all but {cost.lost:.1%} of the step" if cost.share > most else ""
+        return passed(told + hides, formula=_formula(cost, one), value=cost.share, threshold=most)
+    inside = one.per_domain
+    return failed(
+        f"{told}, more than {most:.0%}",
+        formula=_formula(cost, one),
+        value=cost.share,
+        threshold=most,
+        at="parallel.shard",
+        impact=evidence.loses(cost.lost, "start-up of the reductions, as far as backward does not hide it"),
+        fix=f"parallel.shard = {inside}: groups of {inside} sum inside a domain and once between domains (HSDP)"
+        if 1 < inside < one.ranks
+        else "fewer data ranks and more per rank: a larger batch.micro, or more context or pipeline ranks",
+    )
+
+
+def _buckets(evidence: Evidence, limits: Limits, cost: _Cost, one: Message) -> Outcome:
+    most, least = limits.number("latency_share"), limits.number("least_buckets")
+    chosen = not isinstance(evidence.the_job.comm.bucket_mib, str)
+    few, small = cost.buckets < least, cost.share > most
+    told = (
+        f"{cost.buckets:,.0f} bucket{'s' * (cost.buckets != 1)} of {one.size}, {cost.share:.0%} of their time start-up"
+    )
+    bad = few or small
+    if not bad or (not chosen and cost.lost < limits.number("least_loss")):
+        hides = f"; backward hides all but {cost.lost:.1%} of the step" if bad else ""
+        return passed(told + hides, formula=_formula(cost, one), value=cost.share, threshold=most)
+    reason = f"fewer than {least:g}" if few else f"more than {most:.0%}"
+    return failed(
+        f"{told}: {reason}",
+        formula=_formula(cost, one),
+        value=cost.buckets if few else cost.share,
+        threshold=least if few else most,
+        unit="buckets" if few else "",
+        at="comm.bucket_mib",
+        impact=evidence.loses(cost.lost, "start-up, or traffic that starts when backward is over"),
+        edits=(_better(evidence, one, most=most, least=least),),
+    )
+
+
+def _better(evidence: Evidence, one: Message, *, most: float, least: float) -> Edit:
+    """The smallest power of two that amortises its start-up, as long as there are enough buckets."""
+    whole = one.nbytes * one.count
+    for mib in SIZES_MIB:
+        latency_s, transfer_s = _parts(evidence, replace(one, nbytes=mib * MIB))
+        if whole / (mib * MIB) >= least and latency_s / (latency_s + transfer_s) <= most:
+            return Edit(key="comm.bucket_mib", value=int(mib), safe=True, note=f"start-up at most {most:.0%}")
+    half = max(0.001, whole / MIB / max(least, 1.0))
+    return Edit(
+        key="comm.bucket_mib", value=float(f"{half:.3g}"), safe=True, note=f"{least:g} buckets, as large as can be"
+    )
+
+
+RULE = Rule(
+    id="COM003",
+    slug="bucket-size",
+    severity="warning",
+    requires="JP",
+    uses="H",
+    requirement="Gradient buckets are large enough that latency is a tenth of their time, and there are at least two.",
+    why="""
+Every bucket pays the start-up of its collective: 100 µs for a tree over 16 nodes, 300 µs for a ring over 128 ranks. In
+one piece it starts only when backward is over, and nothing hides it. DistributedDataParallel takes 25 MiB
+(Li et al., arXiv:2006.15704); over many nodes that is mostly start-up.
+""",
+    how="""
+`L / (L + S/B) ≤ 0.10` for a bucket of S bytes, L the start-up that NCCL counts for its own pick and S/B the rest of the
+time that `phalanx fabric collective` prints for it (on CPUs: the ring's measured latency and rate), and at least 2
+buckets in a backward pass. What nobody chose, the trainer's own 25 MiB and the blocks that FSDP reduces one by one, is
+a finding only where its start-up costs 1 % of the step: the number of buckets times L, less what the backward pass
+hides. For CPUs blocks are reported only.
+""",
+    limits={
+        "latency_share": Limit(value=0.10, note="start-up over the time of a bucket: house"),
+        "block_share": Limit(
+            value=0.10, profiles={"cpu-gloo": 1.0}, note="the same for blocks under ZeRO; not judged on CPUs: house"
+        ),
+        "least_buckets": Limit(value=2.0, unit="buckets", note="so that the first can leave before the last is ready"),
+        "least_loss": Limit(value=0.01, note="of the step, below which what nobody chose is let be: house"),
+    },
+    bad="""
+[parallel]
+tensor = 8
+zero = 0
+
+[comm]
+bucket_mib = 1
+""",
+    good="""
+[parallel]
+tensor = 8
+zero = 0
+
+[comm]
+bucket_mib = 256
+""",
+    fix='`--fix` writes the smallest power of two that will do; `"auto"` is the trainer\'s choice.',
+    waive="Memory too tight for larger buckets: each is held twice while it travels.",
+    references=(
+        Reference(text="DistributedDataParallel, arXiv:2006.15704", mark="recalled"),
+        Reference(text="NVIDIA/nccl src/graph/tuning.cc", mark="read"),
+        Reference(text="the share of 0.10", mark="house"),
+    ),
+    check=check,
+)

@@ -1,0 +1,319 @@
+"""COM004: collective timeouts are set, and tight once steps are steady."""
+
+from __future__ import annotations
+
+import math
+
+from phalanx.plan.timeouts import LEAST_S, MOST_S, bounded, steady_timeout_s
+from phalanx.rules.catalog.margin import MARGIN, beyond
+from phalanx.rules.catalog.measuring import unmeasured
+from phalanx.rules.catalog.silences import ROOM, Silence, longest_silence
+from phalanx.rules.catalog.unsaid import unsaid
+from phalanx.rules.evidence import Evidence
+from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
+from phalanx.rules.rule import Limit, Limits, Reference, Rule
+from phalanx.units import DAY_S
+
+# Of failures that say nothing: ByteRobust (arXiv:2509.16293) counts 5,948 implicit ones beside 43,264 explicit.
+HANGS = 5_948 / (5_948 + 43_264)
+
+
+def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """Both timeouts against their bounds; the steady one also against the steps as measured."""
+    if evidence.profile.name == "tpu":
+        return (exempt("the TPU runtime owns the timeouts of its collectives"),)
+    return (_first(evidence, limits), *_steady(evidence, limits))
+
+
+def _first(evidence: Evidence, limits: Limits) -> Outcome:
+    if missing := unsaid(evidence, "comm.init_timeout_s", f"how long {evidence.practice.trainer} waits at the start"):
+        return missing
+    set_s, longest = evidence.the_job.comm.init_timeout_s, _longest_at_first(evidence)
+    wanted_s = max(limits.number("init_most_s"), _with_room(longest))
+    most_s = wanted_s  # a pause that takes longer moves the bound
+    told = f"until steps are steady a rank waits {set_s:g} s for another"
+    if set_s < limits.number("init_least_s"):
+        return _hasty(told, set_s, limits.number("init_least_s"), wanted_s)
+    if _is_own(evidence) and longest is not None and _across_s(evidence) < longest.seconds:
+        return _cut_off(_across_s(evidence), longest, wanted_s)
+    if set_s <= most_s:
+        return passed(f"{told}, at most {most_s:g}", value=set_s, threshold=most_s, unit="s", at="comm.init_timeout_s")
+    return failed(
+        f"{told}, more than {most_s:g}",
+        value=set_s,
+        threshold=most_s,
+        unit="s",
+        at="comm.init_timeout_s",
+        severity=beyond(set_s, most_s, limits),
+        impact=Impact(
+            note=f"{set_s - most_s:,.0f} s for a rank that hangs before steps are steady; how often is not published"
+        ),
+        edits=(_first_edit(wanted_s),),
+    )
+
+
+def _first_edit(wanted_s: float) -> Edit:
+    note = f"torchtitan's start, or {ROOM:g} times the longest step, save, evaluation or restore"
+    return Edit(key="comm.init_timeout_s", value=math.ceil(wanted_s), safe=True, note=note)
+
+
+def _is_own(evidence: Evidence) -> bool:
+    return evidence.practice.trainer == "phalanx"
+
+
+def _across_s(evidence: Evidence) -> float:
+    """How long our trainer waits across a save or an evaluation (train/patience.py)."""
+    job = evidence.the_job
+    return max(job.comm.init_timeout_s, 0.0 if isinstance(job.train.timeout_s, str) else job.train.timeout_s)
+
+
+def _longest_at_first(evidence: Evidence) -> Silence | None:
+    """The longest pause of a rank, or a step: the first ones are waited for as long as anything outside of steps."""
+    step_s, source = _step(evidence)
+    known = [longest_silence(evidence)]
+    if step_s is not None:
+        known.append(Silence(seconds=step_s, what="a step", measured=source.startswith("(measured")))
+    return max((one for one in known if one is not None), key=lambda one: one.seconds, default=None)
+
+
+def _with_room(longest: Silence | None) -> float:
+    """Whole seconds: what is proposed is also the bound."""
+    return math.ceil(ROOM * longest.seconds) if longest is not None else 0.0
+
+
+def _cut_off(waits_s: float, longest: Silence, wanted_s: float) -> Outcome:
+    """A pause of the job itself is longer than anybody waits for a rank in it."""
+    return failed(
+        f"until steps are steady, and across saves and evaluations, a rank waits {waits_s:g} s for another, and "
+        f"{longest.told}",
+        formula=(f"max(comm.init_timeout_s, train.timeout_s) = {waits_s:g} s < {longest.seconds:.4g} s",),
+        value=waits_s,
+        threshold=longest.seconds,
+        unit="s",
+        at="comm.init_timeout_s",
+        severity=None if longest.measured else "warning",
+        impact=Impact(note=f"a healthy run is ended by {longest.what}, every time"),
+        edits=(_first_edit(wanted_s),),
+    )
+
+
+def _hasty(told: str, set_s: float, least_s: float, wanted_s: float) -> Outcome:
+    """Processes that only just start are given up."""
+    return failed(
+        f"{told}, less than {least_s:g}",
+        value=set_s,
+        threshold=least_s,
+        unit="s",
+        at="comm.init_timeout_s",
+        impact=Impact(note="ranks that are still starting are given up: the job does not start, or not every time"),
+        edits=(_first_edit(wanted_s),),
+    )
+
+
+def _steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    who = evidence.practice.trainer
+    missing = unsaid(evidence, "train.timeout_s", f"how long {who} waits for a rank in a steady step")
+    missing = missing or unmeasured(evidence, "how long to wait for a step")
+    if missing is not None:
+        return (missing,)
+    step_s, source = _step(evidence)
+    written = evidence.the_job.train.timeout_s
+    if step_s is None:
+        return (_without_steps(written, evidence, limits),)
+    set_s = written if not isinstance(written, str) else _auto(evidence, step_s)
+    least_s = min(limits.number("steps") * step_s, limits.number("train_most_s"))
+    least_s = max(least_s, limits.number("train_least_s"))
+    longest, own = longest_silence(evidence), _is_own(evidence)
+    # A number that is proposed outlasts every silence, whoever trains with it.
+    wanted_s = bounded(step_s, steps=limits.number("steps"), most_s=limits.number("train_most_s"))
+    wanted_s = max(wanted_s, _with_room(longest))
+    most_s = max(limits.number("train_most_s"), step_s, wanted_s)
+    formula = (
+        f"from min({limits.number('steps'):g} × {step_s:.3g} s {source}, {limits.number('train_most_s'):g} s) and at "
+        f"least {limits.number('train_least_s'):g} s = {least_s:.3g} s, to {most_s:.3g} s",
+        *((longest.told,) if longest is not None and longest.seconds > least_s else ()),
+    )
+    told = f"a rank waits {set_s:.4g} s for another in a steady step"
+    if not own and longest is not None and least_s <= set_s < longest.seconds:
+        return (_too_short(f"{told}, and {longest.told}", set_s, longest, wanted_s, formula),)
+    if least_s <= set_s <= most_s:
+        told += f", and {_across_s(evidence):g} s across saves and evaluations" if own else ""
+        return (passed(told, formula=formula, value=set_s, threshold=most_s, unit="s", at="train.timeout_s"),)
+    if set_s > most_s:
+        edit = _patient(evidence, set_s) or _edit(wanted_s)
+        return (_too_long(evidence, limits, told, set_s, most_s, set_s - wanted_s, edit, formula),)
+    floor = Silence(seconds=max(limits.number("train_least_s"), step_s), what="a step", measured=True)
+    return (_too_short(f"{told}, less than {least_s:.4g}", set_s, floor, wanted_s, formula, least_s=least_s),)
+
+
+def _auto(evidence: Evidence, step_s: float) -> float:
+    """What "auto" comes to: from the plan, and while training no less than from the steps seen (train/patience.py)."""
+    planned_s = 0.0
+    if evidence.plan is not None:
+        planned_s = steady_timeout_s(evidence.the_job, evidence.plan.prediction)
+    return max(planned_s, bounded(step_s), evidence.the_job.fault.dead_after_s)
+
+
+def _patient(evidence: Evidence, set_s: float) -> Edit | None:
+    """Of an "auto" that is as long as the patience with a silent rank: that is what to shorten."""
+    job = evidence.the_job
+    if not isinstance(job.train.timeout_s, str) or set_s > job.fault.dead_after_s:
+        return None
+    return Edit(key="fault.dead_after_s", value=int(LEAST_S), safe=True, note="the default; auto waits no less")
+
+
+def _without_steps(written: float | str, evidence: Evidence, limits: Limits) -> Outcome:
+    """No plan and no log: a number can still be too long."""
+    most_s = limits.number("train_most_s")
+    if isinstance(written, str) or written <= most_s:
+        return unknown(
+            "how long a step takes is not known, so neither is how long to wait for one",
+            fix="name a cluster the planner knows, or check the run's folder",
+            at="train.timeout_s",
+        )
+    told = f"a rank waits {written:.4g} s for another in a steady step"
+    wanted_s = max(most_s, _with_room(longest_silence(evidence)))
+    if written <= wanted_s:
+        return passed(told, value=written, threshold=wanted_s, unit="s", at="train.timeout_s")
+    return _too_long(evidence, limits, told, written, wanted_s, written - wanted_s, _edit(wanted_s), ())
+
+
+def _step(evidence: Evidence) -> tuple[float | None, str]:
+    """Seconds of a slow step: measured where there is a log of it, else the slow end of the prediction."""
+    steps = evidence.log.steps if evidence.log is not None else None
+    if steps is not None and steps.duration_s is not None and math.isfinite(steps.duration_s.p99):
+        return steps.duration_s.p99, "(measured, 99 of 100 are faster)"
+    if evidence.plan is not None and math.isfinite(evidence.plan.prediction.step_s_high):
+        return evidence.plan.prediction.step_s_high, "(predicted, slow end)"
+    return None, ""
+
+
+def _too_long(
+    evidence: Evidence,
+    limits: Limits,
+    told: str,
+    set_s: float,
+    most_s: float,
+    late_s: float,
+    edit: Edit,
+    formula: tuple[str, ...],
+) -> Outcome:
+    return failed(
+        f"{told}, more than {most_s:.4g}",
+        formula=formula,
+        value=set_s,
+        threshold=most_s,
+        unit="s",
+        at=edit.key,
+        severity=beyond(set_s, most_s, limits),
+        impact=_per_failure(evidence, late_s),
+        edits=(edit,),
+    )
+
+
+def _too_short(
+    told: str, set_s: float, floor: Silence, wanted_s: float, formula: tuple[str, ...], *, least_s: float | None = None
+) -> Outcome:
+    """Under a silence that was seen, or under the floor, it ends healthy runs; else it is only tight."""
+    return failed(
+        told,
+        formula=formula,
+        value=set_s,
+        threshold=least_s if least_s is not None else floor.seconds,
+        unit="s",
+        at="train.timeout_s",
+        severity="error" if floor.measured and set_s < floor.seconds else "warning",
+        impact=Impact(note="a healthy run is ended whenever a step or a network card is slow; how often is not known"),
+        edits=(_edit(wanted_s),),
+    )
+
+
+def _edit(wanted_s: float) -> Edit:
+    """Whole seconds, on the side that is allowed: five steps or more; beyond the bound, no more than moved it."""
+    whole_s = math.ceil(wanted_s) if wanted_s < MOST_S else math.floor(wanted_s)
+    note = f"five steps, from 30 to 120 s, and {ROOM:g} times the longest save or evaluation"
+    return Edit(key="train.timeout_s", value=whole_s, safe=True, note=note)
+
+
+def _per_failure(evidence: Evidence, late_s: float) -> Impact:
+    """Failures that nothing else notices are noticed so much later: hangs, where ranks have a heartbeat, else all."""
+    share = HANGS if evidence.practice.heartbeat_s else 1.0
+    note = (
+        f"for the {share:.0%} of failures that only a timeout notices, as hangs" if share < 1 else "for every failure"
+    )
+    if evidence.plan is None:
+        return Impact(note=f"{late_s:,.0f} s {note}")
+    r = evidence.plan.reliability
+    return evidence.loses(share * late_s * r.hosts * r.failures_per_host_day / DAY_S, note)
+
+
+RULE = Rule(
+    id="COM004",
+    slug="timeouts-explicit",
+    severity="error",
+    requires="J",
+    uses="PL",
+    requirement="Collectives give up after at most 300 s at the start, and 120 s once steps are steady.",
+    why="""
+A hang shows only when something stops waiting. PyTorch waits 600 s for NCCL and 1,800 s for gloo (pytorch PR #110947);
+finding a fault by such a timeout takes about 10 minutes where heartbeats take 2 to 60 s (ByteRobust, arXiv:2509.16293
+table 3). Ten minutes instead of 90 s cost 0.3 points of effective time on 1,024 GPUs and 4.5 on 16,384. Too short is
+wrong as well: a network card that flaps comes back within seconds (MegaScale, arXiv:2402.15627).
+""",
+    how="""
+`30 ≤ comm.init_timeout_s ≤ 300` (from 5 s on CPUs) covers start and compilation. `train.timeout_s` lies between
+`clamp(5 · step, 30 s, 120 s)` and 120 s; the step is the 99th percentile of the log's steady ones (the first five of a
+formation left out), or the slow end of the plan's interval before there is a log. `"auto"` is that clamp, and no less
+than `fault.dead_after_s`: a silent rank is found by its heartbeat first. A step longer than 120 s moves the upper
+bound to one step (house). Too short is an error below 30 s or below one step, else a warning; too long is a warning up
+to a tenth beyond the bound. CPU ranks may give up after 5 s.
+
+No timeout may be shorter than a silence in which nothing is wrong: a synchronous save (`checkpoint.async = false`,
+until it is written; else the copy it begins with), an evaluation, restoring a checkpoint, the first steps; as
+measured (the longest), or as the plan has it. Our trainer waits `max(comm.init_timeout_s, train.timeout_s)` across
+these, so that is held against the longest of them; of other trainers `train.timeout_s` is. Below a measured one is an
+error, below a predicted one a warning. What is proposed is at least twice the longest (house), and where that is
+beyond 120 or 300 s it is the bound.
+""",
+    limits={
+        "init_most_s": Limit(value=300.0, unit="s", note="torchtitan's start timeout"),
+        "init_least_s": Limit(
+            value=30.0,
+            unit="s",
+            profiles={"cpu-gloo": 5.0},
+            note="processes import torch and build the model before they meet: house",
+        ),
+        "margin": MARGIN,
+        "train_most_s": Limit(value=120.0, unit="s", note="near torchtitan's 100 s: house"),
+        "train_least_s": Limit(
+            value=30.0,
+            unit="s",
+            profiles={"cpu-gloo": 5.0},
+            note="a flap of a network card lasts seconds (MegaScale); gloo: torchft's 5 s",
+        ),
+        "steps": Limit(value=5.0, unit="steps", note="NVIDIA resiliency extension: five times what was observed"),
+    },
+    bad="""
+[comm]
+init_timeout_s = 1800
+
+[train]
+timeout_s = 600
+""",
+    good="""
+[comm]
+init_timeout_s = 300
+
+[train]
+timeout_s = "auto"
+""",
+    fix='`timeout_s = "auto"`; `--fix` writes the number.',
+    waive="Storage or a first compilation that is known to take longer than 300 s: say what takes how long.",
+    references=(
+        Reference(text="pytorch/pytorch PR #110947: defaults of 10 and 30 minutes", mark="read"),
+        Reference(text="pytorch/torchtitan: 300 s at the start, 100 s in training", mark="read"),
+        Reference(text="NVIDIA/nvidia-resiliency-ext: factor 5, 5 warm-up iterations", mark="read"),
+        Reference(text="ByteRobust, arXiv:2509.16293 table 3; MegaScale, arXiv:2402.15627", mark="read"),
+    ),
+    check=check,
+)

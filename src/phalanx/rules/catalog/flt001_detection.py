@@ -1,0 +1,195 @@
+"""FLT001: failures are noticed by heartbeat, soon."""
+
+from __future__ import annotations
+
+import math
+
+from phalanx.rules.catalog.flt_shared import counted, high, per_failure, which_drills, with_ranks
+from phalanx.rules.catalog.margin import MARGIN, beyond
+from phalanx.rules.evidence import Evidence
+from phalanx.rules.outcome import Edit, Impact, Outcome, Severity, exempt, failed, passed, unknown
+from phalanx.rules.rule import Limit, Limits, Reference, Rule
+from phalanx.units import format_seconds, plural
+
+
+def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """The trainer's heartbeat, the job's patience, and what was measured."""
+    beat_s = evidence.practice.heartbeat_s
+    silent = beat_s is not None and beat_s <= 0  # then there is no silence to be patient with
+    patience = () if silent else (_patience(evidence, limits),)
+    return (_heartbeat(evidence, limits), *patience, *_measured(evidence, limits))
+
+
+def _heartbeat(evidence: Evidence, limits: Limits) -> Outcome:
+    practice, most = evidence.practice, limits.number("heartbeat_s")
+    beat_s = practice.heartbeat_s
+    if beat_s is None:
+        return unknown(
+            f"whether ranks of {practice.trainer} send heartbeats is not known", fix="name a run log with a failure"
+        )
+    told = f"ranks of {practice.trainer} say every {beat_s:g} s that they live"
+    if 0 < beat_s <= most:
+        return passed(told, value=beat_s, threshold=most, unit="s")
+    if beat_s <= 0:
+        told = f"ranks of {practice.trainer} send no heartbeat: a failure shows when a collective times out"
+    waits_s = _timeout_s(evidence)
+    return failed(
+        told,
+        formula=(f"heartbeat {beat_s:g} s is not within (0, {most:g}] s; a collective waits {waits_s:g} s",),
+        value=beat_s,
+        threshold=most,
+        unit="s",
+        severity=_late(beat_s, most, limits) if beat_s > 0 else _late(math.inf, most, limits),
+        impact=per_failure(evidence, max(0.0, waits_s - limits.number("dead_after_s")), "waiting for a timeout"),
+        fix="train with phalanx train, or put a heartbeat beside the ranks (NVIDIA's nvidia-resiliency-ext has one)",
+    )
+
+
+def _timeout_s(evidence: Evidence) -> float:
+    """How long a collective waits: what the job says, else PyTorch's 600 s for NCCL and 1800 s for gloo."""
+    job = evidence.the_job
+    if evidence.stated("train.timeout_s") and not isinstance(job.train.timeout_s, str):
+        return job.train.timeout_s
+    if evidence.stated("fault.dead_after_s"):
+        return job.fault.dead_after_s
+    return 1800.0 if evidence.profile.name == "cpu-gloo" else 600.0
+
+
+def _patience(evidence: Evidence, limits: Limits) -> Outcome:
+    dead_s, most = evidence.the_job.fault.dead_after_s, limits.number("dead_after_s")
+    if not evidence.stated("fault.dead_after_s"):
+        return exempt(f"{evidence.practice.trainer} has no setting for the silence after which a rank is dead")
+    told = f"a rank is dead after {dead_s:g} s of silence"
+    least = limits.number("least_beats") * (evidence.practice.heartbeat_s or 0.0)
+    if dead_s < least:
+        return _hasty(evidence, told, least, limits)
+    if dead_s <= most:
+        return passed(told, value=dead_s, threshold=most, unit="s", at="fault.dead_after_s")
+    return failed(
+        told,
+        formula=(f"fault.dead_after_s = {dead_s:g} s > {most:g} s",),
+        value=dead_s,
+        threshold=most,
+        unit="s",
+        at="fault.dead_after_s",
+        severity=_late(dead_s, most, limits),
+        impact=per_failure(evidence, dead_s - most, "silence that nobody acts on"),
+        edits=(Edit(key="fault.dead_after_s", value=int(most), safe=True, note="the longest allowed"),),
+    )
+
+
+def _late(value_s: float, most: float, limits: Limits) -> Severity | None:
+    """Too late is a warning in small jobs, and a little beyond the bound; too early is an error at any size."""
+    return beyond(value_s, most, limits) if limits.flag("late_is_error") else "warning"
+
+
+def _hasty(evidence: Evidence, told: str, least: float, limits: Limits) -> Outcome:
+    """Shorter than a few heartbeats: every rank is dead between two of them."""
+    beats, beat_s = limits.number("least_beats"), evidence.practice.heartbeat_s or 0.0
+    return failed(
+        f"{told}, and says only every {beat_s:g} s that it lives",
+        formula=(f"fault.dead_after_s < {beats:g} heartbeats × {beat_s:g} s = {least:g} s",),
+        value=evidence.the_job.fault.dead_after_s,
+        threshold=least,
+        unit="s",
+        at="fault.dead_after_s",
+        impact=Impact(note="healthy ranks are ended; below one heartbeat the run takes no step at all"),
+        edits=(
+            Edit(key="fault.dead_after_s", value=int(limits.number("dead_after_s")), safe=True, note="the default"),
+        ),
+    )
+
+
+def _measured(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """From the log where something fell, else from drills; a run without a failure is settled by the job's keys."""
+    log = evidence.log
+    if log is not None and log.detect_s is not None and log.detect_s.count:
+        count = log.detect_s.count
+        return (_judged(evidence, log.detect_s.p95, f"in {plural(count, 'failure')} of this run", limits),)
+    drills = counted(evidence)
+    slow_s = high([value for one in drills for value in one.detect_s])
+    where = f"in {plural(len(drills), 'drill')}{with_ranks(evidence, drills)}"
+    if slow_s is None:
+        return ()
+    return (_judged(evidence, slow_s, where, limits, which_drills([one for one in drills if one.detect_s])),)
+
+
+def _judged(evidence: Evidence, value_s: float, where: str, limits: Limits, *more: str) -> Outcome:
+    most = limits.number("measured_s")
+    told = f"p95 of detection {where} is {format_seconds(value_s)}"
+    if value_s <= 0:  # who fell said so itself
+        told = f"detection {where} took no time"
+    told = "; ".join([told, *more])
+    if value_s <= most:
+        return passed(told, value=value_s, threshold=most, unit="s")
+    return failed(
+        told,
+        formula=(f"p95(detection) = {value_s:.3g} s > {most:g} s",),
+        value=value_s,
+        threshold=most,
+        unit="s",
+        at="fault.dead_after_s",
+        severity=_late(value_s, most, limits),
+        impact=per_failure(evidence, value_s - most, "noticed late"),
+        fix="lower fault.dead_after_s; where it is low, look in supervisor.jsonl at what was noticed late, and by whom",
+    )
+
+
+RULE = Rule(
+    id="FLT001",
+    slug="detection-latency",
+    severity="error",
+    requires="J",
+    uses="PLD",
+    requirement="Failures are detected by heartbeat within seconds, not by the timeout of a collective.",
+    why="""
+Until a failure is noticed every device waits. ByteRobust detects what the operating system sees in 2 s, a lost GPU in
+10 s, a network card in 30 s, and about 600 s by timeout (arXiv:2509.16293 table 3); PyTorch's default timeout is 600 s
+for NCCL and 1800 s for gloo. From 10 minutes to 90 s is worth 0.3 points of effective time on 1,024 GPUs and 4.5 on
+16,384 (computed: 3.8e-3 failures per host and day, checkpoints of 10 s).
+""",
+    how="""
+`heartbeat <= 5 s` (a habit of the trainer), `4 heartbeats <= fault.dead_after_s <= 30 s` (Phalanx beats every 0.25 s),
+and `p95(detection) <= 30 s` over the failures of the run, or over drills of this code and profile where the run had
+none. A fault of the network has no bound of its own: heartbeats go over it, and `dead_after_s` holds for all silence.
+Before a run, and for a run in which nothing fell, the first two settle it. On CPUs what was measured must be
+within 10 s: nothing there takes longer. Up to a tenth beyond a bound is a warning, and so is all that is late in jobs
+of up to 64 devices.
+""",
+    limits={
+        "heartbeat_s": Limit(value=5.0, unit="s", note="NVIDIA resiliency extension's check interval"),
+        "dead_after_s": Limit(value=30.0, unit="s", note="ByteRobust table 3: a network card is noticed in 30 s"),
+        "least_beats": Limit(
+            value=4,
+            unit="heartbeats",
+            note="silence shorter than so many may be a busy host: house",
+        ),
+        "late_is_error": Limit(
+            value=False, classes={"S2": True}, note="timing rules warn in class S1, spec.md 6.3: house"
+        ),
+        "margin": MARGIN,
+        "measured_s": Limit(
+            value=30.0,
+            unit="s",
+            note="p95 of detection: as above; CPU ranks have no device to wait for, 10 s is house",
+            profiles={"cpu-gloo": 10.0},
+        ),
+    },
+    bad="""
+[fault]
+dead_after_s = 600
+""",
+    good="""
+[fault]
+dead_after_s = 30
+""",
+    fix="`fault.dead_after_s = 30` or less. A step longer than that is no reason: its agent sees that it runs.",
+    waive="A machine that stops whole processes for longer on purpose (live migration, suspended virtual machines).",
+    references=(
+        Reference(text="ByteRobust, arXiv:2509.16293 table 3", mark="read"),
+        Reference(text="NVIDIA/nvidia-resiliency-ext: checks every 5 s", mark="read"),
+        Reference(text="PyTorch pull request 110947: default timeouts", mark="read"),
+        Reference(text="10 s on CPUs", mark="house"),
+    ),
+    check=check,
+)

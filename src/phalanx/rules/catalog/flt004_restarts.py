@@ -1,0 +1,141 @@
+"""FLT004: crash loops stop."""
+
+from __future__ import annotations
+
+from phalanx.rules.catalog.flt_shared import drilled
+from phalanx.rules.catalog.margin import MARGIN, beyond_count
+from phalanx.rules.evidence import Evidence
+from phalanx.rules.outcome import Edit, Impact, Outcome, failed, passed, unknown
+from phalanx.rules.rule import Limit, Limits, Reference, Rule
+from phalanx.units import plural
+
+
+def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """What the job allows, what the run did, and whether a crash loop was seen to end."""
+    return (_allowed(evidence, limits), *_seen(evidence, limits), *_drill(evidence))
+
+
+def _allowed(evidence: Evidence, limits: Limits) -> Outcome:
+    most, practice = limits.number("in_a_row"), evidence.practice
+    stated = evidence.stated("fault.restarts")
+    count = evidence.the_job.fault.restarts if stated else practice.bounded_restarts
+    if count is None:
+        return unknown(
+            f"after how many failures in a row {practice.trainer} gives up is not known",
+            fix="bound it in the launcher: torchrun --max-restarts 3",
+        )
+    told = f"{practice.trainer} gives up after {plural(count, 'failure')} in a row without a step"
+    if 0 <= count <= most:
+        return passed(told, value=count, threshold=most, unit="failures", at="fault.restarts" if stated else "")
+    return failed(
+        told if count >= 0 else f"{practice.trainer} never gives up",
+        formula=(f"fault.restarts = {count} > {most:g}",),
+        value=count,
+        threshold=most,
+        unit="failures",
+        at="fault.restarts" if stated else "",
+        severity=beyond_count(count, most, limits) if count >= 0 else None,
+        impact=Impact(note="time and money of all devices until somebody looks; one job at Meta was requeued 35 times"),
+        edits=(Edit(key="fault.restarts", value=int(most), safe=True, note="NVIDIA's bound"),) if stated else (),
+        fix="" if stated else "bound it in the launcher: torchrun --max-restarts 3",
+    )
+
+
+def _seen(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    log = evidence.log
+    if log is None or not log.incidents:
+        return ()
+    idle, most = max(0, log.most_in_a_row - 1), limits.number("in_a_row")
+    if idle > most:
+        return (_loop(evidence, idle, limits),)
+    nameless = sum(not one.what for one in log.incidents)
+    if nameless:
+        return (_nameless(nameless, len(log.incidents)),)
+    told = f"of {plural(len(log.incidents), 'failure')} at most {plural(idle, 'restart')} in a row brought no step"
+    return (passed(told, value=idle, threshold=most, unit="restarts"),)
+
+
+def _loop(evidence: Evidence, idle: int, limits: Limits) -> Outcome:
+    allowed, most = evidence.the_job.fault.restarts, limits.number("in_a_row")
+    return failed(
+        f"{plural(idle, 'restart')} in a row brought no step",
+        formula=(f"{plural(idle + 1, 'failure')} without a step between = {idle} idle restarts > {most:g}",),
+        value=idle,
+        threshold=most,
+        unit="restarts",
+        at="fault.restarts",
+        severity=beyond_count(idle, most, limits),
+        impact=evidence.loses_once(idle * evidence.the_job.fault.restart_s, "starts that came to nothing"),
+        edits=(Edit(key="fault.restarts", value=int(most), safe=True, note="NVIDIA's bound"),)
+        if allowed > most
+        else (),
+        fix="" if allowed > most else "look at what started the run again: fault.restarts of the job is lower",
+    )
+
+
+def _nameless(count: int, total: int) -> Outcome:
+    return failed(
+        f"{count} of {total} failures have no cause on record",
+        value=count,
+        threshold=0,
+        unit="failures",
+        impact=Impact(note="what is not known happens again"),
+        fix="look into logs/ and errors/ of the run; supervisor.jsonl should name the rank and its cause",
+    )
+
+
+def _drill(evidence: Evidence) -> tuple[Outcome, ...]:
+    """A crash loop that was drilled is told of; one that did not end is a finding."""
+    one = drilled(evidence, "crash-loop")
+    if one is None:
+        return ()
+    if one.clean:
+        return (passed(f"a crash loop was drilled, and the run gave up with a reason: {one.told}"),)
+    return (
+        failed(
+            f"a crash loop was drilled and the oracle found: {'; '.join(one.wrong[:2]) or 'something'}",
+            value=one.path,
+            impact=Impact(note="a crash loop may go on for ever"),
+            fix=f"phalanx drill --check {one.path}",
+        ),
+    )
+
+
+RULE = Rule(
+    id="FLT004",
+    slug="bounded-restarts",
+    severity="error",
+    requires="J",
+    uses="LD",
+    requirement="Crash loops stop: at most three failures in a row without a new step, each with its cause on record.",
+    why="""
+A job that fails at its start fails again at the next one, at the price of all its devices. NVIDIA's resiliency
+extension stops after 3 cycles without progress; at Meta one job was requeued 35 times and caused 548 preemptions of
+others (arXiv:2410.21680).
+""",
+    how="""
+`fault.restarts <= 3` (failures in a row, without a step between, before giving up). In a run: at most 3 restarts in a
+row that brought no step (one less than the failures), and every incident names a cause. One more than 3 is a warning.
+A drilled crash loop must have ended.
+""",
+    limits={
+        "in_a_row": Limit(value=3, unit="restarts", note="NVIDIA resiliency extension: 3 cycles without progress"),
+        "margin": MARGIN,
+    },
+    bad="""
+[fault]
+restarts = 1000
+""",
+    good="""
+[fault]
+restarts = 3
+""",
+    fix="`fault.restarts = 3`. A failure that a step follows does not count.",
+    waive="A chaos drill, in which by chance more faults follow each other (phalanx drill --chaos takes 10).",
+    references=(
+        Reference(text="NVIDIA/nvidia-resiliency-ext: stops after 3 cycles without progress", mark="read"),
+        Reference(text="Meta RSC, arXiv:2410.21680: 35 requeues", mark="secondary"),
+    ),
+    check=check,
+    softer_in=("S1",),
+)

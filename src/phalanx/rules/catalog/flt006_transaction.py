@@ -1,0 +1,190 @@
+"""FLT006: a step is committed by all live replicas or by none, and the past stays out."""
+
+from __future__ import annotations
+
+import math
+
+from phalanx.rules.catalog.flt_shared import drilled, how_to_see, no_drill, with_ranks
+from phalanx.rules.evidence import Evidence
+from phalanx.rules.facts.drill import DrillFacts
+from phalanx.rules.facts.log import DigestFacts, LogFacts
+from phalanx.rules.outcome import Impact, Outcome, exempt, failed, passed, unknown
+from phalanx.rules.rule import Limit, Limits, Reference, Rule
+from phalanx.units import plural
+
+RARE = Impact(note="work since the last sound checkpoint whenever it happens; how often is not published")
+CHANGES = ("partition", "freeze", "host", "hang", "kill")  # faults after which somebody of the past could speak
+
+
+def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """What the trainer promises, what the log shows, what drills proved."""
+    if evidence.devices < 2:
+        return (exempt("one rank commits with nobody"),)
+    parts = (_promise(evidence), *_run(evidence, limits), *_drill(evidence, limits))
+    return tuple(part for part in parts if part is not None)
+
+
+def _promise(evidence: Evidence) -> Outcome | None:
+    """Asked before a run; afterwards the log says more."""
+    practice = evidence.practice
+    if evidence.log is not None and evidence.log.digests is not None:
+        return None
+    if practice.step_transaction is None:
+        return unknown(
+            f"whether {practice.trainer} fences ranks of the past is not known",
+            fix="check the log of a run that lost a rank",
+        )
+    if practice.step_transaction:
+        return passed(f"{practice.trainer} numbers its epochs, and refuses a commit of an older one")
+    return failed(
+        f"{practice.trainer} has no epochs: a rank that wakes up late may write over newer work",
+        severity="warning",  # a launcher that ends all ranks before it starts them again keeps the past out too
+        impact=RARE,
+        fix="end all processes of a job before it is started again, and write checkpoints to a new folder each time",
+    )
+
+
+def _run(evidence: Evidence, limits: Limits) -> tuple[Outcome | None, ...]:
+    log = evidence.log
+    if log is None:
+        return ()
+    digests = log.digests
+    if digests is None:
+        return (_undigested(evidence, log),)
+    first = _one_digest(evidence, digests, limits) if digests.compared else _undigested(evidence, log)
+    return (first, _no_past(evidence, digests, limits))
+
+
+def _undigested(evidence: Evidence, log: LogFacts) -> Outcome | None:
+    """Nothing was compared: only a run whose members never changed has nothing to prove."""
+    if log.formations is not None and log.formations <= 1:
+        return exempt("the members of the run never changed: nobody could speak from the past")
+    if log.digests is not None and log.digests.alone:
+        return exempt(
+            f"nobody holds a copy of these weights: {plural(log.digests.alone, 'digest')}, none to compare with"
+        )
+    if drilled(evidence, *CHANGES) is not None:
+        return None
+    changed = "the members of the run changed" if log.formations else "the log does not say who took part"
+    return unknown(
+        f"{changed}, no digest was compared, and {no_drill(evidence)}",
+        fix=f'fault.digest_every = "auto" for the next run; {how_to_see(evidence)}',
+    )
+
+
+def _one_digest(evidence: Evidence, digests: DigestFacts, limits: Limits) -> Outcome:
+    told = f"{digests.differing} of {digests.compared} compared steps have more than one digest"
+    if digests.differing <= limits.number("differing"):
+        return passed(told, value=digests.differing, threshold=limits.number("differing"), unit="steps")
+    return failed(
+        told,
+        value=digests.differing,
+        threshold=limits.number("differing"),
+        unit="steps",
+        at=digests.differing_spot or "",
+        impact=_a_checkpoint(evidence),
+        fix="go back to a checkpoint before that step: phalanx train --resume RUN after removing newer ones",
+    )
+
+
+def _no_past(evidence: Evidence, digests: DigestFacts, limits: Limits) -> Outcome:
+    told = f"an epoch that was over committed {plural(digests.stale, 'step')}"
+    if digests.stale <= limits.number("stale"):
+        return passed(told, value=digests.stale, threshold=limits.number("stale"), unit="steps")
+    return failed(
+        told,
+        value=digests.stale,
+        threshold=limits.number("stale"),
+        unit="steps",
+        at=digests.stale_spot or "",
+        impact=_a_checkpoint(evidence),
+        fix="the fence needs a file system on which flock works between hosts (docs/recovery.md, limits)",
+    )
+
+
+def _drill(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """A drill that went wrong is a finding; the largest jobs need one that went well."""
+    one = drilled(evidence, *CHANGES)
+    if one is None:
+        return (_wanted(evidence),) if limits.flag("must_drill") else ()
+    if one.clean and one.bitwise:
+        return (passed(f"{_told(evidence, one)}: every step has the bits of a run without faults: {one.told}"),)
+    if one.clean:
+        return (passed(f"{_told(evidence, one)}: the oracle found nothing: {one.told}"),)
+    return (
+        failed(
+            f"a drill found: {'; '.join(one.wrong[:2]) or 'something'}",
+            value=one.path,
+            impact=RARE,
+            fix=f"phalanx drill --check {one.path}",
+        ),
+    )
+
+
+def _told(evidence: Evidence, one: DrillFacts) -> str:
+    return f"drilled{with_ranks(evidence, (one,))} ({', '.join(one.fired)})"
+
+
+def _wanted(evidence: Evidence) -> Outcome:
+    return unknown(
+        f"{evidence.devices:,} devices lose somebody all the time, and {no_drill(evidence)}", fix=how_to_see(evidence)
+    )
+
+
+def _a_checkpoint(evidence: Evidence) -> Impact:
+    """Of something that happened: no more than the run itself has to go back."""
+    interval_s = evidence.plan.reliability.interval_s if evidence.plan is not None else 3600.0
+    ran_s = evidence.log.wall_s if evidence.log is not None and evidence.log.wall_s is not None else math.inf
+    lost_s = min(interval_s, ran_s)
+    if not math.isfinite(lost_s):
+        return Impact(note="all work since the last sound checkpoint, if somebody notices")
+    return evidence.loses_once(lost_s, "work since the last sound checkpoint, if somebody notices")
+
+
+RULE = Rule(
+    id="FLT006",
+    slug="step-transaction",
+    severity="error",
+    requires="J",
+    uses="PLD",
+    requirement="A step is committed on all live replicas or on none, and ranks of an older membership are refused.",
+    why="""
+When somebody is lost in the middle of a step, some ranks have updated and others have not; a rank that was only slow
+comes back and writes over newer work. Both leave weights that no step explains, and nothing fails. torchft commits a
+step by a vote of those that are alive; at 100,000 devices, with a failure every 18 minutes (arXiv:2602.00277), this
+happens all day.
+""",
+    how="""
+One digest per (epoch, step) over all ranks that hold the same weights (shards of ZeRO and experts have no copy, and are
+not compared); no step of a rank for an epoch older than one it had reported, and none of anybody more than 5 s after
+the next formation began, but for the one it was in. A drill of this code and profile that changed the members (kill,
+hang, host, freeze, partition) must be clean; from 32,769 devices on there must be one. Before a run the trainer's own
+promise counts (none is a warning).
+""",
+    limits={
+        "differing": Limit(
+            value=0, unit="steps", note="steps with two digests: none, or the replicas are not replicas"
+        ),
+        "stale": Limit(value=0, unit="steps", note="commits from the past: none"),
+        "must_drill": Limit(
+            value=False,
+            note="whether a drill is demanded: from S5 on, where the specification makes elastic steps mandatory",
+            classes={"S5": True},
+        ),
+    },
+    bad="""
+{"event":"step","t":1794750000.0,"rank":0,"epoch":3,"step":4000,"digest":"5f1c00000000000000000000000000aa"}
+{"event":"step","t":1794750000.1,"rank":1,"epoch":3,"step":4000,"digest":"5f1c00000000000000000000000000ab"}
+""",
+    good="""
+{"event":"step","t":1794750000.0,"rank":0,"epoch":3,"step":4000,"digest":"5f1c00000000000000000000000000aa"}
+{"event":"step","t":1794750000.1,"rank":1,"epoch":3,"step":4000,"digest":"5f1c00000000000000000000000000aa"}
+""",
+    fix="`phalanx train` fences by epochs. Where a digest differs: go back behind it, and drill (`phalanx drill`).",
+    waive="Asynchronous or local-SGD training, in which replicas differ by design.",
+    references=(
+        Reference(text="torchft: commit by the living, quorum per step", mark="read"),
+        Reference(text="FT-HSDP, arXiv:2602.00277: a failure every 18 minutes at 100,000 GPUs", mark="secondary"),
+    ),
+    check=check,
+)

@@ -1,0 +1,132 @@
+"""MEM001: the predicted peak fits, with room for what the prediction misses."""
+
+from __future__ import annotations
+
+import math
+
+from phalanx.plan.ask import trains_with_phalanx
+from phalanx.plan.memory import MEMORY_ERROR
+from phalanx.plan.plan import Plan
+from phalanx.plan.search import DECIDES, FULL_MEMORY
+from phalanx.rules.evidence import Evidence
+from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
+from phalanx.rules.rule import Limit, Limits, Reference, Rule
+from phalanx.units import format_bytes
+
+NO_START = Impact(note="the job ends when it runs out of memory, mostly in its first steps: nothing is trained")
+
+
+def check(evidence: Evidence, limits: Limits) -> Outcome:
+    """The fullest device against its share; or the planner's refusal."""
+    if evidence.plan is None:
+        return _refused(evidence)
+    memory = evidence.plan.memory
+    if not (memory.device_bytes > 0 and math.isfinite(memory.total_bytes)):
+        return unknown("the memory of this device is not known", fix="give memory_bytes in a cluster file")
+    share, most = memory.total_bytes / memory.device_bytes, limits.number("most_share")
+    parts = sorted(memory.parts_bytes.items(), key=lambda item: -item[1])
+    formula = (
+        " + ".join(f"{name} {format_bytes(size)}" for name, size in parts if size >= 0.01 * memory.total_bytes)
+        + f" = {format_bytes(memory.total_bytes)}",
+        f"{format_bytes(memory.total_bytes)} / {format_bytes(memory.device_bytes)} = {share:.1%} of the device",
+    )
+    told = f"the fullest device holds {share:.1%} of its memory"
+    if share <= most:
+        return passed(told + _undecided(evidence.plan), formula=formula, value=share, threshold=most, at="plan:memory")
+    return failed(
+        f"{told}, more than {most:.0%}",
+        formula=formula,
+        value=share,
+        threshold=most,
+        at="plan:memory",
+        impact=NO_START,
+        fix=_roomier(evidence.plan, min(most * memory.device_bytes, FULL_MEMORY * memory.usable_bytes)),
+    )
+
+
+def _undecided(plan: Plan) -> str:
+    """Where a step of our own trainer may turn out not to fit though its count does: what tells."""
+    if plan.memory.total_bytes <= FULL_MEMORY * plan.memory.usable_bytes or not trains_with_phalanx(plan.job):
+        return ""
+    return f", less than {MEMORY_ERROR:.0%} below what is usable: {DECIDES}"
+
+
+def _refused(evidence: Evidence) -> Outcome:
+    """No plan: because nothing fits, or for a reason that is not this rule's."""
+    for problem in evidence.refusals:
+        if "does not fit" in problem.what:
+            return failed(
+                problem.what,
+                formula=(problem.why,) if problem.why else (),
+                at="plan:memory",
+                impact=NO_START,
+                fix=problem.fix or "use more devices, or devices with more memory",
+            )
+    why = evidence.refusals[0].what if evidence.refusals else "no cluster is named"
+    return unknown(f"there is no plan: {why}", fix="mend that first, or name a cluster (--cluster 8xH100:16)")
+
+
+def _roomier(plan: Plan, most_bytes: float) -> str:
+    """The fastest layout of the plan's own front that keeps the margin; else what to try."""
+    fitting = [one for one in plan.pareto if one.memory_bytes <= most_bytes and one.devices == plan.layout.devices]
+    if fitting:
+        best = min(fitting, key=lambda one: one.step_s)
+        slower = best.step_s / plan.prediction.step_s - 1 if plan.prediction.step_s > 0 else 0.0
+        return f"{best.layout.short} needs {format_bytes(best.memory_bytes)} and {slower:+.1%} of the step time"
+    more = {"none": '"selective"', "selective": '"full"'}.get(plan.layout.recompute)
+    return (f"parallel.recompute = {more}, " if more else "") + "a smaller batch.micro, or more devices"
+
+
+RULE = Rule(
+    id="MEM001",
+    slug="fits-with-margin",
+    severity="error",
+    requires="J",
+    uses="P",
+    requirement="The predicted peak of the fullest device leaves a tenth of its memory free.",
+    why="""
+A job that does not fit ends after the devices were taken. A prediction is not a measurement: ours misses the reserved
+memory of published runs by 5.7 % in the median (`phalanx validate`, 2026-11-15), and on a device of 80 GB the
+driver's context, NCCL's buffers and fragmentation take several GB more. On a host the page cache and everybody else
+live in the same memory, so CPU ranks get 80 %; a TPU's compiler lays memory out exactly and gets 92 %.
+""",
+    how="""
+`weights + gradients + optimizer + activations + logits + gathered + buffers ≤ 0.90 · device memory`, each term by
+ZeRO stage, recompute and schedule as `phalanx plan` prints it; a CPU rank's device is its share of the host. A
+planner that finds no layout that fits is a failure of this rule, in the planner's words. Where a step of our own
+trainer fills more than 94 % of the usable memory, its count (within 6 % of the traced step) leaves open whether it
+fits: `phalanx trace JOB --against-plan` decides, and exits with 1 if it does not.
+""",
+    limits={
+        "most_share": Limit(
+            value=0.90,
+            note="of the device; cpu: of the rank's share of RAM; tpu: compiler-exact. House, beside an error of 5.7 %",
+            profiles={"cpu-gloo": 0.80, "tpu": 0.92},
+        ),
+    },
+    bad="""
+[batch]
+micro = 2
+
+[parallel]
+recompute = "none"
+zero = 1
+""",
+    good="""
+[batch]
+micro = 1
+
+[parallel]
+recompute = "selective"
+zero = 3
+""",
+    fix="More sharding, recompute, a smaller micro-batch, or more devices; `phalanx plan JOB` prints every term.",
+    waive="A short run on the same layout whose measured peak fits (`phalanx train JOB --steps 20`), "
+    "named in the reason.",
+    references=(
+        Reference(text="Rajbhandari et al., ZeRO, arXiv:1910.02054", mark="recalled"),
+        Reference(text="Korthikanti et al., activation memory, arXiv:2205.05198", mark="recalled"),
+        Reference(text="phalanx validate: memory of 936 published runs, docs/validation.md", mark="computed"),
+    ),
+    check=check,
+)

@@ -1,0 +1,161 @@
+"""PRC003: narrow formats only where the hardware has them, away from what they hurt, and with parity shown."""
+
+from __future__ import annotations
+
+from phalanx.rules.evidence import Evidence
+from phalanx.rules.outcome import Edit, Impact, Outcome, failed, passed, unknown
+from phalanx.rules.rule import Limit, Limits, Reference, Rule
+from phalanx.units import format_count
+
+SPARED = "embeddings, norms, head and router"
+
+
+def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """Is it there, is it kept away from what it hurts, was it shown to learn as well."""
+    supported = _lacking(evidence, limits) or _supported(evidence)
+    if evidence.the_job.precision.compute not in limits.words("narrow_formats") or supported.verdict == "fail":
+        return (supported,)
+    return (supported, _spares(evidence), _parity(evidence, limits))
+
+
+def _parity(evidence: Evidence, limits: Limits) -> Outcome:
+    """The losses of two runs, in the narrow format and in a wider one; smaller models count, as DeepSeek-V3's did."""
+    kind, found, most = evidence.the_job.precision.compute, evidence.parity, limits.number("most_gap")
+    if found is None or found.narrow_format != kind:
+        return unknown(
+            f"nothing shows that {kind} learns as bf16 does on this model",
+            fix="train a hundredth of the tokens in both, then phalanx check … --parity RUN RUN",
+            at="precision.compute",
+        )
+    text = "held-out" if found.held_out else "last training"
+    formula = (
+        f"{found.model}, {format_count(found.tokens)} tokens: {text} loss {found.narrow_loss:.4f} in {kind} "
+        f"({found.narrow}), {found.wide_loss:.4f} in {found.wide_format} ({found.wide})",
+        f"gap = {found.narrow_loss:.4f} / {found.wide_loss:.4f} - 1 = {found.gap:+.3%}",
+    )
+    told = f"{kind} ends {found.gap:+.3%} from {found.wide_format}"
+    if found.gap <= most:
+        return passed(told, formula=formula, value=found.gap, threshold=most, at="precision.compute")
+    return failed(
+        told,
+        formula=formula,
+        value=found.gap,
+        threshold=most,
+        at="precision.compute",
+        impact=Impact(note="not time: the model learns less from the same tokens"),
+        edits=(Edit(key="precision.compute", value="bf16", safe=False, note="until parity is shown"),),
+    )
+
+
+def _lacking(evidence: Evidence, limits: Limits) -> Outcome | None:
+    """Of devices in the catalogue that have no bf16, whatever their profile lists."""
+    kind = evidence.the_job.precision.compute
+    accelerator = evidence.plan.cluster.accelerator if evidence.plan is not None else None
+    if kind != "bf16" or accelerator is None or accelerator.family not in limits.words("without_bf16"):
+        return None
+    return failed(
+        f"{accelerator.name} ({accelerator.family}) does not multiply in bf16",
+        value=kind,
+        threshold="fp16, fp32",
+        at="precision.compute",
+        impact=Impact(note="the job does not start, or computes in fp32 at an eighth of the rate it was planned with"),
+        edits=(Edit(key="precision.compute", value="fp16", safe=False, note="with dynamic loss scaling: PRC001"),),
+    )
+
+
+def _supported(evidence: Evidence) -> Outcome:
+    kind, profile = evidence.the_job.precision.compute, evidence.profile
+    listed = ", ".join(profile.formats)
+    if kind in profile.formats:
+        if profile.must_measure and kind not in ("fp32", "bf16"):
+            return _declared(evidence, kind)
+        return passed(f"{profile.name} multiplies in {kind}", value=kind, threshold=listed, at="precision.compute")
+    nearest = "bf16" if "bf16" in profile.formats else profile.formats[0]
+    return failed(
+        f"{profile.name} does not multiply in {kind}",
+        value=kind,
+        threshold=listed,
+        at="precision.compute",
+        impact=Impact(note="the job does not start, or computes in a wider format than it says"),
+        edits=(Edit(key="precision.compute", value=nearest, safe=False, note=f"{profile.name} has {listed}"),),
+    )
+
+
+def _declared(evidence: Evidence, kind: str) -> Outcome:
+    """Of hardware that the specification does not know: what its own entry declares."""
+    at = "precision.compute"
+    if evidence.plan is None:
+        return unknown(f"nothing is known of {kind} on this hardware", fix="name its profile, or a cluster file", at=at)
+    accelerator = evidence.plan.cluster.accelerator
+    peaks = {"fp8": accelerator.peak_fp8_flops, "fp4": accelerator.peak_fp4_flops, "fp16": accelerator.peak_bf16_flops}
+    if peaks.get(kind, 0.0) > 0:
+        return passed(f"{accelerator.name} declares a peak of {peaks[kind]:.3g} FLOP/s in {kind}", value=kind, at=at)
+    return unknown(f"{accelerator.name} declares no peak in {kind}", fix=f"give peak_{kind}_flops in a file", at=at)
+
+
+def _spares(evidence: Evidence) -> Outcome:
+    practice, at = evidence.practice, "precision.compute"
+    if practice.fp8_spares_sensitive is None:
+        return unknown(
+            f"nothing says what {practice.trainer} leaves in 16 bit",
+            fix=f"look up which modules it converts: {SPARED} must not be among them",
+            at=at,
+        )
+    if practice.fp8_spares_sensitive:
+        return passed(f"{practice.trainer} leaves {SPARED} in 16 bit or more", value=True, threshold=True, at=at)
+    return failed(
+        f"{practice.trainer} converts {SPARED} too",
+        value=False,
+        threshold=True,
+        at=at,
+        impact=Impact(note="not time: the loss is at stake, by an amount only a parity run tells"),
+        fix=f"exclude {SPARED} from the conversion",
+    )
+
+
+RULE = Rule(
+    id="PRC003",
+    slug="format-supported-and-parity",
+    severity="error",
+    requires="J",
+    uses="P",
+    requirement="A format of matrix products is one the hardware has; 8- and 4-bit ones spare sensitive "
+    "modules and have shown parity.",
+    why="""
+bf16 came to NVIDIA's tensor cores with Ampere: V100 and T4 have fp16 only. fp8 is in Hopper, Blackwell and CDNA 3, fp4
+in Blackwell alone; A100, TPU before v7 and CPUs multiply in neither. DeepSeek-V3 trained in fp8 with embedding, head,
+norms, gates and attention left in bf16 or fp32, and accepted it because the loss of two smaller models stayed within
+0.25 % of bf16. A model that went through a format nobody compared cannot be told from one that learnt less.
+""",
+    how="""
+`precision.compute ∈ formats(profile)`, and no bf16 on devices of the families volta and turing. For fp8 and fp4 also:
+the trainer spares embeddings, norms, head and router (its documentation or code), and parity: `loss / loss_bf16 − 1 ≤
+0.25 %` of two runs that differ in nothing else, named with `--parity RUN RUN`. Runs of a smaller model count; without
+any that part is `unknown`.
+""",
+    limits={
+        "most_gap": Limit(
+            value=0.0025, note="relative loss over that of bf16: DeepSeek-V3, arXiv:2412.19437 section 3.3"
+        ),
+        "without_bf16": Limit(
+            value=("volta", "turing"),
+            note="families whose tensor cores have fp16 and no bf16 (V100, T4): NVIDIA's datasheets, recalled",
+        ),
+        "narrow_formats": Limit(value=("fp8", "fp4"), note="formats that need parity: arXiv:2412.19437 section 3.3"),
+    },
+    bad="""
+[precision]
+compute = "fp4"
+""",
+    good="""
+[precision]
+compute = "bf16"
+""",
+    fix="A format that the profile lists; `phalanx explain PRC003 JOB` names them for this job.",
+    waive="With the parity run as the reason: same data, same steps, both losses.",
+    references=(
+        Reference(text="DeepSeek-V3, arXiv:2412.19437 section 3.3 (fp8 training, 0.25 %)", mark="recalled"),
+        Reference(text="formats by device: vendors' datasheets", mark="recalled"),
+    ),
+    check=check,
+)

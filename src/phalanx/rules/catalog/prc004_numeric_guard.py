@@ -1,0 +1,235 @@
+"""PRC004: steps that are not finite, or explode, are taken by no rank, and not for long."""
+
+from __future__ import annotations
+
+import math
+
+from phalanx.rules.catalog.margin import MARGIN, beyond_count
+from phalanx.rules.catalog.tel_measured import file_of
+from phalanx.rules.evidence import Evidence
+from phalanx.rules.facts.log import StepFacts
+from phalanx.rules.outcome import Edit, Impact, Outcome, failed, passed, unknown
+from phalanx.rules.rule import Limit, Limits, Reference, Rule
+from phalanx.units import format_seconds, plural
+
+
+def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """Bounded, together, and guarded against large gradients; in a run also: none slipped through."""
+    steps = evidence.log.steps if evidence.log is not None else None
+    found = (_bounded(evidence, limits), _together(evidence, steps), _guarded(evidence, limits))
+    return (*found, *_seen(evidence, limits, steps)) if steps is not None else found
+
+
+def _bounded(evidence: Evidence, limits: Limits) -> Outcome:
+    key, most = "train.skipped_steps", limits.number("most_in_a_row")
+    if not evidence.stated(key):
+        return unknown(
+            f"nothing says after how many skipped steps {evidence.practice.trainer} stops",
+            fix=f"set {key} to the number, or waive the rule",
+            at=key,
+        )
+    count = evidence.the_job.train.skipped_steps
+    told = f"the run stops after {plural(count, 'skipped step')} in a row"
+    if count <= most:
+        return passed(told, value=count, threshold=most, unit="steps", at=key)
+    step_s = evidence.plan.prediction.step_s if evidence.plan is not None else 0.0
+    return failed(
+        f"{told}, more than {most:.0f}",
+        formula=(f"{plural(count, 'step')} × {step_s:.3g} s = {count * step_s:,.0f} s of steps that learn nothing",),
+        value=count,
+        threshold=most,
+        unit="steps",
+        at=key,
+        severity=beyond_count(count, most, limits),
+        impact=Impact(note=f"{format_seconds(count * step_s)} of steps that learn nothing, at every divergence"),
+        edits=(Edit(key=key, value=int(most), safe=False, note="then the run goes back to its last sound state"),),
+    )
+
+
+def _together(evidence: Evidence, steps: StepFacts | None) -> Outcome:
+    if steps is not None and steps.skips_differ is not None:
+        return failed(
+            "a step was skipped by one rank and taken by another",
+            at=steps.skips_differ,
+            impact=Impact(note="the replicas differ from that step on: all that follows is to be done again"),
+            fix="decide on the global gradient norm, which every rank has; go back to a checkpoint before that step",
+        )
+    together = evidence.practice.skips_together
+    if together or (together is None and steps is not None and steps.skipped):
+        return passed("a step that is not finite is skipped by all ranks or by none")
+    if together is None:
+        return unknown(
+            f"nothing says whether the ranks of {evidence.practice.trainer} skip a step together",
+            fix="a run with a skipped step shows it (phalanx drill JOB --fault nan:rank=0,step=5)",
+        )
+    return failed(
+        f"{evidence.practice.trainer} lets each rank decide by itself whether to skip a step",
+        impact=Impact(note="the replicas differ after the first such step, and all that follows is to be done again"),
+        fix="decide on the global gradient norm, which every rank has",
+    )
+
+
+def _guarded(evidence: Evidence, limits: Limits) -> Outcome:
+    clip, factor = evidence.the_job.optim.clip, evidence.the_job.train.spike_factor
+    if not evidence.stated("optim.clip") and not evidence.written("train.spike_factor"):
+        told = f"nothing says whether {evidence.practice.trainer} clips gradients here"
+        return unknown(told, fix="set optim.clip to the norm it clips to, 0 for none", at="optim.clip")
+    formula = (f"optim.clip = {clip:g}; train.spike_factor = {factor:g}",)
+    if 0 < factor < limits.number("least_factor"):
+        return _touchy(factor, limits)
+    if 0 < clip <= limits.number("most_clip") or factor > 0:
+        how = f"clipped to a norm of {clip:g}" if clip > 0 else f"skipped from {factor:g} times the running median"
+        return passed(f"a gradient that explodes is {how}", formula=formula, value=clip or factor, at="optim.clip")
+    told = "neither clipped" if clip <= 0 else f"clipped only to a norm of {clip:,.0f}, which is no bound, and not"
+    return failed(
+        f"a gradient that explodes is {told}{' nor' * (clip <= 0)} skipped",
+        formula=formula,
+        value=clip,
+        threshold=limits.number("most_clip"),
+        at="optim.clip",
+        impact=Impact(note="one such step can undo the run; how often they come cannot be told beforehand"),
+        edits=(Edit(key="optim.clip", value=1.0, safe=False, note="the norm that most published recipes clip to"),),
+    )
+
+
+def _touchy(factor: float, limits: Limits) -> Outcome:
+    """A factor near 1 takes every usual step for a spike, and the run ends."""
+    least = limits.number("least_factor")
+    return failed(
+        f"steps are skipped from {factor:g} times the running median, less than {least:g}: most are no spikes",
+        formula=(
+            f"train.spike_factor = {factor:g}, at least {least:g}; at 1 half of all steps are above their median",
+        ),
+        value=factor,
+        threshold=least,
+        unit="x",
+        at="train.spike_factor",
+        impact=Impact(note="steps that learn nothing, and a stop after train.skipped_steps of them: the run ends"),
+        edits=(Edit(key="train.spike_factor", value=10.0, safe=False, note="ten times the median; 0 never skips"),),
+    )
+
+
+def _in_a_row(evidence: Evidence, limits: Limits, steps: StepFacts) -> tuple[Outcome, ...]:
+    """A few are somebody's to look at; as many as the run may skip ended it, or should have."""
+    searching = evidence.the_job.precision.compute == "fp16"  # for its loss scale, which skips by design
+    most = limits.number("most_in_a_row")
+    least = most if searching else limits.number("look_in_a_row")
+    if steps.skipped_in_a_row < least or (searching and steps.skipped_in_a_row <= most):
+        return ()
+    count, bound = steps.skipped_in_a_row, min(most, evidence.the_job.train.skipped_steps)
+    ended = ", as many as end a run" if count >= bound else ""
+    return (
+        failed(
+            f"skipped {plural(count, 'step')} in a row{ended}",
+            formula=(f"{steps.skipped:,} of {steps.count:,} steps were skipped; in a row fewer than {least:g}",),
+            value=count,
+            threshold=least,
+            unit="steps",
+            at=file_of(evidence.the_log),
+            severity="error" if count >= bound else "warning",
+            impact=evidence.loses(steps.skipped / max(1, steps.count), "steps that learnt nothing"),
+            fix="go back to a state before them; look at the data, the learning rate and train.spike_factor",
+        ),
+    )
+
+
+def _seen(evidence: Evidence, limits: Limits, steps: StepFacts) -> tuple[Outcome, ...]:
+    found = []
+    if steps.not_finite:
+        found.append(
+            failed(
+                f"did not skip {plural(steps.not_finite, 'step')} with a loss or norm that is not finite",
+                value=steps.not_finite,
+                threshold=0,
+                unit="steps",
+                at=steps.not_finite_spot or "",
+                impact=Impact(note="the weights are not finite from then on: all that follows is to be done again"),
+                fix="go back to a checkpoint before the first of them",
+            )
+        )
+    return (*found, *_in_a_row(evidence, limits, steps), _jump(evidence, limits, steps))
+
+
+def _jump(evidence: Evidence, limits: Limits, steps: StepFacts) -> Outcome:
+    """The loss where it is told by itself, else whatever jumped most unless gradients are clipped."""
+    most = limits.number("jump")
+    jump, spot = steps.worst_loss_jump, steps.worst_loss_jump_spot
+    if jump is None and evidence.the_job.optim.clip <= 0:
+        jump, spot = steps.worst_jump, steps.worst_jump_spot
+    if jump is None or not math.isfinite(jump):
+        return passed(f"{steps.skipped:,} of {steps.count:,} steps skipped, at most {steps.skipped_in_a_row} in a row")
+    if jump <= most:
+        return passed(f"no step that was taken jumped by more than {jump:.1f}x", value=jump, threshold=most, unit="x")
+    return failed(
+        f"a step that was taken had {jump:.1f}x the running mean",
+        value=jump,
+        threshold=most,
+        unit="x",
+        at=spot or "",
+        severity="warning",
+        impact=Impact(note="the run went on; whether it learnt less, only a run from before that step tells"),
+        fix="look at the data of that step; train.spike_factor skips such steps, a longer warm-up avoids them",
+    )
+
+
+RULE = Rule(
+    id="PRC004",
+    slug="numeric-guard",
+    severity="error",
+    requires="J",
+    uses="PL",
+    requirement="Steps that are not finite are skipped by all ranks together and not for long, and "
+    "exploding gradients are bounded.",
+    why="""
+One NaN that one rank adds to its weights is in all of them a step later. ByteRobust stops a job for inspection when
+loss or gradient norm are NaN or jump to 5 times; from then to the restart a NaN took it 4,289 s. PaLM's loss spiked
+about 20 times although gradients were clipped, and going back and leaving out 200 to 500 batches helped.
+
+How many in a row: a machine stops after 10, a person looks after 3. In fp16 the search for the loss scale skips steps
+by design (from 2¹⁶ to 2⁶ are ten halvings), and a skipped step costs one step, while a stop costs a recovery; in the
+other formats nothing is searched, and three in a row are no accident. A factor
+on gradient norms is not demanded where they are clipped: in our own first-run.toml the norm of step 17 was 43 times
+the median of the 16 before it, in the warm-up of a run that ended well (2026-11-15).
+""",
+    how="""
+`train.skipped_steps ≤ 10` (11 is a warning); ranks decide on numbers that all of them have; `0 < optim.clip ≤ 100` or
+`train.spike_factor > 0`, and that at least 2. In a run: no step with a loss or norm that is not finite was taken, no
+step was skipped by some ranks only, fewer than 3 in a row were skipped (a warning; an error from 10, or from
+`train.skipped_steps`, on; in fp16 more than 10), and no step was taken whose loss (without clipping: or gradient norm)
+was over 5 times its running mean (a warning).
+""",
+    limits={
+        "most_in_a_row": Limit(value=10, unit="steps", note="skipped steps before the run stops or goes back: house"),
+        "look_in_a_row": Limit(
+            value=3, unit="steps", note="skipped in a run without fp16, from which somebody must look: house"
+        ),
+        "least_factor": Limit(
+            value=2.0, unit="x", note="of train.spike_factor, where there is one: house, norms differ by less all day"
+        ),
+        "most_clip": Limit(value=100.0, note="a larger norm to clip to bounds nothing: house; recipes have 0.1 to 10"),
+        "margin": MARGIN,
+        "jump": Limit(value=5.0, unit="x", note="over the running mean: ByteRobust, arXiv:2509.16293"),
+    },
+    bad="""
+[optim]
+clip = 0.0
+
+[train]
+spike_factor = 0.0
+""",
+    good="""
+[optim]
+clip = 1.0
+""",
+    fix="`optim.clip = 1.0`, `train.skipped_steps = 10`; `train.spike_factor = 10.0` where batches "
+    "are known to be uneven.",
+    waive="An optimizer whose update has a bounded norm by itself, without clipping (Muon, sign "
+    "descent), named in the reason.",
+    references=(
+        Reference(text="ByteRobust, arXiv:2509.16293 (5x jump or NaN; table 6: NaN 4,289 s)", mark="read"),
+        Reference(text="PaLM, arXiv:2204.02311 section 5.1", mark="recalled"),
+        Reference(text="3 and 10 in a row, a factor of 2, a norm of 100: our choices", mark="house"),
+        Reference(text="gradient norms of examples/first-run.toml, 400 steps on CPU, 2026-11-15", mark="computed"),
+    ),
+    check=check,
+)

@@ -1,0 +1,82 @@
+"""How long a rank may keep silent while nothing is wrong: no timeout of a collective may be shorter than that.
+
+A rank that saves, evaluates or restores takes part in no collective, and the others wait for it in theirs. Our own
+trainer knows these pauses: across them it waits `comm.init_timeout_s` (train/patience.py), in a steady step
+`train.timeout_s`. Of other trainers the steady timeout holds for all of it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from phalanx.plan.plan import Plan
+from phalanx.rules.evidence import Evidence
+from phalanx.rules.facts.log import CheckpointFacts, Spread
+
+# A timeout that is proposed is twice the longest silence: a save that is predicted from the disk's bandwidth, or seen a
+# few times, may well take longer once. House.
+ROOM = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Silence:
+    """A pause of a rank that is no failure."""
+
+    seconds: float
+    what: str  # "a synchronous save"
+    measured: bool = False
+
+    @property
+    def told(self) -> str:
+        """For a finding."""
+        return f"{self.what} takes {self.seconds:.3g} s{'' if self.measured else ' (predicted)'}"
+
+
+def longest_silence(evidence: Evidence) -> Silence | None:
+    """The longest pause outside of steps; None where nothing says how long any takes."""
+    seen = evidence.log.checkpoints if evidence.log is not None else None
+    found = [_save(evidence, seen), _evaluation(evidence), _restore(evidence)]
+    known = [one for one in found if one is not None and math.isfinite(one.seconds) and one.seconds > 0]
+    return max(known, key=lambda one: one.seconds, default=None)
+
+
+def _save(evidence: Evidence, seen: CheckpointFacts | None) -> Silence | None:
+    """Until a save lets the training go on: until it is written, where it is not known to go on beside that."""
+    job, plan = evidence.the_job, evidence.plan
+    if evidence.practice.saves is False:
+        return None
+    aside = job.checkpoint.asynchronous and evidence.stated("checkpoint.async")
+    what = "the copy that a save begins with" if aside else "a synchronous save"
+    if seen is not None:
+        kinds = (seen.blocked_s, seen.final_blocked_s) if aside else (seen.persist_s, seen.final_persist_s)
+        if (most_s := _most(*kinds)) is not None:
+            return Silence(seconds=most_s, what=what, measured=True)
+    if plan is None:
+        return None
+    return Silence(seconds=plan.reliability.blocking_s if aside else plan.reliability.persist_s, what=what)
+
+
+def _evaluation(evidence: Evidence) -> Silence | None:
+    """A forward pass is a third of a step's arithmetic (forward 1, backward 2)."""
+    job, plan = evidence.the_job, evidence.plan
+    sequences = job.train.evaluate_sequences
+    if plan is None or not sequences or not evidence.stated("train.evaluate_sequences"):
+        return None
+    return Silence(seconds=plan.prediction.step_s_high / 3 * sequences / _batch(plan), what="an evaluation")
+
+
+def _restore(evidence: Evidence) -> Silence | None:
+    """Reading what was written takes about as long; at a start, where `comm.init_timeout_s` holds."""
+    plan = evidence.plan
+    if plan is None or evidence.practice.saves is False:
+        return None
+    return Silence(seconds=plan.reliability.persist_s, what="restoring a checkpoint")
+
+
+def _batch(plan: Plan) -> int:
+    return max(1, plan.job.batch.global_sequences)
+
+
+def _most(*spreads: Spread | None) -> float | None:
+    return max((one.most for one in spreads if one is not None and one.count), default=None)

@@ -1,0 +1,148 @@
+"""TOP001: the parallel degrees tile the world exactly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from phalanx.errors import Problem
+from phalanx.job.schema import Job
+from phalanx.plan.plan import Plan
+from phalanx.rules.evidence import Evidence
+from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
+from phalanx.rules.rule import Limit, Limits, Reference, Rule
+
+SIZES = re.compile(r"\b(tensor|context|pipeline|data|expert) (\d{1,9})\b")  # as the planner writes them
+SILENT = "does not say"  # a configuration of another trainer, as rules/foreign reads it: nothing is wrong, only missing
+NO_START = Impact(points=100.0, note="the job does not start")
+
+
+def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
+    """The layout's arithmetic, or why the planner found no layout."""
+    if evidence.plan is not None:
+        return _layout(evidence, evidence.plan, limits)
+    refused = tuple(one for one in evidence.refusals if not _of_another_rule(one))
+    if refused:
+        return tuple(_refusal(evidence, one) for one in refused)
+    if evidence.refusals:
+        return passed("not the degrees: the planner refused the job for what MEM001, BAT001 or PRC003 tell")
+    return unknown(
+        "no cluster is known, so neither is the world", fix="name one: [cluster] spec, or --cluster 8xH100:16"
+    )
+
+
+def is_memory(problem: Problem) -> bool:
+    """Whether a refusal of the planner is about memory, which MEM001 tells."""
+    return "does not fit" in problem.what
+
+
+def is_batch(problem: Problem) -> bool:
+    """Whether it is about the batch, which BAT001 tells."""
+    return "global batch" in problem.what or "batch.micro =" in problem.what
+
+
+def _of_another_rule(problem: Problem) -> bool:
+    return is_memory(problem) or is_batch(problem) or "matrix units" in problem.what  # PRC003
+
+
+def _refusal(evidence: Evidence, problem: Problem) -> Outcome:
+    if problem.what.startswith(SILENT):
+        return unknown(f"the configuration {problem.what}", fix=problem.fix)
+    told = f"{problem.what}: {problem.why}" if problem.why else problem.what
+    return failed(
+        told,
+        at=_key(problem),
+        impact=_all(evidence),
+        fix=problem.fix or "leave the sizes under [parallel] to the planner",
+    )
+
+
+def _key(problem: Problem) -> str:
+    """The first job key a refusal names; none leads to the file."""
+    words = (word.strip("(),:;=\"'`") for word in problem.what.split())
+    sections = ("parallel.", "batch.", "precision.", "cost.", "checkpoint.", "cluster.")
+    named = next((word for word in words if word.startswith(sections)), "")
+    sizes = {name: int(size) for name, size in SIZES.findall(problem.what)}
+    return named or (f"parallel.{max(sizes, key=lambda name: sizes[name])}" if sizes else "")
+
+
+def _all(evidence: Evidence) -> Impact:
+    return Impact(points=100.0, usd=evidence.usd, note=NO_START.note)
+
+
+def _layout(evidence: Evidence, plan: Plan, limits: Limits) -> Outcome | tuple[Outcome, ...]:
+    layout, job = plan.layout, evidence.job or plan.job
+    product = (
+        f"tensor {layout.tensor} × context {layout.context} × pipeline {layout.pipeline} × data {layout.data} "
+        f"= {layout.devices:,}"
+    )
+    wrong = tuple(
+        failed(what, formula=(product,), value=value, threshold=bound, at=at, impact=_all(evidence), fix=fix)
+        for what, value, bound, at, fix in _faults(job, plan, limits)
+    )
+    told = f"{product} of {plan.cluster.devices:,} devices, each with one rank"
+    return wrong or passed(told, formula=(product,), value=layout.devices, threshold=plan.cluster.devices)
+
+
+def _faults(job: Job, plan: Plan, limits: Limits) -> Iterator[tuple[str, int, int, str, str]]:
+    """(what, value, bound, key, fix) of everything that does not divide."""
+    layout, model, world = plan.layout, job.model, plan.cluster.devices
+    if layout.devices > world or (limits.flag("every_device") and layout.devices != world):
+        what = f"the degrees make {layout.devices:,} ranks, and there are {world:,} devices"
+        fix = "choose degrees whose product is the number of devices, or leave one of them out"
+        yield what, layout.devices, world, "parallel.data", fix
+    group = layout.data * layout.context * layout.tensor
+    if group % max(1, layout.expert):
+        what = f"expert {layout.expert} does not divide data × context × tensor = {group:,}"
+        yield what, layout.expert, group, "parallel.expert", "use a divisor of it"
+    stages = layout.pipeline * layout.virtual_pipeline
+    # Other trainers may give the embedding and the head chunks of their own (Megatron's --account-for-embedding-in- and
+    # --account-for-loss-in-pipeline-split; Llama 3, arXiv 2407.21783, section 3.3.2).
+    bare_ends = 2 if layout.virtual_pipeline > 1 and job.parallel.framework != "phalanx" else 0
+    if model.layers + bare_ends < stages:
+        what = f"{stages:,} chunks of the pipeline for {model.layers} layers: some hold none"
+        fix = "fewer stages, or fewer chunks a stage"
+        yield what, stages, model.layers, "parallel.pipeline", fix
+    if model.heads % max(1, layout.tensor):
+        what = f"tensor {layout.tensor} does not divide the model's {model.heads} attention heads"
+        sizes = [str(n) for n in range(1, min(model.heads, 64) + 1) if model.heads % n == 0]
+        yield what, layout.tensor, model.heads, "parallel.tensor", f"use one of {', '.join(sizes)}"
+
+
+RULE = Rule(
+    id="TOP001",
+    slug="degrees-match-world",
+    severity="error",
+    requires="J",
+    uses="P",
+    requirement="Parallel degrees tile the world exactly, and every rank has a device of its own.",
+    why="""
+Whatever does not divide is found out by the process group or by the first matrix product, after the devices are taken:
+a queue's wait and a start for nothing. Devices that no rank uses are paid for all the same: one node of 8 idle beside
+1,016 GPUs at $2.50 an hour costs $480 a day. The degrees are those of Megatron (arXiv:2104.04473).
+""",
+    how="""
+`data · tensor · pipeline · context = devices`; `expert` divides `data · context · tensor`;
+`layers ≥ pipeline · chunks`; `heads mod tensor = 0`; ranks fill devices in order, so each has its own when the product
+does not exceed them. Where the planner finds no layout its reason is the finding; what does not fit into memory is told
+by MEM001, a batch that cannot be shared out by BAT001.
+""",
+    limits={
+        "every_device": Limit(value=True, note="whether devices may stay without a rank: arithmetic, no threshold"),
+    },
+    bad="""
+[parallel]
+pipeline = 3        # on 128 devices
+""",
+    good="""
+[parallel]
+pipeline = 4
+""",
+    fix="Leave the degrees to the planner, or fix them so that their product is the number of devices.",
+    waive="Never for a job that is to start; for a study of a layout that no cluster of yours has.",
+    references=(
+        Reference(text="Megatron-LM, arXiv:2104.04473", mark="recalled"),
+        Reference(text="the price of idle devices", mark="computed"),
+    ),
+    check=check,
+)

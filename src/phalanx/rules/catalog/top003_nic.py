@@ -1,0 +1,88 @@
+"""TOP003: every device uses a network card near it."""
+
+from __future__ import annotations
+
+from phalanx.rules.evidence import Evidence
+from phalanx.rules.facts.host import NicPath
+from phalanx.rules.outcome import Outcome, exempt, failed, passed, unknown
+from phalanx.rules.rule import Limit, Limits, Reference, Rule
+from phalanx.units import plural
+
+COHERENT = ("GB", "GH")  # Grace: the CPU is behind the same coherent link as the card, and no switch is between
+GPUS = ("nvidia-a100", "nvidia-h100", "nvidia-h200", "nvidia-b200", "amd-mi300x", "custom")
+
+
+def check(evidence: Evidence, limits: Limits) -> Outcome:
+    """The path of each device to its card, as the host tells it."""
+    plan = evidence.the_plan
+    if plan.layout.devices <= plan.cluster.domain_devices:
+        return exempt("the job stays inside one domain: no network card is used")
+    if plan.cluster.accelerator.name.upper().startswith(COHERENT):
+        return exempt(f"{plan.cluster.accelerator.name} reaches its card over a coherent link")
+    paths = evidence.host.nic_paths if evidence.host is not None else None
+    if paths is None:
+        return unknown(
+            "no evidence from the host: which card each device uses is not known",
+            fix="check on a node of the cluster itself, with nvidia-smi or amd-smi there",
+        )
+    if not paths:
+        return unknown("the host tells of no network card", fix="look at nvidia-smi topo -m on the node")
+    return _judge(evidence, paths, limits)
+
+
+def _judge(evidence: Evidence, paths: tuple[NicPath, ...], limits: Limits) -> Outcome:
+    near = limits.words("near")
+    far = [one for one in paths if one.path.upper() not in near]
+    listed = ", ".join(f"{one.device[:24]}→{one.nic[:24]} {one.path[:8]}" for one in (far or list(paths))[:8])
+    if not far:
+        return passed(f"{plural(len(paths), 'device')}, each at most a PCIe switch from its card", formula=(listed,))
+    share = len(far) / len(paths)
+    shown_s = sum(one.shown_s for one in evidence.the_plan.mapping if "NIC" in one.tier)
+    slower = limits.number("far_rate")
+    lost = share * shown_s * (1 / max(slower, 0.01) - 1) / max(evidence.the_plan.prediction.step_s, 1e-30)
+    return failed(
+        f"{len(far)} of {len(paths)} devices reach their card through the CPU",
+        formula=(listed, f"near: {', '.join(near)}"),
+        value=len(far),
+        threshold=0,
+        unit="devices",
+        impact=evidence.loses(lost, f"network traffic of these devices at {slower:.0%} of its rate: house"),
+        fix="give each device the card behind its own switch (NCCL_IB_HCA, CUDA_VISIBLE_DEVICES order, the VM's "
+        "topology file), and pin its process to that socket",
+    )
+
+
+RULE = Rule(
+    id="TOP003",
+    slug="nic-affinity",
+    severity="warning",
+    requires="P",
+    uses="H",
+    requirement="Each device uses a network card no farther away than its own PCIe switch complex.",
+    why="""
+Only behind a common PCIe switch do card and GPU talk to each other directly (GPUDirect RDMA). NCCL's default for it
+stops where the path goes through the CPU (`NCCL_NET_GDR_LEVEL`, NVIDIA/nccl docs env.rst): then every byte is copied
+through host memory, and over the socket link where the card is on the other socket.
+""",
+    how="""
+`path(device, card)` is `PIX` or `PXB` in the terms of `nvidia-smi topo -m` (or `amd-smi topology`), for every device of
+a job that leaves its domain. `PHB`, `NODE` and `SYS` go through the CPU. CPUs, TPUs and hosts with coherent links
+(Grace) are exempt. Virtual machines that hide the tree give no paths: unknown. Whether a process is pinned to the
+socket of its card shows only while it runs, so that is advised and not judged.
+""",
+    limits={
+        "near": Limit(value=("PIX", "PXB"), note="paths that stay behind a PCIe switch complex: NCCL's GDR levels"),
+        "far_rate": Limit(value=0.5, note="share of the line rate over a path through the CPU: house, for the impact"),
+    },
+    bad="""
+GPU0  mlx5_4  SYS
+""",
+    good="""
+GPU0  mlx5_0  PIX
+""",
+    fix="`NCCL_IB_HCA` and the order of devices so that card i serves device i; numactl for the process.",
+    waive="A cloud machine that hides its PCIe tree, where nccl-tests reach the line rate.",
+    references=(Reference(text="NVIDIA/nccl docs, env.rst: NCCL_NET_GDR_LEVEL", mark="read"),),
+    check=check,
+    profiles=GPUS,
+)

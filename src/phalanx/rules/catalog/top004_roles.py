@@ -1,0 +1,198 @@
+"""TOP004: the axes with the most traffic run on the fastest links."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+from phalanx.plan.mapping import RANK_ORDER
+from phalanx.plan.plan import Plan
+from phalanx.rules.catalog.com_messages import damaged, sane
+from phalanx.rules.catalog.measuring import unmeasured
+from phalanx.rules.evidence import Evidence
+from phalanx.rules.outcome import Outcome, exempt, failed, passed
+from phalanx.rules.rule import Limit, Limits, Reference, Rule
+from phalanx.units import format_seconds
+
+INSIDE_DATA = ("data", "shard", "replica")  # rows of the mapping that are parts of the data axis
+EXPERTS = ("expert", "expert data")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """An axis of the mesh, or a part of one: neighbours stand `stride` ranks apart."""
+
+    name: str
+    size: int
+    stride: int
+
+
+def check(evidence: Evidence, limits: Limits) -> Outcome:
+    """Seconds on the wire in the plan's order of the axes, against the best order."""
+    plan = evidence.the_plan
+    if (torn := damaged(plan)) is not None:
+        return torn
+    carried = [one for one in plan.mapping if one.size > 1 and one.bytes_per_step > 0]
+    if plan.layout.devices <= plan.cluster.domain_devices:
+        return exempt("the job stays inside one domain: all links are alike")
+    if len(_used(plan)) < 2:
+        return exempt("one axis: there is nothing to exchange")
+    if (missing := unmeasured(evidence, "the time of traffic")) is not None:
+        return missing
+    ours = tuple(plan.rank_order) if sorted(plan.rank_order) == sorted(RANK_ORDER) else RANK_ORDER
+    times = {order: wire_seconds(plan, order) for order in _orders(plan, ours)}
+    best = min(times, key=lambda order: (times[order], order != ours))
+    ratio = times[ours] / times[best] if times[best] > 0 else 1.0
+    most = limits.number("most_ratio")
+    formula = (
+        *(f"{one.axis} {one.size:,}: {one.bytes_per_step / 1e9:,.3g} GB a step on {one.tier}" for one in carried),
+        f"T({_named(plan, ours)}) = {format_seconds(times[ours])}, T({_named(plan, best)}) = "
+        f"{format_seconds(times[best])}: {ratio:.2f}, at most {most:.2f}",
+    )
+    if ratio <= most:
+        told = f"traffic takes {ratio:.2f}x the time of the best order of axes"
+        return passed(told, formula=formula, value=ratio, threshold=most, unit="x")
+    shown_s = sum(one.shown_s for one in carried)
+    return failed(
+        f"traffic takes {ratio:.2f}x the time it would with {_named(plan, best)} nearest first",
+        formula=formula,
+        value=ratio,
+        threshold=most,
+        unit="x",
+        at="plan:mapping",
+        impact=evidence.loses(
+            (1 - 1 / ratio) * shown_s / max(plan.prediction.step_s, 1e-30), "of the traffic that shows in the step"
+        ),
+        fix=f"choose degrees so that {_moved(plan, ours, best)} fits inside a domain of "
+        f"{plan.cluster.domain_devices:,} devices, or order the ranks as {_named(plan, best)}",
+    )
+
+
+def _sizes(plan: Plan) -> dict[str, int]:
+    layout = plan.layout
+    return {"tensor": layout.tensor, "context": layout.context, "data": layout.data, "pipeline": layout.pipeline}
+
+
+def _used(plan: Plan) -> list[str]:
+    return [name for name, size in _sizes(plan).items() if size > 1]
+
+
+def _named(plan: Plan, order: tuple[str, ...]) -> str:
+    return ", ".join(name for name in order if name in _used(plan))
+
+
+def _moved(plan: Plan, ours: tuple[str, ...], best: tuple[str, ...]) -> str:
+    """The axis that the best order takes nearer."""
+    before, after = ([name for name in order if name in _used(plan)] for order in (ours, best))
+    return next((new for old, new in zip(before, after, strict=True) if old != new), after[0])
+
+
+def _orders(plan: Plan, ours: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The plan's own order, and those that keep tensor groups inside a domain (TOP002)."""
+    sizes, domain = _sizes(plan), plan.cluster.domain_devices
+    kept = [
+        order
+        for order in permutations(RANK_ORDER)
+        if math.prod(max(1, sizes[name]) for name in order[: order.index("tensor") + 1]) <= domain
+    ]
+    return list(dict.fromkeys((ours, *kept)))
+
+
+def wire_seconds(plan: Plan, order: tuple[str, ...]) -> float:
+    """Bytes over bandwidth of every axis, when ranks fill domains in this order of the axes, nearest first."""
+    axes, stride = [], 1
+    for name in order:
+        size = max(1, _sizes(plan)[name])
+        axes.append(_Part(name=name, size=size, stride=stride))
+        stride *= size
+    rates = ((one, _rate(plan, _group(plan, one.axis, axes), chain=one.axis == "pipeline")) for one in plan.mapping)
+    return sum(one.bytes_per_step / rate for one, rate in rates if one.size > 1)
+
+
+def _group(plan: Plan, axis: str, axes: list[_Part]) -> list[_Part]:
+    """The parts of the mesh that a row of the mapping runs over, nearest first."""
+    layout = plan.layout
+    if axis in EXPERTS:
+        near, far = _split([one for one in axes if one.name != "pipeline"], layout.expert)
+        return near if axis == "expert" else far
+    if axis in INSIDE_DATA:  # gradients are shared by data and context ranks together
+        together = [one for one in axes if one.name in ("data", "context")]
+        near, far = _split(together, layout.shard if axis != "data" else layout.data * layout.context)
+        return far if axis == "replica" else near
+    return [one for one in axes if one.name == axis]
+
+
+def _split(parts: list[_Part], count: int) -> tuple[list[_Part], list[_Part]]:
+    """The nearest `count` ranks of a group, and the others."""
+    near, far = [], []
+    for one in parts:
+        taken = math.gcd(one.size, max(1, count))
+        count //= taken
+        near.append(replace(one, size=taken))
+        far.append(replace(one, size=one.size // taken, stride=one.stride * taken))
+    return near, far
+
+
+def _rate(plan: Plan, group: list[_Part], *, chain: bool) -> float:
+    """Bytes per second of one device: a ring over domains shares the cards of its members in each.
+
+    A chain of stages does not: the stage at the edge of a domain sends all it has through its own card.
+    """
+    cluster = plan.cluster
+    used = [one for one in group if one.size > 1]
+    ranks = math.prod(one.size for one in used)
+    domain, link = max(1, cluster.domain_devices), sane(cluster.link_bytes_per_s)
+    inside = math.prod(max(1, min(one.size, domain // one.stride)) for one in used)
+    span = max((one.size * one.stride for one in used), default=1)
+    if 1 < span <= domain and domain % span:  # some groups straddle two domains
+        inside = max(1, ranks // 2)
+    cards = 1 if chain else inside
+    return link if inside >= ranks else min(link, cards * sane(cluster.nic_bytes_per_s))
+
+
+RULE = Rule(
+    id="TOP004",
+    slug="roles-follow-links",
+    severity="warning",
+    requires="JP",
+    requirement="The axes with the most traffic run on the fastest links.",
+    why="""
+Links inside a domain are about ten times as fast as a device's share of the network, and an axis that leaves the domain
+runs at the slower rate. Groups on slow links are the stragglers of a healthy machine: Greyhound (ATC'25) moves the
+roles of ranks for that reason, and a group more than 1.1 times slower than the ideal is what the OSDI'25 study of
+stragglers counts as one.
+""",
+    how="""
+With the bytes that each axis sends per step (from the plan), the time on the wire of the plan's order of axes is at
+most 1.10 times that of the best order of tensor, context, data and pipeline (24, less those that would take tensor
+groups out of their domain). An axis whose ranks share a domain runs at link speed, else at
+`min(link, ranks per domain × card)`; stages of a pipeline, which send to one neighbour, at that of one card.
+""",
+    limits={
+        "most_ratio": Limit(
+            value=1.10, unit="x", note="time over that of the best order: S of the straggler study, OSDI'25"
+        ),
+    },
+    bad="""
+[parallel]          # on 8 nodes of 8: data ranks fill the node, and stages send far more between nodes
+tensor = 1
+pipeline = 8
+virtual_pipeline = 4
+schedule = "interleaved"
+zero = 1
+""",
+    good="""
+[parallel]
+tensor = 1
+pipeline = 1
+zero = 3
+""",
+    fix="Degrees that let the heaviest axis fit inside a domain; ranks are ordered tensor, context, data, pipeline.",
+    waive="Traffic that is hidden entirely (see the plan's shown seconds).",
+    references=(
+        Reference(text="Greyhound, USENIX ATC 2025", mark="secondary"),
+        Reference(text="stragglers in LLM training, arXiv:2505.05713 (OSDI 2025)", mark="secondary"),
+    ),
+    check=check,
+)

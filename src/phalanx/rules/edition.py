@@ -1,0 +1,63 @@
+"""The edition: which rules it has, found by the names of their files, in the order of their ids."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+
+from phalanx.errors import mistake, nearest
+from phalanx.rules import catalog as package
+from phalanx.rules.rule import GROUPS, Rule
+
+EDITION = "2026.1"
+
+
+@functools.cache
+def all_rules() -> tuple[Rule, ...]:
+    """Every rule; a file of rules/ has one as RULE, or several as RULES."""
+    found: list[Rule] = []
+    for module in pkgutil.iter_modules(package.__path__):
+        loaded = importlib.import_module(f"{package.__name__}.{module.name}")
+        found += getattr(loaded, "RULES", None) or ([loaded.RULE] if hasattr(loaded, "RULE") else [])
+    return tuple(sorted(found, key=lambda rule: (list({**GROUPS, "SPC": ""}).index(rule.group), rule.id)))
+
+
+def find_rule(name: str) -> Rule:
+    """The rule of an id or a slug, in any case; raises UserError with the nearest one."""
+    known = {rule.id.lower(): rule for rule in all_rules()} | {rule.slug: rule for rule in all_rules()}
+    if name.lower() in known:
+        return known[name.lower()]
+    close = nearest(name.lower(), known)
+    fix = f"did you mean {known[close].id} ({known[close].slug})?" if close else "phalanx rules lists them"
+    raise mistake(name[:60], "is not a rule of the specification", fix=fix)
+
+
+def select(chosen: str = "", ignored: str = "") -> tuple[Rule, ...]:
+    """Rules by comma-separated ids or beginnings of ids, as "CKP,FLT001"; raises UserError for what matches nothing."""
+    wanted, dropped = _words(chosen), _words(ignored)
+    for word in (*wanted, *dropped):
+        if not any(rule.id.startswith(word) for rule in all_rules()):
+            names = [*GROUPS, *(rule.id for rule in all_rules())]
+            close = nearest(word, names)
+            raise mistake(
+                word[:60], "selects no rule", fix=f"did you mean {close}?" if close else "phalanx rules lists them"
+            )
+    found = tuple(
+        rule
+        for rule in all_rules()
+        if (not wanted or rule.id.startswith(wanted)) and not (dropped and rule.id.startswith(dropped))
+    )
+    if not found:
+        asked = f"--select {chosen[:60]} " if wanted else ""
+        raise mistake(
+            f"{asked}--ignore {ignored[:60]}",
+            "leaves no rule to ask",
+            why="nothing asked is nothing passed",
+            fix="ignore fewer rules",
+        )
+    return found
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip().upper() for word in text.split(",") if word.strip())

@@ -1,0 +1,162 @@
+"""Everything a rule may look at. Gathered once; rules are pure functions of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import date
+
+from phalanx.errors import Problem
+from phalanx.job.draft import Origin
+from phalanx.job.schema import Job, Waiver
+from phalanx.plan.plan import Plan
+from phalanx.rules.facts.drill import DrillFacts
+from phalanx.rules.facts.host import HostFacts
+from phalanx.rules.facts.log import LogFacts
+from phalanx.rules.facts.parity import ParityFacts
+from phalanx.rules.facts.practice import Practice
+from phalanx.rules.outcome import Impact, Spot
+from phalanx.rules.profiles import Profile
+from phalanx.rules.scaling import Scaling
+from phalanx.units import HOUR_S
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unmapped:
+    """A setting of another trainer's configuration that the job schema has no word for."""
+
+    key: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """J job and practice, P plan, L log, H host, D drills; None is missing."""
+
+    target: str  # the file or folder that was named
+    job: Job | None
+    practice: Practice
+    profile: Profile
+    scaling: Scaling
+    today: date
+    origins: Mapping[str, Origin] = field(default_factory=dict)  # dotted key -> where its value was written
+    job_file: str = ""
+    plan: Plan | None = None
+    plan_file: str = ""
+    refusals: tuple[Problem, ...] = ()  # why there is no plan, in the planner's words
+    log: LogFacts | None = None
+    host: HostFacts | None = None
+    drills: tuple[DrillFacts, ...] = ()
+    parity: ParityFacts | None = None
+    unmapped: tuple[Unmapped, ...] = ()
+    their_keys: Mapping[str, str] = field(default_factory=dict)  # job key -> what another trainer's file calls it
+    devices_said: int = 0  # of a job that cannot be planned, by its cluster or file; 0 is not said
+    waivers: tuple[Waiver, ...] = ()  # beside the job's own, from a file of them
+    damaged: Mapping[str, Problem] = field(default_factory=dict)  # letter -> its file of a run, and why not
+
+    def has(self, letter: str) -> bool:
+        """Whether there is any evidence of a kind."""
+        found = {"J": self.job, "P": self.plan, "L": self.log, "H": self.host, "D": self.drills or None}
+        return found[letter] is not None
+
+    @property
+    def the_job(self) -> Job:
+        """The job, in rules that require J."""
+        assert self.job is not None
+        return self.job
+
+    @property
+    def the_plan(self) -> Plan:
+        """The plan, in rules that require P."""
+        assert self.plan is not None
+        return self.plan
+
+    @property
+    def the_log(self) -> LogFacts:
+        """The log, in rules that require L."""
+        assert self.log is not None
+        return self.log
+
+    @property
+    def the_host(self) -> HostFacts:
+        """The host, in rules that require H."""
+        assert self.host is not None
+        return self.host
+
+    @property
+    def devices(self) -> int:
+        """Devices of the job; 1 where nothing says."""
+        return max(1, self.known_devices)
+
+    @property
+    def known_devices(self) -> int:
+        """Devices of the job; 0 where nothing says."""
+        if self.plan is not None:
+            return self.plan.layout.devices
+        return self.log.world if self.log is not None and self.log.world else max(0, self.devices_said)
+
+    @property
+    def all_waivers(self) -> tuple[Waiver, ...]:
+        """The job's own and those given beside it; `waiver.N` of `origins` counts them in this order."""
+        return (*(self.job.waiver if self.job is not None else ()), *self.waivers)
+
+    @property
+    def usd(self) -> float | None:
+        """What the whole job is expected to cost, at the middle price; without failures where it would never end."""
+        if self.plan is None or not self.plan.bill.usd or not self.plan.bill.usd_per_device_hour:
+            return None
+        if math.isfinite(self.plan.bill.usd[1]):
+            return self.plan.bill.usd[1]
+        hours = self.plan.duration.training_s / HOUR_S
+        return self.plan.bill.usd_per_device_hour[1] * self.plan.layout.devices * hours
+
+    @property
+    def wall_s(self) -> float | None:
+        """How long the whole job is expected to take."""
+        return self.plan.duration.wall_s if self.plan is not None else None
+
+    def written(self, key: str) -> bool:
+        """Whether a person wrote this key into the job file (or set it)."""
+        return key in self.origins and self.origins[key].by_hand
+
+    def stated(self, key: str) -> bool:
+        """Whether the job's value of a key is what will happen: our defaults say nothing of another trainer."""
+        return self.practice.trainer == "phalanx" or self.written(key)
+
+    def loses(self, share: float, note: str = "") -> Impact:
+        """The impact of losing `share` (0 to 1) of the effective training time of this job."""
+        share = min(1.0, max(0.0, share))
+        usd = self.usd
+        return Impact(points=100 * share, usd=share * usd if usd is not None else None, note=note)
+
+    def loses_once(self, seconds: float, note: str = "") -> Impact:
+        """The impact of losing so many seconds, once, of all devices of this job."""
+        wall_s = self.wall_s
+        if not wall_s or wall_s == float("inf"):
+            return Impact(note=note or f"{seconds / HOUR_S:.1f} h of all devices, once")
+        return self.loses(min(1.0, seconds / wall_s), note or f"{seconds / HOUR_S:.1f} h of all devices, once")
+
+    def place(self, at: str | Spot) -> tuple[str, int]:
+        """File and line (0: the whole file) of what an Outcome points at."""
+        if isinstance(at, Spot):
+            return at.file, at.line
+        if at.startswith("plan:") or not at:
+            return (self.plan_file or self.job_file or self.target), 0
+        return self._line(at)
+
+    def _line(self, key: str) -> tuple[str, int]:
+        """Of a job key: its own line, else that of its section's first key, else the file.
+
+        Another trainer's file has other sections: what stands beside the key there is about something else.
+        """
+        section = "" if self.their_keys else key.partition(".")[0]
+        keys = [key, *(one for one in self.origins if section and one.partition(".")[0] == section)]
+        for one in keys:
+            origin = self.origins.get(one)
+            if origin is not None and origin.kind == "file":
+                file, _, line = origin.where.rpartition(":")
+                if line.isdigit():
+                    return file, int(line)
+        return self.job_file or self.target, 0

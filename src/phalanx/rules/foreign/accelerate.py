@@ -1,0 +1,190 @@
+"""Accelerate's YAML: FSDP 1 and 2, the DeepSpeed plugin, Megatron-LM's, and ND parallelism.
+
+Keys: docs/source/usage_guides/{fsdp,deepspeed,megatron_lm}.md, utils/dataclasses.py, examples/torch_native_parallelism.
+Model and batch are the training script's, not the file's: --set model.preset=… and --set batch.… add them.
+"""
+
+from __future__ import annotations
+
+from phalanx.rules.foreign.book import Book
+
+TIMEOUT_S = 600  # torch's default for NCCL, pytorch/pytorch#110947; DeepSpeed has its own
+
+IRRELEVANT = {
+    "compute_environment": "where the launcher runs",
+    "debug": "debugging",
+    "machine_rank": "the launcher's own business",
+    "main_process_": "the launcher's own business: addresses and ports",
+    "main_training_function": "the launcher's own business",
+    "rdzv_backend": "the launcher's own business",
+    "same_network": "the launcher's own business",
+    "deepspeed_config.deepspeed_hostfile": "the launcher's own business",
+    "deepspeed_config.deepspeed_multinode_launcher": "the launcher's own business",
+    "deepspeed_config.zero3_init_flag": "how the weights are first loaded",
+    "deepspeed_config.zero3_save_16bit_model": "the exported weights",
+    "enable_cpu_affinity": "which cores serve which device",
+    "gpu_ids": "the launcher's own business",
+    "tpu_": "TPU pods",
+    "downcast_bf16": "TPU pods",
+    "ipex_config.": "Intel's extension",
+    "mpirun_config.": "the launcher's own business",
+    "fsdp_config.fsdp_auto_wrap_policy": "which modules are gathered together; the planner assumes one block each",
+    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": "which modules are gathered together",
+    "fsdp_config.fsdp_min_num_params": "which modules are gathered together",
+    "fsdp_config.fsdp_backward_prefetch": "overlap, which the efficiency profile holds",
+    "fsdp_config.fsdp_backward_prefetch_policy": "overlap, which the efficiency profile holds",
+    "fsdp_config.fsdp_forward_prefetch": "overlap, which the efficiency profile holds",
+    "fsdp_config.fsdp_sync_module_states": "how the weights are first loaded",
+    "fsdp_config.fsdp_cpu_ram_efficient_loading": "how the weights are first loaded",
+    "fsdp_config.fsdp_use_orig_params": "how parameters are flattened",
+    "fp8_config.": "how fp8 is scaled",
+    "dynamo_config.": "how the compiler works",
+}
+UNMAPPED = {
+    "deepspeed_config.deepspeed_config_file": "another file: check it with phalanx check as well",
+    "megatron_lm_config.": "Megatron-LM's plugin: import the script's own arguments for the rest",
+    "parallelism_config.": "a dimension that the job schema has no word for",
+    "fsdp_config.": "the job schema has no word for it",
+}
+
+
+def translate(book: Book) -> None:
+    """Fill the book."""
+    book.put("parallel.mode", "fixed", note="Accelerate searches nothing")
+    kind = book.text("distributed_type") or "no"
+    book.used("distributed_type", by="parallel.zero")
+    book.names |= {key.rpartition(".")[2]: key for key in book.leaves if key.count(".") == 1}
+    _machines(book)
+    _precision(book, kind)
+    if kind == "fsdp":
+        _fsdp(book)
+    elif kind == "deepspeed":
+        _deepspeed(book)
+    elif kind == "megatron_lm":
+        _megatron(book)
+    else:
+        book.put("parallel.zero", 0, "distributed_type", note="DDP")
+        book.assume("comm.bucket_mib", 25, "DDP's bucket_cap_mb")
+        book.put("parallel.recompute", "auto", note="not said: the model's own code recomputes or not")
+    if passes := book.whole("gradient_accumulation_steps"):
+        book.put("batch.accumulation", passes, "gradient_accumulation_steps")
+    _dimensions(book)
+    _compiled(book)
+    limit = 1_800 if kind == "deepspeed" else TIMEOUT_S
+    note = "DEEPSPEED_TIMEOUT, 30 minutes" if kind == "deepspeed" else "torch's for NCCL, 10 minutes"
+    book.assume("comm.init_timeout_s", limit, note)
+    book.assume("train.timeout_s", limit, note)
+    book.put("checkpoint.async", False, note="default of Accelerate: save_state stands still")
+    book.close(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: key)
+
+
+def _machines(book: Book) -> None:
+    hosts, world = book.whole("num_machines"), book.whole("num_processes")
+    if hosts and world and hosts > 0 and world % hosts == 0:
+        book.machines = (hosts, world // hosts)
+    book.used("num_machines", "num_processes", by="cluster: hosts × devices")
+    if book.flag("use_cpu"):
+        book.lacks("use_cpu", "give --cluster local or a cluster file")
+    else:
+        book.used("use_cpu", "tpu_use_cluster", by="cluster")
+
+
+def _precision(book: Book, kind: str) -> None:
+    word = book.text("mixed_precision")
+    compute = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}.get(word, "fp32")
+    book.put("precision.compute", compute, "mixed_precision", note="" if compute == word else "no mixed precision")
+    # FSDP's policy casts parameters and reductions alike (utils/dataclasses.py); DDP keeps fp32 gradients.
+    short = kind in ("fsdp", "deepspeed") and compute != "fp32"
+    note = f"its {kind.upper()} plugin reduces in the format it computes in" if short else ""
+    if short and compute == "fp16":
+        book.practice["sums_in"] = "fp16"
+        note += ": the nearest word to fp16 is bf16"
+    book.put("precision.grad_reduce", "bf16" if short else "fp32", note=note and f"default of Accelerate: {note}")
+    if kind in ("deepspeed", "megatron_lm"):  # with FSDP and DDP the training script decides how weights are loaded
+        book.assume("precision.master_weights", True, "fp16 and bf16 weights have an fp32 copy")
+        book.assume("precision.optimizer_state", "fp32", "moments in the format of the weights that are updated")
+
+
+STRATEGIES = {"full_shard": 3, "1": 3, "shard_grad_op": 2, "2": 2, "no_shard": 0, "3": 0}
+HYBRID = {"hybrid_shard": 3, "4": 3, "hybrid_shard_zero2": 2, "5": 2}
+
+
+def _fsdp(book: Book) -> None:
+    strategy, again = book.text("fsdp_sharding_strategy"), book.text("fsdp_reshard_after_forward")
+    names = ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")
+    word = strategy if strategy else again
+    if word in HYBRID:
+        book.put("parallel.zero", HYBRID[word], *names)
+        if book.machines[1]:
+            book.put("parallel.shard", book.machines[1], names[0], note="hybrid: within a host")
+    elif word in STRATEGIES:
+        book.put("parallel.zero", STRATEGIES[word], *names)
+    else:
+        book.put("parallel.zero", 2 if again in ("false", "no") else 3, *names, note="FSDP")
+    book.used("fsdp_version", by="parallel.zero")
+    if book.flag("fsdp_offload_params"):
+        book.put("parallel.offload", "parameters", "fsdp_offload_params")
+    else:
+        book.used("fsdp_offload_params", by="parallel.offload")
+    on = book.flag("fsdp_activation_checkpointing")
+    book.put("parallel.recompute", "full" if on else "none", "fsdp_activation_checkpointing")
+    sharded = "sharded" in (book.text("fsdp_state_dict_type") or "sharded")
+    book.practice["checkpoint_format"] = "dcp" if sharded else "torch-pickle"
+    book.used("fsdp_state_dict_type", by="practice: checkpoint_format")
+
+
+def _deepspeed(book: Book) -> None:
+    book.put("parallel.zero", book.whole("zero_stage") or 0, "zero_stage")
+    for key, ours in (("offload_optimizer_device", "optimizer"), ("offload_param_device", "parameters")):
+        if book.text(key) in ("cpu", "nvme"):
+            book.put("parallel.offload", ours, key)
+        else:
+            book.used(key, by="parallel.offload")
+    for key in ("offload_optimizer_nvme_path", "offload_param_nvme_path"):
+        book.skip(key, "a detail of offloading")
+    if (clip := book.number("gradient_clipping")) is not None:
+        book.put("optim.clip", clip, "gradient_clipping")
+    width = 2 if book.value("precision.grad_reduce") == "bf16" else 4
+    if not book.has("deepspeed_config_file"):
+        book.assume("comm.bucket_mib", round(5e8 * width / 2**20, 1), f"DeepSpeed's 5e8 elements × {width} bytes")
+    book.practice["checkpoint_format"] = "torch-pickle"
+    book.put("parallel.recompute", "auto", note="not said: the model's own code recomputes or not")
+
+
+def _megatron(book: Book) -> None:
+    m = "megatron_lm_"
+    for key, ours in (("tp_degree", "tensor"), ("pp_degree", "pipeline")):
+        if (degree := book.whole(f"{m}{key}")) is not None and degree > 0:
+            book.put(f"parallel.{ours}", degree, f"{m}{key}")
+    if (split := book.flag(f"{m}sequence_parallelism")) is not None:
+        book.put("parallel.sequence_parallel", split, f"{m}sequence_parallelism")
+    book.put("parallel.zero", int(bool(book.flag(f"{m}use_distributed_optimizer"))), f"{m}use_distributed_optimizer")
+    on = book.flag(f"{m}recompute_activations")
+    book.put("parallel.recompute", "selective" if on else "none", f"{m}recompute_activations")
+    if (clip := book.number(f"{m}gradient_clipping")) is not None:
+        book.put("optim.clip", clip, f"{m}gradient_clipping")
+    if passes := book.whole(f"{m}num_micro_batches"):
+        book.put("batch.accumulation", passes, f"{m}num_micro_batches")
+
+
+def _dimensions(book: Book) -> None:
+    """ND parallelism: replicate × shard × tensor × context."""
+    p = "parallelism_config_"
+    for key, ours in (("tp_size", "tensor"), ("cp_size", "context")):
+        if (degree := book.whole(f"{p}{key}")) is not None and degree > 0:
+            book.put(f"parallel.{ours}", degree, f"{p}{key}")
+    copies, parts = book.whole(f"{p}dp_replicate_size"), book.whole(f"{p}dp_shard_size")
+    if parts or copies:
+        names = (f"{p}dp_shard_size", f"{p}dp_replicate_size")
+        book.put("parallel.data", max(1, copies or 1) * max(1, parts or 1), *names, note="replicate × shard")
+        book.put("parallel.shard", max(1, parts or 1), names[0])
+    kinds = {"allgather": "allgather", "alltoall": "ring"}
+    if book.int_of("parallel.context") > 1:
+        kind = kinds.get(book.text(f"{p}cp_comm_strategy"), "allgather")
+        book.put("parallel.context_kind", kind, f"{p}cp_comm_strategy")
+
+
+def _compiled(book: Book) -> None:
+    backend = book.text("dynamo_backend")
+    if backend:
+        book.put("train.compile", backend not in ("no", "none"), "dynamo_backend")

@@ -1,0 +1,221 @@
+"""The notebook of one translation: what became of every leaf, and what the job will say with its reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from phalanx.errors import Problem
+from phalanx.job.rules import kind, shown
+from phalanx.rules.foreign.leaf import Leaf
+
+MOST = 1e18  # beyond any count of tokens
+UNSET = "a variable that nothing sets"
+NEVER = 0  # steps between checkpoints where none are made
+
+Fate = Literal["mapped", "irrelevant", "unmapped"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Said:
+    """A value of the job: where it comes from, and how it was converted."""
+
+    value: object
+    key: str = ""  # of the leaf; empty for a default of the trainer
+    note: str = ""
+    line: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settled:
+    """What became of a leaf; `text` is the job key it went to, or the reason it went nowhere."""
+
+    fate: Fate
+    text: str
+
+
+@dataclass(kw_only=True, slots=True)
+class Book:
+    """Filled by one reader; `names` are words a reader uses for leaves that the file spells differently."""
+
+    file: str
+    title: str  # of the trainer, as "Megatron-LM"
+    leaves: Mapping[str, Leaf]
+    names: dict[str, str] = field(default_factory=dict)
+    read_as: dict[str, Leaf] = field(default_factory=dict)  # name -> a leaf with its value put into other words
+    values: dict[str, Said] = field(default_factory=dict)
+    settled: dict[str, Settled] = field(default_factory=dict)
+    unreadable: dict[str, Leaf] = field(default_factory=dict)  # asked for as numbers, and none
+    missing: list[Problem] = field(default_factory=list)  # what no plan can be made without
+    machines: tuple[int, int] = (0, 0)  # hosts and devices of each; 0 is not said
+    theirs: dict[str, str] = field(default_factory=dict)  # job key -> the key that says it there
+    practice: dict[str, object] = field(default_factory=dict)  # habits that these settings change
+
+    # ---- looking ----------------------------------------------------------------------------------------------------
+
+    def leaf(self, name: str) -> Leaf | None:
+        """The leaf of a name; a null one counts as absent."""
+        key = self.names.get(name, name)
+        leaf = self.read_as.get(name) or self.read_as.get(key) or self.leaves.get(key)
+        return leaf if leaf is not None and leaf.value is not None else None
+
+    def has(self, name: str) -> bool:
+        """Whether the file says anything under this name."""
+        return self.leaf(name) is not None
+
+    def whole(self, name: str) -> int | None:
+        """A whole number; one that is none is listed and counts as absent."""
+        value = self.number(name)
+        if value is None or value.is_integer():
+            return None if value is None else int(value)
+        self.lacks(name, "is not a whole number")
+        return None
+
+    def number(self, name: str) -> float | None:
+        """A finite number, also where it stands as text, as 2e-4 does in YAML and everything in an argument list."""
+        leaf = self.leaf(name)
+        if leaf is None:
+            return None
+        value = _finite(leaf.value)
+        if value is None:
+            unset = isinstance(leaf.value, str) and "$" in leaf.value
+            self.unreadable[name] = leaf
+            self.lacks(name, UNSET if unset else f"is {kind(leaf.value)}, not a number")
+        return value
+
+    def flag(self, name: str) -> bool | None:
+        """True or false, also as text."""
+        leaf = self.leaf(name)
+        if leaf is None:
+            return None
+        word = str(leaf.value).strip().lower()
+        if word in ("true", "yes", "1", "on", "false", "no", "0", "off", "none"):
+            return word in ("true", "yes", "1", "on")
+        self.lacks(name, "is not true or false")
+        return None
+
+    def text(self, name: str) -> str:
+        """A word in lower case; empty where the file says none."""
+        leaf = self.leaf(name)
+        return str(leaf.value).strip().lower()[:200] if leaf is not None else ""
+
+    # ---- deciding ---------------------------------------------------------------------------------------------------
+
+    def put(self, job_key: str, value: object, *names: str, note: str = "") -> None:
+        """The job says this, because of these leaves."""
+        said = [leaf for name in names if name not in self.unreadable and (leaf := self.leaf(name)) is not None]
+        first = said[0] if said else None
+        if names:
+            self.theirs[job_key] = first.key if first else self.names.get(names[0], names[0])
+        lost = next((self.unreadable[name] for name in names if name in self.unreadable), None)
+        if first is None and lost is not None:
+            note = self._lost(lost)
+        elif first is None and not note.startswith("default of") and (names or not note):
+            note = self._default(note)  # the file could say it and does not
+        self.values[job_key] = Said(
+            value=value, key=first.key if first else "", note=note, line=first.line if first else 0
+        )
+        for leaf in said:
+            self.settled[leaf.key] = Settled(fate="mapped", text=job_key)
+
+    def assume(self, job_key: str, value: object, note: str = "") -> None:
+        """The trainer's own default, where the file says nothing and ours differs."""
+        if job_key not in self.values:
+            spelled = self.theirs.get(job_key)
+            lost = next((leaf for leaf in self.unreadable.values() if leaf.key == spelled), None)
+            self.values[job_key] = Said(value=value, note=self._default(note) if lost is None else self._lost(lost))
+
+    def _default(self, note: str) -> str:
+        """As good as written: leaving a key out is how its default is chosen."""
+        return f"default of {self.title}" + (f": {note}" if note else "")
+
+    def _lost(self, leaf: Leaf) -> str:
+        """A number holds the place of what the file does say, and nobody may judge by it."""
+        return f"in place of {told(leaf.key)}, which is not readable"
+
+    def skip(self, name: str, reason: str) -> None:
+        """A leaf that no rule of the specification asks about."""
+        self._settle(name, Settled(fate="irrelevant", text=reason))
+
+    def lacks(self, name: str, why: str) -> None:
+        """A leaf that the job schema has no word for."""
+        self._settle(name, Settled(fate="unmapped", text=why))
+
+    def used(self, *names: str, by: str) -> None:
+        """Leaves that went into another value."""
+        for name in names:
+            self._settle(name, Settled(fate="mapped", text=by))
+
+    def _settle(self, name: str, settled: Settled) -> None:
+        key = self.read_as[name].key if name in self.read_as else self.names.get(name, name)
+        if key in self.leaves:
+            self.settled[key] = settled
+
+    def rename(self, name: str, key: str, value: object = None) -> None:
+        """Read the leaf of `key` under a name of ours, with another value where it is said in other words."""
+        leaf = self.leaves.get(key)
+        if leaf is not None and leaf.value is not None and not self.has(name):
+            self.read_as[name] = Leaf(key=key, value=leaf.value if value is None else value, line=leaf.line)
+
+    def need(self, what: str, fix: str) -> None:
+        """Something that a plan cannot be made without, and the file does not say."""
+        self.missing.append(Problem(where=self.file, what=what, fix=fix))
+
+    def value(self, job_key: str) -> object:
+        """What the job says so far."""
+        said = self.values.get(job_key)
+        return said.value if said is not None else None
+
+    def int_of(self, job_key: str, default: int = 1) -> int:
+        """The same, as a whole number."""
+        value = self.value(job_key)
+        return value if isinstance(value, int) and not isinstance(value, bool) else default
+
+    # ---- tables of words --------------------------------------------------------------------------------------------
+
+    def copy(self, table: Mapping[str, tuple[str, Callable[[Book, str], object]]]) -> None:
+        """Keys that only change their name: name -> (job key, how it is read)."""
+        for name, (job_key, read) in table.items():
+            self.theirs[job_key] = self.names.get(name, name)
+            value = read(self, name)
+            if value is not None and value != "":
+                self.put(job_key, value, name)
+
+    def close(self, *, irrelevant: Mapping[str, str], unmapped: Mapping[str, str], seen: Callable[[str], str]) -> None:
+        """Settle every leaf that is left: of all entries that fit what `seen` makes of its key, the longest decides."""
+        for key, leaf in self.leaves.items():
+            if key in self.settled:
+                continue
+            if leaf.value is None:
+                self.settled[key] = Settled(fate="irrelevant", text=f"null leaves it to {self.title}")
+            elif (name := found_in(seen(key), [*unmapped, *irrelevant])) in unmapped:
+                fate: Fate = "irrelevant" if leaf.value is False else "unmapped"  # what is off needs no word
+                self.settled[key] = Settled(fate=fate, text=unmapped[name])
+            elif name:
+                self.settled[key] = Settled(fate="irrelevant", text=irrelevant[name])
+            else:
+                self.settled[key] = Settled(fate="unmapped", text="the job schema has no word for it")
+
+
+def _finite(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str) or len(str(value)[:100]) > 40:
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) and abs(number) < MOST else None
+
+
+def found_in(key: str, entries: Iterable[str]) -> str:
+    """Of the entries that are the key, or end in "." or "_" and begin it, the longest; empty where there is none."""
+    fits = (entry for entry in entries if key == entry or (entry[-1] in "._" and key.startswith(entry)))
+    return max(fits, key=len, default="")
+
+
+def told(value: object) -> str:
+    """A foreign value for a person: short, and without anything a terminal obeys."""
+    text = "null" if value is None else shown(value) if isinstance(value, bool | int | float | str | list) else "{}"
+    return "".join(one if one.isprintable() else "?" for one in text)

@@ -1,0 +1,224 @@
+"""A configuration of another trainer as a job."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import Problem, UserError, mistake, nearest
+from phalanx.hardware.cluster import resolve
+from phalanx.hardware.types import Cluster
+from phalanx.job.draft import Origin
+from phalanx.job.load import ResolvedJob, load_table
+from phalanx.rules.evidence import Unmapped
+from phalanx.rules.facts.practice import Practice
+from phalanx.rules.foreign.book import NEVER, Book, Said, told
+from phalanx.rules.foreign.finish import GIVE_BATCH, GIVE_CLUSTER, finish, stand_in
+from phalanx.rules.foreign.habits import habits_of
+from phalanx.rules.foreign.theirs import their_keys
+from phalanx.rules.foreign.trainers import TRAINERS, Trainer
+from phalanx.rules.foreign.write import UNKNOWN_CLUSTER, render
+from phalanx.units import format_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Converted:
+    """What came of it; `text` is the equivalent job file.
+
+    `missing` is what no plan can be made without: in `resolved` stand-ins take its place, and nothing may be planned.
+    """
+
+    resolved: ResolvedJob
+    practice: Practice
+    unmapped: tuple[Unmapped, ...]
+    text: str
+    trainer: str
+    mapped: tuple[tuple[str, str], ...]  # (their key, our key)
+    irrelevant: tuple[tuple[str, str], ...]  # (their key, why)
+    missing: tuple[Problem, ...]
+    devices: int  # as the file or the caller says; 0 is not said
+    cluster: str  # spec of the job; empty where it is not known
+    their_keys: Mapping[str, str]  # job key -> the key that says it in this trainer's files
+
+
+def convert(
+    path: Path, kind: str, *, cluster: str | None = None, overrides: Sequence[str] = (), folder: Path | None = None
+) -> Converted:
+    """Read a configuration of `kind`; raises UserError when it is none."""
+    trainer = find_trainer(kind)
+    book = Book(file=str(path), title=trainer.title, leaves=trainer.read(path))
+    if not book.leaves:
+        raise mistake(str(path), f"holds no settings of {trainer.title}", fix=trainer.example)
+    trainer.translate(book)
+    book.values["parallel.framework"] = Said(value=trainer.framework, note="whose efficiency the plan assumes")
+    spec = cluster or _cluster_set(overrides)
+    # What stands on the command line is relative to where the caller is, what stands in a job to the job's folder.
+    found = resolve(spec, base=None if cluster else path.parent) if spec else None
+    devices = found.devices if found is not None else book.machines[0] * book.machines[1]
+    finish(book, devices=devices, settings=overrides, habits=habits_of(trainer.name))
+    _cluster(book, spec, found, named=bool(cluster))
+    _batch(book)
+    changed: dict[str, Any] = book.practice
+    practice = replace(habits_of(trainer.name), **changed)
+    return _converted(book, trainer, practice, devices=devices, spec=spec, found=found, folder=folder)
+
+
+def find_trainer(kind: str) -> Trainer:
+    """The trainer of a name; raises UserError with the choices."""
+    if kind in TRAINERS:
+        return TRAINERS[kind]
+    close = nearest(kind, TRAINERS)
+    listed = ", ".join(TRAINERS)
+    raise mistake(
+        f"--from {kind[:60]}",
+        "is not a trainer whose configurations are read",
+        fix=f"did you mean {close}? they are {listed}" if close else f"they are {listed}",
+    )
+
+
+def _cluster_set(overrides: Sequence[str]) -> str:
+    found = [
+        one.partition("=")[2].strip("\"' ") for one in overrides if one.startswith(("cluster.spec=", "cluster.file="))
+    ]
+    return found[-1] if found else ""
+
+
+def _cluster(book: Book, spec: str, found: Cluster | None, *, named: bool) -> None:
+    hosts, each = book.machines
+    said = f"{hosts} × {each} devices" if hosts and each else ""
+    if found is None:
+        what = "does not say what it runs on" + (f": {said} of an unknown kind" if said else "")
+        book.need(what, GIVE_CLUSTER)
+        note = f"{said}: " if said else ""
+        book.values["cluster.spec"] = Said(value=UNKNOWN_CLUSTER, note=f'{note}name it, as "8xH100:{hosts or 16}"')
+        return
+    note = "--cluster"
+    if said and hosts * each != found.devices:
+        note = f"--cluster, {found.devices:,} devices; the file says {said}"
+        for key, settled in book.settled.items():
+            if settled.text.startswith("cluster:"):
+                book.lacks(key, f"--cluster has {found.devices:,} devices and goes before it")
+    if not named:  # --set said it, and stands in the job already
+        return
+    for key in ("cluster.spec", "cluster.file"):
+        book.values.pop(key, None)
+    if spec.endswith(".toml") or "/" in spec:
+        book.values["cluster.file"] = Said(value=os.path.relpath(spec, Path(book.file).parent), note=note)
+    else:
+        book.values["cluster.spec"] = Said(value=spec, note=note)
+
+
+def _batch(book: Book) -> None:
+    if not book.values.keys() & {"batch.global_sequences", "batch.global_tokens"}:
+        book.need("does not say how many sequences a step takes", GIVE_BATCH)
+
+
+def _converted(
+    book: Book,
+    trainer: Trainer,
+    practice: Practice,
+    *,
+    devices: int,
+    spec: str,
+    found: Cluster | None,
+    folder: Path | None,
+) -> Converted:
+    steps = book.values.pop("checkpoint.steps", None)
+    if book.missing:
+        _leave_steps(book, steps)
+        written = dict(book.values)
+        stand_in(book)
+        resolved = _load(book)
+        book.values = written
+    else:
+        resolved = _with_interval(book, steps, found)
+    unmapped = tuple(
+        Unmapped(key=key, value=told(book.leaves[key].value), why=settled.text)
+        for key, settled in book.settled.items()
+        if settled.fate == "unmapped"
+    )
+    return Converted(
+        resolved=resolved,
+        practice=practice,
+        unmapped=unmapped,
+        text=render(book, name=resolved.job.name, unmapped=unmapped, folder=folder),
+        trainer=trainer.name,
+        mapped=tuple((key, one.text) for key, one in book.settled.items() if one.fate == "mapped"),
+        irrelevant=tuple((key, one.text) for key, one in book.settled.items() if one.fate == "irrelevant"),
+        missing=tuple(book.missing),
+        devices=devices,
+        cluster=spec,
+        their_keys=their_keys(book.theirs, title=book.title, arguments=trainer.name == "megatron"),
+    )
+
+
+def _with_interval(book: Book, steps: Said | None, found: Cluster | None) -> ResolvedJob:
+    """Steps between checkpoints as seconds, with the predicted step of the same job."""
+    resolved = _load(book)
+    if steps is None or not isinstance(steps.value, int) or found is None or "checkpoint.interval_s" in book.values:
+        return resolved
+    from phalanx.plan.make import plan  # numpy: only for those who save by steps
+
+    try:
+        made = plan(_without_ramp(resolved), found)
+    except UserError:
+        _leave_steps(book, steps)  # there is no plan, and gathering will say why
+        return resolved
+    step_s, wall_s = made.prediction.step_s, made.duration.wall_s
+    note = f"{steps.value:,} steps × {step_s:.3g} s as predicted"
+    if steps.value == NEVER:
+        note = f"{steps.note}: all {format_seconds(wall_s)} of the run, as predicted, are at stake"
+    seconds = round(min(1e9, max(1e-3, steps.value * step_s if steps.value != NEVER else wall_s)), 3)
+    book.values["checkpoint.interval_s"] = Said(value=seconds, key=steps.key, note=note, line=steps.line)
+    book.used(steps.key, by="checkpoint.interval_s")
+    return _load(book)
+
+
+def _without_ramp(resolved: ResolvedJob) -> ResolvedJob:
+    """Every stage of a ramp is priced on its own; the seconds of a full step need none."""
+    job = resolved.job
+    return replace(resolved, job=replace(job, batch=replace(job.batch, ramp=())))
+
+
+def _leave_steps(book: Book, steps: Said | None) -> None:
+    if steps is None or not steps.key:
+        return
+    if steps.value == NEVER:
+        book.used(steps.key, by="practice: saves")
+    else:
+        book.lacks(steps.key, "in steps: seconds follow once model, batch and cluster make a plan")
+
+
+def _load(book: Book) -> ResolvedJob:
+    table: dict[str, object] = {}
+    origins: dict[str, Origin] = {}
+    for key, said in book.values.items():
+        section, _, name = key.partition(".")
+        if not name:
+            table[key] = said.value
+        else:
+            inner = table.setdefault(section, {})
+            assert isinstance(inner, dict)
+            inner[name] = said.value
+        origins[key] = _origin(book, said)
+    table.setdefault("name", _name(book.file))
+    return load_table(Path(book.file), table, origins)
+
+
+def _origin(book: Book, said: Said) -> Origin:
+    if said.note.startswith("--"):
+        return Origin(kind="set", where=said.note)
+    if said.key:
+        return Origin(kind="file", where=f"{book.file}:{said.line}")
+    if said.note.startswith("default of"):  # as good as written: leaving a key out is how its default is chosen
+        return Origin(kind="file", where=f"{book.file} ({said.note})")
+    return Origin(kind="derived", where=said.note or book.title)
+
+
+def _name(file: str) -> str:
+    stem = re.sub(r"[^a-z0-9._-]+", "-", Path(file).stem.lower()).lstrip("._-")[:63]
+    return stem or "imported"

@@ -1,0 +1,336 @@
+"""NeMo and Megatron-Bridge YAML: other trees around Megatron Core's words.
+
+Read are NeMo 1.x (`trainer:`, `model:`, `exp_manager:`; examples/nlp/language_modeling/conf), NeMo 2.0 recipes exported
+as YAML (`trainer.strategy`, `model.config`, `data`, `optim.config`), and Megatron-Bridge's ConfigContainer (`model:`,
+`train:`, `ddp:`, `dist:`, `checkpoint:`, `mixed_precision:`), whole or as an override file.
+"""
+
+from __future__ import annotations
+
+import re
+
+from phalanx.rules.foreign import mcore, megatron
+from phalanx.rules.foreign.book import Book, found_in
+from phalanx.rules.foreign.leaf import Leaf
+
+# Where Megatron's words stand, the strongest first: Bridge's mixed_precision is applied over model, optimizer and ddp.
+PREFIXES = (
+    "mixed_precision.",
+    "trainer.plugins.",
+    "trainer.strategy.ddp.",
+    "trainer.strategy.",
+    "model.config.",
+    "ddp.",
+    "dist.",
+    "model.",
+    "train.",
+    "data.",
+    "optimizer.",
+    "optim.config.",
+    "scheduler.",
+    "checkpoint.",
+    "rng.",
+    "dataset.",
+)
+OTHER_NAMES = {
+    "encoder_seq_length": "seq_length",
+    "sequence_length": "seq_length",
+    "num_moe_experts": "num_experts",
+    "layernorm_epsilon": "norm_epsilon",
+    "bias": "add_bias_linear",
+    "activations_checkpoint_granularity": "recompute_granularity",
+    "activations_checkpoint_method": "recompute_method",
+    "activations_checkpoint_num_layers": "recompute_num_layers",
+    "random_seed": "seed",
+}
+_WORDS = """
+    num_layers hidden_size ffn_hidden_size num_attention_heads q_lora_rank num_experts moe_ffn_hidden_size
+    moe_router_topk num_query_groups kv_channels gated_linear_unit normalization norm_epsilon add_bias_linear
+    add_qkv_bias qk_layernorm share_embeddings_and_output_weights position_embedding_type rotary_base
+    max_position_embeddings moe_shared_expert_intermediate_size moe_layer_freq moe_router_score_function
+    moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_router_bias_update_rate
+    moe_router_load_balancing_type moe_aux_loss_coeff multi_latent_attention kv_lora_rank qk_head_dim
+    qk_pos_emb_head_dim v_head_dim vocab_size make_vocab_size_divisible_by tensor_model_parallel_size
+    pipeline_model_parallel_size context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
+    sequence_parallel cp_comm_type virtual_pipeline_model_parallel_size use_megatron_fsdp use_custom_fsdp
+    use_torch_fsdp2 data_parallel_sharding_strategy use_distributed_optimizer optimizer_cpu_offload
+    num_distributed_optimizer_instances recompute_granularity recompute_method recompute_num_layers seq_length
+    micro_batch_size global_batch_size train_samples train_iters seed rampup_batch_size calculate_per_token_loss
+    bf16 fp16 fp8 fp4 grad_reduce_in_fp32 loss_scale exp_avg_dtype exp_avg_dtype._target_ optimizer lr weight_decay
+    clip_grad adam_eps adam_beta1 adam_beta2 lr_decay_style lr_decay_iters lr_wsd_decay_iters min_lr
+    lr_warmup_iters lr_warmup_samples lr_warmup_fraction lr_decay_samples save save_interval most_recent_k async_save
+    load_optim load_rng save_optim save_rng main_params_dtype
+    ckpt_format replication non_persistent_ckpt_type non_persistent_save_interval distributed_timeout_minutes
+    distributed_timeout_seconds_after_init bucket_size overlap_grad_reduce
+    check_weight_hash_across_dp_replicas_interval
+"""
+WORDS = frozenset(_WORDS.split())
+# Classes of NeMo 2.0 (nemo/collections/llm/gpt/model) whose shape we know under another name.
+CLASSES = {
+    "Llama2Config7B": "llama-2-7b",
+    "Llama2Config13B": "llama-2-13b",
+    "Llama2Config70B": "llama-2-70b",
+    "Llama3Config8B": "llama-3-8b",
+    "Llama3Config70B": "llama-3-70b",
+    "Llama31Config405B": "llama-3.1-405b",
+    "MistralConfig7B": "mistral-7b",
+    "MixtralConfig8x7B": "mixtral-8x7b",
+    "DeepSeekV3Config": "deepseek-v3",
+    "Qwen3Config8B": "qwen3-8b",
+    "Qwen3Config32B": "qwen3-32b",
+    "Qwen3Config30B_A3B": "qwen3-30b-a3b",
+    "Qwen3Config235B_A22B": "qwen3-235b-a22b",
+}
+IRRELEVANT = megatron.IRRELEVANT | {
+    "_partial_": "how Hydra builds an object",
+    "_target_": "which class is built; the values beside it are read",
+    "_call_": "how Hydra builds an object",
+    "_args_": "how Hydra builds an object",
+    "_name_": "how Hydra builds an object",
+    "name": "a name",
+    "logger.": "logging",
+    "log.": "logging",
+    "exp_manager.": "logging, and where a run goes on",
+    "profiling.": "profiler traces",
+    "tokenizer.": "the tokenizer does not change the work of a step",
+    "model.tokenizer.": "the tokenizer does not change the work of a step",
+    "data.tokenizer.": "the tokenizer does not change the work of a step",
+    "model.nsys_profile.": "profiler traces",
+    "dataset.": "which text is read, and how",
+    "data.": "which text is read, and how",
+    "model.data.": "which text is read, and how",
+    "validation.": "evaluation",
+    "resume.": "where a run goes on",
+    "restore_from_path": "where a run starts",
+    "model.resume_from_checkpoint": "where a run goes on",
+    "trainer.logger": "logging",
+    "trainer.log_": "logging",
+    "trainer.limit_": "evaluation",
+    "trainer.val_check_interval": "evaluation",
+    "trainer.num_sanity_val_steps": "evaluation",
+    "trainer.max_epochs": "the steps end the run first",
+    "trainer.accelerator": "the cluster says what it runs on",
+    "trainer.benchmark": "kernel selection",
+    "trainer.enable_": "progress bars and callbacks",
+    "trainer.use_distributed_sampler": "data loading",
+    "trainer.replace_sampler_ddp": "data loading",
+    "trainer.accumulate_grad_batches": "Megatron accumulates by its global batch; this must stay 1",
+    "trainer.callbacks.": "callbacks",
+    "trainer.strategy.ckpt_": "how a checkpoint is laid out",
+    "checkpoint.": "how a checkpoint is laid out, and where a run goes on",
+    "dist.flight_recorder_": "flight recorder",
+    "dist.": "how processes are started",
+    "rng.": "random streams",
+    "train.eval_": "evaluation",
+    "train.exit_": "when the job is stopped from within",
+    "train.manual_": "Python's garbage collection",
+    "train.empty_unused_memory_level": "allocator settings",
+    "model.init_method": "initial weights do not change the work of a step",
+    "model.use_cpu_initialization": "initial weights do not change the work of a step",
+    "model.init_model_with_meta_device": "initial weights do not change the work of a step",
+    "model.perform_initialization": "initial weights do not change the work of a step",
+    "model.inference_": "inference",
+    "model.mup_": "initial weights do not change the work of a step",
+    "model.native_amp_": "how dynamic loss scaling moves",
+    "model.hf_model_id": "where the shape came from; it is written out",
+    "optimizer.config_logger_dir": "logging",
+    "optimizer.lion_": "another optimizer's settings",
+    "optimizer.sgd_": "another optimizer's settings",
+    "optimizer.muon_": "another optimizer's settings",
+    "rerun_state_machine.": "checks that Megatron runs beside the step",
+    "model.mcore_gpt": "which implementation; the plan assumes Megatron Core",
+    "average_in_collective": "the same sum, scaled in the collective",
+    "gradient_as_bucket_view": "memory layout",
+    "params_dtype": "the format of the arithmetic",
+    "pipeline_dtype": "the format of the arithmetic",
+    "autocast_enabled": "the format of the arithmetic",
+    "autocast_dtype": "the format of the arithmetic",
+    "optim.lr_scheduler.": "the shape of the schedule",
+    "activation_func": "the gated unit is said beside it",
+    "optimizer_config_override_provider.": "code of Megatron-Bridge's",
+}
+UNMAPPED = megatron.UNMAPPED | {
+    "comm_overlap.": "overlap is part of the efficiency profile, not of the job",
+    "model.tp_comm_": "overlap is part of the efficiency profile, not of the job",
+    "ddp.overlap_param_gather": "overlap is part of the efficiency profile, not of the job",
+    "recompute_modules": "the planner's selective recomputation is attention's core only",
+    "trainer.callbacks": "callbacks are code; those that train differently are not seen",
+    "ENV_VARS.": "an environment variable that the job schema has no word for",
+    "peft.": "the planner knows full training only",
+    "exp_manager.checkpoint_callback_params.": "the job schema keeps the newest, not the best",
+}
+
+
+def translate(book: Book) -> None:
+    """Fill the book."""
+    _interpolate(book)
+    _machines(book)
+    _trainer(book)
+    _optimizer_of_one(book)
+    _model(book)
+    _precision(book)
+    for key in book.leaves:
+        _place(book, key)
+    _distributed_adam(book)
+    mcore.translate(book, whole=False)
+    _amp(book)
+    _chunk(book)
+    _shadowed(book)
+    book.close(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=_seen)
+
+
+REFERENCE = re.compile(r"\$\{(\.?)([\w.]+)\}")
+MOST_HOPS = 8
+
+
+def _interpolate(book: Book) -> None:
+    """`${model.encoder_seq_length}` and `${.encoder_seq_length}` as OmegaConf reads them; functions stay."""
+    for key, leaf in book.leaves.items():
+        value, place = leaf.value, key
+        for _ in range(MOST_HOPS):
+            found = REFERENCE.fullmatch(value) if isinstance(value, str) else None
+            if found is None:
+                break
+            place = f"{place.rpartition('.')[0]}.{found.group(2)}" if found.group(1) else found.group(2)
+            value = book.leaves[place].value if place in book.leaves else None
+        if value is not None and value != leaf.value:
+            book.read_as[key] = Leaf(key=key, value=value, line=leaf.line)
+
+
+def word_of(key: str) -> str:
+    """Megatron's word for a key of any of the trees; empty for one that has none.
+
+    >>> word_of("trainer.strategy.tensor_model_parallel_size"), word_of("model.encoder_seq_length"), word_of("a.b")
+    ('tensor_model_parallel_size', 'seq_length', '')
+    """
+    for prefix in PREFIXES:
+        rest = key.removeprefix(prefix)
+        name = OTHER_NAMES.get(rest, rest)
+        if rest != key and name in WORDS:
+            return name
+    return ""
+
+
+def _place(book: Book, key: str) -> None:
+    """Of several places that say the same word the strongest one is read."""
+    name = word_of(key)
+    leaf = book.leaves[key]
+    if not name or leaf.value is None or name in book.read_as:
+        return
+    known = book.names.get(name)
+    if known is None or _rank(key) < _rank(known):
+        book.names[name] = key
+
+
+def _rank(key: str) -> int:
+    return next(index for index, prefix in enumerate(PREFIXES) if key.startswith(prefix))
+
+
+def _shadowed(book: Book) -> None:
+    for key, leaf in book.leaves.items():
+        name = word_of(key)
+        held = book.leaf(name) if name else None
+        if held is None or held.key == key or key in book.settled or leaf.value is None:
+            continue
+        if held.value == leaf.value:
+            book.skip(key, f"{held.key} says the same")
+        else:
+            book.lacks(key, f"{held.key} goes before it")
+
+
+def _machines(book: Book) -> None:
+    hosts, each = book.whole("trainer.num_nodes"), book.whole("trainer.devices")
+    book.machines = (hosts or 0, each if each and each > 0 else 0)
+    book.used("trainer.num_nodes", "trainer.devices", by="cluster: hosts × devices")
+
+
+def _trainer(book: Book) -> None:
+    book.rename("train_iters", "trainer.max_steps")
+    book.rename("clip_grad", "trainer.gradient_clip_val")
+    callback = "exp_manager.checkpoint_callback_params."
+    for key in (f"{callback}every_n_train_steps", "log.ckpt.every_n_train_steps"):
+        if (book.whole(key) or 0) > 0:
+            book.rename("save_interval", key)
+    book.rename("save_interval", "trainer.val_check_interval")
+    for key in ("exp_manager.explicit_log_dir", "exp_manager.exp_dir", "log.log_dir"):
+        book.rename("save", key)
+    if not book.has("save") and book.has("save_interval"):
+        book.rename("save", book.read_as["save_interval"].key, "checkpoints")
+    for key in (f"{callback}save_top_k", "log.ckpt.save_top_k"):
+        if (book.whole(key) or 0) > 0:
+            book.rename("most_recent_k", key)
+
+
+def _optimizer_of_one(book: Book) -> None:
+    """NeMo 1.x and the scheduler of 2.0."""
+    o = "model.optim."
+    book.rename("optimizer", f"{o}name")
+    for name in ("lr", "weight_decay"):
+        book.rename(name, f"{o}{name}")
+    leaf = book.leaves.get(f"{o}betas")
+    if leaf is not None and isinstance(leaf.value, list) and len(leaf.value) == 2:
+        book.rename("adam_beta1", leaf.key, leaf.value[0])
+        book.rename("adam_beta2", leaf.key, leaf.value[1])
+    for sched in (f"{o}sched.", "optim.lr_scheduler."):
+        book.rename("lr_warmup_iters", f"{sched}warmup_steps")
+        book.rename("min_lr", f"{sched}min_lr")
+        for key in (f"{sched}name", f"{sched}_target_"):
+            if "cosine" in book.text(key):
+                book.rename("lr_decay_style", key, "cosine")
+        book.skip(f"{sched}constant_steps", "a plateau at the end of the schedule")
+
+
+def _model(book: Book) -> None:
+    leaf = book.leaves.get("model.config._target_")
+    name = str(leaf.value).rpartition(".")[2] if leaf is not None else ""
+    if name in CLASSES:
+        book.put("model.preset", CLASSES[name], "model.config._target_", note=name)
+    activation = book.text("model.activation")
+    if "swiglu" in activation:
+        book.rename("swiglu", "model.activation", True)
+    if not book.leaf("model.position_embedding_type") and "bridge" in book.text("model._target_"):
+        book.skip("model._target_", "which class is built; the values beside it are read")
+
+
+def _precision(book: Book) -> None:
+    """`trainer.precision: bf16-mixed`, `mixed_precision: bf16_with_fp8_…`, or a plugin's `precision`."""
+    for key in ("trainer.precision", "mixed_precision", "trainer.plugins.precision"):
+        text = book.text(key)
+        if not text:
+            continue
+        if "fp8" in text:
+            book.rename("fp8", key, "hybrid")
+        if re.search(r"bf16|bfloat16", text):
+            book.rename("bf16", key, True)
+        elif re.search(r"fp16|^16", text):
+            book.rename("fp16", key, True)
+        else:
+            book.rename("fp16", key, False)
+
+
+def _amp(book: Book) -> None:
+    """NeMo 1.x: O2 keeps 16-bit weights with an fp32 copy; without it (the default) all is fp32, under autocast."""
+    key = "model.megatron_amp_O2"
+    if not book.has("model.micro_batch_size") and not book.has(key):  # NeMo 2.0 and Megatron-Bridge
+        return
+    if not book.flag(key):
+        note = "without O2 weights and gradients are fp32, cast for each use"
+        book.put("precision.grad_reduce", "fp32", key, note=note)
+        book.practice.pop("sums_in", None)
+    book.used(key, by="precision.grad_reduce")
+
+
+def _distributed_adam(book: Book) -> None:
+    if "distributed" in book.text("optimizer") and "optimizer" in book.read_as:
+        book.rename("use_distributed_optimizer", book.read_as["optimizer"].key, True)
+
+
+def _chunk(book: Book) -> None:
+    for key in ("model.grad_allreduce_chunk_size_mb", "model.optim.bucket_cap_mb"):
+        if (size := book.number(key)) is not None and size > 0:
+            book.put("comm.bucket_mib", size, key)
+    book.used("model.optim.overlap_grad_sync", by="comm.bucket_mib")
+
+
+def _seen(key: str) -> str:
+    return key if found_in(key, [*UNMAPPED, *IRRELEVANT]) else key.rpartition(".")[2]

@@ -1,0 +1,214 @@
+"""TOML, JSON and YAML of strangers as leaves with lines: plain data only, small and shallow."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from phalanx.errors import UserError, mistake
+from phalanx.job.source import read_source
+from phalanx.job.textfile import read_text
+from phalanx.rules.foreign.book import told
+from phalanx.rules.foreign.leaf import MOST_DEPTH, Leaf, leaves_of
+from phalanx.units import KIB
+
+NOUN = "configuration"
+MOST_YAML_BYTES = 256 * KIB  # the parser is pure Python: a full Megatron-Bridge dump of 22 kB takes about 0.1 s
+
+Steps = tuple[str | int, ...]
+
+
+def read_tree(path: Path) -> dict[str, Leaf]:
+    """The leaves of a file, by its ending; raises UserError for what is not a small file of its kind."""
+    if path.suffix == ".toml":
+        return _toml(path)
+    return _json(path) if path.suffix == ".json" else _yaml(path)
+
+
+def _toml(path: Path) -> dict[str, Leaf]:
+    source = read_source(path)
+    return leaves_of(source.table, file=str(path), line=lambda steps: source.lines.get(steps, 0))
+
+
+# ---- JSON ----------------------------------------------------------------------------------------------------------
+
+# A string without an end reaches to the end of the text, once: it is not looked for again behind each escaped quote.
+_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[{}\[\],:]|[^\s{}\[\],:"]+', re.DOTALL)
+
+
+def _json(path: Path) -> dict[str, Leaf]:
+    text = read_text(path, noun=NOUN)
+    lines = json_lines(text, file=str(path))
+    try:
+        table = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise mistake(f"{path}:{error.lineno}", f"is not JSON: {error.msg[:120]}") from error
+    except (ValueError, RecursionError) as error:
+        raise mistake(str(path), f"is not JSON that a trainer reads: {str(error)[:120]}") from error
+    if not isinstance(table, dict):
+        raise mistake(str(path), "is not a JSON object", fix="a DeepSpeed configuration is { … }")
+    return leaves_of(table, file=str(path), line=lambda steps: lines.get(steps, 0))
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """DeepSpeed refuses a key given twice (runtime/config_utils.py), and so do we."""
+    table: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in table:
+            raise ValueError(f"key {name[:60]!r} is given twice")
+        table[name] = value
+    return table
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")
+
+
+def json_lines(text: str, *, file: str) -> dict[Steps, int]:
+    """The line of every key and element; judges nothing but depth, the parser does the rest.
+
+    >>> json_lines('{"a":\\n  {"b": [1,\\n 2]}}', file="x")[("a", "b")]
+    2
+    """
+    lines: dict[Steps, int] = {}
+    stack: list[str | int] = []  # the key or index we are at, one per open bracket
+    key, line, end = "", 1, 0
+    for match in _TOKEN.finditer(text):
+        line += text.count("\n", end, match.start())
+        end = match.start()
+        token = match.group()
+        if token in "{[":
+            stack.append("" if token == "{" else 0)
+            if len(stack) > MOST_DEPTH:
+                raise mistake(f"{file}:{line}", f"nests deeper than {MOST_DEPTH} levels")
+        elif token in "}]":
+            stack = stack[:-1]
+        elif token == "," and stack and isinstance(top := stack[-1], int):
+            stack[-1] = top + 1
+        elif token == ":" and stack:
+            stack[-1] = key
+            lines[tuple(stack)] = line
+        elif token[0] == '"':
+            key = token[1:-1]
+    return lines
+
+
+# ---- YAML ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, slots=True)
+class _Frame:
+    """A mapping or a list that is still open."""
+
+    inner: dict[str, object] | list[object]
+    steps: Steps
+    key: str | None = None  # of a mapping: the key whose value comes next
+
+    def next_steps(self) -> Steps:
+        return (*self.steps, len(self.inner) if isinstance(self.inner, list) else str(self.key))
+
+    def take(self, value: object) -> None:
+        if isinstance(self.inner, list):
+            self.inner.append(value)
+        else:
+            self.inner[str(self.key)] = value
+            self.key = None
+
+
+def _yaml(path: Path) -> dict[str, Leaf]:
+    import yaml  # 30 ms: only for those who have one
+
+    text = read_text(path, noun=NOUN)
+    if len(text.encode()) > MOST_YAML_BYTES:
+        raise mistake(str(path), f"is larger than {MOST_YAML_BYTES // KIB} KiB", why="no training configuration is")
+    lines: dict[Steps, int] = {}
+    try:
+        table = _built(yaml.parse(text, Loader=yaml.SafeLoader), lines, path)
+    except yaml.YAMLError as error:
+        raise _not_yaml(path, error) from error
+    if not isinstance(table, dict):
+        raise mistake(str(path), "is not a YAML mapping", fix="a configuration has keys: name: value")
+    return leaves_of(table, file=str(path), line=lambda steps: _nearest(lines, steps))
+
+
+def _nearest(lines: Mapping[Steps, int], steps: Steps) -> int:
+    """The line of a path, or of what is around it: below an alias nothing has a line of its own."""
+    while steps and steps not in lines:
+        steps = steps[:-1]
+    return lines.get(steps, 0)
+
+
+def _not_yaml(path: Path, error: Any) -> UserError:
+    mark = getattr(error, "problem_mark", None)
+    where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+    what = str(getattr(error, "problem", None) or "cannot be parsed")
+    return mistake(where, f"is not YAML: {what[:120]}")
+
+
+def _built(events: Iterable[Any], lines: dict[Steps, int], path: Path) -> object:
+    """Plain data of the parser's events, without recursion. An alias shares what its anchor built: it costs nothing."""
+    frames: list[_Frame] = []
+    anchors: dict[str, object] = {}
+    roots: list[object] = []
+    for event in events:
+        kind, line = type(event).__name__, event.start_mark.line + 1
+        if kind in ("MappingEndEvent", "SequenceEndEvent"):
+            frames.pop()
+        if kind not in ("ScalarEvent", "AliasEvent", "MappingStartEvent", "SequenceStartEvent"):
+            continue
+        top = frames[-1] if frames else None
+        if top is not None and isinstance(top.inner, dict) and top.key is None:
+            top.key = _name(event, f"{path}:{line}")
+            if top.key in top.inner:
+                raise mistake(f"{path}:{line}", f"key {told(top.key)} is given twice", fix="keep one of the two")
+            continue
+        steps = top.next_steps() if top is not None else ()
+        lines.setdefault(steps, line)
+        value = _value(event, kind, anchors, frames, f"{path}:{line}")
+        top.take(value) if top is not None else roots.append(value)
+        if isinstance(value, dict | list) and kind != "AliasEvent":
+            frames.append(_Frame(inner=value, steps=steps))
+            if len(frames) > MOST_DEPTH:
+                raise mistake(f"{path}:{line}", f"nests deeper than {MOST_DEPTH} levels")
+    if len(roots) > 1:
+        raise mistake(str(path), "holds more than one document", fix="split it: a configuration is one")
+    return roots[0] if roots else {}
+
+
+def _name(event: Any, where: str) -> str:
+    if type(event).__name__ != "ScalarEvent":
+        raise mistake(where, "uses a list or a mapping as a key")
+    return str(event.value)
+
+
+def _value(event: Any, kind: str, anchors: dict[str, object], frames: list[_Frame], where: str) -> object:
+    if kind == "AliasEvent":
+        if event.anchor not in anchors or any(frame.inner is anchors[event.anchor] for frame in frames):
+            raise mistake(where, f"alias *{str(event.anchor)[:60]} names nothing that is finished")
+        return anchors[event.anchor]
+    value: object = {} if kind == "MappingStartEvent" else [] if kind == "SequenceStartEvent" else _scalar(event)
+    if event.anchor:
+        anchors[event.anchor] = value
+    return value
+
+
+_INT = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
+_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*)?\.?[0-9]+(?:[eE][-+]?[0-9]{1,4})?")
+
+
+def _scalar(event: Any) -> object:
+    """Null, true, a number or text. Tags such as !!python/object say nothing to us: no object is built."""
+    text = str(event.value)
+    if event.style in ("'", '"', "|", ">"):
+        return text
+    if text in ("", "~", "null", "Null", "NULL"):
+        return None
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if _INT.fullmatch(text):
+        return int(text.replace("_", ""))
+    return float(text.replace("_", "")) if _FLOAT.fullmatch(text) and len(text) < 40 else text

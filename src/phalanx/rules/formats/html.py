@@ -1,0 +1,115 @@
+"""A report as one HTML file: no scripts, nothing fetched, light and dark as the reader's system has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from phalanx.record.page.style import CSS
+from phalanx.record.values import printable
+from phalanx.rules.formats.plain import at_stake, cost_of, counts_of, place_of, summary_of
+from phalanx.rules.formats.text import cures
+from phalanx.rules.judge import Finding, Report
+from phalanx.rules.rule import LETTERS
+from phalanx.units import format_money, plural
+
+MORE_CSS = """
+.finding { background: var(--card); border: 1px solid var(--line); border-left: 4px solid var(--quiet);
+  border-radius: 10px; padding: 10px 14px; margin: 12px 0; overflow-wrap: anywhere; }
+.finding.error { border-left-color: var(--alarm); } .finding.warning { border-left-color: var(--s2); }
+.finding.info { border-left-color: var(--s1); }
+.finding b { font-weight: 650; } .finding pre { background: none; border: 0; padding: 0; }
+.verdict-fail { color: var(--alarm); } .verdict-pass { color: var(--good); } .verdict-unknown { color: var(--s2); }
+"""
+MOST_TEXT = 1000
+
+
+def render(reports: Sequence[Report]) -> str:
+    """The whole file."""
+    body = "\n".join(_report(one) for one in reports)
+    title = _safe(f"phalanx check {reports[0].target}" if len(reports) == 1 else "phalanx check")
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
+        f"<style>{CSS}{MORE_CSS}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _report(report: Report) -> str:
+    problems = "\n".join(_finding(one, report) for one in report.problems)
+    return "\n".join(
+        (
+            f"<h1>{_safe(report.target)}</h1>",
+            f'<p class="lead">{_safe(summary_of(report))}</p>',
+            _tiles(report),
+            *(f"<p>{_safe(one)}</p>" for one in report.notes),
+            f"<h2>Findings</h2>\n{problems or '<p>None.</p>'}",
+            f"<h2>Every rule</h2>\n{_table(report)}",
+            _unmapped(report),
+        )
+    )
+
+
+def _tiles(report: Report) -> str:
+    counts, stake = counts_of(report), at_stake(report)
+    seen = ", ".join(LETTERS[letter] for letter in report.evidence) or "nothing"
+    tiles = {
+        "rules met": str(counts["pass"]),
+        "rules broken": str(counts["fail"]),
+        "without evidence": str(counts["unknown"]),
+        "of effective training time at stake": f"{stake.points or 0:.1f} points",
+        "at stake": format_money(stake.usd) if stake.usd is not None else "no price known",
+        f"{report.profile}, class {report.scaling}": _devices(report.devices),
+        "looked at": seen,
+    }
+    inner = "".join(
+        f'<div class="tile"><b>{_safe(value)}</b><span>{_safe(name)}</span></div>' for name, value in tiles.items()
+    )
+    return f'<div class="tiles">{inner}</div>'
+
+
+def _devices(count: int) -> str:
+    return plural(count, "device") if count else "devices not known"
+
+
+def _finding(finding: Finding, report: Report) -> str:
+    outcome, rule = finding.outcome, finding.rule
+    lines = "\n".join(printable(line, most=MOST_TEXT) for line in outcome.formula)
+    place = f'<span class="quiet">{finding.severity}, {_safe(place_of(finding))}</span>'
+    parts = [
+        f"<p><b>{rule.id}</b> {_safe(rule.slug)} {place}</p>",
+        f"<p>{_safe(outcome.what)}</p>",
+        f"<pre>{escape(lines)}</pre>" if lines else "",
+        *(f"<p>{_safe(text)}</p>" for text in (cost_of(outcome.impact, report.usd), *cures(outcome)) if text),
+    ]
+    return f'<div class="finding {finding.severity}">{"".join(parts)}</div>'
+
+
+def _table(report: Report) -> str:
+    rows = "".join(_row(one) for one in report.findings)
+    head = "<tr><th>rule</th><th>verdict</th><th>what</th><th>where</th></tr>"
+    return f'<div class="scroll"><table>{head}{rows}</table></div>'
+
+
+def _row(finding: Finding) -> str:
+    verdict = finding.verdict if finding.outcome.applies else "does not apply"
+    reason = f" ({finding.reason})" if finding.reason else ""
+    return (
+        f"<tr><td>{finding.rule.id} {_safe(finding.rule.slug)}</td>"
+        f'<td class="verdict-{finding.verdict}">{verdict}</td>'
+        f'<td class="long">{_safe(finding.outcome.what + reason)}</td><td>{_safe(place_of(finding))}</td></tr>'
+    )
+
+
+def _unmapped(report: Report) -> str:
+    if not report.unmapped:
+        return ""
+    rows = "".join(
+        f'<tr><td>{_safe(one.key)}</td><td>{_safe(one.value)}</td><td class="long">{_safe(one.why)}</td></tr>'
+        for one in report.unmapped
+    )
+    return f'<h2>Not checked</h2>\n<div class="scroll"><table>{rows}</table></div>'
+
+
+def _safe(text: str) -> str:
+    return escape(printable(text, most=MOST_TEXT))

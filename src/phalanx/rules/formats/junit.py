@@ -1,0 +1,71 @@
+"""A report as JUnit XML: a suite per target, a case per rule; missing evidence is a skipped case."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from xml.etree import ElementTree as Tree
+
+from phalanx.record.values import printable
+from phalanx.rules.formats.plain import cost_of, place_of
+from phalanx.rules.formats.text import cures
+from phalanx.rules.judge import Finding, Report
+
+MOST_TEXT = 1000
+
+
+def render(reports: Sequence[Report]) -> str:
+    """The document, with a last line break."""
+    root = Tree.Element("testsuites", name="phalanx check")
+    for report in reports:
+        root.append(_suite(report))
+    Tree.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + Tree.tostring(root, encoding="unicode") + "\n"
+
+
+def _suite(report: Report) -> Tree.Element:
+    by_rule: dict[str, list[Finding]] = {}
+    for one in report.findings:
+        by_rule.setdefault(one.rule.id, []).append(one)
+    cases = [_case(found, report) for found in by_rule.values()]
+    suite = Tree.Element(
+        "testsuite",
+        name=printable(report.target),
+        tests=str(len(cases)),
+        failures=str(sum(case.find("failure") is not None for case in cases)),
+        errors="0",
+        skipped=str(sum(case.find("skipped") is not None for case in cases)),
+        time="0",
+    )
+    suite.extend(cases)
+    return suite
+
+
+def _case(found: Sequence[Finding], report: Report) -> Tree.Element:
+    """One rule. What is only told for information stands in the case's output and fails nothing."""
+    rule = found[0].rule
+    case = Tree.Element("testcase", classname=f"phalanx.{rule.group}", name=f"{rule.id} {rule.slug}", time="0")
+    bad = [one for one in report.problems if one.rule.id == rule.id and one.severity != "info"]
+    skipped = [one for one in found if one.verdict in ("unknown", "waived")]
+    if bad:
+        kind, message = bad[0].severity, printable(bad[0].outcome.what, most=MOST_TEXT)
+        Tree.SubElement(case, "failure", type=kind, message=message).text = _story(bad, report)
+    elif skipped:
+        Tree.SubElement(case, "skipped", message="; ".join(_reason(one) for one in skipped))
+    else:
+        Tree.SubElement(case, "system-out").text = _story(found, report)
+    return case
+
+
+def _reason(finding: Finding) -> str:
+    if finding.verdict == "waived":
+        return printable(f"waived: {finding.reason}")
+    fix = f" ({finding.outcome.fix})" if finding.outcome.fix else ""
+    return printable(f"unknown: {finding.outcome.what}{fix}", most=MOST_TEXT)
+
+
+def _story(found: Sequence[Finding], report: Report) -> str:
+    lines: list[str] = []
+    for one in found:
+        cost = cost_of(one.outcome.impact, report.usd)
+        lines += [f"{place_of(one)}: {one.outcome.what}", *one.outcome.formula, cost, *cures(one.outcome)]
+    return "\n".join(printable(line, most=MOST_TEXT) for line in lines if line)

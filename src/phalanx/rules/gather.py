@@ -1,0 +1,374 @@
+"""From a path to Evidence: a job file, a plan, a run folder, or another trainer's configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from pathlib import Path
+
+from phalanx.errors import Problem, UserError, mistake
+from phalanx.hardware.cluster import resolve
+from phalanx.hardware.types import Cluster
+from phalanx.job.dump import to_dict
+from phalanx.job.load import ResolvedJob, load, load_waivers
+from phalanx.job.schema import Job
+from phalanx.plan.kept import kept_plan
+from phalanx.plan.plan import Plan
+from phalanx.record.drill import drill_subject
+from phalanx.record.run import EVENTS, Run, open_run, read_json
+from phalanx.rules.coherent import require_coherent
+from phalanx.rules.evidence import Evidence, Unmapped
+from phalanx.rules.facts.drill import DrillFacts
+from phalanx.rules.facts.host import HostFacts
+from phalanx.rules.facts.log import LogFacts
+from phalanx.rules.facts.look import this_host
+from phalanx.rules.facts.parity import parity_of
+from phalanx.rules.facts.practice import Practice
+from phalanx.rules.facts.practices import PHALANX
+from phalanx.rules.facts.records import find_drills
+from phalanx.rules.profiles import PROFILES, Profile, find_profile, profile_of
+from phalanx.rules.scaling import scaling_of
+
+Progress = Callable[[int, int], None]  # bytes read, bytes in all
+FIRST_BYTES = 2**20  # of a JSON file, in which its schema must stand
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What the caller named beside the target."""
+
+    overrides: tuple[str, ...] = ()
+    cluster: str | None = None
+    profile: str | None = None
+    plan: Path | None = None  # of the job that is checked, in place of a new one
+    drills: tuple[Path, ...] = ()
+    look: bool = True  # at this machine, where the job runs on it
+    parity: tuple[Path, Path] | None = None  # two runs, one in a narrow format
+    source: str = ""  # trainer a configuration is of, as "megatron"; empty recognises it
+    waivers: Path | None = None  # a file of [[waiver]] tables: for targets that are not ours to write into
+
+
+def gather(
+    target: str,
+    request: Request,
+    *,
+    today: date,
+    environ: dict[str, str] | None = None,
+    progress: Progress | None = None,
+) -> Evidence:
+    """All evidence about a target; raises UserError when it is nothing that can be checked."""
+    environ = dict(os.environ) if environ is None else environ
+    found = _of_target(target, request, today=today, environ=environ, progress=progress)
+    if request.waivers is not None:
+        found = _with_waivers(found, request.waivers)
+    if request.parity is None:
+        return found
+    first, second = (open_run(path) for path in request.parity)
+    return replace(found, parity=parity_of(first, second))
+
+
+def _with_waivers(evidence: Evidence, path: Path) -> Evidence:
+    """The job's own are counted first, the others on from there."""
+    waivers, origins = load_waivers(path)
+    first = len(evidence.all_waivers)
+    lines = {}
+    for key, origin in origins.items():
+        _, number, name = key.split(".")
+        lines[f"waiver.{first + int(number)}.{name}"] = origin
+    return replace(evidence, waivers=waivers, origins={**evidence.origins, **lines})
+
+
+def _of_target(
+    target: str, request: Request, *, today: date, environ: dict[str, str], progress: Progress | None
+) -> Evidence:
+    path = Path(target)
+    if _is_folder(path):
+        _refuse_extras(target, request, "a run")
+        return of_run(_run_at(path), request, today=today, environ=environ, progress=progress)
+    if is_plan(path):
+        _refuse_extras(target, request, "a plan")
+        return of_plan(path, request, today=today, environ=environ)
+    from phalanx.rules.foreign.detect import kind_of
+
+    if kind := request.source or kind_of(path):
+        return of_foreign(path, kind, request, today=today, environ=environ)
+    resolved = load(path, overrides=request.overrides)
+    made = _given_plan(request.plan, resolved) if request.plan is not None else None
+    return of_job(resolved, request, today=today, environ=environ, made=made)
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether a target is a folder; raises UserError when it is not there at all."""
+    try:
+        if path.exists():
+            return path.is_dir()
+    except (OSError, ValueError):  # no right to look, a name that is too long, a NUL byte
+        pass
+    raise mistake(
+        str(path)[:200], "there is no such file or folder", fix="name a job file, a plan, or the folder of a run"
+    )
+
+
+def _refuse_extras(target: str, request: Request, noun: str) -> None:
+    """What was decided cannot be decided again; to say nothing would be to check something else than was asked."""
+    given = {"--set": request.overrides, "--cluster": request.cluster, "--plan": request.plan, "--from": request.source}
+    for option, value in given.items():
+        if value:
+            raise mistake(
+                target, f"{option} does not change {noun}", why="its job is settled", fix="check the job file with it"
+            )
+
+
+def _run_at(path: Path) -> Run:
+    """The run in a folder, also one that lost everything except its events."""
+    try:
+        return open_run(path)
+    except UserError:
+        if any(EVENTS.fullmatch(name) for name in os.listdir(path)):
+            return Run(path=path)
+        raise
+
+
+def is_plan(path: Path) -> bool:
+    """Whether a file is a plan as `phalanx plan --out` writes it."""
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            return b'"phalanx.plan/' in file.read(FIRST_BYTES)
+    except OSError:
+        return False  # the reader of job files says why
+
+
+def _plan_in(path: Path) -> Plan:
+    """The plan in a file; raises UserError when it is none, or one whose parts contradict each other."""
+    return require_coherent(Plan.from_dict(read_json(path), where=str(path)), str(path))
+
+
+def _given_plan(path: Path, resolved: ResolvedJob) -> Plan:
+    """The plan in a file; raises UserError when it is of another job."""
+    plan = _plan_in(path)
+    changed = _differing(plan.job, resolved.job)
+    if changed:
+        raise mistake(
+            str(path),
+            f"is the plan of another job: {', '.join(changed[:4])} differ from {resolved.path}",
+            fix=f"write it again: phalanx plan {resolved.path} --out {path}",
+        )
+    return plan
+
+
+def _differing(old: Job, new: Job) -> list[str]:
+    """Sections whose values differ; waivers and the profile are the specification's own and change no plan."""
+    before, after = to_dict(old), to_dict(new)
+    ours = ("waiver", "profile")
+    return [key for key in {**before, **after} if key not in ours and before.get(key) != after.get(key)]
+
+
+def of_job(
+    resolved: ResolvedJob,
+    request: Request,
+    *,
+    today: date,
+    environ: dict[str, str],
+    practice: Practice | None = None,
+    unmapped: tuple[Unmapped, ...] = (),
+    made: Plan | None = None,
+) -> Evidence:
+    """A job, planned where it can be; `made` is its plan where the caller has it already."""
+    refusals: tuple[Problem, ...] = ()
+    plan, cluster = made, made.cluster if made is not None else None
+    if plan is None:
+        plan, refusals, cluster = _planned(resolved, request, environ)
+    profile = _profile(request, resolved.job.profile, cluster)
+    devices = plan.layout.devices if plan is not None else (cluster.devices if cluster is not None else 1)
+    return Evidence(
+        target=str(resolved.path),
+        job=resolved.job,
+        practice=practice or PHALANX,
+        profile=profile,
+        scaling=scaling_of(devices),
+        today=today,
+        origins=resolved.origins,
+        job_file=str(resolved.path),
+        plan=plan,
+        refusals=refusals,
+        host=_host(request, cluster),
+        # Of our own trainer: of another one they say nothing.
+        drills=_drills(request, environ, resolved.job, plan, resolved.path.parent) if practice is None else (),
+        unmapped=unmapped,
+        devices_said=devices if plan is None and cluster is not None else 0,
+    )
+
+
+def _planned(
+    resolved: ResolvedJob, request: Request, environ: dict[str, str]
+) -> tuple[Plan | None, tuple[Problem, ...], Cluster | None]:
+    """The plan, or why there is none; a cluster nobody can find is the caller's mistake."""
+    target = request.cluster or resolved.job.cluster.target
+    cluster = resolve(target, base=None if request.cluster else resolved.path.parent)
+    try:
+        return kept_plan(resolved, cluster, environ=environ), (), cluster
+    except UserError as error:
+        return None, error.problems, cluster
+
+
+def of_plan(path: Path, request: Request, *, today: date, environ: dict[str, str]) -> Evidence:
+    """A plan file: the job is in it, without lines."""
+    plan = _plan_in(path)
+    return Evidence(
+        target=str(path),
+        job=plan.job,
+        practice=PHALANX,
+        profile=_profile(request, plan.job.profile, plan.cluster),
+        scaling=scaling_of(plan.layout.devices),
+        today=today,
+        plan=plan,
+        plan_file=str(path),
+        host=_host(request, plan.cluster),
+        drills=_drills(request, environ, plan.job, plan, path.parent),
+    )
+
+
+def of_run(
+    run: Run, request: Request, *, today: date, environ: dict[str, str], progress: Progress | None = None
+) -> Evidence:
+    """A run folder: its resolved job, its plan, and everything its ranks wrote."""
+    from phalanx.rules.log.stream import read_log  # not at the top: no job needs the readers of events
+
+    return with_log(before_log(run, request, today=today, environ=environ), read_log(run, progress=progress))
+
+
+def before_log(run: Run, request: Request, *, today: date, environ: dict[str, str]) -> Evidence:
+    """What a run says without its events: settled when it began, so that a growing run asks for it once."""
+    damaged: dict[str, Problem] = {}
+    resolved, plan = _job_of(run, damaged), _plan_of(run, damaged)
+    job = resolved.job if resolved is not None else (plan.job if plan is not None else None)
+    cluster = plan.cluster if plan is not None else None
+    return Evidence(
+        target=str(run.path),
+        job=job,
+        practice=PHALANX,
+        profile=_profile(request, job.profile if job is not None else "auto", cluster),
+        scaling=scaling_of(plan.layout.devices if plan is not None else 1),
+        today=today,
+        origins=resolved.origins if resolved is not None else {},
+        job_file=str(run.job_toml) if resolved is not None else "",
+        plan=plan,
+        plan_file=str(run.plan_json) if plan is not None else "",
+        host=_host(request, cluster),
+        drills=_drills(request, environ, job, plan, run.path, beside=run.path.parent),
+        damaged=damaged,
+    )
+
+
+def with_log(evidence: Evidence, log: LogFacts) -> Evidence:
+    """The evidence with what the ranks wrote; the size of the job is the one that ran."""
+    scaling = scaling_of(log.world) if log.world else evidence.scaling
+    return replace(evidence, log=log, scaling=scaling)
+
+
+def _job_of(run: Run, damaged: dict[str, Problem]) -> ResolvedJob | None:
+    try:
+        return load(run.job_toml)
+    except UserError as error:  # an older run, or a damaged one: the plan may still have the job
+        _note_damage(damaged, "J", run.job_toml, error)
+        return None
+
+
+def _plan_of(run: Run, damaged: dict[str, Problem]) -> Plan | None:
+    try:
+        return _plan_in(run.plan_json)
+    except UserError as error:
+        _note_damage(damaged, "P", run.plan_json, error)
+        return None
+
+
+def _note_damage(damaged: dict[str, Problem], letter: str, path: Path, error: UserError) -> None:
+    """A file that was never there is no damage."""
+    if os.path.lexists(path):
+        first = error.problems[0]
+        where = first.where.removeprefix(f"{path.parent}{os.sep}")
+        what = f"cannot be used: {first.what}"
+        damaged[letter] = Problem(where=where, what=what, fix=f"put {path.name} back as phalanx train wrote it")
+
+
+def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ: dict[str, str]) -> Evidence:
+    """Another trainer's configuration, as far as the job schema has words for it."""
+    from phalanx.rules.foreign.convert import convert
+
+    if request.drills:
+        raise mistake(
+            str(path),
+            "--drills says nothing of another trainer",
+            why="a drill breaks a run of Phalanx",
+            fix="leave --drills out; a waiver may name what was drilled elsewhere",
+        )
+    found = convert(path, kind, cluster=request.cluster, overrides=request.overrides)
+    if found.missing:  # stand-ins hold the place of model, batch or cluster: nothing may be planned from them
+        cluster = resolve(found.cluster, base=path.parent) if found.cluster else None
+        return Evidence(
+            target=str(path),
+            job=found.resolved.job,
+            practice=found.practice,
+            profile=_profile(request, found.resolved.job.profile, cluster),
+            scaling=scaling_of(max(1, found.devices)),
+            today=today,
+            origins=found.resolved.origins,
+            job_file=str(path),
+            refusals=found.missing,
+            devices_said=found.devices,
+            their_keys=found.their_keys,
+            unmapped=_without_waivers(found.unmapped),
+        )
+    evidence = of_job(
+        found.resolved,
+        request,
+        today=today,
+        environ=environ,
+        practice=found.practice,
+        unmapped=_without_waivers(found.unmapped),
+    )
+    return replace(evidence, their_keys=found.their_keys)
+
+
+def _without_waivers(unmapped: Sequence[Unmapped]) -> tuple[Unmapped, ...]:
+    """Waivers are told as one, with where they belong: nothing of another trainer's file is ours to heed."""
+    others = tuple(one for one in unmapped if one.key.partition(".")[0] != "waiver")
+    if len(others) == len(unmapped):
+        return others
+    return (*others, Unmapped(key="waiver", value="[[waiver]]", why="is not read here: give it with --waivers FILE"))
+
+
+def _profile(request: Request, wanted: str, cluster: Cluster | None) -> Profile:
+    if request.profile:
+        return find_profile(request.profile)
+    if wanted != "auto":
+        return find_profile(wanted)
+    return profile_of(cluster) if cluster is not None else PROFILES["custom"]
+
+
+def _host(request: Request, cluster: Cluster | None) -> HostFacts | None:
+    """This machine, where the job is to run on it: of another cluster it says nothing."""
+    if not request.look or cluster is None or not cluster.name.startswith("local"):
+        return None
+    return this_host()
+
+
+def _drills(
+    request: Request,
+    environ: dict[str, str],
+    job: Job | None,
+    plan: Plan | None,
+    base: Path,
+    *,
+    beside: Path | None = None,
+) -> tuple[DrillFacts, ...]:
+    """Drills on record, each with whether it is of this job; `base` is the folder that its files are sought from."""
+    roots: Sequence[Path] = (*request.drills, *([beside] if beside is not None else []))
+    subject = None
+    if job is not None and plan is not None:
+        subject = drill_subject(to_dict(job), asdict(plan.layout), base=base)
+    return find_drills(roots, environ=environ, subject=subject)

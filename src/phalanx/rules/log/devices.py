@@ -1,0 +1,180 @@
+"""What ranks say of their devices and of their neighbours: `monitor` and `peers` events, over all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from phalanx.record.account.energy import MOST_J
+from phalanx.record.values import integer, number, printable
+from phalanx.rules.facts.log import MonitorFacts, PeerFacts
+from phalanx.rules.log.shape import Columns
+from phalanx.rules.log.sums import Histogram, Hours
+
+MOST_SOURCES = 16
+MOST_BYTES = 1e18  # a damaged number
+WIDTH = math.log(1.01)  # of a bin of gaps
+LEAST_S, MOST_S = 1e-3, 1e9  # of a gap; what is longer is a damaged number
+MOST_TIME, MOST_RANKS = 0.99, 0.99  # of the time of a rank, and of the ranks, that keep to the distance told
+
+
+class Gaps:
+    """Distances between two events of a rank, by how much of its time they take; silence while it makes steps is one.
+
+    A rank that sleeps through a tenth of its life has slept too long, however many samples stand before that.
+    """
+
+    __slots__ = ("_epoch", "_first_step_s", "_last_s", "_last_step_s", "_taken")
+
+    def __init__(self) -> None:
+        self._taken: dict[int, float] = {}  # bins of 1 %, few of them: the time in gaps of that length
+        self._epoch: Any = None
+        self._last_s: float | None = None
+        self._first_step_s: float | None = None
+        self._last_step_s = 0.0
+
+    def begin(self) -> None:
+        """A formation begins: what lies between two of them is no gap of a thread that slept."""
+        _put(self._taken, self._tail_s())
+        self._last_s = self._first_step_s = None
+
+    def step(self, times: Sequence[float]) -> None:
+        """Steps were made at these times: there should be samples too."""
+        self._first_step_s = times[0] if self._first_step_s is None else self._first_step_s
+        self._last_step_s = times[-1]
+
+    def take(self, times: Sequence[float], epochs: Sequence[Any]) -> None:
+        """Some more events."""
+        before_s = self._first_step_s if self._last_s is None else self._last_s
+        if before_s is not None and (self._last_s is None or epochs[0] == self._epoch):
+            times, epochs = (before_s, *times), (epochs[0], *epochs)
+        for sooner, later, before, now in zip(times, times[1:], epochs, epochs[1:], strict=False):
+            if before == now:
+                _put(self._taken, later - sooner)
+        self._epoch, self._last_s = epochs[-1], times[-1]
+
+    def _tail_s(self) -> float:
+        """From the last sample to the last step."""
+        since_s = self._last_s if self._last_s is not None else self._first_step_s
+        return self._last_step_s - since_s if since_s is not None and self._first_step_s is not None else 0.0
+
+    def longest_s(self) -> float | None:
+        """The distance that is not exceeded for 99 % of the time; None where there is none."""
+        taken = dict(self._taken)
+        _put(taken, self._tail_s())
+        total_s, longer_s = sum(taken.values()), 0.0
+        for place in sorted(taken, reverse=True):
+            longer_s += taken[place]
+            if longer_s > (1 - MOST_TIME) * total_s:
+                return float(math.exp((place + 0.5) * WIDTH))
+        return None
+
+
+def _put(taken: dict[int, float], gap_s: float) -> None:
+    if LEAST_S < gap_s < MOST_S:
+        place = math.floor(math.log(gap_s) / WIDTH)
+        taken[place] = taken.get(place, 0.0) + gap_s
+
+
+def usual_s(gaps: Iterable[Gaps]) -> float | None:
+    """What 99 of 100 ranks keep to; of fewer than 100, all."""
+    known = sorted(gap_s for one in gaps if (gap_s := one.longest_s()) is not None)
+    return known[math.ceil(MOST_RANKS * len(known)) - 1] if known else None
+
+
+class Meter:
+    """The energy counter of one rank: it begins anew in every formation."""
+
+    __slots__ = ("_epoch", "_last", "_total")
+
+    def __init__(self) -> None:
+        self._total = self._last = 0.0
+        self._epoch: Any = None
+
+    def take(self, epochs: Sequence[Any], values: Sequence[Any]) -> None:
+        """Some more readings; the same rule as record.account.energy.counted."""
+        for epoch, value in zip(epochs, values, strict=True):
+            if value is None or not 0.0 <= value <= MOST_J:
+                continue
+            if value < self._last or (epoch != self._epoch and epoch is not None and self._epoch is not None):
+                self._total += self._last
+            self._last, self._epoch = value, self._epoch if epoch is None else epoch
+
+    @property
+    def energy_j(self) -> float:
+        """Until now."""
+        return self._total + self._last
+
+
+class Monitors:
+    """Of all ranks together; `facts` is told the gaps of those that have any."""
+
+    def __init__(self) -> None:
+        self._hours = Hours()
+        self._sources: dict[str, set[str]] = {"utilization": set(), "energy": set(), "memory_pressure": set()}
+        self._pressure = [0.0, 0.0]
+        self._used = 0.0
+
+    def take(self, columns: Columns, meter: Meter) -> None:
+        """Some more of a rank."""
+        epochs, times = columns.get("epoch"), columns.get("t")
+        self._hours.add(times, columns.get("utilization"))
+        meter.take(epochs, columns.get("energy_j"))
+        for name, found in self._sources.items():
+            for source in set(columns.get(f"{name}_source")) - {None}:
+                if len(found) < MOST_SOURCES:
+                    found.add(printable(source, most=40))
+        self._used = max([self._used, *(one for one in columns.get("memory_bytes") if one and one < MOST_BYTES)])
+        known = [one for one in columns.get("memory_pressure") if one is not None and 0.0 <= one <= 1e6]
+        self._pressure[0] += sum(known)
+        self._pressure[1] += len(known)
+
+    def facts(self, gaps: Sequence[Gaps], *, peak: float, retries: int | None, energy_j: float) -> MonitorFacts | None:
+        """None where no rank has told anything."""
+        if not gaps:
+            return None
+        total, count = self._pressure
+        return MonitorFacts(
+            ranks=len(gaps),
+            gap_s=usual_s(gaps),
+            utilization=self._hours.mean,
+            lowest_hour=self._hours.lowest(),
+            utilization_sources=tuple(sorted(self._sources["utilization"])),
+            # The peak that steps tell of, where they do: a sample every ten seconds misses it.
+            memory_peak_bytes=peak or self._used or None,
+            held_bytes=self._used if peak and self._used else None,
+            pressure_mean=total / count if count else None,
+            pressure_source=", ".join(sorted(self._sources["memory_pressure"])),
+            allocation_retries=retries,
+            energy_sources=tuple(sorted(self._sources["energy"])),
+            energy_j=energy_j or None,
+        )
+
+
+class Peers:
+    """Of all ranks together."""
+
+    def __init__(self) -> None:
+        self._p99 = Histogram()
+        self._answered = self._lost = 0
+
+    def take(self, columns: Columns) -> None:
+        """Some more of a rank."""
+        told = [pair for pairs in columns.get("pairs") for pair in pairs if isinstance(pair, dict)]
+        self._p99.add([p99_s for pair in told if (p99_s := number(pair, "p99_s")) is not None])
+        for pair in told:
+            self._answered += min(max(integer(pair, "count") or 0, 0), 10**9)
+            self._lost += min(max(integer(pair, "lost") or 0, 0), 10**9)
+
+    def facts(self, gaps: Sequence[Gaps]) -> PeerFacts | None:
+        """None where no rank has told anything."""
+        if not gaps:
+            return None
+        sent = self._answered + self._lost
+        return PeerFacts(
+            ranks=len(gaps),
+            gap_s=usual_s(gaps),
+            lost_share=self._lost / sent if sent else None,
+            p99_s=self._p99.quantile(0.5),
+        )

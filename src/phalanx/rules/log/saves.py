@@ -1,0 +1,202 @@
+"""Checkpoints: what the ranks told of them, step by step, and what the folder holds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import PhalanxError
+from phalanx.record.run import COMMIT, Run
+from phalanx.record.values import integer, number
+from phalanx.rules.facts.log import CheckpointFacts
+from phalanx.rules.log.shape import Columns
+from phalanx.rules.log.sums import Histogram
+from phalanx.rules.outcome import Spot
+
+MOST_STEPS = 65_536  # commits that are remembered
+MOST_PENDING = 64
+INTERVAL = "interval"  # the reason of a save that was due
+NEWEST = 8  # commits whose bytes are added up
+MOST_LISTED = 100_000  # entries of the checkpoint folder that are looked at
+
+Restore = tuple[int, str, Spot]  # step, source, where it was told
+
+
+class Pending:
+    """The checkpoints of one rank that are taken and not yet safe."""
+
+    __slots__ = ("epoch", "last_s", "late", "steps", "unsure")
+
+    def __init__(self) -> None:
+        self.steps: set[int] = set()
+        self.late: set[int] = set()  # those that another was taken after, before they were safe
+        self.epoch: Any = None
+        self.last_s: float | None = None  # when the last one was safe, in this formation
+        # Of a record that gives no reasons, what the newest save took: the last of a formation may be a Ctrl-C's.
+        self.unsure: list[tuple[Histogram, float]] = []
+
+
+class Saves:
+    """Of all ranks together; counts and intervals are the witness's."""
+
+    def __init__(self) -> None:
+        self._stages = self._commits = self._errors = self._unstaged = self._overlapping = 0
+        self._blocked, self._persist, self._interval = Histogram(), Histogram(), Histogram()
+        self._final_blocked, self._final_persist, self._due = Histogram(), Histogram(), Histogram()
+        self._error_spot: Spot | None = None
+        self._disorder_spot: Spot | None = None
+        self._steps: dict[int, None] = {}
+        self._bytes: dict[int, float] = {}
+        self.is_told = False
+
+    def take(self, columns: Columns, file: str, lines: Sequence[int], pending: Pending, *, witness: bool) -> None:
+        """Some more of a rank."""
+        self.is_told = True
+        for event, line in zip(columns.events, lines, strict=True):
+            spot = Spot(file=file, line=line)
+            if event.get("epoch") != pending.epoch:  # what a formation had not finished nobody will
+                pending.steps.clear()
+                pending.late.clear()
+                pending.unsure.clear()
+                pending.last_s = None  # what lies between two formations is no interval
+                pending.epoch = event.get("epoch")
+            if event.get("error"):
+                self._errors += 1
+                self._error_spot = self._error_spot or spot
+                pending.steps.discard(event["step"])
+            elif event.get("phase") == "stage" or (event.get("phase") is None and not event.get("path")):
+                self._stage(event, spot, pending, witness)
+            else:
+                self._commit(event, spot, pending, witness)
+
+    def _stage(self, event: Mapping[str, Any], spot: Spot, pending: Pending, witness: bool) -> None:
+        self._stages += witness
+        for histogram, value in pending.unsure:  # another one followed: it was not the last
+            histogram.add([value])
+        pending.unsure.clear()
+        blocked_s = number(event, "blocked_s")
+        if blocked_s is not None:
+            self._measure(event, pending, blocked_s, due=self._blocked, final=self._final_blocked)
+        if pending.steps:
+            if event.get("reason") in (None, INTERVAL):  # a stop may come while one is being written
+                self._overlapping += 1
+                self._disorder_spot = self._disorder_spot or spot
+            pending.late = pending.late | pending.steps if len(pending.late) < MOST_PENDING else pending.steps
+        pending.steps = {event["step"]}
+
+    def _commit(self, event: Mapping[str, Any], spot: Spot, pending: Pending, witness: bool) -> None:
+        step = event["step"]
+        if step not in pending.steps and step not in pending.late:
+            self._unstaged += 1
+            self._disorder_spot = self._disorder_spot or spot
+        pending.steps.discard(step)
+        pending.late.discard(step)
+        took_s, now_s = number(event, "seconds"), number(event, "t")
+        if took_s is not None:
+            self._measure(event, pending, took_s, due=self._persist, final=self._final_persist)
+        if witness:
+            self._commits += 1
+            self._measure(event, pending, 1.0, due=self._due, final=None)
+            if pending.last_s is not None and now_s is not None:
+                self._measure(event, pending, now_s - pending.last_s, due=self._interval, final=None)
+            pending.last_s = now_s
+        self._remember(step, number(event, "bytes"))
+
+    def _measure(
+        self, event: Mapping[str, Any], pending: Pending, value: float, *, due: Histogram, final: Histogram | None
+    ) -> None:
+        """Put what a save took where it belongs, by the reason it was made for."""
+        reason = event.get("reason")
+        if reason is None:
+            pending.unsure.append((due, value))
+        elif reason == INTERVAL:
+            due.add([value])
+        elif final is not None:
+            final.add([value])
+
+    def _remember(self, step: int, size: float | None) -> None:
+        self._steps.pop(step, None)
+        self._steps[step] = None
+        if len(self._steps) > MOST_STEPS:
+            del self._steps[next(iter(self._steps))]
+        if size is not None and (step in self._bytes or step >= min(self._bytes, default=step) or len(self._bytes) < 2):
+            self._bytes[step] = self._bytes.get(step, 0.0) + size
+            if len(self._bytes) > NEWEST:
+                del self._bytes[min(self._bytes)]
+
+    def facts(self, run: Run, restores: Sequence[Restore]) -> CheckpointFacts:
+        """What was told, and what is there."""
+        found = Folder(run)
+        known = self._steps.keys() | set(found.steps)
+        lost = [one for one in restores if one[1] == "disk" and one[0] > 0 and one[0] not in known]
+        return CheckpointFacts(
+            stages=self._stages,
+            commits=self._commits,
+            interval_saves=due.count if (due := self._due.spread()) is not None else 0,
+            final_blocked_s=self._final_blocked.spread(),
+            final_persist_s=self._final_persist.spread(),
+            blocked_s=self._blocked.spread(),
+            persist_s=self._persist.spread(),
+            interval_s=self._interval.spread(),
+            bytes=self._bytes[max(self._bytes)] if self._bytes else None,
+            errors=self._errors,
+            error_spot=self._error_spot,
+            commits_without_stage=self._unstaged,
+            overlapping=self._overlapping,
+            disorder_spot=self._disorder_spot,
+            restores=sum(source in ("disk", "memory") for _, source, _ in restores),
+            restored_uncommitted=len(lost) if len(self._steps) < MOST_STEPS else 0,
+            restored_spot=lost[0][2] if lost else None,
+            kept=found.kept,
+            incomplete=found.incomplete,
+            free_bytes=found.free_bytes,
+        )
+
+
+class Folder:
+    """The folder of the checkpoints now; None where it is not on this machine."""
+
+    def __init__(self, run: Run) -> None:
+        self.steps: list[int] = []
+        self.kept: int | None = None
+        self.incomplete: int | None = None
+        self.free_bytes: float | None = None
+        try:
+            root = run.checkpoints
+        except PhalanxError:
+            return
+        if isinstance(root, Path) and root.is_dir():
+            self._list(root)
+            self.free_bytes = _free(root)
+
+    def _list(self, root: Path) -> None:
+        self.kept = self.incomplete = 0
+        try:
+            with os.scandir(root) as entries:
+                for _, entry in zip(range(MOST_LISTED), entries, strict=False):
+                    match = COMMIT.fullmatch(entry.name)
+                    if match is None or not entry.is_dir(follow_symlinks=False):
+                        continue
+                    if (Path(entry.path) / "manifest.json").is_file():
+                        self.kept += 1
+                        self.steps.append(int(match.group(1)))
+                    else:
+                        self.incomplete += 1
+        except OSError:
+            self.kept = self.incomplete = None
+
+
+def _free(root: Path) -> float | None:
+    try:
+        return float(shutil.disk_usage(root).free)
+    except OSError:
+        return None
+
+
+def restore_of(event: Mapping[str, Any], spot: Spot) -> Restore | None:
+    """A `restore` or `ready` event as one; None where it does not say."""
+    step, source = integer(event, "step"), event.get("source")
+    return (step, source, spot) if step is not None and isinstance(source, str) else None

@@ -1,0 +1,242 @@
+"""Credentials in what a run wrote: a few well-known forms, and words of much entropy beside a name that asks for one.
+
+Digests, hashes and run names are no secrets: entropy alone accuses nobody.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.record.events import Event
+from phalanx.record.run import Run
+from phalanx.rules.log.feed import Piece, open_inside
+from phalanx.rules.log.shape import Columns
+from phalanx.rules.outcome import Spot
+
+_FORMS = re.compile(
+    r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"  # AWS
+    r"|\bgh[pousr]_[A-Za-z0-9]{36}|\bgithub_pat_[A-Za-z0-9_]{22}"
+    r"|\bhf_[A-Za-z0-9]{30,40}\b"
+    r"|\bsk-(?:proj-|ant-[a-z0-9]{2,8}-)?[A-Za-z0-9_-]{20,}"
+    r"|\bxox[abprs]-[0-9A-Za-z-]{10,}"
+    r"|\bAIza[0-9A-Za-z_-]{35}"
+    r"|-----BEGIN [A-Z ]{0,20}PRIVATE KEY-----"
+    r"|://[^\s/@:\"']{0,100}:[^\s/@\"']{1,200}@"  # user:password@host
+)
+_PASSWORD = re.compile(r"""(?:password|passwd|passphrase)["']?\s?[=:]\s?(["']?)([^\s"',;&]{6,200})""", re.IGNORECASE)
+_NAMED = re.compile(
+    r"""(?:secret|token|api_?key|access_?key|private_?key|credentials?|authorization|bearer)["']?\s?[=: ]\s?["']?"""
+    r"""([A-Za-z0-9_+/=.-]{16,400})""",
+    re.IGNORECASE,
+)
+_EMPTY = re.compile(r"\[\w+\]|\*+|<.*>|\$.*|\{.*|none|null|true|false|redacted|x+|\.+", re.IGNORECASE)
+# One of these is in every line that can match; most lines have none.
+_WORDS = (
+    b"pass", b"secret", b"token", b"key", b"credential", b"authoriz", b"bearer", b"://", b"akia", b"asia", b"gh",
+    b"hf_", b"sk-", b"xox", b"aiza",
+)  # fmt: skip
+LEAST_BITS = 3.5  # of entropy per character; English words in a row have less, random letters and digits more
+MOST_FILE_BYTES = 8 * 2**20  # of one log
+MOST_BYTES = 64 * 2**20  # of all
+MOST_FILES = 4096
+MOST_EVENTS = 100_000  # with texts; a run has a few hundred per rank
+BLOCK_BYTES = 64 * 2**10
+MOST_TEXT = 10_000  # bytes that are matched at once
+OVERLAP = 512  # of two parts of a line: longer than any form of a key
+MOST_LINES = 1_000  # that are no events, of a piece
+MOST_CLEAN = 1_000
+_NUMBERS = frozenset((int, float, bool))
+_DIGEST = re.compile(r"(?:sha256:)?[0-9a-f]{0,128}")
+
+
+def is_secret(text: str) -> bool:
+    """Whether a line looks as if it gave away a credential.
+
+    >>> is_secret("cloning https://me:hunter2@host/x"), is_secret("tokens=4096 digest 9f86d081884c7d659a2feaa0c55ad015")
+    (True, False)
+    """
+    text = text[:MOST_TEXT]
+    if _FORMS.search(text):
+        return True
+    for match in _PASSWORD.finditer(text):
+        is_value = "=" in match.group(0) or match.group(1)  # "password: required" is a sentence
+        if is_value and not _EMPTY.fullmatch(match.group(2)):
+            return True
+    return any(_is_random(match.group(1)) for match in _NAMED.finditer(text))
+
+
+def _is_random(word: str) -> bool:
+    """Letters and digits without an order, as keys are; a path, a version or a sentence is not."""
+    if _EMPTY.fullmatch(word) or not re.search(r"\d", word) or not re.search(r"[A-Za-z]", word) or word.count("/") > 1:
+        return False
+    counts = Counter(word)
+    bits = -sum(count / len(word) * math.log2(count / len(word)) for count in counts.values())
+    return bits >= min(LEAST_BITS, 0.85 * math.log2(len(word)))
+
+
+class Secrets:
+    """Counts lines that look like credentials, with the first place."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.spot: Spot | None = None
+        self.is_partial = False  # some of it was not searched
+        self._looked = 0
+        self._clean: set[str] = set()  # short texts that are told again and again
+        self._files: dict[Path, _Place] = {}
+        self._bytes = 0
+
+    def look_in(self, events: Sequence[Event], file: str, lines: Sequence[int]) -> None:
+        """The texts of events, the names of their fields included."""
+        self._looked += len(events)
+        if self._looked > MOST_EVENTS:
+            self.is_partial = True
+            return
+        for event, line in zip(events, lines, strict=True):
+            if any(_is_found(text.encode(errors="replace")) for text in _texts(event)):
+                self._note(Spot(file=file, line=line))
+
+    def look_through(self, columns: Columns, file: str, lines: Sequence[int]) -> None:
+        """Events of numbers: the texts that a writer added, and those of the schema that are no digests."""
+        for name in columns.free():
+            column = columns.get(name)
+            if all(self._is_known(value) for value in _distinct(column)):
+                continue
+            for value, line in zip(column, lines, strict=True):
+                if not self._is_known(value):
+                    before = self.count
+                    self.look_in([{name: value}], file, [line])
+                    if type(value) is str and before == self.count and len(self._clean) < MOST_CLEAN:
+                        self._clean.add(value)
+
+    def _is_known(self, value: Any) -> bool:
+        if type(value) is str:
+            return value in self._clean or _DIGEST.fullmatch(value) is not None
+        return value is None or type(value) in _NUMBERS
+
+    def look_at(self, piece: Piece, numbers: Sequence[int]) -> None:
+        """Lines that are no events."""
+        lines = piece.data.split(b"\n")
+        self.is_partial |= len(numbers) > MOST_LINES
+        for number in numbers[:MOST_LINES]:
+            if _is_found(lines[number - piece.line]):
+                self._note(Spot(file=piece.file, line=number))
+
+    def look_around(self, run: Run, shown: str) -> None:
+        """Logs, errors and the few files of the folder itself; what was looked at before is not again."""
+        for path in _files(run):
+            known = self._files.get(path)
+            if self._bytes >= MOST_BYTES or (known is None and len(self._files) >= MOST_FILES):
+                self.is_partial = True
+                return
+            try:
+                with open_inside(path) as file:
+                    self._file(file.fileno(), known or _Place(), path, f"{shown}/{path.relative_to(run.path)}")
+            except FileNotFoundError:
+                continue
+            except OSError:  # a link, or not ours to read
+                self.is_partial = True
+
+    def _file(self, file: int, place: _Place, path: Path, name: str) -> None:
+        self._files[path] = place
+        size = os.fstat(file).st_size
+        end = min(size, MOST_FILE_BYTES)
+        self.is_partial |= size > end
+        if end <= place.seen:
+            return
+        self._bytes += end - place.seen
+        place.seen = end
+        held = b""  # of a line whose end was not read
+        while (left := end - place.offset - len(held)) > 0:
+            block = os.pread(file, min(BLOCK_BYTES, left), end - left)
+            if not block:  # it became shorter
+                break
+            data = held + block
+            stop = data.rfind(b"\n") + 1
+            if stop:
+                self._lines(data[: stop - 1], place, name)
+                place.offset += stop
+            elif len(data) > BLOCK_BYTES:  # a line without an end, as progress bars draw: in parts that overlap
+                self._line(data, place, name)
+                stop = len(data) - OVERLAP
+                place.offset += stop
+            held = data[stop:]
+        self._line(held, place, name)  # nobody may ever end it; where somebody does, it is searched again
+
+    def _lines(self, data: bytes, place: _Place, name: str) -> None:
+        may_be = _may_be(data)
+        for text in data.split(b"\n"):
+            if may_be:
+                self._line(text, place, name)
+            place.line, place.is_noted = place.line + 1, False
+
+    def _line(self, text: bytes, place: _Place, name: str) -> None:
+        if not place.is_noted and _is_found(text):
+            place.is_noted = True  # once, however often a part of it is seen
+            self._note(Spot(file=name, line=place.line))
+
+    def _note(self, spot: Spot) -> None:
+        self.count += 1
+        self.spot = self.spot or spot
+
+
+@dataclass(kw_only=True, slots=True)
+class _Place:
+    """How far a file was searched."""
+
+    seen: int = 0  # bytes that were looked at
+    offset: int = 0  # where the line begins that had no end yet
+    line: int = 1  # its number
+    is_noted: bool = False  # and whether it was counted
+
+
+def _is_found(text: bytes) -> bool:
+    """Whether a line gives something away; a long one is looked at in parts that overlap."""
+    if not _may_be(text):
+        return False
+    starts = range(0, max(1, len(text) - OVERLAP), MOST_TEXT - OVERLAP)
+    return any(is_secret(text[start : start + MOST_TEXT].decode(errors="replace")) for start in starts)
+
+
+def _may_be(data: bytes) -> bool:
+    lower = data.lower()
+    return any(word in lower for word in _WORDS)
+
+
+def _distinct(column: Sequence[Any]) -> Iterable[Any]:
+    try:
+        return set(column)
+    except TypeError:  # lists and tables
+        return column
+
+
+def _texts(value: Any, depth: int = 0) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict) and depth < 8:
+        for key, one in value.items():
+            if isinstance(one, str):
+                yield f"{key}={one}"  # the name says what it is
+            else:
+                yield from _texts(one, depth + 1)
+    elif isinstance(value, list) and depth < 8:
+        for one in value[:1000]:
+            yield from _texts(one, depth + 1)
+
+
+def _files(run: Run) -> Iterable[Path]:
+    """What people and libraries write into; `secret` is the run's own, and nobody else may read it."""
+    yield from (run.path / name for name in ("job.toml", "job.json", "launch.json", "status.json"))
+    for folder in ("logs", "errors"):
+        try:
+            names = sorted(os.listdir(run.path / folder))
+        except OSError:
+            continue
+        yield from (run.path / folder / name for name in names)

@@ -1,0 +1,211 @@
+"""Steps as the witness tells of them: how long, how many tokens, what was skipped, and what jumped."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from phalanx.rules.facts.log import NoiseFacts, StepFacts
+from phalanx.rules.log.noise import Noise
+from phalanx.rules.log.shape import Columns, Floats
+from phalanx.rules.log.sums import Histogram, Sample
+from phalanx.rules.outcome import Spot
+
+WARM_UP = 5  # steps of a formation that no timing counts: NVRx leaves out as many
+MOST_SIZES = 256  # of batches
+DECAY = 0.99  # of the running means that a jump is measured by: they look back on about 100 steps
+BLOCK = 512  # values whose running mean is computed at once: dⁿ stays far from 0
+SETTLED = 4_096  # steps after which 1 − dⁿ is 1
+FIRST = 16  # steps before the first jump can be told: norms fall fast at the start of a run
+
+
+class Steps:
+    """Takes the steps of one rank in the order of its file."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self.last: int | None = None
+        self._told = self._again = 0
+        self._settling = 0  # steps of this formation so far, up to WARM_UP
+        self.begin_layout()
+        self._not_finite = self._skipped = self._row = self._most_in_row = 0
+        self._not_finite_spot: Spot | None = None
+        self._jumps = (Jump("loss"), Jump("grad_norm"))
+        self._noise = Noise()
+
+    def begin_layout(self) -> None:
+        """Another layout: how long its steps take, and of how many tokens, is counted anew."""
+        self._durations, self._drift = Histogram(), Sample()
+        self._steady_s = self._data_s = self._tokens_steady = 0.0
+        self._sizes: dict[int, int] | None = {}
+        self._size_lines: dict[int, Spot] = {}
+
+    def begin(self) -> None:
+        """A formation begins: what comes next may be done again."""
+        self._settling = 0
+        self._noise.begin()
+
+    def take(self, columns: Columns, file: str, lines: Sequence[int]) -> None:
+        """Some more."""
+        steps = columns.get("step")
+        self._count(steps)
+        taken_s = columns.floats("duration_s")
+        steady = self._steady(columns, taken_s)
+        self._time(columns, taken_s, steady)
+        self._batches(columns, file, lines)
+        skipped = columns.get("skipped")
+        if any(skipped) or self._row:
+            self._skips(skipped)
+        self._finite(columns, skipped, file, lines)
+        for jump in self._jumps:
+            jump.take(columns.floats(jump.field), skipped, file, lines)
+        self._noise.take(columns)
+
+    def _count(self, steps: Sequence[int]) -> None:
+        self._told += len(steps)
+        before = self.last
+        for step in (steps[0],) if _is_run(steps) else steps:
+            if before is not None and step <= before:
+                self._again += before - step + 1
+            before = step
+        self.first = steps[0] if self.first is None else min(self.first, min(steps))
+        self.last = steps[-1]
+
+    def _steady(self, columns: Columns, taken_s: Any) -> Any:
+        """Which steps count for timings: not the first of a formation, not those that compiled."""
+        steady = (taken_s >= 0.0) & (taken_s < 1e9)  # false for NaN too
+        if self._settling < WARM_UP:
+            steady[: WARM_UP - self._settling] = False
+            self._settling = min(WARM_UP, self._settling + len(columns))
+        compiled = columns.get("compile_s")
+        if any(compiled):
+            steady &= ~(np.nan_to_num(columns.floats("compile_s")) > 0.0)
+        return steady
+
+    def _time(self, columns: Columns, taken_s: Any, steady: Any) -> None:
+        known_s = taken_s[steady]
+        self._durations.add(known_s.tolist())
+        self._drift.add(known_s)
+        self._steady_s += float(known_s.sum())
+        self._data_s += _sum(columns.floats("data_s"), steady)
+        self._tokens_steady += _sum(columns.floats("tokens"), steady)
+
+    def _batches(self, columns: Columns, file: str, lines: Sequence[int]) -> None:
+        if self._sizes is None:
+            return
+        column = columns.get("tokens")
+        for size in set(column):
+            if size is None:
+                continue
+            if size not in self._sizes:
+                if len(self._sizes) >= MOST_SIZES:
+                    self._sizes = None
+                    return
+                self._sizes[size] = 0
+                self._size_lines[size] = Spot(file=file, line=lines[column.index(size)])
+            self._sizes[size] += column.count(size)
+
+    def _skips(self, skipped: Sequence[Any]) -> None:
+        for one in skipped:
+            self._row = self._row + 1 if one is True else 0
+            self._skipped += one is True
+            self._most_in_row = max(self._most_in_row, self._row)
+
+    def _finite(self, columns: Columns, skipped: Sequence[Any], file: str, lines: Sequence[int]) -> None:
+        """A number that is not finite is written as null, and was not skipped."""
+        for name in ("loss", "grad_norm"):
+            column = columns.get(name)
+            if not columns.has(name) or not np.isnan(columns.floats(name)).any():
+                continue
+            places = [
+                place
+                for place, value in enumerate(column)
+                if value is None and skipped[place] is not True and columns.tells(place, name)
+            ]
+            if places:
+                self._not_finite += len(places)
+                self._not_finite_spot = self._not_finite_spot or Spot(file=file, line=lines[places[0]])
+
+    def facts(self) -> StepFacts | None:
+        """None before the first step."""
+        if self.first is None or self.last is None:
+            return None
+        early, late = self._drift.median(0.0, 0.25), self._drift.median(0.75, 1.0)
+        enough = len(self._drift.values) >= 4 * WARM_UP and early and late
+        rarest = min(self._sizes, key=lambda size: (self._sizes or {})[size]) if self._sizes else None
+        worst = max(self._jumps, key=lambda jump: jump.worst)
+        return StepFacts(
+            first=self.first,
+            last=self.last,
+            count=max(0, self._told - self._again),
+            again=self._again,
+            duration_s=self._durations.spread(),
+            drift=late / early - 1.0 if enough and early and late else None,
+            data_share=self._data_s / self._steady_s if self._steady_s else None,
+            tokens=dict(self._sizes) if self._sizes else None,
+            tokens_spot=self._size_lines.get(rarest) if rarest is not None else None,
+            tokens_per_s=self._tokens_steady / self._steady_s if self._steady_s and self._tokens_steady else None,
+            not_finite=self._not_finite,
+            not_finite_spot=self._not_finite_spot,
+            skipped=self._skipped,
+            skipped_in_a_row=self._most_in_row,
+            worst_jump=worst.worst or None,
+            worst_jump_spot=worst.spot,
+            worst_loss_jump=self._jumps[0].worst or None,
+            worst_loss_jump_spot=self._jumps[0].spot,
+        )
+
+    def noise(self) -> NoiseFacts | None:
+        """None where no step says anything of it."""
+        return self._noise.facts()
+
+
+class Jump:
+    """The largest value over its running mean, of steps that were not skipped."""
+
+    def __init__(self, field: str) -> None:
+        self.field = field
+        self.worst = 0.0
+        self.spot: Spot | None = None
+        self._mean, self._count = 0.0, 0
+
+    def take(self, values: Floats, skipped: Sequence[Any], file: str, lines: Sequence[int]) -> None:
+        """Some more values. The running mean of all of them at once: m·dⁿ + (1 − d)·Σ v·dⁿ⁻ⁱ."""
+        places = np.arange(len(values))
+        usual = (values >= 0.0) & (values < 1e150)
+        if any(skipped):
+            usual &= np.array([one is not True for one in skipped])
+        values, places = values[usual], places[usual]
+        for begin in range(0, len(values), BLOCK):
+            self._block(values[begin : begin + BLOCK], places[begin : begin + BLOCK], file, lines)
+
+    def _block(self, values: Any, places: Any, file: str, lines: Sequence[int]) -> None:
+        count = len(values)
+        powers = _powers()[: count + 1]
+        added = np.concatenate([[0.0], np.cumsum(values / powers[1:])])
+        means = powers * (self._mean + (1 - DECAY) * added)
+        weights = 1.0 - DECAY ** (self._count + np.arange(count)) if self._count < SETTLED else 1.0
+        early = max(0, FIRST - self._count)
+        ratios = np.where(means[:-1] > 0.0, values * weights / np.maximum(means[:-1], 1e-300), 0.0)[early:]
+        if len(ratios) and ratios.max() > self.worst:
+            self.worst = float(ratios.max())
+            self.spot = Spot(file=file, line=lines[int(places[early + int(ratios.argmax())])])
+        self._mean, self._count = float(means[-1]), self._count + count
+
+
+def _is_run(steps: Sequence[int]) -> bool:
+    return steps[-1] - steps[0] == len(steps) - 1 and steps == tuple(range(steps[0], steps[-1] + 1))
+
+
+def _sum(column: Floats, steady: Any) -> float:
+    """Of what can be a number of seconds or tokens."""
+    values = column[steady]
+    return float(values[(values >= 0.0) & (values < 1e15)].sum())
+
+
+@functools.cache
+def _powers() -> Floats:
+    return np.power(DECAY, np.arange(BLOCK + 1), dtype=np.float64)

@@ -1,0 +1,338 @@
+"""A run log as a stream: every line of every rank read once, in constant memory, and read on while the run grows.
+
+    pieces (feed.py)  →  events (lines.py)  →  columns, checked (shape.py, grammar.py)  →  sums of constant size
+
+Of a rank that many others stand beside, little is kept: about a kilobyte. Of the witness, the lowest rank that has a
+record, also how its steps went. What needs the order of time over all of them (the ledger, failures) is the record's
+own (accounts.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from phalanx.errors import PhalanxError
+from phalanx.record.account.places import places
+from phalanx.record.archive.history import RunHistory
+from phalanx.record.over import is_over
+from phalanx.record.run import Run
+from phalanx.record.values import at, printable
+from phalanx.rules.facts.log import GrammarFacts, LogFacts, StepFacts
+from phalanx.rules.log import accounts
+from phalanx.rules.log.agree import Formations, skew, skips_differ
+from phalanx.rules.log.feed import Feed, Tally
+from phalanx.rules.log.folder import has_provenance, is_job_changed, launch_of, listens
+from phalanx.rules.log.lines import uncollected
+from phalanx.rules.log.rank import Counted, RankLog
+from phalanx.rules.log.told import Supervisor
+from phalanx.rules.log.walk import Passing
+from phalanx.rules.outcome import Spot
+
+TURN_BYTES = 32 * 2**20  # of a rank before the next one has its turn, where there is a budget
+MOST_MISSING = 4096
+MOST_WORLD = 10_000_000  # files of events have names for as many
+# The ledger is walked anew when the run has grown by this share: a look at a run of hours every second costs little.
+AGAIN_SHARE, SMALL_BYTES = 0.05, 4 * 2**20
+# What a log must have, beside the steps themselves.
+BEGINS, TOLD, ENDS = "run_start", ("epoch", "restore"), "run_end"
+
+Progress = Callable[[int, int], None]
+
+
+class LogStream:
+    """`refresh`, then `facts`; again and again while a run goes on."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._shown = str(run.path)
+        self._history = RunHistory(run)
+        self._begin()
+
+    def _begin(self) -> None:
+        formations = Formations(_layout(self.run))
+        self._all, self._told = Counted(formations), Supervisor(formations)
+        self._tally = Tally()
+        self._supervisor = Feed(self.run.supervisor, self._shown, tally=self._tally)
+        self._ranks: dict[int, RankLog] = {}
+        self._account, self._account_bytes = accounts.Account(), -1
+        self._passing: Passing | None = None
+
+    @property
+    def bytes_read(self) -> int:
+        """So far."""
+        return self._tally.read_bytes
+
+    @property
+    def bytes_left(self) -> int:
+        """That are there and were not read."""
+        self._list()
+        return self._supervisor.left_bytes + sum(one.feed.left_bytes for one in self._ranks.values())
+
+    def _list(self) -> None:
+        """The folder, once for all ranks: each for itself would list a thousand files a thousand times."""
+        parts = self.run.event_parts()
+        for rank, one in self._ranks.items():
+            one.feed.closed = parts.get(rank, [])
+
+    def refresh(self, budget_bytes: int | None = None, *, progress: Progress | None = None) -> bool:
+        """Read what is new, no more than about `budget_bytes`; whether there was anything."""
+        before = self.bytes_read
+        found = list(self.run.recorded())
+        if self._ranks and found and found[0] < min(self._ranks):
+            self._begin()  # a lower rank has come: it is the witness, of all its steps
+        # Of a run that is over, and read at once, the ledger is made as its witness's events pass by.
+        at_once = budget_bytes is None and not self._ranks and found and is_over(self.run)
+        passing = Passing.of(self.run, self._history, found[0]) if at_once else None
+        for rank in found:
+            if rank not in self._ranks:
+                feed = Feed(self.run.events(rank), self._shown, tally=self._tally)
+                self._ranks[rank] = RankLog(rank, feed, self._all, witness=rank == found[0])
+        self._pass(passing)
+        self._list()
+        for piece in self._supervisor.pieces(budget_bytes):
+            self._told.take(piece, self._all.lines, self._all.grammar, self._all.secrets)
+        self._read(before, budget_bytes, progress)
+        return self.bytes_read != before
+
+    def _pass(self, passing: Passing | None) -> None:
+        """Somebody who sees the events of the witness, from the first on; nobody else does any more."""
+        self._passing = passing
+        for place, rank in enumerate(self._ranks.values()):
+            rank.passing = passing if place == 0 else None
+
+    def _read(self, before: int, budget_bytes: int | None, progress: Progress | None) -> None:
+        total = self.bytes_read + self.bytes_left if progress is not None else 0
+        for rank in self._turns(before, budget_bytes):
+            left = None if budget_bytes is None else min(TURN_BYTES, before + budget_bytes - self.bytes_read)
+            for piece in rank.feed.pieces(left):
+                with uncollected():
+                    rank.take(piece)
+                if progress is not None:
+                    progress(self.bytes_read, total)
+
+    def _turns(self, before: int, budget_bytes: int | None) -> Iterator[RankLog]:
+        """Every rank once; with a budget, again and again as long as it lasts, those first that are behind."""
+        ranks = list(self._ranks.values())
+        if budget_bytes is None:
+            yield from ranks
+            return
+        while ranks and self.bytes_read - before < budget_bytes:
+            waiting = []
+            for rank in ranks:
+                if self.bytes_read - before >= budget_bytes:
+                    return
+                seen = rank.feed.read_bytes
+                yield rank
+                if rank.feed.read_bytes > seen and rank.feed.left_bytes:
+                    waiting.append(rank)
+            ranks = waiting
+
+    # ---- facts -------------------------------------------------------------------------------------------------------
+
+    def facts(self) -> LogFacts:
+        """Everything the rules ask, as far as the run was read."""
+        ended = is_over(self.run)
+        known = self._accounts(ended=ended)
+        steps = self._steps()
+        launch = launch_of(self.run)
+        self._all.secrets.look_around(self.run, self._shown)
+        told = self._told if self._supervisor.read_bytes else None
+        walked = known.walked
+        step_s = steps.duration_s.p50 if steps is not None and steps.duration_s is not None else None
+        made = LogFacts(
+            run=self.run.name,
+            folder=self._shown,
+            state=printable(self.run.status().get("state", ""), most=40),
+            is_over=ended,
+            message=_first_line(self.run.status().get("message", "")),
+            world=min(self._world(), MOST_WORLD),
+            ranks=tuple(self._ranks),
+            wall_s=walked.ledger.wall_s if walked is not None else None,
+            bytes_left=self.bytes_left,
+            steps=steps,
+            digests=self._all.digests.facts(),
+            noise=self._all.steps.noise(),
+            formations=(told.formations if told else None) or (walked.ledger.formations if walked else None),
+            preflights=told.preflights if told and told.formations else None,
+            refused_hosts=told.refused if told else 0,
+            incidents=known.incidents,
+            detect_s=accounts.detect_s(walked, told.failures if told else (), step_s),
+            recovery_s=accounts.recovery_s(known.incidents),
+            most_in_a_row=told.most_in_a_row if told else 0,
+            ledger=walked.ledger if walked is not None else None,
+            effective=walked.ledger.effective if walked is not None and walked.ledger.steps else None,
+            lowest_hour=known.lowest_hour,
+            imbalance=self._imbalance(),
+            telemetry_share=self._telemetry_share(),
+            mfu=accounts.mfu(self.run, steps.tokens_per_s if steps is not None else None),
+            listens=listens(self.run, launch),
+            is_drill=launch.get("drill") is True,
+        )
+        return self._rest(self._measured(made), known, launch)
+
+    def _world(self) -> int:
+        """Ranks of the newest launch; of a run whose supervisor told nothing, all there are."""
+        told = self._told.world if self._supervisor.read_bytes else 0
+        return max(self.run.world() or 0, told or len(self._ranks))
+
+    def _measured(self, made: LogFacts) -> LogFacts:
+        """What devices, neighbours and checkpoints say."""
+        ranks = self._ranks.values()
+        retries = [one.retries for one in ranks if one.retries is not None]
+        restores = (self._told.restores if self._supervisor.read_bytes else None) or [
+            restore for one in ranks for restore in one.restores
+        ]
+        has_saves = self._all.saves.is_told or restores
+        return replace(
+            made,
+            monitor=self._all.monitors.facts(
+                [one.monitor_gaps for one in ranks if "monitor" in one.kinds],
+                peak=max((one.peak_bytes for one in ranks if one.rank < self._world()), default=0.0),
+                retries=sum(retries) if retries else None,
+                energy_j=sum(one.meter.energy_j for one in ranks),
+            ),
+            peers=self._all.peers.facts([one.peer_gaps for one in ranks if "peers" in one.kinds]),
+            checkpoints=self._all.saves.facts(self.run, restores) if has_saves or made.steps is not None else None,
+        )
+
+    def _rest(self, made: LogFacts, known: accounts.Account, launch: Mapping[str, Any]) -> LogFacts:
+        """Stragglers, money and energy, and the grammar, which looks at all the others."""
+        scored = known.scores
+        paid = known.cost
+        return replace(
+            made,
+            stragglers=scored.named if scored is not None else (),
+            straggler_scores=len(scored.score) if scored is not None and scored.score else None,
+            usd=paid.usd if paid is not None else None,
+            energy_j=paid.energy_j if paid is not None else None,
+            grammar=self._grammar(made, launch),
+        )
+
+    def _accounts(self, *, ended: bool) -> accounts.Account:
+        """The ledger and what goes with it; not again for a run that goes on and has hardly grown."""
+        read, before = self.bytes_read, self._account_bytes
+        little = not ended and read >= SMALL_BYTES and read - before <= AGAIN_SHARE * before
+        if before < 0 or (read != before and not little):
+            self._account = accounts.account(self.run, self._history, self._passing)
+            self._account_bytes = read
+            self._pass(None)
+        return self._account
+
+    def _steps(self) -> StepFacts | None:
+        ranks = self._ranks.values()
+        found = self._all.steps.facts()
+        if found is None:
+            return None
+        whole = {one.rank: one for one in ranks if one.is_whole and one.spans}
+        skips = {rank: one.skips for rank, one in whole.items() if one.skips}
+        differ = skips_differ(skips, {rank: one.spans for rank, one in whole.items()}) if skips else None
+        return replace(found, skips_differ=differ)
+
+    def _telemetry_share(self) -> float | None:
+        """Of the time in steps, what telemetry held the training up by; of the ranks that tell."""
+        telling = [(one.telemetry_s, one.took_s) for one in self._ranks.values() if one.telemetry_s is not None]
+        took_s = sum(took_s for _, took_s in telling)
+        return sum(spent_s for spent_s, _ in telling) / took_s if took_s else None
+
+    def _imbalance(self) -> float | None:
+        """The slowest rank's own time over the mean of those that do the same work, in the worst group."""
+        there = [one for one in self._ranks.values() if one.rank < self._world()]
+        own = {one.rank: (one.took_s - one.waited_s) / one.steps for one in there if one.steps}
+        known = {rank: own_s for rank, own_s in own.items() if own_s > 0.0}
+        where = places({"layout": _layout(self.run)}, self._history.supervisor())
+        groups = [[known[rank] for rank in group] for group in where.alike(sorted(known))]
+        return max((max(group) * len(group) / sum(group) for group in groups if len(group) > 1), default=None)
+
+    # ---- grammar -----------------------------------------------------------------------------------------------------
+
+    def _grammar(self, made: LogFacts, launch: Mapping[str, Any]) -> GrammarFacts:
+        all_ = self._all.grammar
+        bad, spot = self._damaged(ended=made.is_over)
+        missing, repeated = self._occurrences(made)
+        return GrammarFacts(
+            unreadable=all_.unreadable + bad,
+            unreadable_spot=all_.unreadable_spot or spot,
+            invalid=all_.invalid,
+            invalid_spot=all_.invalid_spot,
+            invalid_text=all_.invalid_text,
+            unknown_kinds=dict(all_.unknown),
+            missing=missing,
+            repeated=repeated,
+            out_of_order=all_.out_of_order,
+            out_of_order_spot=all_.out_of_order_spot,
+            unclosed=self._unclosed(made),
+            skew_s=skew(one.offsets for one in self._ranks.values()),
+            ranks_missing=self._missing_ranks(made),
+            secrets=self._all.secrets.count,
+            secrets_spot=self._all.secrets.spot,
+            secrets_partial=self._all.secrets.is_partial,
+            has_provenance=has_provenance(launch),
+            job_changed=is_job_changed(self.run, launch),
+        )
+
+    def _damaged(self, *, ended: bool) -> tuple[int, Spot | None]:
+        """Lines that were too long, files that are none, and last lines that nobody will complete."""
+        feeds = [self._supervisor, *(one.feed for one in self._ranks.values())]
+        torn = [feed for feed in feeds if ended and feed.is_torn]
+        spots = [feed.bad_spot for feed in feeds if feed.bad_spot is not None] + [feed.here for feed in torn]
+        return sum(feed.bad for feed in feeds) + len(torn), spots[0] if spots else None
+
+    def _occurrences(self, made: LogFacts) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What must be there once, or at least once; what a run that goes on will still tell is not missing yet."""
+        missing, repeated = [], []
+        ranks, told = list(self._ranks.values()), self._told.kinds
+        begun = made.steps is not None or made.is_over
+        ended = made.is_over and not made.bytes_left
+        if not ranks and made.is_over:
+            missing.append("events of any rank")
+        if any(BEGINS not in one.kinds for one in ranks if "step" in one.kinds or ended):
+            missing.append(BEGINS)
+        if self._supervisor.read_bytes and begun:
+            missing += [kind for kind in TOLD if kind not in told]
+        if ended and made.state == "done" and ranks and ENDS not in ranks[0].kinds:
+            missing.append(ENDS)
+        if ended and self._supervisor.read_bytes and "end" not in told:
+            missing.append("end")
+        starts = max(1, self._told.launches)
+        if told.get("end", 0) > starts:
+            repeated.append("end")
+        if any(one.states.count("done") > starts for one in ranks):
+            repeated.append(ENDS)
+        if self._supervisor.read_bytes and any(one.begun_again for one in ranks):  # no formation has another's epoch
+            repeated.append(BEGINS)
+        return tuple(missing), tuple(repeated)
+
+    def _missing_ranks(self, made: LogFacts) -> tuple[int, ...]:
+        """Ranks without a record while others have steps; before those, they may still come."""
+        if made.steps is None and not made.is_over:
+            return ()
+        return tuple(islice((rank for rank in range(made.world) if rank not in self._ranks), MOST_MISSING))
+
+    def _unclosed(self, made: LogFacts) -> int:
+        """Failures after which neither a step nor the end was told; of a run that goes on, none yet."""
+        if not made.is_over:
+            return 0
+        ended_s = self._told.ended_s
+        return sum(one.recovery_s is None and (ended_s is None or ended_s < one.t) for one in made.incidents)
+
+
+def read_log(run: Run, *, progress: Progress | None = None) -> LogFacts:
+    """Everything the rules ask of a run."""
+    stream = LogStream(run)
+    stream.refresh(progress=progress)
+    return stream.facts()
+
+
+def _first_line(text: object) -> str:
+    lines = str(text).splitlines() if isinstance(text, str) else []
+    return printable(lines[0], most=200) if lines else ""
+
+
+def _layout(run: Run) -> dict[str, object]:
+    try:
+        return dict(at(run.plan(), "layout"))
+    except PhalanxError:
+        return {}

@@ -1,0 +1,64 @@
+"""Load: fill this rank's pieces from a checkpoint, whatever layout and world wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from phalanx.train.parallel.pieces import Piece
+from phalanx.train.state.route import Route, find_route
+from phalanx.train.state.shard import box_of
+from phalanx.train.state.source import Source
+from phalanx.train.state.url import Place
+from phalanx.train.state.verify import THREADS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ready:
+    """A checkpoint of which all bytes this rank needs were read and are sound; nothing has been changed yet."""
+
+    route: Route
+
+    def fill(self) -> None:
+        """Copy the values into the pieces, in place."""
+        with torch.no_grad():
+            for rank, moves in self.route.moves.items():
+                with self.route.source.open(rank) as tensors:
+                    for move in moves:
+                        target = move.piece.tensor[move.part.within(box_of(move.piece))]
+                        target.copy_(tensors.read(move.entry, move.part))
+
+
+def load(where: Place | Source, pieces: Sequence[Piece], *, cast: bool = False, rank: int = 0, world: int = 1) -> None:
+    """Fill every piece from a commit or another source; see `prepare` for what is refused. An error changes nothing."""
+    prepare(where, pieces, cast=cast, rank=rank, world=world).fill()
+
+
+def prepare(
+    where: Place | Source, pieces: Sequence[Piece], *, cast: bool = False, rank: int = 0, world: int = 1
+) -> Ready:
+    """Find and verify everything `pieces` need, from the ranks that wrote a part of them and no others.
+
+    `rank` and `world` are this process's, and only tell where to look first. Raises UserError when the checkpoint is of
+    another model (a tensor it lacks, another shape, another dtype unless `cast`), Damaged when it is not what was
+    written or has a hole. On many ranks: prepare on each, agree that all are ready, then fill; or else all of them try
+    the checkpoint before it.
+    """
+    wanted = [piece for piece in pieces if piece.tensor.numel()]
+    route = find_route(where, wanted, cast=cast, rank=rank, world=world)
+    _check(route)
+    return Ready(route=route)
+
+
+def _check(route: Route) -> None:
+    def one(rank: int) -> None:
+        needed = {move.entry.name: move.entry for move in route.moves[rank]}
+        with route.source.open(rank) as tensors:
+            tensors.check(needed.values())
+
+    with ThreadPoolExecutor(max_workers=THREADS) as pool:
+        for _ in pool.map(one, route.moves):
+            pass

@@ -1,0 +1,141 @@
+"""The route of a load: which part of which file fills which piece.
+
+Indexes are read from the rank that most likely holds our pieces on (search.py), and no further than needed: a rank that
+starts again in its old layout reads its own and its owners', in another layout a few more, at worst all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+
+from phalanx.errors import Problem, UserError, nearest
+from phalanx.train.parallel.pieces import Piece
+from phalanx.train.state.boxes import Box, overlap
+from phalanx.train.state.catalog import check_agreement, check_cover
+from phalanx.train.state.dtypes import dtype_name
+from phalanx.train.state.index import Entry, Index
+from phalanx.train.state.search import search
+from phalanx.train.state.shard import box_of
+from phalanx.train.state.source import Source, source_of
+from phalanx.train.state.url import Place
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """`part` of an entry goes into a piece."""
+
+    entry: Entry
+    part: Box
+    piece: Piece
+
+
+@dataclass(kw_only=True, slots=True)
+class _Need:
+    """A piece, and what was found of it so far."""
+
+    piece: Piece
+    box: Box
+    missing: int
+    parts: list[tuple[Entry, Box]] = field(default_factory=list)
+    first: Entry | None = None  # any box of the tensor, ours or not
+
+    def offer(self, where: str, entry: Entry) -> None:
+        self.first = self.first or entry
+        check_agreement(where, self.first, entry)
+        part = overlap(entry.box, self.box) if entry.shape == tuple(self.piece.shape) else None
+        if part is not None:
+            self.parts.append((entry, part))
+            self.missing -= part.volume
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Route:
+    """All moves of a load, by the rank whose tensors they read."""
+
+    source: Source
+    moves: dict[int, list[Move]]
+    num_indexes_read: int
+
+
+def find_route(where: Place | Source, pieces: Sequence[Piece], *, cast: bool, rank: int, world: int) -> Route:
+    """How to fill `pieces` of a rank of a world, which need not be that of the checkpoint.
+
+    Raises UserError when the checkpoint is of another model, Damaged when an index is, or a part is nowhere.
+    """
+    source = source_of(where)
+    needs = [_Need(piece=piece, box=box_of(piece), missing=piece.tensor.numel()) for piece in pieces]
+    indexes = _read_indexes(source, needs, rank, world)
+    _refuse_other_model(source.where, needs, indexes, cast)
+    return Route(source=source, moves=_moves(needs), num_indexes_read=len(indexes))
+
+
+def _read_indexes(source: Source, needs: Sequence[_Need], rank: int, world: int) -> dict[int, Index]:
+    by_name: dict[str, list[_Need]] = {}
+    for need in needs:
+        by_name.setdefault(need.piece.name, []).append(need)
+    writers = [writer for writer in range(source.world) if source.count(writer)]
+    indexes: dict[int, Index] = {}
+    missing = sum(need.missing for need in needs)
+    if not writers or not missing:
+        return indexes
+    order = search(rank, world, writers=writers, copies=len(writers) < source.world)
+    writer: int | None = next(order)
+    while writer is not None and any(need.missing > 0 for need in needs):
+        indexes[writer] = source.index(writer)
+        _offer(source.where, indexes[writer], by_name)
+        before, missing = missing, sum(need.missing for need in needs)
+        writer = _next(order, before - missing)
+    return indexes
+
+
+def _next(order: Generator[int, int, None], found: int) -> int | None:
+    try:
+        return order.send(found)
+    except StopIteration:
+        return None
+
+
+def _offer(where: str, index: Index, by_name: dict[str, list[_Need]]) -> None:
+    for entry in index.entries:
+        for need in by_name.get(entry.name, ()):
+            need.offer(where, entry)
+
+
+def _moves(needs: Sequence[_Need]) -> dict[int, list[Move]]:
+    moves: dict[int, list[Move]] = {}
+    for need in needs:
+        check_cover(need.piece.name, need.box, need.parts)
+        for entry, part in need.parts:
+            moves.setdefault(entry.rank, []).append(Move(entry=entry, part=part, piece=need.piece))
+    return moves
+
+
+def _refuse_other_model(where: str, needs: Sequence[_Need], indexes: dict[int, Index], cast: bool) -> None:
+    problems = []
+    for need in needs:
+        if need.first is None:
+            problems.append(_absent(where, need.piece.name, indexes))
+        elif problem := _mismatch(where, need.first, need.piece, cast):
+            problems.append(problem)
+    if problems:
+        raise UserError(problems)
+
+
+def _absent(where: str, name: str, indexes: dict[int, Index]) -> Problem:
+    known = {entry.name for index in indexes.values() for entry in index.entries}
+    close = nearest(name, known)
+    why = f"it holds {close}" if close else f"it holds {len(known)} tensors of other names"
+    return Problem(where=where, what=f"holds no {name}", why=why)
+
+
+def _mismatch(where: str, stored: Entry, piece: Piece, cast: bool) -> Problem | None:
+    if stored.shape != tuple(piece.shape):
+        what = f"{piece.name} is {list(stored.shape)} there and {list(piece.shape)} in this model"
+        return Problem(where=where, what=what, fix="resume with the job file of the run that wrote it")
+    mine = dtype_name(piece.tensor.dtype)
+    if stored.dtype == mine or cast:
+        return None
+    what = f"{piece.name} is {stored.dtype} there and {mine} in this model"
+    fix = "load with cast=True if that is meant"
+    return Problem(where=where, what=what, why="values would be rounded", fix=fix)

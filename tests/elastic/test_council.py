@@ -1,0 +1,1375 @@
+"""Every situation of a run played through: messages of agents in, orders out, with a clock that is moved by hand."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.elastic import failure as failing
+from phalanx.elastic.board import Phase
+from phalanx.elastic.council import Council
+from phalanx.elastic.fence import current_epoch
+from phalanx.elastic.held import Held
+from phalanx.elastic.memory import Memory
+from phalanx.plan.plan import Plan
+from phalanx.record.events import EventWriter, read_events
+from phalanx.record.run import Run, create_run
+from phalanx.train.prepare import load_job, make
+
+JOB = Path(__file__).parents[2] / "examples" / "drill.toml"
+DEAD_S, TIMEOUT_S = 5.0, 60.0  # of the job: fault.dead_after_s and comm.init_timeout_s
+Message = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make(load_job(str(JOB), overrides=[], cluster=None, steps=0))
+
+
+@dataclass(kw_only=True)
+class Stage:
+    """A council, the agents it hears, and a clock."""
+
+    run: Run
+    plan: Plan
+    saved: list[Message] = field(default_factory=list)  # the memory, every time it was written down
+    agents: dict[str, Agent] = field(default_factory=dict)
+    now_s: float = 100.0
+    pid: int = 1000
+
+    def __post_init__(self) -> None:
+        self.begin(Memory())
+
+    def begin(self, memory: Memory) -> None:
+        """A coordinator starts; agents of an earlier one have yet to find it."""
+        events = EventWriter(self.run.supervisor, rank=-1)
+        self.council = Council(
+            self.run, self.plan, self._send, events, memory=memory, save=self._save, clock=lambda: self.now_s
+        )
+
+    def restart(self) -> None:
+        """The coordinator dies, and another reads what it wrote down."""
+        self.begin(Memory.from_json(self.saved[-1]))
+
+    def _save(self, memory: Memory) -> None:
+        self.saved.append(json.loads(json.dumps(memory.to_json())))
+
+    def _send(self, host: str, message: Message) -> None:
+        self.agents[host].take(json.loads(json.dumps(message)))
+
+    def pass_time(self, seconds: float, *, beats: bool = True, by_s: float = 0.25) -> None:
+        """Ticks; agents that are connected say that they live."""
+        until_s = self.now_s + seconds
+        while self.now_s < until_s and not self.council.is_over:
+            self.now_s += by_s
+            for agent in self.agents.values():
+                if beats and agent.connected:
+                    agent.beat()
+            self.council.tick()
+
+    def host(self, name: str, slots: int) -> Agent:
+        """An agent that connects with a process in every slot."""
+        agent = Agent(stage=self, name=name, slots=slots)
+        self.agents[name] = agent
+        agent.join()
+        return agent
+
+    def start(self, step: int = 0) -> None:
+        """All are ready and go; `step` steps are done."""
+        self.council.tick()
+        self.ready()
+        if step:
+            self.advance(step)
+
+    def ready(self) -> None:
+        for agent in self.agents.values():
+            agent.ready()
+        self.council.tick()
+
+    def advance(self, step: int) -> None:
+        for agent in self.agents.values():
+            agent.step = step
+            if agent.connected:
+                agent.beat()
+        self.council.tick()
+
+    def events(self, kind: str) -> list[Message]:
+        return [one for one in read_events(self.run.supervisor)[0] if one["event"] == kind]
+
+    @property
+    def world(self) -> int:
+        formation = self.council.memory.formation
+        return formation.world if formation is not None else 0
+
+    @property
+    def epoch(self) -> int:
+        return self.council.memory.epoch
+
+    @property
+    def status(self) -> tuple[str, int]:
+        status = self.run.status()
+        return status["state"], status.get("exit_code", -1)
+
+    @property
+    def message(self) -> str:
+        return str(self.run.status().get("message", ""))
+
+
+@dataclass(kw_only=True)
+class Agent:
+    """What an agent would say and hear."""
+
+    stage: Stage
+    name: str
+    slots: int
+    pids: dict[int, int] = field(default_factory=dict)
+    ranks: dict[int, int] = field(default_factory=dict)
+    epoch: int = 0
+    went: int = 0
+    step: int = -1
+    age_s: float = 0.0
+    phase: Phase = Phase.TRAINING
+    wishes: int = 0
+    held: list[Held] = field(default_factory=list)
+    heard: list[Message] = field(default_factory=list)
+    connected: bool = False
+
+    def __post_init__(self) -> None:
+        self.fill()
+
+    def fill(self) -> None:
+        """A process in every empty slot."""
+        for slot in set(range(self.slots)) - set(self.pids):
+            self.stage.pid += 1
+            self.pids[slot] = self.stage.pid
+
+    def say(self, kind: str, **fields: Any) -> None:
+        self.stage.council.hear(self.name, json.loads(json.dumps({"kind": kind, **fields})))
+
+    def join(self, **hello: Any) -> None:
+        self.connected = True
+        self.say("joined", hello={"host": self.name, "address": "10.0.0.1", "time": time.time(), **hello})
+        self.say("status", slots=self.pids, epoch=self.epoch, went=self.went, wishes=self.wishes)
+
+    def hang_up(self) -> None:
+        self.connected = False
+        self.say("gone")
+
+    def take(self, message: Message) -> None:
+        if not self.connected:
+            return
+        self.heard.append(message)
+        if message["kind"] == "form":
+            self.epoch = message["epoch"]
+            self.ranks = {slot: rank for rank, (host, slot) in enumerate(message["seats"]) if host == self.name}
+            self.step = -1
+        elif message["kind"] == "go":
+            self.went = message["epoch"]
+
+    def ready(self) -> None:
+        ports = {slot: [7000 + slot, 8000 + slot] for slot in self.ranks}
+        self.say("ready", epoch=self.epoch, ports=ports, held=[one.to_json() for one in self.held])
+
+    def beat(self) -> None:
+        progress = {slot: [self.step, int(self.phase), self.age_s] for slot in self.ranks} if self.went else {}
+        self.say("beat", epoch=self.epoch, progress=progress)
+
+    def lose(self, slot: int, *, up: bool = True, leaving: bool = False, **failure: Any) -> None:
+        """A process ends: by SIGKILL, or as `failure` says; another takes its slot.
+
+        `leaving`: it had not yet come out of a formation that is over.
+        """
+        pid = self.pids.pop(slot)
+        told = asdict(failing.by_signal(self.ranks.get(slot, -1), self.step, 9)) | failure
+        self.say("lost", slot=slot, pid=pid, epoch=self.epoch, failure=told, leaving=leaving)
+        if up:
+            self.up()
+
+    def up(self) -> None:
+        before = dict(self.pids)
+        self.fill()
+        for slot in set(self.pids) - set(before):
+            self.say("up", slots={slot: self.pids[slot]})
+
+    def left(self, slot: int, *, epoch: int | None = None, **fields: Any) -> None:
+        said = {"step": self.step, "why": "", "last_collective": f"all_gather of slot {slot}", **fields}
+        self.say("left", slot=slot, epoch=self.epoch if epoch is None else epoch, **said)
+
+    def kinds(self) -> list[str]:
+        return [message["kind"] for message in self.heard if message["kind"] != "beat"]
+
+    def last(self, kind: str) -> Message:
+        return [message for message in self.heard if message["kind"] == kind][-1]
+
+
+@pytest.fixture
+def make_stage(tmp_path: Path, plan: Plan) -> Callable[..., Stage]:
+    def build(*, launch: Message | None = None, **fault: Any) -> Stage:
+        job = replace(plan.job, fault=replace(plan.job.fault, **fault))
+        run = create_run(tmp_path, "council", job_toml="", job={}, plan_json=plan.to_json())
+        run.set_launch(**{"hosts": [], "slots": [], **(launch or {})})
+        return Stage(run=run, plan=replace(plan, job=job))
+
+    return build
+
+
+@pytest.fixture
+def stage(make_stage: Callable[..., Stage]) -> Stage:
+    return make_stage()
+
+
+def snapshots(*, epoch: int, step: int, world: int, slots: dict[int, int]) -> list[Held]:
+    """What a host's vault holds after a step, by slot -> rank."""
+    return [
+        Held(
+            rank=rank, world=world, epoch=epoch, step=step, slot=slot, kind="own", generation=0, tensors=1, size_bytes=1
+        )
+        for slot, rank in slots.items()
+    ]
+
+
+# ---- start -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_starts_when_every_rank_is_there(stage: Stage) -> None:
+    first, second = stage.host("a", 2), stage.host("b", 1)
+    stage.council.tick()
+    assert (first.kinds(), stage.epoch) == ([], 0)
+    second.slots = 2
+    second.up()
+    stage.council.tick()
+    assert first.kinds() == second.kinds() == ["form"]
+    assert first.last("form")["seats"] == [["a", 0], ["a", 1], ["b", 0], ["b", 1]]
+    assert current_epoch(stage.run) == 1
+    first.ready()
+    stage.council.tick()
+    assert first.kinds() == ["form"], "not before the other is ready too"
+    second.ready()
+    stage.council.tick()
+    go = second.last("go")
+    assert go["store"] == ["10.0.0.1", 7000]
+    assert go["vaults"] == {
+        "0": ["10.0.0.1", 8000],
+        "1": ["10.0.0.1", 8001],
+        "2": ["10.0.0.1", 8000],
+        "3": ["10.0.0.1", 8001],
+    }
+    assert go["restore"] is None
+    assert stage.status[0] == "running"
+    assert [(one["step"], one["source"]) for one in stage.events("restore")] == [(0, "start")]
+    assert [one["pid"] for one in stage.events("epoch")[0]["members"]] == [*first.pids.values(), *second.pids.values()]
+
+
+def test_hosts_that_never_come_end_it_with_who_is_there(stage: Stage) -> None:
+    stage.host("a", 3)
+    stage.pass_time(TIMEOUT_S + 1, by_s=1.0)
+    assert stage.status == ("failed", 3)
+    assert f"{stage.run.path}: 3 of 4 ranks arrived within 60 s\n  here: a\n" in stage.message
+
+
+def test_of_several_hosts_those_that_came_begin_without_the_others(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(launch={"hosts": ["a", "b"], "slots": [2, 2]})
+    stage.host("a", 2)
+    stage.pass_time(TIMEOUT_S + 1, by_s=1.0)
+    assert (stage.world, stage.events("epoch")[0]["reason"]) == (2, "some hosts did not arrive")
+
+
+def test_a_host_that_fails_its_preflight_takes_no_part(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(launch={"hosts": ["a", "b"], "slots": [2, 2]})
+    bad = Agent(stage=stage, name="b", slots=2)
+    stage.agents["b"] = bad
+    bad.join(problems=["b: its disk is full"])
+    good = Agent(stage=stage, name="a", slots=0)
+    stage.agents["a"] = good
+    good.join()
+    stage.council.tick()
+    assert stage.world == 0, "its processes are only being started"
+    good.slots = 2
+    good.up()
+    stage.council.tick()
+    assert (stage.world, good.last("form")["seats"]) == (2, [["a", 0], ["a", 1]])
+    assert stage.events("quarantine")[0]["reason"] == "b: its disk is full"
+
+
+def test_when_no_host_passes_its_preflight_the_run_says_why(stage: Stage) -> None:
+    bad = Agent(stage=stage, name="a", slots=4)
+    stage.agents["a"] = bad
+    bad.join(problems=["a: its disk is full\n  delete something"])
+    stage.council.tick()
+    assert (stage.status, stage.message.splitlines()[:2]) == (
+        ("failed", 3),
+        ["a host failed its preflight", "  a: its disk is full"],
+    )
+
+
+def test_a_clock_that_is_wrong_is_a_problem(stage: Stage) -> None:
+    agent = Agent(stage=stage, name="a", slots=4)
+    stage.agents["a"] = agent
+    agent.join(time=time.time() - 100)
+    assert "its clock is " in stage.events("quarantine")[0]["reason"]
+
+
+# ---- a host turns bad ------------------------------------------------------------------------------------------------
+
+
+def test_a_host_that_turned_bad_is_left_out_of_the_next_formation(stage: Stage) -> None:
+    """It is found when the epoch after a failure is formed; no rank of it fell, so that is no incident of its own."""
+    good, bad = stage.host("a", 2), stage.host("b", 2)
+    stage.start(step=7)
+    good.lose(1)
+    stage.council.tick()
+    good.ready()
+    bad.say("unfit", epoch=stage.epoch, problems=["b: its disk cannot be written"])
+    stage.council.tick()
+    assert (stage.epoch, good.last("form")["seats"]) == (3, [["a", 0], ["a", 1]])
+    assert stage.events("epoch")[-1]["reason"] == "without host b: failed the preflight"
+    (told,) = stage.events("quarantine")
+    assert (told["host"], told["reason"], told["epoch"]) == ("b", "b: its disk cannot be written", 2)
+    assert len(stage.events("incident")) == 1
+    stage.ready()
+    stage.advance(9)
+    stage.pass_time(10.0)
+    assert (stage.world, stage.epoch) == (2, 3), "its living processes are no reason to grow"
+
+
+def test_a_host_found_bad_for_an_older_epoch_is_not_judged(stage: Stage) -> None:
+    stage.host("a", 2)
+    late = stage.host("b", 2)
+    stage.start(step=7)
+    late.say("unfit", epoch=stage.epoch - 1, problems=["b: was slow once"])
+    assert (stage.events("quarantine"), stage.council.room.hosts["b"].problems) == ([], ())
+
+
+def test_when_the_last_host_turns_bad_the_run_says_why_and_how_to_go_on(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    folder = stage.run.path / "checkpoints" / "step-00000006"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").touch()
+    agent.lose(1)
+    stage.council.tick()
+    agent.say("unfit", epoch=stage.epoch, problems=["a: GPU 3 is gone\n  look at dmesg"])
+    stage.council.tick()
+    assert stage.status == ("failed", 3)
+    assert stage.message.splitlines() == [
+        "a host failed its preflight",
+        "  a: GPU 3 is gone",
+        "    look at dmesg",
+        f"  last good checkpoint: step 6; go on with: phalanx train --resume {stage.run.path}",
+    ]
+
+
+def test_with_replace_a_lost_place_is_waited_for_but_a_bad_one_is_not(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(recovery="replace")
+    stage.host("a", 2)
+    bad = stage.host("b", 2)
+    stage.start(step=3)
+    stage.agents["a"].lose(0)
+    stage.council.tick()
+    bad.say("unfit", epoch=stage.epoch, problems=["b: its disk is full"])
+    stage.council.tick()
+    assert stage.status == ("failed", 3)
+    assert "b: its disk is full" in stage.message
+
+
+def test_a_failure_that_meets_a_bad_host_names_it(stage: Stage) -> None:
+    stage.host("a", 2)
+    bad = stage.host("b", 4)
+    stage.start(step=3)
+    stage.agents["a"].lose(0, up=False)
+    stage.agents["a"].lose(1, up=False)
+    bad.say("unfit", epoch=stage.epoch, problems=["b: its disk is full"])
+    stage.pass_time(TIMEOUT_S + 5, by_s=1.0)
+    assert stage.status == ("failed", 3)
+    assert "not enough places left for any layout of this job; a host failed its preflight:\n" in stage.message
+    assert "    b: its disk is full" in stage.message
+
+
+def test_a_clock_that_went_wrong_during_the_run_is_found_when_it_forms(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was read after the host was asked, so how long the way took does not matter."""
+    stage.host("a", 2)
+    wrong = stage.host("b", 2)
+    stage.council.tick()
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 30.0)
+    wrong.say("ready", epoch=stage.epoch, ports={}, held=[], time=real() - 10.0)
+    assert stage.events("quarantine") == [], "it is our own clock that was set"
+    stage.now_s += 30.0  # the answer took long
+    wrong.say("ready", epoch=stage.epoch, ports={}, held=[], time=real() + 1.0)
+    assert stage.events("quarantine") == []
+    wrong.say("ready", epoch=stage.epoch, ports={}, held=[], time=real() - 10.0)
+    assert "b: its clock is " in stage.events("quarantine")[0]["reason"]
+
+
+def test_a_new_coordinator_hears_of_the_bad_host_from_its_hello(stage: Stage) -> None:
+    good, bad = stage.host("a", 2), stage.host("b", 2)
+    stage.start(step=7)
+    good.lose(1)
+    stage.council.tick()
+    stage.restart()
+    good.join()
+    bad.join(problems=["b: its disk cannot be written"])
+    stage.pass_time(1.0)
+    assert (stage.world, good.last("form")["seats"]) == (2, [["a", 0], ["a", 1]])
+
+
+# ---- a rank falls ----------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_rank_is_replaced_in_its_slot(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    old = dict(agent.pids)
+    agent.lose(2)
+    stage.council.tick()
+    assert (stage.epoch, stage.world, current_epoch(stage.run)) == (2, 4, 2)
+    assert [one["pid"] for one in stage.events("epoch")[-1]["members"]] == [old[0], old[1], agent.pids[2], old[3]]
+    incident = stage.events("incident")[0]
+    assert (incident["rank"], incident["slot"], incident["step"], incident["cause"]["signal"]) == (2, 2, 7, 9)
+    assert stage.events("epoch")[-1]["reason"] == "rank 2 fell: Signal"
+
+
+def test_it_waits_for_the_new_process_rather_than_shrink(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.lose(2, up=False)
+    stage.pass_time(1.0)
+    assert stage.epoch == 1
+    agent.up()
+    stage.council.tick()
+    assert (stage.epoch, stage.world) == (2, 4)
+
+
+def test_a_spare_takes_the_place_at_once(stage: Stage) -> None:
+    agent = stage.host("a", 5)
+    stage.start(step=7)
+    agent.lose(2, up=False)
+    stage.council.tick()
+    assert agent.last("form")["seats"] == [["a", 0], ["a", 1], ["a", 4], ["a", 3]]
+
+
+def test_without_a_place_the_job_shrinks_and_grows_again_at_the_end_of_a_step(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.lose(2, up=False)
+    stage.pass_time(2.5)
+    assert (stage.epoch, stage.world) == (2, 3)
+    stage.ready()
+    stage.advance(8)
+    agent.up()
+    stage.pass_time(0.75)
+    assert "reform" not in agent.kinds(), "the place is to stay for a moment"
+    stage.pass_time(0.75)
+    assert agent.kinds()[-1] == "reform"
+    for slot in agent.ranks:
+        agent.left(slot, state="reform", step=12)
+    stage.council.tick()
+    assert (stage.epoch, stage.world, stage.events("epoch")[-1]["reason"]) == (3, 4, "as planned")
+    assert agent.last("form")["seats"] == [["a", slot] for slot in range(4)]
+    assert len(stage.events("incident")) == 1, "growing is none"
+
+
+def test_two_that_fall_at_once_are_one_incident(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.lose(1)
+    agent.lose(3)
+    stage.council.tick()
+    assert (stage.epoch, len(stage.events("incident")), stage.events("incident")[0]["others"]) == (2, 1, [3])
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["forming", "going"])
+def test_a_rank_that_falls_while_the_next_formation_is_made(stage: Stage, told: bool) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.lose(2)
+    stage.council.tick()
+    if told:
+        stage.ready()
+    agent.lose(2)
+    agent.lose(0)
+    stage.pass_time(0.25)
+    assert (stage.epoch, stage.world) == (3, 4)
+    assert len(stage.events("incident")) == 2
+    stage.ready()
+    assert agent.last("go")["epoch"] == 3
+
+
+STUCK = {"kind": "Silence", "message": "did not leave its formation within 5 s", "signal": 0}
+
+
+def test_survivors_that_must_be_killed_belong_to_the_same_incident(stage: Stage) -> None:
+    """One fault is one epoch and one failure in a row, also where nobody gets out of the old epoch by itself."""
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.lose(2)
+    stage.council.tick()
+    stage.pass_time(DEAD_S)
+    for slot in (0, 1, 3):
+        agent.lose(slot, leaving=True, **STUCK)
+        stage.pass_time(0.25)
+    assert (stage.epoch, stage.council.memory.failures, len(stage.events("incident"))) == (2, 1, 1)
+    assert [one["slot"] for one in agent.heard if one["kind"] == "seat"] == [0, 1, 3]
+    told = stage.events("replacement")
+    assert [(one["rank"], one["epoch"], one["pid"]) for one in told] == [(n, 2, agent.pids[n]) for n in (0, 1, 3)]
+    assert told[0]["cause"]["message"] == STUCK["message"]
+    assert "go" not in agent.kinds()[2:]
+    stage.ready()
+    assert agent.last("go")["epoch"] == 2
+    stage.advance(8)
+    agent.lose(0)
+    stage.council.tick()
+    assert (stage.epoch, stage.events("incident")[-1]["in_a_row"]) == (3, 1), (
+        "its new process is a member like any other"
+    )
+
+
+def test_a_survivor_that_is_not_replaced_makes_another_epoch_but_no_other_incident(
+    make_stage: Callable[..., Stage],
+) -> None:
+    stage = make_stage(restarts=1)
+    agent = stage.host("a", 5)
+    stage.start(step=7)
+    agent.lose(2, up=False)  # the spare takes its place
+    stage.council.tick()
+    agent.lose(0, up=False, leaving=True, **STUCK)
+    agent.slots = 0  # nor does any other place get a process
+    stage.pass_time(5.0)
+    assert (stage.epoch, stage.world, stage.council.memory.failures) == (3, 3, 1)
+    assert len(stage.events("incident")) == 1
+    assert not stage.council.is_over
+
+
+def test_under_shrink_a_survivor_that_must_be_killed_is_not_replaced(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(recovery="shrink")
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.lose(2)
+    stage.council.tick()
+    for slot in (0, 1):
+        agent.lose(slot, leaving=True, **STUCK)
+    stage.pass_time(0.5)
+    assert (stage.epoch, stage.world, len(stage.events("incident"))) == (3, 1, 1)
+
+
+def test_a_fault_of_its_own_while_others_are_replaced_is_another_incident(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.lose(2)
+    stage.council.tick()
+    agent.lose(0, up=False, leaving=True, **STUCK)
+    agent.lose(2, up=False)  # had answered, and joined what is being made
+    stage.pass_time(0.75)
+    assert stage.epoch == 2, "their new processes are waited for"
+    agent.up()
+    stage.pass_time(0.5)
+    assert (stage.epoch, stage.world) == (3, 4)
+    assert [one["in_a_row"] for one in stage.events("incident")] == [1, 2]
+
+
+def test_a_seat_that_was_told_to_an_agent_that_hung_up_is_told_again(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.lose(2)
+    stage.council.tick()
+    agent.lose(0, up=False, leaving=True, **STUCK)
+    agent.hang_up()
+    agent.fill()
+    agent.join()
+    stage.pass_time(0.25)
+    assert 0 in [one["slot"] for one in agent.heard if one["kind"] == "seat"]
+    stage.ready()
+    assert (agent.last("go")["epoch"], len(stage.events("incident"))) == (2, 1)
+
+
+def test_a_rank_that_died_before_the_form_reached_it_is_replaced_in_it(stage: Stage) -> None:
+    """Its agent had not yet noticed; the end it tells of is of a process that was counted on."""
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.lose(2)
+    stage.council.tick()
+    agent.epoch = 1  # the form is still on its way
+    agent.lose(3)
+    stage.pass_time(0.25)
+    assert (stage.epoch, agent.last("seat")["slot"], len(stage.events("incident"))) == (2, 3, 1)
+    agent.epoch = 2
+    stage.ready()
+    assert agent.last("go")["epoch"] == 2
+
+
+def test_the_end_of_a_process_that_was_replaced_before_is_no_news(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    old = agent.pids[2]
+    agent.lose(2)
+    stage.council.tick()
+    agent.say("lost", slot=2, pid=old, epoch=1, failure=asdict(failing.by_signal(2, 7, 9)))
+    stage.ready()
+    stage.advance(8)
+    assert (stage.epoch, len(stage.events("incident"))) == (2, 1)
+
+
+def test_messages_of_old_epochs_are_ignored(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.lose(2)
+    stage.council.tick()
+    for slot in range(4):
+        agent.left(slot, epoch=1, state="done")
+    agent.say("ready", epoch=1, ports={}, held=[])
+    agent.say("beat", epoch=1, progress={0: [99, 2, 0.0]})
+    stage.pass_time(2.0)
+    assert (stage.epoch, stage.council.is_over, "go" in agent.kinds()[2:]) == (2, False, False)
+    assert stage.council.memory.step == 7
+
+
+def test_what_survivors_say_of_the_last_collective_is_kept_by_the_rank_they_were(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.lose(0, up=False)
+    stage.pass_time(2.5)
+    assert agent.last("form")["seats"] == [["a", 1], ["a", 2], ["a", 3]]
+    agent.left(3, epoch=1)
+    stage.ready()
+    (evidence,) = stage.events("evidence")
+    assert (evidence["epoch"], evidence["last_collectives"]) == (1, {"3": "all_gather of slot 3"})
+
+
+def test_under_shrink_a_lost_rank_is_not_replaced(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(recovery="shrink")
+    agent = stage.host("a", 5)
+    stage.start(step=7)
+    agent.lose(1)
+    stage.council.tick()
+    assert agent.last("form")["seats"] == [["a", 0], ["a", 2], ["a", 3]]
+    stage.ready()
+    stage.advance(8)
+    stage.pass_time(3.0)
+    assert "reform" not in agent.kinds()
+
+
+def test_under_replace_it_waits_for_a_place_and_then_gives_up(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(recovery="replace")
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.lose(1, up=False)
+    stage.pass_time(10.0)
+    assert (stage.epoch, stage.council.is_over) == (1, False)
+    stage.pass_time(TIMEOUT_S)
+    assert stage.status == ("failed", 3)
+    assert "given up: there are not enough places left" in stage.message
+    assert len(stage.events("incident")) == 1
+
+
+def test_under_stop_the_first_failure_ends_the_run(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(recovery="stop")
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.left(1, why="RuntimeError: Connection closed by peer")
+    agent.lose(2, kind="KeyError", message="'x'", signal=0)
+    stage.pass_time(1.0)
+    assert (stage.status, stage.epoch) == (("failed", 3), 1)
+    assert stage.message.startswith("step 7: rank 2 of 4 (host ")
+    assert "KeyError: 'x'\n  other ranks: 1 lost their peer, 2 stopped by us\n" in stage.message
+    assert agent.last("end")["code"] == 3
+    assert len(stage.events("incident")) == 1, "the cause is recorded also when it is the end"
+
+
+def test_a_mistake_of_the_user_ends_it_at_once_with_code_2(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    for slot in (2, 3):
+        agent.lose(slot, kind="UserError", message="data: is cut", signal=0, exit_code=2)
+    stage.pass_time(1.0)
+    assert (stage.status, stage.epoch) == (("failed", 2), 1)
+    assert stage.message.startswith("data: is cut\n  said by rank 2, step 7\n  other ranks: 1 said the same")
+
+
+def test_a_failure_says_on_which_of_several_hosts(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(recovery="stop")
+    stage.host("a", 2)
+    other = stage.host("b", 2)
+    stage.start(step=7)
+    other.lose(1)
+    stage.pass_time(1.0)
+    assert stage.message.startswith("step 7: rank 3 of 4 (host b): was killed (SIGKILL)")
+
+
+# ---- again and again -------------------------------------------------------------------------------------------------
+
+
+def test_restarts_without_progress_are_bounded_and_ever_slower(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    waits = []
+    for _ in range(10):
+        before, epoch = stage.now_s, stage.epoch
+        agent.lose(1)
+        while stage.epoch == epoch and not stage.council.is_over:
+            stage.pass_time(0.05, by_s=0.05)
+        if stage.council.is_over:
+            break
+        waits.append(round(stage.now_s - before, 1))
+        stage.ready()
+    assert len(waits) == 3, "fault.restarts"
+    assert waits[0] <= 0.1
+    assert waits[2] >= 0.5
+    assert stage.status == ("failed", 3)
+    assert "given up: 4 failures in a row, without a step between (fault.restarts = 3)" in stage.message
+    assert [one["in_a_row"] for one in stage.events("incident")] == [1, 2, 3, 4]
+
+
+def test_a_step_further_than_ever_forgives_and_one_done_again_does_not(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    for _ in range(2):
+        agent.lose(1)
+        stage.pass_time(1.0)
+        stage.ready()
+    assert stage.council.memory.failures == 2
+    stage.advance(5)  # there was no copy in memory: it began anew
+    assert stage.council.memory.failures == 2
+    stage.advance(8)
+    assert stage.council.memory.failures == 0
+
+
+def test_a_place_that_fails_again_and_again_is_left_alone_when_there_is_another(stage: Stage) -> None:
+    agent = stage.host("a", 5)
+    stage.start(step=7)
+    for _ in range(3):
+        slot = next(slot for slot, rank in agent.ranks.items() if rank == 1)
+        agent.lose(slot)  # the new process is there at once, so the rank stays in its slot
+        stage.pass_time(2.0)
+        stage.ready()
+    (told,) = stage.events("quarantine")
+    assert (told["slot"], told["reason"]) == (1, "failed 3 times in a row")
+    assert agent.last("form")["seats"] == [["a", 0], ["a", 4], ["a", 2], ["a", 3]]
+
+
+# ---- hosts -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_host_that_is_gone_and_comes_back(stage: Stage) -> None:
+    first, second = stage.host("a", 2), stage.host("b", 2)
+    stage.start(step=7)
+    second.hang_up()
+    stage.pass_time(0.75)
+    assert stage.epoch == 1, "it may only have lost the connection"
+    stage.pass_time(0.75)
+    assert (stage.epoch, stage.world) == (2, 2)
+    assert stage.events("incident")[0]["cause"]["message"] == "host b is gone: its agent hung up"
+    first.ready()
+    stage.council.tick()
+    stage.advance(8)
+    second.epoch, second.went, second.ranks, second.pids = 0, 0, {}, {}
+    second.fill()
+    second.join()
+    stage.pass_time(1.5)
+    assert first.kinds()[-1] == "reform"
+    for slot in first.ranks:
+        first.left(slot, state="reform", step=9)
+    stage.council.tick()
+    assert (stage.epoch, stage.world) == (3, 4)
+
+
+def test_the_first_cause_of_a_rank_stays_its_cause(stage: Stage) -> None:
+    stage.host("a", 2)
+    second = stage.host("b", 2)
+    stage.start(step=7)
+    second.lose(1, up=False)
+    second.hang_up()
+    stage.pass_time(1.5)
+    incident = stage.events("incident")[0]
+    assert (incident["rank"], incident["cause"]["signal"]) == (3, 9)
+
+
+def test_a_connection_that_only_broke_changes_nothing(stage: Stage) -> None:
+    stage.host("a", 2)
+    second = stage.host("b", 2)
+    stage.start(step=7)
+    second.hang_up()
+    stage.pass_time(0.5)
+    second.join()
+    stage.pass_time(2.0)
+    assert (stage.epoch, stage.events("incident")) == (1, [])
+
+
+def test_a_silent_host_is_given_up_and_introduces_itself_again(stage: Stage) -> None:
+    first, second = stage.host("a", 2), stage.host("b", 2)
+    stage.start(step=7)
+    for _ in range(12):
+        stage.now_s += 0.5
+        first.beat()
+        stage.council.tick()
+    assert (stage.epoch, stage.world) == (2, 2)
+    assert stage.events("host")[-1]["reason"] == "says nothing any more"
+    second.beat()
+    assert second.kinds()[-1] == "again"
+    second.join()
+    stage.ready()
+    stage.advance(8)
+    stage.pass_time(1.5)
+    assert first.kinds()[-1] == "reform"
+
+
+def test_a_coordinator_that_was_stopped_itself_blames_nobody(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    stage.now_s += 60.0  # SIGSTOP, SIGCONT
+    stage.council.tick()
+    agent.beat()
+    stage.council.tick()
+    assert (stage.epoch, stage.events("incident")) == (1, [])
+
+
+def test_the_only_host_is_waited_for(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.hang_up()
+    stage.pass_time(30.0)
+    assert not stage.council.is_over
+    agent.epoch, agent.went, agent.ranks, agent.pids = 0, 0, {}, {}
+    agent.join()
+    agent.up()
+    stage.council.tick()
+    assert (stage.epoch, stage.world) == (2, 4)
+    assert len(stage.events("incident")) == 1
+
+
+def test_the_only_host_is_not_waited_for_forever(stage: Stage) -> None:
+    stage.host("a", 4).hang_up()
+    stage.agents["a"].join()
+    stage.start(step=7)
+    stage.agents["a"].hang_up()
+    stage.pass_time(TIMEOUT_S + 5, by_s=1.0)
+    assert stage.status == ("failed", 3)
+
+
+def test_it_does_not_shrink_while_it_is_not_clear_who_is_there(stage: Stage) -> None:
+    first, second = stage.host("a", 2), stage.host("b", 2)
+    stage.start(step=7)
+    second.hang_up()
+    first.lose(0)
+    stage.council.tick()
+    assert stage.epoch == 1
+    second.join()
+    stage.council.tick()
+    assert (stage.epoch, stage.world) == (2, 4)
+
+
+# ---- state -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_step_that_memory_holds_in_full_is_taken_up(stage: Stage) -> None:
+    first, second = stage.host("a", 2), stage.host("b", 2)
+    stage.start(step=9)
+    first.held = snapshots(epoch=1, step=9, world=4, slots={0: 0, 1: 1}) + snapshots(
+        epoch=1, step=8, world=4, slots={0: 0, 1: 1}
+    )
+    second.held = snapshots(epoch=1, step=8, world=4, slots={0: 2, 1: 3}) + snapshots(
+        epoch=1, step=9, world=4, slots={0: 2}
+    )
+    second.lose(1)
+    stage.council.tick()
+    stage.ready()
+    go = first.last("go")
+    assert (go["restore"]["epoch"], go["restore"]["step"]) == (1, 8)
+    assert go["peers"] == {"a": ["10.0.0.1", 8000], "b": ["10.0.0.1", 8000]}
+    assert [(one["step"], one["source"]) for one in stage.events("restore")][-1] == (8, "memory")
+    first.held = snapshots(epoch=1, step=9, world=4, slots={0: 0, 1: 1})  # undone: epoch 2 went on from step 8
+    second.held = snapshots(epoch=1, step=9, world=4, slots={0: 2, 1: 3})
+    second.lose(1)
+    stage.pass_time(0.25)
+    stage.ready()
+    assert first.last("go")["restore"] is None
+
+
+def test_what_a_host_outside_of_the_formation_holds_cannot_be_reached(stage: Stage) -> None:
+    first, second = stage.host("a", 4), stage.host("b", 1)
+    stage.start(step=9)
+    first.held = snapshots(epoch=1, step=9, world=4, slots={0: 0, 1: 1, 2: 2})
+    second.held = snapshots(epoch=1, step=9, world=4, slots={0: 3})
+    first.lose(3)
+    stage.council.tick()
+    assert {host for host, _ in first.last("form")["seats"]} == {"a"}
+    stage.ready()
+    assert first.last("go")["restore"] is None
+
+
+# ---- astray ----------------------------------------------------------------------------------------------------------
+
+
+def astray(agent: Agent, **fields: Any) -> None:
+    for slot in agent.ranks:
+        agent.left(
+            slot, **{"fault": "not-finite", "why": "the gradient was not finite", "sound": 6, "step": 9, **fields}
+        )
+
+
+def test_numbers_that_go_astray_are_rolled_back_once(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=9)
+    agent.held = [one for step in (6, 8) for one in snapshots(epoch=1, step=step, world=4, slots=agent.ranks)]
+    astray(agent)
+    stage.pass_time(0.25)
+    assert stage.events("epoch")[-1]["reason"] == "roll back to step 6: the gradient was not finite"
+    stage.ready()
+    go = agent.last("go")
+    assert (go["restore"]["step"], go["at_most"]) == (6, 6)
+    stage.advance(9)
+    astray(agent)
+    stage.pass_time(0.25)
+    assert stage.status == ("failed", 3)
+    assert "given up: it happened again at the same step after going back" in stage.message
+
+
+def test_rolling_back_at_ever_other_steps_comes_to_an_end(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=20)
+    for step in range(12, 20):
+        astray(agent, step=step)
+        stage.pass_time(0.5)
+        if stage.council.is_over:
+            break
+        stage.ready()
+        stage.advance(step)
+    assert (step, stage.status) == (15, ("failed", 3))
+    assert "failures in a row, without a step between" in stage.message
+
+
+def test_one_rank_whose_copy_was_wrong_is_put_aside(stage: Stage) -> None:
+    agent = stage.host("a", 5)
+    stage.start(step=9)
+    agent.left(2, fault="diverged", why="rank 2 differs", sound=8, step=9, suspects=[2], evidence=None)
+    stage.pass_time(0.25)
+    assert stage.epoch == 1, "the others may have more to say"
+    stage.pass_time(0.5)
+    assert stage.events("quarantine")[0]["slot"] == 2
+    assert agent.last("form")["seats"] == [["a", 0], ["a", 1], ["a", 4], ["a", 3]]
+    stage.ready()
+    assert agent.last("go")["at_most"] == 8
+
+
+def test_when_nobody_knows_who_was_wrong_the_evidence_goes_along(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=9)
+    astray(agent, fault="diverged", why="ranks 0 and 1 differ", suspects=[], evidence={"step": 9})
+    stage.pass_time(0.25)
+    stage.ready()
+    assert agent.last("go")["case"] == {"step": 9}
+    stage.restart()
+    agent.join()
+    agent.lose(1)
+    stage.pass_time(0.25)
+    stage.ready()
+    assert agent.last("go")["case"] == {"step": 9}, "it outlives the coordinator"
+
+
+def test_what_was_saved_of_a_state_that_went_astray_is_not_called_good(make_stage: Callable[..., Stage]) -> None:
+    """It is set aside: a resumed run would take it for the newest."""
+    stage = make_stage(recovery="stop")
+    agent = stage.host("a", 4)
+    stage.start(step=9)
+    for step in (4, 8):
+        folder = stage.run.path / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").touch()
+    astray(agent, sound=6)
+    stage.council.tick()
+    assert "last good checkpoint: step 4;" in stage.message
+    assert "not to be trusted: step 8, now called untrusted-step-…" in stage.message
+    assert stage.run.saved_steps() == [4]
+    assert (stage.run.path / "checkpoints" / "untrusted-step-00000008" / "manifest.json").exists()
+    assert current_epoch(stage.run) == stage.epoch + 1, "nobody who still lives commits another"
+
+
+def test_under_stop_going_astray_ends_the_run(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(recovery="stop")
+    agent = stage.host("a", 4)
+    stage.start(step=9)
+    astray(agent)
+    stage.pass_time(1.0)
+    assert (stage.status, stage.epoch) == (("failed", 3), 1)
+    assert "Astray: the gradient was not finite" in stage.message
+
+
+# ---- nobody fell -----------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_lose_each_other_form_again(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    for slot in range(4):
+        agent.left(slot, why="RuntimeError: Connection reset by peer")
+    stage.pass_time(0.5)
+    assert stage.epoch == 2
+    assert stage.events("incident")[0]["cause"]["message"] == "RuntimeError: Connection reset by peer"
+
+
+def test_some_that_are_done_wait_for_the_others(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    for slot in (1, 2, 3):
+        agent.left(slot, state="done")
+    stage.pass_time(20.0)
+    assert (stage.epoch, stage.council.is_over) == (1, False)
+    agent.left(0, state="done")
+    stage.council.tick()
+    assert stage.status == ("done", 0)
+    assert agent.last("end")["code"] == 0
+
+
+def test_one_that_dies_when_others_are_done_is_done_again(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    for slot in (1, 2, 3):
+        agent.left(slot, state="done")
+    agent.lose(0)
+    stage.council.tick()
+    assert (stage.epoch, stage.world) == (2, 4)
+
+
+def test_a_stuck_rank_is_found_by_where_the_others_wait(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start()
+    stage.pass_time(2.0)
+    stage.advance(7)
+    agent.age_s = DEAD_S + 1
+    stage.pass_time(0.5)
+    assert "where" not in agent.kinds(), "three steps more are allowed"
+    agent.age_s = DEAD_S + 10
+    stage.pass_time(0.25)
+    assert agent.kinds()[-1] == "where"
+    agent.say("where", ranks={0: [True, "all_reduce"], 1: [True, "all_reduce"], 2: [False, "sleep"], 3: [True, "x"]})
+    stage.council.tick()
+    kill = agent.last("kill")
+    assert (kill["slot"], kill["place"], kill["silent_s"], kill["epoch"]) == (2, "sleep", DEAD_S + 10, 1)
+    stage.pass_time(1.0)
+    assert agent.kinds().count("kill") == agent.kinds().count("where") == 1, "its end is on its way"
+    agent.age_s = 0.0
+    agent.lose(2, kind="Silence", message="stopped answering", signal=0)
+    stage.council.tick()
+    assert stage.epoch == 2
+
+
+def test_when_all_wait_for_each_other_they_form_again(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.age_s = 100.0
+    stage.pass_time(0.25)
+    agent.say("where", ranks={slot: [True, "all_reduce"] for slot in range(4)})
+    stage.pass_time(0.5)
+    assert stage.epoch == 2
+    assert stage.events("incident")[0]["cause"]["kind"] == "Deadlock"
+
+
+def test_resting_ranks_have_more_patience(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    for phase, at in (
+        (Phase.RESTING, "evaluating or saving"),
+        (Phase.BUILDING, "setting up"),
+        (Phase.LOCKED, "in native code that holds the interpreter lock"),
+    ):
+        agent.phase, agent.age_s = phase, TIMEOUT_S
+        agent.heard.clear()
+        stage.pass_time(5.0)
+        assert "where" not in agent.kinds()
+        agent.age_s = TIMEOUT_S + 11
+        stage.pass_time(0.25)
+        agent.say("where", ranks={0: [False, "connect"], **{slot: [True, "all_reduce"] for slot in (1, 2, 3)}})
+        stage.council.tick()
+        assert f", {at}" in agent.last("kill")["patience"]
+        assert "which may take comm.init_timeout_s + 10 s = 70 s" in agent.last("kill")["patience"]
+        agent.age_s = 0.0
+        stage.pass_time(3.0)
+
+
+def test_those_that_gave_up_waiting_point_at_the_one_that_did_not(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.age_s = TIMEOUT_S
+    agent.phase = Phase.RESTING
+    for slot in (0, 1, 3):
+        agent.left(slot, why="RuntimeError: Timed out waiting 60000ms")
+    stage.pass_time(1.0)
+    assert agent.kinds()[-1] == "where"
+    agent.say("where", ranks={slot: [False, "behave"] for slot in range(4)})
+    stage.pass_time(0.25)
+    assert agent.last("kill")["slot"] == 2
+    agent.lose(2, kind="Silence", message="stopped answering", signal=0)
+    stage.council.tick()
+    assert (stage.epoch, stage.events("incident")[0]["rank"]) == (2, 2)
+
+
+def test_those_that_gave_up_waiting_for_one_that_waits_too_form_again(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.age_s = TIMEOUT_S
+    agent.phase = Phase.RESTING
+    for slot in (0, 1, 3):
+        agent.left(slot, why="RuntimeError: Timed out waiting 60000ms")
+    stage.pass_time(1.0)
+    agent.say("where", ranks={slot: [True, "all_reduce"] for slot in range(4)})
+    stage.pass_time(1.0)
+    assert "kill" not in agent.kinds()
+    assert (stage.epoch, stage.events("incident")[0]["cause"]["kind"]) == (2, "Left")
+
+
+# ---- another coordinator ---------------------------------------------------------------------------------------------
+
+
+def test_a_new_coordinator_goes_on_without_disturbing_anybody(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    stage.restart()
+    stage.pass_time(2.0, beats=False)
+    agent.join()
+    stage.pass_time(5.0)
+    assert (stage.epoch, stage.events("incident"), agent.kinds()) == (1, [], ["form", "go"])
+    stage.advance(20)
+    agent.lose(1)
+    stage.council.tick()
+    assert stage.epoch == 2
+
+
+def test_one_that_takes_over_while_forming_says_go(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.council.tick()
+    stage.restart()
+    agent.join()
+    agent.ready()
+    stage.council.tick()
+    assert [kind for kind in agent.kinds() if kind != "seat"] == ["form", "go"]
+
+
+def test_a_form_that_was_written_down_and_never_said(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    agent.connected = False  # nothing reaches it
+    stage.council.tick()
+    assert (agent.kinds(), stage.epoch) == ([], 1)
+    stage.restart()
+    agent.join()
+    assert agent.kinds() == ["form"]
+    agent.ready()
+    stage.council.tick()
+    assert (agent.kinds(), stage.epoch, stage.events("incident")) == (["form", "go"], 1, [])
+
+
+def test_a_go_that_was_written_down_and_never_said(stage: Stage) -> None:
+    first, second = stage.host("a", 2), stage.host("b", 2)
+    stage.council.tick()
+    second.connected = False
+    stage.ready()
+    assert (first.kinds()[-1], second.kinds()[-1]) == ("go", "form")
+    stage.restart()
+    first.join()
+    second.join()
+    assert first.kinds().count("go") == 1
+    assert second.last("go") == first.last("go")
+    stage.pass_time(2.0)
+    assert stage.epoch == 1
+
+
+def test_an_epoch_that_began_before_it_was_written_down_is_not_used_twice(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    before = stage.saved[-1]
+    agent.lose(2)
+    stage.council.tick()
+    assert current_epoch(stage.run) == 2
+    stage.begin(Memory.from_json(before))  # its memory is of epoch 1, and agents have heard of epoch 2
+    agent.join()
+    stage.pass_time(1.0)
+    assert stage.epoch == 3
+
+
+def test_a_rank_that_fell_while_there_was_no_coordinator(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    stage.restart()
+    pid = agent.pids.pop(2)
+    agent.fill()
+    agent.join()
+    agent.say("lost", slot=2, pid=pid, epoch=1, failure=asdict(failing.by_signal(2, 7, 9)))
+    stage.council.tick()
+    assert stage.epoch == 2
+    assert stage.events("incident")[0]["cause"]["signal"] == 9, "its agent knows how"
+
+
+def test_ranks_that_finished_while_there_was_no_coordinator(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    stage.restart()
+    agent.join()
+    for slot in range(4):
+        agent.left(slot, state="done")
+    stage.council.tick()
+    assert stage.status == ("done", 0)
+
+
+def test_a_host_that_does_not_find_the_new_coordinator_is_lost(stage: Stage) -> None:
+    first, second = stage.host("a", 2), stage.host("b", 2)
+    stage.start(step=7)
+    second.connected = False
+    stage.restart()
+    first.join()
+    stage.pass_time(2.0)
+    assert stage.epoch == 1, "as long as nobody misses it"
+    first.left(0, why="RuntimeError: Connection closed by peer")
+    stage.pass_time(1.0)
+    assert (stage.epoch, stage.world) == (2, 2)
+    assert stage.events("host")[-1]["reason"] == "did not come back"
+
+
+def test_an_agent_that_was_started_anew_has_lost_its_ranks(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    stage.restart()  # it was a child of the agent
+    agent.epoch, agent.went, agent.pids = 0, 0, {}
+    agent.join()
+    agent.up()
+    stage.council.tick()
+    assert (stage.epoch, stage.world) == (2, 4)
+
+
+def test_quarantine_and_counts_outlive_the_coordinator(stage: Stage) -> None:
+    agent = stage.host("a", 5)
+    stage.start(step=9)
+    astray(agent, fault="diverged", why="rank 2 differs", suspects=[2])
+    stage.pass_time(0.25)
+    stage.restart()
+    agent.join()
+    agent.lose(0)
+    stage.pass_time(1.0)
+    assert stage.council.memory.failures == 2
+    assert ["a", 2] not in agent.last("form")["seats"]
+
+
+# ---- stopping --------------------------------------------------------------------------------------------------------
+
+
+def test_a_wish_before_there_is_a_formation(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    agent.say("stop", count=1)
+    stage.council.tick()
+    assert (stage.status, stage.message) == (("stopped", 130), "stopped before the first rank was started")
+    assert agent.kinds() == ["stop", "end"]
+
+
+def test_a_wish_that_comes_with_the_slots_is_heard_before_they_are_used(stage: Stage) -> None:
+    agent = Agent(stage=stage, name="a", slots=4, wishes=1)
+    stage.agents["a"] = agent
+    agent.join()
+    stage.council.tick()
+    assert (stage.status, stage.epoch) == (("stopped", 130), 0)
+
+
+@pytest.mark.parametrize("phase", ["forming", "running", "recovering"])
+def test_a_wish_reaches_every_host_and_ends_with_what_was_saved(stage: Stage, phase: str) -> None:
+    first, second = stage.host("a", 2), stage.host("b", 2)
+    stage.council.tick()
+    if phase != "forming":
+        stage.ready()
+        stage.advance(7)
+    if phase == "recovering":
+        second.lose(1, up=False)
+    first.say("stop", count=1)
+    stage.council.tick()
+    assert second.kinds()[-1] == "stop"
+    second.up()
+    stage.council.tick()
+    stage.ready()
+    for agent in (first, second):
+        for slot in agent.ranks:
+            agent.left(slot, state="stopped", step=8)
+    stage.council.tick()
+    assert stage.status == ("stopped", 130)
+    assert stage.message == f"stopped as asked: nothing was saved; go on with: phalanx train --resume {stage.run.path}"
+
+
+def test_the_stop_file(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    stage.run.stop_file.touch()
+    stage.pass_time(0.75)
+    assert agent.kinds()[-1] == "stop"
+
+
+def test_a_second_wish_ends_it_at_once(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.say("stop", count=1)
+    stage.council.tick()
+    agent.say("stop", count=2)
+    stage.council.tick()
+    assert (stage.status, stage.message) == (("stopped", 130), "killed at once, as asked; no checkpoint was written")
+
+
+def test_grace_has_an_end(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(grace_s=10.0)
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.say("stop", count=1, hurry=True)
+    stage.pass_time(9.0)
+    assert not stage.council.is_over
+    stage.pass_time(2.0)
+    assert stage.status == ("stopped", 130)
+    assert stage.message.startswith("killed: not done within fault.grace_s = 10 s after it was asked; ")
+
+
+def test_a_person_who_asked_waits_as_long_as_it_takes(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(grace_s=10.0)
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.say("stop", count=1, hurry=False)
+    stage.pass_time(11.0)
+    assert not stage.council.is_over
+
+
+def test_a_wish_while_there_is_nobody_to_go_on_with(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.hang_up()
+    stage.pass_time(3.0)
+    stage.run.stop_file.touch()
+    stage.pass_time(1.0)
+    assert stage.status == ("stopped", 130)
+    assert stage.message.startswith("stopped as asked, while not enough ranks were there to go on; ")
+
+
+def test_a_host_that_comes_late_hears_of_the_wish(stage: Stage) -> None:
+    stage.host("a", 4)
+    stage.start(step=7)
+    stage.run.stop_file.touch()
+    stage.pass_time(1.0)
+    assert stage.host("b", 1).kinds() == ["stop"]
+
+
+# ---- replay ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_replay_takes_the_formations_that_it_is_told(make_stage: Callable[..., Stage], plan: Plan) -> None:
+    small = asdict(replace(plan.layout, data=2, shard=2, accumulation=4))
+    stage = make_stage(
+        launch={"formations": [{"from_step": 0, "layout": asdict(plan.layout)}, {"from_step": 5, "layout": small}]}
+    )
+    agent = stage.host("a", 4)
+    stage.start(step=4)
+    assert stage.world == 4
+    for slot in agent.ranks:
+        agent.left(slot, state="reform", step=5)
+    stage.council.tick()
+    assert stage.world == 2
+    stage.ready()
+    stage.advance(6)
+    stage.pass_time(3.0)
+    assert "reform" not in agent.kinds(), "nothing grows in a replay"

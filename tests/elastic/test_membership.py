@@ -1,0 +1,92 @@
+"""Who takes part next, from the seats that are alive."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from phalanx.elastic.formation import Formation, Seat
+from phalanx.elastic.membership import next_formation
+from phalanx.plan.layout import Layout
+
+LAYOUT = Layout(
+    data=4, shard=4, tensor=1, context=1, pipeline=1, virtual_pipeline=1, expert=1, zero=3, sequence_parallel=False,
+    micro_batch=2, accumulation=2, recompute="none", precision="fp32", schedule="1f1b", offload="none",
+    compression="none",
+)  # fmt: skip
+SEQUENCES = 16
+
+
+def seats(*names: str) -> tuple[Seat, ...]:
+    """`a0` is slot 0 of host a."""
+    return tuple(Seat(name[0], int(name[1:])) for name in names)
+
+
+def named(formation: Formation | None) -> list[str] | None:
+    return [f"{seat.host}{seat.slot}" for seat in formation.seats] if formation is not None else None
+
+
+def following(
+    alive: str, *, before: str = "", policy: str = "auto", planned: Layout = LAYOUT, **more: Any
+) -> Formation | None:
+    old = seats(*before.split())
+    layout = replace(planned, data=len(old), shard=len(old)) if old else planned
+    return next_formation(
+        epoch=7,
+        planned=planned,
+        sequences=SEQUENCES,
+        reproducible=False,
+        policy=policy,
+        before=Formation(epoch=6, layout=layout, seats=old) if old else None,
+        alive=seats(*alive.split()),
+        fallen=seats(*str(more.get("fallen", "")).split()),
+    )
+
+
+def test_the_first_formation_takes_the_first_seats() -> None:
+    assert named(following("a0 a1 a2 b0 b1 b2")) == ["a0", "a1", "a2", "b0"]
+
+
+def test_survivors_keep_their_ranks() -> None:
+    assert named(following("a0 a1 a2 a3 a4", before="a3 a1 a0 a2")) == ["a3", "a1", "a0", "a2"]
+
+
+def test_a_lost_rank_goes_to_a_seat_of_its_own_host_if_it_can() -> None:
+    found = following("a0 a1 a2 b0 b1 b3", before="a0 a1 b0 b2")
+    assert named(found) == ["a0", "a1", "b0", "b1"]
+    assert named(following("a0 a1 a2 b0", before="a0 a1 b0 b1")) == ["a0", "a1", "b0", "a2"]
+
+
+@pytest.mark.parametrize(("policy", "world"), [("auto", 3), ("shrink", 3), ("replace", None)])
+def test_too_few_seats(policy: str, world: int | None) -> None:
+    found = following("a0 a1 a3", before="a0 a1 a2 a3", policy=policy)
+    assert (found.world if found is not None else None) == world
+
+
+def test_under_shrink_only_survivors_count() -> None:
+    found = following("a0 a1 a2 a3 a4", before="a0 a1 a2 a3", policy="shrink", fallen="a1")
+    assert named(found) == ["a0", "a2", "a3"]
+
+
+def test_a_smaller_layout_keeps_what_splits_the_model() -> None:
+    planned = replace(LAYOUT, data=2, shard=2, tensor=2)
+    found = following("a0 a1 a2", before="", policy="auto", planned=planned)
+    assert found is not None
+    assert (found.world, found.layout.tensor, found.layout.data) == (2, 2, 1)
+    assert following("a0", planned=planned) is None
+
+
+def test_nobody_is_left() -> None:
+    assert following("", before="a0 a1 a2 a3") is None
+
+
+def test_a_formation_as_json_and_back() -> None:
+    formation = following("a0 a1 b0 b1")
+    assert formation is not None
+    assert Formation.from_json(formation.to_json()) == formation
+    assert (formation.rank(Seat("b", 1)), formation.rank(Seat("b", 2))) == (3, None)
+    assert (formation.of_host("b"), formation.hosts) == ({0: 2, 1: 3}, ("a", "b"))
+    with pytest.raises(ValueError, match="3 seats for 4 ranks"):
+        Formation(epoch=1, layout=LAYOUT, seats=formation.seats[:3])

@@ -1,0 +1,70 @@
+"""How often to save, once it is known what saving costs."""
+
+import math
+
+import pytest
+
+from phalanx.hardware.cluster import resolve
+from phalanx.job.schema import Checkpoint, Fault
+from phalanx.plan.reliability import daly
+from phalanx.plan.reliability import reliability as plan
+from phalanx.train.state.interval import Interval
+
+MTBF_S = 10_000.0
+
+
+def interval(**changes):
+    return Interval(**{"interval_s": 300.0, "mtbf_s": MTBF_S, "measured": True, "now_s": 50.0, **changes})
+
+
+def test_the_plan_decides_until_something_was_measured():
+    clock = interval()
+    assert [clock.due(now_s) for now_s in (50.0, 349.0, 350.0)] == [False, False, True]
+    clock.persisted(900.0)  # without a blocking cost nothing is known
+    assert clock.interval_s == 300.0
+
+
+def test_the_measured_cost_takes_the_place_of_the_predicted_one():
+    clock = interval()
+    clock.saved(now_s=400.0, blocked_s=2.0)
+    assert clock.interval_s == pytest.approx(daly(2.0, MTBF_S))
+    assert not clock.due(400.0 + clock.interval_s - 1)
+    assert clock.due(400.0 + clock.interval_s + 1)
+
+
+def test_one_slow_save_changes_nothing():
+    clock = interval()
+    for blocked_s in (0.5, 0.5, 60.0, 0.5, 0.5):
+        clock.saved(now_s=0.0, blocked_s=blocked_s)
+    assert clock.interval_s == pytest.approx(daly(0.5, MTBF_S))
+    for _ in range(5):
+        clock.saved(now_s=0.0, blocked_s=3.0)  # but a lasting change does
+    assert clock.interval_s == pytest.approx(daly(3.0, MTBF_S))
+
+
+def test_saves_do_not_pile_up():
+    clock = interval()
+    clock.saved(now_s=0.0, blocked_s=0.01)
+    clock.persisted(700.0)
+    assert clock.interval_s == 700.0
+
+
+def test_no_failures_no_checkpoints_in_between():
+    clock = interval(mtbf_s=math.inf, interval_s=math.inf)
+    clock.saved(now_s=0.0, blocked_s=1.0)
+    assert not clock.due(1e12)
+
+
+def test_an_interval_of_the_job_stays(reliability):
+    clock = Interval.of(reliability, Checkpoint(interval_s=60.0), now_s=0.0)
+    clock.saved(now_s=0.0, blocked_s=100.0)
+    assert clock.interval_s == reliability.interval_s
+    assert Interval.of(reliability, Checkpoint(), now_s=0.0).interval_s == reliability.interval_s
+
+
+@pytest.fixture
+def reliability():
+    cluster = resolve("8xH100:2")
+    return plan(
+        cluster, checkpoint=Checkpoint(interval_s=60.0), fault=Fault(), state_bytes=1e12, devices=16, step_s=5.0
+    )

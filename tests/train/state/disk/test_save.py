@@ -1,0 +1,266 @@
+"""Committing: all or nothing, kept as many as asked for, and nothing of an earlier attempt taken for ours."""
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.errors import UserError, WorldError
+from phalanx.train.state import candidates, newest, save, verify
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def pieces(kit, size=1000):
+    return [kit.piece("w", torch.arange(float(size))), kit.piece("n", torch.arange(3))]
+
+
+def test_a_commit_is_a_folder_of_two_files_a_rank_and_a_manifest(kit, tmp_path):
+    saved = kit.save_all(tmp_path, [pieces(kit), []])
+    assert names(tmp_path) == ["step-00000100"]
+    assert names(saved.path) == [
+        "manifest.json",
+        "rank-00000.json",
+        "rank-00000.safetensors",
+        "rank-00001.json",
+        "rank-00001.safetensors",
+    ]
+    on_disk = sum(path.stat().st_size for path in saved.path.glob("rank-00000.*"))
+    assert saved.bytes == on_disk
+
+
+def test_the_newest_are_kept(kit, tmp_path):
+    for step in (1, 2, 3, 4):
+        kit.save_all(tmp_path, [pieces(kit)], step=step, keep=2)
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+    kit.save_all(tmp_path, [pieces(kit)], step=123456789, keep=1)
+    kit.save_all(tmp_path, [pieces(kit)], step=1234567890, keep=1)  # more digits than the name is padded to
+    assert names(tmp_path) == ["step-1234567890"]
+
+
+def test_a_broken_commit_does_not_count_as_one_of_those_kept(kit, tmp_path):
+    for step in (1, 2, 3):
+        kit.save_all(tmp_path, [pieces(kit)], step=step, keep=2)
+        if step > 1:
+            (tmp_path / f"step-{step:08d}" / "manifest.json").write_text("{}")
+    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]  # the only good one is the oldest
+    kit.save_all(tmp_path, [pieces(kit)], step=4, keep=1)
+    assert names(tmp_path) == ["step-00000004"]
+
+
+def test_a_step_reached_again_replaces_the_old_commit(kit, tmp_path):
+    kit.save_all(tmp_path, [pieces(kit)], attempt="first", meta={"try": 1})
+    kit.save_all(tmp_path, [pieces(kit)], attempt="second", meta={"try": 2})
+    assert names(tmp_path) == ["step-00000100"]
+    assert newest(tmp_path, verify=True).meta == {"try": 2}
+
+
+def test_the_old_commit_comes_back_when_the_new_one_cannot_take_its_place(kit, tmp_path):
+    def fail(name):
+        if name == "set-aside":
+            raise OSError(errno.EIO, "Input/output error")
+
+    kit.save_all(tmp_path, [pieces(kit)], meta={"try": 1})
+    with pytest.raises(WorldError, match="step 100 is not saved: Input/output error"):
+        kit.save_all(tmp_path, [pieces(kit)], attempt="a2", meta={"try": 2}, point=fail)
+    assert names(tmp_path) == ["step-00000100"]
+    assert newest(tmp_path, verify=True).meta == {"try": 1}
+
+
+def test_files_of_a_dead_attempt_are_not_ours(kit, tmp_path):
+    save(tmp_path, step=5, attempt="dead", pieces=pieces(kit), meta={}, rank=1, world=2)
+    with pytest.raises(WorldError) as caught:
+        save(tmp_path, step=5, attempt="alive", pieces=[], meta={}, rank=0, world=2, timeout_s=0.1)
+    draft = tmp_path / ".tmp-step-00000005-alive"
+    assert str(caught.value) == (
+        f"{draft}: step 5 is not saved: rank 1 did not write its part in 0.1 s\n"
+        "  a checkpoint counts only when every rank's part is on the disk; the one before is intact\n"
+        "  look at the log of that rank, and that all ranks see the same file system"
+    )
+    assert names(tmp_path) == [".tmp-step-00000005-dead"]
+    assert newest(tmp_path) is None
+
+
+def test_drafts_nobody_touches_any_more_are_swept_and_others_are_not(kit, tmp_path):
+    for name, age_s in ((".tmp-step-00000001-dead", 700), (".tmp-step-00000002-other", 1), (".old-step-00000003-x", 1)):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (time.time() - age_s,) * 2)
+    kit.save_all(tmp_path, [pieces(kit)])
+    assert names(tmp_path) == [".tmp-step-00000002-other", "step-00000100"]
+
+
+def test_rank_0_waits_for_a_slow_rank(kit, tmp_path):
+    began = threading.Event()
+
+    def late():
+        time.sleep(0.3)
+        began.set()
+        save(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=1, world=2)
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    saved = save(tmp_path, step=1, attempt="a", pieces=[], meta={}, rank=0, world=2)
+    began_at_return = began.is_set()
+    thread.join()
+    assert began_at_return
+    verify(saved.path)
+
+
+class FullDisk:
+    """os.write that fails after so many bytes, as a full disk does."""
+
+    def __init__(self, room):
+        self.room, self.write = room, os.write
+
+    def __call__(self, descriptor, data):
+        if len(data) > self.room:
+            if self.room:
+                self.write(descriptor, data[: self.room])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.room -= len(data)
+        return self.write(descriptor, data)
+
+
+def outcome(call):
+    try:
+        call()
+    except WorldError as error:
+        return str(error)
+    return None
+
+
+def test_a_full_disk_leaves_the_commit_before_and_no_half(kit, saved, monkeypatch):
+    room = 0
+    while True:  # full at every amount written, until there is room for all of it
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", FullDisk(room))
+            message = outcome(lambda: kit.save_all(saved, [pieces(kit, 50)], step=300))
+        if message is None:
+            break
+        assert message == (
+            f"{saved / '.tmp-step-00000300-a1'}: step 300 is not saved: No space left on device\n"
+            "  the checkpoint before it is intact\n  free space on this disk, or name another folder"
+        )
+        assert names(saved) == ["step-00000100", "step-00000200"]
+        assert newest(saved, verify=True).step == 200
+        room += 97
+    assert room > 1000
+    assert newest(saved, verify=True).step == 300
+
+
+def test_rank_0_hears_at_once_of_a_rank_that_gave_up(kit, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", FullDisk(100))
+        with pytest.raises(WorldError):
+            save(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=1, world=2)
+    assert names(tmp_path / ".tmp-step-00000001-a") == ["rank-00001.failed"]
+    with pytest.raises(WorldError) as caught:
+        save(tmp_path, step=1, attempt="a", pieces=[], meta={}, rank=0, world=2)
+    assert "step 1 is not saved: rank-00001 gave up: No space left on device" in str(caught.value)
+    assert names(tmp_path) == []
+
+
+def test_a_really_full_disk(kit, tmp_path):
+    room = tmp_path / "small"
+    room.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", room], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    try:
+        kit.save_all(room, [pieces(kit, 100_000)], step=1)
+        with pytest.raises(WorldError, match="No space left on device"):
+            kit.save_all(room, [pieces(kit, 200_000)], step=2)
+        assert names(room) == ["step-00000001"]
+        assert newest(room, verify=True).step == 1
+        kit.save_all(room, [pieces(kit, 90_000)], step=3)
+        assert newest(room, verify=True).step == 3
+    finally:
+        subprocess.run(["umount", room], check=True)
+
+
+def test_a_limit_on_the_size_of_files(kit, tmp_path):
+    """As a full disk, without root: the operating system refuses in the middle of the tensors."""
+    kit.save_all(tmp_path, [pieces(kit)], step=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        message = outcome(lambda: kit.save_all(tmp_path, [pieces(kit, 50_000)], step=2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert message == (
+        f"{tmp_path / '.tmp-step-00000002-a1'}: step 2 is not saved: File too large\n"
+        "  the checkpoint before it is intact\n  free space on this disk, or name another folder"
+    )
+    assert names(tmp_path) == ["step-00000001"]
+    assert newest(tmp_path, verify=True).step == 1
+    kit.save_all(tmp_path, [pieces(kit, 50_000)], step=2)
+    assert newest(tmp_path, verify=True).step == 2
+
+
+def test_a_rank_whose_folder_was_taken_away_says_why(kit, tmp_path):
+    def vanish(name):
+        if name == "data":
+            shutil.rmtree(tmp_path)
+
+    with pytest.raises(WorldError, match="step 1 is not saved: rank 0 gave up and took the folder away"):
+        save(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=1, world=2, point=vanish)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attempt": "../up"}, "attempt: '../up' cannot be part of a folder name\n  use letters, digits, '.' and '_'"),
+        ({"meta": {"loss": float("nan")}}, "checkpoint: meta cannot be written as JSON: "),
+        ({"meta": {"path": Path("x")}}, "checkpoint: meta cannot be written as JSON: "),
+        ({"rank": 2}, "checkpoint: step 1, keep 2, rank 2 of 2 cannot be saved"),
+        ({"keep": 0}, "checkpoint: step 1, keep 0, rank 0 of 2 cannot be saved"),
+    ],
+)
+def test_a_wrong_call_is_refused_before_anything_is_written(tmp_path, changes, message):
+    call = {"step": 1, "attempt": "a", "pieces": [], "meta": {}, "rank": 0, "world": 2, "keep": 2, **changes}
+    with pytest.raises(UserError) as caught:
+        save(tmp_path, **call)
+    assert str(caught.value).startswith(message)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda kit: [kit.piece("w", torch.ones(2)), kit.piece("w", torch.ones(2))], "w: names two pieces of one rank"),
+        (
+            lambda kit: [kit.piece("w", torch.ones(2, dtype=torch.complex64))],
+            "w: is complex64, which a checkpoint cannot",
+        ),
+        (lambda kit: [kit.piece("w", torch.ones(2), (3,), (2,))], "w: starts at [2] with [2], outside the whole [3]"),
+        (lambda kit: [kit.piece("__metadata__", torch.ones(2))], "__metadata__: names two pieces of one rank, or is"),
+    ],
+)
+def test_wrong_pieces_are_refused(kit, tmp_path, make, message):
+    with pytest.raises(UserError) as caught:
+        kit.save_all(tmp_path, [make(kit)])
+    assert str(caught.value).startswith(message)
+    assert names(tmp_path) == []
+
+
+def test_the_note_of_4096_ranks_is_read_quickly(kit, tmp_path):
+    """Nothing a rank does grows with the world; what rank 0 does grows by one note of 200 bytes a rank."""
+    began = time.process_time()  # of the processor: other tests may run beside this one
+    save(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=1, world=4096)
+    assert time.process_time() - began < 0.2
+    draft = tmp_path / ".tmp-step-00000001-a"
+    for rank in range(2, 4096):
+        for ending in (".json", ".safetensors", ".done"):
+            os.link(draft / f"rank-00001{ending}", draft / f"rank-{rank:05d}{ending}")
+    began = time.process_time()
+    save(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=0, world=4096)
+    assert time.process_time() - began < 1.0
+    assert [found.world for found in candidates(tmp_path)] == [4096]

@@ -1,0 +1,273 @@
+"""Two hosts: each keeps a copy of the other's state, and either can be lost."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from phalanx.elastic.channel import connect
+from phalanx.elastic.choose import Choice, choices
+from phalanx.elastic.vault import Vault
+from phalanx.errors import Problem, WorldError
+from phalanx.train.state import Damaged, load
+from phalanx.train.state.memory_buddy import buddy_of
+from phalanx.train.state.memory_replica import BuddyAddress
+from phalanx.train.state.memory_source import MemorySource
+
+HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
+
+
+def wait_for(condition, what):
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.002)
+
+
+def newest(vault, slot):
+    """The newest step that a host holds of its own."""
+    return max((one.step for one in vault.held() if (one.kind, one.slot) == ("own", slot)), default=-1)
+
+
+@pytest.fixture
+def vaults():
+    made = {host: Vault(2) for host in "ab"}
+    yield made
+    for one in made.values():
+        one.close()
+
+
+@pytest.fixture
+def job(kit, vaults, serve):
+    """Starts the four keepers of an epoch; they end with the test."""
+    servers = {host: serve(vault, host) for host, vault in vaults.items()}
+    keepers = []
+
+    def start(epoch=1, restored=None):
+        for keeper in keepers:
+            keeper.close()
+        for server in servers.values():
+            server.admit(epoch)
+        keepers[:] = []
+        for rank, host in HOSTS.items():
+            buddy = buddy_of(rank, HOSTS)
+            where = BuddyAddress(host="127.0.0.1", port=servers[HOSTS[buddy.rank]].port, slot=buddy.slot)
+            keepers.append(
+                kit.keeper(vaults[host], rank, 4, epoch=epoch, slot=rank % 2, buddy=where, restored=restored)
+            )
+        return keepers
+
+    start.servers = servers
+    yield start
+    for keeper in keepers:
+        keeper.close()
+
+
+def put(kit, keepers, step, held):
+    for keeper, pieces in zip(keepers, kit.cut(kit.state(step), 4), strict=True):
+        keeper.put(step, pieces, {"step": step}, held=held)
+    wait_for(lambda: all(k.safe_step == step for k in keepers), [(k.safe_step, k.trouble) for k in keepers])
+
+
+def restored(kit, source, step, world=3):
+    right = kit.cut(kit.state(step), world)
+    for rank, (expected, pieces) in enumerate(zip(right, kit.emptied(right), strict=True)):
+        load(source, pieces, rank=rank, world=world)
+        assert all(kit.same_bits(a.tensor, b.tensor) for a, b in zip(expected, pieces, strict=True))
+
+
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_the_host_that_is_left_has_everything(kit, vaults, job, lost):
+    keepers = job()
+    for step in (1, 2, 3):
+        put(kit, keepers, step, held=step - 1)
+    left = "ab".replace(lost, "")
+    (newest, *_) = choices({left: vaults[left].held()})
+    assert (newest.step, newest.world) == (3, 4)
+    assert [place.kind for places in newest.places.values() for place in places] == (
+        ["guest", "guest", "own", "own"] if lost == "a" else ["own", "own", "guest", "guest"]
+    )
+    source = MemorySource(newest, vault=vaults[left], local_host=left, peers={}, secret=kit.SECRET)
+    restored(kit, source, 3)
+
+
+def test_a_rank_reads_the_other_hosts_snapshots_over_the_network(kit, vaults, job):
+    put(kit, job(), 1, held=-1)
+    # Without its own memory, as on a host that has just joined.
+    held = {host: vault.held() for host, vault in vaults.items()}
+    choice = Choice.from_json(choices(held)[0].to_json())
+    peers = {host: ("127.0.0.1", server.port) for host, server in job.servers.items()}
+    fresh = Vault(1)
+    source = MemorySource(choice, vault=fresh, local_host="c", peers=peers, secret=kit.SECRET)
+    restored(kit, source, 1)
+    assert source.meta == {"step": 1}
+    fresh.close()
+
+
+def test_where_one_copy_is_damaged_the_other_is_taken(kit, vaults, job):
+    put(kit, job(), 1, held=-1)
+    held = {host: vault.held() for host, vault in vaults.items()}
+    choice = choices(held)[0]
+    peers = {"b": ("127.0.0.1", job.servers["b"].port)}
+
+    def source():
+        return MemorySource(choice, vault=vaults["a"], local_host="a", peers=peers, secret=kit.SECRET)
+
+    entry = source().index(1).entries[0]
+    vaults["a"].segment("own", 1, 0).view()[entry.offset] ^= 4
+    restored(kit, source(), 1)
+    vaults["b"].segment("guest", 1, 0).view()[entry.offset] ^= 4
+    with pytest.raises(Damaged) as caught:
+        restored(kit, source(), 1)
+    assert f"no sound copy of {entry.name} of rank 1: a: {entry.name} is not what was written" in str(caught.value)
+    assert f"; b: {entry.name} is not what was written" in str(caught.value)
+
+
+def test_a_host_that_is_gone_is_named(kit, vaults, job):
+    put(kit, job(), 1, held=-1)
+    choice = choices({host: vault.held() for host, vault in vaults.items()})[0]
+    fresh = Vault(1)
+    source = MemorySource(choice, vault=fresh, local_host="c", peers={}, secret=kit.SECRET)
+    with pytest.raises(Damaged, match="a: that host is not there any more; b: that host is not there any more"):
+        restored(kit, source, 1)
+    fresh.close()
+
+
+def test_a_copy_of_an_older_epoch_is_refused(kit, vaults, job):
+    old = job(epoch=1)
+    put(kit, old, 1, held=-1)
+    job.servers["b"].admit(2)
+    pieces = kit.cut(kit.state(2), 4)[0]
+    old[0].put(2, pieces, {}, held=1)
+    wait_for(lambda: old[0].trouble, "a fenced rank hears of it")
+    assert old[0].trouble == "a copy of epoch 1 came after epoch 2 had begun"
+    assert old[0].safe_step == 1
+    assert {one.step for one in vaults["b"].held() if one.kind == "guest"} == {1}
+
+
+def test_a_newer_epochs_copy_is_never_overwritten_by_an_older_one(kit, vaults, job):
+    """The server's process may not have heard of the new epoch: what lies in memory tells it."""
+    put(kit, job(epoch=5), 1, held=-1)
+    job.servers["b"]._epoch = -1
+    zombie = kit.keeper(
+        vaults["a"], 0, 4, epoch=4, slot=0, buddy=BuddyAddress(host="127.0.0.1", port=job.servers["b"].port, slot=0)
+    )
+    zombie.put(9, kit.cut(kit.state(9), 4)[0], {}, held=-1)
+    wait_for(lambda: zombie.trouble, "a fenced rank hears of it")
+    assert zombie.trouble == "a copy of epoch 4 came after epoch 5 had begun"
+    zombie.close()
+
+
+def test_the_next_epoch_begins_from_what_the_lost_host_had_sent(kit, vaults, job):
+    keepers = job(epoch=1)
+    for step in (1, 2):
+        put(kit, keepers, step, held=step - 1)
+    keepers = job(epoch=2, restored=(1, 2))
+    for step in (3, 4):
+        put(kit, keepers, step, held=-1)  # nobody has agreed on anything yet
+    for host in "ab":  # either may be lost now: step 2 can still be restored, and so can 3 and 4
+        found = choices({host: vaults[host].held()})
+        assert [(one.epoch, one.step) for one in found] == [(2, 4), (2, 3), (1, 2)]
+        source = MemorySource(found[-1], vault=vaults[host], local_host=host, peers={}, secret=kit.SECRET)
+        restored(kit, source, 2)
+
+
+def test_a_buddy_that_is_away_for_a_while_gets_every_step(kit, vaults, job, serve):
+    keepers = job()
+    put(kit, keepers, 1, held=-1)
+    port = job.servers["b"].port
+    job.servers["b"].close()
+    for step in (2, 3, 4, 5):  # put returns at once, and leaves out what would push out the step that all hold
+        for keeper, pieces in zip(keepers, kit.cut(kit.state(step), 4), strict=True):
+            assert keeper.put(step, pieces, {"step": step}, held=1) < 1
+    assert [keeper.skipped for keeper in keepers] == [2, 2, 2, 2]
+    wait_for(lambda: keepers[0].trouble and keepers[1].trouble, "they notice")
+    assert keepers[0].trouble.startswith("127.0.0.1 does not take a copy: ")
+    wait_for(lambda: [keeper.safe_step for keeper in keepers] == [1, 1, 3, 3], "the others go on")
+    assert newest(vaults["a"], 0) == 3
+    back = serve(vaults["b"], "b")
+    for keeper in keepers[:2]:
+        keeper._replica._buddy = BuddyAddress(host="127.0.0.1", port=back.port, slot=keeper._rank)
+    wait_for(lambda: all(keeper.safe_step == 3 for keeper in keepers), "they catch up")
+    assert port != back.port
+    assert not keepers[0].trouble
+
+
+def test_a_buddy_without_memory_says_so(kit, vaults, job, monkeypatch):
+    keepers = job()
+    guests = vaults["b"].generations("guest", 0)
+    for segment in guests:
+        monkeypatch.setattr(segment, "reserve", no_memory)
+    keepers[0].put(1, kit.cut(kit.state(1), 4)[0], {}, held=-1)
+    wait_for(lambda: keepers[0].trouble, "it hears of it")
+    assert keepers[0].trouble == "no memory there"
+    assert (newest(vaults["a"], 0), keepers[0].safe_step) == (1, -1)
+    monkeypatch.undo()
+    wait_for(lambda: keepers[0].safe_step == 1, "it tries again")
+
+
+def no_memory(size_bytes):
+    raise WorldError(Problem(where="", what="no memory there"))
+
+
+def test_closing_does_not_wait_for_a_buddy_that_hangs(kit, vaults, monkeypatch):
+    """A stopped process: its sockets take what they can and answer nothing."""
+    monkeypatch.setattr("phalanx.train.state.memory_replica.ANSWER_S", 3600.0)
+    reading, writing = os.pipe()
+
+    def hang():
+        from phalanx.train.state.memory_server import VaultServer
+
+        server = VaultServer(vaults["b"], secret=kit.SECRET, address="127.0.0.1")
+        os.write(writing, server.port.to_bytes(4, "little"))
+        time.sleep(600)
+
+    child = kit.fork(hang)
+    try:
+        port = int.from_bytes(os.read(reading, 4), "little")
+        buddy = BuddyAddress(host="127.0.0.1", port=port, slot=0)
+        keeper = kit.keeper(vaults["a"], 0, 1, slot=0, buddy=buddy)
+        pieces = kit.cut(kit.state(1), 1)[0]
+        keeper.put(1, pieces, {}, held=-1)
+        wait_for(lambda: keeper.safe_step == 1, keeper.trouble)
+        os.kill(child, signal.SIGSTOP)
+        keeper.put(2, pieces, {}, held=1)
+        wait_for(lambda: newest(vaults["a"], 0) == 2, "it is sealed here")
+        closing = threading.Thread(target=keeper.close, daemon=True)
+        closing.start()
+        closing.join(300)
+        assert not closing.is_alive(), "it waits for the answer"
+        assert keeper.safe_step == 1
+    finally:
+        os.kill(child, signal.SIGKILL)
+        kit.reap(child)
+        os.close(reading)
+        os.close(writing)
+
+
+def test_strangers_get_nothing(kit, vaults, serve):
+    server = serve(vaults["a"])
+    with pytest.raises(ConnectionError):
+        connect(("127.0.0.1", server.port), b"x" * 32, {}, timeout_s=5)
+    channel = connect(("127.0.0.1", server.port), kit.SECRET, {}, timeout_s=5)
+    channel.send({"op": "list"})
+    assert channel.wait(5) == {"op": "held", "held": []}
+    channel.close()
+    for nonsense in (
+        {"op": "explode"},
+        {},
+        {"op": "read", "kind": "own", "slot": 99, "generation": 0},
+        {"op": "read", "kind": "../etc", "slot": 0, "generation": 0},
+        {"op": "put", "slot": 0, "needs": {}, "header": {}},
+    ):
+        channel = connect(("127.0.0.1", server.port), kit.SECRET, {}, timeout_s=5)
+        channel.send(nonsense)
+        with pytest.raises(ConnectionError):
+            channel.wait(5)
+        channel.close()
+    honest = connect(("127.0.0.1", server.port), kit.SECRET, {}, timeout_s=5)
+    honest.send({"op": "list"})
+    assert honest.wait(5)["op"] == "held"
+    honest.close()

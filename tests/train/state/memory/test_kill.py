@@ -1,0 +1,187 @@
+"""A rank that dies while it puts: what it reported as safe is there, whole, for the process that takes its place."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+# As the agent does: makes the vault, forks ranks, kills them after a while, and looks at what they left. Every element
+# of a step is the number of the step, so that a mixture of two would show. One process for all lives: importing torch
+# takes longer than everything else here. Prints a line a life.
+DRIVER = """
+import json, os, random, signal, sys, time
+import torch
+from phalanx.train.state import load
+from phalanx.train.parallel.pieces import Piece
+from phalanx.elastic.choose import choices
+from phalanx.train.state.memory_keeper import Keeper
+from phalanx.train.state.memory_source import MemorySource
+from phalanx.elastic.vault import Vault
+
+torch.set_num_threads(1)
+NAMES = [f"w{place}" for place in range(3)]
+
+def piece(name, value):
+    tensor = torch.full((400, 500), float(value))  # 0.8 MB each: about 1 ms of copying a put, and 1 ms of sums
+    return Piece(name=name, tensor=tensor, shape=tensor.shape, start=(0, 0), replicas=1, owner=True, groups={})
+
+def rank(vault, epoch, found, report):
+    restored = None if found is None else (found.epoch, found.step)
+    keeper = Keeper(vault, slot=0, rank=0, world=1, epoch=epoch, secret=b"s" * 32, buddy=None, restored=restored)
+    step = 0 if found is None else found.step
+    while True:
+        step += 1
+        keeper.put(step, [piece(name, step) for name in NAMES], {"step": step}, held=keeper.safe_step)
+        os.write(report, keeper.safe_step.to_bytes(8, "little", signed=True))
+
+def newest(vault):
+    found = choices({"here": vault.held()})
+    if not found:
+        return None, 0
+    source = MemorySource(found[0], vault=vault, local_host="here", peers={}, secret=b"")
+    pieces = [piece(name, -1) for name in NAMES]
+    load(source, pieces)
+    values = {float(value) for one in pieces for value in one.tensor.aminmax()}
+    assert values == {float(found[0].step)} and source.meta == {"step": found[0].step}, values
+    return found[0], len(found)
+
+def live(vault, epoch, puts, seconds):
+    found = next(iter(choices({"here": vault.held()})), None)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            rank(vault, epoch, found, writing)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as told:
+        safe = [told.read(8) for _ in range(puts)]
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+        safe = [int.from_bytes(data, "little", signed=True) for data in (*safe, *iter(lambda: told.read(8), b""))]
+    left, sets = newest(vault)
+    before = found.step if found else 0
+    print(json.dumps({"signal": os.WTERMSIG(status), "before": before, "safe": max(safe, default=-1),
+                      "left": left.step if left else 0, "sets": sets}), flush=True)
+
+vault, rng = Vault(1), random.Random(int(sys.argv[1]))
+for epoch in range(1, int(sys.argv[2]) + 1):
+    live(vault, epoch, rng.choice((0, 1, 1, 2, 3, 5)), rng.uniform(0.0, 0.004))
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_random_a_hundred_times():
+    command = [sys.executable, "-c", DRIVER, "7", "100"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert not done.returncode, done.stderr
+    lives = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(lives) == 100
+    for life in lives:
+        assert life["signal"] == 9
+        assert life["left"] >= max(life["before"], life["safe"])  # nothing that was safe is lost
+    assert sum(life["left"] > life["before"] for life in lives) > 30  # they did live for a while
+    # Some died before their first snapshot was complete: the one they began from was still whole.
+    assert any(life["left"] == life["before"] for life in lives)
+
+
+# Two hosts of two ranks, as two agents with a vault each; the ranks step together and agree on what is held as the
+# training does. After a while all processes of one host are killed, and the agent of the other looks at what it has.
+HOSTS = """
+import json, os, random, signal, sys, tempfile, time
+from datetime import timedelta
+from mmap import mmap
+import torch
+import torch.distributed as dist
+from phalanx.train.state import load
+from phalanx.train.parallel.pieces import Piece
+from phalanx.train.state.memory_buddy import buddy_of
+from phalanx.elastic.choose import choices
+from phalanx.train.state.memory_keeper import Keeper
+from phalanx.train.state.memory_replica import BuddyAddress
+from phalanx.train.state.memory_server import VaultServer
+from phalanx.train.state.memory_source import MemorySource
+from phalanx.elastic.vault import Vault
+
+torch.set_num_threads(1)
+WHERE, SECRET = {0: "a", 1: "a", 2: "b", 3: "b"}, b"s" * 32
+
+def piece(rank, value, rows=100):
+    tensor = torch.full((rows, 500), float(value))
+    return Piece(name="w", tensor=tensor, shape=(400, 500), start=(100 * rank, 0), replicas=1, owner=True, groups={})
+
+def run_rank(vault, rank, meeting, told):
+    server = VaultServer(vault, secret=SECRET, address="127.0.0.1", host=WHERE[rank])
+    store = dist.FileStore(meeting, 4)
+    store.set(f"vault{rank}", str(server.port))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=20))
+    buddy = buddy_of(rank, WHERE)
+    port = int(store.get(f"vault{buddy.rank}"))
+    keeper = Keeper(vault, slot=rank % 2, rank=rank, world=4, epoch=1, secret=SECRET,
+                    buddy=BuddyAddress(host="127.0.0.1", port=port, slot=buddy.slot))
+    step, held = 0, -1
+    try:
+        while True:
+            safe = torch.tensor([keeper.safe_step])
+            dist.all_reduce(safe, dist.ReduceOp.MIN)  # the end of a step
+            held, step = int(safe), step + 1
+            told[8 * rank : 8 * rank + 8] = held.to_bytes(8, "little", signed=True)
+            keeper.put(step, [piece(rank, step)], {"step": step}, held=held)
+    except RuntimeError:
+        keeper.close()  # a peer is gone; what is copied is completed
+
+def start(ranks, meeting, told, vault):
+    children = []
+    for rank in ranks:
+        child = os.fork()
+        if not child:
+            try:
+                run_rank(vault, rank, meeting, told)
+            finally:
+                os._exit(0)
+        children.append(child)
+    return children
+
+def live(seconds, lost, folder):
+    told, meeting = mmap(-1, 64), os.path.join(folder, "store")
+    told[:32] = (-1).to_bytes(8, "little", signed=True) * 4
+    vaults = {"a": Vault(2), "b": Vault(2)}
+    ranks = {host: [rank for rank in WHERE if WHERE[rank] == host] for host in "ab"}
+    children = {host: start(ranks[host], meeting, told, vaults[host]) for host in "ab"}
+    while told[:8] == (-1).to_bytes(8, "little", signed=True):
+        time.sleep(0.001)
+    time.sleep(seconds)
+    for child in children[lost]:
+        os.kill(child, signal.SIGKILL)
+    for child in children["a"] + children["b"]:
+        os.waitpid(child, 0)
+    vaults.pop(lost)
+    (left, vault), = vaults.items()
+    held = max(int.from_bytes(told[8 * rank : 8 * rank + 8], "little", signed=True) for rank in range(4))
+    found = choices({left: vault.held()})[0]
+    source = MemorySource(found, vault=vault, local_host=left, peers={}, secret=SECRET)
+    whole = piece(0, -1, rows=400)
+    load(source, [whole])
+    low, high = whole.tensor.aminmax()
+    assert low == high == found.step, (low, high, found.step)
+    print(json.dumps({"held": held, "found": found.step}), flush=True)
+
+rng = random.Random(int(sys.argv[1]))
+for number in range(int(sys.argv[2])):
+    with tempfile.TemporaryDirectory() as folder:
+        live(rng.uniform(0.0, 0.1), "ab"[number % 2], folder)
+"""
+
+
+@pytest.mark.slow
+def test_a_lost_host_takes_no_step_with_it_that_all_held():
+    command = [sys.executable, "-c", HOSTS, "3", "12"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert not done.returncode, done.stderr
+    lives = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(lives) == 12
+    assert all(life["found"] >= life["held"] >= 0 for life in lives), lives
+    assert max(life["held"] for life in lives) > 5  # they did live for a while
