@@ -114,7 +114,7 @@ of what was not committed; and signed drills that killed a rank at each of the n
     waive="A file system that takes snapshots, from which alone is restored.",
     references=(
         Reference(text="Orbax: checkpoint/_src/path/atomicity.py, CHANGELOG 0.12.3", mark="read"),
-        Reference(text="PyTorch: torch/distributed/train/state/filesystem.py", mark="read"),
+        Reference(text="PyTorch: torch/distributed/checkpoint/filesystem.py", mark="read"),
         Reference(text="etcd robustness tests: failpoints at every step of a commit", mark="read"),
     ),
     check=check,

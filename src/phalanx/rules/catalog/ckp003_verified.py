@@ -120,7 +120,7 @@ keep = 3
     fix="`keep = 2` or more; digests in the manifest, compared on restore.",
     waive="Storage that keeps versions and verifies by itself (object storage with checksums), named in the reason.",
     references=(
-        Reference(text="PyTorch: torch/distributed/train/state/filesystem.py (no digest per file)", mark="read"),
+        Reference(text="PyTorch: torch/distributed/checkpoint/filesystem.py (no digest per file)", mark="read"),
         Reference(text="BLOOM chronicles: 7.3 h lost two iterations before a save", mark="secondary"),
         Reference(text="two kept: our choice", mark="house"),
     ),

@@ -105,7 +105,7 @@ weights = "downloads/llama-3-8b"  # a folder with safetensors
     waive="Checkpoints that your own job wrote and nobody else can write, with the trainer you have.",
     references=(
         Reference(text="CVE-2025-32434, CVE-2026-24747", mark="read"),
-        Reference(text="pytorch/pytorch: torch/distributed/train/state/filesystem.py", mark="read"),
+        Reference(text="pytorch/pytorch: torch/distributed/checkpoint/filesystem.py", mark="read"),
     ),
     check=check,
 )
