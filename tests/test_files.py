@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.errors import WorldError
+from phalanx.errors import SystemFailure
 from phalanx.io.files import replace_text, write_text
 
 
@@ -52,7 +52,7 @@ def test_the_umask_decides_who_may_read(tmp_path, mask, mode):
 def test_what_cannot_be_written_says_so_and_leaves_nothing(tmp_path, name, reason):
     (tmp_path / "file").write_text("kept")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SystemFailure) as caught:
         write_text(tmp_path / name, "x", fix="name another --out")
     assert str(caught.value) == f"{tmp_path / name}: cannot be written: {reason}\n  name another --out"
     assert names(tmp_path) == ["file", "folder"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.errors import UserError, WorldError
+from phalanx.errors import SystemFailure, UserError
 from phalanx.io.listen import (
     Address,
     bound_address,
@@ -48,7 +48,7 @@ def test_loopback() -> None:
 
 def test_a_port_is_taken_once() -> None:
     with open_socket(Address(host="127.0.0.1", port=0), guarded=False) as first:
-        with pytest.raises(WorldError) as caught:
+        with pytest.raises(SystemFailure) as caught:
             open_socket(bound_address(first), guarded=False, where="telemetry.listen")
         assert str(caught.value).startswith(f"telemetry.listen {bound_address(first)}: cannot listen there")
 
@@ -88,7 +88,7 @@ def test_a_kept_token_is_the_owners_alone(tmp_path: Path) -> None:
         os.umask(before)
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
     assert kept_token(tmp_path / "token") == token
-    with pytest.raises(WorldError):
+    with pytest.raises(SystemFailure):
         kept_token(tmp_path / "none" / "token")
 
 

@@ -3,7 +3,7 @@
 PhalanxError
 ├── RuleError      the training specification speaks against it  exit 1
 ├── UserError      the job, the file or the call is wrong        exit 2
-└── WorldError     the machine, disk or network failed           exit 3
+└── SystemFailure  the machine, disk or network failed           exit 3
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class UserError(PhalanxError):
     exit_code = 2
 
 
-class WorldError(PhalanxError):
+class SystemFailure(PhalanxError):
     """The machine, the disk or the network failed; the request itself was fine."""
 
     exit_code = 3
@@ -98,3 +98,6 @@ def _alike(word: str, choice: str) -> float:
     if stem and ending.isalpha() and choice.endswith(f".{ending}"):
         word, choice = stem, choice.removesuffix(f".{ending}")
     return difflib.SequenceMatcher(None, choice, word).ratio()
+
+
+WorldError = SystemFailure  # its name until 0.6

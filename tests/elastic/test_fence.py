@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.elastic.fence import begin_epoch, current_epoch, fence
-from phalanx.errors import WorldError
+from phalanx.errors import SystemFailure
 from phalanx.record.run import Run, create_run
 
 
@@ -28,7 +28,7 @@ def test_a_rank_of_an_older_epoch_is_refused(run: Run) -> None:
     begin_epoch(run, 3)
     with fence(run, 3):
         pass
-    with pytest.raises(WorldError) as caught, fence(run, 2):
+    with pytest.raises(SystemFailure) as caught, fence(run, 2):
         raise AssertionError("it was let in")
     assert str(caught.value) == (
         f"{run.path}: this rank is of epoch 2, and epoch 3 has begun: it may not commit\n  others train in its place"

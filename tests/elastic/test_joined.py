@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from phalanx.elastic.launchers import RankPlace
-from phalanx.errors import PhalanxError, UserError, WorldError
+from phalanx.errors import PhalanxError, SystemFailure, UserError
 from phalanx.record.run import Run, create_run
 from phalanx.train import joined, worker
 from phalanx.train.joined import _agree, _meet, check_world, join
@@ -67,7 +67,7 @@ def test_a_failure_of_rank_0_reaches_the_others(tmp_path: Path, port: int) -> No
     both = threading.Barrier(2)
 
     def other() -> None:
-        with pytest.raises(WorldError) as caught:
+        with pytest.raises(SystemFailure) as caught:
             join(place(1, 2, port), never, watch)
         told.append(str(caught.value))
         both.wait(30)
@@ -132,7 +132,7 @@ def test_a_port_in_use_is_one_clear_message(port: int) -> None:
     with socket.socket(socket.AF_INET6) as holder:
         holder.bind(("::", port))
         holder.listen()
-        with pytest.raises(WorldError) as caught:
+        with pytest.raises(SystemFailure) as caught:
             join(place(0, 1, port), never, watch)
     assert str(caught.value) == (
         f"rank 0: port {port} of 127.0.0.1 is in use\n"
@@ -172,7 +172,7 @@ def test_a_rank_is_there_once_and_all_belong_together(port: int) -> None:
 
 def test_ranks_that_do_not_come_are_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joined, "MEETING_S", 0.5)
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SystemFailure) as caught:
         join(place(0, 3, port), never, watch)
     assert str(caught.value).startswith("rank 0: 2 of 3 ranks did not come within 0.5 s: 1, 2\n")
 
@@ -193,7 +193,7 @@ def test_the_store_of_one_machine_is_reached_from_it_alone(port: int) -> None:
 
 def test_a_first_node_that_cannot_be_looked_up_is_said_at_once(port: int) -> None:
     nowhere = replace(place(1, 2, port), address="no-such-host.invalid", derived=True)
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SystemFailure) as caught:
         join(nowhere, never, watch)
     assert str(caught.value).startswith("rank 1: the first node of srun, no-such-host.invalid, is no host that can be")
     assert "export MASTER_ADDR with an address of that node" in str(caught.value)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.errors import UserError, WorldError
+from phalanx.errors import SystemFailure, UserError
 from phalanx.hardware.cluster import resolve
 from phalanx.hardware.local import machine_cluster
 from phalanx.hardware.machine import Gpu, Machine, Nic
@@ -116,14 +116,14 @@ def test_profile_messages(tmp_path: Path) -> None:
 def test_saving_leaves_nothing_half_written(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     path.mkdir()
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SystemFailure) as caught:
         save(PROFILE, path)
     assert "cannot write the profile" in str(caught.value)
     assert [entry.name for entry in tmp_path.iterdir()] == ["p.json"]
 
 
 def test_saving_makes_no_folder_that_nobody_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(WorldError):
+    with pytest.raises(SystemFailure):
         save(PROFILE, tmp_path / "typo" / "p.json")
     assert list(tmp_path.iterdir()) == []
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.errors import WorldError
+from phalanx.errors import SystemFailure
 from phalanx.hardware.bench import seconds_per_call
 from phalanx.hardware.discover import discover
 from phalanx.hardware.probe import fit_ring, measure_disk, probe
@@ -56,7 +56,7 @@ def test_disk_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_fails_is_a_world_error_with_its_last_words(tmp_path: Path) -> None:
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SystemFailure) as caught:
         probe(
             discover(),
             worker="phalanx.no_such_worker",

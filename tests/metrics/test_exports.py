@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from synthetic import write_run
 
-from phalanx.errors import UserError, WorldError
+from phalanx.errors import SystemFailure, UserError
 from phalanx.metrics.need import need
 from phalanx.metrics.readings import Readings
 from phalanx.metrics.steps import Exporter, Row
@@ -245,7 +245,7 @@ def test_a_collector_that_refuses(finished: Run, capsys: pytest.CaptureFixture[s
     with (
         collector(status=400) as (url, _),
         Pusher(Readings(finished), url) as pusher,
-        pytest.raises(WorldError) as caught,
+        pytest.raises(SystemFailure) as caught,
     ):
         pusher.push()
     assert str(caught.value) == (

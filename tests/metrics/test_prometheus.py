@@ -23,7 +23,7 @@ pytest.importorskip("prometheus_client")
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from phalanx.errors import UserError, WorldError
+from phalanx.errors import SystemFailure, UserError
 from phalanx.io.listen import Address
 from phalanx.metrics.grafana import dashboard
 from phalanx.metrics.names import METRICS
@@ -119,7 +119,7 @@ def test_other_machines_need_a_token(finished: Run) -> None:
 
 
 def test_a_port_in_use(server: MetricsServer, finished: Run) -> None:
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SystemFailure) as caught:
         MetricsServer(Readings(finished), server.address)
     assert "cannot listen there: address already in use" in str(caught.value)
 

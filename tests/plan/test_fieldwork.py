@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.errors import UserError, WorldError
+from phalanx.errors import SystemFailure, UserError
 from phalanx.plan import fieldwork
 from phalanx.plan.calibrate import GROUPS, Calibration
 from phalanx.plan.calibration_file import read
@@ -233,7 +233,7 @@ REPORT = Report(
 
 
 def test_an_unwritable_place(tmp_path):
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SystemFailure) as caught:
         write(tmp_path / "no" / "mine.json", REPORT)
     assert "cannot be written: No such file or directory\n  name a writable file" in str(caught.value)
 

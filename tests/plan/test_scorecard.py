@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from phalanx.errors import WorldError
+from phalanx.errors import SystemFailure
 from phalanx.plan.scorecard import text, write_predictions
 from phalanx.plan.validate import Prediction, Scorecard, SourceScore
 
@@ -41,7 +41,7 @@ def test_an_old_file_is_replaced_whole(tmp_path):
 
 
 def test_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SystemFailure) as caught:
         write_predictions(tmp_path / "no" / "out.csv", [PRICED])
     assert str(caught.value) == (
         f"{tmp_path / 'no' / 'out.csv'}: cannot be written: No such file or directory\n  name a writable file"
@@ -50,7 +50,7 @@ def test_a_folder_that_is_not_there(tmp_path):
 
 def test_a_failed_write_leaves_nothing_behind(tmp_path):
     (tmp_path / "out.csv").mkdir()
-    with pytest.raises(WorldError):
+    with pytest.raises(SystemFailure):
         write_predictions(tmp_path / "out.csv", [PRICED])
     assert [path.name for path in tmp_path.iterdir()] == ["out.csv"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.errors import UserError, WorldError
+from phalanx.errors import SystemFailure, UserError
 from phalanx.record.run import Run, create_run, open_run
 
 
@@ -41,7 +41,7 @@ def test_a_name_cannot_leave_the_root(tmp_path: Path, name: str) -> None:
 
 def test_a_root_that_cannot_hold_runs(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SystemFailure) as caught:
         make(tmp_path / "file" / "runs")
     assert "cannot hold a run: Not a directory\n  name a writable folder with --runs DIR" in str(caught.value)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from phalanx.elastic.link import Interrupted
-from phalanx.errors import Problem, WorldError
+from phalanx.errors import Problem, SystemFailure
 from phalanx.job.schema import Optim
 from phalanx.train import loop as module
 from phalanx.train.engine import NO_WISHES
@@ -80,7 +80,7 @@ def test_a_save_that_failed_is_told_without_keys(bare, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI")
     bare._is_last = False
     problem = Problem(where="s3://bucket", what="403 for wJalrXUtnFEMI at https://me:pw@host/x", fix="look")
-    bare._tell_unsaved(3, WorldError(problem))
+    bare._tell_unsaved(3, SystemFailure(problem))
     ((kind, fields),) = bare.written
     assert kind == "checkpoint"
     assert "[AWS_SECRET_ACCESS_KEY]" in fields["error"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.errors import WorldError
+from phalanx.errors import SystemFailure
 from phalanx.train.verify.trial import run_trial
 
 
@@ -17,7 +17,7 @@ def flip(path, place=40):
 def test_damaged_manifests_are_no_reason_to_start_again(trial, tmp_path):
     run_trial(trial(steps=1, save=str(tmp_path)))
     flip(next(tmp_path.glob("step-*/manifest.json")))
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SystemFailure) as caught:
         run_trial(trial(steps=1, resume=str(tmp_path)), debug=False)
     assert "no checkpoint of 1 can be read" in str(caught.value)
     assert "start a new run, or delete the damaged folders" in str(caught.value)

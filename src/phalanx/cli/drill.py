@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.cli.options import add_json, add_ranks_per_gpu, add_set, take_ranks_per_gpu
 from phalanx.cli.output import note, plain, print_json, say, warn
-from phalanx.errors import WorldError, mistake
+from phalanx.errors import SystemFailure, mistake
 from phalanx.units import MINUTE_S, plural
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ def keep_record(args: argparse.Namespace, faults: Sequence[Fault], result: Resul
     if result.ok:
         try:
             store(path, store_path(os.environ))
-        except WorldError as error:  # the record itself is written: its result is worth more than the copy
+        except SystemFailure as error:  # the record itself is written: its result is worth more than the copy
             warn(error.problems)
     if args.out:
         write_text(Path(args.out), path.read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from phalanx.cli.options import add_json
 from phalanx.cli.output import note, print_json, say
-from phalanx.errors import Problem, WorldError, mistake, nearest
+from phalanx.errors import Problem, SystemFailure, mistake, nearest
 from phalanx.io.files import replace_text
 from phalanx.job.presets import Preset, presets
 from phalanx.job.template import DATA, TINY, render, vocab_of
@@ -119,4 +119,4 @@ def _write(path: Path, text: str, *, force: bool) -> None:
             str(path), f"cannot be written: {error.strerror}", fix="name a file in a folder that exists"
         ) from error
     except OSError as error:
-        raise WorldError(Problem(where=str(path), what=f"cannot be written: {error.strerror or error}")) from error
+        raise SystemFailure(Problem(where=str(path), what=f"cannot be written: {error.strerror or error}")) from error

@@ -43,7 +43,7 @@ VERBS: dict[str, tuple[str, str]] = {
 }
 
 EPILOG = """\
-exit codes: 0 fine, 1 findings, 2 the job or the call is wrong, 3 the world failed
+exit codes: 0 success, 1 findings, 2 invalid job or command, 3 system failure
 start with: phalanx init job.toml && phalanx plan job.toml
 """
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.cli.options import add_json
 from phalanx.cli.output import note, print_json, say
-from phalanx.errors import WorldError, mistake
+from phalanx.errors import SystemFailure, mistake
 
 if TYPE_CHECKING:
     from phalanx.metrics.readings import Readings
@@ -114,7 +114,7 @@ def _push(readings: Readings, args: argparse.Namespace) -> int:
         def push() -> None:
             try:
                 pusher.push()
-            except WorldError as error:  # a collector that is restarted must not end hours of following
+            except SystemFailure as error:  # a collector that is restarted must not end hours of following
                 if not args.follow:
                     raise
                 note(str(error))

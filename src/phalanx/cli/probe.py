@@ -9,7 +9,7 @@ from pathlib import Path
 
 from phalanx.cli.options import add_json
 from phalanx.cli.output import note, print_json, say
-from phalanx.errors import Problem, WorldError, mistake
+from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.hardware.discover import discover
 from phalanx.hardware.machine import Machine
 from phalanx.hardware.probe import MAX_RANKS, NUMPY_WORKER, probe
@@ -58,7 +58,7 @@ def _check_folder(out: Path) -> None:
     """Refuse a place that cannot be written to before half a minute is spent."""
     if not out.parent.is_dir():
         what = f"cannot be written: there is no folder {out.parent}"
-        raise WorldError(Problem(where=str(out), what=what, fix="make the folder, or name another --out"))
+        raise SystemFailure(Problem(where=str(out), what=what, fix="make the folder, or name another --out"))
 
 
 def _use(out: Path, read_later: Path) -> str:
@@ -83,7 +83,7 @@ def _measure(machine: Machine, args: argparse.Namespace) -> Profile:
         return _probe(machine, args, torch=False)
     try:
         return _probe(machine, args, torch=True)
-    except WorldError as error:
+    except SystemFailure as error:
         if args.engine == "torch":
             raise
         note(f"note: torch does not work here ({error.problems[0].why}); measuring with numpy")

@@ -10,7 +10,7 @@ from typing import Any
 
 from phalanx.cli.options import add_json
 from phalanx.cli.output import note, print_json, say
-from phalanx.errors import Problem, WorldError, mistake
+from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.units import plural
 
 TYPE_CHECKING = False
@@ -66,7 +66,7 @@ def _write(folder: Path, rules: Sequence[Rule]) -> int:
                 old.unlink()
     except OSError as error:
         what = f"cannot be written: {error.strerror or error}"
-        raise WorldError(Problem(where=str(folder), what=what, fix="name another --write")) from error
+        raise SystemFailure(Problem(where=str(folder), what=what, fix="name another --write")) from error
     for name, text in made.items():
         write_text(folder / name, text, fix="name another --write")
     note(f"wrote {len(made)} pages to {folder}")

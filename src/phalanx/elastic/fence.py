@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from phalanx.errors import Problem, WorldError
+from phalanx.errors import Problem, SystemFailure
 from phalanx.io.files import replace_text
 from phalanx.record.run import Run
 
@@ -21,12 +21,12 @@ WAIT_S = 5.0  # for a commit that is going on: a rename and two flushes
 
 @contextmanager
 def fence(run: Run, epoch: int) -> Iterator[None]:
-    """Commit inside; raises WorldError when a newer epoch has begun."""
+    """Commit inside; raises SystemFailure when a newer epoch has begun."""
     with open(run.path / "commit.lock", "a", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         newest = current_epoch(run)
         if newest > epoch:
-            raise WorldError(
+            raise SystemFailure(
                 Problem(
                     where=str(run.path),
                     what=f"this rank is of epoch {epoch}, and epoch {newest} has begun: it may not commit",

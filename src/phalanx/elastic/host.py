@@ -44,7 +44,7 @@ from phalanx.elastic.secret import read_secret
 from phalanx.elastic.stacks import find_ranks, state_of
 from phalanx.elastic.vault import Vault
 from phalanx.elastic.wishes import Wishes
-from phalanx.errors import Problem, WorldError
+from phalanx.errors import Problem, SystemFailure
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
 
@@ -212,7 +212,7 @@ class HostAgent:
             self._spawn_coordinator()
         if alone_s > LOST_S:
             message = f"host {self.host}: no coordinator can be reached or started for {LOST_S:g} s"
-            raise WorldError(Problem(where=str(self.run.path), what=message, fix="phalanx train --resume goes on"))
+            raise SystemFailure(Problem(where=str(self.run.path), what=message, fix="phalanx train --resume goes on"))
 
     def _measure_link(self, where: tuple[str, int]) -> None:
         """To another host, once, before we join it: up to then nothing waits for us, and this takes up to seconds."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from phalanx.elastic import vault_header as header_bytes
 from phalanx.elastic.vault_header import BLANK, HEADER_BYTES, Header
-from phalanx.errors import Problem, WorldError
+from phalanx.errors import Problem, SystemFailure
 
 SHARED_MEMORY = Path("/dev/shm")  # where files are memory, on a Linux without memfd
 
@@ -53,13 +53,13 @@ class Segment:
         os.pwrite(self._descriptor, header_bytes.encode(header), 0)
 
     def reserve(self, size_bytes: int) -> memoryview:
-        """Its bytes, at least `size_bytes` of them; raises WorldError where there is not that much memory."""
+        """Its bytes, at least `size_bytes` of them; raises SystemFailure where there is not that much memory."""
         if self.size_bytes < size_bytes:
             try:
                 # Not ftruncate: pages that cannot be had are an error here, and a SIGBUS when they are first touched.
                 os.posix_fallocate(self._descriptor, 0, size_bytes)
             except OSError as error:
-                raise WorldError(_no_memory(size_bytes, error)) from error
+                raise SystemFailure(_no_memory(size_bytes, error)) from error
         return self.view()
 
     def view(self) -> memoryview:

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from phalanx.errors import Problem, WorldError
+from phalanx.errors import Problem, SystemFailure
 from phalanx.hardware.machine import Machine
 from phalanx.hardware.profile import Profile
 from phalanx.units import MIB, format_bytes
@@ -43,7 +43,7 @@ def probe(
     environ: Mapping[str, str],
     report: Report,
 ) -> Profile:
-    """Measure for about `seconds`; raises WorldError when a worker fails."""
+    """Measure for about `seconds`; raises SystemFailure when a worker fails."""
     started = time.monotonic()
     results = _run_workers(worker, device=device, ranks=ranks, seconds=0.7 * seconds, environ=environ, report=report)
     disk_bytes_per_s = measure_disk(disk_folder, min(3.0, 0.15 * seconds), report)
@@ -199,8 +199,8 @@ def _collect(
     return [results[rank] for rank in range(ranks)]
 
 
-def _failure(folder: Path, what: str, ranks: Sequence[int]) -> WorldError:
+def _failure(folder: Path, what: str, ranks: Sequence[int]) -> SystemFailure:
     texts = [(folder / f"stderr.{rank}").read_text(errors="replace").strip() for rank in ranks]
     last = next((text.splitlines()[-1] for text in texts if text), "it printed nothing")
     where = f"probe worker {ranks[0]}" if len(ranks) == 1 else "probe workers"
-    return WorldError(Problem(where=where, what=what, why=last[:300], fix="try again, or with --engine numpy"))
+    return SystemFailure(Problem(where=where, what=what, why=last[:300], fix="try again, or with --engine numpy"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import Problem, WorldError, mistake
+from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.hardware.tomlfile import read_text
 from phalanx.io.files import replace_text
 
@@ -58,7 +58,7 @@ def save(profile: Profile, path: Path, *, folders: bool = False) -> None:
         replace_text(path, text)
     except OSError as error:
         fix = "give another place with --out FILE"
-        raise WorldError(
+        raise SystemFailure(
             Problem(where=str(path), what=f"cannot write the profile: {error.strerror or error}", fix=fix)
         ) from None
 

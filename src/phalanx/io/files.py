@@ -6,16 +6,16 @@ import os
 import secrets
 from pathlib import Path
 
-from phalanx.errors import Problem, WorldError
+from phalanx.errors import Problem, SystemFailure
 
 
 def write_text(path: Path, text: str, *, fix: str = "name a writable file") -> None:
-    """`replace_text` for a user's file: raises WorldError with `fix` as the way out."""
+    """`replace_text` for a user's file: raises SystemFailure with `fix` as the way out."""
     try:
         replace_text(path, text)
     except OSError as error:
         what = f"cannot be written: {error.strerror or error}"
-        raise WorldError(Problem(where=str(path), what=what, fix=fix)) from error
+        raise SystemFailure(Problem(where=str(path), what=what, fix=fix)) from error
 
 
 def replace_text(path: Path, text: str) -> None:

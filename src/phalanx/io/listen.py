@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from phalanx.errors import Problem, WorldError, mistake
+from phalanx.errors import Problem, SystemFailure, mistake
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 LEAST_TOKEN, MOST_TOKEN = 16, 1024  # characters
@@ -70,7 +70,7 @@ def open_socket(address: Address, *, guarded: bool, where: str = "--listen") -> 
         listener.close()
         what = f"cannot listen there: {(error.strerror or str(error)).lower()}"
         fix = "end the program that has the port, or take a free one: 127.0.0.1:0"
-        raise WorldError(Problem(where=f"{where} {address}", what=what, fix=fix)) from error
+        raise SystemFailure(Problem(where=f"{where} {address}", what=what, fix=fix)) from error
     return listener
 
 
@@ -117,7 +117,7 @@ def kept_token(path: Path) -> str:
             _keep(path, read_token("auto"))
         except OSError as error:
             what = f"cannot be written: {error.strerror or error}"
-            raise WorldError(Problem(where=str(path), what=what, fix="make room in the run folder")) from error
+            raise SystemFailure(Problem(where=str(path), what=what, fix="make room in the run folder")) from error
     return read_token(str(path))
 
 

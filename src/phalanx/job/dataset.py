@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from phalanx.errors import Problem, UserError, WorldError, mistake
+from phalanx.errors import Problem, SystemFailure, UserError, mistake
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -120,7 +120,7 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         raise _no_dataset(folder) from None
     except OSError as error:
-        raise WorldError(Problem(where=str(path), what=f"cannot be read: {error.strerror or error}")) from error
+        raise SystemFailure(Problem(where=str(path), what=f"cannot be read: {error.strerror or error}")) from error
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"is not JSON: {error}") from error
     version = raw.get("format") if isinstance(raw, dict) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
-from phalanx.errors import Problem, UserError, WorldError, mistake, nearest
+from phalanx.errors import Problem, SystemFailure, UserError, mistake, nearest
 from phalanx.units import MIB
 
 MOST_BYTES = MIB  # the largest published job configurations are a few kB
@@ -28,7 +28,7 @@ def read_text(path: Path, *, noun: str) -> str:
     except ValueError as error:  # a NUL byte in the name itself
         raise mistake(repr(str(path)), "is not a file name") from error
     except OSError as error:
-        raise WorldError(Problem(where=str(path), what=f"cannot be read: {error.strerror or error}")) from error
+        raise SystemFailure(Problem(where=str(path), what=f"cannot be read: {error.strerror or error}")) from error
     return _decode(raw, path, noun)
 
 

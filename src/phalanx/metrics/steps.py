@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from phalanx.errors import PhalanxError, Problem, WorldError
+from phalanx.errors import PhalanxError, Problem, SystemFailure
 from phalanx.io.files import write_text
 from phalanx.metrics import names
 from phalanx.record.account.segments import Segment, segments
@@ -163,11 +163,11 @@ class Exporter:
 
 
 def made_folder(folder: str) -> Path:
-    """The folder, made if need be; raises WorldError when it cannot be."""
+    """The folder, made if need be; raises SystemFailure when it cannot be."""
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         what = f"cannot be made: {error.strerror or error}"
-        raise WorldError(Problem(where=folder, what=what, fix="name a writable folder")) from error
+        raise SystemFailure(Problem(where=folder, what=what, fix="name a writable folder")) from error
     return path

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 from urllib.parse import urlsplit
 
-from phalanx.errors import Problem, WorldError, mistake
+from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.metrics.names import METRICS, Metric
 from phalanx.metrics.need import need
 from phalanx.metrics.point import Point
@@ -55,7 +55,7 @@ class Pusher:
         return observed
 
     def push(self) -> None:
-        """Send everything; raises WorldError when nobody takes it."""
+        """Send everything; raises SystemFailure when nobody takes it."""
         from opentelemetry.sdk.metrics.export import MetricExportResult
 
         self._points = {}
@@ -65,7 +65,7 @@ class Pusher:
         if data is not None and self._exporter.export(data) is not MetricExportResult.SUCCESS:
             where = f"--otlp {urlsplit(self._url).hostname}"  # not the whole: an address may hold a password
             what = f"the collector did not take the metrics within {TIMEOUT_S:g} s"
-            raise WorldError(Problem(where=where, what=what, fix="start it, or correct the address"))
+            raise SystemFailure(Problem(where=where, what=what, fix="start it, or correct the address"))
 
     def __enter__(self) -> Pusher:
         return self

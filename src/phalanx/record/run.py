@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from phalanx.errors import Problem, UserError, WorldError, mistake, nearest
+from phalanx.errors import Problem, SystemFailure, UserError, mistake, nearest
 from phalanx.io.files import replace_text
 from phalanx.record.events import EventReader, open_file
 from phalanx.record.values import at, finite, integer, number
@@ -320,8 +320,12 @@ def _fresh(root: Path, stem: str) -> Path:
                 continue
     except OSError as error:
         what = f"cannot hold a run: {error.strerror or error}"
-        raise WorldError(Problem(where=str(root), what=what, fix="name a writable folder with --runs DIR")) from error
-    raise WorldError(Problem(where=str(root), what=f"holds {MOST_TRIES} runs named {stem}", fix="use another --runs"))
+        raise SystemFailure(
+            Problem(where=str(root), what=what, fix="name a writable folder with --runs DIR")
+        ) from error
+    raise SystemFailure(
+        Problem(where=str(root), what=f"holds {MOST_TRIES} runs named {stem}", fix="use another --runs")
+    )
 
 
 def open_run(path: str | Path) -> Run:
@@ -406,4 +410,6 @@ def _put(path: Path, text: str) -> None:
         replace_text(path, text)
     except OSError as error:
         what = f"cannot be written: {error.strerror or error}"
-        raise WorldError(Problem(where=str(path), what=what, fix="free some space, or use another --runs")) from error
+        raise SystemFailure(
+            Problem(where=str(path), what=what, fix="free some space, or use another --runs")
+        ) from error

@@ -14,7 +14,7 @@ from typing import Any
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
-from phalanx.errors import Problem, UserError, WorldError, mistake
+from phalanx.errors import Problem, SystemFailure, UserError, mistake
 from phalanx.job.overrides import EXCLUSIVE
 from phalanx.job.scan import key_lines
 from phalanx.job.textfile import read_text
@@ -180,6 +180,6 @@ def write_exactly(path: Path, before: str, after: str) -> None:
         temporary.replace(real)
     except OSError as error:
         what = f"cannot be written: {error.strerror or error}"
-        raise WorldError(Problem(where=str(path), what=what, fix="--diff shows the change")) from error
+        raise SystemFailure(Problem(where=str(path), what=what, fix="--diff shows the change")) from error
     finally:
         temporary.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.elastic.failure import write_error
 from phalanx.elastic.launchers import RankPlace
-from phalanx.errors import Problem, UserError, WorldError, mistake
+from phalanx.errors import Problem, SystemFailure, UserError, mistake
 from phalanx.plan.plan import Plan
 from phalanx.record.redact import redact
 from phalanx.record.run import Run
@@ -113,7 +113,7 @@ def _require_known(place: RankPlace) -> None:
     try:
         socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise WorldError(
+        raise SystemFailure(
             Problem(
                 where=f"rank {place.rank}",
                 what=f"the first node of {place.launcher}, {place.address}, is no host that can be looked up: {error}",
@@ -192,7 +192,7 @@ def _hear_all(store: Store, place: RankPlace) -> None:
     except RuntimeError as error:  # torch's DistStoreError is one
         missing = [name.rpartition("/")[2] for name in names if not store.check([name])]
         shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8:,} more" if len(missing) > 8 else "")
-        raise WorldError(
+        raise SystemFailure(
             Problem(
                 where="rank 0",
                 what=f"{len(missing):,} of {place.world:,} ranks did not come within {MEETING_S:g} s: {shown}",
@@ -205,10 +205,10 @@ def _hear_all(store: Store, place: RankPlace) -> None:
             raise mistake("rank 0", "nothing was started, because not all ranks belong together", why=refusal)
 
 
-def _no_meeting(host: str, port: int, rank: int, text: str) -> WorldError:
+def _no_meeting(host: str, port: int, rank: int, text: str) -> SystemFailure:
     lines = text.strip().splitlines() or ["no reason given"]
     if "EADDRINUSE" in text or "address already in use" in text.lower():
-        return WorldError(
+        return SystemFailure(
             Problem(
                 where=f"rank {rank}",
                 what=f"port {port} of {host} is in use",
@@ -216,7 +216,7 @@ def _no_meeting(host: str, port: int, rank: int, text: str) -> WorldError:
                 fix="set MASTER_PORT to a free port on every rank, or end the job that holds it",
             )
         )
-    return WorldError(
+    return SystemFailure(
         Problem(
             where=f"rank {rank}",
             what=f"cannot reach {host}:{port}: {lines[0][:200]}",
@@ -242,7 +242,9 @@ def _named(store: Store, rank: int) -> Run:
     """The run that rank 0 made."""
     answer = store.get("run").decode("utf-8")
     if not answer:
-        raise WorldError(Problem(where=f"rank {rank}", what="rank 0 could not prepare the run", fix="see its message"))
+        raise SystemFailure(
+            Problem(where=f"rank {rank}", what="rank 0 could not prepare the run", fix="see its message")
+        )
     return Run(path=_visible(Path(answer), rank))
 
 
@@ -250,7 +252,7 @@ def _visible(path: Path, rank: int) -> Path:
     until = time.monotonic() + 30.0  # a network file system shows a new folder late
     while not (path / "plan.json").is_file():
         if time.monotonic() > until:
-            raise WorldError(
+            raise SystemFailure(
                 Problem(
                     where=f"rank {rank}",
                     what=f"does not see the run folder {path} that rank 0 made",

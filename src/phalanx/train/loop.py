@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.elastic.board import Phase
-from phalanx.errors import WorldError
+from phalanx.errors import SystemFailure
 from phalanx.plan.digests import digest_every
 from phalanx.plan.plan import Plan
 from phalanx.plan.shrink import Dealing
@@ -394,7 +394,7 @@ class Loop:
         self._warn_once(self.engine.changed_unsaved(), UNSAVED)
         try:
             self.saver.save(step=step, pieces=pieces_of(self.engine), meta=meta, rank_meta=rank_meta)
-        except WorldError as error:  # of the save before; this one has begun
+        except SystemFailure as error:  # of the save before; this one has begun
             self._tell_unsaved(self._taken_step, error)
         self._taken_step, self._taken_for = step, reason
         if not self.job.checkpoint.asynchronous:
@@ -431,7 +431,7 @@ class Loop:
         taken, self._taken_step = self._taken_step, -1
         try:
             saved = self.saver.wait()
-        except WorldError as error:
+        except SystemFailure as error:
             self._tell_unsaved(taken, error)
             return
         if saved is not None:
@@ -447,7 +447,7 @@ class Loop:
                 bytes=saved.bytes,
             )
 
-    def _tell_unsaved(self, step: int, error: WorldError) -> None:
+    def _tell_unsaved(self, step: int, error: SystemFailure) -> None:
         """A save that failed is told, and tried again when the next is due; the one before it is intact."""
         self._saved_step = -1
         text = redact(str(error), os.environ).splitlines()[0]  # a store's library may quote its keys

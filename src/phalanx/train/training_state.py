@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import PhalanxError, Problem, WorldError
+from phalanx.errors import PhalanxError, Problem, SystemFailure
 from phalanx.train.engine import Engine
 from phalanx.train.models.hf_weights import read_hf, read_named
 from phalanx.train.models.own import PREFIX
@@ -171,10 +171,10 @@ def _all_agree(mine: bool, device: torch.device) -> bool:
     return int(vote.item()) == 0
 
 
-def _none_left(root: Place | str, warnings: list[str]) -> WorldError:
+def _none_left(root: Place | str, warnings: list[str]) -> SystemFailure:
     told = [text for text in warnings if not text.endswith(ELSEWHERE)]
     first = (told or warnings)[0].splitlines()[0]
-    return WorldError(
+    return SystemFailure(
         Problem(
             where=str(root),
             what=f"no checkpoint of {len(warnings)} can be read: {first}",

@@ -32,7 +32,7 @@ from phalanx.elastic.link import Interrupted, Link
 from phalanx.elastic.process import take_rank
 from phalanx.elastic.transports import facts_here, transport_notes
 from phalanx.elastic.vault import Vault
-from phalanx.errors import Problem, WorldError, mistake
+from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.hardware.sharing import allowed_ranks
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
@@ -304,7 +304,7 @@ def run_rank(
             notes = transport_notes(facts) if facts is not None else ()
             train(folder, plan, device, events, orders, store=store, joined_s=joined_s, notes=notes)
     except Astray as error:
-        raise WorldError(
+        raise SystemFailure(
             Problem(
                 where=f"step {error.step:,}",
                 what=str(error),
@@ -495,8 +495,8 @@ def _sharing(plan: Plan, device: torch.device, store: Store, *, rank: int, world
         raise _ranks_missing(rank, world, limit_s) from error
 
 
-def _ranks_missing(rank: int, world: int, limit_s: float) -> WorldError:
-    return WorldError(
+def _ranks_missing(rank: int, world: int, limit_s: float) -> SystemFailure:
+    return SystemFailure(
         Problem(
             where=f"rank {rank}",
             what=f"not all of {plural(world, 'rank')} arrived within {limit_s:g} s",

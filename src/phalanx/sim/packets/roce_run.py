@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.errors import Problem, WorldError
+from phalanx.errors import Problem, SystemFailure
 from phalanx.network.fabric.types import Fabric
 from phalanx.sim.links import Floats
 from phalanx.sim.matrices import Flows
@@ -96,7 +96,7 @@ class _Clock:
             return "interrupted"
         if w.totals[OVERFLOW]:
             what = f"{int(w.totals[OVERFLOW]):,} events or packets did not fit"
-            raise WorldError(Problem(where="packet engine", what=what, why="a fault of Phalanx: please report it"))
+            raise SystemFailure(Problem(where="packet engine", what=what, why="a fault of Phalanx: please report it"))
         return "" if w.totals[ACTIVE] == 0 else "time limit"
 
     def _apply(self) -> None:

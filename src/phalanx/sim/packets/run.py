@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.errors import Problem, WorldError, mistake
+from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.network.fabric.types import Fabric
 from phalanx.sim.links import Ints
 from phalanx.sim.matrices import Flows
@@ -178,7 +178,7 @@ class _Clock:
             return "interrupted"
         if w.totals[OVERFLOW]:
             what = f"{int(w.totals[OVERFLOW]):,} events did not fit the calendar"
-            raise WorldError(Problem(where="packet engine", what=what, why="a fault of Phalanx: please report it"))
+            raise SystemFailure(Problem(where="packet engine", what=what, why="a fault of Phalanx: please report it"))
         return "" if w.totals[ACTIVE] == 0 else "time limit"
 
     def _apply(self) -> None:

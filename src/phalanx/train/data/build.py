@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from phalanx.errors import Problem, UserError, WorldError, mistake, nearest
+from phalanx.errors import Problem, SystemFailure, UserError, mistake, nearest
 from phalanx.io.files import replace_text
 from phalanx.job.dataset import (
     MANIFEST,
@@ -91,7 +91,7 @@ class _State:
 def build(
     recipe: Recipe, out: Path, progress_for: Callable[[int], Progress], *, wait_s: float = 0.0, reuse: bool = False
 ) -> Manifest:
-    """Make the dataset `out`; raises UserError for bad input and WorldError for a full disk or another builder.
+    """Make the dataset `out`; raises UserError for bad input and SystemFailure for a full disk or another builder.
 
     With `reuse`, one that another process finished while we waited is taken.
     """
@@ -416,11 +416,13 @@ def _publish(partial: Path, out: Path, manifest: Manifest) -> None:
         os.close(handle)
 
 
-def _cannot_write(out: Path, error: OSError) -> WorldError:
+def _cannot_write(out: Path, error: OSError) -> SystemFailure:
     what = f"cannot be written: {error.strerror or error}"
     free = _free_bytes(out.parent)
     why = f"{free:,} bytes are free there; what is finished is kept" if free is not None else ""
-    return WorldError(Problem(where=str(out), what=what, why=why, fix="make room and run the same command: it goes on"))
+    return SystemFailure(
+        Problem(where=str(out), what=what, why=why, fix="make room and run the same command: it goes on")
+    )
 
 
 def _free_bytes(folder: Path) -> int | None:

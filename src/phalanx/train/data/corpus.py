@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.errors import Problem, UserError, WorldError, mistake
+from phalanx.errors import Problem, SystemFailure, UserError, mistake
 from phalanx.io.files import write_text
 from phalanx.job.dataset import (
     CLEANING,
@@ -152,12 +152,12 @@ def _write_text(part: Part, path: Path, packages: Path, note: Callable[[str], No
 
 
 def make_folder(folder: Path) -> None:
-    """A folder of the cache; raises WorldError when it cannot be made."""
+    """A folder of the cache; raises SystemFailure when it cannot be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         what = f"cannot be made: {error.strerror or error}"
-        raise WorldError(
+        raise SystemFailure(
             Problem(where=str(folder), what=what, fix="set XDG_CACHE_HOME to a writable folder")
         ) from error
 

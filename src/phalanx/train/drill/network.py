@@ -8,7 +8,7 @@ import subprocess
 from contextlib import ExitStack, suppress
 from types import TracebackType
 
-from phalanx.errors import Problem, WorldError
+from phalanx.errors import Problem, SystemFailure
 
 SUBNET = "10.213.77"  # private, and only inside the namespaces
 DEVICE = "eth0"  # of every host
@@ -125,8 +125,8 @@ def _words(error: subprocess.SubprocessError) -> str:
     return said.decode("utf-8", "replace").strip().splitlines()[-1] if said.strip() else str(error)
 
 
-def _refused(what: str) -> WorldError:
-    return WorldError(
+def _refused(what: str) -> SystemFailure:
+    return SystemFailure(
         Problem(
             where="network namespaces",
             what=f"not allowed here: {what[:200]}",

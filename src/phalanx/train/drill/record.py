@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.elastic.secret import make_secret, read_secret
-from phalanx.errors import Problem, UserError, WorldError
+from phalanx.errors import Problem, SystemFailure, UserError
 from phalanx.io.files import replace_text
 from phalanx.record.drill import NAME, VERSION, digests, read_record, sign
 from phalanx.record.provenance import our_code
@@ -34,7 +34,9 @@ def key(path: Path) -> bytes:
             return make_secret(path)
     except OSError as error:
         what = f"cannot be made: {error.strerror or error}"
-        raise WorldError(Problem(where=str(path), what=what, fix="set XDG_CONFIG_HOME to a writable folder")) from None
+        raise SystemFailure(
+            Problem(where=str(path), what=what, fix="set XDG_CONFIG_HOME to a writable folder")
+        ) from None
     except UserError:  # another drill made it in this moment
         pass
     return read_secret(path)
@@ -51,7 +53,7 @@ def write_record(run: Run, body: Mapping[str, Any], secret: bytes, *, clock: Cal
 
 
 def store(record: Path, folder: Path) -> Path:
-    """Keep a copy where later checks look, the newest of its kind; raises WorldError when it cannot be written."""
+    """Keep a copy where later checks look, the newest of its kind; raises SystemFailure when it cannot be written."""
     name = _name(read_record(record))
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -62,7 +64,9 @@ def store(record: Path, folder: Path) -> Path:
                 path.unlink()
     except OSError as error:
         what = f"cannot be written: {error.strerror or error}"
-        raise WorldError(Problem(where=str(folder), what=what, fix="set XDG_DATA_HOME to a writable folder")) from None
+        raise SystemFailure(
+            Problem(where=str(folder), what=what, fix="set XDG_DATA_HOME to a writable folder")
+        ) from None
     return folder / name
 
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from phalanx.errors import Problem, UserError, WorldError, mistake
+from phalanx.errors import Problem, SystemFailure, UserError, mistake
 from phalanx.io.files import write_text
 from phalanx.job.hf_write import to_config
 from phalanx.job.model import ModelShape
@@ -119,7 +119,7 @@ def save_named(
         folder.mkdir(parents=True, exist_ok=True)
         return _write_shards({name: one.contiguous() for name, one in state.items()}, folder, shard_bytes, tied)
     except (OSError, SafetensorError) as error:
-        raise WorldError(Problem(where=str(folder), what=f"cannot be written: {error}")) from error
+        raise SystemFailure(Problem(where=str(folder), what=f"cannot be written: {error}")) from error
 
 
 def save_hf(
@@ -143,7 +143,7 @@ def save_hf(
         folder.mkdir(parents=True, exist_ok=True)
         written = _write_shards(theirs, folder, shard_bytes)
     except (OSError, SafetensorError) as error:
-        raise WorldError(Problem(where=str(folder), what=f"cannot be written: {error}")) from error
+        raise SystemFailure(Problem(where=str(folder), what=f"cannot be written: {error}")) from error
     config = folder / "config.json"
     write_text(config, json.dumps(to_config(shape, positions=positions, dtype=dtype), indent=2) + "\n")
     return [config, *written]
@@ -247,7 +247,7 @@ def _indexed(folder: Path) -> list[Path]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(weight_map.values()))
     except OSError as error:
-        raise WorldError(Problem(where=str(index), what=f"cannot be read: {error.strerror or error}")) from error
+        raise SystemFailure(Problem(where=str(index), what=f"cannot be read: {error.strerror or error}")) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise mistake(str(index), "is not an index: it needs a weight_map of tensor names to file names") from error
     for name in names:

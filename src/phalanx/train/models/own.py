@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import UninitializedParameter
 
-from phalanx.errors import Problem, UserError, WorldError
+from phalanx.errors import Problem, SystemFailure, UserError
 from phalanx.job.model import ModelShape
 from phalanx.plan.layout import Layout
 from phalanx.plan.parameter_counts import count_parameters
@@ -247,7 +247,7 @@ def whole_values(
         built_well = torch.tensor([failure is None])
         dist.broadcast(built_well, src=0)
         if rank and not built_well.item():
-            raise WorldError(Problem(where=f"rank {rank}", what=f"rank 0 could not build {shape.module}"))
+            raise SystemFailure(Problem(where=f"rank {rank}", what=f"rank 0 could not build {shape.module}"))
     if failure is not None:
         raise failure
     for name in names:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from phalanx.errors import Problem, WorldError
+from phalanx.errors import Problem, SystemFailure
 
 
-class Damaged(WorldError):
+class Damaged(SystemFailure):
     """A file of a checkpoint is missing, cut, changed or forged; an earlier checkpoint may be whole."""
 
 

@@ -15,7 +15,7 @@ from phalanx.elastic.held import kind_of
 from phalanx.elastic.vault import Vault
 from phalanx.elastic.vault_header import Header
 from phalanx.elastic.vault_segment import Segment
-from phalanx.errors import WorldError
+from phalanx.errors import SystemFailure
 from phalanx.train.state.memory_contents import decode
 from phalanx.train.state.memory_replica import interrupt
 
@@ -154,7 +154,7 @@ def _receive(channel: Channel, segment: Segment, header: Header, text: bytes, se
     segment.wipe()
     try:
         view = segment.reserve(_bounded(header.end, MOST_BYTES))
-    except WorldError as error:
+    except SystemFailure as error:
         channel.send({"op": "busy", "why": error.problems[0].what})
         return
     channel.send({"op": "send"})

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from threading import Event
 
-from phalanx.errors import PhalanxError, Problem, WorldError
+from phalanx.errors import PhalanxError, Problem, SystemFailure
 from phalanx.train.state import names
 from phalanx.train.state.jsontext import from_text, to_text
 from phalanx.train.state.manifest import RankFiles
@@ -34,7 +34,7 @@ def tell_failed(draft: Draft, rank: int, error: BaseException) -> None:
 
 
 def wait_for_ranks(draft: Draft, *, step: int, world: int, timeout_s: float, abandoned: Event) -> tuple[RankFiles, ...]:
-    """What all ranks wrote, in order; raises WorldError when one is missing or gave up, Abandoned when told to."""
+    """What all ranks wrote, in order; raises SystemFailure when one is missing or gave up, Abandoned when told to."""
     began = time.monotonic()
     wanted = [names.done_name(rank) for rank in range(world)]
     while True:
@@ -45,7 +45,7 @@ def wait_for_ranks(draft: Draft, *, step: int, world: int, timeout_s: float, aba
             return tuple(RankFiles(**from_text(text)) for text in draft.read_notes(wanted, most_bytes=NOTE_BYTES))
         waited_s = time.monotonic() - began
         if waited_s > timeout_s:
-            raise WorldError(_late(draft, step, missing, timeout_s))
+            raise SystemFailure(_late(draft, step, missing, timeout_s))
         if abandoned.wait(min(max(waited_s / LOOKS, FIRST_LOOK_S), LAST_LOOK_S)):
             raise Abandoned
 
@@ -65,7 +65,7 @@ def _stop_at_failure(draft: Draft, here: set[str], step: int) -> None:
     if failed:
         text = draft.read_notes(failed[:1], most_bytes=NOTE_BYTES)[0].decode("utf-8", "replace")
         what = f"step {step} is not saved: {failed[0].removesuffix('.failed')} gave up: {text}"
-        raise WorldError(Problem(where=str(draft.place), what=what, why="the checkpoint before it is intact"))
+        raise SystemFailure(Problem(where=str(draft.place), what=what, why="the checkpoint before it is intact"))
 
 
 def _first_line(error: BaseException) -> str:

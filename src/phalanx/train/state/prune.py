@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.errors import Problem, WorldError
+from phalanx.errors import Problem, SystemFailure
 from phalanx.train.state.damage import Damaged
 from phalanx.train.state.manifest import read_manifest
 from phalanx.train.state.names import step_of
@@ -12,12 +12,12 @@ from phalanx.train.state.url import Place
 
 
 def committed(root: Place | str) -> list[Place]:
-    """The committed steps, newest first; whether they are whole is another question. Raises WorldError."""
+    """The committed steps, newest first; whether they are whole is another question. Raises SystemFailure."""
     try:
         return storage_of(root).commits()
     except OSError as error:
         what = f"its checkpoints cannot be listed: {reason(error)}"
-        raise WorldError(Problem(where=str(root), what=what, why="there may be some to go on from")) from error
+        raise SystemFailure(Problem(where=str(root), what=what, why="there may be some to go on from")) from error
 
 
 def sweep(root: Place | str) -> None:

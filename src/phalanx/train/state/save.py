@@ -20,7 +20,7 @@ from threading import Event
 
 import torch
 
-from phalanx.errors import Problem, WorldError, mistake
+from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.state import index as index_file
 from phalanx.train.state import manifest as manifest_file
@@ -74,7 +74,7 @@ def save(
 
     `attempt` is the same on all ranks and new for every start of the job: files a dead job left behind cannot be taken
     for ours. `meta` of rank 0 goes into the manifest, `rank_meta` into the index of each rank. Rank 0 commits inside
-    `fence()`; what that raises means that nothing was committed. Raises WorldError when the disk refuses or a rank is
+    `fence()`; what that raises means that nothing was committed. Raises SystemFailure when the disk refuses or a rank is
     missing after `timeout_s`, Abandoned when `abandoned` is set; earlier checkpoints are then as they were.
     """
     began = time.monotonic()
@@ -102,7 +102,7 @@ def save(
     saved = Saved(path=path, step=step, bytes=size_bytes, seconds=time.monotonic() - began)
     if rank == 0:
         point("commit")
-        with suppress(WorldError), fence():  # whoever is fenced by now tidies up nothing: others save here
+        with suppress(SystemFailure), fence():  # whoever is fenced by now tidies up nothing: others save here
             draft.tidy()
             # Where memberships have numbers, whoever is not of our start is fenced, and its drafts are nobody's.
             prune(storage, keep=keep, stale_s=0.0 if epoch else timeout_s, spare=names.family(attempt))
@@ -182,9 +182,9 @@ def _clean_up(draft: Draft, rank: int, error: BaseException) -> None:
         tell_failed(draft, rank, error)
 
 
-def _refused(draft: Draft, step: int, error: OSError) -> WorldError:
+def _refused(draft: Draft, step: int, error: OSError) -> SystemFailure:
     gone = isinstance(error, FileNotFoundError) and draft.is_gone()
-    return WorldError(
+    return SystemFailure(
         Problem(
             where=str(draft.place),
             what=f"step {step} is not saved: {'rank 0 gave up and took the folder away' if gone else reason(error)}",

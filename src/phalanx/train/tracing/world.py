@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 
-from phalanx.errors import Problem, UserError, WorldError, mistake
+from phalanx.errors import Problem, SystemFailure, UserError, mistake
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Job, Optim
 from phalanx.plan.layout import Layout
@@ -105,7 +105,7 @@ class _Worker:
             found = self.answers.recv()
         except EOFError:
             self._process.join(1.0)
-            raise WorldError(
+            raise SystemFailure(
                 Problem(
                     where=f"rank {self.rank}",
                     what=f"the process that traced it ended with code {self._process.exitcode}",

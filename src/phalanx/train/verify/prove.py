@@ -65,7 +65,7 @@ def prove(
     tell: Callable[[str], None] = lambda text: None,
     began_s: float | None = None,
 ) -> Proof:
-    """Run both and compare. Raises UserError for what cannot be trained, WorldError when a process fails.
+    """Run both and compare. Raises UserError for what cannot be trained, SystemFailure when a process fails.
 
     `on_gpu` says where the job would run, `terms` where and how the proof does, `gpus` how many there are for it.
     `began_s` (time.monotonic) starts the clock earlier.

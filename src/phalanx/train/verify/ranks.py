@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from phalanx.elastic.gpus import check_nccl, loaded_nccl, shared_settings
 from phalanx.elastic.process import die_with
-from phalanx.errors import PhalanxError, Problem, UserError, WorldError
+from phalanx.errors import PhalanxError, Problem, SystemFailure, UserError
 from phalanx.train.verify.server import CALLER
 from phalanx.units import plural
 
@@ -110,7 +110,7 @@ def run_ranks(
 ) -> list[T]:
     """`task(rank, *arguments)` on every rank of a group of `world`; what each returned, in order.
 
-    `task` is a function of a module. Raises UserError or WorldError; no process is left behind either way. `debug`
+    `task` is a function of a module. Raises UserError or SystemFailure; no process is left behind either way. `debug`
     shows what the ranks print, and the trace of the one that failed.
     """
     warm_up()
@@ -196,12 +196,12 @@ def _headline(failed: Sequence[tuple[int, Failure]], world: int) -> PhalanxError
         return UserError(first.problems)
     problem = first.problems[0]
     others = f"{len(failed) - 1} of the {plural(world - 1, 'other rank')} failed after it" if len(failed) > 1 else ""
-    return WorldError(Problem(where=f"rank {rank} of {world}", what=problem.what, why=others, fix=problem.fix))
+    return SystemFailure(Problem(where=f"rank {rank} of {world}", what=problem.what, why=others, fix=problem.fix))
 
 
-def _silent(ranks: Sequence[int], world: int, limit_s: float) -> WorldError:
+def _silent(ranks: Sequence[int], world: int, limit_s: float) -> SystemFailure:
     names = ", ".join(str(rank) for rank in ranks)
-    return WorldError(
+    return SystemFailure(
         Problem(
             where=f"rank {names} of {world}",
             what=f"no answer within {limit_s:g} s",

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from phalanx.errors import WorldError
+from phalanx.errors import SystemFailure
 from phalanx.train.state import load, newest
 from phalanx.train.state.background import AsyncSaver
 
@@ -88,7 +88,7 @@ def test_an_error_surfaces_at_the_next_call_and_the_next_save_works(kit, tmp_pat
     while saver.busy:
         time.sleep(0.01)
     root.unlink()
-    with pytest.raises(WorldError, match="step 1 is not saved: Not a directory"):
+    with pytest.raises(SystemFailure, match="step 1 is not saved: Not a directory"):
         saver.wait() if call == "wait" else saver.save(step=2, pieces=pieces, meta={})
     saver.save(step=2, pieces=pieces, meta={})
     assert saver.wait().step == 2
@@ -111,7 +111,7 @@ def test_after_one_rank_failed_the_next_save_is_of_all_ranks(kit, tmp_path):
         for rank, saver in enumerate(savers):
             try:
                 saver.save(step=step, pieces=[kit.piece(f"w{rank}", torch.full((4,), float(step)))], meta={})
-            except WorldError as error:
+            except SystemFailure as error:
                 outcomes.append(str(error).splitlines()[0].partition(": ")[2])
     assert [saver.wait().step for saver in savers] == [2, 2]
     assert outcomes == [

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from phalanx.errors import Problem, WorldError
+from phalanx.errors import Problem, SystemFailure
 from phalanx.train.state import background, load, newest, save
 from phalanx.train.state.background import AsyncSaver
 from phalanx.train.state.copies import Copies
@@ -22,14 +22,14 @@ def piece_of(kit, value=1.0, size=1000):
 
 @contextmanager
 def closed():
-    raise WorldError(Problem(where="epoch 3", what="is over: epoch 4 has begun"))
+    raise SystemFailure(Problem(where="epoch 3", what="is over: epoch 4 has begun"))
     yield
 
 
 def test_a_fence_that_refuses_leaves_the_commit_before_and_nothing_else(kit, tmp_path):
     kit.save_all(tmp_path, [[piece_of(kit)]], step=1)
     for step in (1, 2):  # replacing a step, and a new one
-        with pytest.raises(WorldError) as caught:
+        with pytest.raises(SystemFailure) as caught:
             kit.save_all(tmp_path, [[piece_of(kit, 2.0)]], step=step, attempt="old", fence=closed)
         assert str(caught.value) == "epoch 3: is over: epoch 4 has begun"
         assert names(tmp_path) == ["step-00000001"]

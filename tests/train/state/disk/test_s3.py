@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from phalanx.errors import WorldError
+from phalanx.errors import SystemFailure
 from phalanx.train.state import Damaged, load, newest, save, sweep, verify
 from phalanx.train.state import objects as objects_module
 from phalanx.train.state.prune import committed
@@ -208,7 +208,7 @@ def test_an_upload_that_fails_leaves_no_parts_behind(store, root, monkeypatch):
 
 
 def test_a_bucket_that_is_not_there_is_an_error_of_the_save(kit, server):
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SystemFailure) as caught:
         kit.save_all("s3://no-such-bucket/x", [[kit.piece("w", torch.ones(2))]])
     assert str(caught.value).startswith("s3://no-such-bucket/x/step-00000100/a1: step 100 is not saved: ")
 
@@ -219,6 +219,6 @@ def test_a_server_that_is_not_there_is_not_an_empty_store(server, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     s3fs.S3FileSystem.clear_instance_cache()
-    with pytest.raises(WorldError, match=r"its checkpoints cannot be listed: .*127\.0\.0\.1:9"):
+    with pytest.raises(SystemFailure, match=r"its checkpoints cannot be listed: .*127\.0\.0\.1:9"):
         newest("s3://bucket/x")
     s3fs.S3FileSystem.clear_instance_cache()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.errors import UserError, WorldError
+from phalanx.errors import SystemFailure, UserError
 from phalanx.train.state import candidates, newest, save, verify
 
 
@@ -70,7 +70,7 @@ def test_the_old_commit_comes_back_when_the_new_one_cannot_take_its_place(kit, t
             raise OSError(errno.EIO, "Input/output error")
 
     kit.save_all(tmp_path, [pieces(kit)], meta={"try": 1})
-    with pytest.raises(WorldError, match="step 100 is not saved: Input/output error"):
+    with pytest.raises(SystemFailure, match="step 100 is not saved: Input/output error"):
         kit.save_all(tmp_path, [pieces(kit)], attempt="a2", meta={"try": 2}, point=fail)
     assert names(tmp_path) == ["step-00000100"]
     assert newest(tmp_path, verify=True).meta == {"try": 1}
@@ -78,7 +78,7 @@ def test_the_old_commit_comes_back_when_the_new_one_cannot_take_its_place(kit, t
 
 def test_files_of_a_dead_attempt_are_not_ours(kit, tmp_path):
     save(tmp_path, step=5, attempt="dead", pieces=pieces(kit), meta={}, rank=1, world=2)
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SystemFailure) as caught:
         save(tmp_path, step=5, attempt="alive", pieces=[], meta={}, rank=0, world=2, timeout_s=0.1)
     draft = tmp_path / ".tmp-step-00000005-alive"
     assert str(caught.value) == (
@@ -133,7 +133,7 @@ class FullDisk:
 def outcome(call):
     try:
         call()
-    except WorldError as error:
+    except SystemFailure as error:
         return str(error)
     return None
 
@@ -160,10 +160,10 @@ def test_a_full_disk_leaves_the_commit_before_and_no_half(kit, saved, monkeypatc
 def test_rank_0_hears_at_once_of_a_rank_that_gave_up(kit, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", FullDisk(100))
-        with pytest.raises(WorldError):
+        with pytest.raises(SystemFailure):
             save(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=1, world=2)
     assert names(tmp_path / ".tmp-step-00000001-a") == ["rank-00001.failed"]
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SystemFailure) as caught:
         save(tmp_path, step=1, attempt="a", pieces=[], meta={}, rank=0, world=2)
     assert "step 1 is not saved: rank-00001 gave up: No space left on device" in str(caught.value)
     assert names(tmp_path) == []
@@ -176,7 +176,7 @@ def test_a_really_full_disk(kit, tmp_path):
         pytest.skip("mounting needs root")
     try:
         kit.save_all(room, [pieces(kit, 100_000)], step=1)
-        with pytest.raises(WorldError, match="No space left on device"):
+        with pytest.raises(SystemFailure, match="No space left on device"):
             kit.save_all(room, [pieces(kit, 200_000)], step=2)
         assert names(room) == ["step-00000001"]
         assert newest(room, verify=True).step == 1
@@ -210,7 +210,7 @@ def test_a_rank_whose_folder_was_taken_away_says_why(kit, tmp_path):
         if name == "data":
             shutil.rmtree(tmp_path)
 
-    with pytest.raises(WorldError, match="step 1 is not saved: rank 0 gave up and took the folder away"):
+    with pytest.raises(SystemFailure, match="step 1 is not saved: rank 0 gave up and took the folder away"):
         save(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=1, world=2, point=vanish)
 
 

@@ -6,7 +6,7 @@ import fsspec
 import pytest
 import torch
 
-from phalanx.errors import UserError, WorldError
+from phalanx.errors import SystemFailure, UserError
 from phalanx.train.state import Damaged, load, newest, save, sweep, verify
 from phalanx.train.state import posix as posix_module
 from phalanx.train.state.background import AsyncSaver
@@ -146,7 +146,7 @@ def test_what_fails_before_the_manifest_leaves_the_commit_before(kit, store, url
             raise OSError(5, "Input/output error")
 
     kit.save_all(url, pieces(kit, 1.0), step=1)
-    with pytest.raises(WorldError, match="step 1 is not saved: Input/output error"):
+    with pytest.raises(SystemFailure, match="step 1 is not saved: Input/output error"):
         save(url, step=1, attempt="b", pieces=pieces(kit)[0], meta={}, rank=0, world=1, point=fail)
     assert loaded(kit, newest(url, verify=True).path) == [1.0]
     assert not any("/b/" in key for key in keys(store, url))
@@ -157,7 +157,7 @@ def test_a_store_that_cannot_be_listed_is_not_an_empty_one(url, monkeypatch):
         raise RuntimeError("EndpointConnectionError: no route")
 
     monkeypatch.setattr(fsspec.filesystem("memory").__class__, "ls", refuse)
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SystemFailure) as caught:
         newest(url)
     assert str(caught.value) == (
         f"{url}: its checkpoints cannot be listed: RuntimeError: EndpointConnectionError: no route\n"

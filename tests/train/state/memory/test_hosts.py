@@ -10,7 +10,7 @@ import pytest
 from phalanx.elastic.channel import connect
 from phalanx.elastic.choose import Choice, choices
 from phalanx.elastic.vault import Vault
-from phalanx.errors import Problem, WorldError
+from phalanx.errors import Problem, SystemFailure
 from phalanx.train.state import Damaged, load
 from phalanx.train.state.memory_buddy import buddy_of
 from phalanx.train.state.memory_replica import BuddyAddress
@@ -209,7 +209,7 @@ def test_a_buddy_without_memory_says_so(kit, vaults, job, monkeypatch):
 
 
 def no_memory(size_bytes):
-    raise WorldError(Problem(where="", what="no memory there"))
+    raise SystemFailure(Problem(where="", what="no memory there"))
 
 
 def test_closing_does_not_wait_for_a_buddy_that_hangs(kit, vaults, monkeypatch):

@@ -7,7 +7,7 @@ from phalanx.elastic.choose import choices
 from phalanx.elastic.held import Held
 from phalanx.elastic.link import Interrupted
 from phalanx.elastic.vault import GENERATIONS, Vault
-from phalanx.errors import UserError, WorldError
+from phalanx.errors import SystemFailure, UserError
 from phalanx.train.state import load, save
 from phalanx.train.state.index import Entry
 from phalanx.train.state.memory_keeper import Keeper
@@ -254,7 +254,7 @@ def test_no_memory_is_a_message_and_not_a_signal(kit, vault, monkeypatch):
 
     monkeypatch.setattr("os.posix_fallocate", full)
     keeper = kit.keeper(vault, 0, 1)
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SystemFailure) as caught:
         keeper.put(1, [kit.piece("w", torch.zeros(1000))], {}, held=-1)
     assert str(caught.value).splitlines() == [
         "checkpoint.memory_every: no 9,376 bytes of host memory for a snapshot: No space left on device",
