@@ -74,8 +74,8 @@ def save(
 
     `attempt` is the same on all ranks and new for every start of the job: files a dead job left behind cannot be taken
     for ours. `meta` of rank 0 goes into the manifest, `rank_meta` into the index of each rank. Rank 0 commits inside
-    `fence()`; what that raises means that nothing was committed. Raises SystemFailure when the disk refuses or a rank is
-    missing after `timeout_s`, Abandoned when `abandoned` is set; earlier checkpoints are then as they were.
+    `fence()`; what that raises means that nothing was committed. Raises SystemFailure when the disk refuses or a rank
+    is missing after `timeout_s`, Abandoned when `abandoned` is set; earlier checkpoints are then as they were.
     """
     began = time.monotonic()
     _check(step=step, rank=rank, world=world, keep=keep, epoch=epoch)
