@@ -1,42 +1,88 @@
-"""All tests, in two processes beside each other: those of the trainer, and all others. `python .ci/tests.py [OPTION …]`
+"""All tests, three groups beside each other. `python .ci/tests.py [OPTION …]`
 
-Each leaves cores idle (ranks that wait for each other, one process that computes), so that together they take less time
-than one after the other. Options go to both, as `-k kill` or `--durations=20`.
+Ranks wait for each other, for time-outs and for files: one group leaves cores idle, three fill two of them. A group is
+one pytest; those that take longest begin first, and what no group names is in the last. Options go to all, as `-k kill`
+or `--durations=20`.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
-TRAINER = ("tests/train", "tests/elastic", "src/phalanx/train", "src/phalanx/elastic")
-PARTS = (
-    ("the trainer", TRAINER),
-    ("all others", ("tests", "src", *(f"--ignore={path}" for path in TRAINER))),
-)
+AT_ONCE = 3
+REAL_RUNS = ("drill", "train", "verify", "watch", "trace", "trace_stop", "probe")
+GROUPS: dict[str, tuple[str, ...]] = {
+    "elastic": ("tests/elastic",),
+    "commands that train": tuple(f"tests/cli/test_{name}.py" for name in REAL_RUNS),
+    "parallel": ("tests/train/parallel",),
+    "rules": ("tests/rules",),
+    "state": ("tests/train/state",),
+    "models, data, optimizers": ("tests/train/models", "tests/train/data", "tests/train/optim"),
+    "trainer": ("tests/train", "src/phalanx/train"),
+    "other commands": ("tests/cli",),
+    "plan": ("tests/plan", "tests/hardware", "tests/job"),
+    "everything else": ("tests", "src"),
+}
 NO_TESTS = 5  # pytest's code for "-k" that matched nothing
 
 
-def main(options: list[str]) -> int:
-    """The worst exit code of both."""
+def paths_of(name: str) -> list[str]:
+    """The arguments of a group's pytest: its paths, less those that a group before it has."""
+    mine = GROUPS[name]
+    names = list(GROUPS)
+    earlier = [path for one in names[: names.index(name)] for path in GROUPS[one]]
+    inside = [path for path in earlier if any(path.startswith(f"{own}/") for own in mine)]
+    return [*mine, *(f"--ignore={path}" for path in inside)]
+
+
+def main(options: Sequence[str]) -> int:
+    """The worst exit code of all groups."""
     began_s = time.monotonic()
-    command = [sys.executable, "-m", "pytest", "-q", *options]
-    with tempfile.TemporaryFile() as kept:
-        trainer = subprocess.Popen([*command, *PARTS[0][1]], stdout=kept, stderr=subprocess.STDOUT)
-        others = subprocess.Popen([*command, *PARTS[1][1]])
-        try:
-            codes = [others.wait(), trainer.wait()]
-        except KeyboardInterrupt:  # both heard it too; let them tidy up
-            codes = [others.wait(), trainer.wait()]
-        kept.seek(0)
-        sys.stdout.flush()
-        print(f"\n{PARTS[0][0]}:", flush=True)
-        sys.stdout.buffer.write(kept.read())
-        print(f"both in {(time.monotonic() - began_s) / 60:.1f} min", flush=True)
-    failed = [code for code in codes if code not in (0, NO_TESTS)]
-    return failed[0] if failed else min(codes)
+    waiting, codes, lock = list(GROUPS), {}, threading.Lock()
+    for name in GROUPS:
+        missing = [path for path in GROUPS[name] if not Path(path).exists()]
+        assert not missing, f"the group {name!r} names {missing}, which are not there"
+
+    def work() -> None:
+        while True:
+            with lock:
+                if not waiting:
+                    return
+                name = waiting.pop(0)
+            own_s = time.monotonic()
+            with tempfile.TemporaryFile() as kept:
+                command = [sys.executable, "-m", "pytest", "-q", *options, *paths_of(name)]
+                codes[name] = subprocess.call(command, stdout=kept, stderr=subprocess.STDOUT)
+                kept.seek(0)
+                with lock:
+                    print(f"\n{name}: {(time.monotonic() - own_s) / 60:.1f} min", flush=True)
+                    sys.stdout.buffer.write(kept.read())
+                    sys.stdout.flush()
+
+    workers = [threading.Thread(target=work, daemon=True) for _ in range(AT_ONCE)]
+    for worker in workers:
+        worker.start()
+    try:
+        for worker in workers:
+            worker.join()
+    except KeyboardInterrupt:  # every pytest heard it too; let them tidy up
+        waiting.clear()
+        for worker in workers:
+            worker.join()
+    failed = [name for name, code in codes.items() if code not in (0, NO_TESTS)]
+    minutes, cpu = (time.monotonic() - began_s) / 60, os.times()
+    spent = (cpu.children_user + cpu.children_system) / 60
+    print(
+        f"\nall groups in {minutes:.1f} min, {spent:.1f} min of processor time; failed: {', '.join(failed) or 'none'}"
+    )
+    return codes[failed[0]] if failed else min(codes.values(), default=130)
 
 
 if __name__ == "__main__":
