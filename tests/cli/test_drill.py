@@ -295,13 +295,13 @@ def test_a_crash_loop_ends_with_a_reason(drill: Drill, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_chaos_for_forty_seconds(drill: Drill, tmp_path: Path) -> None:
+def test_chaos_for_fifteen_seconds(drill: Drill, tmp_path: Path) -> None:
     code, told = drill(
-        "job.toml", "--chaos", "--rate", "18", "--minutes", "0.67", "--seed", "1", "--spares", "1", "--no-shrink",
+        "job.toml", "--chaos", "--rate", "24", "--minutes", "0.25", "--seed", "1", "--spares", "1", "--no-shrink",
         "--runs", str(tmp_path / "runs"), limit_s=600,
     )  # fmt: skip
     assert (code, failed(told["result"])) == (0, [])
-    assert len(told["result"]["outcomes"]) > 3
+    assert len(told["result"]["outcomes"]) > 2
 
 
 @pytest.mark.nightly
