@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.elastic import host as hosting
-from phalanx.elastic.board import NO_STEP, Phase
-from phalanx.elastic.formation import Formation, Seat
+from phalanx.elastic.heartbeat_board import NO_STEP, Phase
 from phalanx.elastic.host import HostAgent
-from phalanx.elastic.link import Interrupted, Link
-from phalanx.elastic.process import die_with, take_rank
-from phalanx.elastic.wishes import Wishes
+from phalanx.elastic.local_launch import StopSignals
+from phalanx.elastic.membership import HostSlot, Membership
+from phalanx.elastic.rank_link import Interrupted, RankLink
+from phalanx.elastic.rank_process import die_with, take_rank
 from phalanx.errors import mistake
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
@@ -47,8 +47,8 @@ class Part:
     """A rank's part in a formation."""
 
     run: Run
-    link: Link
-    formation: Formation
+    link: RankLink
+    formation: Membership
     rank: int
     host: str
     is_deaf: bool = False  # does not notice that its formation is over, as in a collective that nobody wakes
@@ -237,11 +237,11 @@ def before_ready(behaviour: str, part: Part) -> None:
         wait_for(lambda: part.stopping, lambda: part.link.is_over(part.epoch))
 
 
-def serve(behaviour: str, run: Run, host: str, link: Link) -> None:
+def serve(behaviour: str, run: Run, host: str, link: RankLink) -> None:
     """The trainer's way through formations, without training."""
     while (form := link.next_form()) is not None:
-        formation = Formation.from_json(form)
-        rank = formation.rank(Seat(host, link.slot))
+        formation = Membership.from_json(form)
+        rank = formation.rank(HostSlot(host, link.slot))
         if rank is None:
             continue
         local = len(formation.of_host(host))
@@ -279,7 +279,7 @@ def main(behaviour: str, folder: str, host: str, slots: str, address: str, paren
     if behaviour == "late":  # before anybody listens
         (run.path / "waits").touch()
         time.sleep(1000)
-    wishes = Wishes.listen()
+    wishes = StopSignals.listen()
     hosting.GRACE_S, hosting.DEAF_S = 0.5, 4.0
     agent = HostAgent(run, host=host, slots=int(slots), address=address, wishes=wishes)
     agent.plan = Plan.from_json(run.plan_json.read_text(encoding="utf-8"), where="plan")

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from phalanx.elastic import failure as failing
-from phalanx.elastic.board import Phase
 from phalanx.elastic.council import Council
 from phalanx.elastic.fence import current_epoch
-from phalanx.elastic.held import Held
+from phalanx.elastic.heartbeat_board import Phase
 from phalanx.elastic.memory import Memory
+from phalanx.elastic.restore_point import ReplicaInfo
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter, read_events
 from phalanx.record.run import Run, create_run
@@ -136,7 +136,7 @@ class Agent:
     age_s: float = 0.0
     phase: Phase = Phase.TRAINING
     wishes: int = 0
-    held: list[Held] = field(default_factory=list)
+    held: list[ReplicaInfo] = field(default_factory=list)
     heard: list[Message] = field(default_factory=list)
     connected: bool = False
 
@@ -224,10 +224,10 @@ def stage(make_stage: Callable[..., Stage]) -> Stage:
     return make_stage()
 
 
-def snapshots(*, epoch: int, step: int, world: int, slots: dict[int, int]) -> list[Held]:
+def snapshots(*, epoch: int, step: int, world: int, slots: dict[int, int]) -> list[ReplicaInfo]:
     """What a host's vault holds after a step, by slot -> rank."""
     return [
-        Held(
+        ReplicaInfo(
             rank=rank, world=world, epoch=epoch, step=step, slot=slot, kind="own", generation=0, tensors=1, size_bytes=1
         )
         for slot, rank in slots.items()

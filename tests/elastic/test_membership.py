@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.elastic.formation import Formation, Seat
-from phalanx.elastic.membership import next_formation
+from phalanx.elastic.membership import HostSlot, Membership, next_membership
 from phalanx.plan.layout import Layout
 
 LAYOUT = Layout(
@@ -19,27 +18,27 @@ LAYOUT = Layout(
 SEQUENCES = 16
 
 
-def seats(*names: str) -> tuple[Seat, ...]:
+def seats(*names: str) -> tuple[HostSlot, ...]:
     """`a0` is slot 0 of host a."""
-    return tuple(Seat(name[0], int(name[1:])) for name in names)
+    return tuple(HostSlot(name[0], int(name[1:])) for name in names)
 
 
-def named(formation: Formation | None) -> list[str] | None:
+def named(formation: Membership | None) -> list[str] | None:
     return [f"{seat.host}{seat.slot}" for seat in formation.seats] if formation is not None else None
 
 
 def following(
     alive: str, *, before: str = "", policy: str = "auto", planned: Layout = LAYOUT, **more: Any
-) -> Formation | None:
+) -> Membership | None:
     old = seats(*before.split())
     layout = replace(planned, data=len(old), shard=len(old)) if old else planned
-    return next_formation(
+    return next_membership(
         epoch=7,
         planned=planned,
         sequences=SEQUENCES,
         reproducible=False,
         policy=policy,
-        before=Formation(epoch=6, layout=layout, seats=old) if old else None,
+        before=Membership(epoch=6, layout=layout, seats=old) if old else None,
         alive=seats(*alive.split()),
         fallen=seats(*str(more.get("fallen", "")).split()),
     )
@@ -85,8 +84,8 @@ def test_nobody_is_left() -> None:
 def test_a_formation_as_json_and_back() -> None:
     formation = following("a0 a1 b0 b1")
     assert formation is not None
-    assert Formation.from_json(formation.to_json()) == formation
-    assert (formation.rank(Seat("b", 1)), formation.rank(Seat("b", 2))) == (3, None)
+    assert Membership.from_json(formation.to_json()) == formation
+    assert (formation.rank(HostSlot("b", 1)), formation.rank(HostSlot("b", 2))) == (3, None)
     assert (formation.of_host("b"), formation.hosts) == ({0: 2, 1: 3}, ("a", "b"))
     with pytest.raises(ValueError, match="3 seats for 4 ranks"):
-        Formation(epoch=1, layout=LAYOUT, seats=formation.seats[:3])
+        Membership(epoch=1, layout=LAYOUT, seats=formation.seats[:3])

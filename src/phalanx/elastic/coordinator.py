@@ -18,12 +18,12 @@ from typing import Any
 
 from phalanx.elastic.bandwidth import ROLE, Gauge
 from phalanx.elastic.channel import Channel, Closed, Listener, Refused
-from phalanx.elastic.client import ENDED
 from phalanx.elastic.council import Council
 from phalanx.elastic.fence import current_epoch
+from phalanx.elastic.handshake import read_secret
+from phalanx.elastic.local_launch import ENDED
 from phalanx.elastic.memory import Memory
-from phalanx.elastic.process import die_with
-from phalanx.elastic.secret import read_secret
+from phalanx.elastic.rank_process import die_with
 from phalanx.errors import PhalanxError
 from phalanx.io.files import replace_text
 from phalanx.plan.plan import Plan

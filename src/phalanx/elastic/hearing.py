@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from phalanx.elastic.board import NO_STEP
 from phalanx.elastic.failure import Failure
-from phalanx.elastic.formation import Seat
+from phalanx.elastic.heartbeat_board import NO_STEP
 from phalanx.elastic.hosts import Host
 from phalanx.elastic.incident import shut_out
+from phalanx.elastic.membership import HostSlot
 from phalanx.elastic.memory import Message
 from phalanx.elastic.preflight import check_skew, clock_skew_s
 from phalanx.elastic.room import Room
@@ -112,7 +112,7 @@ def _lost(room: Room, host: Host, message: Message) -> None:
 
 
 def _left(room: Room, host: Host, message: Message) -> None:
-    epoch, seat = int(message["epoch"]), Seat(host.name, int(message["slot"]))
+    epoch, seat = int(message["epoch"]), HostSlot(host.name, int(message["slot"]))
     formations = (one for one in (room.memory.formation, room.before) if one is not None and one.epoch == epoch)
     formation = next(formations, None)
     rank = formation.rank(seat) if formation is not None else None

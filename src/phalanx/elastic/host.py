@@ -25,13 +25,14 @@ from typing import Any
 
 from phalanx.elastic import failure as failing
 from phalanx.elastic.bandwidth import measure
-from phalanx.elastic.board import Beat, Board, Phase
 from phalanx.elastic.channel import Channel, Closed, Refused, connect
-from phalanx.elastic.client import ENDED
 from phalanx.elastic.coordinator import coordinator_address
 from phalanx.elastic.failure import Failure
-from phalanx.elastic.formation import Formation
-from phalanx.elastic.look import Look
+from phalanx.elastic.forked_check import ForkedCheck
+from phalanx.elastic.handshake import read_secret
+from phalanx.elastic.heartbeat_board import Heartbeat, HeartbeatBoard, Phase
+from phalanx.elastic.local_launch import ENDED, StopSignals
+from phalanx.elastic.membership import Membership
 from phalanx.elastic.preflight import (
     LEAST_LINK_SHARE,
     check_between,
@@ -39,11 +40,8 @@ from phalanx.elastic.preflight import (
     preflight,
     recheck,
 )
-from phalanx.elastic.process import Work, fork_rank
-from phalanx.elastic.secret import read_secret
-from phalanx.elastic.stacks import find_ranks, state_of
-from phalanx.elastic.vault import Vault
-from phalanx.elastic.wishes import Wishes
+from phalanx.elastic.rank_process import Work, find_ranks, fork_rank, state_of
+from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.errors import Problem, SystemFailure
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
@@ -103,7 +101,9 @@ class Slot:
 class HostAgent:
     """One host of a run."""
 
-    def __init__(self, run: Run, *, host: str, slots: int, address: str, wishes: Wishes, by_hand: bool = False) -> None:
+    def __init__(
+        self, run: Run, *, host: str, slots: int, address: str, wishes: StopSignals, by_hand: bool = False
+    ) -> None:
         self.run, self.host, self.slots, self.address, self.wishes = run, host, slots, address, wishes
         self._by_hand = by_hand  # `phalanx agent`: nobody waits for what we say of an end before we joined
         launch, job = run.launch(), run.plan()["job"]
@@ -117,9 +117,9 @@ class HostAgent:
         self._joined = False  # some coordinator, once
         self._link: float | None = None  # bytes per second to the coordinator's host, once measured
         self.recheck: Recheck | None = None  # before every formation that this host is a member of
-        self._look: Look | None = None  # while it is at that
-        self.vault = Vault(slots, guests=max(slots, min(int(launch.get("world", slots)), MOST_GUESTS)))
-        self.board = Board(slots)
+        self._look: ForkedCheck | None = None  # while it is at that
+        self.vault = ReplicaStore(slots, guests=max(slots, min(int(launch.get("world", slots)), MOST_GUESTS)))
+        self.board = HeartbeatBoard(slots)
         self._secret = read_secret(run.path / "secret")
         self._slots = [Slot(number=number) for number in range(slots)]
         self._selector = selectors.DefaultSelector()
@@ -332,7 +332,7 @@ class HostAgent:
             self._over = int(message["code"])
 
     def _take_form(self, message: Message) -> None:
-        formation = Formation.from_json(message)
+        formation = Membership.from_json(message)
         if formation.epoch <= self._epoch:  # told twice
             return
         ranks = formation.of_host(self.host)
@@ -350,7 +350,7 @@ class HostAgent:
     def _seat(self, slot: Slot) -> None:
         """The new process of a slot takes the rank that the formation being made has there."""
         assert self._form is not None
-        rank = Formation.from_json(self._form).of_host(self.host).get(slot.number)
+        rank = Membership.from_json(self._form).of_host(self.host).get(slot.number)
         if slot.pid and rank is not None and slot.rank < 0:
             slot.rank, slot.epoch, slot.asked_s = rank, self._epoch, time.monotonic()
             slot.member_of, slot.seated = self._epoch, True
@@ -364,7 +364,7 @@ class HostAgent:
         for slot in members:
             slot.seated = slot.used = True
         if members and self.recheck is not None:
-            self._look = Look(partial(self.recheck, new_ranks, new_places), forget=self._forget)
+            self._look = ForkedCheck(partial(self.recheck, new_ranks, new_places), forget=self._forget)
 
     def _end_look(self) -> None:
         if self._look is not None:
@@ -607,7 +607,7 @@ class HostAgent:
                 time.sleep(TICK_S)
 
 
-def _seen_s(pid: int, beat: Beat, now_s: float) -> float | None:
+def _seen_s(pid: int, beat: Heartbeat, now_s: float) -> float | None:
     """When a process is known to have run last, whatever it waits for; None when it does not run now.
 
     The kernel is asked only about one that has not answered for a while.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.elastic.failure import Failure
-from phalanx.elastic.formation import Seat
 from phalanx.elastic.hosts import Host
+from phalanx.elastic.membership import HostSlot
 from phalanx.elastic.room import Room
 from phalanx.units import plural
 
@@ -60,7 +60,7 @@ def write_replacement(room: Room, failure: Failure, *, pid: int) -> None:
     )
 
 
-def quarantine(room: Room, seat: Seat, reason: str) -> None:
+def quarantine(room: Room, seat: HostSlot, reason: str) -> None:
     """A place that is not used any more."""
     room.memory.quarantined.add(seat)
     room.events.write("quarantine", epoch=room.memory.epoch, host=seat.host, slot=seat.slot, reason=reason)

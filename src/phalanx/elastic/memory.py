@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.elastic.board import NO_STEP
-from phalanx.elastic.choose import Lineage
-from phalanx.elastic.formation import Formation, Seat
+from phalanx.elastic.heartbeat_board import NO_STEP
+from phalanx.elastic.membership import HostSlot, Membership
+from phalanx.elastic.restore_point import Lineage
 
 Message = dict[str, Any]  # of a kind, with JSON values
 
@@ -18,7 +18,7 @@ class Memory:
     """The state of the council; the rest it hears again from the agents."""
 
     epoch: int = 0
-    formation: Formation | None = None
+    formation: Membership | None = None
     pids: list[int] = field(default_factory=list)  # of the formation's processes, by rank
     running: bool = False  # there is a formation, and the run is not over
     forming: bool = False  # its members were not yet told to go
@@ -31,8 +31,8 @@ class Memory:
     rolled_back: list[int] = field(default_factory=list)
     went_s: float = 0.0  # Unix time at which the first formation of this launch began to train
     case: Message | None = None  # copies that differed, and nobody could say which was wrong
-    quarantined: set[Seat] = field(default_factory=set)
-    seat_failures: dict[Seat, int] = field(default_factory=dict)
+    quarantined: set[HostSlot] = field(default_factory=set)
+    seat_failures: dict[HostSlot, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -60,7 +60,7 @@ class Memory:
         """The reverse; raises KeyError, TypeError or ValueError on anything else."""
         return cls(
             epoch=int(body["epoch"]),
-            formation=Formation.from_json(body["formation"]) if body["formation"] else None,
+            formation=Membership.from_json(body["formation"]) if body["formation"] else None,
             pids=[int(pid) for pid in body["pids"]],
             running=bool(body["running"]),
             forming=bool(body["forming"]),
@@ -73,6 +73,6 @@ class Memory:
             rolled_back=[int(step) for step in body["rolled_back"]],
             went_s=float(body["went_s"]),
             case=body["case"],
-            quarantined={Seat(str(host), int(slot)) for host, slot in body["quarantined"]},
-            seat_failures={Seat(str(host), int(slot)): int(count) for host, slot, count in body["seat_failures"]},
+            quarantined={HostSlot(str(host), int(slot)) for host, slot in body["quarantined"]},
+            seat_failures={HostSlot(str(host), int(slot)): int(count) for host, slot, count in body["seat_failures"]},
         )

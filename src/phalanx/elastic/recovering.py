@@ -7,9 +7,9 @@ import time
 from phalanx.elastic import failure as failing
 from phalanx.elastic.ending import FAILED, STOPPED, end, give_up
 from phalanx.elastic.failure import Failure
-from phalanx.elastic.formation import Formation
 from phalanx.elastic.forming import REPLACE_S, form, may_return
 from phalanx.elastic.incident import quarantine, write_incident
+from phalanx.elastic.membership import Membership
 from phalanx.elastic.memory import Message
 from phalanx.elastic.room import Room
 from phalanx.elastic.stuck import seeks_culprit
@@ -52,7 +52,7 @@ def _too_often(room: Room) -> str:
     return f"{plural(count, 'failure')} in a row, without a step between (fault.restarts = {room.job.fault.restarts})"
 
 
-def _somebody_comes(room: Room, formation: Formation, waited_s: float) -> bool:
+def _somebody_comes(room: Room, formation: Membership, waited_s: float) -> bool:
     """Whether it will soon be clear who is there: a host that hung up, one that joins, a process being started."""
     if any(host.gone_s is not None or not host.told for host in room.hosts.values()):
         return True

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from phalanx.elastic.failure import Failure
 from phalanx.elastic.fence import begin_epoch
-from phalanx.elastic.formation import Formation, Seat
 from phalanx.elastic.hosts import Host
+from phalanx.elastic.membership import HostSlot, Membership
 from phalanx.elastic.memory import Memory, Message
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
@@ -53,7 +53,7 @@ class Room:
         self.noticed_s: float | None = None
         self.asked_at: tuple[float, float] | None = None  # Unix time and clock when a formation was told; not inherited
         self.unfit_s: float | None = None
-        self.before: Formation | None = None
+        self.before: Membership | None = None
         self.left: dict[int, Message] = {}
         self.left_s: float | None = None
         self.words: dict[int, str] = {}  # the last collective of each rank that left for the present epoch
@@ -74,14 +74,14 @@ class Room:
         host = self.hosts.get(name)
         return host is not None and host.told and host.gone_s is None
 
-    def alive(self) -> list[Seat]:
+    def alive(self) -> list[HostSlot]:
         """Seats with a living process, host by host."""
         return [
             seat
             for name in self.order
             if self.is_here(name) and not self.hosts[name].problems
             for slot in sorted(self.hosts[name].alive)
-            if (seat := Seat(name, slot)) not in self.memory.quarantined
+            if (seat := HostSlot(name, slot)) not in self.memory.quarantined
         ]
 
     def refused(self) -> list[str]:
@@ -92,17 +92,17 @@ class Room:
         wanted = [one for one in self.formations if int(one["from_step"]) <= max(step, 0)]
         return Layout(**wanted[-1]["layout"]) if wanted else self.planned
 
-    def is_usable(self, seat: Seat) -> bool:
+    def is_usable(self, seat: HostSlot) -> bool:
         host = self.hosts.get(seat.host)
         return host is not None and not host.problems and seat not in self.memory.quarantined
 
     def rank_of(self, host: Host, slot: int) -> int | None:
-        return self.memory.formation.rank(Seat(host.name, slot)) if self.memory.formation is not None else None
+        return self.memory.formation.rank(HostSlot(host.name, slot)) if self.memory.formation is not None else None
 
     def members(self, host: Host) -> dict[int, int]:
         return self.memory.formation.of_host(host.name) if self.memory.formation is not None else {}
 
-    def pid(self, seat: Seat) -> int | None:
+    def pid(self, seat: HostSlot) -> int | None:
         host = self.hosts.get(seat.host)
         return host.alive.get(seat.slot) if host is not None else None
 

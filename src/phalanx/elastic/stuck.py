@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from phalanx.elastic.board import Phase
 from phalanx.elastic.failure import Failure
-from phalanx.elastic.formation import Formation
+from phalanx.elastic.heartbeat_board import Phase
 from phalanx.elastic.hosts import Host, culprit, is_still, seated
+from phalanx.elastic.membership import Membership
 from phalanx.elastic.room import Room
 
 ANSWER_S = 2.0  # for agents to say where their ranks are, and to end one
@@ -37,7 +37,7 @@ def look_for_stuck(room: Room) -> None:
         _blame(room, formation)
 
 
-def seeks_culprit(room: Room, formation: Formation) -> bool:
+def seeks_culprit(room: Room, formation: Membership) -> bool:
     """Ranks gave up waiting: whether one that is still in, and has not moved for long, is being dealt with."""
     now = room.clock()
     if now - room.killed_s < ANSWER_S:
@@ -68,13 +68,13 @@ def _ask_where(room: Room) -> None:
     room.tell_all({"kind": "where"})
 
 
-def _has_answers(room: Room, formation: Formation) -> bool:
+def _has_answers(room: Room, formation: Membership) -> bool:
     assert room.asked_s is not None
     asked = [room.hosts[name] for name in formation.hosts if name in room.hosts]
     return all(host.where is not None for host in asked) or room.clock() - room.asked_s > ANSWER_S
 
 
-def _is_stuck(room: Room, formation: Formation) -> bool:
+def _is_stuck(room: Room, formation: Membership) -> bool:
     return is_still(room.hosts, formation, partial(_patience_s, room))
 
 
@@ -94,7 +94,7 @@ def _why_patient(room: Room, phase: int) -> str:
     return f", {at}, which may take {bound}"
 
 
-def _blame(room: Room, formation: Formation) -> None:
+def _blame(room: Room, formation: Membership) -> None:
     found = culprit(room.hosts, formation, {(host.name, slot) for host, slot in seated(room.hosts, formation)})
     if found is not None:
         host, slot, _ = found

@@ -7,17 +7,17 @@ the communicators (`abort`, which the training provides) and cuts the sockets.
 from __future__ import annotations
 
 import json
+import os
 import queue
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
 
-from phalanx.elastic.board import NO_STEP, Board, Phase
-from phalanx.elastic.cut import cut, sockets
+from phalanx.elastic.heartbeat_board import NO_STEP, HeartbeatBoard, Phase
 
 BEAT_S = 0.1
 LEAVING_S = 0.01  # between looks at a formation that is over, until the training is out of it
@@ -29,10 +29,10 @@ class Interrupted(Exception):
     """The formation this rank was in is over: a newer one is being made."""
 
 
-class Link:
+class RankLink:
     """Made in a rank's process. Messages are JSON lines over a socket pair that nobody else can reach."""
 
-    def __init__(self, line: socket.socket, board: Board, slot: int) -> None:
+    def __init__(self, line: socket.socket, board: HeartbeatBoard, slot: int) -> None:
         self._line, self.board, self.slot = line, board, slot
         self._forms: queue.Queue[Message | None] = queue.Queue()
         self._goes: queue.Queue[Message | None] = queue.Queue()
@@ -62,7 +62,7 @@ class Link:
 
     def enter(self, epoch: int) -> None:
         """Sockets opened from now on belong to this epoch, and are cut when it ends; raises when it has already."""
-        self._kept = frozenset(sockets())
+        self._kept = frozenset(open_sockets())
         with self._lock:
             self._epoch, self._over_s = epoch, None
             if self._newest > epoch:
@@ -72,7 +72,7 @@ class Link:
         """Cut what the epoch opened; peers that still wait for this rank wake up."""
         with self._lock:
             self._epoch = 0
-            cut(self._kept)
+            shut_sockets(self._kept)
 
     def go(self, epoch: int) -> Message:
         """Wait for the word to go for `epoch`; raises Interrupted when a newer formation comes instead."""
@@ -148,9 +148,41 @@ class Link:
             with suppress(Exception):  # whatever it is: the sockets are still to be cut, and the line to be read
                 is_aborted = self.abort()
             if is_aborted or time.monotonic() - self._over_s > ABORT_S:
-                cut(self._kept)
+                shut_sockets(self._kept)
 
     def _end(self) -> None:
         self._ended = True
         self._forms.put(None)
         self._goes.put(None)
+
+
+# Leave a process group whose members are gone: shut its sockets.
+#
+# gloo ignores abort() while an operation is in flight, and a rank that is not a neighbour of the dead one waits for the
+# whole timeout. Shutting the connected sockets wakes everybody within milliseconds (shared/feasibility/09). Listening
+# sockets are left alone: shutting gloo's listener ends the process.
+
+
+def open_sockets() -> dict[str, int]:
+    """The sockets of this process, each by a name that no other has while this one lives, with its descriptor."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the descriptor of the listing itself is gone by now
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:"):
+                found[target] = int(name)
+    return found
+
+
+def shut_sockets(kept: Collection[str]) -> int:
+    """Shut every connected network socket but those kept; returns how many."""
+    count = 0
+    for name, descriptor in open_sockets().items():
+        if name in kept:
+            continue
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                one.getpeername()
+                one.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count

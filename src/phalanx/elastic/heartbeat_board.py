@@ -33,7 +33,7 @@ class Phase(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Beat:
+class Heartbeat:
     """The last signs of life of a slot; times of the monotonic clock."""
 
     epoch: int
@@ -44,7 +44,7 @@ class Beat:
     is_muted: bool = False  # a drill says that no sign of life of this rank is to be seen
 
 
-class Board:
+class HeartbeatBoard:
     """Made before the ranks are forked; each rank writes only its own line, so there is nothing to lock."""
 
     def __init__(self, slots: int) -> None:
@@ -75,11 +75,11 @@ class Board:
             self._counts[first + word] = value
         self._clocks[first + _PROGRESS] = time.monotonic()
 
-    def last(self, slot: int) -> Beat:
+    def last(self, slot: int) -> Heartbeat:
         """The last signs of life of a slot."""
         first = _FIRST + _LINE * slot
         epoch, step, phase = (self._counts[first + word] for word in (_EPOCH, _STEP, _PHASE))
-        return Beat(
+        return Heartbeat(
             epoch=epoch,
             step=step,
             phase=Phase(phase),

@@ -15,7 +15,7 @@ from types import FrameType
 
 from phalanx.elastic import failure
 from phalanx.elastic.failure import last_checkpoint
-from phalanx.elastic.secret import make_secret
+from phalanx.elastic.handshake import make_secret
 from phalanx.errors import mistake
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
@@ -266,3 +266,30 @@ def _died(run: Run, code: int) -> str:
     except OSError:
         last = []
     return "\n".join([*lines, *(f"  its last words: {line[:300]}" for line in last), f"  log: {log}"])
+
+
+# Signals from outside, counted: the first asks the ranks to stop after their step, the second ends them at once.
+
+
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(slots=True)
+class StopSignals:
+    """How often somebody asked us to stop."""
+
+    count: int = 0
+    first: int = 0  # the signal: SIGTERM is a cluster manager that will not wait for long, SIGINT a person who does
+
+    @classmethod
+    def listen(cls) -> StopSignals:
+        """Count SIGTERM and SIGINT from now on, and one that whoever started us held back."""
+        wishes = cls()
+        for number in STOPPING:
+            signal.signal(number, wishes._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+        return wishes
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.first = self.first or number
+        self.count += 1

@@ -1,24 +1,83 @@
-"""Which snapshots make a whole: the newest step of which every rank's part is somewhere, and may be gone on from."""
+"""What is held where: the words in which agents, coordinator and ranks speak of snapshots. No tensors here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
-from phalanx.elastic.held import KINDS, Held, Place
-
-Sightings = dict[int, list[Place]]  # by rank
+Kind = Literal["own", "guest"]
+KINDS: tuple[Kind, ...] = ("own", "guest")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class ReplicaInfo:
+    """A complete snapshot in this host's vault. `slot` of a guest is its place among the host's guests."""
+
+    rank: int
+    world: int
+    epoch: int
+    step: int
+    slot: int
+    kind: Kind
+    generation: int
+    tensors: int
+    size_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """For a message."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, message: Mapping[str, Any]) -> ReplicaInfo:
+        """From a message; raises KeyError, ValueError or TypeError for anything else."""
+        numbers = {name: int(message[name]) for name in cls.__dataclass_fields__ if name != "kind"}
+        return cls(kind=kind_of(message), **numbers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaPlace:
+    """Where a copy of one rank's snapshot lies."""
+
+    host: str
+    slot: int
+    kind: Kind
+    generation: int
+    tensors: int
+
+    def to_json(self) -> dict[str, Any]:
+        """For a message."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, message: Mapping[str, Any]) -> ReplicaPlace:
+        """From a message; raises KeyError, ValueError or TypeError for anything else."""
+        numbers = {name: int(message[name]) for name in ("slot", "generation", "tensors")}
+        return cls(host=str(message["host"]), kind=kind_of(message), **numbers)
+
+
+def kind_of(message: Mapping[str, Any]) -> Kind:
+    """The kind a message names."""
+    for kind in KINDS:
+        if message["kind"] == kind:
+            return kind
+    raise ValueError(f"{message['kind']!r} is neither of {', '.join(KINDS)}")
+
+
+# Which snapshots make a whole: the newest step of which every rank's part is somewhere, and may be gone on from.
+
+
+Sightings = dict[int, list[ReplicaPlace]]  # by rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestorePoint:
     """A step that memory holds in full: for each rank that wrote it, where its copies are, the best first."""
 
     epoch: int
     step: int
     world: int
-    places: Mapping[int, tuple[Place, ...]]
+    places: Mapping[int, tuple[ReplicaPlace, ...]]
 
     def to_json(self) -> dict[str, Any]:
         """For a message."""
@@ -26,10 +85,11 @@ class Choice:
         return {"epoch": self.epoch, "step": self.step, "world": self.world, "places": places}
 
     @classmethod
-    def from_json(cls, message: Mapping[str, Any]) -> Choice:
+    def from_json(cls, message: Mapping[str, Any]) -> RestorePoint:
         """From a message; raises KeyError, ValueError or TypeError for anything else."""
         places = {
-            int(rank): tuple(Place.from_json(place) for place in copies) for rank, copies in message["places"].items()
+            int(rank): tuple(ReplicaPlace.from_json(place) for place in copies)
+            for rank, copies in message["places"].items()
         }
         numbers = {name: int(message[name]) for name in ("epoch", "step", "world")}
         return cls(places=places, **numbers)
@@ -77,9 +137,9 @@ def _lower(ceiling: int | None, step: int) -> int:
     return step if ceiling is None else min(ceiling, step)
 
 
-def choices(
-    held: Mapping[str, Iterable[Held]], *, lineage: Lineage | None = None, at_most: int | None = None
-) -> list[Choice]:
+def find_restore_points(
+    held: Mapping[str, Iterable[ReplicaInfo]], *, lineage: Lineage | None = None, at_most: int | None = None
+) -> list[RestorePoint]:
     """The steps that can be restored from what each host holds, the newest epoch's first, and in it the newest.
 
     `lineage` leaves out what was undone, `at_most` what came after a step that is known to be sound.
@@ -94,15 +154,15 @@ def choices(
     return [_choice(key, sets[key]) for key in whole]
 
 
-def _place(host: str, held: Held) -> Place:
-    return Place(host=host, slot=held.slot, kind=held.kind, generation=held.generation, tensors=held.tensors)
+def _place(host: str, held: ReplicaInfo) -> ReplicaPlace:
+    return ReplicaPlace(host=host, slot=held.slot, kind=held.kind, generation=held.generation, tensors=held.tensors)
 
 
-def _choice(key: tuple[int, int, int], found: Sightings) -> Choice:
+def _choice(key: tuple[int, int, int], found: Sightings) -> RestorePoint:
     epoch, step, world = key
     places = {rank: tuple(sorted(found[rank], key=_order)) for rank in sorted(found)}
-    return Choice(epoch=epoch, step=step, world=world, places=places)
+    return RestorePoint(epoch=epoch, step=step, world=world, places=places)
 
 
-def _order(place: Place) -> tuple[int, str, int, int]:
+def _order(place: ReplicaPlace) -> tuple[int, str, int, int]:
     return KINDS.index(place.kind), place.host, place.slot, place.generation
