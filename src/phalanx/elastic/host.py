@@ -332,25 +332,25 @@ class HostAgent:
             self._over = int(message["code"])
 
     def _take_form(self, message: Message) -> None:
-        formation = Membership.from_json(message)
-        if formation.epoch <= self._epoch:  # told twice
+        membership = Membership.from_json(message)
+        if membership.generation <= self._epoch:  # told twice
             return
-        ranks = formation.of_host(self.host)
-        self._epoch, self._form = formation.epoch, message
+        ranks = membership.ranks_on(self.host)
+        self._epoch, self._form = membership.generation, message
         self.board.ask_to_reform(False)
         now = time.monotonic()
         for slot in self._slots:
-            slot.epoch, slot.ready, slot.left, slot.asked_s = formation.epoch, None, None, now
+            slot.epoch, slot.ready, slot.left, slot.asked_s = membership.generation, None, None, now
             slot.rank = ranks.get(slot.number, -1)
             if slot.pid and slot.rank >= 0 and not slot.member_of:
-                slot.member_of = formation.epoch
+                slot.member_of = membership.generation
         self._pass_on(message)
         self._begin_look([slot for slot in self._slots if slot.rank >= 0])
 
     def _seat(self, slot: Slot) -> None:
         """The new process of a slot takes the rank that the formation being made has there."""
         assert self._form is not None
-        rank = Membership.from_json(self._form).of_host(self.host).get(slot.number)
+        rank = Membership.from_json(self._form).ranks_on(self.host).get(slot.number)
         if slot.pid and rank is not None and slot.rank < 0:
             slot.rank, slot.epoch, slot.asked_s = rank, self._epoch, time.monotonic()
             slot.member_of, slot.seated = self._epoch, True

@@ -1,4 +1,11 @@
-"""The first bytes of a segment: whose snapshot it holds, of which step, and where in it index and data lie."""
+"""In-memory checkpoints of one host: the memory they lie in, and which of it the next one may overwrite.
+
+A segment is anonymous memory behind a descriptor, with a snapshot of one rank in it or none:
+
+    header | tensors | index        the header is wiped first and written last, so half a snapshot is none
+
+The agent makes segments before it forks, and every rank inherits them: a rank that dies leaves its segment readable.
+"""
 
 from __future__ import annotations
 
@@ -66,13 +73,6 @@ def decode_header(data: bytes) -> SegmentHeader | None:
 def _named(values: list[Any]) -> SegmentHeader:
     names = SegmentHeader.__dataclass_fields__
     return SegmentHeader(**dict(zip(names, values, strict=True)))
-
-
-# A segment: anonymous memory behind a descriptor, with a snapshot in it or none.
-#
-#     header | tensors | index        the header is wiped first and written last, so half a snapshot is none
-#
-# The agent makes segments before it forks, and every rank inherits them: a rank that dies leaves its segment readable.
 
 
 SHARED_MEMORY = Path("/dev/shm")  # where files are memory, on a Linux without memfd
@@ -166,9 +166,6 @@ def _no_memory(size_bytes: int, error: OSError) -> Problem:
     )
 
 
-# The vault of one host: three generations for each slot, and three for each guest of another host.
-
-
 # The newest that every rank has, one that some have, one being written: docs/vault.md, "Why three".
 GENERATIONS = 3
 
@@ -224,10 +221,9 @@ class ReplicaStore:
             segment.close()
 
 
-# Which generation of a place the next snapshot may overwrite.
-#
-# A snapshot is needed while the newest step that every rank has may be it, or lie before it. A rank learns that step, the
-# held one, only with the numbers of the next step; until then it must keep what it has.
+# Which buffer of a slot the next snapshot may overwrite. A snapshot is needed while the newest step that every rank has
+# may be it, or lie before it. A rank learns that step, the held one, only with the numbers of the next step; until then
+# it must keep what it has.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,8 @@
-"""What is held where: the words in which agents, coordinator and ranks speak of snapshots. No tensors here."""
+"""Where replicas lie, and which of them make a whole: the newest step of which every rank's state is somewhere.
+
+Only the words in which agents, coordinator and ranks speak of replicas; no tensors. A field called `epoch` is the
+generation of the membership that wrote a replica, `generation` is the buffer of its slot, as in messages since 0.1.
+"""
 
 from __future__ import annotations
 
@@ -62,9 +66,6 @@ def kind_of(message: Mapping[str, Any]) -> Kind:
         if message["kind"] == kind:
             return kind
     raise ValueError(f"{message['kind']!r} is neither of {', '.join(KINDS)}")
-
-
-# Which snapshots make a whole: the newest step of which every rank's part is somewhere, and may be gone on from.
 
 
 Sightings = dict[int, list[ReplicaPlace]]  # by rank

@@ -94,22 +94,22 @@ class Rank:
     def serve(self) -> None:
         """Take part in formations until the run is over; whatever is this rank's own fault is raised."""
         while (form := self.link.next_form()) is not None:
-            formation = Membership.from_json(form)
-            rank = formation.rank(HostSlot(self.host, self.link.slot))
+            membership = Membership.from_json(form)
+            rank = membership.rank_at(HostSlot(self.host, self.link.slot))
             if rank is not None:
-                self._take_part(formation, rank)
+                self._take_part(membership, rank)
 
-    def _take_part(self, formation: Membership, rank: int) -> None:
-        epoch = formation.epoch
-        local = formation.of_host(self.host)
-        take_rank(self.run, rank, world=formation.world, slot=self.link.slot, local_world=len(local))
+    def _take_part(self, membership: Membership, rank: int) -> None:
+        epoch = membership.generation
+        local = membership.ranks_on(self.host)
+        take_rank(self.run, rank, world=membership.world, slot=self.link.slot, local_world=len(local))
         self.link.record = FlightRecord(self.run, rank=rank, epoch=epoch)
         abort = self.link.abort = CommunicatorAbort()
         left: dict[str, Any] = {"step": NO_STEP, "why": ""}
         try:
             self.link.enter(epoch)
             self.link.progress(NO_STEP, Phase.BUILDING)
-            state, step = self._train(formation, rank)
+            state, step = self._train(membership, rank)
             left |= {"state": state, "step": step}
         except Interrupted:
             pass
@@ -142,32 +142,34 @@ class Rank:
         check_device()
         self.link.send("left", epoch=epoch, last_collective=collective, **left)
 
-    def _train(self, formation: Membership, rank: int) -> tuple[str, int]:
+    def _train(self, membership: Membership, rank: int) -> tuple[str, int]:
         hooks = hooks_of(self.run, rank, self.link.slot)
         self.link.may_beat = hooks.heartbeat_allowed
-        hooks.joining(formation.epoch, rank)
+        hooks.joining(membership.generation, rank)
         # By slots, not by ranks: the number of threads changes bits, and ranks come and go. Before anybody is waited
         # for: a new process makes its CUDA context while the others leave what they did before.
         device = _device(self.plan, self.vault.slots)
         with ExitStack() as stack:
             door = stack.enter_context(_door(self.address)) if rank == 0 else None
             port = door.getsockname()[1] if door is not None else 0
-            self.link.send("ready", epoch=formation.epoch, port=port, vault=self._vault_port(formation.epoch))
-            go = self.link.go(formation.epoch)
+            self.link.send(
+                "ready", epoch=membership.generation, port=port, vault=self._vault_port(membership.generation)
+            )
+            go = self.link.go(membership.generation)
             place = _store(go["store"], door, timeout_s=self.plan.job.comm.init_timeout_s)
-            store = PrefixStore(f"{formation.epoch}", place)
+            store = PrefixStore(f"{membership.generation}", place)
             shared = self._shares(device)
-            joined_s = _join(self.plan, device, rank=rank, world=formation.world, store=store, shared=shared)
+            joined_s = _join(self.plan, device, rank=rank, world=membership.world, store=store, shared=shared)
             events = EventWriter(self.run.events(rank), rank=rank)
             stack.callback(events.close)
-            stack.enter_context(self._watched(formation, rank, events, device, store))
-            keeper = self._keeper(formation, rank, go, events)
+            stack.enter_context(self._watched(membership, rank, events, device, store))
+            keeper = self._keeper(membership, rank, go, events)
             if keeper is not None:
                 stack.callback(keeper.close)
             orders = Orders(
                 stop=lambda: self.link.board.stopping,
                 progress=self.link.progress,
-                epoch=formation.epoch,
+                epoch=membership.generation,
                 went_s=float(go["went_s"]),
                 reform=lambda: self.link.board.reforming,
                 leaves_at=_leaves_at(self.run),
@@ -176,13 +178,13 @@ class Rank:
                 copies=self._host_copies,
                 compared=self._compared,
                 hooks=hooks,
-                fence=lambda: fence(self.run, formation.epoch),
-                over=lambda: self.link.is_over(formation.epoch),
+                fence=lambda: fence(self.run, membership.generation),
+                over=lambda: self.link.is_over(membership.generation),
             )
             copies = self._copies(go) if go.get("restore") else None
             return train(
                 self.run,
-                replace(self.plan, layout=formation.layout),
+                replace(self.plan, layout=membership.layout),
                 device,
                 events,
                 orders,
@@ -202,7 +204,7 @@ class Rank:
         return self.vault.slots * max(hosts, 1) > torch.cuda.device_count()
 
     def _watched(
-        self, formation: Membership, rank: int, events: EventWriter, device: torch.device, store: Store
+        self, membership: Membership, rank: int, events: EventWriter, device: torch.device, store: Store
     ) -> AbstractContextManager[None]:
         power_w = self.plan.cluster.accelerator.tdp_w
         return watched(
@@ -210,10 +212,10 @@ class Rank:
             lambda: self._sensors.of(device, power_w),
             Meeting(store=store, secret=self._secret, address=self.address),
             telemetry=self.plan.job.telemetry,
-            layout=formation.layout,
+            layout=membership.layout,
             rank=rank,
-            epoch=formation.epoch,
-            sharers=_sharers(device, self.link.slot, formation.of_host(self.host)),
+            epoch=membership.generation,
+            sharers=_sharers(device, self.link.slot, membership.ranks_on(self.host)),
         )
 
     def _vault_port(self, epoch: int) -> int:
@@ -224,10 +226,10 @@ class Rank:
         self._server.admit(epoch)
         return self._server.port
 
-    def _keeper(self, formation: Membership, rank: int, go: Mapping[str, Any], events: EventWriter) -> Keeper | None:
+    def _keeper(self, membership: Membership, rank: int, go: Mapping[str, Any], events: EventWriter) -> Keeper | None:
         if not self.plan.reliability.memory_every:
             return None
-        hosts = {number: seat.host for number, seat in enumerate(formation.seats)}
+        hosts = {number: seat.host for number, seat in enumerate(membership.slots)}
         cluster = self.plan.cluster
         # An NVL72 rack is a domain of 18 hosts that share power, cooling and switches; a domain of one host is itself.
         buddy = buddy_of(rank, hosts, rack_hosts=max(1, cluster.domain_devices // max(1, cluster.host_devices)))
@@ -240,14 +242,14 @@ class Rank:
             self.vault,
             slot=self.link.slot,
             rank=rank,
-            world=formation.world,
-            epoch=formation.epoch,
+            world=membership.world,
+            epoch=membership.generation,
             secret=self._secret,
             buddy=where,
             restored=(int(restore["epoch"]), int(restore["step"])) if restore else None,
             address=self.address,
-            tell=partial(events.write, "memory", epoch=formation.epoch),
-            check=partial(self._check_over, formation.epoch),
+            tell=partial(events.write, "memory", epoch=membership.generation),
+            check=partial(self._check_over, membership.generation),
         )
 
     def _check_over(self, epoch: int) -> None:
