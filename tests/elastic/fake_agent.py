@@ -195,6 +195,7 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
     "importing": lambda: None,
     "forming": lambda: None,
     "recovering": be_killed,
+    "recovered": be_killed,  # once, and then trains
     "deaf": be_killed,
     "lock-step": hold_lock,
     "lock-for-ever": deadlock,
@@ -273,7 +274,7 @@ def problems(run: Run, host: str, new_ranks: int, new_places: int) -> list[str]:
     return [f"{host}: its disk cannot be written"] if host == "host-1" and (run.path / SPOILT).exists() else []
 
 
-def main(behaviour: str, folder: str, host: str, slots: str, address: str, parent: str) -> int:
+def main(behaviour: str, folder: str, host: str, slots: str, address: str, parent: str, *task: str) -> int:
     die_with(int(parent))
     run = open_run(Path(folder))
     if behaviour == "late":  # before anybody listens

@@ -20,7 +20,7 @@ from phalanx.job.schema import Job
 from phalanx.plan.layout import Layout
 
 Message = dict[str, Any]  # of a kind, with JSON values
-K = TypeVar("K", int, str)
+K = TypeVar("K", bound=int | str)
 V = TypeVar("V")
 BUCKETS = 64  # of 16,384 hosts each holds 256: a change copies 256 + 64 references instead of all
 

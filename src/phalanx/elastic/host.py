@@ -52,6 +52,7 @@ RETRY_S = 0.05  # between attempts to reach the coordinator
 TURN_S = 0.5  # after which the next agent tries to start a coordinator; the first does so at once
 LOST_S = 60.0  # without a coordinator, and without becoming one, after which an agent gives up
 DEAF_S = 10.0  # a coordinator that says nothing for so long is replaced; starting one may take seconds
+START_PATIENCE = 3  # times as long for the very first: on a busy machine, killing it would begin the start anew
 GOODBYE_S = 2.0  # for the coordinator to write down how it ended
 STOPPED = 130  # the exit code of who was asked to end: 128 + SIGINT
 MOST_GUESTS = 64  # ranks of another host that may keep a copy here; an empty place costs three descriptors
@@ -143,9 +144,12 @@ class HostAgent:
         if self._order[0] == self.host:
             self._spawn_coordinator()
 
-    def look(self, plan: Plan) -> None:
-        """The preflight: what speaks against ranks on this host goes to the coordinator with our hello."""
-        found = preflight(plan=plan, run=self.run.path, slots=self.slots, address=self.address, quick=False)
+    def look(self, plan: Plan, *, quick: bool = False) -> None:
+        """The preflight: what speaks against ranks on this host goes to the coordinator with our hello.
+
+        `quick` leaves out what takes the machine for itself: another agent on it measures that.
+        """
+        found = preflight(plan=plan, run=self.run.path, slots=self.slots, address=self.address, quick=quick)
         self._problems = [problem.render() for problem in found]
         self.recheck = partial(self._recheck, plan)
         self.plan = plan
@@ -208,7 +212,9 @@ class HostAgent:
             return
         alone_s = now - self._lost_s
         turn = self._order.index(self.host) if self.host in self._order else len(self._order)
-        if alone_s > TURN_S * turn and now - self._spawned_s > TURN_S:
+        # The first agent has started one; as long as that may still be importing, more would only slow it down.
+        patience_s = TURN_S * turn + (DEAF_S if turn and not self._joined else 0.0)
+        if alone_s > patience_s and now - self._spawned_s > TURN_S:
             self._spawn_coordinator()
         if alone_s > LOST_S:
             message = f"host {self.host}: no coordinator can be reached or started for {LOST_S:g} s"
@@ -262,7 +268,8 @@ class HostAgent:
     def _spawn_coordinator(self) -> None:
         """Start one, unless ours still runs; it ends by itself when another has the lock."""
         if self._coordinator is not None and self._coordinator.poll() is None:
-            if time.monotonic() - max(self._spawned_s, self._lost_s) > max(DEAF_S, self._dead_after_s):
+            silent_s = time.monotonic() - max(self._spawned_s, self._lost_s)
+            if silent_s > max(DEAF_S, self._dead_after_s) * (1 if self._joined else START_PATIENCE):
                 self._kill_coordinator()
             return
         self._spawned_s = time.monotonic()

@@ -13,6 +13,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -322,3 +323,17 @@ def _interface_of_6(wanted: str) -> str | None:
         if found == wanted:
             return name
     return None
+
+
+def address_towards(host: str) -> str:
+    """The address of this host that leads to another; the loopback where that cannot be looked up.
+
+    >>> address_towards("127.0.0.1")
+    '127.0.0.1'
+    """
+    with suppress(OSError, UnicodeError):
+        family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as asking:
+            asking.connect(place)  # sends nothing: only the route is looked up
+            return str(asking.getsockname()[0])
+    return "127.0.0.1"

@@ -10,7 +10,7 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -24,16 +24,15 @@ import torch.nn.functional as F
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from phalanx.elastic.fence import fence
-from phalanx.elastic.gpus import agree_on_gpus, take_shared_gpu
+from phalanx.elastic.gpus import take_shared_gpu
 from phalanx.elastic.heartbeat_board import NO_STEP, Phase
+from phalanx.elastic.local_launch import LauncherTask
 from phalanx.elastic.membership import HostSlot, Membership
 from phalanx.elastic.rank_link import Interrupted, RankLink
 from phalanx.elastic.rank_process import take_rank
 from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.elastic.restore_point import RestorePoint
-from phalanx.elastic.transports import facts_here, transport_notes
 from phalanx.errors import Problem, SystemFailure, mistake
-from phalanx.hardware.sharing import allowed_ranks
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
@@ -41,10 +40,10 @@ from phalanx.record.redact import redact
 from phalanx.record.run import Run, open_run
 from phalanx.train import last_words
 from phalanx.train.engine import Engine
-from phalanx.train.flight import BUFFER_NAMES, RECORDED, FlightRecord
+from phalanx.train.flight import FlightRecord
 from phalanx.train.guard.spikes import Spikes
 from phalanx.train.guard.verdict import Divergence
-from phalanx.train.hooks import Hooks, hooks_of
+from phalanx.train.hooks import hooks_of
 from phalanx.train.leave import CommunicatorAbort, check_device, forget_groups, number_ranks
 from phalanx.train.loop import Loop
 from phalanx.train.memory import MemoryMeter
@@ -61,9 +60,8 @@ from phalanx.train.state.memory_source import MemorySource
 from phalanx.train.state.prune import drop_after
 from phalanx.train.state.random_state import seed_random
 from phalanx.train.telemetry.communicators import tell_communicators
-from phalanx.train.telemetry.sensors import sensors_of
-from phalanx.train.telemetry.sharing import Sharers, gpu_uuid, host_name, is_loopback
-from phalanx.train.telemetry.watch import KeptSensors, Meeting, meet, watched
+from phalanx.train.telemetry.sharing import Sharers, is_loopback
+from phalanx.train.telemetry.watch import KeptSensors, Meeting, watched
 from phalanx.train.training_state import Restored, pieces_of, restore_copies, restore_newest, take_weights
 from phalanx.units import plural
 
@@ -81,9 +79,15 @@ class Rank:
         address: str,
         secret: bytes,
         notes: Sequence[str] = (),
+        task: LauncherTask | None = None,
     ) -> None:
         self.run, self.link, self.vault, self.host, self.address = open_run(str(run)), link, vault, host, address
         self._secret, self._notes = secret, notes  # what NCCL cannot use on this host
+        # Its place among the ranks of this machine. By slots, not by ranks: the number of threads changes bits, and
+        # ranks come and go.
+        self._local_rank = task.local_rank if task is not None else link.slot
+        self._local_world = task.local_world if task is not None else vault.slots
+        self._task = task
         text = self.run.plan_json.read_text(encoding="utf-8")
         self.plan = Plan.from_json(text, where=str(self.run.plan_json))
         self._server: VaultServer | None = None
@@ -101,8 +105,8 @@ class Rank:
 
     def _take_part(self, membership: Membership, rank: int) -> None:
         epoch = membership.generation
-        local = membership.ranks_on(self.host)
-        take_rank(self.run, rank, world=membership.world, slot=self.link.slot, local_world=len(local))
+        local_world = len(membership.ranks_on(self.host)) if self._task is None else self._local_world
+        take_rank(self.run, rank, world=membership.world, slot=self._local_rank, local_world=local_world)
         self.link.record = FlightRecord(self.run, rank=rank, epoch=epoch)
         abort = self.link.abort = CommunicatorAbort()
         left: dict[str, Any] = {"step": NO_STEP, "why": ""}
@@ -146,9 +150,8 @@ class Rank:
         hooks = hooks_of(self.run, rank, self.link.slot)
         self.link.may_beat = hooks.heartbeat_allowed
         hooks.joining(membership.generation, rank)
-        # By slots, not by ranks: the number of threads changes bits, and ranks come and go. Before anybody is waited
-        # for: a new process makes its CUDA context while the others leave what they did before.
-        device = _device(self.plan, self.vault.slots)
+        # Before anybody is waited for: a new process makes its CUDA context while the others leave what they were at.
+        device = _device(self.plan, self._local_world)
         with ExitStack() as stack:
             door = stack.enter_context(_door(self.address)) if rank == 0 else None
             port = door.getsockname()[1] if door is not None else 0
@@ -199,6 +202,8 @@ class Rank:
         """Whether ranks here share a GPU; by slots, as it must not depend on who is left."""
         if device.type != "cuda":
             return False
+        if self._task is not None:
+            return self._task.shares_gpu  # the tasks of a launcher have told each other
         # Hosts of a loopback address are one machine that plays several, and its GPUs are all of theirs.
         hosts = len(self.run.launch().get("hosts", ())) if is_loopback(self.address) else 1
         return self.vault.slots * max(hosts, 1) > torch.cuda.device_count()
@@ -215,8 +220,15 @@ class Rank:
             layout=membership.layout,
             rank=rank,
             epoch=membership.generation,
-            sharers=_sharers(device, self.link.slot, membership.ranks_on(self.host)),
+            sharers=self._sharers(membership, device),
         )
+
+    def _sharers(self, membership: Membership, device: torch.device) -> Sharers:
+        """Ranks that share this machine and its device."""
+        if self._task is None:
+            return _sharers(device, self.link.slot, membership.ranks_on(self.host))
+        share = -(-self._local_world // torch.cuda.device_count()) if self._task.shares_gpu else 1
+        return Sharers(host=self._local_world, device=share if device.type == "cuda" else self._local_world)
 
     def _vault_port(self, epoch: int) -> int:
         if not self.plan.reliability.memory_every:
@@ -229,7 +241,8 @@ class Rank:
     def _keeper(self, membership: Membership, rank: int, go: Mapping[str, Any], events: EventWriter) -> Keeper | None:
         if not self.plan.reliability.memory_every:
             return None
-        hosts = {number: seat.host for number, seat in enumerate(membership.slots)}
+        machines = self.run.launch().get("machines", {})  # tasks of a launcher are hosts that may share a machine
+        hosts = {number: machines.get(one.host, one.host) for number, one in enumerate(membership.slots)}
         cluster = self.plan.cluster
         # An NVL72 rack is a domain of 18 hosts that share power, cooling and switches; a domain of one host is itself.
         buddy = buddy_of(rank, hosts, rack_hosts=max(1, cluster.domain_devices // max(1, cluster.host_devices)))
@@ -266,60 +279,6 @@ class Rank:
             secret=self._secret,
             bind=self.address,
         )
-
-
-def run_rank(
-    *,
-    run: Path,
-    rank: int,
-    world: int,
-    store: Store | None,
-    stop: Callable[[], bool],
-    heartbeat: Callable[[int], None],
-) -> None:
-    """Train as one rank of those that another launcher started; whatever goes wrong is raised."""
-    folder = open_run(str(run))
-    plan = Plan.from_json(folder.plan_json.read_text(encoding="utf-8"), where=str(folder.plan_json))
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    for name in BUFFER_NAMES:
-        os.environ.setdefault(name, str(RECORDED))
-    device = _device(plan, local_world)
-    shared = store is not None and _sharing(plan, device, store, rank=rank, world=world)
-    joined_s = _join(plan, device, rank=rank, world=world, store=store, shared=shared)
-    events = EventWriter(folder.events(rank), rank=rank)
-    orders = Orders(stop=stop, progress=lambda step, phase: heartbeat(step), hooks=Hooks())
-    none_met = None, Sharers(host=local_world)
-    meeting, sharers = meet(store, os.environ, device, events) if store is not None else none_met
-    watch = watched(
-        events,
-        lambda: sensors_of(device, power_w=plan.cluster.accelerator.tdp_w),
-        meeting,
-        telemetry=plan.job.telemetry,
-        layout=plan.layout,
-        rank=rank,
-        epoch=orders.epoch,
-        sharers=sharers,
-    )
-    try:
-        with watch:
-            facts = facts_here(plan, slots=local_world) if rank == 0 else None
-            notes = transport_notes(facts) if facts is not None else ()
-            train(folder, plan, device, events, orders, store=store, joined_s=joined_s, notes=notes)
-    except Astray as error:
-        raise SystemFailure(
-            Problem(
-                where=f"step {error.step:,}",
-                what=str(error),
-                why="no rank has updated anything since; more steps would not heal it",
-                fix="lower optim.lr, lengthen optim.warmup_tokens, or resume before the first of them",
-            )
-        ) from error
-    except Exception:
-        FlightRecord(folder, rank=rank, epoch=orders.epoch)()
-        raise
-    finally:
-        events.close()
-    dist.destroy_process_group()
 
 
 def train(
@@ -483,18 +442,6 @@ def _store(where: list[Any], door: socket.socket | None, *, timeout_s: float) ->
         # The descriptor becomes the store's own.
         master_listen_fd=os.dup(door.fileno()) if door is not None else None,
     )
-
-
-def _sharing(plan: Plan, device: torch.device, store: Store, *, rank: int, world: int) -> bool:
-    """Whether ranks that another launcher started share GPUs; raises on all of them where nobody allowed it."""
-    if device.type != "cuda":
-        return False
-    allowed, limit_s = allowed_ranks(plan.job.train.ranks_per_gpu, os.environ), plan.job.comm.init_timeout_s
-    gpu = gpu_uuid(device) or f"{host_name()} {device}"
-    try:
-        return agree_on_gpus(store, gpu, world=world, allowed=allowed, limit_s=limit_s)
-    except dist.DistError as error:
-        raise _ranks_missing(rank, world, limit_s) from error
 
 
 def _ranks_missing(rank: int, world: int, limit_s: float) -> SystemFailure:
