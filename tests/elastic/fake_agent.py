@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.elastic import host as hosting
+from phalanx.elastic import host_agent as hosting
 from phalanx.elastic.heartbeat_board import NO_STEP, Phase
-from phalanx.elastic.host import HostAgent
+from phalanx.elastic.host_agent import HostAgent
 from phalanx.elastic.local_launch import StopSignals
 from phalanx.elastic.membership import HostSlot, Membership
 from phalanx.elastic.rank_link import Interrupted, RankLink

@@ -14,7 +14,7 @@ import pytest
 from phalanx.elastic import failure as failing
 from phalanx.elastic.coordinator_actions import Coordinator
 from phalanx.elastic.coordinator_state import SavedState
-from phalanx.elastic.fence import current_epoch
+from phalanx.elastic.fence import current_generation
 from phalanx.elastic.heartbeat_board import Phase
 from phalanx.elastic.restore_point import ReplicaInfo
 from phalanx.plan.plan import Plan
@@ -246,7 +246,7 @@ def test_a_run_starts_when_every_rank_is_there(stage: Stage) -> None:
     stage.coordinator.tick()
     assert first.kinds() == second.kinds() == ["form"]
     assert first.last("form")["seats"] == [["a", 0], ["a", 1], ["b", 0], ["b", 1]]
-    assert current_epoch(stage.run) == 1
+    assert current_generation(stage.run) == 1
     first.ready()
     stage.coordinator.tick()
     assert first.kinds() == ["form"], "not before the other is ready too"
@@ -430,7 +430,7 @@ def test_a_killed_rank_is_replaced_in_its_slot(stage: Stage) -> None:
     old = dict(agent.pids)
     agent.lose(2)
     stage.coordinator.tick()
-    assert (stage.epoch, stage.world, current_epoch(stage.run)) == (2, 4, 2)
+    assert (stage.epoch, stage.world, current_generation(stage.run)) == (2, 4, 2)
     assert [one["pid"] for one in stage.events("epoch")[-1]["members"]] == [old[0], old[1], agent.pids[2], old[3]]
     incident = stage.events("incident")[0]
     assert (incident["rank"], incident["slot"], incident["step"], incident["cause"]["signal"]) == (2, 2, 7, 9)
@@ -503,7 +503,7 @@ def test_a_rank_that_falls_while_the_next_formation_is_made(stage: Stage, told: 
     assert agent.last("go")["epoch"] == 3
 
 
-STUCK = {"kind": "Silence", "message": "did not leave its formation within 5 s", "signal": 0}
+STUCK = {"kind": "Silence", "message": "did not leave its membership within 5 s", "signal": 0}
 
 
 def test_survivors_that_must_be_killed_belong_to_the_same_incident(stage: Stage) -> None:
@@ -988,7 +988,7 @@ def test_what_was_saved_of_a_state_that_went_astray_is_not_called_good(make_stag
     assert "not to be trusted: step 8, now called untrusted-step-…" in stage.message
     assert stage.run.saved_steps() == [4]
     assert (stage.run.path / "checkpoints" / "untrusted-step-00000008" / "manifest.json").exists()
-    assert current_epoch(stage.run) == stage.epoch + 1, "nobody who still lives commits another"
+    assert current_generation(stage.run) == stage.epoch + 1, "nobody who still lives commits another"
 
 
 def test_under_stop_going_astray_ends_the_run(make_stage: Callable[..., Stage]) -> None:
@@ -1185,7 +1185,7 @@ def test_an_epoch_that_began_before_it_was_written_down_is_not_used_twice(stage:
     before = stage.saved[-1]
     agent.lose(2)
     stage.coordinator.tick()
-    assert current_epoch(stage.run) == 2
+    assert current_generation(stage.run) == 2
     stage.begin(SavedState.from_json(before))  # its memory is of epoch 1, and agents have heard of epoch 2
     agent.join()
     stage.pass_time(1.0)

@@ -1,7 +1,7 @@
 """`decide` under random orders of messages, losses, duplicates, delays, deaths and rejoins; every seed is one history.
 
 The network is TCP's: in order and complete on one connection, in any order between hosts, and whatever is under way is
-lost when a connection breaks. Agents behave as `elastic/host.py` does. Each history holds these invariants:
+lost when a connection breaks. Agents behave as `elastic/host_agent.py` does. Each history holds these invariants:
 
 - the generation only grows, and members are told to go only in the generation that the fence lets commit;
 - `decide` changes nothing of the state it is given, and says the same when asked twice;

@@ -20,7 +20,7 @@ from phalanx.elastic.bandwidth import ROLE, Gauge
 from phalanx.elastic.channel import Channel, Closed, Listener, Refused
 from phalanx.elastic.coordinator_actions import Coordinator
 from phalanx.elastic.coordinator_state import SavedState
-from phalanx.elastic.fence import current_epoch
+from phalanx.elastic.fence import current_generation
 from phalanx.elastic.handshake import read_secret
 from phalanx.elastic.local_launch import ENDED
 from phalanx.elastic.rank_process import die_with
@@ -98,7 +98,7 @@ def read_saved_state(run: Run, *, since_s: float) -> SavedState:
         body = json.loads((run.path / "coordinator.json").read_text(encoding="utf-8"))
         if float(body["started"]) == since_s:
             return SavedState.from_json(body)
-    return SavedState(generation=current_epoch(run))
+    return SavedState(generation=current_generation(run))
 
 
 def coordinator_address(run: Run) -> tuple[str, int] | None:

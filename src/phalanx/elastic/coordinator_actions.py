@@ -27,7 +27,7 @@ from phalanx.elastic.coordinator_state import (
     Send,
 )
 from phalanx.elastic.decide import decide, initial_state
-from phalanx.elastic.fence import begin_epoch, current_epoch
+from phalanx.elastic.fence import begin_generation, current_generation
 from phalanx.plan.plan import Plan
 from phalanx.record.account.flight import find_culprit, read_flights, recorded_epochs
 from phalanx.record.events import EventWriter
@@ -62,7 +62,7 @@ class Coordinator:
             num_slots=sum(int(count) for count in launch.get("slots", ())),
             prescribed=tuple(launch.get("formations", ())),
             num_plans=run.plan_count(),
-            newest_generation=current_epoch(run),
+            newest_generation=current_generation(run),
         )
         hosts = tuple(str(name) for name in launch.get("hosts", ()))
         self.state, actions = initial_state(settings, saved, hosts=hosts, now_s=clock(), unix_s=time.time())
@@ -97,7 +97,7 @@ class Coordinator:
                 case SaveState():
                     self._save(action.saved)
                 case BeginGeneration():
-                    begin_epoch(self._run, action.generation)
+                    begin_generation(self._run, action.generation)
                 case RecordEvidence():
                     self._record_evidence(action)
                 case MarkRunning():
@@ -132,7 +132,7 @@ def complete_message(run: Run, end: EndRun) -> tuple[str, Mapping[str, Any]]:
         return end.message, {}
     aside = ""
     if end.at_most is not None:
-        begin_epoch(run, end.generation + 1)  # nobody commits any more
+        begin_generation(run, end.generation + 1)  # nobody commits any more
         aside = set_untrusted_aside(run, after=end.at_most)
     more = f"\n  {aside}" if aside else ""
     if end.given_up is not None:

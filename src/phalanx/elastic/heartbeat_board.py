@@ -25,7 +25,7 @@ NO_STEP = -1
 class Phase(IntEnum):
     """What a rank is doing, as far as its patience is concerned."""
 
-    IDLE = 0  # waits for a place in a formation
+    IDLE = 0  # waits for a place in a membership
     BUILDING = 1  # joins, builds, restores; compiles in its first step
     TRAINING = 2
     RESTING = 3  # evaluates, saves, samples: no step for a while
@@ -98,10 +98,10 @@ class HeartbeatBoard:
         return self._memory[_STOP] == 1
 
     def ask_to_reform(self, wanted: bool) -> None:
-        """Every rank is to leave the formation after its step, so that another can be made without losing one."""
+        """Every rank is to leave the membership after its step, so that another can be made without losing one."""
         self._memory[_REFORM] = int(wanted)
 
     @property
     def reforming(self) -> bool:
-        """Whether the ranks are to leave the formation."""
+        """Whether the ranks are to leave the membership."""
         return self._memory[_REFORM] == 1

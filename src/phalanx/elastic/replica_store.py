@@ -188,11 +188,11 @@ class ReplicaStore:
         }
 
     def segment(self, kind: Kind, slot: int, generation: int) -> MemorySegment:
-        """One segment; raises KeyError when the vault has no such place."""
+        """One segment; raises KeyError when there is no such slot."""
         return self._segments[kind, slot, generation]
 
     def generations(self, kind: Kind, slot: int) -> tuple[MemorySegment, ...]:
-        """All generations of a place; raises KeyError when the vault has no such place."""
+        """All buffers of a slot; raises KeyError when there is no such slot."""
         return tuple(self.segment(kind, slot, generation) for generation in range(GENERATIONS))
 
     def held(self) -> list[ReplicaInfo]:
@@ -228,7 +228,7 @@ class ReplicaStore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeededReplicas:
-    """What must stay: snapshots of this epoch, and the one it was restored from (epoch, step), from `held` on.
+    """What must stay: snapshots of this generation, and the one it was restored from (epoch, step), from `held` on.
 
     `held` is the newest step of this epoch that all ranks hold, -1 while there is none.
     """

@@ -16,7 +16,7 @@ KINDS: tuple[Kind, ...] = ("own", "guest")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaInfo:
-    """A complete snapshot in this host's vault. `slot` of a guest is its place among the host's guests."""
+    """A complete snapshot in this host's memory. `slot` of a guest is its place among the host's guests."""
 
     rank: int
     world: int
@@ -98,7 +98,7 @@ class RestorePoint:
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Up to which step the snapshots of each epoch belong to the run as it is now.
+    """Up to which step the snapshots of each generation belong to the run as it is now.
 
     When epoch 5 went on from step 8 of epoch 4, then steps 9 and 10 that epoch 4 had done never happened, although they
     may still lie in memory: perhaps it fell back because they were wrong.
@@ -107,7 +107,7 @@ class Lineage:
     ceilings: tuple[tuple[int, int | None], ...] = ()
 
     def begin(self, epoch: int, *, source: tuple[int, int] | None) -> Lineage:
-        """Epoch `epoch` goes on from (epoch, step) in memory, or from disk or the start, which no memory precedes.
+        """Generation `epoch` goes on from (epoch, step) in memory, or from disk or the start, which no memory precedes.
 
         >>> line = Lineage().begin(4, source=None).begin(5, source=(4, 8))
         >>> [line.allows(4, 8), line.allows(4, 9), line.allows(5, 9), line.allows(3, 7)]
@@ -119,7 +119,7 @@ class Lineage:
         return Lineage((*kept, (epoch, None)))
 
     def allows(self, epoch: int, step: int) -> bool:
-        """Whether the run as it is now has been through this step of this epoch."""
+        """Whether the run as it is now has been through this step of this generation."""
         ceilings = dict(self.ceilings)
         ceiling = ceilings.get(epoch)
         return epoch in ceilings and (ceiling is None or step <= ceiling)
@@ -141,7 +141,7 @@ def _lower(ceiling: int | None, step: int) -> int:
 def find_restore_points(
     held: Mapping[str, Iterable[ReplicaInfo]], *, lineage: Lineage | None = None, at_most: int | None = None
 ) -> list[RestorePoint]:
-    """The steps that can be restored from what each host holds, the newest epoch's first, and in it the newest.
+    """The steps that can be restored from what each host holds, the newest generation's first, and in it the newest.
 
     `lineage` leaves out what was undone, `at_most` what came after a step that is known to be sound.
     """

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.elastic.handshake import read_secret
-from phalanx.elastic.host import HostAgent
+from phalanx.elastic.host_agent import HostAgent
 from phalanx.elastic.local_launch import LauncherTask, StopSignals
 from phalanx.elastic.rank_link import RankLink
 from phalanx.elastic.rank_process import Work, die_with

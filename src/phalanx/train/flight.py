@@ -1,4 +1,4 @@
-"""A rank's flight recorder, written down when its formation ends badly: before anything is aborted, and quickly.
+"""A rank's flight recorder, written down when its membership ends badly: before anything is aborted, and quickly.
 
 torch records the newest collectives of every process group in a ring (TORCH_FR_BUFFER_SIZE), of gloo and of NCCL
 apart, and gives them out as JSON. Kept is what tells who waits for whom: per group the newest few, and all that have
@@ -27,11 +27,11 @@ _MESSAGE = re.compile(r"(send|recv)\D*(\d+)\s*(?:->|<-)\s*(\d+)")
 
 
 class FlightRecord:
-    """Writes the recorder of one rank in one formation down, once."""
+    """Writes the recorder of one rank in one membership down, once."""
 
     def __init__(self, run: Run, *, rank: int, epoch: int) -> None:
         self._run, self._rank, self._epoch = run, rank, epoch
-        self._began_ns = time.time_ns()  # the ring also holds what this process did in formations before
+        self._began_ns = time.time_ns()  # the ring also holds what this process did in memberships before
         self._lock, self._is_begun = threading.Lock(), False
 
     def __call__(self) -> None:

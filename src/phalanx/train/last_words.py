@@ -1,4 +1,4 @@
-"""What a rank that leaves a formation can still say: whether a peer is to blame, and which collective was the last."""
+"""What a rank that leaves a membership can still say: whether a peer is to blame, and which collective was the last."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One rank of a run: joins the others, builds its part of the job, and trains; under an agent, again and again.
 
-A rank that loses a peer keeps its process: it leaves the process group, waits for its place in the next formation, and
+A rank that loses a peer keeps its process: it leaves the process group, waits for its place in the next membership, and
 builds itself anew from what the vault or the disk holds.
 """
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from phalanx.elastic.fence import fence
+from phalanx.elastic.fence import commit_fence
 from phalanx.elastic.gpus import take_shared_gpu
 from phalanx.elastic.heartbeat_board import NO_STEP, Phase
 from phalanx.elastic.local_launch import LauncherTask
@@ -67,7 +67,7 @@ from phalanx.units import plural
 
 
 class Rank:
-    """A process that an agent keeps in a slot: trains in one formation after the other until it is told to end."""
+    """A process that an agent keeps in a slot: trains in one membership after the other until it is told to end."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Rank:
         self._sensors = KeptSensors()
 
     def serve(self) -> None:
-        """Take part in formations until the run is over; whatever is this rank's own fault is raised."""
+        """Take part in memberships until the run is over; whatever is this rank's own fault is raised."""
         while (form := self.link.next_form()) is not None:
             membership = Membership.from_json(form)
             rank = membership.rank_at(HostSlot(self.host, self.link.slot))
@@ -181,7 +181,7 @@ class Rank:
                 copies=self._host_copies,
                 compared=self._compared,
                 hooks=hooks,
-                fence=lambda: fence(self.run, membership.generation),
+                fence=lambda: commit_fence(self.run, membership.generation),
                 over=lambda: self.link.is_over(membership.generation),
             )
             copies = self._copies(go) if go.get("restore") else None
@@ -379,7 +379,7 @@ def _other_size(job: Job, settings: Settings) -> list[str]:
 
 
 def _leaves_at(run: Run) -> frozenset[int]:
-    """Steps at which a replay changes its formation."""
+    """Steps at which a replay changes its membership."""
     return frozenset(int(one["from_step"]) for one in run.launch().get("formations", ())) - {0}
 
 
@@ -400,7 +400,7 @@ def _device(plan: Plan, local_world: int) -> torch.device:
 def _load_kernels(device: torch.device) -> None:
     """Make the CUDA context and load what any step needs: libraries of matrix products, attention, loss, optimizer.
 
-    A process that replaces another does so while the others leave the old formation; in its first step all would wait
+    A process that replaces another does so while the others leave the old membership; in its first step all would wait
     for it, 0.5 s on an H200. Draws no random number.
     """
     with suppress(RuntimeError):  # whatever is not there will be missed where it is needed
@@ -431,7 +431,7 @@ def _door(address: str) -> socket.socket:
 
 
 def _store(where: list[Any], door: socket.socket | None, *, timeout_s: float) -> TCPStore:
-    """The store where the ranks of an epoch meet; rank 0 holds it."""
+    """The store where the ranks of a generation meet; rank 0 holds it."""
     host, port = str(where[0]), int(where[1])
     return TCPStore(
         host,

@@ -77,7 +77,7 @@ class Slot:
     pid: int = 0
     line: socket.socket | None = None
     pending: bytes = b""
-    epoch: int = 0
+    generation: int = 0
     rank: int = -1
     ready: tuple[int, int] | None = None  # ports of the store and of the vault
     asked_s: float = 0.0  # when it was asked to form
@@ -88,15 +88,15 @@ class Slot:
     seen_s: float = 0.0  # when it was last known to run
     silent_s: float = 0.0  # that it did not, as far as we ran ourselves
     locked_s: float = 0.0  # when it was last seen to hold its interpreter lock
-    member_of: int = 0  # epoch of the formation that its process is in, until it says that it has left
-    left: Message | None = None  # how it left the present formation
+    member_of: int = 0  # generation of the membership that its process is in, until it says that it has left
+    left: Message | None = None  # how it left the present membership
     seated: bool = False  # this process was a member before
     used: bool = False  # some process here was: the copies of its state have their memory
 
     @property
     def is_leaving(self) -> bool:
-        """Whether its process is still in a formation that is over."""
-        return 0 < self.member_of < self.epoch
+        """Whether its process is still in a membership that is over."""
+        return 0 < self.member_of < self.generation
 
 
 class HostAgent:
@@ -117,7 +117,7 @@ class HostAgent:
         self.plan: Plan | None = None  # once we have looked
         self._joined = False  # some coordinator, once
         self._link: float | None = None  # bytes per second to the coordinator's host, once measured
-        self.recheck: Recheck | None = None  # before every formation that this host is a member of
+        self.recheck: Recheck | None = None  # before every membership that this host is a member of
         self._look: ForkedCheck | None = None  # while it is at that
         self.vault = ReplicaStore(slots, guests=max(slots, min(int(launch.get("world", slots)), MOST_GUESTS)))
         self.board = HeartbeatBoard(slots)
@@ -132,7 +132,7 @@ class HostAgent:
         self._watched_s = time.monotonic()
         self._form: Message | None = None  # the newest
         self._told_wishes = 0
-        self._epoch = self._went = 0  # of the newest formation, and of the newest that was told to go
+        self._generation = self._went = 0  # of the newest membership, and of the newest that was told to go
         self._told_ready = 0
         self._unsaid: list[Message] = []  # ends of processes that no coordinator has heard of
         self._over: int | None = None
@@ -245,7 +245,7 @@ class HostAgent:
             "host": self.host,
             "id": self._id,
             "address": self.address,
-            "epoch": self._epoch,
+            "epoch": self._generation,
             "time": time.time(),
             "problems": [text[:500] for text in self._problems[:4]],  # a hello is short
             "link_bytes_per_s": self._link,
@@ -259,7 +259,7 @@ class HostAgent:
         self._heard_s = time.monotonic()
         self._told_ready, self._told_wishes = 0, self.wishes.count
         slots = {slot.number: slot.pid for slot in self._slots if slot.pid}
-        self._say("status", slots=slots, epoch=self._epoch, went=self._went, wishes=self.wishes.count)
+        self._say("status", slots=slots, epoch=self._generation, went=self._went, wishes=self.wishes.count)
         unsaid, self._unsaid = self._unsaid, []
         for message in [*unsaid, *(slot.left for slot in self._slots if slot.left is not None)]:
             self._say(**message)
@@ -317,8 +317,8 @@ class HostAgent:
         kind = message.get("kind")
         if kind == "form":
             self._take_form(message)
-        elif kind == "go" and int(message["epoch"]) == self._epoch > self._went:
-            self._went = self._epoch
+        elif kind == "go" and int(message["epoch"]) == self._generation > self._went:
+            self._went = self._generation
             self._pass_on(message)
         elif kind == "taken":
             print(f"another agent is host {self.host} of this run: give --host NAME", file=sys.stderr, flush=True)
@@ -329,9 +329,9 @@ class HostAgent:
             self.board.ask_to_reform(True)
         elif kind == "where":
             self._tell_where()
-        elif kind == "kill" and int(message["epoch"]) == self._epoch:
+        elif kind == "kill" and int(message["epoch"]) == self._generation:
             self._kill_stuck(self._slots[int(message["slot"])], message)
-        elif kind == "seat" and int(message["epoch"]) == self._epoch > self._went:
+        elif kind == "seat" and int(message["epoch"]) == self._generation > self._went:
             self._seat(self._slots[int(message["slot"])])
         elif kind == "again" and self._channel is not None:
             self._hang_up()
@@ -340,14 +340,14 @@ class HostAgent:
 
     def _take_form(self, message: Message) -> None:
         membership = Membership.from_json(message)
-        if membership.generation <= self._epoch:  # told twice
+        if membership.generation <= self._generation:  # told twice
             return
         ranks = membership.ranks_on(self.host)
-        self._epoch, self._form = membership.generation, message
+        self._generation, self._form = membership.generation, message
         self.board.ask_to_reform(False)
         now = time.monotonic()
         for slot in self._slots:
-            slot.epoch, slot.ready, slot.left, slot.asked_s = membership.generation, None, None, now
+            slot.generation, slot.ready, slot.left, slot.asked_s = membership.generation, None, None, now
             slot.rank = ranks.get(slot.number, -1)
             if slot.pid and slot.rank >= 0 and not slot.member_of:
                 slot.member_of = membership.generation
@@ -355,12 +355,12 @@ class HostAgent:
         self._begin_look([slot for slot in self._slots if slot.rank >= 0])
 
     def _seat(self, slot: Slot) -> None:
-        """The new process of a slot takes the rank that the formation being made has there."""
+        """The new process of a slot takes the rank that the membership being made has there."""
         assert self._form is not None
         rank = Membership.from_json(self._form).ranks_on(self.host).get(slot.number)
         if slot.pid and rank is not None and slot.rank < 0:
-            slot.rank, slot.epoch, slot.asked_s = rank, self._epoch, time.monotonic()
-            slot.member_of, slot.seated = self._epoch, True
+            slot.rank, slot.generation, slot.asked_s = rank, self._generation, time.monotonic()
+            slot.member_of, slot.seated = self._generation, True
             self._told_ready = 0  # what we said without it does not count
             self._hand(slot, self._form)
 
@@ -408,18 +408,18 @@ class HostAgent:
     def _tell_ready(self) -> None:
         """Once for all members of this host, when it was looked at and the last of them has left what it did before."""
         members = [slot for slot in self._slots if slot.rank >= 0]
-        if self._told_ready == self._epoch or not self._epoch or not self._is_looked_at():
+        if self._told_ready == self._generation or not self._generation or not self._is_looked_at():
             return
         if self._problems and members:
-            self._told_ready = self._epoch
-            self._say("unfit", epoch=self._epoch, problems=self._problems)
+            self._told_ready = self._generation
+            self._say("unfit", epoch=self._generation, problems=self._problems)
             return
         if any(slot.ready is None for slot in members):
             return
-        self._told_ready = self._epoch
+        self._told_ready = self._generation
         self._say(
             "ready",
-            epoch=self._epoch,
+            epoch=self._generation,
             ports={str(slot.number): slot.ready for slot in members},
             held=[one.to_json() for one in self.vault.held()],
             time=time.time(),
@@ -433,14 +433,14 @@ class HostAgent:
         progress = {}
         for slot in self._slots:
             beat = self.board.last(slot.number)
-            if slot.pid and slot.rank >= 0 and beat.epoch == slot.epoch:
+            if slot.pid and slot.rank >= 0 and beat.epoch == slot.generation:
                 is_locked = now - beat.answered_s > self._locked_s
                 slot.locked_s = now if is_locked else slot.locked_s
                 # Once the lock is free again, the rank has as long as any other for what it is at.
                 since_s = beat.progress_s if is_locked else max(beat.progress_s, slot.locked_s)
                 phase = Phase.LOCKED if is_locked else beat.phase
                 progress[slot.number] = [beat.step, int(phase), round(now - since_s, 3)]
-        self._say("beat", epoch=self._epoch, progress=progress)
+        self._say("beat", epoch=self._generation, progress=progress)
 
     def _tell_wishes(self) -> None:
         count = self.wishes.count
@@ -462,7 +462,7 @@ class HostAgent:
 
     def _fill(self) -> None:
         """Every slot has a process; one that died young waits a little longer for the next."""
-        if self.wishes.count and not self._epoch:
+        if self.wishes.count and not self._generation:
             return  # asked to stop before anything began: with a process here the coordinator might still begin
         now = time.monotonic()
         empty = [slot for slot in self._slots if slot.pid == 0 and now >= slot.fork_at_s]
@@ -509,11 +509,11 @@ class HostAgent:
             self._answer(slot, json.loads(line))
 
     def _answer(self, slot: Slot, message: Message) -> None:
-        present = int(message["epoch"]) == slot.epoch
+        present = int(message["epoch"]) == slot.generation
         if message["kind"] == "ready" and present:
-            slot.ready, slot.member_of = (int(message["port"]), int(message["vault"])), slot.epoch
+            slot.ready, slot.member_of = (int(message["port"]), int(message["vault"])), slot.generation
         elif message["kind"] == "left":
-            slot.member_of = slot.epoch if slot.rank >= 0 and not present else 0
+            slot.member_of = slot.generation if slot.rank >= 0 and not present else 0
             slot.left = message if present else slot.left
             self._say(**message)
 
@@ -540,7 +540,7 @@ class HostAgent:
             "lost",
             slot=slot.number,
             pid=pid,
-            epoch=slot.epoch,
+            epoch=slot.generation,
             leaving=slot.is_leaving,
             failure=asdict(self._failure(slot, code)),
             out_of_memory=self._oom_kills > kills,
@@ -556,7 +556,7 @@ class HostAgent:
         return found or failing.unexplained(slot.rank, step, code)
 
     def _watch(self) -> None:
-        """End processes that do not run, do not leave a formation that is over, or do not come to the next."""
+        """End processes that do not run, do not leave a membership that is over, or do not come to the next."""
         now = time.monotonic()
         turn_s, self._watched_s = min(now - self._watched_s, TURN_S_MOST), now
         for slot in self._slots:
@@ -574,7 +574,7 @@ class HostAgent:
             elif slot.is_leaving and asked_s > self._dead_after_s:
                 held = " (native code holds its interpreter lock)" if now - beat.answered_s > self._locked_s else ""
                 bound = f"fault.dead_after_s = {self._dead_after_s:g} s"
-                self._kill(slot, f"did not leave its formation within {bound}{held}")
+                self._kill(slot, f"did not leave its membership within {bound}{held}")
             elif asked_s > self._joins_within_s:
                 self._kill(slot, f"was not ready to join within {self._joins_within_s:g} s (comm.init_timeout_s)")
 
@@ -597,7 +597,7 @@ class HostAgent:
             os.kill(slot.pid, signal.SIGKILL)
 
     def _end_ranks(self, grace_s: float) -> None:
-        """No rank survives this. Those that wait for a formation leave when their line is cut."""
+        """No rank survives this. Those that wait for a membership leave when their line is cut."""
         for slot in self._slots:
             self._hand(slot, {"kind": "end"})
         for number, wait_s in ((0, min(grace_s, 1.0)), (signal.SIGTERM, grace_s), (signal.SIGKILL, 60.0)):
