@@ -1,36 +1,29 @@
 """The agent's work: a process in every slot, their heartbeats, and the line to the coordinator. One thread, no waiting.
 
 Nothing here may block for long and no thread may run: this process forks. The coordinator hears of every process that
-ends, and decides. Whether a process runs is seen from outside (/proc), so that no lock of its own can hide it: one that
-is stopped for `dead_after_s` is killed. One that runs and does not answer holds its interpreter lock in native code;
-that is told to the coordinator, which has more patience with it.
+ends, and decides. The processes themselves are in rank_slots.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from phalanx.elastic import failure as failing
 from phalanx.elastic.bandwidth import measure
 from phalanx.elastic.channel import Channel, Closed, Refused, connect
 from phalanx.elastic.coordinator import coordinator_address
-from phalanx.elastic.failure import Failure
 from phalanx.elastic.forked_check import ForkedCheck
 from phalanx.elastic.handshake import read_secret
-from phalanx.elastic.heartbeat_board import Heartbeat, HeartbeatBoard, Phase
+from phalanx.elastic.heartbeat_board import Phase
 from phalanx.elastic.local_launch import ENDED, StopSignals
 from phalanx.elastic.membership import Membership
 from phalanx.elastic.preflight import (
@@ -40,7 +33,8 @@ from phalanx.elastic.preflight import (
     preflight,
     recheck,
 )
-from phalanx.elastic.rank_process import Work, find_ranks, fork_rank, state_of
+from phalanx.elastic.rank_process import Work, find_ranks
+from phalanx.elastic.rank_slots import RankSlots, Slot
 from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.errors import Problem, SystemFailure
 from phalanx.plan.plan import Plan
@@ -57,46 +51,9 @@ GOODBYE_S = 2.0  # for the coordinator to write down how it ended
 STOPPED = 130  # the exit code of who was asked to end: 128 + SIGINT
 MOST_GUESTS = 64  # ranks of another host that may keep a copy here; an empty place costs three descriptors
 WRONG_CALL = 2
-HAND_S = 0.5  # for a rank to take an order
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
-REFORK_S, MOST_REFORK_S = 0.0, 5.0  # pause before a slot gets another process, doubled while they die young
-YOUNG_S = 2.0
-ANSWER_S = 0.5  # a rank answers ten times a second; after so long the kernel is asked whether it runs at all
-TURN_S_MOST = 0.5  # of the time between two of our turns that counts as a rank's silence: we may have been stopped too
-LOCKED_S = 1.0  # without an answer, after which a process that runs holds its interpreter lock; less for a hasty job
-STOPPED_STATES = ("T", "t", "")  # stopped, stopped by a debugger, and not to be known
 Message = dict[str, Any]
 Recheck = Callable[[int, int], Sequence[str]]  # of new processes, and of slots that had no rank yet, to problems
-
-
-@dataclass(kw_only=True, slots=True)
-class Slot:
-    """A place and the process in it."""
-
-    number: int
-    pid: int = 0
-    line: socket.socket | None = None
-    pending: bytes = b""
-    generation: int = 0
-    rank: int = -1
-    ready: tuple[int, int] | None = None  # ports of the store and of the vault
-    asked_s: float = 0.0  # when it was asked to form
-    forked_s: float = 0.0
-    pause_s: float = REFORK_S
-    fork_at_s: float = 0.0
-    killed: Failure | None = None  # why we ended it
-    seen_s: float = 0.0  # when it was last known to run
-    silent_s: float = 0.0  # that it did not, as far as we ran ourselves
-    locked_s: float = 0.0  # when it was last seen to hold its interpreter lock
-    member_of: int = 0  # generation of the membership that its process is in, until it says that it has left
-    left: Message | None = None  # how it left the present membership
-    seated: bool = False  # this process was a member before
-    used: bool = False  # some process here was: the copies of its state have their memory
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether its process is still in a membership that is over."""
-        return 0 < self.member_of < self.generation
 
 
 class HostAgent:
@@ -110,8 +67,6 @@ class HostAgent:
         launch, job = run.launch(), run.plan()["job"]
         self._order = [str(name) for name in launch.get("hosts", ())] or [host]
         self._dead_after_s = float(job["fault"]["dead_after_s"])
-        self._locked_s = min(LOCKED_S, self._dead_after_s / 2)
-        self._joins_within_s = max(self._dead_after_s, float(job["comm"]["init_timeout_s"]))
         self._id = secrets.token_hex(8)  # tells this agent from another of the same name
         self._problems: list[str] = []  # what the preflight found
         self.plan: Plan | None = None  # once we have looked
@@ -120,24 +75,29 @@ class HostAgent:
         self.recheck: Recheck | None = None  # before every membership that this host is a member of
         self._look: ForkedCheck | None = None  # while it is at that
         self.vault = ReplicaStore(slots, guests=max(slots, min(int(launch.get("world", slots)), MOST_GUESTS)))
-        self.board = HeartbeatBoard(slots)
         self._secret = read_secret(run.path / "secret")
-        self._slots = [Slot(number=number) for number in range(slots)]
         self._selector = selectors.DefaultSelector()
+        self._ranks = RankSlots(
+            run,
+            slots,
+            self._selector,
+            dead_after_s=self._dead_after_s,
+            joins_within_s=max(self._dead_after_s, float(job["comm"]["init_timeout_s"])),
+            say=self._say,
+            forget=self._forget,
+        )
+        self._slots, self.board = self._ranks.slots, self._ranks.board
         self._channel: Channel | None = None
         self._coordinator: subprocess.Popen[bytes] | None = None
         self._lost_s = self._tried_s = self._heard_s = time.monotonic()
         self._spawned_s = -1e9
         self._beat_s = 0.0
-        self._watched_s = time.monotonic()
         self._form: Message | None = None  # the newest
         self._told_wishes = 0
         self._generation = self._went = 0  # of the newest membership, and of the newest that was told to go
         self._told_ready = 0
         self._unsaid: list[Message] = []  # ends of processes that no coordinator has heard of
         self._over: int | None = None
-        self._oom_kills = failing.oom_kills()
-        self._work: Work | None = None
 
     def begin(self) -> None:
         """See that there is a coordinator; called before torch is imported, so that it starts meanwhile."""
@@ -167,14 +127,14 @@ class HostAgent:
 
     def serve(self, work: Work) -> int:
         """Keep the slots until the coordinator says that the run is over; its exit code."""
-        self._work = work
+        self._ranks.work = work
         try:
             while self._over is None:
                 self._tick()
             return self._over
         finally:
             self._end_look()
-            self._end_ranks(0.0 if self.wishes.count >= 2 else GRACE_S)
+            self._ranks.end_ranks(0.0 if self.wishes.count >= 2 else GRACE_S)
             if self._channel is not None:
                 self._channel.close()
             self._end_coordinator()
@@ -186,10 +146,11 @@ class HostAgent:
             if key.data is None:
                 self._hear()
             else:
-                self._listen(key.data)
-        self._reap()
-        self._fill()
-        self._watch()
+                self._ranks.listen(key.data)
+        self._ranks.reap()
+        if not self.wishes.count or self._generation:
+            self._ranks.fill()  # else a process here might let the coordinator begin what is asked to stop
+        self._ranks.watch()
         self._tell_ready()
         self._tell_beat()
 
@@ -319,7 +280,7 @@ class HostAgent:
             self._take_form(message)
         elif kind == "go" and int(message["epoch"]) == self._generation > self._went:
             self._went = self._generation
-            self._pass_on(message)
+            self._ranks.hand_to_all(message)
         elif kind == "taken":
             print(f"another agent is host {self.host} of this run: give --host NAME", file=sys.stderr, flush=True)
             self._over = WRONG_CALL
@@ -330,7 +291,7 @@ class HostAgent:
         elif kind == "where":
             self._tell_where()
         elif kind == "kill" and int(message["epoch"]) == self._generation:
-            self._kill_stuck(self._slots[int(message["slot"])], message)
+            self._ranks.kill_hung(self._slots[int(message["slot"])], message)
         elif kind == "seat" and int(message["epoch"]) == self._generation > self._went:
             self._seat(self._slots[int(message["slot"])])
         elif kind == "again" and self._channel is not None:
@@ -351,7 +312,7 @@ class HostAgent:
             slot.rank = ranks.get(slot.number, -1)
             if slot.pid and slot.rank >= 0 and not slot.member_of:
                 slot.member_of = membership.generation
-        self._pass_on(message)
+        self._ranks.hand_to_all(message)
         self._begin_look([slot for slot in self._slots if slot.rank >= 0])
 
     def _seat(self, slot: Slot) -> None:
@@ -362,7 +323,7 @@ class HostAgent:
             slot.rank, slot.generation, slot.asked_s = rank, self._generation, time.monotonic()
             slot.member_of, slot.seated = self._generation, True
             self._told_ready = 0  # what we said without it does not count
-            self._hand(slot, self._form)
+            self._ranks.hand(slot, self._form)
 
     def _begin_look(self, members: Sequence[Slot]) -> None:
         """Look at this host while its ranks leave what they did before; we are not ready before that is done."""
@@ -371,7 +332,7 @@ class HostAgent:
         for slot in members:
             slot.seated = slot.used = True
         if members and self.recheck is not None:
-            self._look = ForkedCheck(partial(self.recheck, new_ranks, new_places), forget=self._forget)
+            self._look = ForkedCheck(partial(self.recheck, new_ranks, new_places), forget=self._ranks.forget)
 
     def _end_look(self) -> None:
         if self._look is not None:
@@ -384,15 +345,6 @@ class HostAgent:
         if found is not None:
             self._look, self._problems = None, [*self._problems, *found]
         return self._look is None
-
-    def _pass_on(self, message: Message) -> None:
-        for slot in self._slots:
-            self._hand(slot, message)
-
-    def _hand(self, slot: Slot, message: Message) -> None:
-        if slot.line is not None:
-            with contextlib.suppress(OSError):  # a stopped process does not read; it will be ended for its silence
-                slot.line.sendall(json.dumps(message).encode() + b"\n")
 
     def _say(self, kind: str, **fields: Any) -> None:
         message = {"kind": kind, **fields}
@@ -434,7 +386,7 @@ class HostAgent:
         for slot in self._slots:
             beat = self.board.last(slot.number)
             if slot.pid and slot.rank >= 0 and beat.epoch == slot.generation:
-                is_locked = now - beat.answered_s > self._locked_s
+                is_locked = now - beat.answered_s > self._ranks.locked_s
                 slot.locked_s = now if is_locked else slot.locked_s
                 # Once the lock is free again, the rank has as long as any other for what it is at.
                 since_s = beat.progress_s if is_locked else max(beat.progress_s, slot.locked_s)
@@ -458,176 +410,9 @@ class HostAgent:
         found = find_ranks(self.run, {rank: slot.pid for rank, slot in ranks.items()})
         self._say("where", ranks={ranks[rank].number: [where.waits, where.place] for rank, where in found.items()})
 
-    # ---- the slots -------------------------------------------------------------------------------------------------
-
-    def _fill(self) -> None:
-        """Every slot has a process; one that died young waits a little longer for the next."""
-        if self.wishes.count and not self._generation:
-            return  # asked to stop before anything began: with a process here the coordinator might still begin
-        now = time.monotonic()
-        empty = [slot for slot in self._slots if slot.pid == 0 and now >= slot.fork_at_s]
-        for slot in empty:
-            self._fork(slot)
-        if empty:  # in one message: nobody forms with half of them
-            self._say("up", slots={slot.number: slot.pid for slot in empty})
-
-    def _fork(self, slot: Slot) -> None:
-        assert self._work is not None
-        slot.pid, slot.line = fork_rank(
-            self._work, run=self.run, slot=slot.number, board=self.board, forget=self._forget
-        )
-        slot.line.settimeout(HAND_S)
-        slot.pending, slot.forked_s, slot.killed = b"", time.monotonic(), None
-        slot.rank, slot.ready, slot.left, slot.seated = -1, None, None, False
-        slot.seen_s, slot.silent_s, slot.locked_s, slot.member_of = slot.forked_s, 0.0, 0.0, 0
-        self._selector.register(slot.line, selectors.EVENT_READ, slot)
-
     def _forget(self) -> None:
-        """In the child: what is the agent's alone."""
+        """In a forked child: what is the agent's alone."""
         if self._channel is not None:
             self._channel.forget()
         if self._look is not None:
             self._look.forget()
-        for slot in self._slots:
-            if slot.line is not None:
-                slot.line.close()
-        self._selector.close()
-
-    def _listen(self, slot: Slot) -> None:
-        assert slot.line is not None
-        try:
-            data = slot.line.recv(1 << 16)
-        except OSError:
-            data = b""
-        if not data:  # it is ending: the kernel will tell how
-            self._selector.unregister(slot.line)
-            slot.line.close()
-            slot.line = None
-            return
-        *lines, slot.pending = (slot.pending + data).split(b"\n")
-        for line in lines:
-            self._answer(slot, json.loads(line))
-
-    def _answer(self, slot: Slot, message: Message) -> None:
-        present = int(message["epoch"]) == slot.generation
-        if message["kind"] == "ready" and present:
-            slot.ready, slot.member_of = (int(message["port"]), int(message["vault"])), slot.generation
-        elif message["kind"] == "left":
-            slot.member_of = slot.generation if slot.rank >= 0 and not present else 0
-            slot.left = message if present else slot.left
-            self._say(**message)
-
-    def _reap(self) -> None:
-        for slot in self._slots:
-            if not slot.pid:
-                continue
-            ended, status = os.waitpid(slot.pid, os.WNOHANG)
-            if ended:
-                self._lost(slot, os.waitstatus_to_exitcode(status))
-
-    def _lost(self, slot: Slot, code: int) -> None:
-        if slot.line is not None:
-            self._selector.unregister(slot.line)
-            slot.line.close()
-            slot.line = None
-        now = time.monotonic()
-        young = now - slot.forked_s < YOUNG_S
-        slot.pause_s = min(max(2 * slot.pause_s, 0.25), MOST_REFORK_S) if young else REFORK_S
-        slot.fork_at_s = now + slot.pause_s
-        kills, self._oom_kills = self._oom_kills, failing.oom_kills()
-        pid, slot.pid = slot.pid, 0
-        self._say(
-            "lost",
-            slot=slot.number,
-            pid=pid,
-            epoch=slot.generation,
-            leaving=slot.is_leaving,
-            failure=asdict(self._failure(slot, code)),
-            out_of_memory=self._oom_kills > kills,
-        )
-
-    def _failure(self, slot: Slot, code: int) -> Failure:
-        step = self.board.last(slot.number).step
-        if slot.killed is not None:
-            return slot.killed
-        if code < 0:
-            return failing.by_signal(slot.rank, step, -code)
-        found = failing.read_error(self.run, slot.rank) if slot.rank >= 0 else None
-        return found or failing.unexplained(slot.rank, step, code)
-
-    def _watch(self) -> None:
-        """End processes that do not run, do not leave a membership that is over, or do not come to the next."""
-        now = time.monotonic()
-        turn_s, self._watched_s = min(now - self._watched_s, TURN_S_MOST), now
-        for slot in self._slots:
-            if not slot.pid or slot.killed is not None:
-                continue
-            beat = self.board.last(slot.number)
-            seen_s = _seen_s(slot.pid, beat, now)
-            if seen_s is not None:
-                slot.seen_s, slot.silent_s = seen_s, 0.0
-            else:
-                slot.silent_s = slot.silent_s + turn_s if slot.silent_s else min(now - slot.seen_s, 2 * ANSWER_S)
-            asked_s = now - slot.asked_s if slot.rank >= 0 and slot.ready is None else 0.0
-            if slot.silent_s > self._dead_after_s:
-                self._kill(slot, _silent(slot.pid, slot.silent_s))
-            elif slot.is_leaving and asked_s > self._dead_after_s:
-                held = " (native code holds its interpreter lock)" if now - beat.answered_s > self._locked_s else ""
-                bound = f"fault.dead_after_s = {self._dead_after_s:g} s"
-                self._kill(slot, f"did not leave its membership within {bound}{held}")
-            elif asked_s > self._joins_within_s:
-                self._kill(slot, f"was not ready to join within {self._joins_within_s:g} s (comm.init_timeout_s)")
-
-    def _kill_stuck(self, slot: Slot, message: Message) -> None:
-        """The coordinator found that everybody waits for this one."""
-        if slot.pid and slot.rank >= 0 and slot.killed is None:
-            where = str(message.get("place") or "")
-            silence = failing.silence(slot.rank, 0, silent_s=float(message["silent_s"]), where=where)
-            self._kill(slot, f"{silence.message}{message.get('patience') or ''}")
-
-    def _kill(self, slot: Slot, what: str) -> None:
-        beat = self.board.last(slot.number)
-        stack = ""
-        with contextlib.suppress(OSError):
-            stack = self.run.stack(max(slot.rank, 0)).read_text(encoding="utf-8", errors="replace")[-4000:]
-        slot.killed = Failure(
-            rank=slot.rank, step=beat.step, at_s=time.time(), kind="Silence", message=what, stack=stack
-        )
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(slot.pid, signal.SIGKILL)
-
-    def _end_ranks(self, grace_s: float) -> None:
-        """No rank survives this. Those that wait for a membership leave when their line is cut."""
-        for slot in self._slots:
-            self._hand(slot, {"kind": "end"})
-        for number, wait_s in ((0, min(grace_s, 1.0)), (signal.SIGTERM, grace_s), (signal.SIGKILL, 60.0)):
-            for slot in self._slots:
-                if slot.pid and number:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(slot.pid, number)
-                        os.kill(slot.pid, signal.SIGCONT)  # a stopped process dies only when it goes on
-            until = time.monotonic() + wait_s
-            while any(slot.pid for slot in self._slots) and time.monotonic() < until:
-                for slot in self._slots:
-                    if slot.pid and os.waitpid(slot.pid, os.WNOHANG)[0]:
-                        slot.pid = 0
-                time.sleep(TICK_S)
-
-
-def _seen_s(pid: int, beat: Heartbeat, now_s: float) -> float | None:
-    """When a process is known to have run last, whatever it waits for; None when it does not run now.
-
-    The kernel is asked only about one that has not answered for a while.
-    """
-    if beat.is_muted:
-        return None
-    if now_s - beat.answered_s < ANSWER_S:
-        return beat.answered_s
-    return now_s if state_of(pid) not in STOPPED_STATES else None
-
-
-def _silent(pid: int, silent_s: float) -> str:
-    from phalanx.units import format_seconds
-
-    stopped = " in a stopped process (state T)" if state_of(pid) == "T" else ""
-    return f"stopped answering {format_seconds(silent_s)} ago{stopped}"

@@ -130,7 +130,7 @@ def _prepare_for_all(store: Store, place: RankPlace, prepare: Callable[[], tuple
         hosts = [
             HostSpec(name=name, slots=1, address=address) for name, address in zip(machines, addresses, strict=True)
         ]
-        prepare_launch(run, hosts, machines=machines, launcher=place.launcher)
+        prepare_launch(run, hosts, world=place.world, machines=machines, launcher=place.launcher)
     except BaseException:
         store.set("run", "")
         raise
