@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from phalanx.elastic.failure import failure_of
 from phalanx.io.files import replace_text
 from phalanx.record.run import Run
 
@@ -116,3 +117,27 @@ def trimmed(entries: Iterable[Mapping[str, Any]], groups: Mapping[str, Mapping[s
     waiting = [one for one in kept if not one["is_done"]][-MOST_KEPT:]  # the oldest that have not ended tell most
     rest = [one for one in kept if one["is_done"]][: MOST_KEPT - len(waiting)]
     return [*reversed(rest), *reversed(waiting)]
+
+
+# What a rank that leaves a membership can still say: whether a peer is to blame, and which collective was the last.
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error only says that another rank went away."""
+    return isinstance(error, Exception) and failure_of(0, error, step=-1).is_consequence
+
+
+def last_collective() -> str:
+    """The last collective this rank began, as torch's flight recorder knows it; empty when it recorded none."""
+    try:
+        entries = recorded_entries()
+    except (ImportError, AttributeError):
+        return ""
+    entries.sort(key=lambda entry: int(entry.get("time_created_ns") or 0))  # NCCL's and gloo's are recorded apart
+    return _named(entries[-1]) if entries else ""
+
+
+def _named(entry: dict[str, Any]) -> str:
+    group, sizes = entry.get("process_group") or ["", ""], entry.get("input_sizes") or []
+    number = entry.get("collective_seq_id") or entry.get("p2p_seq_id")
+    return f"{entry.get('profiling_name', '?')} number {number} of group {group[-1] or group[0]}, sizes {sizes}"

@@ -38,9 +38,8 @@ from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.redact import redact
 from phalanx.record.run import Run, open_run
-from phalanx.train import last_words
 from phalanx.train.engine import Engine
-from phalanx.train.flight import FlightRecord
+from phalanx.train.flight import FlightRecord, is_lost_peer, last_collective
 from phalanx.train.guard.spikes import Spikes
 from phalanx.train.guard.verdict import Divergence
 from phalanx.train.hooks import hooks_of
@@ -128,7 +127,7 @@ class Rank:
             }
         except BaseException as error:
             # A peer is gone, and with it the connection; or the error is our own, and the agent will hear of it.
-            if not (self.link.is_over(epoch) or last_words.is_consequence(error)):
+            if not (self.link.is_over(epoch) or is_lost_peer(error)):
                 raise
             left |= {"step": self.link.step, "why": redact(f"{type(error).__name__}: {error}", os.environ)}
         # Not while an error is handled: its traceback holds the engine, and with it the memory of the device.
@@ -140,7 +139,7 @@ class Rank:
         self.link.may_beat = lambda: True
         abort.wait()
         self.link.leave()
-        collective = last_words.last_collective()
+        collective = last_collective()
         forget_groups()
         gc.collect()  # engines hold each other in circles
         check_device()
