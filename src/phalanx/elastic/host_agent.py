@@ -46,7 +46,7 @@ RETRY_S = 0.05  # between attempts to reach the coordinator
 TURN_S = 0.5  # after which the next agent tries to start a coordinator; the first does so at once
 LOST_S = 60.0  # without a coordinator, and without becoming one, after which an agent gives up
 DEAF_S = 10.0  # a coordinator that says nothing for so long is replaced; starting one may take seconds
-START_PATIENCE = 3  # times as long for the very first: on a busy machine, killing it would begin the start anew
+START_PATIENCE = 3  # times as long for one that is starting: on a busy machine, killing it would begin the start anew
 GOODBYE_S = 2.0  # for the coordinator to write down how it ended
 STOPPED = 130  # the exit code of who was asked to end: 128 + SIGINT
 MOST_GUESTS = 64  # ranks of another host that may keep a copy here; an empty place costs three descriptors
@@ -230,7 +230,8 @@ class HostAgent:
         """Start one, unless ours still runs; it ends by itself when another has the lock."""
         if self._coordinator is not None and self._coordinator.poll() is None:
             silent_s = time.monotonic() - max(self._spawned_s, self._lost_s)
-            if silent_s > max(DEAF_S, self._dead_after_s) * (1 if self._joined else START_PATIENCE):
+            patience = START_PATIENCE if self._spawned_s >= self._lost_s else 1  # it may still be starting
+            if silent_s > max(DEAF_S, self._dead_after_s) * patience:
                 self._kill_coordinator()
             return
         self._spawned_s = time.monotonic()
