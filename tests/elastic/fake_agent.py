@@ -14,13 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.elastic import host as hosting
-from phalanx.elastic.board import NO_STEP, Phase
-from phalanx.elastic.formation import Formation, Seat
-from phalanx.elastic.host import HostAgent
-from phalanx.elastic.link import Interrupted, Link
-from phalanx.elastic.process import die_with, take_rank
-from phalanx.elastic.wishes import Wishes
+from phalanx.elastic import host_agent as hosting
+from phalanx.elastic.heartbeat_board import NO_STEP, Phase
+from phalanx.elastic.host_agent import HostAgent
+from phalanx.elastic.local_launch import StopSignals
+from phalanx.elastic.membership import HostSlot, Membership
+from phalanx.elastic.rank_link import Interrupted, RankLink
+from phalanx.elastic.rank_process import die_with, take_rank
 from phalanx.errors import mistake
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
@@ -44,18 +44,18 @@ wait_for = _scope["wait_for"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A rank's part in a formation."""
+    """A rank's part in a membership."""
 
     run: Run
-    link: Link
-    formation: Formation
+    link: RankLink
+    membership: Membership
     rank: int
     host: str
-    is_deaf: bool = False  # does not notice that its formation is over, as in a collective that nobody wakes
+    is_deaf: bool = False  # does not notice that its membership is over, as in a collective that nobody wakes
 
     @property
     def epoch(self) -> int:
-        return self.formation.epoch
+        return self.membership.generation
 
     @property
     def stopping(self) -> bool:
@@ -67,7 +67,7 @@ class Part:
 
     def meet(self, step: int) -> None:
         """Wait for the others of this host, as a collective would."""
-        slots = self.formation.of_host(self.host)
+        slots = self.membership.ranks_on(self.host)
 
         def is_there(slot: int) -> bool:
             beat = self.link.board.last(slot)
@@ -112,7 +112,7 @@ def train(part: Part) -> str:
     run, rank = part.run, part.rank
     events = EventWriter(run.events(rank), rank=rank)
     first = max(run.saved_steps(), default=0)
-    events.write("run_start", steps=STEPS, world=part.formation.world, epoch=part.epoch)
+    events.write("run_start", steps=STEPS, world=part.membership.world, epoch=part.epoch)
     for step in range(first, STEPS):
         part.at(step)
         events.write(
@@ -195,6 +195,7 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
     "importing": lambda: None,
     "forming": lambda: None,
     "recovering": be_killed,
+    "recovered": be_killed,  # once, and then trains
     "deaf": be_killed,
     "lock-step": hold_lock,
     "lock-for-ever": deadlock,
@@ -203,7 +204,7 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
 
 
 def behave(behaviour: str, part: Part) -> tuple[str, str]:
-    """How the rank left the formation: a state, or why."""
+    """How the rank left the membership: a state, or why."""
     if behaviour == "finish":
         part.at(0)
         return "done", ""
@@ -237,49 +238,49 @@ def before_ready(behaviour: str, part: Part) -> None:
         wait_for(lambda: part.stopping, lambda: part.link.is_over(part.epoch))
 
 
-def serve(behaviour: str, run: Run, host: str, link: Link) -> None:
+def serve(behaviour: str, run: Run, host: str, link: RankLink) -> None:
     """The trainer's way through formations, without training."""
     while (form := link.next_form()) is not None:
-        formation = Formation.from_json(form)
-        rank = formation.rank(Seat(host, link.slot))
+        membership = Membership.from_json(form)
+        rank = membership.rank_at(HostSlot(host, link.slot))
         if rank is None:
             continue
-        local = len(formation.of_host(host))
-        take_rank(run, rank, world=formation.world, slot=link.slot, local_world=local)
+        local = len(membership.ranks_on(host))
+        take_rank(run, rank, world=membership.world, slot=link.slot, local_world=local)
         print(f"pid {os.getpid()}")
         state = why = ""
         try:
-            link.enter(formation.epoch)
+            link.enter(membership.generation)
             link.progress(NO_STEP, Phase.BUILDING)
-            is_deaf = behaviour == "deaf" and formation.epoch == 1
-            part = Part(run=run, link=link, formation=formation, rank=rank, host=host, is_deaf=is_deaf)
+            is_deaf = behaviour == "deaf" and membership.generation == 1
+            part = Part(run=run, link=link, membership=membership, rank=rank, host=host, is_deaf=is_deaf)
             before_ready(behaviour, part)
-            link.send("ready", epoch=formation.epoch, port=1, vault=0)
-            link.go(formation.epoch)
-            if behaviour == "lock-building" and (rank, formation.epoch) == (BAD_RANK, 1):
+            link.send("ready", epoch=membership.generation, port=1, vault=0)
+            link.go(membership.generation)
+            if behaviour == "lock-building" and (rank, membership.generation) == (BAD_RANK, 1):
                 hold_lock()
             state, why = behave(behaviour, part)
         except Interrupted:
             pass
         step = link.step
         link.leave()
-        link.send("left", epoch=formation.epoch, step=step, why=why, state=state)
+        link.send("left", epoch=membership.generation, step=step, why=why, state=state)
 
 
 def problems(run: Run, host: str, new_ranks: int, new_places: int) -> list[str]:
-    """The preflight before a formation, of a host whose disk may have gone bad."""
+    """The preflight before a membership, of a host whose disk may have gone bad."""
     with (run.path / "looks").open("a") as looks:
         looks.write(f"{host} {new_ranks} {new_places}\n")
     return [f"{host}: its disk cannot be written"] if host == "host-1" and (run.path / SPOILT).exists() else []
 
 
-def main(behaviour: str, folder: str, host: str, slots: str, address: str, parent: str) -> int:
+def main(behaviour: str, folder: str, host: str, slots: str, address: str, parent: str, *task: str) -> int:
     die_with(int(parent))
     run = open_run(Path(folder))
     if behaviour == "late":  # before anybody listens
         (run.path / "waits").touch()
         time.sleep(1000)
-    wishes = Wishes.listen()
+    wishes = StopSignals.listen()
     hosting.GRACE_S, hosting.DEAF_S = 0.5, 4.0
     agent = HostAgent(run, host=host, slots=int(slots), address=address, wishes=wishes)
     agent.plan = Plan.from_json(run.plan_json.read_text(encoding="utf-8"), where="plan")

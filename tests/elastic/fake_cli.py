@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from phalanx.elastic import client
+from phalanx.elastic import local_launch as client
 from phalanx.record.run import open_run
 
 

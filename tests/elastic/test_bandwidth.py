@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.elastic import bandwidth, client
+from phalanx.elastic import bandwidth
+from phalanx.elastic import local_launch as client
 from phalanx.elastic.channel import Listener, connect
-from phalanx.elastic.coordinator import Hall, _greet
+from phalanx.elastic.coordinator import AgentConnections, _greet
 from phalanx.plan.plan import Plan
 from phalanx.record.events import read_events
 from phalanx.record.run import create_run
@@ -30,31 +31,31 @@ def listener() -> Iterator[Listener]:
 
 
 @pytest.fixture
-def serve(listener: Listener) -> Iterator[Callable[[], Hall]]:
-    """A coordinator's hall, served by a thread."""
+def serve(listener: Listener) -> Iterator[Callable[[], AgentConnections]]:
+    """A coordinator's hub, served by a thread."""
     over = threading.Event()
     threads: list[threading.Thread] = []
-    halls: list[Hall] = []
+    hubs: list[AgentConnections] = []
     heard: list[object] = []
 
-    def begin() -> Hall:
-        hall = Hall(listener)
-        halls.append(hall)
+    def begin() -> AgentConnections:
+        hub = AgentConnections(listener)
+        hubs.append(hub)
 
         def turn() -> None:
             while not over.is_set():
-                heard.extend(hall.take(0.01))
+                heard.extend(hub.receive(0.01))
 
         threads.append(threading.Thread(target=turn))
         threads[-1].start()
-        return hall
+        return hub
 
     yield begin
     over.set()
     for thread in threads:
         thread.join()
-    for hall in halls:
-        hall._gauge.close()
+    for hub in hubs:
+        hub._gauge.close()
     assert heard == [], "who only measures is no host"
 
 
@@ -62,7 +63,7 @@ def measure(listener: Listener, secret: bytes = SECRET) -> float | None:
     return bandwidth.measure(listener.address, secret, host="b", bind="127.0.0.2", enough=1.0)
 
 
-def test_it_is_measured_and_can_be_measured_again(listener: Listener, serve: Callable[[], Hall]) -> None:
+def test_it_is_measured_and_can_be_measured_again(listener: Listener, serve: Callable[[], AgentConnections]) -> None:
     serve()
     for _ in range(2):
         rate = measure(listener)
@@ -70,12 +71,14 @@ def test_it_is_measured_and_can_be_measured_again(listener: Listener, serve: Cal
         assert rate > 0
 
 
-def test_no_stranger_moves_data(listener: Listener, serve: Callable[[], Hall]) -> None:
+def test_no_stranger_moves_data(listener: Listener, serve: Callable[[], AgentConnections]) -> None:
     serve()
     assert measure(listener, bytes(32)) is None
 
 
-def test_one_at_a_time(listener: Listener, serve: Callable[[], Hall], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_at_a_time(
+    listener: Listener, serve: Callable[[], AgentConnections], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bandwidth, "WAIT_S", 0.3)
     serve()
     first = connect(listener.address, SECRET, {"role": "link", "host": "a"}, timeout_s=5.0)
@@ -87,7 +90,7 @@ def test_one_at_a_time(listener: Listener, serve: Callable[[], Hall], monkeypatc
 
 
 def test_one_that_holds_its_turn_is_put_out(
-    listener: Listener, serve: Callable[[], Hall], monkeypatch: pytest.MonkeyPatch
+    listener: Listener, serve: Callable[[], AgentConnections], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bandwidth, "TURN_S", 0.2)
     serve()
@@ -98,7 +101,7 @@ def test_one_that_holds_its_turn_is_put_out(
 
 
 def test_a_link_that_takes_only_small_messages_moves_nothing(
-    listener: Listener, serve: Callable[[], Hall], monkeypatch: pytest.MonkeyPatch
+    listener: Listener, serve: Callable[[], AgentConnections], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with a wrong MTU: the hello passes, and then no data."""
     monkeypatch.setattr(bandwidth, "ANSWER_S", 0.3)

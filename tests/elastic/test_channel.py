@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.elastic.channel import BURST, MAX_MESSAGE_BYTES, Channel, Closed, Listener, Refused, connect
-from phalanx.elastic.secret import make_secret, read_secret
+from phalanx.elastic.handshake import make_secret, read_secret
 from phalanx.errors import UserError
 
 SECRET = bytes(range(32))

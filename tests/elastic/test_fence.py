@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.elastic.fence import begin_epoch, current_epoch, fence
+from phalanx.elastic.fence import begin_generation, commit_fence, current_generation
 from phalanx.errors import SystemFailure
 from phalanx.record.run import Run, create_run
 
@@ -19,42 +19,42 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_epochs_before_the_first(run: Run) -> None:
-    assert current_epoch(run) == 0
-    with fence(run, 0):
+    assert current_generation(run) == 0
+    with commit_fence(run, 0):
         pass
 
 
 def test_a_rank_of_an_older_epoch_is_refused(run: Run) -> None:
-    begin_epoch(run, 3)
-    with fence(run, 3):
+    begin_generation(run, 3)
+    with commit_fence(run, 3):
         pass
-    with pytest.raises(SystemFailure) as caught, fence(run, 2):
+    with pytest.raises(SystemFailure) as caught, commit_fence(run, 2):
         raise AssertionError("it was let in")
     assert str(caught.value) == (
-        f"{run.path}: this rank is of epoch 2, and epoch 3 has begun: it may not commit\n  others train in its place"
+        f"{run.path}: this rank is of generation 2, and 3 has begun: it may not commit\n  others train in its place"
     )
 
 
 def test_a_new_epoch_waits_for_a_commit(run: Run) -> None:
-    begin_epoch(run, 1)
+    begin_generation(run, 1)
     inside, seen = threading.Event(), []
 
     def commit() -> None:
-        with fence(run, 1):
+        with commit_fence(run, 1):
             inside.set()
             time.sleep(0.3)
-            seen.append(current_epoch(run))
+            seen.append(current_generation(run))
 
     thread = threading.Thread(target=commit)
     thread.start()
     inside.wait(300)
-    begin_epoch(run, 2)
+    begin_generation(run, 2)
     thread.join(300)
-    assert (seen, current_epoch(run)) == ([1], 2)
+    assert (seen, current_generation(run)) == ([1], 2)
 
 
 def test_a_commit_that_hangs_does_not_hold_up_the_others_forever(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.elastic.fence.WAIT_S", 0.2)
-    with fence(run, 0):  # a process that was stopped in here
-        begin_epoch(run, 1)
-        assert current_epoch(run) == 1
+    with commit_fence(run, 0):  # a process that was stopped in here
+        begin_generation(run, 1)
+        assert current_generation(run) == 1

@@ -1,11 +1,13 @@
-"""One rank among those another launcher started: what it refuses, and how ranks learn of the run folder."""
+"""One rank among those another launcher started: what it refuses, how ranks learn of the run, and that it recovers."""
 
 from __future__ import annotations
 
-import signal
+import json
+import platform
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +16,19 @@ from typing import Any
 import pytest
 
 from phalanx.elastic.launchers import RankPlace
+from phalanx.elastic.local_launch import HostSpec, LauncherTask, Outcome, prepare_launch, tend_agents
 from phalanx.errors import PhalanxError, SystemFailure, UserError
+from phalanx.plan.plan import Plan
+from phalanx.record.events import read_events
 from phalanx.record.run import Run, create_run
-from phalanx.train import joined, worker
+from phalanx.train import joined
 from phalanx.train.joined import _agree, _meet, check_world, join
+from phalanx.train.prepare import load_job, make
+
+HERE = Path(__file__).parent
+JOB = HERE.parents[1] / "examples" / "drill.toml"
+RANKS, WITHIN_S = 4, 300.0
+Watch = Callable[[Plan, Run], Callable[[], None]]
 
 
 @pytest.fixture
@@ -27,12 +38,13 @@ def port() -> int:
         return int(free.getsockname()[1])
 
 
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make(load_job(str(JOB), overrides=["fault.dead_after_s=2"], cluster=None, steps=0))
+
+
 def place(rank: int, world: int, port: int) -> RankPlace:
     return RankPlace(launcher="srun", rank=rank, world=world, address="127.0.0.1", port=port)
-
-
-def run_of(folder: Path) -> Run:
-    return create_run(folder, "x", job_toml="", job={}, plan_json="{}")
 
 
 def never() -> Any:
@@ -43,26 +55,68 @@ def watch(plan: Any, run: Run) -> Callable[[], None]:
     return lambda: None
 
 
-def test_rank_0_names_the_run_to_the_others(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[int, Path] = {}
-    both = threading.Barrier(2)  # rank 0 holds the store: it must outlive the others' question
+def stop_after_recovery(plan: Plan, run: Run) -> Callable[[], None]:
+    """Rank 0 makes the stop file once the second membership trains."""
 
-    def run_rank(*, run: Path, rank: int, world: int, heartbeat: Callable[[int], None], **_: Any) -> None:
-        seen[rank] = run
-        heartbeat(1)
-        both.wait(30)
+    def tick() -> None:
+        if sum(one["event"] == "restore" for one in read_events(run.supervisor)[0]) == 2:
+            run.stop_file.touch()
 
-    monkeypatch.setattr(worker, "run_rank", run_rank)
-    other = threading.Thread(target=lambda: join(place(1, 2, port), never, watch), daemon=True)
-    other.start()
-    done = join(place(0, 2, port), lambda: (SimpleNamespace(), run_of(tmp_path)), watch)  # type: ignore[arg-type]
-    other.join(30)
-    assert done is not None
-    assert seen[1] == done[1].path.resolve()
-    assert done[1].status()["state"] == "done"
+    return tick
 
 
-def test_a_failure_of_rank_0_reaches_the_others(tmp_path: Path, port: int) -> None:
+def join_all(
+    plan: Plan, run: Run, port: int, behaviour: str, watch: Watch = watch
+) -> list[tuple[Outcome, tuple[Plan, Run] | None]]:
+    """Every rank of the plan as a task, each in a thread, with agents that train nothing."""
+    agent = (str(HERE / "fake_agent.py"), behaviour)
+    with ThreadPoolExecutor(RANKS) as pool:
+        prepare: Callable[[], tuple[Plan, Run]] = lambda: (plan, run)  # noqa: E731
+        tasks = [
+            pool.submit(join, replace(place(rank, RANKS, port), one_host=True), prepare, watch, agent=agent)
+            for rank in range(RANKS)
+        ]
+        return [task.result(WITHIN_S) for task in tasks]
+
+
+def run_of(folder: Path, plan: Plan) -> Run:
+    run = create_run(folder, "x", job_toml="", job={}, plan_json=plan.to_json())
+    run.set_launch(v=1)
+    return run
+
+
+def test_ranks_of_a_launcher_have_agents_and_survive_a_lost_rank(tmp_path: Path, plan: Plan, port: int) -> None:
+    """One way to run a rank: coordinator, membership, incident and replacement are those of `phalanx train`."""
+    run = run_of(tmp_path, plan)
+    run.stop_file.touch()  # it stopped the run before this one; it does not stop this one
+    ended = join_all(plan, run, port, "recovered", watch=stop_after_recovery)
+    assert [outcome.state for outcome, _ in ended] == ["stopped"] * RANKS, ended[0][0].message
+    assert [made is not None for _, made in ended] == [True, False, False, False]
+    assert run.status()["state"] == "stopped"
+    node = platform.node()
+    assert run.launch()["hosts"] == [f"{node}:{rank}" for rank in range(RANKS)]
+    assert (run.launch()["launcher"], set(run.launch()["machines"].values())) == ("srun", {node})
+    events = read_events(run.supervisor)[0]
+    assert [one["epoch"] for one in events if one["event"] == "epoch"] == [1, 2]
+    (incident,) = (one for one in events if one["event"] == "incident")
+    assert (incident["rank"], incident["host"]) == (2, f"{node}:2")
+
+
+def test_a_task_knows_its_place_on_its_machine(tmp_path: Path, plan: Plan, port: int) -> None:
+    """The agent of a task has one slot, slot 0; GPU and threads follow from the launcher's local rank."""
+    seen: dict[str, list[str]] = {}
+    spec = HostSpec(name="n:5", slots=1, task=LauncherTask(local_rank=5, local_world=8))
+    run = run_of(tmp_path, plan)
+    prepare_launch(run, [spec], machines={"n:5": "n"})
+    script = tmp_path / "agent.py"
+    script.write_text("import sys, pathlib\npathlib.Path(sys.argv[1], 'words').write_text('\\n'.join(sys.argv[1:]))\n")
+    tend_agents(run, hosts=[spec], environ={}, tick=lambda: None, asked=lambda n: None, wishes=[], agent=(str(script),))
+    seen["words"] = (run.path / "words").read_text().splitlines()
+    assert seen["words"][1:3] == ["n:5", "1"]
+    assert json.loads(seen["words"][5]) == {"local_rank": 5, "local_world": 8, "shares_gpu": False}
+
+
+def test_a_failure_of_rank_0_reaches_the_others(port: int) -> None:
     told: list[str] = []
     both = threading.Barrier(2)
 
@@ -86,46 +140,27 @@ def test_a_failure_of_rank_0_reaches_the_others(tmp_path: Path, port: int) -> No
     assert told == ["rank 1: rank 0 could not prepare the run\n  see its message"]
 
 
-def test_what_a_rank_raises_is_left_in_the_run(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_of(tmp_path)
+def test_a_failed_run_fails_every_task(tmp_path: Path, port: int) -> None:
+    plan = make(load_job(str(JOB), overrides=["fault.recovery='stop'"], cluster=None, steps=0))
+    run = run_of(tmp_path, plan)
+    ended = join_all(plan, run, port, "raise")
+    assert {(outcome.state, outcome.exit_code) for outcome, _ in ended} == {("failed", 3)}
+    assert "rank 2 of 4" in ended[0][0].message
 
-    def run_rank(*, heartbeat: Callable[[int], None], **_: Any) -> None:
-        heartbeat(7)
+
+def test_what_goes_wrong_before_the_agents_start_is_left_in_the_run(
+    tmp_path: Path, plan: Plan, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path, plan)
+
+    def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(worker, "run_rank", run_rank)
+    monkeypatch.setattr(joined, "tend_agents", refuse)
     with pytest.raises(RuntimeError):
-        join(place(0, 1, port), lambda: (SimpleNamespace(), run), watch)  # type: ignore[arg-type]
-    assert '"step": 7' in run.error(0).read_text()
+        join(place(0, 1, port), lambda: (plan, run), watch)
     assert "RuntimeError: boom" in run.log(0).read_text()
     assert (run.status()["state"], run.status()["message"]) == ("failed", "rank 0: boom")
-
-
-def test_a_signal_or_the_stop_file_asks_the_loop_to_stop(
-    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = run_of(tmp_path)
-    seen: list[bool] = []
-
-    def by_signal(*, stop: Callable[[], bool], **_: Any) -> None:
-        seen.append(stop())
-        signal.raise_signal(signal.SIGTERM)
-        seen.append(stop())
-
-    monkeypatch.setattr(worker, "run_rank", by_signal)
-    join(place(0, 1, port), lambda: (SimpleNamespace(), run), watch)  # type: ignore[arg-type]
-    assert (seen, run.status()["state"]) == ([False, True], "stopped")
-
-    def by_file(*, stop: Callable[[], bool], **_: Any) -> None:
-        run.stop_file.touch()
-        seen.append(stop())
-
-    monkeypatch.setattr(worker, "run_rank", by_file)
-    join(place(0, 1, port), lambda: (SimpleNamespace(), run), watch)  # type: ignore[arg-type]
-    assert seen == [False, True, True]
-    monkeypatch.setattr(worker, "run_rank", lambda *, stop, **_: seen.append(stop()))
-    join(place(0, 1, port), lambda: (SimpleNamespace(), run), watch)  # type: ignore[arg-type]
-    assert seen == [False, True, True, False], "it stops one run, not the next"
 
 
 def test_a_port_in_use_is_one_clear_message(port: int) -> None:
@@ -210,8 +245,3 @@ def test_the_number_of_ranks_must_be_the_plans() -> None:
         "  start 4 (srun --ntasks=4, mpirun -n 4), or name the cluster you have with --cluster. Runs of their own are "
         "started one by one; in a Slurm job: srun --ntasks=1 --exact phalanx train …"
     )
-
-
-def test_signals_are_as_they_were() -> None:
-    """The tests above ran `join` in this process; its handlers must not outlive it."""
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

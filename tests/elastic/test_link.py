@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.elastic.board import Board, Phase
-from phalanx.elastic.link import Interrupted, Link
+from phalanx.elastic.heartbeat_board import HeartbeatBoard, Phase
+from phalanx.elastic.rank_link import Interrupted, RankLink
 
 SLOT = 1
 
@@ -23,8 +23,8 @@ class Line:
 
     def __init__(self) -> None:
         self.agent, rank = socket.socketpair()
-        self.board = Board(2)
-        self.link = Link(rank, self.board, SLOT)
+        self.board = HeartbeatBoard(2)
+        self.link = RankLink(rank, self.board, SLOT)
         self._rank = rank
 
     def say(self, kind: str, **fields: Any) -> None:

@@ -10,12 +10,12 @@ from contextlib import suppress
 
 import pytest
 
-from phalanx.elastic import look as looking
-from phalanx.elastic.look import Look
+from phalanx.elastic import forked_check as looking
+from phalanx.elastic.forked_check import ForkedCheck
 
 
 def result(check: Callable[[], Sequence[str]]) -> list[str]:
-    look = Look(check)
+    look = ForkedCheck(check)
     until_s = time.monotonic() + 300.0
     while (found := look.found()) is None:
         assert time.monotonic() < until_s
@@ -47,7 +47,7 @@ def test_what_was_found(check: Callable[[], list[str]], found: list[str]) -> Non
 
 def test_one_that_hangs_is_the_problem_and_costs_no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looking, "PATIENCE_S", 0.2)
-    look = Look(lambda: time.sleep(1000) or [])
+    look = ForkedCheck(lambda: time.sleep(1000) or [])
     assert look.found() is None, "asked and answered at once"
     until_s = time.monotonic() + 300.0
     while (found := look.found()) is None and time.monotonic() < until_s:
@@ -58,7 +58,7 @@ def test_one_that_hangs_is_the_problem_and_costs_no_waiting(monkeypatch: pytest.
 def test_an_agent_that_was_stopped_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
     monkeypatch.setattr(looking.time, "monotonic", lambda: now_s[0])
-    look = Look(lambda: signal.pause() or [])
+    look = ForkedCheck(lambda: signal.pause() or [])
     now_s[0] += 1000.0
     assert look.found() is None
     look.close()
@@ -66,7 +66,7 @@ def test_an_agent_that_was_stopped_blames_nobody(monkeypatch: pytest.MonkeyPatch
 
 def test_closing_leaves_no_process_and_no_descriptor() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    look = Look(lambda: signal.pause() or [])
+    look = ForkedCheck(lambda: signal.pause() or [])
     pid = look._pid
     look.close()
     look.close()

@@ -1,4 +1,4 @@
-"""Who takes part next, from the seats that are alive."""
+"""Who takes part next, from the slots that are alive."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.elastic.formation import Formation, Seat
-from phalanx.elastic.membership import next_formation
+from phalanx.elastic.membership import HostSlot, Membership, next_membership
 from phalanx.plan.layout import Layout
 
 LAYOUT = Layout(
@@ -19,33 +18,33 @@ LAYOUT = Layout(
 SEQUENCES = 16
 
 
-def seats(*names: str) -> tuple[Seat, ...]:
+def slots(*names: str) -> tuple[HostSlot, ...]:
     """`a0` is slot 0 of host a."""
-    return tuple(Seat(name[0], int(name[1:])) for name in names)
+    return tuple(HostSlot(name[0], int(name[1:])) for name in names)
 
 
-def named(formation: Formation | None) -> list[str] | None:
-    return [f"{seat.host}{seat.slot}" for seat in formation.seats] if formation is not None else None
+def named(membership: Membership | None) -> list[str] | None:
+    return [f"{slot.host}{slot.slot}" for slot in membership.slots] if membership is not None else None
 
 
 def following(
     alive: str, *, before: str = "", policy: str = "auto", planned: Layout = LAYOUT, **more: Any
-) -> Formation | None:
-    old = seats(*before.split())
+) -> Membership | None:
+    old = slots(*before.split())
     layout = replace(planned, data=len(old), shard=len(old)) if old else planned
-    return next_formation(
-        epoch=7,
+    return next_membership(
+        generation=7,
         planned=planned,
         sequences=SEQUENCES,
         reproducible=False,
         policy=policy,
-        before=Formation(epoch=6, layout=layout, seats=old) if old else None,
-        alive=seats(*alive.split()),
-        fallen=seats(*str(more.get("fallen", "")).split()),
+        before=Membership(generation=6, layout=layout, slots=old) if old else None,
+        alive=slots(*alive.split()),
+        fallen=slots(*str(more.get("fallen", "")).split()),
     )
 
 
-def test_the_first_formation_takes_the_first_seats() -> None:
+def test_the_first_membership_takes_the_first_slots() -> None:
     assert named(following("a0 a1 a2 b0 b1 b2")) == ["a0", "a1", "a2", "b0"]
 
 
@@ -53,14 +52,14 @@ def test_survivors_keep_their_ranks() -> None:
     assert named(following("a0 a1 a2 a3 a4", before="a3 a1 a0 a2")) == ["a3", "a1", "a0", "a2"]
 
 
-def test_a_lost_rank_goes_to_a_seat_of_its_own_host_if_it_can() -> None:
+def test_a_lost_rank_goes_to_a_slot_of_its_own_host_if_it_can() -> None:
     found = following("a0 a1 a2 b0 b1 b3", before="a0 a1 b0 b2")
     assert named(found) == ["a0", "a1", "b0", "b1"]
     assert named(following("a0 a1 a2 b0", before="a0 a1 b0 b1")) == ["a0", "a1", "b0", "a2"]
 
 
 @pytest.mark.parametrize(("policy", "world"), [("auto", 3), ("shrink", 3), ("replace", None)])
-def test_too_few_seats(policy: str, world: int | None) -> None:
+def test_too_few_slots(policy: str, world: int | None) -> None:
     found = following("a0 a1 a3", before="a0 a1 a2 a3", policy=policy)
     assert (found.world if found is not None else None) == world
 
@@ -82,11 +81,11 @@ def test_nobody_is_left() -> None:
     assert following("", before="a0 a1 a2 a3") is None
 
 
-def test_a_formation_as_json_and_back() -> None:
-    formation = following("a0 a1 b0 b1")
-    assert formation is not None
-    assert Formation.from_json(formation.to_json()) == formation
-    assert (formation.rank(Seat("b", 1)), formation.rank(Seat("b", 2))) == (3, None)
-    assert (formation.of_host("b"), formation.hosts) == ({0: 2, 1: 3}, ("a", "b"))
-    with pytest.raises(ValueError, match="3 seats for 4 ranks"):
-        Formation(epoch=1, layout=LAYOUT, seats=formation.seats[:3])
+def test_a_membership_as_json_and_back() -> None:
+    membership = following("a0 a1 b0 b1")
+    assert membership is not None
+    assert Membership.from_json(membership.to_json()) == membership
+    assert (membership.rank_at(HostSlot("b", 1)), membership.rank_at(HostSlot("b", 2))) == (3, None)
+    assert (membership.ranks_on("b"), membership.hosts) == ({0: 2, 1: 3}, ("a", "b"))
+    with pytest.raises(ValueError, match="3 slots for 4 ranks"):
+        Membership(generation=1, layout=LAYOUT, slots=membership.slots[:3])

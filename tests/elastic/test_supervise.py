@@ -249,7 +249,7 @@ def test_one_fault_is_one_epoch_also_where_nobody_leaves_by_itself(make_run: Mak
     replaced = supervisor(run, "replacement")
     assert sorted(one["rank"] for one in replaced) == [0, 1, 3]
     assert all(
-        "did not leave its formation within fault.dead_after_s = 2 s" in one["cause"]["message"] for one in replaced
+        "did not leave its membership within fault.dead_after_s = 2 s" in one["cause"]["message"] for one in replaced
     )
     assert orphans(run) == []
 

@@ -27,8 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Join and stay until the run is over."""
-    from phalanx.elastic.client import AGENT, ENDED, share_of
-    from phalanx.elastic.wishes import STOPPING
+    from phalanx.elastic.local_launch import AGENT, ENDED, STOPPING, share_of
     from phalanx.record.run import open_run
     from phalanx.train.prepare import need_torch
 
@@ -66,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _address(made: Run) -> str:
     """Where the others reach this host when nobody says so: the job's interface, or the loopback of one machine."""
-    from phalanx.elastic.client import LOOPBACK, is_loopback
+    from phalanx.elastic.local_launch import LOOPBACK, is_loopback
 
     given = str(made.plan()["job"]["fault"]["interface"])
     first = [str(address) for address in made.launch().get("addresses", ())][:1]

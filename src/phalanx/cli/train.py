@@ -16,8 +16,8 @@ from phalanx.units import plural
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.elastic.client import HostSpec
     from phalanx.elastic.launchers import RankPlace
+    from phalanx.elastic.local_launch import HostSpec
     from phalanx.job.load import ResolvedJob
     from phalanx.job.schema import Job
     from phalanx.plan.plan import Plan
@@ -252,7 +252,7 @@ def _ready(plan: Plan, args: argparse.Namespace, old: Run | None, *, started: fl
 
 def _launch(made: Run, plan: Plan, args: argparse.Namespace, *, started: float) -> int:
     from phalanx.cli.live import Live
-    from phalanx.elastic.client import launch, local_hosts, rank_environ
+    from phalanx.elastic.local_launch import launch, local_hosts, rank_environ
     from phalanx.metrics.serving import serving
 
     hosts = (
@@ -305,7 +305,7 @@ def _first_of(made: Run, args: argparse.Namespace) -> tuple[HostSpec, ...]:
     """This host as the first of several; tells what to start on the others."""
     import platform
 
-    from phalanx.elastic.client import HostSpec, address_of, share_of
+    from phalanx.elastic.local_launch import HostSpec, address_of, share_of
 
     made.set_launch(**{**made.launch(), "join": args.join})
     note(f"  on the other {plural(args.join - 1, 'host')}: phalanx agent {made.path.resolve()} --address THEIR_ADDRESS")
@@ -365,13 +365,16 @@ def _join(args: argparse.Namespace, place: RankPlace) -> int:
     def watch(plan: Plan, made: Run) -> Callable[[], None]:
         return Live(made, steps=plan.duration.steps, world=plan.layout.devices, since_s=started, terminal=False).tick
 
-    done = join(place, prepared, watch, call=_asked_of_all(args))
+    outcome, done = join(place, prepared, watch, call=_asked_of_all(args))
     if done is not None:
         plan, made = done
-        _add_baselines(made, plan)
-        _report(made, as_json=args.json)
-        note(f"check this run: phalanx check {made.path}")
-    return 0
+        if outcome.state != "failed":
+            _add_baselines(made, plan)
+            _report(made, as_json=args.json)
+            note(f"check this run: phalanx check {made.path}")
+        if outcome.message:
+            note(outcome.message)
+    return outcome.exit_code if outcome.state == "failed" else 0  # stopped as asked is no failure to a scheduler
 
 
 def _refuse_under_launcher(args: argparse.Namespace, place: RankPlace) -> None:
@@ -383,7 +386,7 @@ def _refuse_under_launcher(args: argparse.Namespace, place: RankPlace) -> None:
         raise mistake(
             "phalanx train",
             f"{option} has no effect: {place.launcher} started {plural(place.world, 'process')}, and each is one rank",
-            why="hosts, spares and recovery belong to phalanx agents, which start their own ranks",
+            why="every process it starts is a host with one rank",
             fix=f"leave {option} out; or start phalanx train once, and phalanx agent on the other hosts",
         )
 

@@ -1,4 +1,4 @@
-"""`python -m phalanx.elastic.coordinator RUN ADDRESS PARENT`: decides who takes part, one epoch after another.
+"""`python -m phalanx.elastic.coordinator RUN ADDRESS PARENT`: decides who takes part, one generation after another.
 
 One per run, whoever holds `coordinator.lock`; started by an agent, and by another one when it is gone. What it must not
 forget is in `coordinator.json`: ranks go on training while there is no coordinator, and the next one takes over.
@@ -18,12 +18,12 @@ from typing import Any
 
 from phalanx.elastic.bandwidth import ROLE, Gauge
 from phalanx.elastic.channel import Channel, Closed, Listener, Refused
-from phalanx.elastic.client import ENDED
-from phalanx.elastic.council import Council
-from phalanx.elastic.fence import current_epoch
-from phalanx.elastic.memory import Memory
-from phalanx.elastic.process import die_with
-from phalanx.elastic.secret import read_secret
+from phalanx.elastic.coordinator_actions import Coordinator
+from phalanx.elastic.coordinator_state import SavedState
+from phalanx.elastic.fence import current_generation
+from phalanx.elastic.handshake import read_secret
+from phalanx.elastic.local_launch import ENDED
+from phalanx.elastic.rank_process import die_with
 from phalanx.errors import PhalanxError
 from phalanx.io.files import replace_text
 from phalanx.plan.plan import Plan
@@ -56,25 +56,27 @@ def _coordinate(run: Run, address: str) -> int:
     hosts = len(run.launch().get("hosts", ()))
     listener = Listener(address, 0, read_secret(run.path / "secret"), _greet, half_open=max(64, 2 * hosts))
     events = EventWriter(run.supervisor, rank=-1)
-    hall = Hall(listener)
+    agents = AgentConnections(listener)
     started = float(run.launch().get("launched") or 0.0)
 
-    def save(memory: Memory) -> None:
-        where = {"address": list(listener.address), "started": started, **memory.to_json()}
+    def save(saved: SavedState) -> None:
+        where = {"address": list(listener.address), "started": started, **saved.to_json()}
         replace_text(run.path / "coordinator.json", json.dumps(where) + "\n")
 
-    council = Council(run, plan, hall.send, events, memory=read_memory(run, since_s=started), save=save)
-    save(council.memory)  # where we are
-    written_s = time.monotonic()
+    before = read_saved_state(run, since_s=started)
+    coordinator = Coordinator(run, plan, agents.send, events, saved=before, save=save)
+    noted = coordinator.state.saved
+    save(noted)  # where we are
+    noted_s = time.monotonic()
     try:
-        while not council.is_over:
-            for host, message in hall.take(TICK_S):
-                council.hear(host, message)
-            council.tick()
-            if council.room.progressed and time.monotonic() - written_s > PROGRESS_S:
-                save(council.memory)
-                council.room.progressed, written_s = False, time.monotonic()
-        hall.drain()
+        while not coordinator.state.is_over:
+            for host, message in agents.receive(TICK_S):
+                coordinator.hear(host, message)
+            coordinator.tick()
+            if coordinator.state.saved is not noted and time.monotonic() - noted_s > PROGRESS_S:
+                noted, noted_s = coordinator.state.saved, time.monotonic()
+                save(noted)
+        agents.drain()
         return 0
     finally:
         events.close()
@@ -82,7 +84,7 @@ def _coordinate(run: Run, address: str) -> int:
 
 
 def _greet(hello: dict[str, Any]) -> dict[str, Any]:
-    """Only agents belong here: a copy on its way to a vault may knock at a port that was its buddy's."""
+    """Only agents belong here: a replica on its way to a peer may reach a port that was the peer's before."""
     if hello.get("role") == ROLE:
         return {"role": "coordinator"}
     if hello.get("role") != "agent" or not isinstance(hello.get("time"), int | float):
@@ -90,13 +92,13 @@ def _greet(hello: dict[str, Any]) -> dict[str, Any]:
     return {"role": "coordinator"}
 
 
-def read_memory(run: Run, *, since_s: float) -> Memory:
+def read_saved_state(run: Run, *, since_s: float) -> SavedState:
     """What the coordinator before this one knew, if it was one of the same launch; nothing otherwise."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         body = json.loads((run.path / "coordinator.json").read_text(encoding="utf-8"))
         if float(body["started"]) == since_s:
-            return Memory.from_json(body)
-    return Memory(epoch=current_epoch(run))
+            return SavedState.from_json(body)
+    return SavedState(generation=current_generation(run))
 
 
 def coordinator_address(run: Run) -> tuple[str, int] | None:
@@ -108,7 +110,7 @@ def coordinator_address(run: Run) -> tuple[str, int] | None:
         return None
 
 
-class Hall:
+class AgentConnections:
     """The agents' connections: messages come with the name of the host that sent them."""
 
     def __init__(self, listener: Listener) -> None:
@@ -119,7 +121,7 @@ class Hall:
         self._channels: dict[str, Channel] = {}
         self._heard_s: dict[str, float] = {}
 
-    def take(self, timeout_s: float) -> list[tuple[str, dict[str, Any]]]:
+    def receive(self, timeout_s: float) -> list[tuple[str, dict[str, Any]]]:
         """What was said within `timeout_s`; an agent that came or went is told as `joined` and `gone`."""
         heard: list[tuple[str, dict[str, Any]]] = []
         ready = self._selector.select(timeout_s)
@@ -184,7 +186,7 @@ class Hall:
         """Wait a moment until the agents have hung up, so that the last word reaches them."""
         until_s = time.monotonic() + 2.0
         while self._channels and time.monotonic() < until_s:
-            self.take(0.05)
+            self.receive(0.05)
 
 
 if __name__ == "__main__":

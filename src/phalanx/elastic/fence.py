@@ -1,7 +1,7 @@
-"""The fence: a rank of an epoch that is over cannot commit a checkpoint.
+"""The fence: a rank of a generation that is over cannot commit a checkpoint.
 
-The coordinator writes `epoch.json` when it begins a new epoch, holding the lock; whoever commits holds the same lock
-and looks at the file first. A process that was stopped in the middle and wakes up later finds that it is too late.
+The coordinator writes `epoch.json` when it begins a new generation, holding the lock; whoever commits holds the same
+lock and looks at the file first. A process that was stopped in the middle and wakes up later finds that it is too late.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ WAIT_S = 5.0  # for a commit that is going on: a rename and two flushes
 
 
 @contextmanager
-def fence(run: Run, epoch: int) -> Iterator[None]:
-    """Commit inside; raises SystemFailure when a newer epoch has begun."""
+def commit_fence(run: Run, generation: int) -> Iterator[None]:
+    """Commit inside; raises SystemFailure when a newer generation has begun."""
     with open(run.path / "commit.lock", "a", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        newest = current_epoch(run)
-        if newest > epoch:
+        newest = current_generation(run)
+        if newest > generation:
             raise SystemFailure(
                 Problem(
                     where=str(run.path),
-                    what=f"this rank is of epoch {epoch}, and epoch {newest} has begun: it may not commit",
+                    what=f"this rank is of generation {generation}, and {newest} has begun: it may not commit",
                     why="others train in its place",
                 )
             )
         yield
 
 
-def begin_epoch(run: Run, epoch: int) -> None:
-    """From now on nobody of an older epoch commits.
+def begin_generation(run: Run, generation: int) -> None:
+    """From now on nobody of an older generation commits.
 
     Waits for a commit that is going on, but not for ever: whoever holds the lock that long is dead or cut off, and its
     rename, if it still comes, replaces a step that was whole.
@@ -46,7 +46,7 @@ def begin_epoch(run: Run, epoch: int) -> None:
         until_s = time.monotonic() + WAIT_S
         while not _taken(lock.fileno()) and time.monotonic() < until_s:
             time.sleep(0.01)
-        replace_text(run.path / "epoch.json", json.dumps({"epoch": epoch}) + "\n")
+        replace_text(run.path / "epoch.json", json.dumps({"epoch": generation}) + "\n")
 
 
 def _taken(descriptor: int) -> bool:
@@ -57,8 +57,8 @@ def _taken(descriptor: int) -> bool:
     return True
 
 
-def current_epoch(run: Run) -> int:
-    """The newest epoch of the run; 0 before the first."""
+def current_generation(run: Run) -> int:
+    """The newest generation of the run; 0 before the first. The file calls it `epoch`, as since 0.1."""
     try:
         return int(json.loads((run.path / "epoch.json").read_text(encoding="utf-8"))["epoch"])
     except FileNotFoundError:

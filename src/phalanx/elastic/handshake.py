@@ -14,9 +14,15 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
 import secrets
 import struct
+from pathlib import Path
 from typing import Any
+
+from phalanx.errors import mistake
+from phalanx.record.secret import SECRET_BYTES
+from phalanx.record.secret import read_secret as read_secret  # whoever makes secrets reads them too
 
 Message = dict[str, Any]
 
@@ -127,3 +133,24 @@ class Seal:
         mac = hmac.digest(self._key, COUNT.pack(self._count) + b"".join(frame), "sha256")
         self._count += 1
         return mac
+
+
+# The run's secret: 32 random bytes in a file that only its owner can read.
+
+
+def make_secret(path: Path) -> bytes:
+    """A new secret, written to `path` for its owner alone; a file already there is never overwritten."""
+    secret = secrets.token_bytes(SECRET_BYTES)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except FileExistsError:
+        raise mistake(
+            str(path), "a secret is already there", why="ranks of a living run may use it", fix="delete it first"
+        ) from None
+    with os.fdopen(descriptor, "wb") as file:
+        os.fchmod(descriptor, 0o600)  # a umask may have taken the owner's own bits
+        file.write(secret.hex().encode() + b"\n")
+        file.flush()
+        os.fsync(descriptor)
+    return secret

@@ -1,54 +1,124 @@
-"""Who takes part next: from the seats that are alive, the formation that comes closest to what was planned."""
+"""A membership: which slot of which host is which rank, in which layout; and which one comes next.
+
+Every change of members is a new generation. In messages, in coordinator.json and in event files the number is called
+`epoch`, as it has been since 0.1, so that records of older runs can be read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from phalanx.elastic.formation import Formation, Seat
 from phalanx.plan.layout import Layout
 from phalanx.plan.shrink import shrink
+from phalanx.units import plural
 
 
-def next_formation(
+@dataclass(frozen=True, order=True, slots=True)
+class HostSlot:
+    """A place for one rank: a slot of a host."""
+
+    host: str
+    slot: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Membership:
+    """The ranks that train together; `slots[r]` is where rank r runs."""
+
+    generation: int
+    layout: Layout
+    slots: tuple[HostSlot, ...]
+    # Every heartbeat asks for the ranks of its host: no search through all of them.
+    _ranks: dict[str, dict[int, int]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if len(self.slots) != self.layout.devices:
+            raise ValueError(f"{plural(len(self.slots), 'slot')} for {plural(self.layout.devices, 'rank')}")
+        ranks: dict[str, dict[int, int]] = {}
+        for rank, one in enumerate(self.slots):
+            ranks.setdefault(one.host, {})[one.slot] = rank
+        object.__setattr__(self, "_ranks", ranks)
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.slots)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Hosts with a rank, in the order of their first rank."""
+        return tuple(self._ranks)
+
+    def rank_at(self, place: HostSlot) -> int | None:
+        """The rank in a slot; None when the slot has none."""
+        return self._ranks.get(place.host, {}).get(place.slot)
+
+    def ranks_on(self, host: str) -> Mapping[int, int]:
+        """Slot -> rank of one host."""
+        return self._ranks.get(host, {})
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "epoch": self.generation,
+            "layout": asdict(self.layout),
+            "seats": [[one.host, one.slot] for one in self.slots],
+        }
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Membership:
+        """The reverse of `to_json`; raises ValueError, TypeError or KeyError on anything else."""
+        return cls(
+            generation=int(body["epoch"]),
+            layout=Layout(**body["layout"]),
+            slots=tuple(HostSlot(str(host), int(slot)) for host, slot in body["seats"]),
+        )
+
+
+def next_membership(
     *,
-    epoch: int,
+    generation: int,
     planned: Layout,
     sequences: int,
     reproducible: bool,
     policy: str,
-    before: Formation | None,
-    alive: Sequence[Seat],
-    fallen: Collection[Seat] = (),
-) -> Formation | None:
-    """The next formation, or None when the policy or the layout allows none.
+    before: Membership | None,
+    alive: Sequence[HostSlot],
+    fallen: Collection[HostSlot] = (),
+) -> Membership | None:
+    """The membership that comes closest to the plan, or None when the policy or the layout allows none.
 
-    `alive` are the seats with a living process, idle or a survivor of `before`, host by host; in those of `fallen` it
+    `alive` are the slots with a living process, idle or a survivor of `before`, host by host; in those of `fallen` it
     is a new one. Under "shrink" only survivors count; under "replace" the layout never becomes smaller.
     """
-    seats = list(alive)
+    slots = list(alive)
     if policy == "shrink" and before is not None:
-        seats = [seat for seat in alive if seat in before.seats and seat not in fallen]
+        slots = [one for one in alive if before.rank_at(one) is not None and one not in fallen]
     layout: Layout | None = planned
-    if len(seats) < planned.devices:
+    if len(slots) < planned.devices:
         fewer = policy in ("auto", "shrink")
-        layout = shrink(planned, ranks=len(seats), sequences=sequences, reproducible=reproducible) if fewer else None
+        layout = shrink(planned, ranks=len(slots), sequences=sequences, reproducible=reproducible) if fewer else None
     if layout is None:
         return None
-    return Formation(epoch=epoch, layout=layout, seats=_seated(layout.devices, before, seats))
+    return Membership(generation=generation, layout=layout, slots=_assign_ranks(layout.devices, before, slots))
 
 
-def _seated(world: int, before: Formation | None, seats: Sequence[Seat]) -> tuple[Seat, ...]:
-    """Survivors keep their ranks where the world keeps its size, and come first where it does not."""
-    survivors = [seat for seat in seats if before is not None and seat in before.seats]
-    others = [seat for seat in seats if seat not in survivors]
+def _assign_ranks(world: int, before: Membership | None, slots: Sequence[HostSlot]) -> tuple[HostSlot, ...]:
+    """Survivors keep their ranks where the world size stays, and come first where it does not."""
+    survivors = {one for one in slots if before is not None and before.rank_at(one) is not None}
+    others = [one for one in slots if one not in survivors]
     if before is None or before.world != world:
-        chosen = set([*survivors, *others][:world])
-        return tuple(seat for seat in seats if seat in chosen)
-    result: list[Seat | None] = [seat if seat in survivors else None for seat in before.seats]
-    for rank, seat in enumerate(result):
-        if seat is None:
-            # On the host of the lost one if it can be: its copy is there, and the links are as planned.
-            near = next((one for one in others if one.host == before.seats[rank].host), others[0])
+        chosen = set([*(one for one in slots if one in survivors), *others][:world])
+        return tuple(one for one in slots if one in chosen)
+    result = []
+    for one in before.slots:
+        if one in survivors:
+            result.append(one)
+        else:
+            # On the host of the lost rank if possible: its replica is there, and the links are as planned.
+            near = next((other for other in others if other.host == one.host), others[0])
             others.remove(near)
-            result[rank] = near
-    return tuple(seat for seat in result if seat is not None)
+            result.append(near)
+    return tuple(result)

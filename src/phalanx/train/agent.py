@@ -1,4 +1,4 @@
-"""`python -m phalanx.train.agent RUN HOST SLOTS ADDRESS PARENT`: the agent of one host.
+"""`python -m phalanx.train.agent RUN HOST SLOTS ADDRESS PARENT [TASK]`: the agent of one host.
 
 Imports torch once, then keeps a process in every slot: forks it, watches it, hands it the coordinator's orders, and
 forks another when it is gone. Importing torch and the trainer costs 3 s of processor time; a fork costs 20 ms.
@@ -7,18 +7,18 @@ forks another when it is gone. Importing torch and the trainer costs 3 s of proc
 from __future__ import annotations
 
 import gc
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.elastic.host import HostAgent
-from phalanx.elastic.interface import LIBRARIES, interface_of
-from phalanx.elastic.link import Link
-from phalanx.elastic.process import Work, die_with
-from phalanx.elastic.secret import read_secret
-from phalanx.elastic.transports import facts_here, transport_notes, transport_warnings
-from phalanx.elastic.wishes import Wishes
+from phalanx.elastic.handshake import read_secret
+from phalanx.elastic.host_agent import HostAgent
+from phalanx.elastic.local_launch import LauncherTask, StopSignals
+from phalanx.elastic.rank_link import RankLink
+from phalanx.elastic.rank_process import Work, die_with
+from phalanx.elastic.transports import LIBRARIES, facts_here, interface_of, transport_notes, transport_warnings
 from phalanx.errors import PhalanxError
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run, open_run
@@ -39,10 +39,11 @@ NCCL_DEFAULTS = {
 
 def main(arguments: list[str]) -> int:
     """Run the agent until the run is over."""
-    folder, host, slots, address, parent = arguments
+    folder, host, slots, address, parent, *rest = arguments
+    task = LauncherTask(**json.loads(rest[0])) if rest else None
     if int(parent):
         die_with(int(parent))
-    wishes = Wishes.listen()  # before the imports: Ctrl-C in the first seconds is a wish like any other
+    wishes = StopSignals.listen()  # before the imports: Ctrl-C in the first seconds is a wish like any other
     gc.disable()  # importing 2,100 modules makes no garbage: 2.9 s instead of 3.7 s of processor time, mean of 3
     for name in BUFFER_NAMES:  # torch reads them when the first group is made
         os.environ.setdefault(name, str(RECORDED))
@@ -56,11 +57,11 @@ def main(arguments: list[str]) -> int:
         agent = HostAgent(run, host=host, slots=int(slots), address=address, wishes=wishes, by_hand=by_hand)
         agent.begin()  # the coordinator starts while we import
         plan = Plan.from_json(run.plan_json.read_text(encoding="utf-8"), where=str(run.plan_json))
-        agent.look(plan)
+        agent.look(plan, quick=task is not None and task.local_rank > 0)
         facts = facts_here(plan, slots=int(slots))
         for problem in transport_warnings(facts) if facts is not None else ():
             print(f"warning: {problem.render()}", file=sys.stderr, flush=True)
-        work = _work(run, agent, transport_notes(facts) if facts is not None else ())
+        work = _work(run, agent, transport_notes(facts) if facts is not None else (), task)
         _check(plan)
         gc.freeze()  # what was imported is never freed: ranks then share its memory, and switch the collector on
         return agent.serve(work)
@@ -80,13 +81,13 @@ def _check(plan: Plan) -> None:
     refuse_layout(plan.job.model, settings)
 
 
-def _work(run: Run, agent: HostAgent, notes: Sequence[str]) -> Work:
+def _work(run: Run, agent: HostAgent, notes: Sequence[str], task: LauncherTask | None) -> Work:
     """The trainer as a function of the link; imports everything the ranks share, and computes nothing."""
     from phalanx.train.worker import Rank
 
     secret = read_secret(run.path / "secret")
 
-    def work(link: Link) -> None:
+    def work(link: RankLink) -> None:
         Rank(
             run=Path(run.path),
             link=link,
@@ -95,6 +96,7 @@ def _work(run: Run, agent: HostAgent, notes: Sequence[str]) -> Work:
             address=agent.address,
             secret=secret,
             notes=notes,
+            task=task,
         ).serve()
 
     return work

@@ -1,4 +1,4 @@
-"""A rank's flight recorder, written down when its formation ends badly: before anything is aborted, and quickly.
+"""A rank's flight recorder, written down when its membership ends badly: before anything is aborted, and quickly.
 
 torch records the newest collectives of every process group in a ring (TORCH_FR_BUFFER_SIZE), of gloo and of NCCL
 apart, and gives them out as JSON. Kept is what tells who waits for whom: per group the newest few, and all that have
@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from phalanx.elastic.failure import failure_of
 from phalanx.io.files import replace_text
 from phalanx.record.run import Run
 
@@ -27,11 +28,11 @@ _MESSAGE = re.compile(r"(send|recv)\D*(\d+)\s*(?:->|<-)\s*(\d+)")
 
 
 class FlightRecord:
-    """Writes the recorder of one rank in one formation down, once."""
+    """Writes the recorder of one rank in one membership down, once."""
 
     def __init__(self, run: Run, *, rank: int, epoch: int) -> None:
         self._run, self._rank, self._epoch = run, rank, epoch
-        self._began_ns = time.time_ns()  # the ring also holds what this process did in formations before
+        self._began_ns = time.time_ns()  # the ring also holds what this process did in memberships before
         self._lock, self._is_begun = threading.Lock(), False
 
     def __call__(self) -> None:
@@ -116,3 +117,27 @@ def trimmed(entries: Iterable[Mapping[str, Any]], groups: Mapping[str, Mapping[s
     waiting = [one for one in kept if not one["is_done"]][-MOST_KEPT:]  # the oldest that have not ended tell most
     rest = [one for one in kept if one["is_done"]][: MOST_KEPT - len(waiting)]
     return [*reversed(rest), *reversed(waiting)]
+
+
+# What a rank that leaves a membership can still say: whether a peer is to blame, and which collective was the last.
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error only says that another rank went away."""
+    return isinstance(error, Exception) and failure_of(0, error, step=-1).is_consequence
+
+
+def last_collective() -> str:
+    """The last collective this rank began, as torch's flight recorder knows it; empty when it recorded none."""
+    try:
+        entries = recorded_entries()
+    except (ImportError, AttributeError):
+        return ""
+    entries.sort(key=lambda entry: int(entry.get("time_created_ns") or 0))  # NCCL's and gloo's are recorded apart
+    return _named(entries[-1]) if entries else ""
+
+
+def _named(entry: dict[str, Any]) -> str:
+    group, sizes = entry.get("process_group") or ["", ""], entry.get("input_sizes") or []
+    number = entry.get("collective_seq_id") or entry.get("p2p_seq_id")
+    return f"{entry.get('profiling_name', '?')} number {number} of group {group[-1] or group[0]}, sizes {sizes}"

@@ -1,26 +1,44 @@
-"""One rank among those that torchrun, srun, mpirun or Kubernetes started; `launchers.py` finds which."""
+"""One rank among those that torchrun, srun, mpirun or Kubernetes started; `launchers.py` finds which.
+
+Every task starts an agent with one slot, as a host of its own, and waits for it: the rank is the agent's child. So
+recovery, heartbeats, incidents, in-memory replicas and telemetry are those of a run that `phalanx train` started by
+itself, and a rank that is lost is replaced without the launcher noticing. What remains the launcher's: whether the
+other tasks live on when it loses one of its own, and whether it starts that again. There are no spare hosts.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import ipaddress
 import json
 import os
-import signal
+import platform
 import socket
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from phalanx.elastic.failure import write_error
+from phalanx.elastic.gpus import agree_on_gpus
 from phalanx.elastic.launchers import RankPlace
+from phalanx.elastic.local_launch import (
+    AGENT,
+    HostSpec,
+    LauncherTask,
+    Outcome,
+    collected_signals,
+    is_loopback,
+    prepare_launch,
+    tend_agents,
+)
+from phalanx.elastic.transports import address_towards
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
+from phalanx.hardware.discover import discover
+from phalanx.hardware.sharing import allowed_ranks
 from phalanx.plan.plan import Plan
 from phalanx.record.redact import redact
 from phalanx.record.run import Run
@@ -30,7 +48,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined, unused-ignore]
 
 ONE_BY_ONE = "in a Slurm job: srun --ntasks=1 --exact phalanx train …"
-LOOK_S = 1.0  # between looks for the stop file, which may lie on a slow shared disk
 MEETING_S = 300.0  # for the other ranks to arrive before the plan, and with it comm.init_timeout_s, is known
 
 
@@ -41,47 +58,102 @@ def join(
     *,
     call: Sequence[str] = (),
     environ: Mapping[str, str] = os.environ,
-) -> tuple[Plan, Run] | None:
-    """Train as this one rank. Rank 0 calls `prepare`, names the run folder to the others, and gets both back.
+    agent: Sequence[str] = AGENT,
+) -> tuple[Outcome, tuple[Plan, Run] | None]:
+    """Train as this one rank; how the run ended, and on rank 0 the plan and the run.
 
-    `watch` gives what rank 0 calls after every step, to show how it goes. `call` is the command line: ranks that were
-    called otherwise than rank 0 are refused.
+    Rank 0 calls `prepare` and names the run folder to the others. `watch` gives what rank 0 calls often, to show how it
+    goes. `call` is the command line: ranks that were called otherwise than rank 0 are refused.
     """
-    rank, world = place.rank, place.world
-    store = _meet(place, environ)
-    _agree(store, place, call)
-    if rank:
-        _train(_named(store, rank), store, rank=rank, world=world, tick=lambda: None)
-        return None
-    plan, run = _prepared(store, prepare)
-    run.set_status("running", pid=os.getpid(), world=world, started=round(time.time(), 3))
-    stopped = _train(run, store, rank=0, world=world, tick=watch(plan, run))
-    saved = max(run.saved_steps(), default=None)
-    run.set_status("stopped" if stopped else "done", exit_code=0, message="", step=saved)
+    with collected_signals() as wishes:
+        store = _meet(place, environ)
+        _agree(store, place, call)
+        own = _introduce(store, place)
+        plan, run = _prepare_for_all(store, place, prepare) if place.rank == 0 else (None, _named(store, place.rank))
+        try:
+            own = _complete_host(store, place, own, run)
+            outcome = tend_agents(
+                run,
+                hosts=(own,),
+                environ={**environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},  # CUDA is not started before the fork
+                tick=watch(plan, run) if plan is not None else lambda: None,
+                asked=lambda count: None,
+                wishes=wishes,
+                agent=agent,
+                is_first=place.rank == 0,
+            )
+        except BaseException as error:
+            _leave_reason(run, place.rank, error)
+            raise
+    return outcome, (plan, run) if plan is not None else None
+
+
+def _leave_reason(run: Run, rank: int, error: BaseException) -> None:
+    """What goes wrong before the agents are at work is left in the run folder, too."""
+    write_error(run, rank, error, step=-1)
+    with run.log(rank).open("a", encoding="utf-8") as log:
+        log.write(redact(traceback.format_exc(), os.environ))
+    if rank == 0:
+        run.set_status("failed", exit_code=3, message=f"rank 0: {redact(str(error), os.environ)}", step=-1)
+
+
+def _introduce(store: Store, place: RankPlace) -> HostSpec:
+    """This task as a host of the run, told to rank 0: the machine it is on, and its address there."""
+    machine, address = platform.node() or "localhost", address_towards(place.address)
+    last = place.world - 1
+    if is_loopback(address) and place.rank != last and not place.one_host:
+        # The first host often knows its own name as 127.0.1.1 (Debian's /etc/hosts); its address is the one that leads
+        # to a rank elsewhere.
+        other = json.loads(store.get(f"host/{last}"))
+        address = address_towards(other["address"]) if other["machine"] != machine else address
+    store.set(f"host/{place.rank}", json.dumps({"machine": machine, "address": address}))
+    local = place.local_rank if place.local_rank is not None else place.rank
+    task = LauncherTask(local_rank=local, local_world=place.local_world or (place.world if place.one_host else 1))
+    return HostSpec(name=f"{machine}:{place.rank}", slots=1, address=address, task=task)
+
+
+def _prepare_for_all(store: Store, place: RankPlace, prepare: Callable[[], tuple[Plan, Run]]) -> tuple[Plan, Run]:
+    """Rank 0 prepares the run and tells the others its folder, or that it failed."""
+    try:
+        cards: list[dict[str, Any]] = [json.loads(store.get(f"host/{rank}")) for rank in range(place.world)]
+        machines = {f"{card['machine']}:{rank}": str(card["machine"]) for rank, card in enumerate(cards)}
+        plan, run = prepare()
+        given = plan.job.fault.interface
+        addresses = [str(given or card["address"]) for card in cards]
+        if len(set(machines.values())) > 1 and any(is_loopback(address) for address in addresses):
+            raise mistake(
+                f"rank {next(rank for rank, address in enumerate(addresses) if is_loopback(address))}",
+                f"no address of its host leads to {place.address}",
+                why="ranks on other hosts could not reach it",
+                fix="export MASTER_ADDR with an address that every host reaches",
+            )
+        hosts = [
+            HostSpec(name=name, slots=1, address=address) for name, address in zip(machines, addresses, strict=True)
+        ]
+        prepare_launch(run, hosts, world=place.world, machines=machines, launcher=place.launcher)
+    except BaseException:
+        store.set("run", "")
+        raise
+    store.set("run", str(run.path.resolve()))
     return plan, run
 
 
-def _train(run: Run, store: Store, *, rank: int, world: int, tick: Callable[[], None]) -> bool:
-    """Run this rank; returns whether it was asked to stop. What goes wrong is also left in the run folder."""
-    from phalanx.train.worker import run_rank
-
-    at_step = [-1]
-
-    def heartbeat(step: int) -> None:
-        at_step[0] = step
-        tick()
-
-    try:
-        with _stop_wish(run) as stop:
-            run_rank(run=run.path, rank=rank, world=world, store=store, stop=stop, heartbeat=heartbeat)
-            return stop()
-    except BaseException as error:
-        write_error(run, rank, error, step=at_step[0])
-        with run.log(rank).open("a", encoding="utf-8") as log:
-            log.write(redact(traceback.format_exc(), os.environ))
-        if rank == 0:
-            run.set_status("failed", exit_code=3, message=f"rank 0: {redact(str(error), os.environ)}", step=at_step[0])
-        raise
+def _complete_host(store: Store, place: RankPlace, own: HostSpec, run: Run) -> HostSpec:
+    """With the address that the job wants, and whether tasks share GPUs; raises on all where nobody allowed that."""
+    plan = Plan.from_json(run.plan_json.read_text(encoding="utf-8"), where=str(run.plan_json))
+    own, machine = replace(own, address=plan.job.fault.interface or own.address), discover()
+    assert own.task is not None
+    if plan.cluster.accelerator.family == "cpu" or not machine.gpus:
+        return own
+    gpu = machine.gpus[own.task.local_rank % len(machine.gpus)]
+    shares = agree_on_gpus(
+        store,
+        f"{machine.hostname} {gpu.pci_address}",
+        world=place.world,
+        allowed=allowed_ranks(plan.job.train.ranks_per_gpu, os.environ),
+        limit_s=plan.job.comm.init_timeout_s,
+    )
+    return replace(own, task=replace(own.task, shares_gpu=shares))
 
 
 def _meet(place: RankPlace, environ: Mapping[str, str]) -> Store:
@@ -226,18 +298,6 @@ def _no_meeting(host: str, port: int, rank: int, text: str) -> SystemFailure:
     )
 
 
-def _prepared(store: Store, prepare: Callable[[], tuple[Plan, Run]]) -> tuple[Plan, Run]:
-    """Rank 0 prepares the run and tells the others its folder, or that it failed."""
-    try:
-        plan, run = prepare()
-    except BaseException:
-        store.set("run", "")
-        raise
-    run.stop_file.unlink(missing_ok=True)  # it stopped the run once; it does not stop it again
-    store.set("run", str(run.path.resolve()))
-    return plan, run
-
-
 def _named(store: Store, rank: int) -> Run:
     """The run that rank 0 made."""
     answer = store.get("run").decode("utf-8")
@@ -275,33 +335,3 @@ def check_world(plan: Plan, place: RankPlace) -> None:
             fix=f"start {needed:,} (srun --ntasks={needed}, mpirun -n {needed}), or name the cluster you have with "
             f"--cluster. Runs of their own are started one by one; {ONE_BY_ONE}",
         )
-
-
-@contextlib.contextmanager
-def _stop_wish(run: Run) -> Iterator[Callable[[], bool]]:
-    """A function that turns true once a signal or the stop file asks; the loop agrees on it over all ranks."""
-    asked: list[int] = []
-    looked_s = [0.0]
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if asked:  # the second time somebody means it
-            os.write(2, b"ending at once\n")  # sys.stderr may be in use by what this interrupts
-            os._exit(128 + number)
-        asked.append(number)
-
-    def stop() -> bool:
-        if not asked and time.monotonic() - looked_s[0] >= LOOK_S:
-            looked_s[0] = time.monotonic()
-            if run.stop_file.exists():
-                asked.append(0)
-        return bool(asked)
-
-    if threading.current_thread() is not threading.main_thread():  # where Python takes no signals
-        yield stop
-        return
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

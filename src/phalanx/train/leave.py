@@ -1,4 +1,4 @@
-"""Leave the process groups of a formation that is over, and keep the process and its CUDA context.
+"""Leave the process groups of a membership that is over, and keep the process and its CUDA context.
 
 NCCL's kernels wait for a lost rank for ever, and the training waits for them: in a collective, in a synchronise, or in
 the launch of the next kernel. `ncclCommAbort` from another thread ends them (benchmarks/nccl_recovery.py). What they
@@ -114,4 +114,4 @@ def check_device() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.zeros(1, device="cuda").add_(1).cpu()
-        torch.cuda.empty_cache()  # what the next formation needs is of other sizes
+        torch.cuda.empty_cache()  # what the next membership needs is of other sizes

@@ -1,6 +1,6 @@
 """One rank of a run: joins the others, builds its part of the job, and trains; under an agent, again and again.
 
-A rank that loses a peer keeps its process: it leaves the process group, waits for its place in the next formation, and
+A rank that loses a peer keeps its process: it leaves the process group, waits for its place in the next membership, and
 builds itself anew from what the vault or the disk holds.
 """
 
@@ -10,7 +10,7 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -23,28 +23,26 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from phalanx.elastic.board import NO_STEP, Phase
-from phalanx.elastic.choose import Choice
-from phalanx.elastic.fence import fence
-from phalanx.elastic.formation import Formation, Seat
-from phalanx.elastic.gpus import agree_on_gpus, take_shared_gpu
-from phalanx.elastic.link import Interrupted, Link
-from phalanx.elastic.process import take_rank
-from phalanx.elastic.transports import facts_here, transport_notes
-from phalanx.elastic.vault import Vault
+from phalanx.elastic.fence import commit_fence
+from phalanx.elastic.gpus import take_shared_gpu
+from phalanx.elastic.heartbeat_board import NO_STEP, Phase
+from phalanx.elastic.local_launch import LauncherTask
+from phalanx.elastic.membership import HostSlot, Membership
+from phalanx.elastic.rank_link import Interrupted, RankLink
+from phalanx.elastic.rank_process import take_rank
+from phalanx.elastic.replica_store import ReplicaStore
+from phalanx.elastic.restore_point import RestorePoint
 from phalanx.errors import Problem, SystemFailure, mistake
-from phalanx.hardware.sharing import allowed_ranks
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.redact import redact
 from phalanx.record.run import Run, open_run
-from phalanx.train import last_words
 from phalanx.train.engine import Engine
-from phalanx.train.flight import BUFFER_NAMES, RECORDED, FlightRecord
+from phalanx.train.flight import FlightRecord, is_lost_peer, last_collective
 from phalanx.train.guard.spikes import Spikes
 from phalanx.train.guard.verdict import Divergence
-from phalanx.train.hooks import Hooks, hooks_of
+from phalanx.train.hooks import hooks_of
 from phalanx.train.leave import CommunicatorAbort, check_device, forget_groups, number_ranks
 from phalanx.train.loop import Loop
 from phalanx.train.memory import MemoryMeter
@@ -61,29 +59,34 @@ from phalanx.train.state.memory_source import MemorySource
 from phalanx.train.state.prune import drop_after
 from phalanx.train.state.random_state import seed_random
 from phalanx.train.telemetry.communicators import tell_communicators
-from phalanx.train.telemetry.sensors import sensors_of
-from phalanx.train.telemetry.sharing import Sharers, gpu_uuid, host_name, is_loopback
-from phalanx.train.telemetry.watch import KeptSensors, Meeting, meet, watched
+from phalanx.train.telemetry.sharing import Sharers, is_loopback
+from phalanx.train.telemetry.watch import KeptSensors, Meeting, watched
 from phalanx.train.training_state import Restored, pieces_of, restore_copies, restore_newest, take_weights
 from phalanx.units import plural
 
 
 class Rank:
-    """A process that an agent keeps in a slot: trains in one formation after the other until it is told to end."""
+    """A process that an agent keeps in a slot: trains in one membership after the other until it is told to end."""
 
     def __init__(
         self,
         *,
         run: Path,
-        link: Link,
-        vault: Vault,
+        link: RankLink,
+        vault: ReplicaStore,
         host: str,
         address: str,
         secret: bytes,
         notes: Sequence[str] = (),
+        task: LauncherTask | None = None,
     ) -> None:
         self.run, self.link, self.vault, self.host, self.address = open_run(str(run)), link, vault, host, address
         self._secret, self._notes = secret, notes  # what NCCL cannot use on this host
+        # Its place among the ranks of this machine. By slots, not by ranks: the number of threads changes bits, and
+        # ranks come and go.
+        self._local_rank = task.local_rank if task is not None else link.slot
+        self._local_world = task.local_world if task is not None else vault.slots
+        self._task = task
         text = self.run.plan_json.read_text(encoding="utf-8")
         self.plan = Plan.from_json(text, where=str(self.run.plan_json))
         self._server: VaultServer | None = None
@@ -92,24 +95,24 @@ class Rank:
         self._sensors = KeptSensors()
 
     def serve(self) -> None:
-        """Take part in formations until the run is over; whatever is this rank's own fault is raised."""
+        """Take part in memberships until the run is over; whatever is this rank's own fault is raised."""
         while (form := self.link.next_form()) is not None:
-            formation = Formation.from_json(form)
-            rank = formation.rank(Seat(self.host, self.link.slot))
+            membership = Membership.from_json(form)
+            rank = membership.rank_at(HostSlot(self.host, self.link.slot))
             if rank is not None:
-                self._take_part(formation, rank)
+                self._take_part(membership, rank)
 
-    def _take_part(self, formation: Formation, rank: int) -> None:
-        epoch = formation.epoch
-        local = formation.of_host(self.host)
-        take_rank(self.run, rank, world=formation.world, slot=self.link.slot, local_world=len(local))
+    def _take_part(self, membership: Membership, rank: int) -> None:
+        epoch = membership.generation
+        local_world = len(membership.ranks_on(self.host)) if self._task is None else self._local_world
+        take_rank(self.run, rank, world=membership.world, slot=self._local_rank, local_world=local_world)
         self.link.record = FlightRecord(self.run, rank=rank, epoch=epoch)
         abort = self.link.abort = CommunicatorAbort()
         left: dict[str, Any] = {"step": NO_STEP, "why": ""}
         try:
             self.link.enter(epoch)
             self.link.progress(NO_STEP, Phase.BUILDING)
-            state, step = self._train(formation, rank)
+            state, step = self._train(membership, rank)
             left |= {"state": state, "step": step}
         except Interrupted:
             pass
@@ -124,7 +127,7 @@ class Rank:
             }
         except BaseException as error:
             # A peer is gone, and with it the connection; or the error is our own, and the agent will hear of it.
-            if not (self.link.is_over(epoch) or last_words.is_consequence(error)):
+            if not (self.link.is_over(epoch) or is_lost_peer(error)):
                 raise
             left |= {"step": self.link.step, "why": redact(f"{type(error).__name__}: {error}", os.environ)}
         # Not while an error is handled: its traceback holds the engine, and with it the memory of the device.
@@ -136,38 +139,39 @@ class Rank:
         self.link.may_beat = lambda: True
         abort.wait()
         self.link.leave()
-        collective = last_words.last_collective()
+        collective = last_collective()
         forget_groups()
         gc.collect()  # engines hold each other in circles
         check_device()
         self.link.send("left", epoch=epoch, last_collective=collective, **left)
 
-    def _train(self, formation: Formation, rank: int) -> tuple[str, int]:
+    def _train(self, membership: Membership, rank: int) -> tuple[str, int]:
         hooks = hooks_of(self.run, rank, self.link.slot)
         self.link.may_beat = hooks.heartbeat_allowed
-        hooks.joining(formation.epoch, rank)
-        # By slots, not by ranks: the number of threads changes bits, and ranks come and go. Before anybody is waited
-        # for: a new process makes its CUDA context while the others leave what they did before.
-        device = _device(self.plan, self.vault.slots)
+        hooks.joining(membership.generation, rank)
+        # Before anybody is waited for: a new process makes its CUDA context while the others leave what they were at.
+        device = _device(self.plan, self._local_world)
         with ExitStack() as stack:
             door = stack.enter_context(_door(self.address)) if rank == 0 else None
             port = door.getsockname()[1] if door is not None else 0
-            self.link.send("ready", epoch=formation.epoch, port=port, vault=self._vault_port(formation.epoch))
-            go = self.link.go(formation.epoch)
+            self.link.send(
+                "ready", epoch=membership.generation, port=port, vault=self._vault_port(membership.generation)
+            )
+            go = self.link.go(membership.generation)
             place = _store(go["store"], door, timeout_s=self.plan.job.comm.init_timeout_s)
-            store = PrefixStore(f"{formation.epoch}", place)
+            store = PrefixStore(f"{membership.generation}", place)
             shared = self._shares(device)
-            joined_s = _join(self.plan, device, rank=rank, world=formation.world, store=store, shared=shared)
+            joined_s = _join(self.plan, device, rank=rank, world=membership.world, store=store, shared=shared)
             events = EventWriter(self.run.events(rank), rank=rank)
             stack.callback(events.close)
-            stack.enter_context(self._watched(formation, rank, events, device, store))
-            keeper = self._keeper(formation, rank, go, events)
+            stack.enter_context(self._watched(membership, rank, events, device, store))
+            keeper = self._keeper(membership, rank, go, events)
             if keeper is not None:
                 stack.callback(keeper.close)
             orders = Orders(
                 stop=lambda: self.link.board.stopping,
                 progress=self.link.progress,
-                epoch=formation.epoch,
+                epoch=membership.generation,
                 went_s=float(go["went_s"]),
                 reform=lambda: self.link.board.reforming,
                 leaves_at=_leaves_at(self.run),
@@ -176,13 +180,13 @@ class Rank:
                 copies=self._host_copies,
                 compared=self._compared,
                 hooks=hooks,
-                fence=lambda: fence(self.run, formation.epoch),
-                over=lambda: self.link.is_over(formation.epoch),
+                fence=lambda: commit_fence(self.run, membership.generation),
+                over=lambda: self.link.is_over(membership.generation),
             )
             copies = self._copies(go) if go.get("restore") else None
             return train(
                 self.run,
-                replace(self.plan, layout=formation.layout),
+                replace(self.plan, layout=membership.layout),
                 device,
                 events,
                 orders,
@@ -197,12 +201,14 @@ class Rank:
         """Whether ranks here share a GPU; by slots, as it must not depend on who is left."""
         if device.type != "cuda":
             return False
+        if self._task is not None:
+            return self._task.shares_gpu  # the tasks of a launcher have told each other
         # Hosts of a loopback address are one machine that plays several, and its GPUs are all of theirs.
         hosts = len(self.run.launch().get("hosts", ())) if is_loopback(self.address) else 1
         return self.vault.slots * max(hosts, 1) > torch.cuda.device_count()
 
     def _watched(
-        self, formation: Formation, rank: int, events: EventWriter, device: torch.device, store: Store
+        self, membership: Membership, rank: int, events: EventWriter, device: torch.device, store: Store
     ) -> AbstractContextManager[None]:
         power_w = self.plan.cluster.accelerator.tdp_w
         return watched(
@@ -210,11 +216,18 @@ class Rank:
             lambda: self._sensors.of(device, power_w),
             Meeting(store=store, secret=self._secret, address=self.address),
             telemetry=self.plan.job.telemetry,
-            layout=formation.layout,
+            layout=membership.layout,
             rank=rank,
-            epoch=formation.epoch,
-            sharers=_sharers(device, self.link.slot, formation.of_host(self.host)),
+            epoch=membership.generation,
+            sharers=self._sharers(membership, device),
         )
+
+    def _sharers(self, membership: Membership, device: torch.device) -> Sharers:
+        """Ranks that share this machine and its device."""
+        if self._task is None:
+            return _sharers(device, self.link.slot, membership.ranks_on(self.host))
+        share = -(-self._local_world // torch.cuda.device_count()) if self._task.shares_gpu else 1
+        return Sharers(host=self._local_world, device=share if device.type == "cuda" else self._local_world)
 
     def _vault_port(self, epoch: int) -> int:
         if not self.plan.reliability.memory_every:
@@ -224,10 +237,11 @@ class Rank:
         self._server.admit(epoch)
         return self._server.port
 
-    def _keeper(self, formation: Formation, rank: int, go: Mapping[str, Any], events: EventWriter) -> Keeper | None:
+    def _keeper(self, membership: Membership, rank: int, go: Mapping[str, Any], events: EventWriter) -> Keeper | None:
         if not self.plan.reliability.memory_every:
             return None
-        hosts = {number: seat.host for number, seat in enumerate(formation.seats)}
+        machines = self.run.launch().get("machines", {})  # tasks of a launcher are hosts that may share a machine
+        hosts = {number: machines.get(one.host, one.host) for number, one in enumerate(membership.slots)}
         cluster = self.plan.cluster
         # An NVL72 rack is a domain of 18 hosts that share power, cooling and switches; a domain of one host is itself.
         buddy = buddy_of(rank, hosts, rack_hosts=max(1, cluster.domain_devices // max(1, cluster.host_devices)))
@@ -240,14 +254,14 @@ class Rank:
             self.vault,
             slot=self.link.slot,
             rank=rank,
-            world=formation.world,
-            epoch=formation.epoch,
+            world=membership.world,
+            epoch=membership.generation,
             secret=self._secret,
             buddy=where,
             restored=(int(restore["epoch"]), int(restore["step"])) if restore else None,
             address=self.address,
-            tell=partial(events.write, "memory", epoch=formation.epoch),
-            check=partial(self._check_over, formation.epoch),
+            tell=partial(events.write, "memory", epoch=membership.generation),
+            check=partial(self._check_over, membership.generation),
         )
 
     def _check_over(self, epoch: int) -> None:
@@ -257,67 +271,13 @@ class Rank:
     def _copies(self, go: Mapping[str, Any]) -> MemorySource:
         peers = {host: (str(where[0]), int(where[1])) for host, where in go["peers"].items()}
         return MemorySource(
-            Choice.from_json(go["restore"]),
+            RestorePoint.from_json(go["restore"]),
             vault=self.vault,
             local_host=self.host,
             peers=peers,
             secret=self._secret,
             bind=self.address,
         )
-
-
-def run_rank(
-    *,
-    run: Path,
-    rank: int,
-    world: int,
-    store: Store | None,
-    stop: Callable[[], bool],
-    heartbeat: Callable[[int], None],
-) -> None:
-    """Train as one rank of those that another launcher started; whatever goes wrong is raised."""
-    folder = open_run(str(run))
-    plan = Plan.from_json(folder.plan_json.read_text(encoding="utf-8"), where=str(folder.plan_json))
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    for name in BUFFER_NAMES:
-        os.environ.setdefault(name, str(RECORDED))
-    device = _device(plan, local_world)
-    shared = store is not None and _sharing(plan, device, store, rank=rank, world=world)
-    joined_s = _join(plan, device, rank=rank, world=world, store=store, shared=shared)
-    events = EventWriter(folder.events(rank), rank=rank)
-    orders = Orders(stop=stop, progress=lambda step, phase: heartbeat(step), hooks=Hooks())
-    none_met = None, Sharers(host=local_world)
-    meeting, sharers = meet(store, os.environ, device, events) if store is not None else none_met
-    watch = watched(
-        events,
-        lambda: sensors_of(device, power_w=plan.cluster.accelerator.tdp_w),
-        meeting,
-        telemetry=plan.job.telemetry,
-        layout=plan.layout,
-        rank=rank,
-        epoch=orders.epoch,
-        sharers=sharers,
-    )
-    try:
-        with watch:
-            facts = facts_here(plan, slots=local_world) if rank == 0 else None
-            notes = transport_notes(facts) if facts is not None else ()
-            train(folder, plan, device, events, orders, store=store, joined_s=joined_s, notes=notes)
-    except Astray as error:
-        raise SystemFailure(
-            Problem(
-                where=f"step {error.step:,}",
-                what=str(error),
-                why="no rank has updated anything since; more steps would not heal it",
-                fix="lower optim.lr, lengthen optim.warmup_tokens, or resume before the first of them",
-            )
-        ) from error
-    except Exception:
-        FlightRecord(folder, rank=rank, epoch=orders.epoch)()
-        raise
-    finally:
-        events.close()
-    dist.destroy_process_group()
 
 
 def train(
@@ -418,7 +378,7 @@ def _other_size(job: Job, settings: Settings) -> list[str]:
 
 
 def _leaves_at(run: Run) -> frozenset[int]:
-    """Steps at which a replay changes its formation."""
+    """Steps at which a replay changes its membership."""
     return frozenset(int(one["from_step"]) for one in run.launch().get("formations", ())) - {0}
 
 
@@ -439,7 +399,7 @@ def _device(plan: Plan, local_world: int) -> torch.device:
 def _load_kernels(device: torch.device) -> None:
     """Make the CUDA context and load what any step needs: libraries of matrix products, attention, loss, optimizer.
 
-    A process that replaces another does so while the others leave the old formation; in its first step all would wait
+    A process that replaces another does so while the others leave the old membership; in its first step all would wait
     for it, 0.5 s on an H200. Draws no random number.
     """
     with suppress(RuntimeError):  # whatever is not there will be missed where it is needed
@@ -470,7 +430,7 @@ def _door(address: str) -> socket.socket:
 
 
 def _store(where: list[Any], door: socket.socket | None, *, timeout_s: float) -> TCPStore:
-    """The store where the ranks of an epoch meet; rank 0 holds it."""
+    """The store where the ranks of a generation meet; rank 0 holds it."""
     host, port = str(where[0]), int(where[1])
     return TCPStore(
         host,
@@ -481,18 +441,6 @@ def _store(where: list[Any], door: socket.socket | None, *, timeout_s: float) ->
         # The descriptor becomes the store's own.
         master_listen_fd=os.dup(door.fileno()) if door is not None else None,
     )
-
-
-def _sharing(plan: Plan, device: torch.device, store: Store, *, rank: int, world: int) -> bool:
-    """Whether ranks that another launcher started share GPUs; raises on all of them where nobody allowed it."""
-    if device.type != "cuda":
-        return False
-    allowed, limit_s = allowed_ranks(plan.job.train.ranks_per_gpu, os.environ), plan.job.comm.init_timeout_s
-    gpu = gpu_uuid(device) or f"{host_name()} {device}"
-    try:
-        return agree_on_gpus(store, gpu, world=world, allowed=allowed, limit_s=limit_s)
-    except dist.DistError as error:
-        raise _ranks_missing(rank, world, limit_s) from error
 
 
 def _ranks_missing(rank: int, world: int, limit_s: float) -> SystemFailure:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
-from phalanx.elastic import council, host, link
+from phalanx.elastic import decide, host_agent, rank_link
 from phalanx.job.schema import Fault, Telemetry
 from phalanx.rules.facts.practice import Practice
 from phalanx.rules.facts.practices import PHALANX
@@ -32,8 +32,8 @@ def test_the_pages_that_sources_name_exist() -> None:
 
 
 def test_numbers_are_those_of_the_code() -> None:
-    assert max(link.BEAT_S, host.BEAT_S) == PHALANX.heartbeat_s
-    assert council.BEAT_S <= 5.0
+    assert max(rank_link.BEAT_S, host_agent.BEAT_S) == PHALANX.heartbeat_s
+    assert decide.BEAT_S <= 5.0
     assert Fault().restarts == PHALANX.bounded_restarts
     assert Telemetry().listen.startswith(PHALANX.listens)
     assert SINGLE.endswith(f".{PHALANX.checkpoint_format}")

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from phalanx.elastic.secret import make_secret, read_secret
+from phalanx.elastic.handshake import make_secret, read_secret
 from phalanx.errors import Problem, SystemFailure, UserError
 from phalanx.io.files import replace_text
 from phalanx.record.drill import NAME, VERSION, digests, read_record, sign

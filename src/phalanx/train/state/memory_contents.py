@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from phalanx.elastic.vault_header import DATA_AT
+from phalanx.elastic.replica_store import DATA_AT
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.state.boxes import Box
 from phalanx.train.state.dtypes import KINDS, dtype_name

@@ -8,9 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from phalanx.elastic.channel import Channel
-from phalanx.elastic.held import Place
-from phalanx.elastic.vault_header import Header
-from phalanx.elastic.vault_segment import Segment
+from phalanx.elastic.replica_store import MemorySegment, SegmentHeader
+from phalanx.elastic.restore_point import ReplicaPlace
 from phalanx.train.state.dtypes import KINDS
 from phalanx.train.state.index import Entry
 from phalanx.train.state.memory_contents import checksum, tensor_at
@@ -30,7 +29,7 @@ class Wanted:
     step: int
     rank: int
 
-    def refuse_other(self, header: Header | None) -> Header:
+    def refuse_other(self, header: SegmentHeader | None) -> SegmentHeader:
         """The header, if it is the right one."""
         if header is None or (header.epoch, header.step, header.rank) != (self.epoch, self.step, self.rank):
             raise Unusable("it is there no more")
@@ -50,7 +49,7 @@ class Copy(Protocol):
 class LocalCopy:
     """A segment of this host: tensors are views of it, not copies."""
 
-    def __init__(self, segment: Segment, wanted: Wanted) -> None:
+    def __init__(self, segment: MemorySegment, wanted: Wanted) -> None:
         self._segment, self._wanted = segment, wanted
 
     def index(self) -> bytes:
@@ -71,7 +70,7 @@ class LocalCopy:
 class RemoteCopy:
     """A segment of another host, through its vault server."""
 
-    def __init__(self, channel: Channel, place: Place, wanted: Wanted) -> None:
+    def __init__(self, channel: Channel, place: ReplicaPlace, wanted: Wanted) -> None:
         self._channel, self._place, self._wanted = channel, place, wanted
 
     def index(self) -> bytes:

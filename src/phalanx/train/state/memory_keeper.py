@@ -8,9 +8,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from phalanx.elastic.generations import Needs, next_free, next_sequence
-from phalanx.elastic.vault import GENERATIONS, Vault
-from phalanx.elastic.vault_segment import Segment
+from phalanx.elastic.replica_store import (
+    GENERATIONS,
+    MemorySegment,
+    NeededReplicas,
+    ReplicaStore,
+    next_free_buffer,
+    next_sequence_number,
+)
 from phalanx.record.redact import redact
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.state.memory_replica import BuddyAddress, Replica
@@ -30,7 +35,7 @@ class Keeper:
 
     def __init__(
         self,
-        vault: Vault,
+        vault: ReplicaStore,
         *,
         slot: int,
         rank: int,
@@ -45,7 +50,7 @@ class Keeper:
     ) -> None:
         self._rank, self._world, self._epoch, self._restored = rank, world, epoch, restored
         self._segments = vault.generations("own", slot)
-        self._sequence = next_sequence(self._segments)
+        self._sequence = next_sequence_number(self._segments)
         self._kept = [] if restored is None else [restored[1]]  # steps that may be needed, the same on all ranks
         self._busy: dict[int, int] = {}  # generation by step, until it counts here and with the buddy
         self._safe = -1
@@ -113,8 +118,8 @@ class Keeper:
             self._tell(step=step, trouble=trouble, is_skipped=is_skipped, skipped=self.skipped)
 
     def _free(self, held: int, *, busy: Collection[int]) -> int | None:
-        needs = Needs(epoch=self._epoch, restored=self._restored, held=held)
-        return next_free(self._segments, needs, busy=busy)
+        needs = NeededReplicas(epoch=self._epoch, restored=self._restored, held=held)
+        return next_free_buffer(self._segments, needs, busy=busy)
 
     def _take(
         self, generation: int, pieces: Sequence[Piece], meta: Mapping[str, Any], rank_meta: Mapping[str, Any]
@@ -128,8 +133,8 @@ class Keeper:
         else:
             self._sender.do(partial(self._send, self._replica, draft.segment, step, held))
 
-    def _send(self, replica: Replica, segment: Segment, step: int, held: int) -> None:
-        needs = Needs(epoch=self._epoch, restored=self._restored, held=held)
+    def _send(self, replica: Replica, segment: MemorySegment, step: int, held: int) -> None:
+        needs = NeededReplicas(epoch=self._epoch, restored=self._restored, held=held)
         if replica.send(segment, needs):
             self._done(step)
 

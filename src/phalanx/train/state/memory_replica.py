@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from phalanx.elastic.channel import Channel, connect
-from phalanx.elastic.generations import Needs
-from phalanx.elastic.vault_segment import Segment
+from phalanx.elastic.replica_store import MemorySegment, NeededReplicas
 from phalanx.train.state.memory_contents import decode
 
 CONNECT_S = 2.0
@@ -38,7 +37,7 @@ class Replica:
         self._closing = threading.Event()
         self.trouble = ""
 
-    def send(self, segment: Segment, needs: Needs) -> bool:
+    def send(self, segment: MemorySegment, needs: NeededReplicas) -> bool:
         """Until the buddy has it, trying again after failures; False when this side is closing or is fenced.
 
         It gives up no snapshot by itself: the step that all ranks hold cannot pass one that is missing here.
@@ -58,7 +57,7 @@ class Replica:
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
         return False
 
-    def _try(self, segment: Segment, needs: Needs) -> dict[str, Any]:
+    def _try(self, segment: MemorySegment, needs: NeededReplicas) -> dict[str, Any]:
         header = segment.header()
         if header is None:
             return {"op": "refused", "why": f"{segment.name} was wiped before it was sent"}

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from phalanx.elastic.vault_header import Header
-from phalanx.elastic.vault_segment import Segment
+from phalanx.elastic.replica_store import MemorySegment, SegmentHeader
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.state import memory_contents as contents_text
 from phalanx.train.state.jsontext import JSON
@@ -22,7 +21,7 @@ ENTRY_BYTES = 256
 MOST_SUMMERS = 4  # threads that sum a snapshot up; a rank on a CPU has one, and shares it with the training
 
 
-def let_gpu_write(segment: Segment, view: memoryview) -> None:
+def let_gpu_write(segment: MemorySegment, view: memoryview) -> None:
     """Pin a segment's memory, so that a GPU's copy into it is as fast as the bus; kept as long as the process lives.
 
     Memory that cannot be pinned is written to all the same, only slower.
@@ -40,13 +39,13 @@ def let_gpu_write(segment: Segment, view: memoryview) -> None:
 class Draft:
     """A snapshot whose values are taken and which does not count yet."""
 
-    segment: Segment
+    segment: MemorySegment
     contents: Contents
 
 
 @torch.no_grad()
 def take(
-    segment: Segment,
+    segment: MemorySegment,
     pieces: Sequence[Piece],
     *,
     rank: int,
@@ -68,14 +67,14 @@ def take(
     return Draft(segment=segment, contents=contents)
 
 
-def seal(draft: Draft, *, sequence: int, rank: int, world: int, epoch: int, step: int) -> Header:
+def seal(draft: Draft, *, sequence: int, rank: int, world: int, epoch: int, step: int) -> SegmentHeader:
     """Sum everything up, write the index and then the header; from then on the snapshot counts."""
     segment, view = draft.segment, draft.segment.view()
     contents = draft.contents.summed(view, threads=min(MOST_SUMMERS, torch.get_num_threads()))
     text = contents_text.encode(contents)
     view = segment.reserve(contents.end + len(text))
     view[contents.end : contents.end + len(text)] = text
-    header = Header(
+    header = SegmentHeader(
         sequence=sequence,
         epoch=epoch,
         step=step,

@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 import torch
 
 from phalanx.elastic.channel import Channel, connect
-from phalanx.elastic.choose import Choice
-from phalanx.elastic.held import Place
-from phalanx.elastic.vault import Vault
+from phalanx.elastic.replica_store import ReplicaStore
+from phalanx.elastic.restore_point import ReplicaPlace, RestorePoint
 from phalanx.train.state.boxes import Box
 from phalanx.train.state.damage import damaged
 from phalanx.train.state.index import Entry, Index
@@ -27,7 +26,7 @@ T = TypeVar("T")
 class _Vaults:
     """How to read the vaults: this host's directly, another's through a server of its at (address, port)."""
 
-    vault: Vault
+    vault: ReplicaStore
     local_host: str
     servers: Mapping[str, tuple[str, int]]
     secret: bytes
@@ -53,9 +52,9 @@ class MemorySource:
 
     def __init__(
         self,
-        choice: Choice,
+        choice: RestorePoint,
         *,
-        vault: Vault,
+        vault: ReplicaStore,
         local_host: str,
         peers: Mapping[str, tuple[str, int]],
         secret: bytes,
@@ -110,7 +109,7 @@ class MemorySource:
 class Snapshot:
     """The snapshot of one rank, in all its copies. It remembers what it has read, so that nothing is sent twice."""
 
-    def __init__(self, where: str, places: Sequence[Place], wanted: Wanted, vaults: _Vaults) -> None:
+    def __init__(self, where: str, places: Sequence[ReplicaPlace], wanted: Wanted, vaults: _Vaults) -> None:
         self._where, self._wanted, self._vaults = where, wanted, vaults
         self._places = sorted(places, key=lambda place: place.host != vaults.local_host)  # ours first
         self._read: dict[str, torch.Tensor] = {}
@@ -156,7 +155,7 @@ class Snapshot:
         what = f"holds no sound copy of {what} of rank {self._wanted.rank}: {'; '.join(reasons)}"
         raise damaged(self._where, what, why="training would go on with wrong numbers")
 
-    def _copy(self, place: Place) -> Copy:
+    def _copy(self, place: ReplicaPlace) -> Copy:
         if place.host == self._vaults.local_host:
             return LocalCopy(self._vaults.vault.segment(place.kind, place.slot, place.generation), self._wanted)
         if place.host not in self._channels:

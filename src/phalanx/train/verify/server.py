@@ -6,7 +6,7 @@ code of ours there.
 
 import os
 
-from phalanx.elastic.process import die_with
+from phalanx.elastic.rank_process import die_with
 
 CALLER = "PHALANX_RANKS_CALLER"  # the process id of whoever starts the server
 

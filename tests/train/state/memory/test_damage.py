@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from phalanx.elastic.vault_header import DATA_AT, HEADER_BYTES
+from phalanx.elastic.replica_store import DATA_AT, HEADER_BYTES
 from phalanx.train.state import Damaged, load
 
 FLIPS = 200

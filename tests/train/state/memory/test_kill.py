@@ -14,10 +14,10 @@ import json, os, random, signal, sys, time
 import torch
 from phalanx.train.state import load
 from phalanx.train.parallel.pieces import Piece
-from phalanx.elastic.choose import choices
+from phalanx.elastic.restore_point import choices
 from phalanx.train.state.memory_keeper import Keeper
 from phalanx.train.state.memory_source import MemorySource
-from phalanx.elastic.vault import Vault
+from phalanx.elastic.replica_store import Vault
 
 torch.set_num_threads(1)
 NAMES = [f"w{place}" for place in range(3)]
@@ -99,12 +99,12 @@ import torch.distributed as dist
 from phalanx.train.state import load
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.state.memory_buddy import buddy_of
-from phalanx.elastic.choose import choices
+from phalanx.elastic.restore_point import choices
 from phalanx.train.state.memory_keeper import Keeper
 from phalanx.train.state.memory_replica import BuddyAddress
 from phalanx.train.state.memory_server import VaultServer
 from phalanx.train.state.memory_source import MemorySource
-from phalanx.elastic.vault import Vault
+from phalanx.elastic.replica_store import Vault
 
 torch.set_num_threads(1)
 WHERE, SECRET = {0: "a", 1: "a", 2: "b", 3: "b"}, b"s" * 32

@@ -3,11 +3,10 @@
 import os
 import signal
 
-from phalanx.elastic import vault_header as header_bytes
-from phalanx.elastic.vault_header import HEADER_BYTES, Header
-from phalanx.elastic.vault_segment import Segment
+from phalanx.elastic import replica_store
+from phalanx.elastic.replica_store import HEADER_BYTES, MemorySegment, SegmentHeader
 
-HEADER = Header(
+HEADER = SegmentHeader(
     sequence=3,
     epoch=2,
     step=7,
@@ -22,16 +21,16 @@ HEADER = Header(
 
 
 def test_a_header_comes_back_and_no_changed_byte_of_it_does():
-    data = header_bytes.encode(HEADER)
+    data = replica_store.encode_header(HEADER)
     assert len(data) == HEADER_BYTES
-    assert header_bytes.decode(data) == HEADER
+    assert replica_store.decode_header(data) == HEADER
     for at in range(len(data)):
-        assert header_bytes.decode(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]) is None
-    assert header_bytes.decode(data[:-1]) is None
+        assert replica_store.decode_header(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]) is None
+    assert replica_store.decode_header(data[:-1]) is None
 
 
 def test_a_segment_that_another_process_writes_to_is_not_claimed_and_is_free_when_it_dies(kit):
-    segment = Segment("test")
+    segment = MemorySegment("test")
     reading, writing = os.pipe()
 
     def hold():
@@ -57,7 +56,7 @@ def test_a_segment_that_another_process_writes_to_is_not_claimed_and_is_free_whe
 
 
 def test_what_a_forked_process_wrote_outlives_it(kit):
-    segment = Segment("test")
+    segment = MemorySegment("test")
 
     def write():
         segment.reserve(HEADER.end)[4096:4100] = b"kept"
@@ -73,7 +72,7 @@ def test_what_a_forked_process_wrote_outlives_it(kit):
 
 
 def test_a_segment_grows_and_old_views_stay_good():
-    segment = Segment("test")
+    segment = MemorySegment("test")
     small = segment.reserve(5000)
     small[4096:4100] = b"kept"
     large = segment.reserve(50_000)

@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from phalanx.elastic.process import die_with
+from phalanx.elastic.rank_process import die_with
 
 PATIENCE_S = 10.0  # of our own running time; the checks take milliseconds where the devices and the disk answer
 TURN_S = 0.1  # of the time between two of our turns that counts at most: an agent that was stopped blames nobody
 MOST_TEXT, MOST_PROBLEMS = 500, 4  # they travel in a hello, which is short; a pipe takes them without a reader
 
 
-class Look:
+class ForkedCheck:
     """Runs `check` in a forked child; ask `found` now and then. No thread: the agent forks."""
 
     def __init__(self, check: Callable[[], Sequence[str]], *, forget: Callable[[], None] = lambda: None) -> None:

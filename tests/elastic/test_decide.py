@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from phalanx.elastic import failure as failing
-from phalanx.elastic.board import Phase
-from phalanx.elastic.council import Council
-from phalanx.elastic.fence import current_epoch
-from phalanx.elastic.held import Held
-from phalanx.elastic.memory import Memory
+from phalanx.elastic.coordinator_actions import Coordinator
+from phalanx.elastic.coordinator_state import SavedState
+from phalanx.elastic.fence import current_generation
+from phalanx.elastic.heartbeat_board import Phase
+from phalanx.elastic.restore_point import ReplicaInfo
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter, read_events
 from phalanx.record.run import Run, create_run
@@ -34,7 +34,7 @@ def plan() -> Plan:
 
 @dataclass(kw_only=True)
 class Stage:
-    """A council, the agents it hears, and a clock."""
+    """A coordinator, the agents it hears, and a clock."""
 
     run: Run
     plan: Plan
@@ -44,21 +44,21 @@ class Stage:
     pid: int = 1000
 
     def __post_init__(self) -> None:
-        self.begin(Memory())
+        self.begin(SavedState())
 
-    def begin(self, memory: Memory) -> None:
+    def begin(self, saved: SavedState) -> None:
         """A coordinator starts; agents of an earlier one have yet to find it."""
         events = EventWriter(self.run.supervisor, rank=-1)
-        self.council = Council(
-            self.run, self.plan, self._send, events, memory=memory, save=self._save, clock=lambda: self.now_s
+        self.coordinator = Coordinator(
+            self.run, self.plan, self._send, events, saved=saved, save=self._save, clock=lambda: self.now_s
         )
 
     def restart(self) -> None:
         """The coordinator dies, and another reads what it wrote down."""
-        self.begin(Memory.from_json(self.saved[-1]))
+        self.begin(SavedState.from_json(self.saved[-1]))
 
-    def _save(self, memory: Memory) -> None:
-        self.saved.append(json.loads(json.dumps(memory.to_json())))
+    def _save(self, saved: SavedState) -> None:
+        self.saved.append(json.loads(json.dumps(saved.to_json())))
 
     def _send(self, host: str, message: Message) -> None:
         self.agents[host].take(json.loads(json.dumps(message)))
@@ -66,12 +66,12 @@ class Stage:
     def pass_time(self, seconds: float, *, beats: bool = True, by_s: float = 0.25) -> None:
         """Ticks; agents that are connected say that they live."""
         until_s = self.now_s + seconds
-        while self.now_s < until_s and not self.council.is_over:
+        while self.now_s < until_s and not self.coordinator.state.is_over:
             self.now_s += by_s
             for agent in self.agents.values():
                 if beats and agent.connected:
                     agent.beat()
-            self.council.tick()
+            self.coordinator.tick()
 
     def host(self, name: str, slots: int) -> Agent:
         """An agent that connects with a process in every slot."""
@@ -82,7 +82,7 @@ class Stage:
 
     def start(self, step: int = 0) -> None:
         """All are ready and go; `step` steps are done."""
-        self.council.tick()
+        self.coordinator.tick()
         self.ready()
         if step:
             self.advance(step)
@@ -90,26 +90,26 @@ class Stage:
     def ready(self) -> None:
         for agent in self.agents.values():
             agent.ready()
-        self.council.tick()
+        self.coordinator.tick()
 
     def advance(self, step: int) -> None:
         for agent in self.agents.values():
             agent.step = step
             if agent.connected:
                 agent.beat()
-        self.council.tick()
+        self.coordinator.tick()
 
     def events(self, kind: str) -> list[Message]:
         return [one for one in read_events(self.run.supervisor)[0] if one["event"] == kind]
 
     @property
     def world(self) -> int:
-        formation = self.council.memory.formation
+        formation = self.coordinator.state.saved.membership
         return formation.world if formation is not None else 0
 
     @property
     def epoch(self) -> int:
-        return self.council.memory.epoch
+        return self.coordinator.state.saved.generation
 
     @property
     def status(self) -> tuple[str, int]:
@@ -136,7 +136,7 @@ class Agent:
     age_s: float = 0.0
     phase: Phase = Phase.TRAINING
     wishes: int = 0
-    held: list[Held] = field(default_factory=list)
+    held: list[ReplicaInfo] = field(default_factory=list)
     heard: list[Message] = field(default_factory=list)
     connected: bool = False
 
@@ -150,7 +150,7 @@ class Agent:
             self.pids[slot] = self.stage.pid
 
     def say(self, kind: str, **fields: Any) -> None:
-        self.stage.council.hear(self.name, json.loads(json.dumps({"kind": kind, **fields})))
+        self.stage.coordinator.hear(self.name, json.loads(json.dumps({"kind": kind, **fields})))
 
     def join(self, **hello: Any) -> None:
         self.connected = True
@@ -212,7 +212,7 @@ class Agent:
 def make_stage(tmp_path: Path, plan: Plan) -> Callable[..., Stage]:
     def build(*, launch: Message | None = None, **fault: Any) -> Stage:
         job = replace(plan.job, fault=replace(plan.job.fault, **fault))
-        run = create_run(tmp_path, "council", job_toml="", job={}, plan_json=plan.to_json())
+        run = create_run(tmp_path, "coordinator", job_toml="", job={}, plan_json=plan.to_json())
         run.set_launch(**{"hosts": [], "slots": [], **(launch or {})})
         return Stage(run=run, plan=replace(plan, job=job))
 
@@ -224,10 +224,10 @@ def stage(make_stage: Callable[..., Stage]) -> Stage:
     return make_stage()
 
 
-def snapshots(*, epoch: int, step: int, world: int, slots: dict[int, int]) -> list[Held]:
+def snapshots(*, epoch: int, step: int, world: int, slots: dict[int, int]) -> list[ReplicaInfo]:
     """What a host's vault holds after a step, by slot -> rank."""
     return [
-        Held(
+        ReplicaInfo(
             rank=rank, world=world, epoch=epoch, step=step, slot=slot, kind="own", generation=0, tensors=1, size_bytes=1
         )
         for slot, rank in slots.items()
@@ -239,19 +239,19 @@ def snapshots(*, epoch: int, step: int, world: int, slots: dict[int, int]) -> li
 
 def test_a_run_starts_when_every_rank_is_there(stage: Stage) -> None:
     first, second = stage.host("a", 2), stage.host("b", 1)
-    stage.council.tick()
+    stage.coordinator.tick()
     assert (first.kinds(), stage.epoch) == ([], 0)
     second.slots = 2
     second.up()
-    stage.council.tick()
+    stage.coordinator.tick()
     assert first.kinds() == second.kinds() == ["form"]
     assert first.last("form")["seats"] == [["a", 0], ["a", 1], ["b", 0], ["b", 1]]
-    assert current_epoch(stage.run) == 1
+    assert current_generation(stage.run) == 1
     first.ready()
-    stage.council.tick()
+    stage.coordinator.tick()
     assert first.kinds() == ["form"], "not before the other is ready too"
     second.ready()
-    stage.council.tick()
+    stage.coordinator.tick()
     go = second.last("go")
     assert go["store"] == ["10.0.0.1", 7000]
     assert go["vaults"] == {
@@ -288,11 +288,11 @@ def test_a_host_that_fails_its_preflight_takes_no_part(make_stage: Callable[...,
     good = Agent(stage=stage, name="a", slots=0)
     stage.agents["a"] = good
     good.join()
-    stage.council.tick()
+    stage.coordinator.tick()
     assert stage.world == 0, "its processes are only being started"
     good.slots = 2
     good.up()
-    stage.council.tick()
+    stage.coordinator.tick()
     assert (stage.world, good.last("form")["seats"]) == (2, [["a", 0], ["a", 1]])
     assert stage.events("quarantine")[0]["reason"] == "b: its disk is full"
 
@@ -301,7 +301,7 @@ def test_when_no_host_passes_its_preflight_the_run_says_why(stage: Stage) -> Non
     bad = Agent(stage=stage, name="a", slots=4)
     stage.agents["a"] = bad
     bad.join(problems=["a: its disk is full\n  delete something"])
-    stage.council.tick()
+    stage.coordinator.tick()
     assert (stage.status, stage.message.splitlines()[:2]) == (
         ("failed", 3),
         ["a host failed its preflight", "  a: its disk is full"],
@@ -323,10 +323,10 @@ def test_a_host_that_turned_bad_is_left_out_of_the_next_formation(stage: Stage) 
     good, bad = stage.host("a", 2), stage.host("b", 2)
     stage.start(step=7)
     good.lose(1)
-    stage.council.tick()
+    stage.coordinator.tick()
     good.ready()
     bad.say("unfit", epoch=stage.epoch, problems=["b: its disk cannot be written"])
-    stage.council.tick()
+    stage.coordinator.tick()
     assert (stage.epoch, good.last("form")["seats"]) == (3, [["a", 0], ["a", 1]])
     assert stage.events("epoch")[-1]["reason"] == "without host b: failed the preflight"
     (told,) = stage.events("quarantine")
@@ -343,7 +343,7 @@ def test_a_host_found_bad_for_an_older_epoch_is_not_judged(stage: Stage) -> None
     late = stage.host("b", 2)
     stage.start(step=7)
     late.say("unfit", epoch=stage.epoch - 1, problems=["b: was slow once"])
-    assert (stage.events("quarantine"), stage.council.room.hosts["b"].problems) == ([], ())
+    assert (stage.events("quarantine"), stage.coordinator.state.hosts["b"].problems) == ([], ())
 
 
 def test_when_the_last_host_turns_bad_the_run_says_why_and_how_to_go_on(stage: Stage) -> None:
@@ -353,9 +353,9 @@ def test_when_the_last_host_turns_bad_the_run_says_why_and_how_to_go_on(stage: S
     folder.mkdir(parents=True)
     (folder / "manifest.json").touch()
     agent.lose(1)
-    stage.council.tick()
+    stage.coordinator.tick()
     agent.say("unfit", epoch=stage.epoch, problems=["a: GPU 3 is gone\n  look at dmesg"])
-    stage.council.tick()
+    stage.coordinator.tick()
     assert stage.status == ("failed", 3)
     assert stage.message.splitlines() == [
         "a host failed its preflight",
@@ -371,9 +371,9 @@ def test_with_replace_a_lost_place_is_waited_for_but_a_bad_one_is_not(make_stage
     bad = stage.host("b", 2)
     stage.start(step=3)
     stage.agents["a"].lose(0)
-    stage.council.tick()
+    stage.coordinator.tick()
     bad.say("unfit", epoch=stage.epoch, problems=["b: its disk is full"])
-    stage.council.tick()
+    stage.coordinator.tick()
     assert stage.status == ("failed", 3)
     assert "b: its disk is full" in stage.message
 
@@ -387,7 +387,7 @@ def test_a_failure_that_meets_a_bad_host_names_it(stage: Stage) -> None:
     bad.say("unfit", epoch=stage.epoch, problems=["b: its disk is full"])
     stage.pass_time(TIMEOUT_S + 5, by_s=1.0)
     assert stage.status == ("failed", 3)
-    assert "not enough places left for any layout of this job; a host failed its preflight:\n" in stage.message
+    assert "not enough slots left for any layout of this job; a host failed its preflight:\n" in stage.message
     assert "    b: its disk is full" in stage.message
 
 
@@ -397,7 +397,7 @@ def test_a_clock_that_went_wrong_during_the_run_is_found_when_it_forms(
     """It was read after the host was asked, so how long the way took does not matter."""
     stage.host("a", 2)
     wrong = stage.host("b", 2)
-    stage.council.tick()
+    stage.coordinator.tick()
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 30.0)
     wrong.say("ready", epoch=stage.epoch, ports={}, held=[], time=real() - 10.0)
@@ -413,7 +413,7 @@ def test_a_new_coordinator_hears_of_the_bad_host_from_its_hello(stage: Stage) ->
     good, bad = stage.host("a", 2), stage.host("b", 2)
     stage.start(step=7)
     good.lose(1)
-    stage.council.tick()
+    stage.coordinator.tick()
     stage.restart()
     good.join()
     bad.join(problems=["b: its disk cannot be written"])
@@ -429,12 +429,12 @@ def test_a_killed_rank_is_replaced_in_its_slot(stage: Stage) -> None:
     stage.start(step=7)
     old = dict(agent.pids)
     agent.lose(2)
-    stage.council.tick()
-    assert (stage.epoch, stage.world, current_epoch(stage.run)) == (2, 4, 2)
+    stage.coordinator.tick()
+    assert (stage.epoch, stage.world, current_generation(stage.run)) == (2, 4, 2)
     assert [one["pid"] for one in stage.events("epoch")[-1]["members"]] == [old[0], old[1], agent.pids[2], old[3]]
     incident = stage.events("incident")[0]
     assert (incident["rank"], incident["slot"], incident["step"], incident["cause"]["signal"]) == (2, 2, 7, 9)
-    assert stage.events("epoch")[-1]["reason"] == "rank 2 fell: Signal"
+    assert stage.events("epoch")[-1]["reason"] == "rank 2 failed: Signal"
 
 
 def test_it_waits_for_the_new_process_rather_than_shrink(stage: Stage) -> None:
@@ -444,7 +444,7 @@ def test_it_waits_for_the_new_process_rather_than_shrink(stage: Stage) -> None:
     stage.pass_time(1.0)
     assert stage.epoch == 1
     agent.up()
-    stage.council.tick()
+    stage.coordinator.tick()
     assert (stage.epoch, stage.world) == (2, 4)
 
 
@@ -452,7 +452,7 @@ def test_a_spare_takes_the_place_at_once(stage: Stage) -> None:
     agent = stage.host("a", 5)
     stage.start(step=7)
     agent.lose(2, up=False)
-    stage.council.tick()
+    stage.coordinator.tick()
     assert agent.last("form")["seats"] == [["a", 0], ["a", 1], ["a", 4], ["a", 3]]
 
 
@@ -471,7 +471,7 @@ def test_without_a_place_the_job_shrinks_and_grows_again_at_the_end_of_a_step(st
     assert agent.kinds()[-1] == "reform"
     for slot in agent.ranks:
         agent.left(slot, state="reform", step=12)
-    stage.council.tick()
+    stage.coordinator.tick()
     assert (stage.epoch, stage.world, stage.events("epoch")[-1]["reason"]) == (3, 4, "as planned")
     assert agent.last("form")["seats"] == [["a", slot] for slot in range(4)]
     assert len(stage.events("incident")) == 1, "growing is none"
@@ -482,7 +482,7 @@ def test_two_that_fall_at_once_are_one_incident(stage: Stage) -> None:
     stage.start(step=7)
     agent.lose(1)
     agent.lose(3)
-    stage.council.tick()
+    stage.coordinator.tick()
     assert (stage.epoch, len(stage.events("incident")), stage.events("incident")[0]["others"]) == (2, 1, [3])
 
 
@@ -491,7 +491,7 @@ def test_a_rank_that_falls_while_the_next_formation_is_made(stage: Stage, told: 
     agent = stage.host("a", 4)
     stage.start(step=7)
     agent.lose(2)
-    stage.council.tick()
+    stage.coordinator.tick()
     if told:
         stage.ready()
     agent.lose(2)
@@ -503,7 +503,7 @@ def test_a_rank_that_falls_while_the_next_formation_is_made(stage: Stage, told: 
     assert agent.last("go")["epoch"] == 3
 
 
-STUCK = {"kind": "Silence", "message": "did not leave its formation within 5 s", "signal": 0}
+STUCK = {"kind": "Silence", "message": "did not leave its membership within 5 s", "signal": 0}
 
 
 def test_survivors_that_must_be_killed_belong_to_the_same_incident(stage: Stage) -> None:
@@ -511,12 +511,12 @@ def test_survivors_that_must_be_killed_belong_to_the_same_incident(stage: Stage)
     agent = stage.host("a", 4)
     stage.start(step=7)
     agent.lose(2)
-    stage.council.tick()
+    stage.coordinator.tick()
     stage.pass_time(DEAD_S)
     for slot in (0, 1, 3):
         agent.lose(slot, leaving=True, **STUCK)
         stage.pass_time(0.25)
-    assert (stage.epoch, stage.council.memory.failures, len(stage.events("incident"))) == (2, 1, 1)
+    assert (stage.epoch, stage.coordinator.state.saved.failures, len(stage.events("incident"))) == (2, 1, 1)
     assert [one["slot"] for one in agent.heard if one["kind"] == "seat"] == [0, 1, 3]
     told = stage.events("replacement")
     assert [(one["rank"], one["epoch"], one["pid"]) for one in told] == [(n, 2, agent.pids[n]) for n in (0, 1, 3)]
@@ -526,7 +526,7 @@ def test_survivors_that_must_be_killed_belong_to_the_same_incident(stage: Stage)
     assert agent.last("go")["epoch"] == 2
     stage.advance(8)
     agent.lose(0)
-    stage.council.tick()
+    stage.coordinator.tick()
     assert (stage.epoch, stage.events("incident")[-1]["in_a_row"]) == (3, 1), (
         "its new process is a member like any other"
     )
@@ -539,13 +539,13 @@ def test_a_survivor_that_is_not_replaced_makes_another_epoch_but_no_other_incide
     agent = stage.host("a", 5)
     stage.start(step=7)
     agent.lose(2, up=False)  # the spare takes its place
-    stage.council.tick()
+    stage.coordinator.tick()
     agent.lose(0, up=False, leaving=True, **STUCK)
     agent.slots = 0  # nor does any other place get a process
     stage.pass_time(5.0)
-    assert (stage.epoch, stage.world, stage.council.memory.failures) == (3, 3, 1)
+    assert (stage.epoch, stage.world, stage.coordinator.state.saved.failures) == (3, 3, 1)
     assert len(stage.events("incident")) == 1
-    assert not stage.council.is_over
+    assert not stage.coordinator.state.is_over
 
 
 def test_under_shrink_a_survivor_that_must_be_killed_is_not_replaced(make_stage: Callable[..., Stage]) -> None:
@@ -553,7 +553,7 @@ def test_under_shrink_a_survivor_that_must_be_killed_is_not_replaced(make_stage:
     agent = stage.host("a", 4)
     stage.start(step=7)
     agent.lose(2)
-    stage.council.tick()
+    stage.coordinator.tick()
     for slot in (0, 1):
         agent.lose(slot, leaving=True, **STUCK)
     stage.pass_time(0.5)
@@ -564,7 +564,7 @@ def test_a_fault_of_its_own_while_others_are_replaced_is_another_incident(stage:
     agent = stage.host("a", 4)
     stage.start(step=7)
     agent.lose(2)
-    stage.council.tick()
+    stage.coordinator.tick()
     agent.lose(0, up=False, leaving=True, **STUCK)
     agent.lose(2, up=False)  # had answered, and joined what is being made
     stage.pass_time(0.75)
@@ -579,7 +579,7 @@ def test_a_seat_that_was_told_to_an_agent_that_hung_up_is_told_again(stage: Stag
     agent = stage.host("a", 4)
     stage.start(step=7)
     agent.lose(2)
-    stage.council.tick()
+    stage.coordinator.tick()
     agent.lose(0, up=False, leaving=True, **STUCK)
     agent.hang_up()
     agent.fill()
@@ -595,7 +595,7 @@ def test_a_rank_that_died_before_the_form_reached_it_is_replaced_in_it(stage: St
     agent = stage.host("a", 4)
     stage.start(step=7)
     agent.lose(2)
-    stage.council.tick()
+    stage.coordinator.tick()
     agent.epoch = 1  # the form is still on its way
     agent.lose(3)
     stage.pass_time(0.25)
@@ -610,7 +610,7 @@ def test_the_end_of_a_process_that_was_replaced_before_is_no_news(stage: Stage) 
     stage.start(step=7)
     old = agent.pids[2]
     agent.lose(2)
-    stage.council.tick()
+    stage.coordinator.tick()
     agent.say("lost", slot=2, pid=old, epoch=1, failure=asdict(failing.by_signal(2, 7, 9)))
     stage.ready()
     stage.advance(8)
@@ -621,14 +621,14 @@ def test_messages_of_old_epochs_are_ignored(stage: Stage) -> None:
     agent = stage.host("a", 4)
     stage.start(step=7)
     agent.lose(2)
-    stage.council.tick()
+    stage.coordinator.tick()
     for slot in range(4):
         agent.left(slot, epoch=1, state="done")
     agent.say("ready", epoch=1, ports={}, held=[])
     agent.say("beat", epoch=1, progress={0: [99, 2, 0.0]})
     stage.pass_time(2.0)
-    assert (stage.epoch, stage.council.is_over, "go" in agent.kinds()[2:]) == (2, False, False)
-    assert stage.council.memory.step == 7
+    assert (stage.epoch, stage.coordinator.state.is_over, "go" in agent.kinds()[2:]) == (2, False, False)
+    assert stage.coordinator.state.saved.step == 7
 
 
 def test_what_survivors_say_of_the_last_collective_is_kept_by_the_rank_they_were(stage: Stage) -> None:
@@ -648,7 +648,7 @@ def test_under_shrink_a_lost_rank_is_not_replaced(make_stage: Callable[..., Stag
     agent = stage.host("a", 5)
     stage.start(step=7)
     agent.lose(1)
-    stage.council.tick()
+    stage.coordinator.tick()
     assert agent.last("form")["seats"] == [["a", 0], ["a", 2], ["a", 3]]
     stage.ready()
     stage.advance(8)
@@ -662,10 +662,10 @@ def test_under_replace_it_waits_for_a_place_and_then_gives_up(make_stage: Callab
     stage.start(step=7)
     agent.lose(1, up=False)
     stage.pass_time(10.0)
-    assert (stage.epoch, stage.council.is_over) == (1, False)
+    assert (stage.epoch, stage.coordinator.state.is_over) == (1, False)
     stage.pass_time(TIMEOUT_S)
     assert stage.status == ("failed", 3)
-    assert "given up: there are not enough places left" in stage.message
+    assert "given up: there are not enough slots left" in stage.message
     assert len(stage.events("incident")) == 1
 
 
@@ -713,9 +713,9 @@ def test_restarts_without_progress_are_bounded_and_ever_slower(stage: Stage) -> 
     for _ in range(10):
         before, epoch = stage.now_s, stage.epoch
         agent.lose(1)
-        while stage.epoch == epoch and not stage.council.is_over:
+        while stage.epoch == epoch and not stage.coordinator.state.is_over:
             stage.pass_time(0.05, by_s=0.05)
-        if stage.council.is_over:
+        if stage.coordinator.state.is_over:
             break
         waits.append(round(stage.now_s - before, 1))
         stage.ready()
@@ -734,11 +734,11 @@ def test_a_step_further_than_ever_forgives_and_one_done_again_does_not(stage: St
         agent.lose(1)
         stage.pass_time(1.0)
         stage.ready()
-    assert stage.council.memory.failures == 2
+    assert stage.coordinator.state.saved.failures == 2
     stage.advance(5)  # there was no copy in memory: it began anew
-    assert stage.council.memory.failures == 2
+    assert stage.coordinator.state.saved.failures == 2
     stage.advance(8)
-    assert stage.council.memory.failures == 0
+    assert stage.coordinator.state.saved.failures == 0
 
 
 def test_a_place_that_fails_again_and_again_is_left_alone_when_there_is_another(stage: Stage) -> None:
@@ -767,7 +767,7 @@ def test_a_host_that_is_gone_and_comes_back(stage: Stage) -> None:
     assert (stage.epoch, stage.world) == (2, 2)
     assert stage.events("incident")[0]["cause"]["message"] == "host b is gone: its agent hung up"
     first.ready()
-    stage.council.tick()
+    stage.coordinator.tick()
     stage.advance(8)
     second.epoch, second.went, second.ranks, second.pids = 0, 0, {}, {}
     second.fill()
@@ -776,7 +776,7 @@ def test_a_host_that_is_gone_and_comes_back(stage: Stage) -> None:
     assert first.kinds()[-1] == "reform"
     for slot in first.ranks:
         first.left(slot, state="reform", step=9)
-    stage.council.tick()
+    stage.coordinator.tick()
     assert (stage.epoch, stage.world) == (3, 4)
 
 
@@ -808,7 +808,7 @@ def test_a_silent_host_is_given_up_and_introduces_itself_again(stage: Stage) -> 
     for _ in range(12):
         stage.now_s += 0.5
         first.beat()
-        stage.council.tick()
+        stage.coordinator.tick()
     assert (stage.epoch, stage.world) == (2, 2)
     assert stage.events("host")[-1]["reason"] == "says nothing any more"
     second.beat()
@@ -824,9 +824,9 @@ def test_a_coordinator_that_was_stopped_itself_blames_nobody(stage: Stage) -> No
     agent = stage.host("a", 4)
     stage.start(step=7)
     stage.now_s += 60.0  # SIGSTOP, SIGCONT
-    stage.council.tick()
+    stage.coordinator.tick()
     agent.beat()
-    stage.council.tick()
+    stage.coordinator.tick()
     assert (stage.epoch, stage.events("incident")) == (1, [])
 
 
@@ -835,11 +835,11 @@ def test_the_only_host_is_waited_for(stage: Stage) -> None:
     stage.start(step=7)
     agent.hang_up()
     stage.pass_time(30.0)
-    assert not stage.council.is_over
+    assert not stage.coordinator.state.is_over
     agent.epoch, agent.went, agent.ranks, agent.pids = 0, 0, {}, {}
     agent.join()
     agent.up()
-    stage.council.tick()
+    stage.coordinator.tick()
     assert (stage.epoch, stage.world) == (2, 4)
     assert len(stage.events("incident")) == 1
 
@@ -858,10 +858,10 @@ def test_it_does_not_shrink_while_it_is_not_clear_who_is_there(stage: Stage) -> 
     stage.start(step=7)
     second.hang_up()
     first.lose(0)
-    stage.council.tick()
+    stage.coordinator.tick()
     assert stage.epoch == 1
     second.join()
-    stage.council.tick()
+    stage.coordinator.tick()
     assert (stage.epoch, stage.world) == (2, 4)
 
 
@@ -878,7 +878,7 @@ def test_the_newest_step_that_memory_holds_in_full_is_taken_up(stage: Stage) -> 
         epoch=1, step=9, world=4, slots={0: 2}
     )
     second.lose(1)
-    stage.council.tick()
+    stage.coordinator.tick()
     stage.ready()
     go = first.last("go")
     assert (go["restore"]["epoch"], go["restore"]["step"]) == (1, 8)
@@ -898,7 +898,7 @@ def test_what_a_host_outside_of_the_formation_holds_cannot_be_reached(stage: Sta
     first.held = snapshots(epoch=1, step=9, world=4, slots={0: 0, 1: 1, 2: 2})
     second.held = snapshots(epoch=1, step=9, world=4, slots={0: 3})
     first.lose(3)
-    stage.council.tick()
+    stage.coordinator.tick()
     assert {host for host, _ in first.last("form")["seats"]} == {"a"}
     stage.ready()
     assert first.last("go")["restore"] is None
@@ -937,7 +937,7 @@ def test_rolling_back_at_ever_other_steps_comes_to_an_end(stage: Stage) -> None:
     for step in range(12, 20):
         astray(agent, step=step)
         stage.pass_time(0.5)
-        if stage.council.is_over:
+        if stage.coordinator.state.is_over:
             break
         stage.ready()
         stage.advance(step)
@@ -983,12 +983,12 @@ def test_what_was_saved_of_a_state_that_went_astray_is_not_called_good(make_stag
         folder.mkdir(parents=True)
         (folder / "manifest.json").touch()
     astray(agent, sound=6)
-    stage.council.tick()
+    stage.coordinator.tick()
     assert "last good checkpoint: step 4;" in stage.message
     assert "not to be trusted: step 8, now called untrusted-step-…" in stage.message
     assert stage.run.saved_steps() == [4]
     assert (stage.run.path / "checkpoints" / "untrusted-step-00000008" / "manifest.json").exists()
-    assert current_epoch(stage.run) == stage.epoch + 1, "nobody who still lives commits another"
+    assert current_generation(stage.run) == stage.epoch + 1, "nobody who still lives commits another"
 
 
 def test_under_stop_going_astray_ends_the_run(make_stage: Callable[..., Stage]) -> None:
@@ -1020,9 +1020,9 @@ def test_some_that_are_done_wait_for_the_others(stage: Stage) -> None:
     for slot in (1, 2, 3):
         agent.left(slot, state="done")
     stage.pass_time(20.0)
-    assert (stage.epoch, stage.council.is_over) == (1, False)
+    assert (stage.epoch, stage.coordinator.state.is_over) == (1, False)
     agent.left(0, state="done")
-    stage.council.tick()
+    stage.coordinator.tick()
     assert stage.status == ("done", 0)
     assert agent.last("end")["code"] == 0
 
@@ -1033,7 +1033,7 @@ def test_one_that_dies_when_others_are_done_is_done_again(stage: Stage) -> None:
     for slot in (1, 2, 3):
         agent.left(slot, state="done")
     agent.lose(0)
-    stage.council.tick()
+    stage.coordinator.tick()
     assert (stage.epoch, stage.world) == (2, 4)
 
 
@@ -1049,14 +1049,14 @@ def test_a_stuck_rank_is_found_by_where_the_others_wait(stage: Stage) -> None:
     stage.pass_time(0.25)
     assert agent.kinds()[-1] == "where"
     agent.say("where", ranks={0: [True, "all_reduce"], 1: [True, "all_reduce"], 2: [False, "sleep"], 3: [True, "x"]})
-    stage.council.tick()
+    stage.coordinator.tick()
     kill = agent.last("kill")
     assert (kill["slot"], kill["place"], kill["silent_s"], kill["epoch"]) == (2, "sleep", DEAD_S + 10, 1)
     stage.pass_time(1.0)
     assert agent.kinds().count("kill") == agent.kinds().count("where") == 1, "its end is on its way"
     agent.age_s = 0.0
     agent.lose(2, kind="Silence", message="stopped answering", signal=0)
-    stage.council.tick()
+    stage.coordinator.tick()
     assert stage.epoch == 2
 
 
@@ -1086,7 +1086,7 @@ def test_resting_ranks_have_more_patience(stage: Stage) -> None:
         agent.age_s = TIMEOUT_S + 11
         stage.pass_time(0.25)
         agent.say("where", ranks={0: [False, "connect"], **{slot: [True, "all_reduce"] for slot in (1, 2, 3)}})
-        stage.council.tick()
+        stage.coordinator.tick()
         assert f", {at}" in agent.last("kill")["patience"]
         assert "which may take comm.init_timeout_s + 10 s = 70 s" in agent.last("kill")["patience"]
         agent.age_s = 0.0
@@ -1106,7 +1106,7 @@ def test_those_that_gave_up_waiting_point_at_the_one_that_did_not(stage: Stage) 
     stage.pass_time(0.25)
     assert agent.last("kill")["slot"] == 2
     agent.lose(2, kind="Silence", message="stopped answering", signal=0)
-    stage.council.tick()
+    stage.coordinator.tick()
     assert (stage.epoch, stage.events("incident")[0]["rank"]) == (2, 2)
 
 
@@ -1137,36 +1137,36 @@ def test_a_new_coordinator_goes_on_without_disturbing_anybody(stage: Stage) -> N
     assert (stage.epoch, stage.events("incident"), agent.kinds()) == (1, [], ["form", "go"])
     stage.advance(20)
     agent.lose(1)
-    stage.council.tick()
+    stage.coordinator.tick()
     assert stage.epoch == 2
 
 
 def test_one_that_takes_over_while_forming_says_go(stage: Stage) -> None:
     agent = stage.host("a", 4)
-    stage.council.tick()
+    stage.coordinator.tick()
     stage.restart()
     agent.join()
     agent.ready()
-    stage.council.tick()
+    stage.coordinator.tick()
     assert [kind for kind in agent.kinds() if kind != "seat"] == ["form", "go"]
 
 
 def test_a_form_that_was_written_down_and_never_said(stage: Stage) -> None:
     agent = stage.host("a", 4)
     agent.connected = False  # nothing reaches it
-    stage.council.tick()
+    stage.coordinator.tick()
     assert (agent.kinds(), stage.epoch) == ([], 1)
     stage.restart()
     agent.join()
     assert agent.kinds() == ["form"]
     agent.ready()
-    stage.council.tick()
+    stage.coordinator.tick()
     assert (agent.kinds(), stage.epoch, stage.events("incident")) == (["form", "go"], 1, [])
 
 
 def test_a_go_that_was_written_down_and_never_said(stage: Stage) -> None:
     first, second = stage.host("a", 2), stage.host("b", 2)
-    stage.council.tick()
+    stage.coordinator.tick()
     second.connected = False
     stage.ready()
     assert (first.kinds()[-1], second.kinds()[-1]) == ("go", "form")
@@ -1184,9 +1184,9 @@ def test_an_epoch_that_began_before_it_was_written_down_is_not_used_twice(stage:
     stage.start(step=7)
     before = stage.saved[-1]
     agent.lose(2)
-    stage.council.tick()
-    assert current_epoch(stage.run) == 2
-    stage.begin(Memory.from_json(before))  # its memory is of epoch 1, and agents have heard of epoch 2
+    stage.coordinator.tick()
+    assert current_generation(stage.run) == 2
+    stage.begin(SavedState.from_json(before))  # its memory is of epoch 1, and agents have heard of epoch 2
     agent.join()
     stage.pass_time(1.0)
     assert stage.epoch == 3
@@ -1200,7 +1200,7 @@ def test_a_rank_that_fell_while_there_was_no_coordinator(stage: Stage) -> None:
     agent.fill()
     agent.join()
     agent.say("lost", slot=2, pid=pid, epoch=1, failure=asdict(failing.by_signal(2, 7, 9)))
-    stage.council.tick()
+    stage.coordinator.tick()
     assert stage.epoch == 2
     assert stage.events("incident")[0]["cause"]["signal"] == 9, "its agent knows how"
 
@@ -1212,7 +1212,7 @@ def test_ranks_that_finished_while_there_was_no_coordinator(stage: Stage) -> Non
     agent.join()
     for slot in range(4):
         agent.left(slot, state="done")
-    stage.council.tick()
+    stage.coordinator.tick()
     assert stage.status == ("done", 0)
 
 
@@ -1237,7 +1237,7 @@ def test_an_agent_that_was_started_anew_has_lost_its_ranks(stage: Stage) -> None
     agent.epoch, agent.went, agent.pids = 0, 0, {}
     agent.join()
     agent.up()
-    stage.council.tick()
+    stage.coordinator.tick()
     assert (stage.epoch, stage.world) == (2, 4)
 
 
@@ -1250,7 +1250,7 @@ def test_quarantine_and_counts_outlive_the_coordinator(stage: Stage) -> None:
     agent.join()
     agent.lose(0)
     stage.pass_time(1.0)
-    assert stage.council.memory.failures == 2
+    assert stage.coordinator.state.saved.failures == 2
     assert ["a", 2] not in agent.last("form")["seats"]
 
 
@@ -1260,7 +1260,7 @@ def test_quarantine_and_counts_outlive_the_coordinator(stage: Stage) -> None:
 def test_a_wish_before_there_is_a_formation(stage: Stage) -> None:
     agent = stage.host("a", 4)
     agent.say("stop", count=1)
-    stage.council.tick()
+    stage.coordinator.tick()
     assert (stage.status, stage.message) == (("stopped", 130), "stopped before the first rank was started")
     assert agent.kinds() == ["stop", "end"]
 
@@ -1269,29 +1269,29 @@ def test_a_wish_that_comes_with_the_slots_is_heard_before_they_are_used(stage: S
     agent = Agent(stage=stage, name="a", slots=4, wishes=1)
     stage.agents["a"] = agent
     agent.join()
-    stage.council.tick()
+    stage.coordinator.tick()
     assert (stage.status, stage.epoch) == (("stopped", 130), 0)
 
 
 @pytest.mark.parametrize("phase", ["forming", "running", "recovering"])
 def test_a_wish_reaches_every_host_and_ends_with_what_was_saved(stage: Stage, phase: str) -> None:
     first, second = stage.host("a", 2), stage.host("b", 2)
-    stage.council.tick()
+    stage.coordinator.tick()
     if phase != "forming":
         stage.ready()
         stage.advance(7)
     if phase == "recovering":
         second.lose(1, up=False)
     first.say("stop", count=1)
-    stage.council.tick()
+    stage.coordinator.tick()
     assert second.kinds()[-1] == "stop"
     second.up()
-    stage.council.tick()
+    stage.coordinator.tick()
     stage.ready()
     for agent in (first, second):
         for slot in agent.ranks:
             agent.left(slot, state="stopped", step=8)
-    stage.council.tick()
+    stage.coordinator.tick()
     assert stage.status == ("stopped", 130)
     assert stage.message == f"stopped as asked: nothing was saved; go on with: phalanx train --resume {stage.run.path}"
 
@@ -1308,9 +1308,9 @@ def test_a_second_wish_ends_it_at_once(stage: Stage) -> None:
     agent = stage.host("a", 4)
     stage.start(step=7)
     agent.say("stop", count=1)
-    stage.council.tick()
+    stage.coordinator.tick()
     agent.say("stop", count=2)
-    stage.council.tick()
+    stage.coordinator.tick()
     assert (stage.status, stage.message) == (("stopped", 130), "killed at once, as asked; no checkpoint was written")
 
 
@@ -1320,7 +1320,7 @@ def test_grace_has_an_end(make_stage: Callable[..., Stage]) -> None:
     stage.start(step=7)
     agent.say("stop", count=1, hurry=True)
     stage.pass_time(9.0)
-    assert not stage.council.is_over
+    assert not stage.coordinator.state.is_over
     stage.pass_time(2.0)
     assert stage.status == ("stopped", 130)
     assert stage.message.startswith("killed: not done within fault.grace_s = 10 s after it was asked; ")
@@ -1332,7 +1332,7 @@ def test_a_person_who_asked_waits_as_long_as_it_takes(make_stage: Callable[..., 
     stage.start(step=7)
     agent.say("stop", count=1, hurry=False)
     stage.pass_time(11.0)
-    assert not stage.council.is_over
+    assert not stage.coordinator.state.is_over
 
 
 def test_a_wish_while_there_is_nobody_to_go_on_with(stage: Stage) -> None:
@@ -1367,7 +1367,7 @@ def test_a_replay_takes_the_formations_that_it_is_told(make_stage: Callable[...,
     assert stage.world == 4
     for slot in agent.ranks:
         agent.left(slot, state="reform", step=5)
-    stage.council.tick()
+    stage.coordinator.tick()
     assert stage.world == 2
     stage.ready()
     stage.advance(6)

@@ -25,7 +25,7 @@ NO_STEP = -1
 class Phase(IntEnum):
     """What a rank is doing, as far as its patience is concerned."""
 
-    IDLE = 0  # waits for a place in a formation
+    IDLE = 0  # waits for a place in a membership
     BUILDING = 1  # joins, builds, restores; compiles in its first step
     TRAINING = 2
     RESTING = 3  # evaluates, saves, samples: no step for a while
@@ -33,7 +33,7 @@ class Phase(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Beat:
+class Heartbeat:
     """The last signs of life of a slot; times of the monotonic clock."""
 
     epoch: int
@@ -44,7 +44,7 @@ class Beat:
     is_muted: bool = False  # a drill says that no sign of life of this rank is to be seen
 
 
-class Board:
+class HeartbeatBoard:
     """Made before the ranks are forked; each rank writes only its own line, so there is nothing to lock."""
 
     def __init__(self, slots: int) -> None:
@@ -75,11 +75,11 @@ class Board:
             self._counts[first + word] = value
         self._clocks[first + _PROGRESS] = time.monotonic()
 
-    def last(self, slot: int) -> Beat:
+    def last(self, slot: int) -> Heartbeat:
         """The last signs of life of a slot."""
         first = _FIRST + _LINE * slot
         epoch, step, phase = (self._counts[first + word] for word in (_EPOCH, _STEP, _PHASE))
-        return Beat(
+        return Heartbeat(
             epoch=epoch,
             step=step,
             phase=Phase(phase),
@@ -98,10 +98,10 @@ class Board:
         return self._memory[_STOP] == 1
 
     def ask_to_reform(self, wanted: bool) -> None:
-        """Every rank is to leave the formation after its step, so that another can be made without losing one."""
+        """Every rank is to leave the membership after its step, so that another can be made without losing one."""
         self._memory[_REFORM] = int(wanted)
 
     @property
     def reforming(self) -> bool:
-        """Whether the ranks are to leave the formation."""
+        """Whether the ranks are to leave the membership."""
         return self._memory[_REFORM] == 1

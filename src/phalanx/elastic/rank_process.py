@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
 import os
+import re
 import signal
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
-from phalanx.elastic.board import Board
 from phalanx.elastic.failure import write_error
-from phalanx.elastic.link import Link
+from phalanx.elastic.heartbeat_board import HeartbeatBoard
+from phalanx.elastic.rank_link import RankLink
 from phalanx.errors import PhalanxError
 from phalanx.record.redact import redact
 from phalanx.record.run import Run
@@ -24,7 +29,7 @@ STACK_SIGNAL = signal.SIGUSR2  # asks a rank to write down where it is
 FAILED = 3
 
 
-Work = Callable[[Link], None]  # what a rank does; returns when the run is over, raises when it failed
+Work = Callable[[RankLink], None]  # what a rank does; returns when the run is over, raises when it failed
 
 
 def die_with(parent: int) -> None:
@@ -36,7 +41,7 @@ def die_with(parent: int) -> None:
 
 
 def fork_rank(
-    work: Work, *, run: Run, slot: int, board: Board, forget: Callable[[], None]
+    work: Work, *, run: Run, slot: int, board: HeartbeatBoard, forget: Callable[[], None]
 ) -> tuple[int, socket.socket]:
     """Start the process of a slot; its id, and our end of the line to it.
 
@@ -56,7 +61,7 @@ def fork_rank(
         ours.close()
         forget()
         _become_rank(parent)
-        code = _run(work, run, Link(theirs, board, slot))
+        code = _run(work, run, RankLink(theirs, board, slot))
     finally:
         os._exit(code)  # the supervisor's own clean-up is not the rank's business
 
@@ -90,7 +95,7 @@ def _redirect(log: os.PathLike[str]) -> None:
     sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _run(work: Work, run: Run, link: Link) -> int:
+def _run(work: Work, run: Run, link: RankLink) -> int:
     try:
         work(link)
     except BaseException as error:
@@ -101,3 +106,64 @@ def _run(work: Work, run: Run, link: Link) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
     return 0
+
+
+# Where ranks are that do not answer: each writes down its Python stack when asked, and one of them is not waiting.
+
+
+ANSWER_S = 0.5  # a rank that runs writes its stack within milliseconds; the machine may be busy
+_FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
+_WAITS = ("distributed_c10d.py", "_functional_collectives", "distributed/pipelining", "fsdp/_fully_shard")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Whereabouts:
+    """Where a rank is."""
+
+    place: str
+    waits: bool  # for other ranks, so that it is hardly the one to blame
+
+
+def find_ranks(run: Run, alive: Mapping[int, int]) -> dict[int, Whereabouts]:
+    """Ask living ranks (rank -> process) where they are; takes half a second."""
+    sizes = {rank: _size(run.stack(rank)) for rank in alive}
+    for pid in alive.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, STACK_SIGNAL)
+    time.sleep(ANSWER_S)
+    found = {}
+    for rank, pid in alive.items():
+        stack = _tail(run.stack(rank), sizes[rank])
+        waits = any(word in stack for word in _WAITS)
+        found[rank] = Whereabouts(place=_place(stack, pid), waits=waits)
+    return found
+
+
+def _place(stack: str, pid: int) -> str:
+    if not stack:
+        return "a stopped process (state T)" if state_of(pid) == "T" else "a process that cannot answer"
+    main = stack.split("Current thread", 1)[-1] if "Current thread" in stack else stack
+    frame = _FRAME.search(main)
+    return f"{frame.group(3)} ({Path(frame.group(1)).name}:{frame.group(2)})" if frame else ""
+
+
+def state_of(pid: int) -> str:
+    """The letter of a process's state, as in /proc; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(") ")[2][:1]
+    except OSError:
+        return ""
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _tail(path: Path, start: int) -> str:
+    try:
+        return path.read_bytes()[start:].decode("utf-8", errors="replace")
+    except OSError:
+        return ""

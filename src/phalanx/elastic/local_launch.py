@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import FrameType
+from typing import Any
 
 from phalanx.elastic import failure
 from phalanx.elastic.failure import last_checkpoint
-from phalanx.elastic.secret import make_secret
+from phalanx.elastic.handshake import make_secret
 from phalanx.errors import mistake
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
@@ -41,6 +44,15 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LauncherTask:
+    """A task of srun, mpirun or torchrun: it is a host of one slot, and may share its machine with other tasks."""
+
+    local_rank: int
+    local_world: int
+    shares_gpu: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HostSpec:
     """A host as the launcher sees it; on one machine several may be pretended."""
 
@@ -48,6 +60,7 @@ class HostSpec:
     slots: int
     address: str = LOOPBACK
     prefix: tuple[str, ...] = ()  # command to start the agent under, as `ip netns exec`
+    task: LauncherTask | None = None  # where another launcher started it
 
 
 def local_hosts(ranks: int, *, hosts: int = 1, spares: int = 0) -> tuple[HostSpec, ...]:
@@ -102,28 +115,48 @@ def launch(
     agent: Sequence[str] = AGENT,
 ) -> Outcome:
     """Start the agents and stay until they are gone; `tick` is called often, `asked(n)` at the n-th wish to stop."""
-    run.stop_file.unlink(missing_ok=True)  # it stopped the run once; it does not stop it again
-    with _wishes() as wishes:
-        _prepare(run, hosts)
-        fleet = Fleet(run, hosts, environ, agent)
-        try:
-            passed = 0
-            while fleet.tend():
-                while passed < len(wishes):
-                    passed += 1
-                    asked(passed)
-                    fleet.terminate(wishes[0], passed)
-                tick()
-                time.sleep(POLL_S)  # a signal does not cut it short: a wish waits this long at most
+    with collected_signals() as wishes:
+        prepare_launch(run, hosts)
+        return tend_agents(run, hosts=hosts, environ=environ, tick=tick, asked=asked, wishes=wishes, agent=agent)
+
+
+def tend_agents(
+    run: Run,
+    *,
+    hosts: Sequence[HostSpec],
+    environ: Mapping[str, str],
+    tick: Callable[[], None],
+    asked: Callable[[int], None],
+    wishes: Sequence[int],
+    agent: Sequence[str] = AGENT,
+    is_first: bool = True,
+) -> Outcome:
+    """Start the agents of a launch that was prepared, and stay until they are gone.
+
+    `wishes` are the signals collected so far. Only the first of several launchers writes down how the run ended when no
+    coordinator did.
+    """
+    fleet = Fleet(run, hosts, environ, agent)
+    try:
+        passed = 0
+        while fleet.tend():
+            while passed < len(wishes):
+                passed += 1
+                asked(passed)
+                fleet.terminate(wishes[0], passed)
             tick()
-            for late in range(passed, len(wishes)):
-                asked(late + 1)
-        finally:
-            fleet.kill()  # we may be leaving by an exception: nothing stays behind
-        return _outcome(run, fleet.code, wishes=len(wishes))  # a late signal must not cut the status in half
+            time.sleep(POLL_S)  # a signal does not cut it short: a wish waits this long at most
+        tick()
+        for late in range(passed, len(wishes)):
+            asked(late + 1)
+    finally:
+        fleet.kill()  # we may be leaving by an exception: nothing stays behind
+    return _outcome(run, fleet.code, wishes=len(wishes), is_first=is_first)
 
 
-def _prepare(run: Run, hosts: Sequence[HostSpec]) -> None:
+def prepare_launch(run: Run, hosts: Sequence[HostSpec], **more: Any) -> None:
+    """Make the run ready for agents: a fresh secret, and in launch.json the hosts and `more`."""
+    run.stop_file.unlink(missing_ok=True)  # it stopped the run once; it does not stop it again
     _refuse_second(run)
     failure.clear(run)
     (run.path / "secret").unlink(missing_ok=True)  # a new one for every launch
@@ -134,7 +167,7 @@ def _prepare(run: Run, hosts: Sequence[HostSpec]) -> None:
     launch = run.launch()
     earlier = {"earlier": run.launches()} if "launched" in launch else {}  # else whoever wrote it told of them
     told = {"hosts": names, "slots": slots, "addresses": addresses, "launched": time.time()}
-    run.set_launch(**{**launch, **earlier, **told})
+    run.set_launch(**{**launch, **earlier, **told, **more})
     run.set_status("launching")
 
 
@@ -167,7 +200,8 @@ class Fleet:
     def tend(self) -> bool:
         """Whether an agent still runs, or is about to; starts those that are due."""
         now = time.monotonic()
-        over = self._run.status().get("state") in ENDED
+        # Asked only when it matters: the launchers of a large run read one file on a shared disk.
+        over = bool(self._due_s or any(one.poll() is not None for one in self._agents.values())) and self._is_over()
         for host in self._hosts:
             process = self._agents.get(host.name)
             if process is not None and process.poll() is not None:
@@ -185,6 +219,9 @@ class Fleet:
                     self._restarts[host.name] += 1
                     self._agents[host.name] = self._start(host)
         return bool(self._agents or self._due_s)
+
+    def _is_over(self) -> bool:
+        return self._run.status().get("state") in ENDED
 
     def terminate(self, first: int, count: int) -> None:
         """Pass the n-th wish on; the second as another signal, because two that are pending count as one."""
@@ -205,6 +242,7 @@ class Fleet:
         """The agent in a session of its own: Ctrl-C in the terminal reaches only us, and we pass it on."""
         self._started_s[host.name] = time.monotonic()
         words = [str(self._run.path), host.name, str(host.slots), host.address, str(0 if host.prefix else os.getpid())]
+        words += [json.dumps(asdict(host.task))] if host.task is not None else []
         command = [*host.prefix, sys.executable, *self._agent, *words]
         with open(self._run.path / "logs" / "agent.log", "ab") as log:
             return subprocess.Popen(
@@ -213,7 +251,7 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def _wishes() -> Iterator[list[int]]:
+def collected_signals() -> Iterator[list[int]]:
     """Ctrl-C and SIGTERM are collected: the first asks to stop after the step, the second at once.
 
     Nothing is printed from a handler: a second signal would find the stream in use, and Python answers that with
@@ -224,6 +262,9 @@ def _wishes() -> Iterator[list[int]]:
     def wish(number: int, frame: FrameType | None) -> None:
         wishes.append(number)
 
+    if threading.current_thread() is not threading.main_thread():  # where Python takes no signals
+        yield wishes
+        return
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
         numbers.append(signal.SIGHUP)
@@ -235,7 +276,7 @@ def _wishes() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _outcome(run: Run, code: int, *, wishes: int) -> Outcome:
+def _outcome(run: Run, code: int, *, wishes: int, is_first: bool) -> Outcome:
     status = run.status()
     if status.get("state") in ENDED:
         return Outcome(
@@ -246,7 +287,8 @@ def _outcome(run: Run, code: int, *, wishes: int) -> Outcome:
     state, code, message = "failed", 3, _died(run, code)
     if wishes:  # it came before an agent could listen, or ended the one that would have told
         state, code, message = "stopped", INTERRUPTED, _stopped(run)
-    run.set_status(state, exit_code=code, message=message)
+    if is_first:
+        run.set_status(state, exit_code=code, message=message)
     return Outcome(state=state, exit_code=code, message=message)
 
 
@@ -266,3 +308,30 @@ def _died(run: Run, code: int) -> str:
     except OSError:
         last = []
     return "\n".join([*lines, *(f"  its last words: {line[:300]}" for line in last), f"  log: {log}"])
+
+
+# Signals from outside, counted: the first asks the ranks to stop after their step, the second ends them at once.
+
+
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(slots=True)
+class StopSignals:
+    """How often somebody asked us to stop."""
+
+    count: int = 0
+    first: int = 0  # the signal: SIGTERM is a cluster manager that will not wait for long, SIGINT a person who does
+
+    @classmethod
+    def listen(cls) -> StopSignals:
+        """Count SIGTERM and SIGINT from now on, and one that whoever started us held back."""
+        wishes = cls()
+        for number in STOPPING:
+            signal.signal(number, wishes._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+        return wishes
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.first = self.first or number
+        self.count += 1

@@ -1,0 +1,181 @@
+"""What the coordinator does: the actions of `decide`, carried out on the run folder and the connections."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from phalanx.elastic import failure as failing
+from phalanx.elastic.coordinator_state import (
+    Action,
+    AgentMessage,
+    BeginGeneration,
+    CheckpointList,
+    ClockTick,
+    CoordinatorSettings,
+    EndRun,
+    Input,
+    ListCheckpoints,
+    MarkRunning,
+    Message,
+    RecordEvent,
+    RecordEvidence,
+    SavedState,
+    SaveState,
+    Send,
+)
+from phalanx.elastic.decide import decide, initial_state
+from phalanx.elastic.fence import begin_generation, current_generation
+from phalanx.plan.plan import Plan
+from phalanx.record.account.flight import find_culprit, read_flights, recorded_epochs
+from phalanx.record.events import EventWriter
+from phalanx.record.run import Run
+
+LOOK_S = 0.5  # between looks for the stop file
+MOST_FLIGHTS = 2048  # ranks whose recorders are read while others wait; of more, reports read them later
+UNTRUSTED = "untrusted-"
+
+
+class Coordinator:
+    """Holds the state of `decide`, gives it what is heard, and does what it says."""
+
+    def __init__(
+        self,
+        run: Run,
+        plan: Plan,
+        send: Callable[[str, Message], None],
+        events: EventWriter,
+        *,
+        saved: SavedState,
+        save: Callable[[SavedState], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run, self._send, self._events, self._save, self._clock = run, send, events, save, clock
+        self._looked_s, self._recorded_evidence = -1e9, 0  # newest generation whose flight recorders were read
+        launch = run.launch()
+        settings = CoordinatorSettings(
+            run_path=str(run.path),
+            job=plan.job,
+            planned=plan.layout,
+            num_slots=sum(int(count) for count in launch.get("slots", ())),
+            prescribed=tuple(launch.get("formations", ())),
+            num_plans=run.plan_count(),
+            newest_generation=current_generation(run),
+        )
+        hosts = tuple(str(name) for name in launch.get("hosts", ()))
+        self.state, actions = initial_state(settings, saved, hosts=hosts, now_s=clock(), unix_s=time.time())
+        self._perform(actions)
+
+    def hear(self, host: str, message: Message) -> None:
+        """Take note of what an agent said."""
+        self._decide(AgentMessage(now_s=self._clock(), unix_s=time.time(), host=host, body=message))
+
+    def tick(self) -> None:
+        """Act on what is known."""
+        now, stop_file = self._clock(), False
+        if now - self._looked_s >= LOOK_S:
+            self._looked_s, stop_file = now, self._run.stop_file.exists()
+        self._decide(ClockTick(now_s=now, unix_s=time.time(), stop_file=stop_file))
+
+    def _decide(self, message: Input) -> None:
+        self.state, actions = decide(self.state, message)
+        if self._perform(actions):
+            steps = tuple(self._run.saved_steps())
+            self._decide(CheckpointList(now_s=self._clock(), unix_s=time.time(), steps=steps))
+
+    def _perform(self, actions: list[Action]) -> bool:
+        """Whether the checkpoints are asked for."""
+        for action in actions:
+            match action:
+                case Send():
+                    for host in action.hosts:
+                        self._send(host, action.message)
+                case RecordEvent():
+                    self._events.write(action.event, **action.fields)
+                case SaveState():
+                    self._save(action.saved)
+                case BeginGeneration():
+                    begin_generation(self._run, action.generation)
+                case RecordEvidence():
+                    self._record_evidence(action)
+                case MarkRunning():
+                    if self._run.status().get("state") != "running":
+                        self._run.set_status("running", world=action.world, started=round(time.time(), 3))
+                case EndRun():
+                    message, fields = complete_message(self._run, action)
+                    self._run.set_status(action.state, exit_code=action.exit_code, message=message, **fields)
+                    self._events.write("end", epoch=action.generation, state=action.state, message=message)
+                case ListCheckpoints():
+                    return True  # the last of its list
+        return False
+
+    def _record_evidence(self, action: RecordEvidence) -> None:
+        """The survivors have left the membership that failed, and could say where they were.
+
+        The last membership that trained need not be the one before this: some may have failed before they began.
+        """
+        recorded = recorded_epochs(self._run)
+        new = [epoch for epoch in recorded if self._recorded_evidence < epoch < action.generation]
+        self._recorded_evidence = max(new, default=self._recorded_evidence)
+        found = find_culprit(read_flights(self._run, new[0], most=MOST_FLIGHTS)) if new else None
+        if action.last_collectives or found is not None:
+            told = {"finding": found.sentence, "culprits": list(found.culprits)} if found is not None else {}
+            epoch = new[0] if new else action.generation - 1
+            self._events.write("evidence", epoch=epoch, last_collectives=action.last_collectives, **told)
+
+
+def complete_message(run: Run, end: EndRun) -> tuple[str, Mapping[str, Any]]:
+    """The message of a run that ended, with what of it is left to go on from; and more fields for its status."""
+    if end.how == "plain":
+        return end.message, {}
+    aside = ""
+    if end.at_most is not None:
+        begin_generation(run, end.generation + 1)  # nobody commits any more
+        aside = set_untrusted_aside(run, after=end.at_most)
+    more = f"\n  {aside}" if aside else ""
+    if end.given_up is not None:
+        one = end.given_up
+        message = failing.tell(
+            run,
+            one.cause,
+            others=one.others,
+            world=one.world,
+            out_of_memory=one.out_of_memory,
+            host=one.host,
+            at_most=end.at_most,
+        )
+        why = f"\n  given up: {one.why}" if one.why else ""
+        return f"{message}{more}{why}", {"rank": one.cause.rank, "step": one.cause.step}
+    saved = failing.last_checkpoint(run, at_most=end.at_most)
+    resume = f"go on with: phalanx train --resume {run.path}"
+    if end.how == "killed":
+        kept = f"the last checkpoint is step {saved:,}" if saved is not None else "no checkpoint was written"
+        return f"{end.message}; {kept}{more}", {"step": saved}
+    if end.how == "unfit":
+        kept = f"\n  last good checkpoint: step {saved:,}; {resume}" if saved is not None else ""
+        return f"{end.message}{kept}{more}", {}
+    if end.how == "stopped":
+        kept = f"saved step {saved:,}" if saved is not None else "nothing was saved"
+        return f"stopped as asked: {kept}; {resume}", {"step": saved}
+    return "", {"step": saved}
+
+
+def set_untrusted_aside(run: Run, *, after: int) -> str:
+    """Rename the checkpoints of more than `after` steps, so that no resumed run takes one for its newest.
+
+    Returns what to tell a person, empty when there were none. An object store cannot rename, and it takes the
+    trainer's libraries to delete there: then it is for the person to do.
+    """
+    steps, root = [step for step in run.saved_steps() if step > after], run.checkpoints
+    if not steps:
+        return ""
+    named = ", ".join(f"{step:,}" for step in steps)
+    if isinstance(root, str):
+        return f"saved after that and not to be trusted: step {named} in {root}; delete them before --resume"
+    for step in steps:
+        for folder in root.glob(f"step-*{step:08d}"):
+            with suppress(OSError):
+                folder.rename(folder.with_name(f"{UNTRUSTED}{folder.name}"))
+    return f"saved after that and not to be trusted: step {named}, now called {UNTRUSTED}step-… in {root}"

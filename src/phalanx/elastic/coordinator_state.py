@@ -1,0 +1,387 @@
+"""What the coordinator knows, what it hears, and what it may do: the values that `decide` works on.
+
+Every value in a `CoordinatorState` is immutable, so that a copy of its fields is a copy of the state: a message costs
+the same whether the run has 4 hosts or 16,384.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import chain
+from typing import Any, Generic, Literal, TypeVar
+
+from phalanx.elastic.failure import Failure
+from phalanx.elastic.heartbeat_board import NO_STEP
+from phalanx.elastic.membership import HostSlot, Membership
+from phalanx.elastic.restore_point import Lineage
+from phalanx.job.schema import Job
+from phalanx.plan.layout import Layout
+
+Message = dict[str, Any]  # of a kind, with JSON values
+K = TypeVar("K", bound=int | str)
+V = TypeVar("V")
+BUCKETS = 64  # of 16,384 hosts each holds 256: a change copies 256 + 64 references instead of all
+
+
+class FrozenMap(Mapping[K, V], Generic[K, V]):
+    """A mapping that never changes; `set` and `drop` give another, in a time that hardly grows with its size."""
+
+    __slots__ = ("_buckets", "_count")
+
+    def __init__(self) -> None:
+        self._buckets: tuple[dict[K, V], ...] = ({},) * BUCKETS
+        self._count = 0
+
+    def __getitem__(self, key: K) -> V:
+        return self._buckets[_bucket(key)][key]
+
+    def __iter__(self) -> Iterator[K]:
+        return chain.from_iterable(self._buckets)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def set(self, key: K, value: V) -> FrozenMap[K, V]:
+        """With this value under this key."""
+        number = _bucket(key)
+        return self._with(number, {**self._buckets[number], key: value})
+
+    def drop(self, key: K) -> FrozenMap[K, V]:
+        """Without this key."""
+        number = _bucket(key)
+        return self._with(number, {one: value for one, value in self._buckets[number].items() if one != key})
+
+    def _with(self, number: int, bucket: dict[K, V]) -> FrozenMap[K, V]:
+        made: FrozenMap[K, V] = FrozenMap.__new__(FrozenMap)
+        made._buckets = (*self._buckets[:number], bucket, *self._buckets[number + 1 :])
+        made._count = self._count + len(bucket) - len(self._buckets[number])
+        return made
+
+
+def _bucket(key: int | str) -> int:
+    # Not hash(): that of a string differs from process to process, and so would the order of what is done.
+    return (key if isinstance(key, int) else zlib.crc32(key.encode())) % BUCKETS
+
+
+# ---- what it knows ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoordinatorSettings:
+    """What does not change during a launch."""
+
+    run_path: str
+    job: Job
+    planned: Layout
+    num_slots: int = 0  # of all hosts that were launched
+    prescribed: tuple[Message, ...] = ()  # layouts that a replay takes up, each from a step on
+    num_plans: int = 1  # that the run has had; goes into its record
+    newest_generation: int = 0  # that ranks of this run were ever fenced with; the next is above it
+
+    def layout_at(self, step: int) -> Layout:
+        """What is wanted: the plan, or what a replay prescribes from this step on."""
+        wanted = [one for one in self.prescribed if int(one["from_step"]) <= max(step, 0)]
+        return Layout(**wanted[-1]["layout"]) if wanted else self.planned
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostView:
+    """A host, as its agent describes it."""
+
+    name: str
+    address: str
+    heard_s: float
+    has_status: bool = False  # it has said which processes it has
+    gone_s: float | None = None  # when it hung up
+    alive: Mapping[int, int] = field(default_factory=dict)  # slot -> process
+    progress: Mapping[int, tuple[int, int, float]] = field(default_factory=dict)  # slot -> step, phase, age in seconds
+    problems: tuple[str, ...] = ()  # what its preflight found; it takes no part
+    ready: Message | None = None
+    stacks: Mapping[int, tuple[bool, str]] | None = None  # slot -> whether it waits for others, and where
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its agent is connected and has said which processes it has."""
+        return self.has_status and self.gone_s is None
+
+    def age_s(self, slot: int) -> float:
+        """Seconds since the rank in a slot got anywhere."""
+        return self.progress[slot][2] if slot in self.progress else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedState:
+    """What a coordinator must know of the one before it; saved before anybody is told. Agents tell the rest again."""
+
+    generation: int = 0
+    membership: Membership | None = None
+    pids: tuple[int, ...] = ()  # of the members' processes, by rank
+    running: bool = False  # there is a membership, and the run is not over
+    forming: bool = False  # its members were not yet told to go
+    go: Message | None = None  # what they were told
+    lineage: Lineage = field(default_factory=Lineage)
+    step: int = NO_STEP  # where the run stands
+    best_step: int = NO_STEP  # the furthest it ever came
+    failures: int = 0  # in a row, without a step further than ever between them
+    at_most: int | None = None  # state of more steps than these is not to be trusted
+    rolled_back: tuple[int, ...] = ()
+    went_s: float = 0.0  # Unix time at which the first membership of this launch began to train
+    divergence: Message | None = None  # copies that differed, and nobody could say which was wrong
+    quarantined: frozenset[HostSlot] = frozenset()
+    slot_failures: Mapping[HostSlot, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "epoch": self.generation,
+            "formation": self.membership.to_json() if self.membership is not None else None,
+            "pids": list(self.pids),
+            "running": self.running,
+            "forming": self.forming,
+            "go": self.go,
+            "lineage": self.lineage.to_json(),
+            "step": self.step,
+            "best_step": self.best_step,
+            "failures": self.failures,
+            "at_most": self.at_most,
+            "rolled_back": list(self.rolled_back),
+            "went_s": self.went_s,
+            "case": self.divergence,
+            "quarantined": [[one.host, one.slot] for one in sorted(self.quarantined)],
+            "seat_failures": [[one.host, one.slot, count] for one, count in sorted(self.slot_failures.items())],
+        }
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> SavedState:
+        """The reverse; raises KeyError, TypeError or ValueError on anything else."""
+        return cls(
+            generation=int(body["epoch"]),
+            membership=Membership.from_json(body["formation"]) if body["formation"] else None,
+            pids=tuple(int(pid) for pid in body["pids"]),
+            running=bool(body["running"]),
+            forming=bool(body["forming"]),
+            go=body["go"],
+            lineage=Lineage.from_json(body["lineage"]),
+            step=int(body["step"]),
+            best_step=int(body["best_step"]),
+            failures=int(body["failures"]),
+            at_most=body["at_most"],
+            rolled_back=tuple(int(step) for step in body["rolled_back"]),
+            went_s=float(body["went_s"]),
+            divergence=body["case"],
+            quarantined=frozenset(HostSlot(str(host), int(slot)) for host, slot in body["quarantined"]),
+            slot_failures={HostSlot(str(host), int(slot)): int(count) for host, slot, count in body["seat_failures"]},
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class CoordinatorState:
+    """All that `decide` knows. Its fields are assigned only to a copy, by `decide`, and no value is ever changed.
+
+    Times without a word on them are of the monotonic clock of the coordinator's host.
+    """
+
+    settings: CoordinatorSettings
+    saved: SavedState
+    began_s: float
+    ticked_s: float
+    stepped_s: float  # when the run last came a step further
+    step_s: float = 0.0  # how long a step takes
+    is_over: bool = False
+    takes_over: bool = False  # a run that another coordinator began, and not all of its hosts are back
+
+    hosts: FrozenMap[str, HostView] = field(default_factory=FrozenMap)
+    host_order: tuple[str, ...] = ()
+    num_processes: int = 0  # on all hosts
+    bad_hosts: frozenset[str] = frozenset()  # with problems
+    check_hosts_s: float = -1e9  # when the next host may have been silent for too long
+    beat_s: float = -1e9  # when agents were last told that we live
+
+    failures: FrozenMap[int, Failure] = field(default_factory=FrozenMap)  # by rank, since the last membership
+    noticed_s: float | None = None  # the first of them
+    consequences: frozenset[int] = frozenset()  # of the failures, those that belong to the incident before
+    replacing: FrozenMap[int, tuple[Failure, float]] = field(default_factory=FrozenMap)  # members lost while forming
+    incident_recorded: bool = False
+    out_of_memory: bool = False
+
+    before: Membership | None = None  # the membership before this one
+    asked_at: tuple[float, float] | None = None  # Unix time and clock when a membership was announced; not inherited
+    unfit_s: float | None = None  # when it was first found that it cannot be, because of bad hosts
+    left: FrozenMap[int, Message] = field(default_factory=FrozenMap)  # by rank, how it came out of its loop
+    left_s: float | None = None  # when the first did
+    last_collectives: FrozenMap[int, str] = field(default_factory=FrozenMap)  # of ranks that left for this generation
+    regrow_s: float | None = None  # since when there are slots for a larger membership
+    regrow_asked: bool = False
+    stacks_asked_s: float | None = None
+    killed_s: float = -1e9  # when a rank that hung was ended
+
+    stop_requests: int = 0
+    stop_asked_s: float | None = None
+    hurry_s: float | None = None  # when a cluster manager asked, which does not wait
+
+    def copy(self) -> CoordinatorState:
+        """Another one with the same values."""
+        made = object.__new__(CoordinatorState)
+        for name in _FIELD_NAMES:
+            setattr(made, name, getattr(self, name))
+        return made
+
+    @property
+    def job(self) -> Job:
+        """The job of the run."""
+        return self.settings.job
+
+    @property
+    def membership(self) -> Membership:
+        """The present membership; only where there is one."""
+        assert self.saved.membership is not None
+        return self.saved.membership
+
+    @property
+    def is_new_incident(self) -> bool:
+        """Whether what failed is neither recorded yet nor only a consequence of the incident before."""
+        return not self.incident_recorded and not self.failures.keys() <= self.consequences
+
+    def living_slots(self) -> list[HostSlot]:
+        """Slots with a living process that may be used, host by host."""
+        return [
+            place
+            for name in self.host_order
+            if (host := self.hosts.get(name)) is not None and host.is_here and not host.problems
+            for slot in sorted(host.alive)
+            if (place := HostSlot(name, slot)) not in self.saved.quarantined
+        ]
+
+    def refusals(self) -> list[str]:
+        """What was found on bad hosts."""
+        return [text for name in self.host_order if name in self.bad_hosts for text in self.hosts[name].problems]
+
+    def is_usable(self, place: HostSlot) -> bool:
+        """Whether a process in this slot, now or later, may become a rank."""
+        host = self.hosts.get(place.host)
+        return host is not None and not host.problems and place not in self.saved.quarantined
+
+    def pid_at(self, place: HostSlot) -> int | None:
+        """The process in a slot."""
+        host = self.hosts.get(place.host)
+        return host.alive.get(place.slot) if host is not None else None
+
+
+_FIELD_NAMES = tuple(one.name for one in fields(CoordinatorState))
+
+
+# ---- what it hears ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentMessage:
+    """What an agent said, or that it came ("joined") or hung up ("gone")."""
+
+    now_s: float
+    unix_s: float
+    host: str
+    body: Message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClockTick:
+    """Time has passed. Nothing is decided between ticks: messages are only taken note of."""
+
+    now_s: float
+    unix_s: float
+    stop_file: bool = False  # somebody has made the file `stop` in the run folder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointList:
+    """The answer to `ListCheckpoints`: the steps of all committed checkpoints."""
+
+    now_s: float
+    unix_s: float
+    steps: tuple[int, ...]
+
+
+Input = AgentMessage | ClockTick | CheckpointList
+
+
+# ---- what it may do --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Send:
+    """Say something to agents; one that is gone does not hear it."""
+
+    hosts: tuple[str, ...]
+    message: Message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordEvent:
+    """Append to the coordinator's events."""
+
+    event: str
+    fields: Message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveState:
+    """Write down what the next coordinator must know, before what follows is done."""
+
+    saved: SavedState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BeginGeneration:
+    """From now on no rank of an older generation commits a checkpoint."""
+
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListCheckpoints:
+    """Answer with a `CheckpointList`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordEvidence:
+    """Record what the ranks of the generations before this one left behind: collectives, flight recorders."""
+
+    generation: int
+    last_collectives: Mapping[int, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MarkRunning:
+    """The status of the run is "running", with so many ranks."""
+
+    world: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenUp:
+    """Why a run has failed: the first cause, and what else was seen."""
+
+    cause: Failure
+    others: tuple[Failure, ...]
+    why: str  # it was not recovered from; empty where the cause says it all
+    world: int
+    host: str  # of the cause; empty on a run of one host
+    out_of_memory: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndRun:
+    """Write down how the run ended. The message is completed with what lies on the disk: see coordinator_actions.py."""
+
+    state: Literal["done", "stopped", "failed"]
+    exit_code: int
+    message: str
+    generation: int
+    how: Literal["plain", "finished", "stopped", "killed", "unfit", "given up"] = "plain"
+    at_most: int | None = None  # checkpoints of more steps are not to be trusted: they are set aside
+    given_up: GivenUp | None = None
+
+
+Action = Send | RecordEvent | SaveState | BeginGeneration | ListCheckpoints | RecordEvidence | MarkRunning | EndRun

@@ -1,0 +1,352 @@
+"""All decisions of the coordinator: `decide(state, message) -> (state, actions)`, a pure function.
+
+No clock, no disk, no socket: every situation can be played through in a test, in any order of messages. A run waits
+for its hosts, forms a membership (asked its members, not all have answered), trains, or is over. Messages of agents
+are only taken note of; what is to be done is decided when the clock ticks, a hundred times a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from phalanx.elastic.coordinator_state import (
+    Action,
+    AgentMessage,
+    CheckpointList,
+    ClockTick,
+    CoordinatorSettings,
+    CoordinatorState,
+    EndRun,
+    HostView,
+    Input,
+    Message,
+    SavedState,
+)
+from phalanx.elastic.decide_membership import await_hosts, await_members, kill_all, regrow, start_members
+from phalanx.elastic.decide_recovery import CAUSE_S, after_all_left, after_some_left, find_hung_rank, recover
+from phalanx.elastic.decision import STOPPED, Decision
+from phalanx.elastic.failure import Failure
+from phalanx.elastic.heartbeat_board import NO_STEP
+from phalanx.elastic.membership import HostSlot
+from phalanx.elastic.preflight import check_skew, clock_skew_s
+
+BEAT_S = 0.5  # between signs of life to the agents
+PAUSE_S = 1.0  # between two of our own turns, after which it was us who did not listen
+RECONNECT_S = 1.0  # an agent that hung up may be back at once; one whose host is gone is not
+TAKE_OVER_S = 5.0  # for agents to find a new coordinator, as long as nothing seems to be wrong
+CONNECT_S = 2.0  # an agent reads its clock before a connection that may take so long
+CLOCK_SET_S = 1.0  # between what our clock says has passed and what has, after which it was set
+
+
+def initial_state(
+    settings: CoordinatorSettings, saved: SavedState, *, hosts: tuple[str, ...], now_s: float, unix_s: float
+) -> tuple[CoordinatorState, list[Action]]:
+    """A coordinator starts, perhaps in the place of another that wrote `saved` down."""
+    state = CoordinatorState(
+        settings=settings,
+        saved=saved,
+        began_s=now_s,
+        ticked_s=now_s,
+        stepped_s=now_s,
+        takes_over=saved.running,
+        host_order=hosts,
+    )
+    decision = Decision(state, now_s=now_s, unix_s=unix_s)
+    if saved.running:
+        decision.record("coordinator", state="took over")
+    if saved.forming:
+        decision.begin_generation(saved.generation)  # whoever wrote this down may not have come so far
+    return decision.state, decision.actions
+
+
+def decide(state: CoordinatorState, message: Input) -> tuple[CoordinatorState, list[Action]]:
+    """The state after a message, and what is to be done, in this order. The given state is left as it was."""
+    decision = Decision(state, now_s=message.now_s, unix_s=message.unix_s)
+    if isinstance(message, AgentMessage):
+        _hear_agent(decision, message.host, message.body)
+    elif isinstance(message, CheckpointList):
+        if not state.is_over:
+            start_members(decision, message.steps)
+    else:
+        _tick(decision, message)
+    return decision.state, decision.actions
+
+
+def _tick(decision: Decision, tick: ClockTick) -> None:
+    state = decision.state
+    _excuse_own_pause(decision)
+    if tick.stop_file:
+        _request_stop(decision, 1)
+    _act_on_stop(decision)
+    if state.is_over:
+        return
+    _give_up_hosts(decision)
+    if state.saved.membership is None:
+        await_hosts(decision)
+    elif state.takes_over:
+        return
+    elif state.failures:
+        recover(decision)
+    elif state.left_s is not None and len(state.left) == state.membership.world:
+        after_all_left(decision)
+    elif state.left_s is not None and decision.now_s - state.left_s > CAUSE_S:
+        after_some_left(decision)
+    elif state.saved.forming:
+        await_members(decision)
+    else:
+        regrow(decision)
+        find_hung_rank(decision)
+
+
+def _excuse_own_pause(decision: Decision) -> None:
+    """If it was us who did not run for a while, the others are not to blame; and they are to know that we do."""
+    state, now = decision.state, decision.now_s
+    paused_s, state.ticked_s = now - state.ticked_s, now
+    if paused_s > PAUSE_S:
+        for host in state.hosts.values():
+            decision.set_host(replace(host, heard_s=host.heard_s + paused_s))
+    if now - state.beat_s >= BEAT_S:
+        state.beat_s = now
+        decision.broadcast({"kind": "beat"})
+
+
+# ---- the wish to stop ------------------------------------------------------------------------------------------------
+
+
+def _request_stop(decision: Decision, count: int) -> None:
+    """Somebody asked us to stop, for the `count`th time."""
+    state = decision.state
+    if count > state.stop_requests:
+        state.stop_requests, state.stop_asked_s = count, state.stop_asked_s or decision.now_s
+        decision.broadcast({"kind": "stop"})
+
+
+def _act_on_stop(decision: Decision) -> None:
+    state, grace_s = decision.state, decision.state.job.fault.grace_s
+    if state.is_over or state.stop_asked_s is None:
+        return
+    if state.stop_requests >= 2:
+        kill_all(decision, "killed at once, as asked")
+    elif state.saved.membership is None:
+        message = "stopped before the first rank was started"
+        decision.end_run(EndRun(state="stopped", exit_code=STOPPED, message=message, generation=state.saved.generation))
+    elif state.hurry_s is not None and decision.now_s - state.hurry_s > grace_s:
+        kill_all(decision, f"killed: not done within fault.grace_s = {grace_s:g} s after it was asked")
+
+
+# ---- hosts that are gone ---------------------------------------------------------------------------------------------
+
+
+def _give_up_hosts(decision: Decision) -> None:
+    """Hosts that hung up and did not come back, or say nothing any more."""
+    state, now = decision.state, decision.now_s
+    if now > state.check_hosts_s:
+        _give_up_silent_hosts(decision)
+    if state.takes_over and state.saved.membership is not None:
+        missing = [
+            name for name in state.membership.hosts if (host := state.hosts.get(name)) is None or not host.is_here
+        ]
+        patience_s = RECONNECT_S if state.failures or state.left else TAKE_OVER_S
+        if missing and now - state.began_s < patience_s:
+            return
+        state.takes_over = False
+        for name in missing:
+            _lose_host(decision, name, "did not come back")
+
+
+def _give_up_silent_hosts(decision: Decision) -> None:
+    """Goes through all hosts, and not again before another could have been silent for too long."""
+    state, now, dead_after_s = decision.state, decision.now_s, decision.state.job.fault.dead_after_s
+    until_s = now + min(dead_after_s, RECONNECT_S)  # nobody who joins or hangs up from now on is due before
+    for name, host in state.hosts.items():
+        silent = now - host.heard_s > dead_after_s
+        if silent or (host.gone_s is not None and now - host.gone_s > RECONNECT_S):
+            decision.drop_host(name)
+            _lose_host(decision, name, "says nothing any more" if silent else "is gone: its agent hung up")
+            continue
+        due_s = host.heard_s + dead_after_s
+        until_s = min(until_s, due_s if host.gone_s is None else min(due_s, host.gone_s + RECONNECT_S))
+    state.check_hosts_s = until_s
+
+
+def _lose_host(decision: Decision, name: str, what: str) -> None:
+    membership = decision.state.saved.membership
+    decision.record("host", host=name, state="lost", reason=what)
+    for rank in membership.ranks_on(name).values() if membership is not None else ():
+        decision.fail(rank, "HostLost", f"host {name} {what}")
+
+
+# ---- what agents say -------------------------------------------------------------------------------------------------
+
+
+def _hear_agent(decision: Decision, name: str, message: Message) -> None:
+    """Take note; what nobody knows is left alone, as a newer agent may say it."""
+    kind = str(message.get("kind"))
+    if kind == "joined":
+        _on_joined(decision, name, message["hello"])
+        return
+    host = decision.state.hosts.get(name)
+    if host is None:
+        if kind != "gone":  # it was given up, and lives: it is to introduce itself again
+            decision.send(name, {"kind": "again"})
+        return
+    host = replace(host, heard_s=decision.now_s)
+    decision.set_host(host)
+    if kind in HANDLERS:
+        HANDLERS[kind](decision, host, message)
+
+
+def _on_joined(decision: Decision, name: str, hello: Message) -> None:
+    state = decision.state
+    is_new = name not in state.hosts
+    skew_s = clock_skew_s(float(hello["time"]), CONNECT_S, now_s=decision.unix_s)
+    problems = [
+        *(str(text) for text in hello.get("problems", ())),
+        *(problem.render() for problem in check_skew(skew_s, host=name)),
+    ]
+    host = HostView(name=name, address=str(hello.get("address", "")), heard_s=decision.now_s, problems=tuple(problems))
+    decision.set_host(host)
+    if name not in state.host_order:
+        state.host_order = (*state.host_order, name)
+    decision.record(
+        "host", host=name, state="joined", problems=problems, link_bytes_per_s=hello.get("link_bytes_per_s")
+    )
+    if is_new:
+        decision.exclude_host(host, problems)
+    if state.stop_requests:
+        decision.send(name, {"kind": "stop"})
+
+
+def _on_status(decision: Decision, host: HostView, message: Message) -> None:
+    """What an agent has that has just connected, perhaps not for the first time."""
+    host = replace(host, has_status=True, alive={int(slot): int(pid) for slot, pid in message["slots"].items()})
+    decision.set_host(host)
+    _request_stop(decision, int(message["wishes"]))  # before anything is formed of these slots
+    state, saved = decision.state, decision.state.saved
+    if saved.membership is None or not saved.running:
+        return
+    ranks, generation = saved.membership.ranks_on(host.name), int(message["epoch"])
+    ended = [
+        rank for slot, rank in ranks.items() if host.alive.get(slot) != saved.pids[rank] and rank not in state.replacing
+    ]
+    if generation < saved.generation and not saved.forming:
+        ended = list(ranks.values())
+    for rank in ended:
+        decision.fail(rank, "Left", f"its process on host {host.name} ended while no coordinator ran")
+    if ended or not ranks:
+        return
+    if generation < saved.generation and saved.forming:  # it was never told, or the word was lost
+        decision.send(host.name, {"kind": "form", **saved.membership.to_json()})
+    elif int(message["went"]) < saved.generation and saved.go is not None:
+        decision.send(host.name, saved.go)
+    elif saved.forming:  # whoever has its slot stays in it
+        for slot in ranks:
+            decision.send(host.name, {"kind": "seat", "epoch": saved.generation, "slot": slot})
+
+
+def _on_gone(decision: Decision, host: HostView, message: Message) -> None:
+    decision.set_host(replace(host, gone_s=decision.now_s))
+
+
+def _on_up(decision: Decision, host: HostView, message: Message) -> None:
+    started = {int(slot): int(pid) for slot, pid in message["slots"].items()}
+    decision.set_host(replace(host, alive={**host.alive, **started}))
+
+
+def _on_lost(decision: Decision, host: HostView, message: Message) -> None:
+    state, saved = decision.state, decision.state.saved
+    slot, pid = int(message["slot"]), int(message["pid"])
+    if host.alive.get(slot) == pid:
+        alive = {number: process for number, process in host.alive.items() if number != slot}
+        decision.set_host(replace(host, alive=alive))
+    rank = saved.membership.rank_at(HostSlot(host.name, slot)) if saved.membership is not None else None
+    if rank is None or not saved.running or saved.pids[rank] != pid:
+        return
+    failure = Failure(**{**message["failure"], "rank": rank})
+    # It never came out of the membership before, or has not even heard of this one: the same incident.
+    is_leaving = message.get("leaving") or int(message["epoch"]) < saved.generation
+    if saved.forming and is_leaving and not failure.is_user:
+        if rank not in state.replacing:
+            state.replacing = state.replacing.set(rank, (failure, decision.now_s))
+        return
+    state.out_of_memory = state.out_of_memory or bool(message.get("out_of_memory"))
+    decision.note_step(int(message["failure"]["step"]))
+    decision.add_failure(rank, failure)
+
+
+def _on_left(decision: Decision, host: HostView, message: Message) -> None:
+    state = decision.state
+    generation, place = int(message["epoch"]), HostSlot(host.name, int(message["slot"]))
+    known = (state.saved.membership, state.before)
+    membership = next((one for one in known if one is not None and one.generation == generation), None)
+    rank = membership.rank_at(place) if membership is not None else None
+    if rank is None:
+        return
+    if message.get("last_collective"):
+        state.last_collectives = state.last_collectives.set(rank, str(message["last_collective"]))
+    if generation == state.saved.generation:
+        decision.note_step(int(message["step"]))
+        state.left, state.left_s = state.left.set(rank, message), state.left_s or decision.now_s
+
+
+def _on_ready(decision: Decision, host: HostView, message: Message) -> None:
+    state = decision.state
+    if int(message["epoch"]) != state.saved.generation:
+        return
+    host = replace(host, ready=message)
+    decision.set_host(host)
+    if state.asked_at is not None and "time" in message:
+        asked_s, took_s = state.asked_at[0], decision.now_s - state.asked_at[1]
+        if abs(decision.unix_s - asked_s - took_s) < CLOCK_SET_S:  # else it was our own clock that was set
+            # Their clock was read after we asked.
+            skew_s = clock_skew_s(float(message["time"]), took_s, now_s=decision.unix_s)
+            decision.exclude_host(host, [problem.render() for problem in check_skew(skew_s, host=host.name)])
+
+
+def _on_unfit(decision: Decision, host: HostView, message: Message) -> None:
+    """An agent looked at its host before it formed again, and found it bad."""
+    if int(message["epoch"]) == decision.state.saved.generation:
+        found = [str(text) for text in message["problems"]]
+        decision.exclude_host(host, [text for text in found if text not in host.problems])
+
+
+def _on_beat(decision: Decision, host: HostView, message: Message) -> None:
+    state, saved = decision.state, decision.state.saved
+    if int(message["epoch"]) != saved.generation or saved.forming:
+        return
+    progress = {
+        int(slot): (int(step), int(phase), float(age)) for slot, (step, phase, age) in message["progress"].items()
+    }
+    decision.set_host(replace(host, progress=progress))
+    ranks = saved.membership.ranks_on(host.name) if saved.membership is not None else {}
+    step = max((progress[slot][0] for slot in ranks if slot in progress), default=NO_STEP)
+    if step > saved.step:
+        state.step_s = max(0.9 * state.step_s, decision.now_s - state.stepped_s)
+        state.stepped_s = decision.now_s
+    decision.note_step(step)
+
+
+def _on_where(decision: Decision, host: HostView, message: Message) -> None:
+    stacks = {int(slot): (bool(waits), str(place)) for slot, (waits, place) in message["ranks"].items()}
+    decision.set_host(replace(host, stacks=stacks))
+
+
+def _on_stop(decision: Decision, host: HostView, message: Message) -> None:
+    _request_stop(decision, int(message["count"]))
+    if message.get("hurry"):
+        decision.state.hurry_s = decision.state.hurry_s or decision.now_s
+
+
+HANDLERS: dict[str, Callable[[Decision, HostView, Message], None]] = {
+    "status": _on_status,
+    "gone": _on_gone,
+    "up": _on_up,
+    "lost": _on_lost,
+    "left": _on_left,
+    "ready": _on_ready,
+    "unfit": _on_unfit,
+    "beat": _on_beat,
+    "where": _on_where,
+    "stop": _on_stop,
+}

@@ -1,0 +1,291 @@
+"""The next generation: who is asked to take part, when all of them go, and from which state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+
+from phalanx.elastic.coordinator_state import (
+    CoordinatorState,
+    EndRun,
+    FrozenMap,
+    ListCheckpoints,
+    MarkRunning,
+    Message,
+    RecordEvidence,
+)
+from phalanx.elastic.decision import FAILED, STOPPED, Decision
+from phalanx.elastic.failure import Failure
+from phalanx.elastic.membership import HostSlot, Membership, next_membership
+from phalanx.elastic.restore_point import ReplicaInfo, RestorePoint, find_restore_points
+
+REPLACE_S = 2.0  # for an agent to start another process in a slot
+REGROW_S = 1.0  # slots that came back are to stay this long before the ranks are disturbed
+
+
+def await_hosts(decision: Decision) -> None:
+    """Before the first membership: begin as soon as there are slots for the plan, or with fewer when time is up."""
+    state, patience_s = decision.state, decision.state.job.comm.init_timeout_s
+    wanted = state.settings.layout_at(0).devices
+    if state.num_processes >= wanted and len(state.living_slots()) >= wanted:
+        form(decision, "start")
+        return
+    have_all_arrived = state.num_processes >= max(state.settings.num_slots, state.settings.planned.devices)
+    if state.bad_hosts and have_all_arrived:
+        if not form(decision, "some hosts failed their preflight", as_planned=False):
+            end_unfit(decision)
+    elif decision.now_s - state.began_s > patience_s:
+        several = len(state.host_order) > 1
+        if several and form(decision, "some hosts did not arrive", as_planned=False):
+            return
+        here = ", ".join(name for name in state.host_order if name in state.hosts) or "no host"
+        message = (
+            f"{state.settings.run_path}: {len(state.living_slots())} of {state.settings.planned.devices} ranks "
+            f"arrived within {patience_s:g} s\n  here: {here}\n  look at the logs of the agents that are missing"
+        )
+        end = EndRun(state="failed", exit_code=FAILED, message=message, generation=state.saved.generation)
+        decision.end_run(end)
+
+
+def form(decision: Decision, reason: str, *, as_planned: bool = True) -> bool:
+    """Announce the next generation; False when there is no membership for the slots that live.
+
+    The very first is as planned, unless `as_planned` says that enough was waited for that.
+    """
+    state = decision.state
+    before = state.saved.membership
+    policy = state.job.fault.recovery if before is not None or not as_planned else "replace"
+    membership = next_membership(
+        generation=max(state.saved.generation, state.settings.newest_generation) + 1,
+        planned=state.settings.layout_at(state.saved.step),
+        sequences=state.job.batch.global_sequences,
+        reproducible=state.job.numerics.reproducible,
+        policy="auto" if policy == "stop" else policy,
+        before=before,
+        alive=state.living_slots(),
+        fallen=_slots_of_ended(state, before) if before is not None else (),
+    )
+    if membership is None:
+        return False
+    state.before = before
+    decision.forget_failures()
+    for host in state.hosts.values():
+        if host.ready is not None or host.progress:
+            decision.set_host(replace(host, ready=None, progress={}))
+    pids = tuple(state.hosts[one.host].alive[one.slot] for one in membership.slots)
+    decision.save(
+        generation=membership.generation, membership=membership, pids=pids, running=True, forming=True, go=None
+    )
+    state.asked_at, state.unfit_s = (decision.unix_s, decision.now_s), None
+    decision.begin_generation(membership.generation)
+    decision.record(
+        "epoch",
+        reason=reason,
+        world=membership.world,
+        plan=state.settings.num_plans,
+        layout=asdict(membership.layout),
+        members=[
+            {"rank": rank, "host": one.host, "slot": one.slot, "pid": pids[rank]}
+            for rank, one in enumerate(membership.slots)
+        ],
+    )
+    decision.broadcast({"kind": "form", **membership.to_json()})
+    return True
+
+
+def _slots_of_ended(state: CoordinatorState, before: Membership) -> set[HostSlot]:
+    """Slots whose process ended: one that only left, or only spoke for all, is as good as before."""
+    failed = {before.slots[rank]: state.saved.pids[rank] for rank in state.failures}
+    return {place for place, pid in failed.items() if state.pid_at(place) != pid}
+
+
+def await_members(decision: Decision) -> None:
+    """A membership was announced: as soon as every member has answered, ask what lies on the disk, and go."""
+    state = decision.state
+    if state.replacing:
+        _replace_lost_members(decision)
+    elif unfit := [name for name in state.membership.hosts if name in state.bad_hosts]:
+        _form_without(decision, unfit)
+    elif _are_all_ready(state):
+        decision.actions.append(ListCheckpoints())
+
+
+def _are_all_ready(state: CoordinatorState) -> bool:
+    for place in state.membership.slots:
+        host = state.hosts.get(place.host)
+        if host is None or host.ready is None or str(place.slot) not in host.ready["ports"]:
+            return False
+    return True
+
+
+def _replace_lost_members(decision: Decision) -> None:
+    """Put new processes into the slots of members that were lost while they left the membership before.
+
+    The generation stays: nobody was told to go yet, and one failure is one generation. Where no process comes, or lost
+    ranks are not to be replaced, another is formed; that is still the same incident.
+    """
+    state = decision.state
+    can_replace = state.job.fault.recovery != "shrink"
+    for rank, (failure, since_s) in sorted(state.replacing.items()):
+        place = state.membership.slots[rank]
+        host = state.hosts.get(place.host)
+        is_possible = can_replace and host is not None and host.is_here and state.is_usable(place)
+        pid = state.pid_at(place) if is_possible else None
+        if pid is not None:
+            state.replacing = state.replacing.drop(rank)
+            pids = state.saved.pids
+            decision.save(pids=(*pids[:rank], pid, *pids[rank + 1 :]))
+            _record_replacement(decision, failure, place, pid=pid)
+            decision.send(place.host, {"kind": "seat", "epoch": state.saved.generation, "slot": place.slot})
+        elif not can_replace or decision.now_s - since_s > REPLACE_S:
+            decision.fail_replacing()
+            return
+
+
+def _record_replacement(decision: Decision, failure: Failure, place: HostSlot, *, pid: int) -> None:
+    """A process was lost while it left the membership before (the same incident); another is in its place."""
+    decision.record(
+        "replacement",
+        rank=failure.rank,
+        host=place.host,
+        slot=place.slot,
+        pid=pid,
+        cause={"kind": failure.kind, "message": failure.message, "signal": failure.signal},
+        stack=failure.stack,
+    )
+
+
+def _form_without(decision: Decision, unfit: Sequence[str]) -> None:
+    """Members turned out to be on bad hosts before anybody was told to go: no rank failed, so it is no incident."""
+    state, membership = decision.state, decision.state.membership
+    state.unfit_s = state.unfit_s or decision.now_s
+    noun = "host" if len(unfit) == 1 else "hosts"
+    if form(decision, f"without {noun} {', '.join(unfit)}: failed the preflight"):
+        return
+    if not await_lost_slots(decision, membership, decision.now_s - state.unfit_s):
+        end_unfit(decision)
+
+
+def await_lost_slots(decision: Decision, membership: Membership, waited_s: float) -> bool:
+    """Whether to wait for lost slots: nothing can go on without them, and nobody is disturbed by waiting."""
+    state = decision.state
+    if state.stop_requests:
+        kill_all(decision, "stopped as asked, while not enough ranks were there to go on")
+        return True
+    if state.job.fault.recovery == "shrink" or waited_s > state.job.comm.init_timeout_s:
+        return False
+    alive = set(state.living_slots())
+    return any(one not in alive and (one.host not in state.hosts or state.is_usable(one)) for one in membership.slots)
+
+
+def start_members(decision: Decision, checkpoints: Sequence[int]) -> None:
+    """Tell the members where everybody is and which state to take up."""
+    state, saved = decision.state, decision.state.saved
+    if saved.membership is None or not saved.forming or state.replacing or not _are_all_ready(state):
+        return  # somebody was lost while the disk was read
+    membership = saved.membership
+    ready = {name: message for name in membership.hosts if (message := state.hosts[name].ready) is not None}
+    trusted = [step for step in checkpoints if saved.at_most is None or step <= saved.at_most]
+    on_disk = max(trusted, default=0)
+    point = _newest_in_memory(state, ready)
+    if point is not None and on_disk > point.step:
+        point = None  # replicas that could not be renewed for long are older than the disk
+    step = point.step if point is not None else on_disk
+    went_s = saved.went_s or decision.unix_s
+    ports = {
+        rank: (state.hosts[one.host].address, ready[one.host]["ports"][str(one.slot)])
+        for rank, one in enumerate(membership.slots)
+    }
+    vaults = {str(rank): [address, int(both[1])] for rank, (address, both) in ports.items()}
+    go = {
+        "kind": "go",
+        "epoch": membership.generation,
+        "store": [ports[0][0], int(ports[0][1][0])],
+        "vaults": vaults,
+        "peers": {one.host: vaults[str(rank)] for rank, one in reversed(list(enumerate(membership.slots)))},
+        "restore": point.to_json() if point is not None else None,
+        "at_most": saved.at_most,
+        "case": saved.divergence,
+        "went_s": went_s,
+    }
+    source = (point.epoch, point.step) if point is not None else None
+    state.step_s, state.stepped_s = 0.0, decision.now_s
+    decision.save(
+        lineage=saved.lineage.begin(membership.generation, source=source),
+        forming=False,
+        go=go,
+        step=step,
+        best_step=max(step, saved.best_step),
+        went_s=went_s,
+    )
+    told = dict(sorted(state.last_collectives.items()))
+    decision.actions.append(RecordEvidence(generation=membership.generation, last_collectives=told))
+    state.last_collectives = FrozenMap()
+    decision.record("restore", step=step, source="memory" if point is not None else "disk" if step else "start")
+    decision.broadcast(go)
+    decision.actions.append(MarkRunning(world=membership.world))
+
+
+def _newest_in_memory(state: CoordinatorState, ready: Mapping[str, Message]) -> RestorePoint | None:
+    """The newest step that the members' hosts hold in full; what others hold cannot be reached."""
+    held = {name: [ReplicaInfo.from_json(one) for one in message.get("held", ())] for name, message in ready.items()}
+    found = find_restore_points(held, lineage=state.saved.lineage, at_most=state.saved.at_most)
+    return found[0] if found else None
+
+
+def regrow(decision: Decision) -> None:
+    """A job that shrank takes its planned layout up again, at the end of a step, when the slots are there."""
+    state, membership = decision.state, decision.state.membership
+    wanted = state.settings.layout_at(state.saved.step)
+    is_whole = membership.world >= wanted.devices
+    if state.regrow_asked or state.job.fault.recovery != "auto" or is_whole or state.stop_requests:
+        return
+    better = None
+    if state.num_processes > membership.world:
+        better = next_membership(
+            generation=state.saved.generation + 1,
+            planned=wanted,
+            sequences=state.job.batch.global_sequences,
+            reproducible=state.job.numerics.reproducible,
+            policy="auto",
+            before=membership,
+            alive=state.living_slots(),
+        )
+    if better is None or better.world <= membership.world:
+        state.regrow_s = None
+        return
+    state.regrow_s = state.regrow_s or decision.now_s
+    if decision.now_s - state.regrow_s > REGROW_S:
+        state.regrow_asked = True
+        decision.broadcast({"kind": "reform"})
+
+
+def end_unfit(decision: Decision) -> None:
+    """Without the hosts that failed their preflight there is no membership."""
+    state = decision.state
+    lines = [line for text in state.refusals() for line in text.splitlines()]
+    decision.end_run(
+        EndRun(
+            state="failed",
+            exit_code=FAILED,
+            message="\n".join(["a host failed its preflight", *(f"  {line}" for line in lines)]),
+            generation=state.saved.generation,
+            how="unfit",
+            at_most=state.saved.at_most,
+        )
+    )
+
+
+def kill_all(decision: Decision, why: str) -> None:
+    """End it now, whatever the ranks are doing."""
+    saved = decision.state.saved
+    decision.end_run(
+        EndRun(
+            state="stopped",
+            exit_code=STOPPED,
+            message=why,
+            generation=saved.generation,
+            how="killed",
+            at_most=saved.at_most,
+        )
+    )

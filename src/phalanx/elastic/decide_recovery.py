@@ -1,0 +1,321 @@
+"""Ranks failed, lost each other, hang, or came out of their loop: what that means, and what is done about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from dataclasses import replace
+
+from phalanx.elastic import failure as failing
+from phalanx.elastic.coordinator_state import CoordinatorState, EndRun, FrozenMap, GivenUp, HostView, Message
+from phalanx.elastic.decide_membership import REPLACE_S, await_lost_slots, form
+from phalanx.elastic.decision import FAILED, STOPPED, Decision
+from phalanx.elastic.failure import Failure
+from phalanx.elastic.heartbeat_board import Phase
+from phalanx.elastic.membership import HostSlot
+from phalanx.units import plural
+
+CAUSE_S = 0.5  # after ranks have left without a known cause, time for it to show
+BACK_OFF_S, MOST_BACK_OFF_S = 0.5, 10.0
+ANSWER_S = 2.0  # for agents to say where their ranks are, and to end one
+MARGIN_S = 10.0  # collectives give up after comm.init_timeout_s themselves, and say more about it than we can
+SLOW_PHASES = {
+    Phase.BUILDING: "setting up (communicators, state, first step)",
+    Phase.RESTING: "evaluating or saving",
+    Phase.LOCKED: "in native code that holds the interpreter lock",
+}
+
+
+def recover(decision: Decision) -> None:
+    """A rank or a host failed: form again as soon as the slots for it are there, or give up."""
+    state, membership = decision.state, decision.state.membership
+    assert state.noticed_s is not None
+    decision.fail_replacing()
+    cause = failing.first(list(state.failures.values()))
+    waited_s = decision.now_s - state.noticed_s
+    ends = cause.is_user or state.job.fault.recovery == "stop"
+    if ends or state.saved.failures >= state.job.fault.restarts + int(not state.is_new_incident):
+        if waited_s > CAUSE_S or len(state.failures.keys() | state.left.keys()) == membership.world:
+            _give_up(decision, cause, "" if ends else _too_often(state))
+        return
+    pause_s = BACK_OFF_S * 2 ** (state.saved.failures - 2) if state.saved.failures > 1 else 0.0
+    if waited_s < min(pause_s, MOST_BACK_OFF_S) or _is_somebody_coming(state, waited_s):
+        return
+    _record_incident(decision, cause)
+    said = next(iter(cause.message.splitlines()), "")[:200]
+    reason = f"rank {cause.rank} failed: {cause.kind} {said}".strip()
+    if form(decision, reason) or await_lost_slots(decision, membership, waited_s):
+        return
+    _give_up(decision, cause, _no_slots(state))
+
+
+def _no_slots(state: CoordinatorState) -> str:
+    refusals = state.refusals()
+    bad = ["; a host failed its preflight:", *(f"    {line}" for text in refusals for line in text.splitlines())]
+    return "there are not enough slots left for any layout of this job" + ("\n".join(bad) if refusals else "")
+
+
+def _too_often(state: CoordinatorState) -> str:
+    count = state.saved.failures + int(state.is_new_incident)
+    return f"{plural(count, 'failure')} in a row, without a step between (fault.restarts = {state.job.fault.restarts})"
+
+
+def _is_somebody_coming(state: CoordinatorState, waited_s: float) -> bool:
+    """Whether it will soon be clear who is there: a host that hung up, one that joins, a process being started."""
+    if not all(host.is_here for host in state.hosts.values()):
+        return True
+    if state.job.fault.recovery == "shrink" or waited_s > REPLACE_S:
+        return False
+    alive = set(state.living_slots())
+    missing = [state.membership.slots[rank] for rank in state.failures]
+    is_coming = any(place not in alive and state.is_usable(place) for place in missing)
+    return is_coming and len(alive) < state.membership.world
+
+
+def _record_incident(decision: Decision, cause: Failure) -> None:
+    """Record it, once; a slot that fails again and again is left alone when there is another."""
+    state, membership = decision.state, decision.state.membership
+    if not state.is_new_incident:
+        return
+    state.incident_recorded = True
+    decision.change_saved(failures=state.saved.failures + 1)
+    for rank in sorted(state.failures.keys() - state.consequences):
+        place = membership.slots[rank]
+        count = state.saved.slot_failures.get(place, 0) + 1
+        decision.change_saved(slot_failures={**state.saved.slot_failures, place: count})
+        if count >= state.job.fault.restarts and len(state.living_slots()) > membership.world:
+            decision.quarantine_slot(place, f"failed {plural(count, 'time')} in a row")
+    place = membership.slots[cause.rank]
+    decision.record(
+        "incident",
+        rank=cause.rank,
+        host=place.host,
+        slot=place.slot,
+        step=max(cause.step, state.saved.step),
+        cause={"kind": cause.kind, "message": cause.message, "signal": cause.signal},
+        stack=cause.stack,
+        others=[rank for rank in sorted(state.failures) if rank != cause.rank],
+        in_a_row=state.saved.failures,
+        waited_s=round(decision.now_s - state.noticed_s, 3) if state.noticed_s is not None else 0.0,
+    )
+
+
+def _give_up(decision: Decision, cause: Failure, why: str = "") -> None:
+    """The run has failed: one message, with what others did and what is left."""
+    state, membership = decision.state, decision.state.membership
+    _record_incident(decision, cause)
+    left = [
+        Failure(rank=rank, step=int(one["step"]), at_s=decision.unix_s, kind="Left", message=str(one.get("why")))
+        for rank, one in sorted(state.left.items())
+        if rank not in state.failures and not one.get("state") and not one.get("fault")
+    ]
+    given_up = GivenUp(
+        cause=cause,
+        others=(*(one for one in state.failures.values() if one is not cause), *left),
+        why=why,
+        world=membership.world,
+        host=membership.slots[cause.rank].host if len(state.host_order) > 1 else "",
+        out_of_memory=state.out_of_memory,
+    )
+    decision.end_run(
+        EndRun(
+            state="failed",
+            exit_code=cause.exit_code if cause.is_user else FAILED,
+            message="",
+            generation=state.saved.generation,
+            how="given up",
+            at_most=state.saved.at_most,
+            given_up=given_up,
+        )
+    )
+
+
+# ---- ranks that came out of their loop -------------------------------------------------------------------------------
+
+
+def after_all_left(decision: Decision) -> None:
+    """Every rank came out of its loop."""
+    state = decision.state
+    generation = state.saved.generation
+    ends = {str(one.get("state") or "") for one in state.left.values()}
+    if ends == {"reform"}:
+        decision.change_saved(step=max(int(one["step"]) for one in state.left.values()))
+        if not form(decision, "as planned"):
+            message = f"{state.settings.run_path}: no membership is left for step {state.saved.step}"
+            decision.end_run(EndRun(state="failed", exit_code=FAILED, message=message, generation=generation))
+    elif ends == {"done"}:
+        decision.end_run(EndRun(state="done", exit_code=0, message="", generation=generation, how="finished"))
+    elif ends == {"stopped"}:
+        decision.end_run(EndRun(state="stopped", exit_code=STOPPED, message="", generation=generation, how="stopped"))
+    elif "" in ends:
+        after_some_left(decision)
+    else:
+        decision.fail(0, "Left", f"ranks left in different states: {', '.join(sorted(ends))}")
+
+
+def after_some_left(decision: Decision) -> None:
+    """Ranks lost each other, or their numbers, and every process lives."""
+    state = decision.state
+    astray = [message for _, message in sorted(state.left.items()) if message.get("fault")]
+    if astray:
+        _roll_back(decision, astray[0])
+        return
+    rank, message = min(state.left.items(), key=lambda one: (bool(one[1].get("state")), one[0]))
+    if message.get("state"):
+        state.left_s = None  # some are done, the others are still at it
+    elif not _is_culprit_dealt_with(decision):
+        decision.fail(rank, "Left", str(message.get("why") or "left its membership"), step=int(message["step"]))
+
+
+def _roll_back(decision: Decision, message: Message) -> None:
+    """All ranks agree that the state is not to be trusted: go on from before it, without those to blame."""
+    state, membership = decision.state, decision.state.membership
+    sound, step, why = int(message["sound"]), int(message["step"]), str(message["why"])
+    is_again = step in state.saved.rolled_back
+    suspects = [int(rank) for rank in message.get("suspects", ())]
+    cause = Failure(rank=suspects[0] if suspects else 0, step=step, at_s=decision.unix_s, kind="Astray", message=why)
+    state.failures, state.noticed_s = (
+        FrozenMap[int, Failure]().set(cause.rank, cause),
+        state.noticed_s or decision.now_s,
+    )
+    decision.change_saved(divergence=None if suspects else message.get("evidence"), at_most=sound)
+    if state.job.fault.recovery == "stop":
+        _give_up(decision, cause)
+        return
+    if is_again and not suspects:
+        _give_up(decision, cause, "it happened again at the same step after going back")
+        return
+    if state.saved.failures >= state.job.fault.restarts:
+        _give_up(decision, cause, _too_often(state))
+        return
+    decision.change_saved(rolled_back=(*state.saved.rolled_back, step))
+    _record_incident(decision, cause)
+    if len(suspects) == 1:
+        decision.quarantine_slot(membership.slots[suspects[0]], why)
+    if not form(decision, f"roll back to step {sound}: {why}"):
+        _give_up(decision, cause, _no_slots(state))
+
+
+# ---- processes live and nothing moves --------------------------------------------------------------------------------
+
+
+def find_hung_rank(decision: Decision) -> None:
+    """Nothing moves: ask where everybody is, and end the one that does not wait for others."""
+    state = decision.state
+    if decision.now_s - state.killed_s < ANSWER_S:
+        return
+    if state.stacks_asked_s is None:
+        if _is_nothing_moving(state):
+            _ask_for_stacks(decision)
+        return
+    if not _have_all_answered(decision):
+        return
+    state.stacks_asked_s = None
+    if not _is_nothing_moving(state):
+        return
+    found = _culprit(state, set(state.membership.slots))
+    if found is None:
+        decision.fail(0, "Deadlock", "every rank waits for another, and none moves")
+        return
+    host, slot, place = found
+    phase = host.progress[slot][1]
+    what, bound = SLOW_PHASES.get(Phase(phase)), f"{_patience_s(state, phase):g} s"
+    text = f", {what}, which may take comm.init_timeout_s + {MARGIN_S:g} s = {bound}" if what is not None else ""
+    _kill_rank(decision, host, slot, place, patience=text)
+
+
+def _is_culprit_dealt_with(decision: Decision) -> bool:
+    """Ranks gave up waiting: whether one that is still in, and has not moved for long, is being dealt with."""
+    state = decision.state
+    if decision.now_s - state.killed_s < ANSWER_S:
+        return True
+    hung = {
+        membership_slot
+        for host, slot in _members(state)
+        if (membership_slot := HostSlot(host.name, slot))
+        and state.membership.rank_at(membership_slot) not in state.left
+        and host.age_s(slot) > state.job.fault.dead_after_s
+    }
+    if not hung:
+        return False
+    if state.stacks_asked_s is None:
+        _ask_for_stacks(decision)
+        return True
+    if not _have_all_answered(decision):
+        return True
+    state.stacks_asked_s = None
+    found = _culprit(state, hung)
+    if found is not None:
+        _kill_rank(decision, *found)
+    return found is not None
+
+
+def _members(state: CoordinatorState) -> Iterator[tuple[HostView, int]]:
+    """Host and slot of every rank whose host is there."""
+    for place in state.membership.slots:
+        host = state.hosts.get(place.host)
+        if host is not None:
+            yield host, place.slot
+
+
+def _is_nothing_moving(state: CoordinatorState) -> bool:
+    """Whether every rank has told of itself, and none has got anywhere for longer than its phase may take.
+
+    The first rank that moves says no: in a healthy run that is the first one looked at.
+    """
+    for place in state.membership.slots:
+        host = state.hosts.get(place.host)
+        told = host.progress.get(place.slot) if host is not None else None
+        if told is None or told[2] <= _patience_s(state, told[1]):
+            return False
+    return True
+
+
+def _patience_s(state: CoordinatorState, phase: int) -> float:
+    """Steps are known to take as long as the last ones; nothing is known of set-up, of a rest, and of native code."""
+    if phase == Phase.TRAINING:
+        return state.job.fault.dead_after_s + 3 * state.step_s
+    return state.job.comm.init_timeout_s + MARGIN_S
+
+
+def _ask_for_stacks(decision: Decision) -> None:
+    decision.state.stacks_asked_s = decision.now_s
+    for host in decision.state.hosts.values():
+        decision.set_host(replace(host, stacks=None))
+    decision.broadcast({"kind": "where"})
+
+
+def _have_all_answered(decision: Decision) -> bool:
+    state = decision.state
+    assert state.stacks_asked_s is not None
+    asked = [host for name in state.membership.hosts if (host := state.hosts.get(name)) is not None]
+    return all(host.stacks is not None for host in asked) or decision.now_s - state.stacks_asked_s > ANSWER_S
+
+
+def _culprit(state: CoordinatorState, among: Set[HostSlot]) -> tuple[HostView, int, str] | None:
+    """The one of some slots that waits for nobody and came least far; its host, slot and place in the code."""
+    found = [
+        (host.progress[slot][0], state.membership.rank_at(HostSlot(host.name, slot)) or 0, host, slot)
+        for host, slot in _members(state)
+        if HostSlot(host.name, slot) in among and slot in host.progress and host.stacks and slot in host.stacks
+        if not host.stacks[slot][0]
+    ]
+    if not found:
+        return None
+    _, _, host, slot = min(found, key=lambda one: one[:2])
+    assert host.stacks is not None
+    return host, slot, host.stacks[slot][1]
+
+
+def _kill_rank(decision: Decision, host: HostView, slot: int, place: str, *, patience: str = "") -> None:
+    decision.state.killed_s = decision.now_s
+    decision.send(
+        host.name,
+        {
+            "kind": "kill",
+            "epoch": decision.state.saved.generation,
+            "slot": slot,
+            "place": place,
+            "silent_s": round(host.age_s(slot), 3),
+            "patience": patience,
+        },
+    )

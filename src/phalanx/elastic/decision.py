@@ -1,0 +1,141 @@
+"""A decision in the making: the next state, and the actions that lead to it, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from phalanx.elastic.coordinator_state import (
+    Action,
+    BeginGeneration,
+    CoordinatorState,
+    EndRun,
+    FrozenMap,
+    HostView,
+    Message,
+    RecordEvent,
+    SaveState,
+    Send,
+)
+from phalanx.elastic.failure import Failure
+from phalanx.elastic.membership import HostSlot
+
+STOPPED, FAILED = 130, 3  # exit codes
+
+
+class Decision:
+    """What one message leads to. Only here is anything assigned to a state, and only to our own copy of it."""
+
+    def __init__(self, state: CoordinatorState, *, now_s: float, unix_s: float) -> None:
+        self.state, self.now_s, self.unix_s = state.copy(), now_s, unix_s
+        self.actions: list[Action] = []
+
+    # ---- actions ---------------------------------------------------------------------------------------------------
+
+    def send(self, host: str, message: Message) -> None:
+        """Say something to one agent."""
+        self.actions.append(Send(hosts=(host,), message=message))
+
+    def broadcast(self, message: Message) -> None:
+        """Say something to every agent that is known."""
+        self.actions.append(Send(hosts=tuple(self.state.hosts), message=message))
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Write an event, with the generation under the name it has in event files."""
+        self.actions.append(RecordEvent(event=event, fields={"epoch": self.state.saved.generation, **fields}))
+
+    def save(self, **changes: Any) -> None:
+        """Change what the next coordinator must know, and write it down."""
+        self.change_saved(**changes)
+        self.actions.append(SaveState(saved=self.state.saved))
+
+    def change_saved(self, **changes: Any) -> None:
+        """Change it; to be written down together with what follows, or with the next note of progress."""
+        self.state.saved = replace(self.state.saved, **changes)
+
+    def begin_generation(self, generation: int) -> None:
+        """Nobody of an older generation commits any more."""
+        self.actions.append(BeginGeneration(generation=generation))
+
+    def end_run(self, end: EndRun) -> None:
+        """The run is over: write it down and tell everybody."""
+        self.actions.append(end)
+        self.state.is_over = True
+        self.save(running=False)
+        self.broadcast({"kind": "end", "code": end.exit_code})
+
+    # ---- hosts -----------------------------------------------------------------------------------------------------
+
+    def set_host(self, host: HostView) -> None:
+        """A host is as described now."""
+        state, old = self.state, self.state.hosts.get(host.name)
+        state.hosts = state.hosts.set(host.name, host)
+        state.num_processes += len(host.alive) - (len(old.alive) if old is not None else 0)
+        if bool(host.problems) != (host.name in state.bad_hosts):
+            state.bad_hosts = state.bad_hosts ^ {host.name}
+
+    def drop_host(self, name: str) -> None:
+        """A host is given up."""
+        state = self.state
+        state.num_processes -= len(state.hosts[name].alive)
+        state.bad_hosts = state.bad_hosts - {name}
+        state.hosts = state.hosts.drop(name)
+
+    def exclude_host(self, host: HostView, problems: Sequence[str]) -> None:
+        """A bad host takes no part until its agent is started again."""
+        new = tuple(text for text in problems if text not in host.problems)
+        self.set_host(replace(host, problems=(*host.problems, *new)))
+        for text in problems:
+            self.record("quarantine", host=host.name, reason=text)
+
+    def quarantine_slot(self, place: HostSlot, reason: str) -> None:
+        """A slot that is not used any more."""
+        self.change_saved(quarantined=self.state.saved.quarantined | {place})
+        self.record("quarantine", host=place.host, slot=place.slot, reason=reason)
+
+    # ---- ranks -----------------------------------------------------------------------------------------------------
+
+    def fail(self, rank: int, kind: str, message: str, *, step: int | None = None) -> None:
+        """A rank has failed, as we see it."""
+        at_step = self.state.saved.step if step is None else step
+        self.add_failure(rank, Failure(rank=rank, step=at_step, at_s=self.unix_s, kind=kind, message=message))
+
+    def add_failure(self, rank: int, failure: Failure) -> None:
+        """A rank has failed. What a process says of its end counts more than that it is gone."""
+        state = self.state
+        known = state.failures.get(rank)
+        if known is None or known.is_consequence:
+            state.failures = state.failures.set(rank, failure)
+        state.noticed_s = state.noticed_s or self.now_s
+
+    def fail_replacing(self) -> None:
+        """Another generation is needed: who was to be replaced in this one has failed, as part of the same incident."""
+        state = self.state
+        replacing, state.replacing = state.replacing, FrozenMap()
+        for rank, (failure, _) in replacing.items():
+            if rank not in state.failures:
+                state.consequences = state.consequences | {rank}
+                self.add_failure(rank, failure)
+
+    def forget_failures(self) -> None:
+        """The next membership begins with none."""
+        state = self.state
+        state.failures, state.left, state.replacing, state.consequences = (
+            FrozenMap(),
+            FrozenMap(),
+            FrozenMap(),
+            frozenset(),
+        )
+        state.noticed_s = state.left_s = state.regrow_s = state.stacks_asked_s = None
+        state.incident_recorded = state.regrow_asked = state.out_of_memory = False
+
+    def note_step(self, step: int) -> None:
+        """The run has done so many steps, as a heartbeat says or the last word of a rank: a heartbeat may be late."""
+        saved = self.state.saved
+        if saved.forming:
+            return
+        if step > saved.step:
+            self.change_saved(step=step, at_most=None)  # what could not be trusted was left behind
+        if step > saved.best_step:
+            self.change_saved(best_step=step, failures=0, slot_failures={})

@@ -1,0 +1,419 @@
+"""The agent's work: a process in every slot, their heartbeats, and the line to the coordinator. One thread, no waiting.
+
+Nothing here may block for long and no thread may run: this process forks. The coordinator hears of every process that
+ends, and decides. The processes themselves are in rank_slots.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from phalanx.elastic.bandwidth import measure
+from phalanx.elastic.channel import Channel, Closed, Refused, connect
+from phalanx.elastic.coordinator import coordinator_address
+from phalanx.elastic.forked_check import ForkedCheck
+from phalanx.elastic.handshake import read_secret
+from phalanx.elastic.heartbeat_board import Phase
+from phalanx.elastic.local_launch import ENDED, StopSignals
+from phalanx.elastic.membership import Membership
+from phalanx.elastic.preflight import (
+    LEAST_LINK_SHARE,
+    check_between,
+    expected_between,
+    preflight,
+    recheck,
+)
+from phalanx.elastic.rank_process import Work, find_ranks
+from phalanx.elastic.rank_slots import RankSlots, Slot
+from phalanx.elastic.replica_store import ReplicaStore
+from phalanx.errors import Problem, SystemFailure
+from phalanx.plan.plan import Plan
+from phalanx.record.run import Run
+
+TICK_S = 0.01
+BEAT_S = 0.25
+RETRY_S = 0.05  # between attempts to reach the coordinator
+TURN_S = 0.5  # after which the next agent tries to start a coordinator; the first does so at once
+LOST_S = 60.0  # without a coordinator, and without becoming one, after which an agent gives up
+DEAF_S = 10.0  # a coordinator that says nothing for so long is replaced; starting one may take seconds
+START_PATIENCE = 3  # times as long for one that is starting: on a busy machine, killing it would begin the start anew
+GOODBYE_S = 2.0  # for the coordinator to write down how it ended
+STOPPED = 130  # the exit code of who was asked to end: 128 + SIGINT
+MOST_GUESTS = 64  # ranks of another host that may keep a copy here; an empty place costs three descriptors
+WRONG_CALL = 2
+GRACE_S = 5.0  # between SIGTERM and SIGKILL
+Message = dict[str, Any]
+Recheck = Callable[[int, int], Sequence[str]]  # of new processes, and of slots that had no rank yet, to problems
+
+
+class HostAgent:
+    """One host of a run."""
+
+    def __init__(
+        self, run: Run, *, host: str, slots: int, address: str, wishes: StopSignals, by_hand: bool = False
+    ) -> None:
+        self.run, self.host, self.slots, self.address, self.wishes = run, host, slots, address, wishes
+        self._by_hand = by_hand  # `phalanx agent`: nobody waits for what we say of an end before we joined
+        launch, job = run.launch(), run.plan()["job"]
+        self._order = [str(name) for name in launch.get("hosts", ())] or [host]
+        self._dead_after_s = float(job["fault"]["dead_after_s"])
+        self._id = secrets.token_hex(8)  # tells this agent from another of the same name
+        self._problems: list[str] = []  # what the preflight found
+        self.plan: Plan | None = None  # once we have looked
+        self._joined = False  # some coordinator, once
+        self._link: float | None = None  # bytes per second to the coordinator's host, once measured
+        self.recheck: Recheck | None = None  # before every membership that this host is a member of
+        self._look: ForkedCheck | None = None  # while it is at that
+        self.vault = ReplicaStore(slots, guests=max(slots, min(int(launch.get("world", slots)), MOST_GUESTS)))
+        self._secret = read_secret(run.path / "secret")
+        self._selector = selectors.DefaultSelector()
+        self._ranks = RankSlots(
+            run,
+            slots,
+            self._selector,
+            dead_after_s=self._dead_after_s,
+            joins_within_s=max(self._dead_after_s, float(job["comm"]["init_timeout_s"])),
+            say=self._say,
+            forget=self._forget,
+        )
+        self._slots, self.board = self._ranks.slots, self._ranks.board
+        self._channel: Channel | None = None
+        self._coordinator: subprocess.Popen[bytes] | None = None
+        self._lost_s = self._tried_s = self._heard_s = time.monotonic()
+        self._spawned_s = -1e9
+        self._beat_s = 0.0
+        self._form: Message | None = None  # the newest
+        self._told_wishes = 0
+        self._generation = self._went = 0  # of the newest membership, and of the newest that was told to go
+        self._told_ready = 0
+        self._unsaid: list[Message] = []  # ends of processes that no coordinator has heard of
+        self._over: int | None = None
+
+    def begin(self) -> None:
+        """See that there is a coordinator; called before torch is imported, so that it starts meanwhile."""
+        if self._order[0] == self.host:
+            self._spawn_coordinator()
+
+    def look(self, plan: Plan, *, quick: bool = False) -> None:
+        """The preflight: what speaks against ranks on this host goes to the coordinator with our hello.
+
+        `quick` leaves out what takes the machine for itself: another agent on it measures that.
+        """
+        found = preflight(plan=plan, run=self.run.path, slots=self.slots, address=self.address, quick=quick)
+        self._problems = [problem.render() for problem in found]
+        self.recheck = partial(self._recheck, plan)
+        self.plan = plan
+
+    def _recheck(self, plan: Plan, new_ranks: int, new_places: int) -> list[str]:
+        found = recheck(
+            plan=plan,
+            run=self.run.path,
+            slots=self.slots,
+            new_ranks=new_ranks,
+            new_places=new_places,
+            address=self.address,
+        )
+        return [problem.render() for problem in found]
+
+    def serve(self, work: Work) -> int:
+        """Keep the slots until the coordinator says that the run is over; its exit code."""
+        self._ranks.work = work
+        try:
+            while self._over is None:
+                self._tick()
+            return self._over
+        finally:
+            self._end_look()
+            self._ranks.end_ranks(0.0 if self.wishes.count >= 2 else GRACE_S)
+            if self._channel is not None:
+                self._channel.close()
+            self._end_coordinator()
+
+    def _tick(self) -> None:
+        self._reach_coordinator()
+        self._tell_wishes()  # before there is a process to form with
+        for key, _ in self._selector.select(TICK_S):
+            if key.data is None:
+                self._hear()
+            else:
+                self._ranks.listen(key.data)
+        self._ranks.reap()
+        if not self.wishes.count or self._generation:
+            self._ranks.fill()  # else a process here might let the coordinator begin what is asked to stop
+        self._ranks.watch()
+        self._tell_ready()
+        self._tell_beat()
+
+    # ---- the coordinator -------------------------------------------------------------------------------------------
+
+    def _reach_coordinator(self) -> None:
+        now = time.monotonic()
+        if self._channel is not None and now - self._heard_s > max(DEAF_S, self._dead_after_s):
+            self._hang_up()
+            self._kill_coordinator()
+        if self._channel is not None or now - self._tried_s < RETRY_S:
+            return
+        self._tried_s = now
+        status = self.run.status()
+        if status.get("state") in ENDED:  # the word of it did not reach us
+            self._over = int(status.get("exit_code", 3))
+            return
+        where = coordinator_address(self.run)
+        if where is not None and self._connect(where):
+            return
+        alone_s = now - self._lost_s
+        turn = self._order.index(self.host) if self.host in self._order else len(self._order)
+        # The first agent has started one; as long as that may still be importing, more would only slow it down.
+        patience_s = TURN_S * turn + (DEAF_S if turn and not self._joined else 0.0)
+        if alone_s > patience_s and now - self._spawned_s > TURN_S:
+            self._spawn_coordinator()
+        if alone_s > LOST_S:
+            message = f"host {self.host}: no coordinator can be reached or started for {LOST_S:g} s"
+            raise SystemFailure(Problem(where=str(self.run.path), what=message, fix="phalanx train --resume goes on"))
+
+    def _measure_link(self, where: tuple[str, int]) -> None:
+        """To another host, once, before we join it: up to then nothing waits for us, and this takes up to seconds."""
+        plan = self.plan
+        if plan is None or where[0] == self.address:
+            return
+        enough = LEAST_LINK_SHARE * expected_between(plan)
+        self._link = measure(
+            where,
+            self._secret,
+            host=self.host,
+            bind=self.address,
+            enough=enough,
+            is_off=lambda: self.wishes.count > 0,
+        )
+        if self._link is not None:
+            self._problems += [problem.render() for problem in check_between(plan, self._link, host=self.host)]
+
+    def _connect(self, where: tuple[str, int]) -> bool:
+        if not self._joined and self._link is None:
+            self._measure_link(where)
+        hello = {
+            "role": "agent",
+            "host": self.host,
+            "id": self._id,
+            "address": self.address,
+            "epoch": self._generation,
+            "time": time.time(),
+            "problems": [text[:500] for text in self._problems[:4]],  # a hello is short
+            "link_bytes_per_s": self._link,
+        }
+        try:
+            self._channel = connect(where, self._secret, hello, timeout_s=2.0, bind="")
+        except (OSError, TimeoutError, Refused):
+            return False
+        self._joined = True
+        self._selector.register(self._channel, selectors.EVENT_READ, None)
+        self._heard_s = time.monotonic()
+        self._told_ready, self._told_wishes = 0, self.wishes.count
+        slots = {slot.number: slot.pid for slot in self._slots if slot.pid}
+        self._say("status", slots=slots, epoch=self._generation, went=self._went, wishes=self.wishes.count)
+        unsaid, self._unsaid = self._unsaid, []
+        for message in [*unsaid, *(slot.left for slot in self._slots if slot.left is not None)]:
+            self._say(**message)
+        return True
+
+    def _spawn_coordinator(self) -> None:
+        """Start one, unless ours still runs; it ends by itself when another has the lock."""
+        if self._coordinator is not None and self._coordinator.poll() is None:
+            silent_s = time.monotonic() - max(self._spawned_s, self._lost_s)
+            patience = START_PATIENCE if self._spawned_s >= self._lost_s else 1  # it may still be starting
+            if silent_s > max(DEAF_S, self._dead_after_s) * patience:
+                self._kill_coordinator()
+            return
+        self._spawned_s = time.monotonic()
+        command = [sys.executable, "-P", "-m", "phalanx.elastic.coordinator"]
+        with open(self.run.path / "logs" / "coordinator.log", "ab") as log:
+            self._coordinator = subprocess.Popen(
+                [*command, str(self.run.path), self.address, str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def _kill_coordinator(self) -> None:
+        """Ours hangs: as long as it has the lock there is no other."""
+        if self._coordinator is not None and self._coordinator.poll() is None:
+            self._coordinator.kill()
+            self._coordinator.wait()
+
+    def _end_coordinator(self) -> None:
+        """Ours dies with us: let it write down how the run ended."""
+        if self._coordinator is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._coordinator.wait(GOODBYE_S)
+
+    def _hear(self) -> None:
+        if self._channel is None:  # it broke while we said something
+            return
+        try:
+            messages = self._channel.receive()
+        except (Closed, Refused, OSError):
+            self._hang_up()
+            return
+        self._heard_s = time.monotonic()
+        for message in messages:
+            self._obey(message)
+
+    def _hang_up(self) -> None:
+        assert self._channel is not None
+        self._selector.unregister(self._channel)
+        self._channel.close()
+        self._channel = None
+        self._lost_s = time.monotonic()
+
+    def _obey(self, message: Message) -> None:
+        kind = message.get("kind")
+        if kind == "form":
+            self._take_form(message)
+        elif kind == "go" and int(message["epoch"]) == self._generation > self._went:
+            self._went = self._generation
+            self._ranks.hand_to_all(message)
+        elif kind == "taken":
+            print(f"another agent is host {self.host} of this run: give --host NAME", file=sys.stderr, flush=True)
+            self._over = WRONG_CALL
+        elif kind == "stop":
+            self.board.ask_to_stop()
+        elif kind == "reform":
+            self.board.ask_to_reform(True)
+        elif kind == "where":
+            self._tell_where()
+        elif kind == "kill" and int(message["epoch"]) == self._generation:
+            self._ranks.kill_hung(self._slots[int(message["slot"])], message)
+        elif kind == "seat" and int(message["epoch"]) == self._generation > self._went:
+            self._seat(self._slots[int(message["slot"])])
+        elif kind == "again" and self._channel is not None:
+            self._hang_up()
+        elif kind == "end":
+            self._over = int(message["code"])
+
+    def _take_form(self, message: Message) -> None:
+        membership = Membership.from_json(message)
+        if membership.generation <= self._generation:  # told twice
+            return
+        ranks = membership.ranks_on(self.host)
+        self._generation, self._form = membership.generation, message
+        self.board.ask_to_reform(False)
+        now = time.monotonic()
+        for slot in self._slots:
+            slot.generation, slot.ready, slot.left, slot.asked_s = membership.generation, None, None, now
+            slot.rank = ranks.get(slot.number, -1)
+            if slot.pid and slot.rank >= 0 and not slot.member_of:
+                slot.member_of = membership.generation
+        self._ranks.hand_to_all(message)
+        self._begin_look([slot for slot in self._slots if slot.rank >= 0])
+
+    def _seat(self, slot: Slot) -> None:
+        """The new process of a slot takes the rank that the membership being made has there."""
+        assert self._form is not None
+        rank = Membership.from_json(self._form).ranks_on(self.host).get(slot.number)
+        if slot.pid and rank is not None and slot.rank < 0:
+            slot.rank, slot.generation, slot.asked_s = rank, self._generation, time.monotonic()
+            slot.member_of, slot.seated = self._generation, True
+            self._told_ready = 0  # what we said without it does not count
+            self._ranks.hand(slot, self._form)
+
+    def _begin_look(self, members: Sequence[Slot]) -> None:
+        """Look at this host while its ranks leave what they did before; we are not ready before that is done."""
+        self._end_look()
+        new_ranks, new_places = sum(not slot.seated for slot in members), sum(not slot.used for slot in members)
+        for slot in members:
+            slot.seated = slot.used = True
+        if members and self.recheck is not None:
+            self._look = ForkedCheck(partial(self.recheck, new_ranks, new_places), forget=self._ranks.forget)
+
+    def _end_look(self) -> None:
+        if self._look is not None:
+            self._look.close()
+            self._look = None
+
+    def _is_looked_at(self) -> bool:
+        """Whether nothing is being checked any more; what was found is kept, and goes along with every hello."""
+        found = self._look.found() if self._look is not None else None
+        if found is not None:
+            self._look, self._problems = None, [*self._problems, *found]
+        return self._look is None
+
+    def _say(self, kind: str, **fields: Any) -> None:
+        message = {"kind": kind, **fields}
+        if self._channel is not None:
+            try:
+                self._channel.send(message)
+                return
+            except (Closed, OSError, TimeoutError):
+                self._hang_up()
+        if kind == "lost":
+            self._unsaid.append(message)
+
+    def _tell_ready(self) -> None:
+        """Once for all members of this host, when it was looked at and the last of them has left what it did before."""
+        members = [slot for slot in self._slots if slot.rank >= 0]
+        if self._told_ready == self._generation or not self._generation or not self._is_looked_at():
+            return
+        if self._problems and members:
+            self._told_ready = self._generation
+            self._say("unfit", epoch=self._generation, problems=self._problems)
+            return
+        if any(slot.ready is None for slot in members):
+            return
+        self._told_ready = self._generation
+        self._say(
+            "ready",
+            epoch=self._generation,
+            ports={str(slot.number): slot.ready for slot in members},
+            held=[one.to_json() for one in self.vault.held()],
+            time=time.time(),
+        )
+
+    def _tell_beat(self) -> None:
+        now = time.monotonic()
+        if now - self._beat_s < BEAT_S:
+            return
+        self._beat_s = now
+        progress = {}
+        for slot in self._slots:
+            beat = self.board.last(slot.number)
+            if slot.pid and slot.rank >= 0 and beat.epoch == slot.generation:
+                is_locked = now - beat.answered_s > self._ranks.locked_s
+                slot.locked_s = now if is_locked else slot.locked_s
+                # Once the lock is free again, the rank has as long as any other for what it is at.
+                since_s = beat.progress_s if is_locked else max(beat.progress_s, slot.locked_s)
+                phase = Phase.LOCKED if is_locked else beat.phase
+                progress[slot.number] = [beat.step, int(phase), round(now - since_s, 3)]
+        self._say("beat", epoch=self._generation, progress=progress)
+
+    def _tell_wishes(self) -> None:
+        count = self.wishes.count
+        if not count:
+            return
+        self.board.ask_to_stop()
+        if count > self._told_wishes and self._channel is not None:
+            self._told_wishes = count
+            self._say("stop", count=count, hurry=self.wishes.first == signal.SIGTERM)
+        if count >= 2 or (self._by_hand and not self._joined):
+            self._over = STOPPED
+
+    def _tell_where(self) -> None:
+        ranks = {slot.rank: slot for slot in self._slots if slot.pid and slot.rank >= 0}
+        found = find_ranks(self.run, {rank: slot.pid for rank, slot in ranks.items()})
+        self._say("where", ranks={ranks[rank].number: [where.waits, where.place] for rank, where in found.items()})
+
+    def _forget(self) -> None:
+        """In a forked child: what is the agent's alone."""
+        if self._channel is not None:
+            self._channel.forget()
+        if self._look is not None:
+            self._look.forget()

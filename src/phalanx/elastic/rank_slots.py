@@ -1,0 +1,263 @@
+"""The processes in an agent's slots: forked, listened to, watched from outside, and ended.
+
+Whether a process runs is seen from outside (/proc), so that no lock of its own can hide it: one that is stopped for
+`dead_after_s` is killed. One that runs and does not answer holds its interpreter lock in native code; that is told to
+the coordinator, which has more patience with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from phalanx.elastic import failure as failing
+from phalanx.elastic.failure import Failure
+from phalanx.elastic.heartbeat_board import Heartbeat, HeartbeatBoard
+from phalanx.elastic.rank_process import Work, fork_rank, state_of
+from phalanx.record.run import Run
+
+TICK_S = 0.01
+HAND_S = 0.5  # for a rank to take an order
+REFORK_S, MOST_REFORK_S = 0.0, 5.0  # pause before a slot gets another process, doubled while they die young
+YOUNG_S = 2.0
+ANSWER_S = 0.5  # a rank answers ten times a second; after so long the kernel is asked whether it runs at all
+TURN_S_MOST = 0.5  # of the time between two of our turns that counts as a rank's silence: we may have been stopped too
+LOCKED_S = 1.0  # without an answer, after which a process that runs holds its interpreter lock; less for a hasty job
+STOPPED_STATES = ("T", "t", "")  # stopped, stopped by a debugger, and not to be known
+Message = dict[str, Any]
+
+
+@dataclass(kw_only=True, slots=True)
+class Slot:
+    """A place and the process in it."""
+
+    number: int
+    pid: int = 0
+    line: socket.socket | None = None
+    pending: bytes = b""
+    generation: int = 0
+    rank: int = -1
+    ready: tuple[int, int] | None = None  # ports of the store and of the vault
+    asked_s: float = 0.0  # when it was asked to form
+    forked_s: float = 0.0
+    pause_s: float = REFORK_S
+    fork_at_s: float = 0.0
+    killed: Failure | None = None  # why we ended it
+    seen_s: float = 0.0  # when it was last known to run
+    silent_s: float = 0.0  # that it did not, as far as we ran ourselves
+    locked_s: float = 0.0  # when it was last seen to hold its interpreter lock
+    member_of: int = 0  # generation of the membership that its process is in, until it says that it has left
+    left: Message | None = None  # how it left the present membership
+    seated: bool = False  # this process was a member before
+    used: bool = False  # some process here was: the copies of its state have their memory
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether its process is still in a membership that is over."""
+        return 0 < self.member_of < self.generation
+
+
+class RankSlots:
+    """The slots of a host. `say` tells the coordinator, `forget` closes in a child what is only the agent's."""
+
+    def __init__(
+        self,
+        run: Run,
+        count: int,
+        selector: selectors.BaseSelector,
+        *,
+        dead_after_s: float,
+        joins_within_s: float,
+        say: Callable[..., None],
+        forget: Callable[[], None],
+    ) -> None:
+        self.run, self.board = run, HeartbeatBoard(count)
+        self.slots = [Slot(number=number) for number in range(count)]
+        self.work: Work | None = None
+        self.locked_s = min(LOCKED_S, dead_after_s / 2)
+        self._selector, self._say, self._forget_agent = selector, say, forget
+        self._dead_after_s, self._joins_within_s = dead_after_s, joins_within_s
+        self._watched_s = time.monotonic()
+        self._oom_kills = failing.oom_kills()
+
+    def hand_to_all(self, message: Message) -> None:
+        for slot in self.slots:
+            self.hand(slot, message)
+
+    def hand(self, slot: Slot, message: Message) -> None:
+        if slot.line is not None:
+            with contextlib.suppress(OSError):  # a stopped process does not read; it will be ended for its silence
+                slot.line.sendall(json.dumps(message).encode() + b"\n")
+
+    def fill(self) -> None:
+        """Every slot has a process; one that died young waits a little longer for the next."""
+        now = time.monotonic()
+        empty = [slot for slot in self.slots if slot.pid == 0 and now >= slot.fork_at_s]
+        for slot in empty:
+            self._fork(slot)
+        if empty:  # in one message: nobody forms with half of them
+            self._say("up", slots={slot.number: slot.pid for slot in empty})
+
+    def _fork(self, slot: Slot) -> None:
+        assert self.work is not None
+        slot.pid, slot.line = fork_rank(self.work, run=self.run, slot=slot.number, board=self.board, forget=self.forget)
+        slot.line.settimeout(HAND_S)
+        slot.pending, slot.forked_s, slot.killed = b"", time.monotonic(), None
+        slot.rank, slot.ready, slot.left, slot.seated = -1, None, None, False
+        slot.seen_s, slot.silent_s, slot.locked_s, slot.member_of = slot.forked_s, 0.0, 0.0, 0
+        self._selector.register(slot.line, selectors.EVENT_READ, slot)
+
+    def forget(self) -> None:
+        """In the child: what is the agent's alone."""
+        self._forget_agent()
+        for slot in self.slots:
+            if slot.line is not None:
+                slot.line.close()
+        self._selector.close()
+
+    def listen(self, slot: Slot) -> None:
+        assert slot.line is not None
+        try:
+            data = slot.line.recv(1 << 16)
+        except OSError:
+            data = b""
+        if not data:  # it is ending: the kernel will tell how
+            self._selector.unregister(slot.line)
+            slot.line.close()
+            slot.line = None
+            return
+        *lines, slot.pending = (slot.pending + data).split(b"\n")
+        for line in lines:
+            self._answer(slot, json.loads(line))
+
+    def _answer(self, slot: Slot, message: Message) -> None:
+        present = int(message["epoch"]) == slot.generation
+        if message["kind"] == "ready" and present:
+            slot.ready, slot.member_of = (int(message["port"]), int(message["vault"])), slot.generation
+        elif message["kind"] == "left":
+            slot.member_of = slot.generation if slot.rank >= 0 and not present else 0
+            slot.left = message if present else slot.left
+            self._say(**message)
+
+    def reap(self) -> None:
+        for slot in self.slots:
+            if not slot.pid:
+                continue
+            ended, status = os.waitpid(slot.pid, os.WNOHANG)
+            if ended:
+                self._lost(slot, os.waitstatus_to_exitcode(status))
+
+    def _lost(self, slot: Slot, code: int) -> None:
+        if slot.line is not None:
+            self._selector.unregister(slot.line)
+            slot.line.close()
+            slot.line = None
+        now = time.monotonic()
+        young = now - slot.forked_s < YOUNG_S
+        slot.pause_s = min(max(2 * slot.pause_s, 0.25), MOST_REFORK_S) if young else REFORK_S
+        slot.fork_at_s = now + slot.pause_s
+        kills, self._oom_kills = self._oom_kills, failing.oom_kills()
+        pid, slot.pid = slot.pid, 0
+        self._say(
+            "lost",
+            slot=slot.number,
+            pid=pid,
+            epoch=slot.generation,
+            leaving=slot.is_leaving,
+            failure=asdict(self._failure(slot, code)),
+            out_of_memory=self._oom_kills > kills,
+        )
+
+    def _failure(self, slot: Slot, code: int) -> Failure:
+        step = self.board.last(slot.number).step
+        if slot.killed is not None:
+            return slot.killed
+        if code < 0:
+            return failing.by_signal(slot.rank, step, -code)
+        found = failing.read_error(self.run, slot.rank) if slot.rank >= 0 else None
+        return found or failing.unexplained(slot.rank, step, code)
+
+    def watch(self) -> None:
+        """End processes that do not run, do not leave a membership that is over, or do not come to the next."""
+        now = time.monotonic()
+        turn_s, self._watched_s = min(now - self._watched_s, TURN_S_MOST), now
+        for slot in self.slots:
+            if not slot.pid or slot.killed is not None:
+                continue
+            beat = self.board.last(slot.number)
+            seen_s = _seen_s(slot.pid, beat, now)
+            if seen_s is not None:
+                slot.seen_s, slot.silent_s = seen_s, 0.0
+            else:
+                slot.silent_s = slot.silent_s + turn_s if slot.silent_s else min(now - slot.seen_s, 2 * ANSWER_S)
+            asked_s = now - slot.asked_s if slot.rank >= 0 and slot.ready is None else 0.0
+            if slot.silent_s > self._dead_after_s:
+                self._kill(slot, _silent(slot.pid, slot.silent_s))
+            elif slot.is_leaving and asked_s > self._dead_after_s:
+                held = " (native code holds its interpreter lock)" if now - beat.answered_s > self.locked_s else ""
+                bound = f"fault.dead_after_s = {self._dead_after_s:g} s"
+                self._kill(slot, f"did not leave its membership within {bound}{held}")
+            elif asked_s > self._joins_within_s:
+                self._kill(slot, f"was not ready to join within {self._joins_within_s:g} s (comm.init_timeout_s)")
+
+    def kill_hung(self, slot: Slot, message: Message) -> None:
+        """The coordinator found that everybody waits for this one."""
+        if slot.pid and slot.rank >= 0 and slot.killed is None:
+            where = str(message.get("place") or "")
+            silence = failing.silence(slot.rank, 0, silent_s=float(message["silent_s"]), where=where)
+            self._kill(slot, f"{silence.message}{message.get('patience') or ''}")
+
+    def _kill(self, slot: Slot, what: str) -> None:
+        beat = self.board.last(slot.number)
+        stack = ""
+        with contextlib.suppress(OSError):
+            stack = self.run.stack(max(slot.rank, 0)).read_text(encoding="utf-8", errors="replace")[-4000:]
+        slot.killed = Failure(
+            rank=slot.rank, step=beat.step, at_s=time.time(), kind="Silence", message=what, stack=stack
+        )
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(slot.pid, signal.SIGKILL)
+
+    def end_ranks(self, grace_s: float) -> None:
+        """No rank survives this. Those that wait for a membership leave when their line is cut."""
+        for slot in self.slots:
+            self.hand(slot, {"kind": "end"})
+        for number, wait_s in ((0, min(grace_s, 1.0)), (signal.SIGTERM, grace_s), (signal.SIGKILL, 60.0)):
+            for slot in self.slots:
+                if slot.pid and number:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(slot.pid, number)
+                        os.kill(slot.pid, signal.SIGCONT)  # a stopped process dies only when it goes on
+            until = time.monotonic() + wait_s
+            while any(slot.pid for slot in self.slots) and time.monotonic() < until:
+                for slot in self.slots:
+                    if slot.pid and os.waitpid(slot.pid, os.WNOHANG)[0]:
+                        slot.pid = 0
+                time.sleep(TICK_S)
+
+
+def _seen_s(pid: int, beat: Heartbeat, now_s: float) -> float | None:
+    """When a process is known to have run last, whatever it waits for; None when it does not run now.
+
+    The kernel is asked only about one that has not answered for a while.
+    """
+    if beat.is_muted:
+        return None
+    if now_s - beat.answered_s < ANSWER_S:
+        return beat.answered_s
+    return now_s if state_of(pid) not in STOPPED_STATES else None
+
+
+def _silent(pid: int, silent_s: float) -> str:
+    from phalanx.units import format_seconds
+
+    stopped = " in a stopped process (state T)" if state_of(pid) == "T" else ""
+    return f"stopped answering {format_seconds(silent_s)} ago{stopped}"

@@ -1,0 +1,267 @@
+"""In-memory checkpoints of one host: the memory they lie in, and which of it the next one may overwrite.
+
+A segment is anonymous memory behind a descriptor, with a snapshot of one rank in it or none:
+
+    header | tensors | index        the header is wiped first and written last, so half a snapshot is none
+
+The agent makes segments before it forks, and every rank inherits them: a rank that dies leaves its segment readable.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import tempfile
+import threading
+import zlib
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.elastic.restore_point import KINDS, Kind, ReplicaInfo
+from phalanx.errors import Problem, SystemFailure
+
+MAGIC = b"PHXVLT01"
+DATA_AT = 4096  # one page for the header, so that tensors begin on a page
+_FIELDS = struct.Struct("<8sQqqqqQQQQI")
+_CRC = struct.Struct("<I")
+HEADER_BYTES = _FIELDS.size + _CRC.size
+BLANK = bytes(HEADER_BYTES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SegmentHeader:
+    """A complete snapshot of one rank. `sequence` grows with every snapshot of a slot, whatever its step."""
+
+    sequence: int
+    epoch: int
+    step: int
+    rank: int
+    world: int
+    tensors: int
+    data_bytes: int
+    index_at: int
+    index_bytes: int
+    index_crc32: int
+
+    @property
+    def end(self) -> int:
+        """Bytes a segment must have to hold all of this."""
+        return self.index_at + self.index_bytes
+
+
+def encode_header(header: SegmentHeader) -> bytes:
+    """The bytes of a header, with their own checksum at the end."""
+    fields = _FIELDS.pack(MAGIC, *astuple(header))
+    return fields + _CRC.pack(zlib.crc32(fields))
+
+
+def decode_header(data: bytes) -> SegmentHeader | None:
+    """The header in these bytes; None when there is none, or only a part of one."""
+    if len(data) != HEADER_BYTES or data[: len(MAGIC)] != MAGIC:
+        return None
+    if _CRC.unpack(data[_FIELDS.size :])[0] != zlib.crc32(data[: _FIELDS.size]):
+        return None
+    _, *values = _FIELDS.unpack(data[: _FIELDS.size])
+    return _named(values)
+
+
+def _named(values: list[Any]) -> SegmentHeader:
+    names = SegmentHeader.__dataclass_fields__
+    return SegmentHeader(**dict(zip(names, values, strict=True)))
+
+
+SHARED_MEMORY = Path("/dev/shm")  # where files are memory, on a Linux without memfd
+
+
+class MemorySegment:
+    """One generation of one slot. It grows and never shrinks: a reader's mapping stays good."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._descriptor = _anonymous(name)
+        self._claim = threading.Lock()
+        self._map: mmap.mmap | None = None
+        self.pinned: memoryview | None = None  # what a GPU may write to directly; held, so that it stays mapped
+
+    def header(self) -> SegmentHeader | None:
+        """What a complete snapshot says of itself; None where there is none."""
+        found = decode_header(os.pread(self._descriptor, HEADER_BYTES, 0))
+        return found if found is not None and found.end <= self.size_bytes else None
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory it holds, used or not."""
+        return os.fstat(self._descriptor).st_size
+
+    def wipe(self) -> None:
+        """From now on it holds nothing."""
+        if self.size_bytes:
+            os.pwrite(self._descriptor, BLANK, 0)
+
+    def seal(self, header: SegmentHeader) -> None:
+        """Everything else is written: from now on it holds a snapshot."""
+        os.pwrite(self._descriptor, encode_header(header), 0)
+
+    def reserve(self, size_bytes: int) -> memoryview:
+        """Its bytes, at least `size_bytes` of them; raises SystemFailure where there is not that much memory."""
+        if self.size_bytes < size_bytes:
+            try:
+                # Not ftruncate: pages that cannot be had are an error here, and a SIGBUS when they are first touched.
+                os.posix_fallocate(self._descriptor, 0, size_bytes)
+            except OSError as error:
+                raise SystemFailure(_no_memory(size_bytes, error)) from error
+        return self.view()
+
+    def view(self) -> memoryview:
+        """All of its bytes. The mapping is kept: faulting pages in again costs more than the copy into them."""
+        size_bytes = self.size_bytes
+        if self._map is None or len(self._map) < size_bytes:
+            self._map = mmap.mmap(self._descriptor, size_bytes)
+        return memoryview(self._map)
+
+    @contextmanager
+    def claimed(self) -> Iterator[bool]:
+        """Whether this thread of this process may write to it now; for segments more than one could write to."""
+        mine = self._claim.acquire(blocking=False)
+        try:
+            yield mine and self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            if mine:
+                self._lock(fcntl.LOCK_UN)
+                self._claim.release()
+
+    def _lock(self, how: int) -> bool:
+        # A record lock: unlike flock's it belongs to the process and not to the descriptor that all of them share.
+        with suppress(OSError):
+            fcntl.lockf(self._descriptor, how)
+            return True
+        return False
+
+    def close(self) -> None:
+        """Give the descriptor back; mappings in use stay good."""
+        self._map = None
+        os.close(self._descriptor)
+
+
+def _anonymous(name: str) -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(f"phalanx-{name}", os.MFD_CLOEXEC)
+    folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    descriptor, path = tempfile.mkstemp(prefix="phalanx-", dir=folder)  # mode 0600, and gone from the folder at once
+    os.unlink(path)
+    return descriptor
+
+
+def _no_memory(size_bytes: int, error: OSError) -> Problem:
+    return Problem(
+        where="checkpoint.memory_every",
+        what=f"no {size_bytes:,} bytes of host memory for a snapshot: {error.strerror or error}",
+        why="a rank that falls is restored from it without losing a step",
+        fix="memory_every = 0 for checkpoints on disk alone, or fewer ranks on this host",
+    )
+
+
+# The newest that every rank has, one that some have, one being written: docs/vault.md, "Why three".
+GENERATIONS = 3
+
+
+class ReplicaStore:
+    """Made by the agent before it forks; its ranks inherit it. Empty segments cost a descriptor and no memory.
+
+    `guests` is how many ranks of another host may keep a copy here: the most slots that any host of the job has.
+    """
+
+    def __init__(self, slots: int, guests: int | None = None) -> None:
+        self.slots = slots
+        self.guests = slots if guests is None else guests
+        places = {"own": range(slots), "guest": range(self.guests)}
+        self._segments = {
+            (kind, slot, generation): MemorySegment(f"{kind}-{slot}-{generation}")
+            for kind in KINDS
+            for slot in places[kind]
+            for generation in range(GENERATIONS)
+        }
+
+    def segment(self, kind: Kind, slot: int, generation: int) -> MemorySegment:
+        """One segment; raises KeyError when there is no such slot."""
+        return self._segments[kind, slot, generation]
+
+    def generations(self, kind: Kind, slot: int) -> tuple[MemorySegment, ...]:
+        """All buffers of a slot; raises KeyError when there is no such slot."""
+        return tuple(self.segment(kind, slot, generation) for generation in range(GENERATIONS))
+
+    def held(self) -> list[ReplicaInfo]:
+        """Every complete snapshot, from headers alone: 10 µs each, however large they are."""
+        return list(self._held())
+
+    def _held(self) -> Iterator[ReplicaInfo]:
+        for (kind, slot, generation), segment in self._segments.items():
+            header = segment.header()
+            if header is not None:
+                yield ReplicaInfo(
+                    rank=header.rank,
+                    world=header.world,
+                    epoch=header.epoch,
+                    step=header.step,
+                    slot=slot,
+                    kind=kind,
+                    generation=generation,
+                    tensors=header.tensors,
+                    size_bytes=header.data_bytes,
+                )
+
+    def close(self) -> None:
+        """Give all memory back, once no process has it mapped."""
+        for segment in self._segments.values():
+            segment.close()
+
+
+# Which buffer of a slot the next snapshot may overwrite. A snapshot is needed while the newest step that every rank has
+# may be it, or lie before it. A rank learns that step, the held one, only with the numbers of the next step; until then
+# it must keep what it has.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NeededReplicas:
+    """What must stay: snapshots of this generation, and the one it was restored from (epoch, step), from `held` on.
+
+    `held` is the newest step of this epoch that all ranks hold, -1 while there is none.
+    """
+
+    epoch: int
+    restored: tuple[int, int] | None
+    held: int
+
+    def keeps(self, header: SegmentHeader) -> bool:
+        """Whether the snapshot with this header must stay."""
+        ours = header.epoch == self.epoch or (header.epoch, header.step) == self.restored
+        return ours and header.step >= self.held
+
+
+def next_free_buffer(
+    segments: Sequence[MemorySegment], needs: NeededReplicas, *, busy: Collection[int] = ()
+) -> int | None:
+    """The generation to overwrite; None when all of them are needed. Those in `busy` are being written."""
+    headers = [segment.header() for segment in segments]
+    free = [
+        place
+        for place, header in enumerate(headers)
+        if place not in busy and (header is None or not needs.keeps(header))
+    ]
+
+    def order(place: int) -> tuple[int, int, int]:
+        """The largest first, so that a third generation takes memory only when two are not enough; then the oldest."""
+        header = headers[place]
+        return segments[place].size_bytes, -(header.sequence if header is not None else 0), -place
+
+    return max(free, key=order, default=None)
+
+
+def next_sequence_number(segments: Sequence[MemorySegment]) -> int:
+    """A number above those of all snapshots in a place."""
+    return max((header.sequence for one in segments if (header := one.header()) is not None), default=0) + 1

@@ -1,0 +1,169 @@
+"""Where replicas lie, and which of them make a whole: the newest step of which every rank's state is somewhere.
+
+Only the words in which agents, coordinator and ranks speak of replicas; no tensors. A field called `epoch` is the
+generation of the membership that wrote a replica, `generation` is the buffer of its slot, as in messages since 0.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Kind = Literal["own", "guest"]
+KINDS: tuple[Kind, ...] = ("own", "guest")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaInfo:
+    """A complete snapshot in this host's memory. `slot` of a guest is its place among the host's guests."""
+
+    rank: int
+    world: int
+    epoch: int
+    step: int
+    slot: int
+    kind: Kind
+    generation: int
+    tensors: int
+    size_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """For a message."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, message: Mapping[str, Any]) -> ReplicaInfo:
+        """From a message; raises KeyError, ValueError or TypeError for anything else."""
+        numbers = {name: int(message[name]) for name in cls.__dataclass_fields__ if name != "kind"}
+        return cls(kind=kind_of(message), **numbers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaPlace:
+    """Where a copy of one rank's snapshot lies."""
+
+    host: str
+    slot: int
+    kind: Kind
+    generation: int
+    tensors: int
+
+    def to_json(self) -> dict[str, Any]:
+        """For a message."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, message: Mapping[str, Any]) -> ReplicaPlace:
+        """From a message; raises KeyError, ValueError or TypeError for anything else."""
+        numbers = {name: int(message[name]) for name in ("slot", "generation", "tensors")}
+        return cls(host=str(message["host"]), kind=kind_of(message), **numbers)
+
+
+def kind_of(message: Mapping[str, Any]) -> Kind:
+    """The kind a message names."""
+    for kind in KINDS:
+        if message["kind"] == kind:
+            return kind
+    raise ValueError(f"{message['kind']!r} is neither of {', '.join(KINDS)}")
+
+
+Sightings = dict[int, list[ReplicaPlace]]  # by rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestorePoint:
+    """A step that memory holds in full: for each rank that wrote it, where its copies are, the best first."""
+
+    epoch: int
+    step: int
+    world: int
+    places: Mapping[int, tuple[ReplicaPlace, ...]]
+
+    def to_json(self) -> dict[str, Any]:
+        """For a message."""
+        places = {str(rank): [place.to_json() for place in copies] for rank, copies in self.places.items()}
+        return {"epoch": self.epoch, "step": self.step, "world": self.world, "places": places}
+
+    @classmethod
+    def from_json(cls, message: Mapping[str, Any]) -> RestorePoint:
+        """From a message; raises KeyError, ValueError or TypeError for anything else."""
+        places = {
+            int(rank): tuple(ReplicaPlace.from_json(place) for place in copies)
+            for rank, copies in message["places"].items()
+        }
+        numbers = {name: int(message[name]) for name in ("epoch", "step", "world")}
+        return cls(places=places, **numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """Up to which step the snapshots of each generation belong to the run as it is now.
+
+    When epoch 5 went on from step 8 of epoch 4, then steps 9 and 10 that epoch 4 had done never happened, although they
+    may still lie in memory: perhaps it fell back because they were wrong.
+    """
+
+    ceilings: tuple[tuple[int, int | None], ...] = ()
+
+    def begin(self, epoch: int, *, source: tuple[int, int] | None) -> Lineage:
+        """Generation `epoch` goes on from (epoch, step) in memory, or from disk or the start, which no memory precedes.
+
+        >>> line = Lineage().begin(4, source=None).begin(5, source=(4, 8))
+        >>> [line.allows(4, 8), line.allows(4, 9), line.allows(5, 9), line.allows(3, 7)]
+        [True, False, True, False]
+        """
+        if source is None:
+            return Lineage(((epoch, None),))
+        kept = [(old, _lower(ceiling, source[1])) for old, ceiling in self.ceilings if old <= source[0]]
+        return Lineage((*kept, (epoch, None)))
+
+    def allows(self, epoch: int, step: int) -> bool:
+        """Whether the run as it is now has been through this step of this generation."""
+        ceilings = dict(self.ceilings)
+        ceiling = ceilings.get(epoch)
+        return epoch in ceilings and (ceiling is None or step <= ceiling)
+
+    def to_json(self) -> list[list[int | None]]:
+        """For the coordinator's file."""
+        return [[epoch, ceiling] for epoch, ceiling in self.ceilings]
+
+    @classmethod
+    def from_json(cls, rows: Iterable[Iterable[Any]]) -> Lineage:
+        """From the coordinator's file."""
+        return cls(tuple((int(epoch), None if ceiling is None else int(ceiling)) for epoch, ceiling in rows))
+
+
+def _lower(ceiling: int | None, step: int) -> int:
+    return step if ceiling is None else min(ceiling, step)
+
+
+def find_restore_points(
+    held: Mapping[str, Iterable[ReplicaInfo]], *, lineage: Lineage | None = None, at_most: int | None = None
+) -> list[RestorePoint]:
+    """The steps that can be restored from what each host holds, the newest generation's first, and in it the newest.
+
+    `lineage` leaves out what was undone, `at_most` what came after a step that is known to be sound.
+    """
+    sets: dict[tuple[int, int, int], Sightings] = {}
+    for host, snapshots in held.items():
+        for one in snapshots:
+            if (lineage is None or lineage.allows(one.epoch, one.step)) and (at_most is None or one.step <= at_most):
+                places = sets.setdefault((one.epoch, one.step, one.world), {})
+                places.setdefault(one.rank, []).append(_place(host, one))
+    whole = [key for key in sorted(sets, reverse=True) if len(sets[key]) == key[2]]
+    return [_choice(key, sets[key]) for key in whole]
+
+
+def _place(host: str, held: ReplicaInfo) -> ReplicaPlace:
+    return ReplicaPlace(host=host, slot=held.slot, kind=held.kind, generation=held.generation, tensors=held.tensors)
+
+
+def _choice(key: tuple[int, int, int], found: Sightings) -> RestorePoint:
+    epoch, step, world = key
+    places = {rank: tuple(sorted(found[rank], key=_order)) for rank in sorted(found)}
+    return RestorePoint(epoch=epoch, step=step, world=world, places=places)
+
+
+def _order(place: ReplicaPlace) -> tuple[int, str, int, int]:
+    return KINDS.index(place.kind), place.host, place.slot, place.generation
