@@ -8,7 +8,7 @@ import pytest
 from rules.toy import bad, made, rule
 
 from phalanx.errors import UserError, mistake
-from phalanx.rules.judge import Report
+from phalanx.rules.judge import CheckReport
 from phalanx.rules.mend import find_cure
 from phalanx.rules.outcome import Edit, passed
 
@@ -22,7 +22,7 @@ class World:
         self.fatal: set[str] = set()
         self.asked = 0
 
-    def judge(self, sets: tuple[str, ...]) -> Report:
+    def judge(self, sets: tuple[str, ...]) -> CheckReport:
         self.asked += 1
         held = dict(one.split("=") for one in sets)
         if self.fatal & held.keys():
@@ -63,7 +63,7 @@ def test_two_rules_that_want_different_values_move_nothing() -> None:
 
 
 def test_a_rule_may_want_another_value_when_another_edit_moved_its_optimum() -> None:
-    def moving(sets: tuple[str, ...]) -> Report:
+    def moving(sets: tuple[str, ...]) -> CheckReport:
         held = dict(one.split("=") for one in sets)
         best = 20 if held.get("b.y") == "2" else 10
         first = passed("met") if held.get("a.x") == str(best) else wants("a.x", best)
@@ -75,7 +75,7 @@ def test_a_rule_may_want_another_value_when_another_edit_moved_its_optimum() -> 
 
 
 def test_edits_that_never_settle_are_not_made() -> None:
-    def restless(sets: tuple[str, ...]) -> Report:
+    def restless(sets: tuple[str, ...]) -> CheckReport:
         value = int(dict(one.split("=") for one in sets).get("a.x", 0))
         return made([rule(wants("a.x", value + 1))])
 
@@ -99,7 +99,7 @@ def test_an_edit_that_ruins_the_job_is_left_out() -> None:
 def test_an_edit_with_which_nothing_can_be_planned_is_left_out() -> None:
     world = World(CKP901={"a.x": 1}, CKP902={"b.y": 2})
 
-    def judge(sets: tuple[str, ...]) -> Report:
+    def judge(sets: tuple[str, ...]) -> CheckReport:
         report = world.judge(sets)
         return replace(report, evidence="J") if "a.x=1" in sets else report
 
@@ -111,7 +111,7 @@ def test_an_edit_with_which_nothing_can_be_planned_is_left_out() -> None:
 def test_an_edit_that_breaks_what_no_edit_mends_is_left_out() -> None:
     world = World(CKP901={"a.x": 1}, CKP902={"b.y": 2})
 
-    def judge(sets: tuple[str, ...]) -> Report:
+    def judge(sets: tuple[str, ...]) -> CheckReport:
         report = world.judge(sets)
         extra = made([rule(bad(edits=(), fix="by hand"), "MEM901")]).findings if "a.x=1" in sets else ()
         return replace(report, findings=(*report.findings, *extra))

@@ -18,7 +18,7 @@ from phalanx.units import MB, plural
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx.rules.gather import Request
-    from phalanx.rules.judge import Report
+    from phalanx.rules.judge import CheckReport
     from phalanx.rules.mend import Cure
 
 FORMATS = ("text", "json", "sarif", "github", "junit", "html")
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     form = _form(args)
     _require_folder(args.out)
     request = request_of(args)
-    reports: list[Report] = []
+    reports: list[CheckReport] = []
     failures: list[PhalanxError] = []
     for target in args.targets:
         try:
@@ -154,7 +154,7 @@ def _mends(args: argparse.Namespace) -> bool:
     return bool(args.fix or args.unsafe_fixes or args.diff)
 
 
-def _checked(target: str, request: Request, args: argparse.Namespace) -> Report:
+def _checked(target: str, request: Request, args: argparse.Namespace) -> CheckReport:
     from phalanx.rules.api import check
 
     progress = Progress(target)
@@ -190,7 +190,7 @@ class Progress:
             note(self.read)
 
 
-def _mended(target: str, request: Request, args: argparse.Namespace) -> Report:
+def _mended(target: str, request: Request, args: argparse.Namespace) -> CheckReport:
     """The report of what is left after the edits; with --diff of what there is, since nothing is written."""
     from dataclasses import replace
 
@@ -243,7 +243,7 @@ def _refuse_unmendable(path: Path, request: Request) -> None:
         refuse("belongs to a run and says how it was started", "mend the job file that it was started from")
 
 
-def _put(form: str, reports: Sequence[Report], args: argparse.Namespace) -> None:
+def _put(form: str, reports: Sequence[CheckReport], args: argparse.Namespace) -> None:
     from phalanx.cli.output import own_version
     from phalanx.rules.formats.render import render
 
@@ -261,7 +261,7 @@ def _put(form: str, reports: Sequence[Report], args: argparse.Namespace) -> None
     note(f"wrote {args.out}")
 
 
-def _paint(reports: Sequence[Report], *, verbose: bool) -> None:
+def _paint(reports: Sequence[CheckReport], *, verbose: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 

@@ -10,7 +10,7 @@ from phalanx.units import plural
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.rules.judge import Report
+    from phalanx.rules.judge import CheckReport
 
 
 def check_before(resolved: ResolvedJob, plan: Plan, *, refuse: bool) -> None:
@@ -23,7 +23,7 @@ def check_before(resolved: ResolvedJob, plan: Plan, *, refuse: bool) -> None:
         raise RuleError(_refusal(report))
 
 
-def _tell(report: Report) -> None:
+def _tell(report: CheckReport) -> None:
     from phalanx.record.values import printable
     from phalanx.rules.formats.plain import place_of, summary_of
     from phalanx.rules.formats.text import MOST_TEXT, finding_lines
@@ -38,7 +38,7 @@ def _tell(report: Report) -> None:
     note(f"check: {summary_of(report)}")
 
 
-def _refusal(report: Report) -> Problem:
+def _refusal(report: CheckReport) -> Problem:
     return Problem(
         where=report.target,
         what=f"{plural(report.errors, 'error')} against the training specification {report.edition}: "

@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """List, or write the pages."""
-    from phalanx.rules.edition import select
+    from phalanx.rules.edition import select_rules
     from phalanx.rules.profiles import find_profile
 
     if args.json and args.format not in (None, "json"):
@@ -38,7 +38,9 @@ def run(args: argparse.Namespace) -> int:
     if args.write and (args.select or args.profile):
         raise mistake("phalanx rules", "--write is for all rules", fix="leave --select and --profile out")
     profile = find_profile(args.profile) if args.profile else None
-    rules = [one for one in select(args.select) if profile is None or not one.profiles or profile.name in one.profiles]
+    rules = [
+        one for one in select_rules(args.select) if profile is None or not one.profiles or profile.name in one.profiles
+    ]
     if args.write:
         return _write(Path(args.write), rules)
     form = "json" if args.json else args.format or "text"

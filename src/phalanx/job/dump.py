@@ -12,6 +12,8 @@ from phalanx.job.schema import SECTIONS, Job
 def to_dict(job: Job) -> dict[str, object]:
     """Nested tables under the names the job file uses, in the order of the schema."""
     result: dict[str, object] = {"spec": job.spec, "name": job.name, "profile": job.profile}
+    if job.rules:
+        result["rules"] = list(job.rules)
     if job.waiver:
         result["waiver"] = _plain(job.waiver)
     result["model"] = _plain(job.model)

@@ -89,7 +89,7 @@ def _resolved(draft: Draft) -> ResolvedJob:
 def _build(draft: Draft) -> Job:
     """A Job of everything that could be read; what was refused is noted, and stood in for so that checks can go on."""
     _refuse_non_tables(draft)
-    draft.refuse_unknown((), draft.table, {*SECTIONS, "spec", "name", "model", "profile", "waiver"})
+    draft.refuse_unknown((), draft.table, {*SECTIONS, "spec", "name", "model", "profile", "rules", "waiver"})
     preset = resolve_preset(draft)
     _derive_name(draft)
     top = _values(draft, (), draft.table, _top_fields())

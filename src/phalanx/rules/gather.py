@@ -89,7 +89,7 @@ def _of_target(
         return of_run(_run_at(path), request, today=today, environ=environ, progress=progress)
     if is_plan(path):
         _refuse_extras(target, request, "a plan")
-        return of_plan(path, request, today=today, environ=environ)
+        return of_plan(_plan_in(path), request, today=today, environ=environ, path=path)
     from phalanx.rules.foreign.detect import kind_of
 
     if kind := request.source or kind_of(path):
@@ -161,9 +161,9 @@ def _given_plan(path: Path, resolved: ResolvedJob) -> Plan:
 
 
 def _differing(old: Job, new: Job) -> list[str]:
-    """Sections whose values differ; waivers and the profile are the specification's own and change no plan."""
+    """Sections whose values differ; waivers, profile and rules are the specification's own and change no plan."""
     before, after = to_dict(old), to_dict(new)
-    ours = ("waiver", "profile")
+    ours = ("waiver", "profile", "rules")
     return [key for key in {**before, **after} if key not in ours and before.get(key) != after.get(key)]
 
 
@@ -215,20 +215,21 @@ def _planned(
         return None, error.problems, cluster
 
 
-def of_plan(path: Path, request: Request, *, today: date, environ: dict[str, str]) -> Evidence:
-    """A plan file: the job is in it, without lines."""
-    plan = _plan_in(path)
+def of_plan(
+    plan: Plan, request: Request, *, today: date, environ: dict[str, str], path: Path | None = None
+) -> Evidence:
+    """A plan, from a file or in hand: the job is in it, without lines."""
     return Evidence(
-        target=str(path),
+        target=str(path) if path is not None else plan.job.name,
         job=plan.job,
         practice=PHALANX,
         profile=_profile(request, plan.job.profile, plan.cluster),
         scaling=scaling_of(plan.layout.devices),
         today=today,
         plan=plan,
-        plan_file=str(path),
+        plan_file=str(path) if path is not None else "",
         host=_host(request, plan.cluster),
-        drills=_drills(request, environ, plan.job, plan, path.parent),
+        drills=_drills(request, environ, plan.job, plan, path.parent if path is not None else Path()),
     )
 
 

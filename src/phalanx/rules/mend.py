@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from phalanx.errors import UserError
 from phalanx.rules.formats.plain import as_toml, setting
-from phalanx.rules.judge import Finding, Report
+from phalanx.rules.judge import CheckReport, Finding
 from phalanx.rules.outcome import Edit
 
 MOST_ROUNDS = 5  # a cure may uncover the next finding; no chain of more than two is known
 
-Judge = Callable[[tuple[str, ...]], Report]  # `--set` texts -> what the rules say of the job with them
+Judge = Callable[[tuple[str, ...]], CheckReport]  # `--set` texts -> what the rules say of the job with them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,11 +73,11 @@ def _without(chosen: Sequence[Remedy], newer: Sequence[Remedy]) -> list[Remedy]:
     return [remedy for remedy in chosen if not any(edit.key in again for edit in remedy.edits)]
 
 
-def _broken(report: Report) -> int:
+def _broken(report: CheckReport) -> int:
     return sum(one.verdict == "fail" for one in report.findings)
 
 
-def _wanted(report: Report, *, unsafe: bool, refused: Mapping[str, str]) -> list[Remedy]:
+def _wanted(report: CheckReport, *, unsafe: bool, refused: Mapping[str, str]) -> list[Remedy]:
     """What the findings ask for, the worst first; of two that want the same key, the first."""
     wanted: list[Remedy] = []
     taken = set(refused)
@@ -108,10 +108,10 @@ class _Trial:
     """How remedies are tried, and what the job was like before all of them."""
 
     judge: Judge
-    first: Report
+    first: CheckReport
     unsafe: bool
 
-    def harm(self, report: Report) -> str:
+    def harm(self, report: CheckReport) -> str:
         """What an edited job lacks that the job had; empty when it is no worse.
 
         An error that a further edit cures is none: the next round takes it.

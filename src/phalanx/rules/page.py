@@ -28,7 +28,7 @@ def page(rule: Rule) -> str:
     """The whole page, in Markdown."""
     parts = [f"# {rule.id} {rule.slug}", _facts(rule)]
     for title, text in sections(rule).items():
-        parts += [f"## {title}", text]
+        parts += [f"## {title}", text] if text else []
     return "\n\n".join(parts) + "\n"
 
 
@@ -37,12 +37,12 @@ def sections(rule: Rule) -> dict[str, str]:
     texts = (
         rule.requirement,
         rule.why.strip(),
-        f"{_looks_at(rule)}\n\n{rule.how.strip()}",
-        limits_table(rule),
-        f"Bad:\n\n{_block(rule.bad)}\n\nGood:\n\n{_block(rule.good)}",
+        f"{_looks_at(rule)}\n\n{rule.how.strip()}".strip(),
+        limits_table(rule) if rule.limits else "",
+        f"Bad:\n\n{_block(rule.bad)}\n\nGood:\n\n{_block(rule.good)}" if rule.bad or rule.good else "",
         rule.fix.strip(),
         rule.waive.strip(),
-        rule.history.strip(),
+        f"Your own rule, from {rule.origin}." if rule.origin else rule.history.strip(),
         "\n".join(f"- {one.text} ({one.mark})" for one in rule.references),
     )
     return dict(zip(SECTIONS, texts, strict=True))
@@ -50,10 +50,15 @@ def sections(rule: Rule) -> dict[str, str]:
 
 def _facts(rule: Rule) -> str:
     """Severity and where it holds, in a line."""
-    facts = [f"Group {rule.group}, {TITLES[rule.group]}", f"severity {rule.severity}{_by_size(rule)}"]
+    facts = [f"Group {rule.group}, {title_of(rule)}", f"severity {rule.severity}{_by_size(rule)}"]
     if rule.profiles:
         facts.append(f"only for {', '.join(rule.profiles)}")
-    return f"{'; '.join(facts)}. Edition {EDITION}."
+    return f"{'; '.join(facts)}." if rule.origin else f"{'; '.join(facts)}. Edition {EDITION}."
+
+
+def title_of(rule: Rule) -> str:
+    """What the rules of a group are about."""
+    return TITLES.get(rule.group, "your own rules")
 
 
 def _by_size(rule: Rule) -> str:
@@ -162,6 +167,7 @@ def file_of(rule: Rule) -> str:
 
 
 def pages(rules: Sequence[Rule]) -> dict[str, str]:
-    """Every file of docs/rules, by name."""
+    """Every file of docs/rules, by name: rules of the edition only."""
+    rules = [rule for rule in rules if not rule.origin]
     made = {file_of(rule): page(rule).replace("\n\n", f"\n\n{WROTE}\n\n", 1) for rule in rules}
     return {"README.md": index(rules), **made}

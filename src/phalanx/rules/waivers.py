@@ -52,10 +52,7 @@ def _is_over(waiver: Waiver, today: date) -> bool:
 
 
 def _nothing(waiver: Waiver, index: int) -> Outcome:
-    from phalanx.rules.edition import (  # at the top it would be a circle: an edition imports its rules
-        EDITION,
-        all_rules,
-    )
+    from phalanx.rules.edition import EDITION, all_rules  # at the top it would be a circle: an edition imports rules
 
     titles = {rule.id: rule.slug for rule in all_rules()}
     if waiver.rule == spc001_waivers.RULE.id:

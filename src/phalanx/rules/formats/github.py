@@ -8,25 +8,25 @@ from phalanx.record.values import printable
 from phalanx.rules.formats.paths import relative
 from phalanx.rules.formats.plain import cost_of, summary_of
 from phalanx.rules.formats.text import cures
-from phalanx.rules.judge import Finding, Report
+from phalanx.rules.judge import CheckReport, Finding
 
 LEVEL = {"error": "error", "warning": "warning", "info": "notice"}
 MOST_TEXT = 400
 
 
-def render(reports: Sequence[Report], *, root: str) -> str:
+def render(reports: Sequence[CheckReport], *, root: str) -> str:
     """One command per finding, one notice per target; `root` is the folder that file names are told from."""
     return "".join(line + "\n" for report in reports for line in _commands(report, root))
 
 
-def _commands(report: Report, root: str) -> list[str]:
+def _commands(report: CheckReport, root: str) -> list[str]:
     title = f"phalanx check {report.target}"
     found = [_command(one, report, root) for one in report.problems]
     found += [f"::warning title={_property(title)}::{_data(printable(one, most=MOST_TEXT))}" for one in report.notes]
     return [*found, f"::notice title={_property(title)}::{_data(summary_of(report))}"]
 
 
-def _command(finding: Finding, report: Report, root: str) -> str:
+def _command(finding: Finding, report: CheckReport, root: str) -> str:
     outcome = finding.outcome
     place = {"file": relative(finding.file, root), "line": str(finding.line) if finding.line else ""}
     title = {"title": f"{finding.rule.id} {finding.rule.slug}"}

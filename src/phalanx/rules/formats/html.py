@@ -9,7 +9,7 @@ from phalanx.record.page.style import CSS
 from phalanx.record.values import printable
 from phalanx.rules.formats.plain import at_stake, cost_of, counts_of, place_of, summary_of
 from phalanx.rules.formats.text import cures
-from phalanx.rules.judge import Finding, Report
+from phalanx.rules.judge import CheckReport, Finding
 from phalanx.rules.rule import LETTERS
 from phalanx.units import format_money, plural
 
@@ -24,7 +24,7 @@ MORE_CSS = """
 MOST_TEXT = 1000
 
 
-def render(reports: Sequence[Report]) -> str:
+def render(reports: Sequence[CheckReport]) -> str:
     """The whole file."""
     body = "\n".join(_report(one) for one in reports)
     title = _safe(f"phalanx check {reports[0].target}" if len(reports) == 1 else "phalanx check")
@@ -35,7 +35,25 @@ def render(reports: Sequence[Report]) -> str:
     )
 
 
-def _report(report: Report) -> str:
+def render_fragment(report: CheckReport) -> str:
+    """One report for a notebook: summary and findings, without a style sheet that would reach the rest of the page."""
+    items = "".join(f"<li>{_fragment_item(one, report)}</li>" for one in report.problems)
+    notes = "".join(f"<p>{_safe(one)}</p>" for one in report.notes)
+    listed = f"<ul>{items}</ul>" if items else "<p>No findings.</p>"
+    head = f"<p><b>{_safe(report.target)}</b>: {_safe(summary_of(report))}</p>"
+    return f'<div class="phalanx-check">{head}{notes}{listed}</div>'
+
+
+def _fragment_item(finding: Finding, report: CheckReport) -> str:
+    outcome, rule = finding.outcome, finding.rule
+    colour = {"error": "#c0392b", "warning": "#b7791f", "info": "#2b6cb0"}[finding.severity]
+    texts = (cost_of(outcome.impact, report.usd), *cures(outcome))
+    more = "".join(f"<br><small>{_safe(text)}</small>" for text in texts if text)
+    head = f'<b style="color:{colour}">{finding.severity} {rule.id}</b> {_safe(rule.slug)}'
+    return f"{head} <small>{_safe(place_of(finding))}</small><br>{_safe(outcome.what)}{more}"
+
+
+def _report(report: CheckReport) -> str:
     problems = "\n".join(_finding(one, report) for one in report.problems)
     return "\n".join(
         (
@@ -50,7 +68,7 @@ def _report(report: Report) -> str:
     )
 
 
-def _tiles(report: Report) -> str:
+def _tiles(report: CheckReport) -> str:
     counts, stake = counts_of(report), at_stake(report)
     seen = ", ".join(LETTERS[letter] for letter in report.evidence) or "nothing"
     tiles = {
@@ -72,12 +90,13 @@ def _devices(count: int) -> str:
     return plural(count, "device") if count else "devices not known"
 
 
-def _finding(finding: Finding, report: Report) -> str:
+def _finding(finding: Finding, report: CheckReport) -> str:
     outcome, rule = finding.outcome, finding.rule
     lines = "\n".join(printable(line, most=MOST_TEXT) for line in outcome.formula)
     place = f'<span class="quiet">{finding.severity}, {_safe(place_of(finding))}</span>'
+    own = f' <span class="quiet">(your own rule, from {_safe(rule.origin)})</span>' if rule.origin else ""
     parts = [
-        f"<p><b>{rule.id}</b> {_safe(rule.slug)} {place}</p>",
+        f"<p><b>{rule.id}</b> {_safe(rule.slug)} {place}{own}</p>",
         f"<p>{_safe(outcome.what)}</p>",
         f"<pre>{escape(lines)}</pre>" if lines else "",
         *(f"<p>{_safe(text)}</p>" for text in (cost_of(outcome.impact, report.usd), *cures(outcome)) if text),
@@ -85,7 +104,7 @@ def _finding(finding: Finding, report: Report) -> str:
     return f'<div class="finding {finding.severity}">{"".join(parts)}</div>'
 
 
-def _table(report: Report) -> str:
+def _table(report: CheckReport) -> str:
     rows = "".join(_row(one) for one in report.findings)
     head = "<tr><th>rule</th><th>verdict</th><th>what</th><th>where</th></tr>"
     return f'<div class="scroll"><table>{head}{rows}</table></div>'
@@ -101,7 +120,7 @@ def _row(finding: Finding) -> str:
     )
 
 
-def _unmapped(report: Report) -> str:
+def _unmapped(report: CheckReport) -> str:
     if not report.unmapped:
         return ""
     rows = "".join(

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from phalanx.io.visible import visible_json
 from phalanx.rules.formats.plain import report_dict
-from phalanx.rules.judge import Report
+from phalanx.rules.judge import CheckReport
 
 
-def render(reports: Sequence[Report]) -> str:
+def render(reports: Sequence[CheckReport]) -> str:
     """The document, with a last line break."""
     documents = [report_dict(one) for one in reports]
     whole = documents[0] if len(documents) == 1 else {"reports": documents}

@@ -8,12 +8,12 @@ from xml.etree import ElementTree as Tree
 from phalanx.record.values import printable
 from phalanx.rules.formats.plain import cost_of, place_of
 from phalanx.rules.formats.text import cures
-from phalanx.rules.judge import Finding, Report
+from phalanx.rules.judge import CheckReport, Finding
 
 MOST_TEXT = 1000
 
 
-def render(reports: Sequence[Report]) -> str:
+def render(reports: Sequence[CheckReport]) -> str:
     """The document, with a last line break."""
     root = Tree.Element("testsuites", name="phalanx check")
     for report in reports:
@@ -22,7 +22,7 @@ def render(reports: Sequence[Report]) -> str:
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + Tree.tostring(root, encoding="unicode") + "\n"
 
 
-def _suite(report: Report) -> Tree.Element:
+def _suite(report: CheckReport) -> Tree.Element:
     by_rule: dict[str, list[Finding]] = {}
     for one in report.findings:
         by_rule.setdefault(one.rule.id, []).append(one)
@@ -40,7 +40,7 @@ def _suite(report: Report) -> Tree.Element:
     return suite
 
 
-def _case(found: Sequence[Finding], report: Report) -> Tree.Element:
+def _case(found: Sequence[Finding], report: CheckReport) -> Tree.Element:
     """One rule. What is only told for information stands in the case's output and fails nothing."""
     rule = found[0].rule
     case = Tree.Element("testcase", classname=f"phalanx.{rule.group}", name=f"{rule.id} {rule.slug}", time="0")
@@ -63,7 +63,7 @@ def _reason(finding: Finding) -> str:
     return printable(f"unknown: {finding.outcome.what}{fix}", most=MOST_TEXT)
 
 
-def _story(found: Sequence[Finding], report: Report) -> str:
+def _story(found: Sequence[Finding], report: CheckReport) -> str:
     lines: list[str] = []
     for one in found:
         cost = cost_of(one.outcome.impact, report.usd)

@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx.rules.judge import Finding, Report, is_remark
+from phalanx.rules.judge import CheckReport, Finding, is_remark
 from phalanx.rules.outcome import Edit, Impact, Outcome, Scalar
 from phalanx.units import format_money, plural
 
 
-def report_dict(report: Report) -> dict[str, Any]:
+def report_dict(report: CheckReport) -> dict[str, Any]:
     """The JSON form of one report; numbers that JSON has no word for become null."""
     return {
         "edition": report.edition,
@@ -30,7 +30,7 @@ def report_dict(report: Report) -> dict[str, Any]:
     }
 
 
-def counts_of(report: Report) -> dict[str, int]:
+def counts_of(report: CheckReport) -> dict[str, int]:
     """Rules by verdict; those that have nothing to say about this job are no passes."""
     counts = {verdict: report.counts[verdict] for verdict in ("pass", "fail", "unknown", "waived")}
     return {**counts, "pass": counts["pass"] - len(report.exempt), "exempt": len(report.exempt)}
@@ -43,6 +43,7 @@ def finding_dict(finding: Finding) -> dict[str, Any]:
         "rule": finding.rule.id,
         "slug": finding.rule.slug,
         "group": finding.rule.group,
+        "origin": finding.rule.origin,
         "verdict": finding.verdict,
         "severity": finding.severity,
         "what": outcome.what,
@@ -62,6 +63,27 @@ def finding_dict(finding: Finding) -> dict[str, Any]:
         "reason": finding.reason,
         "applies": outcome.applies,
     }
+
+
+def findings_columns(findings: Sequence[Finding]) -> dict[str, list[Any]]:
+    """Findings as columns of equal length, for a data frame."""
+    columns: dict[str, Any] = {
+        "rule": lambda one: one.rule.id,
+        "slug": lambda one: one.rule.slug,
+        "verdict": lambda one: one.verdict,
+        "severity": lambda one: one.severity,
+        "what": lambda one: one.outcome.what,
+        "value": lambda one: one.outcome.value,
+        "threshold": lambda one: one.outcome.threshold,
+        "unit": lambda one: one.outcome.unit,
+        "file": lambda one: one.file,
+        "line": lambda one: one.line,
+        "points": lambda one: math.nan if one.outcome.impact.points is None else one.outcome.impact.points,
+        "usd": lambda one: math.nan if one.outcome.impact.usd is None else one.outcome.impact.usd,
+        "fix": lambda one: cure_of(one.outcome),
+        "origin": lambda one: one.rule.origin,
+    }
+    return {name: [read(one) for one in findings] for name, read in columns.items()}
 
 
 def finite(value: Scalar) -> Scalar:
@@ -124,7 +146,7 @@ BY_FAILURES = ("CKP", "FLT", "COM004", "EFF001")
 WHOLES = ("EFF",)  # measure all of a kind of loss, of which other rules tell the parts
 
 
-def at_stake(report: Report) -> Impact:
+def at_stake(report: CheckReport) -> Impact:
     """All failures together, no more than everything, and nothing counted twice where that can be told.
 
     Rules about failures and checkpoints lose the same seconds: the dearest of them stands for all. The others add up,
@@ -153,7 +175,7 @@ def _summed(findings: Sequence[Finding], name: str) -> float | None:
     return by_failures + max(whole, sum(parts.values())) if known else None
 
 
-def summary_of(report: Report) -> str:
+def summary_of(report: CheckReport) -> str:
     """One line with every count."""
     counts: Mapping[str, int] = counts_of(report)
     errors = len({one.rule.id for one in report.findings if one.verdict == "fail" and one.severity == "error"})

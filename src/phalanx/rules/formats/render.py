@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.rules.judge import Report
+from phalanx.rules.judge import CheckReport
 
 FORMATS = ("text", "json", "sarif", "github", "junit", "html")
 
 
-def render(name: str, reports: Sequence[Report], *, root: str, version: str, verbose: bool = False) -> str:
+def render(name: str, reports: Sequence[CheckReport], *, root: str, version: str, verbose: bool = False) -> str:
     """Reports in a format; `root` is the folder that file names are told from, `version` that of Phalanx."""
     if name == "json":
         from phalanx.rules.formats import json

@@ -16,7 +16,7 @@ from phalanx.record.values import printable
 from phalanx.rules.formats.paths import as_uri, relative
 from phalanx.rules.formats.plain import cost_of, finite
 from phalanx.rules.formats.text import cures
-from phalanx.rules.judge import Finding, Report
+from phalanx.rules.judge import CheckReport, Finding
 from phalanx.rules.outcome import Spot
 from phalanx.rules.page import page
 from phalanx.rules.rule import LETTERS, Rule
@@ -26,13 +26,13 @@ LEVEL = {"error": "error", "warning": "warning", "info": "note"}
 MOST_TEXT = 1000
 
 
-def render(reports: Sequence[Report], *, root: str, version: str) -> str:
+def render(reports: Sequence[CheckReport], *, root: str, version: str) -> str:
     """The document. `root` is the checkout that file names are told from; `version` is that of Phalanx."""
     log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [_run(reports, root, version)]}
     return visible_json(json.dumps(log, indent=2, ensure_ascii=False, allow_nan=False)) + "\n"
 
 
-def _run(reports: Sequence[Report], root: str, version: str) -> dict[str, Any]:
+def _run(reports: Sequence[CheckReport], root: str, version: str) -> dict[str, Any]:
     rules = {one.rule.id: one.rule for report in reports for one in report.findings}
     index = {rule_id: number for number, rule_id in enumerate(rules)}
     seen: Counter[str] = Counter()
@@ -69,11 +69,12 @@ def _rule(rule: Rule) -> dict[str, Any]:
             "tags": [rule.group, rule.slug],
             "evidence": [LETTERS[letter] for letter in rule.requires],
             "sources": [one.text for one in rule.references],
+            **({"origin": printable(rule.origin)} if rule.origin else {}),
         },
     }
 
 
-def _result(finding: Finding, report: Report, root: str, index: int, seen: Counter[str]) -> dict[str, Any]:
+def _result(finding: Finding, report: CheckReport, root: str, index: int, seen: Counter[str]) -> dict[str, Any]:
     is_open = finding.verdict == "unknown"
     kind, level = ("open", "none") if is_open else ("fail", LEVEL[finding.severity])
     result = {
@@ -92,7 +93,7 @@ def _result(finding: Finding, report: Report, root: str, index: int, seen: Count
     return result
 
 
-def _message(finding: Finding, report: Report) -> str:
+def _message(finding: Finding, report: CheckReport) -> str:
     outcome = finding.outcome
     lines = [outcome.what, *outcome.formula, cost_of(outcome.impact, report.usd), *cures(outcome)]
     return "\n".join(printable(line, most=MOST_TEXT) for line in lines if line)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from phalanx.record.values import printable
 from phalanx.rules.formats.plain import at_stake, cost_of, place_of, setting, summary_of
-from phalanx.rules.judge import Finding, Report
+from phalanx.rules.judge import CheckReport, Finding
 from phalanx.rules.outcome import Outcome
 from phalanx.rules.rule import LETTERS
 from phalanx.units import plural
@@ -21,12 +21,12 @@ MOST_SHOWN = 12  # settings of another trainer that are named one by one
 MOST_TEXT = 400  # letters of one line of somebody else's text
 
 
-def render(reports: Sequence[Report], *, verbose: bool = False) -> str:
+def render(reports: Sequence[CheckReport], *, verbose: bool = False) -> str:
     """The page as text."""
     return "".join(f"{text}\n" for _, text in lines(reports, verbose=verbose))
 
 
-def lines(reports: Sequence[Report], *, verbose: bool = False) -> Iterator[Line]:
+def lines(reports: Sequence[CheckReport], *, verbose: bool = False) -> Iterator[Line]:
     """The page, line by line; nothing in it moves a cursor."""
     for number, report in enumerate(reports):
         if number:
@@ -35,7 +35,7 @@ def lines(reports: Sequence[Report], *, verbose: bool = False) -> Iterator[Line]
             yield style, printable(text, most=MOST_TEXT)
 
 
-def _page(report: Report, *, verbose: bool) -> Iterator[Line]:
+def _page(report: CheckReport, *, verbose: bool) -> Iterator[Line]:
     for one in report.problems:
         yield from finding_lines(one, report)
         yield "", ""
@@ -53,17 +53,26 @@ def _page(report: Report, *, verbose: bool) -> Iterator[Line]:
         yield "quiet", hint
 
 
-def finding_lines(finding: Finding, report: Report) -> Iterator[Line]:
+def finding_head(finding: Finding) -> str:
+    """Place, severity, rule and what was found, in a line."""
+    marks = {"fail": LETTER[finding.severity], "pass": "ok" if finding.outcome.applies else "--", "waived": "waived"}
+    mark, rule = marks.get(finding.verdict, "?"), finding.rule
+    return f"{place_of(finding)}: {mark} {rule.id} {rule.slug}  {finding.outcome.what}"
+
+
+def finding_lines(finding: Finding, report: CheckReport) -> Iterator[Line]:
     """One finding in full."""
     rule, outcome = finding.rule, finding.outcome
-    mark = LETTER[finding.severity] if finding.verdict == "fail" else "?"
-    yield finding.severity, f"{place_of(finding)}: {mark} {rule.id} {rule.slug}  {outcome.what}"
+    yield finding.severity, finding_head(finding)
     for line in outcome.formula:
         yield "", f"  {line}"
     if cost := cost_of(outcome.impact, report.usd):
         yield "", f"  {cost}"
     yield from (("", f"  {line}") for line in cures(outcome))
-    yield "quiet", f"  explain: phalanx explain {rule.id} {report.target}; source: {rule.references[0].text}"
+    if rule.origin:
+        yield "quiet", f"  your own rule, from {rule.origin}"
+    else:
+        yield "quiet", f"  explain: phalanx explain {rule.id} {report.target}; source: {rule.references[0].text}"
 
 
 def cures(outcome: Outcome) -> Iterator[str]:
@@ -75,7 +84,7 @@ def cures(outcome: Outcome) -> Iterator[str]:
         yield f"fix: {outcome.fix}"
 
 
-def _unknown(report: Report) -> Iterator[Line]:
+def _unknown(report: CheckReport) -> Iterator[Line]:
     """Missing evidence, by what is missing: one line for many rules."""
     groups: dict[tuple[str, str], list[str]] = {}
     for one in report.findings:
@@ -90,7 +99,7 @@ def _unknown(report: Report) -> Iterator[Line]:
         yield "", ""
 
 
-def _waived(report: Report) -> Iterator[Line]:
+def _waived(report: CheckReport) -> Iterator[Line]:
     found = [one for one in report.findings if one.verdict == "waived"]
     for one in found:
         yield "quiet", f"waived {one.rule.id}  {one.outcome.what}  ({one.reason})"
@@ -98,7 +107,7 @@ def _waived(report: Report) -> Iterator[Line]:
         yield "", ""
 
 
-def _unmapped(report: Report) -> Iterator[Line]:
+def _unmapped(report: CheckReport) -> Iterator[Line]:
     if not report.unmapped:
         return
     count = len(report.unmapped)
@@ -111,7 +120,7 @@ def _unmapped(report: Report) -> Iterator[Line]:
     yield "", ""
 
 
-def _passed(report: Report) -> Iterator[Line]:
+def _passed(report: CheckReport) -> Iterator[Line]:
     for one in report.findings:
         if one.verdict != "pass":
             continue
@@ -128,7 +137,7 @@ def _bound(outcome: Outcome) -> str:
     return f"  [{value:.4g} against {limit:.4g}{f' {outcome.unit}' if outcome.unit else ''}]"
 
 
-def _by_option(report: Report) -> str:
+def _by_option(report: CheckReport) -> str:
     """How many findings an option mends; runs and plans are past mending, other trainers' files are not ours to."""
     if report.foreign or not report.target.endswith(".toml") or "L" in report.evidence:
         return ""
@@ -139,16 +148,18 @@ def _by_option(report: Report) -> str:
     return f"  can be mended: {', '.join(told)}; --diff shows the edits" if told else ""
 
 
-def _devices(report: Report) -> str:
+def _devices(report: CheckReport) -> str:
     if not report.devices:
         return f"number of devices not known (taken as {report.scaling})"
     return f"{plural(report.devices, 'device')} ({report.scaling})"
 
 
-def _basis(report: Report) -> str:
+def _basis(report: CheckReport) -> str:
     """What the verdicts rest on, and the money in question."""
     seen = ", ".join(LETTERS[letter] for letter in report.evidence) or "nothing"
-    basis = f"  edition {report.edition}, {report.profile}, {_devices(report)}"
+    own = len({one.rule.id for one in report.findings if one.rule.origin})
+    mine = f" and {plural(own, 'rule')} of your own" if own else ""
+    basis = f"  edition {report.edition}{mine}, {report.profile}, {_devices(report)}"
     stake = at_stake(report)
     told = f"; at stake: {cost_of(stake, report.usd)}" if stake.points or stake.usd else ""
     return f"{basis}; looked at: {seen}{told}"
