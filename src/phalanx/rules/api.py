@@ -29,6 +29,7 @@ from phalanx.rules.own_rules import OwnRules, RuleSource, collect_own_rules, own
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
 __all__ = [
+    "CheckReport",
     "Edit",
     "Evidence",
     "Finding",
@@ -37,7 +38,6 @@ __all__ = [
     "Limits",
     "Outcome",
     "Reference",
-    "Report",
     "Request",
     "Rule",
     "Spot",

@@ -25,7 +25,7 @@ from phalanx.elastic.preflight import MOST_RANKS_PER_CORE
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve
 from phalanx.hardware.discover import discover
-from phalanx.hardware.sharing import allowed_ranks
+from phalanx.hardware.local import allowed_ranks
 from phalanx.io.user_code import absolute_code
 from phalanx.job.dump import to_dict
 from phalanx.job.load import ResolvedJob, load

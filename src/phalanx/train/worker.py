@@ -33,7 +33,7 @@ from phalanx.elastic.process import take_rank
 from phalanx.elastic.transports import facts_here, transport_notes
 from phalanx.elastic.vault import Vault
 from phalanx.errors import Problem, SystemFailure, mistake
-from phalanx.hardware.sharing import allowed_ranks
+from phalanx.hardware.local import allowed_ranks
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from phalanx.hardware.machine import Gpu, Machine, Nic
+from phalanx.hardware.types import Gpu, Machine, Nic
 from phalanx.rules.facts.host import NicPath
 
 ORDER = ("PIX", "PXB", "PHB", "NODE", "SYS")  # nearest first, in nvidia-smi's words

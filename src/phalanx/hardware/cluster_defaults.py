@@ -5,8 +5,14 @@ How often it fails: failures.py.
 
 from __future__ import annotations
 
+import csv
+import functools
+import io
 import math
+import statistics
 
+from phalanx.hardware.catalog import data_text
+from phalanx.hardware.failures import failures_per_host_day as usual_failures_per_host_day
 from phalanx.hardware.types import Accelerator, Cluster
 from phalanx.units import GB
 
@@ -60,7 +66,7 @@ DEFAULT_HOST_MEMORY_BYTES_PER_DEVICE = 64 * GB
 SERVER_POWER_OVER_TDP = 856 / 700
 
 
-def link_latency_s(accelerator: Accelerator) -> float:
+def usual_link_latency_s(accelerator: Accelerator) -> float:
     """Latency of one step inside the fast domain, by the kind of link."""
     if accelerator.link.startswith("PCIe"):
         return PCIE_LATENCY_S
@@ -69,7 +75,7 @@ def link_latency_s(accelerator: Accelerator) -> float:
     return LOOPBACK_LATENCY_S if accelerator.link == "loopback" else NVLINK_LATENCY_S
 
 
-def link_bytes_per_s(accelerator: Accelerator) -> float:
+def usual_link_bytes_per_s(accelerator: Accelerator) -> float:
     """The catalogue's link speed, or the usual one of that kind of link."""
     if accelerator.link_bytes_per_s > 0:
         return accelerator.link_bytes_per_s
@@ -79,12 +85,12 @@ def link_bytes_per_s(accelerator: Accelerator) -> float:
     return SLOWEST_LINK_BYTES_PER_S
 
 
-def nic_bytes_per_s(accelerator: Accelerator) -> float:
+def usual_nic_bytes_per_s(accelerator: Accelerator) -> float:
     """The catalogue's NIC speed per device, or what such hosts usually have."""
     return accelerator.nic_bytes_per_s or NIC_BYTES_PER_S.get(accelerator.vendor, DEFAULT_NIC_BYTES_PER_S)
 
 
-def host_memory_bytes(accelerator: Accelerator, host_devices: int) -> float:
+def usual_host_memory_bytes(accelerator: Accelerator, host_devices: int) -> float:
     """Memory of one host's CPUs."""
     if accelerator.family == "cpu":
         return accelerator.memory_bytes * host_devices
@@ -92,7 +98,7 @@ def host_memory_bytes(accelerator: Accelerator, host_devices: int) -> float:
     return per_device * host_devices
 
 
-def host_devices(accelerator: Accelerator, domain_devices: int) -> int:
+def usual_host_devices(accelerator: Accelerator, domain_devices: int) -> int:
     """Devices per host when a fast domain holds `domain_devices`: whole hosts per domain, or whole domains per host."""
     usual = accelerator.host_devices
     if domain_devices == accelerator.domain_devices and usual % domain_devices == 0:
@@ -100,8 +106,86 @@ def host_devices(accelerator: Accelerator, domain_devices: int) -> int:
     return max(size for size in range(1, min(usual, domain_devices) + 1) if domain_devices % size == 0)
 
 
-def power_w_per_device(cluster: Cluster) -> float:
+def usual_power_w_per_device(cluster: Cluster) -> float:
     """Watts per device: as given, else TDP with the server around it (a CPU's alone); 0 where neither is known."""
     around = 1.0 if cluster.accelerator.family == "cpu" else SERVER_POWER_OVER_TDP
     power = cluster.power_w_per_device or cluster.accelerator.tdp_w * around
     return power if math.isfinite(power) else 0.0
+
+
+# What an accelerator-hour costs to rent, from the shipped table of cloud prices.
+
+
+def usd_per_device_hour(price_item: str) -> tuple[float, float, float] | None:
+    """Cheapest, middle and dearest provider for an item (`A|B` pools two items), on demand; None when unlisted.
+
+    >>> usd_per_device_hour("tpu-v6e-8")
+    (2.7, 2.7, 2.7)
+    """
+    offers = [offer for item in price_item.split("|") for offer in _offers().get(item, ())]
+    if not offers:
+        return None
+    typical = [usual for _, usual in offers]
+    return min(least for least, _ in offers), statistics.median(typical), max(typical)
+
+
+@functools.cache
+def _offers() -> dict[str, list[tuple[float, float]]]:
+    """Per item, each provider's cheapest and median on-demand price; spot prices can be taken back, so not here."""
+    offers: dict[str, list[tuple[float, float]]] = {}
+    for row in csv.DictReader(io.StringIO(data_text("price_power.csv"))):
+        if row["kind"] == "price_usd_per_accel_hour":
+            pair = float(row["value_min_or_mean"]), float(row["value_median_or_pue"])
+            offers.setdefault(row["item"], []).append(pair)
+    return offers
+
+
+# Put a Cluster together from the few numbers that are known and documented defaults for the rest.
+
+
+def assemble_cluster(
+    *,
+    name: str,
+    accelerator: Accelerator,
+    domain_devices: int,
+    domains: int,
+    source: str,
+    host_devices: int = 0,
+    link_bytes_per_s: float = 0.0,
+    nic_bytes_per_s: float = 0.0,
+    link_latency_s: float = 0.0,
+    nic_latency_s: float = 0.0,
+    host_memory_bytes: float = 0.0,
+    failures_per_host_day: float | None = None,
+    power_w_per_device: float = 0.0,
+    pue: float = 0.0,
+    grid_gco2_per_kwh: float = 0.0,
+    disk_bytes_per_s: float = 0.0,
+    matmul_flops: float = 0.0,
+    launch_s: float = 0.0,
+) -> Cluster:
+    """A Cluster; 0 (None for failures, which may truly be 0) stands for "not said"."""
+    per_host = host_devices or usual_host_devices(accelerator, domain_devices)
+    if failures_per_host_day is None:
+        failures_per_host_day = usual_failures_per_host_day(accelerator, per_host)
+    return Cluster(
+        name=name,
+        accelerator=accelerator,
+        domain_devices=domain_devices,
+        domains=domains,
+        host_devices=per_host,
+        link_bytes_per_s=link_bytes_per_s or usual_link_bytes_per_s(accelerator),
+        nic_bytes_per_s=nic_bytes_per_s or usual_nic_bytes_per_s(accelerator),
+        link_latency_s=link_latency_s or usual_link_latency_s(accelerator),
+        nic_latency_s=nic_latency_s or NIC_LATENCY_S,
+        host_memory_bytes=host_memory_bytes or usual_host_memory_bytes(accelerator, per_host),
+        failures_per_host_day=failures_per_host_day,
+        price_usd_per_device_hour=usd_per_device_hour(accelerator.price_item),
+        power_w_per_device=power_w_per_device,
+        pue=pue,
+        grid_gco2_per_kwh=grid_gco2_per_kwh,
+        disk_bytes_per_s=disk_bytes_per_s,
+        matmul_flops=matmul_flops,
+        launch_s=launch_s,
+        source=source,
+    )

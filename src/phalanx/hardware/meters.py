@@ -1,7 +1,6 @@
-"""Joules a device has taken: from a counter of the hardware, else a stated estimate. Power is never integrated.
+"""What a device does while it trains: how busy it is, the energy it takes, and how short of memory its host is.
 
-A polled power sensor misses most of what happens (on A100 and H100 it samples a quarter of the time, arXiv:2312.02741);
-a counter misses nothing.
+Activity is the share of units that worked, never the share of time a kernel was merely resident.
 """
 
 from __future__ import annotations
@@ -13,7 +12,90 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from phalanx.hardware.discover import cgroup_folders
 from phalanx.hardware.nvml import GpuMeter
+
+
+class Activity(Protocol):
+    """Something that can say how busy the device was since it was last asked."""
+
+    @property
+    def source(self) -> str | None:
+        """How it is measured; None when it is not."""
+
+    def share(self, ranks: int) -> float | None:
+        """From 0 to 1 since the last call, of this rank's part when `ranks` share the host; None where unknown."""
+
+
+class NoActivity:
+    """Of a device that cannot be asked: readers fall back on MFU."""
+
+    source = None
+
+    def share(self, ranks: int) -> float | None:
+        """Unknown."""
+        return None
+
+
+class CpuTime:
+    """CPU time of this process, all its threads, over the cores it may use: those of the host, shared fairly."""
+
+    source = "cpu-time"
+
+    def __init__(
+        self,
+        cores: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        used: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._cores, self._clock, self._used = cores, clock, used
+        self._last = clock(), used()
+
+    def share(self, ranks: int) -> float | None:
+        """Never above 1, though a rank may take the cores that its neighbours leave idle."""
+        (then_s, before_s), self._last = self._last, (self._clock(), self._used())
+        wall_s = self._last[0] - then_s
+        if wall_s <= 0:
+            return None
+        return min(1.0, (self._last[1] - before_s) / (wall_s * self._cores / ranks))
+
+
+class SmActivity:
+    """Share of the streaming multiprocessors with at least one warp, averaged over the time since the last call.
+
+    NVML's GPU performance monitoring: Hopper and newer. Warps that wait count, so this is a ceiling of the useful work
+    and MFU its floor.
+    """
+
+    source = "gpm-sm"
+
+    def __init__(self, meter: GpuMeter) -> None:
+        self._meter = meter
+        self._last = meter.gpm_sample()
+
+    def share(self, ranks: int) -> float | None:
+        """The device's own, also when several ranks share it."""
+        now = self._meter.gpm_sample()
+        if now is None:
+            return None  # the next answer covers this time too
+        before, self._last = self._last, now
+        if before is None:
+            return None
+        percent = self._meter.sm_percent(before, now)
+        self._meter.gpm_free(before)
+        return None if percent is None else min(1.0, max(0.0, percent / 100))
+
+
+def gpu_activity(meter: GpuMeter) -> Activity:
+    """SM activity where the driver measures it, else none."""
+    return SmActivity(meter) if meter.has_gpm() else NoActivity()
+
+
+# Joules a device has taken: from a counter of the hardware, else a stated estimate. Power is never integrated.
+#
+# A polled power sensor misses most of what happens (on A100 and H100 it samples a quarter of the time,
+# arXiv:2312.02741); a counter misses nothing.
 
 
 class Energy(Protocol):
@@ -141,14 +223,54 @@ class Estimate:
 
 def gpu_energy(meter: GpuMeter, power_w: float) -> Energy:
     """The GPU's counter, else an estimate from its power."""
-    return NvmlEnergy(meter) if meter.energy_j() is not None else estimate(power_w)
+    return NvmlEnergy(meter) if meter.energy_j() is not None else estimated_energy(power_w)
 
 
 def cpu_energy(power_w: float, root: Path = Path("/")) -> Energy:
     """RAPL where it can be read, else an estimate from the power of this rank's cores."""
-    return Rapl.of(root) or estimate(power_w)
+    return Rapl.of(root) or estimated_energy(power_w)
 
 
-def estimate(power_w: float) -> Energy:
+def estimated_energy(power_w: float) -> Energy:
     """An estimate from a known power, or nothing."""
     return Estimate(power_w) if power_w > 0 else NoEnergy()
+
+
+# How short of memory this process is: what it holds, what it may hold, and how long it stalls for want of more.
+
+
+# "some avg10=0.12 avg60=0.05 avg300=0.01 total=1234": per cent of the last 10 s in which some task stalled.
+_STALL = re.compile(r"^some avg10=(\d{1,3}(?:\.\d+)?) ", re.MULTILINE)
+_MOST_CHARS = 1 << 16  # what these files hold is a few lines; more is not what we came for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stall:
+    """Share of the last 10 s in which some task waited for memory, and of whom that is said."""
+
+    share: float
+    source: str  # "psi-cgroup": of this container; "psi-host": of the whole machine
+
+
+def memory_stall(root: Path = Path("/")) -> Stall | None:
+    """Pressure stall information of this process's own group, else of the machine; None where the kernel keeps none."""
+    files = [(folder / "memory.pressure", "psi-cgroup") for folder in cgroup_folders(root, "memory")[:1]]
+    for path, source in (*files, (root / "proc/pressure/memory", "psi-host")):
+        found = _STALL.search(_text(path))
+        if found:
+            return Stall(share=min(1.0, float(found.group(1)) / 100), source=source)
+    return None
+
+
+def anonymous_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that is this process's own: pages of files and libraries, which others share, do not count."""
+    found = re.search(r"^RssAnon:\s*(\d{1,15}) kB", _text(root / "proc/self/status"), re.MULTILINE)
+    return int(found.group(1)) * 1024 if found else None
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as stream:
+            return stream.read(_MOST_CHARS)
+    except OSError:  # absent, or (EOPNOTSUPP) switched off at boot
+        return ""
