@@ -9,7 +9,7 @@ import pytest
 import tomlkit
 from rules.kit import JOB, evidence, verdict
 
-from phalanx.job.overrides import EXCLUSIVE
+from phalanx.job.draft import EXCLUSIVE
 from phalanx.rules.edition import all_rules
 from phalanx.rules.rule import Rule
 

@@ -13,8 +13,7 @@ from rules.kit import JOB
 from synthetic import write_run
 
 from phalanx.errors import PhalanxError, UserError
-from phalanx.job.dump import to_dict
-from phalanx.job.load import load
+from phalanx.job.load import job_to_dict, load
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
@@ -42,7 +41,7 @@ def plan_text(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Run:
     made = write_run(tmp_path_factory.mktemp("runs"), ranks=2, steps=20, incidents=0)
-    made.job_toml.write_text(to_toml(to_dict(Plan.from_dict(made.plan()).job)))  # as phalanx train writes it
+    made.job_toml.write_text(to_toml(job_to_dict(Plan.from_dict(made.plan()).job)))  # as phalanx train writes it
     return made
 
 

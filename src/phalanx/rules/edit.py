@@ -15,7 +15,7 @@ import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
-from phalanx.job.overrides import EXCLUSIVE
+from phalanx.job.draft import EXCLUSIVE
 from phalanx.job.scan import key_lines
 from phalanx.job.textfile import read_text
 from phalanx.rules.outcome import Edit

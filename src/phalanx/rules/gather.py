@@ -11,8 +11,7 @@ from pathlib import Path
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve
 from phalanx.hardware.types import Cluster
-from phalanx.job.dump import to_dict
-from phalanx.job.load import ResolvedJob, load, load_waivers
+from phalanx.job.load import ResolvedJob, job_to_dict, load, load_waivers
 from phalanx.job.schema import Job
 from phalanx.plan.kept import kept_plan
 from phalanx.plan.plan import Plan
@@ -162,7 +161,7 @@ def _given_plan(path: Path, resolved: ResolvedJob) -> Plan:
 
 def _differing(old: Job, new: Job) -> list[str]:
     """Sections whose values differ; waivers, profile and rules are the specification's own and change no plan."""
-    before, after = to_dict(old), to_dict(new)
+    before, after = job_to_dict(old), job_to_dict(new)
     ours = ("waiver", "profile", "rules")
     return [key for key in {**before, **after} if key not in ours and before.get(key) != after.get(key)]
 
@@ -371,5 +370,5 @@ def _drills(
     roots: Sequence[Path] = (*request.drills, *([beside] if beside is not None else []))
     subject = None
     if job is not None and plan is not None:
-        subject = drill_subject(to_dict(job), asdict(plan.layout), base=base)
+        subject = drill_subject(job_to_dict(job), asdict(plan.layout), base=base)
     return find_drills(roots, environ=environ, subject=subject)

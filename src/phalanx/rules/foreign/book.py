@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from phalanx.errors import Problem
-from phalanx.job.rules import kind, shown
+from phalanx.job.key_rules import shown_value, value_kind
 from phalanx.rules.foreign.leaf import Leaf
 
 MOST = 1e18  # beyond any count of tokens
@@ -82,7 +82,7 @@ class Book:
         if value is None:
             unset = isinstance(leaf.value, str) and "$" in leaf.value
             self.unreadable[name] = leaf
-            self.lacks(name, UNSET if unset else f"is {kind(leaf.value)}, not a number")
+            self.lacks(name, UNSET if unset else f"is {value_kind(leaf.value)}, not a number")
         return value
 
     def flag(self, name: str) -> bool | None:
@@ -217,5 +217,7 @@ def found_in(key: str, entries: Iterable[str]) -> str:
 
 def told(value: object) -> str:
     """A foreign value for a person: short, and without anything a terminal obeys."""
-    text = "null" if value is None else shown(value) if isinstance(value, bool | int | float | str | list) else "{}"
+    text = (
+        "null" if value is None else shown_value(value) if isinstance(value, bool | int | float | str | list) else "{}"
+    )
     return "".join(one if one.isprintable() else "?" for one in text)

@@ -8,9 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from phalanx.errors import UserError
-from phalanx.job import overrides as override_values
-from phalanx.job.draft import Draft
-from phalanx.job.presets import presets
+from phalanx.job.draft import Draft, apply_overrides
+from phalanx.job.model import known_presets
 from phalanx.job.schema import Data
 from phalanx.rules.facts.practice import Practice
 from phalanx.rules.foreign.book import Book, Said, told
@@ -45,7 +44,7 @@ def finish(book: Book, *, devices: int, settings: Sequence[str], habits: Practic
 def _set(book: Book, settings: Sequence[str]) -> None:
     """--set goes before everything the file says."""
     draft = Draft(path=Path(book.file), table={}, lines={})
-    override_values.apply(draft, settings)
+    apply_overrides(draft, settings)
     if draft.problems:
         raise UserError(draft.problems)
     for section, table in draft.table.items():
@@ -65,7 +64,7 @@ def _sequence(book: Book) -> None:
     if "data.sequence" in book.values:
         return
     name = book.value("model.preset")
-    known = presets()[name].train.get("sequence") if isinstance(name, str) and name in presets() else None
+    known = known_presets()[name].train.get("sequence") if isinstance(name, str) and name in known_presets() else None
     note = f"not said: that of {name}" if known else "not said: the default of Phalanx"
     book.values["data.sequence"] = Said(value=known or Data().sequence, note=note)
 

@@ -27,7 +27,7 @@ class WrongValue(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
+class KeyRule:
     """How one key is read: `expects` completes "use ...", `note` says what the key is for."""
 
     expects: str
@@ -36,13 +36,13 @@ class Rule:
     key: str = ""  # the name in the file, where it is not a Python name
 
 
-Metadata = Mapping[str, Rule]
+Metadata = Mapping[str, KeyRule]
 
 
-def rule_of(metadata: Mapping[str, object]) -> Rule:
+def rule_of(metadata: Mapping[str, object]) -> KeyRule:
     """The rule a dataclass field carries."""
     rule = metadata["rule"]
-    assert isinstance(rule, Rule)
+    assert isinstance(rule, KeyRule)
     return rule
 
 
@@ -62,7 +62,7 @@ def count(
             raise WrongValue(f"is above {_power(most)}", fix=f"use {expects}")
         return number
 
-    return {"rule": Rule(expects=expects, read=read, note=note)}
+    return {"rule": KeyRule(expects=expects, read=read, note=note)}
 
 
 def number(note: str, *, least: float = 0.0, most: float = 1e18, auto: bool = False, above: bool = False) -> Metadata:
@@ -74,7 +74,7 @@ def number(note: str, *, least: float = 0.0, most: float = 1e18, auto: bool = Fa
         if auto and value == AUTO:
             return AUTO
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise WrongValue(f"is {kind(value)}, not a number")
+            raise WrongValue(f"is {value_kind(value)}, not a number")
         if isinstance(value, int) and value.bit_length() > 1000:
             raise WrongValue(f"is above {most:g}")
         result = float(value)
@@ -86,7 +86,7 @@ def number(note: str, *, least: float = 0.0, most: float = 1e18, auto: bool = Fa
             raise WrongValue(f"is above {most:g}")
         return result
 
-    return {"rule": Rule(expects=expects, read=read, note=note)}
+    return {"rule": KeyRule(expects=expects, read=read, note=note)}
 
 
 def choice(note: str, *names: str) -> Metadata:
@@ -95,14 +95,14 @@ def choice(note: str, *names: str) -> Metadata:
 
     def read(value: object) -> object:
         if not isinstance(value, str):
-            raise WrongValue(f"is {kind(value)}, not text", fix=f"use one of {listed}")
+            raise WrongValue(f"is {value_kind(value)}, not text", fix=f"use one of {listed}")
         if value not in names:
             close = nearest(value, names)
             fix = f'did you mean "{close}"? the choices are {listed}' if close else f"use one of {listed}"
             raise WrongValue("is not a choice", fix=fix)
         return value
 
-    return {"rule": Rule(expects=f"one of {listed}", read=read, note=note)}
+    return {"rule": KeyRule(expects=f"one of {listed}", read=read, note=note)}
 
 
 def flag(note: str, *, auto: bool = False, key: str = "") -> Metadata:
@@ -111,9 +111,9 @@ def flag(note: str, *, auto: bool = False, key: str = "") -> Metadata:
     def read(value: object) -> object:
         if isinstance(value, bool) or (auto and value == AUTO):
             return value
-        raise WrongValue(f"is {kind(value)}, not true or false")
+        raise WrongValue(f"is {value_kind(value)}, not true or false")
 
-    return {"rule": Rule(expects="true or false" + _or_auto(auto), read=read, note=note, key=key)}
+    return {"rule": KeyRule(expects="true or false" + _or_auto(auto), read=read, note=note, key=key)}
 
 
 def text(note: str, *, pattern: str = "", expects: str = "a text of at most 4,096 characters") -> Metadata:
@@ -121,14 +121,14 @@ def text(note: str, *, pattern: str = "", expects: str = "a text of at most 4,09
 
     def read(value: object) -> object:
         if not isinstance(value, str):
-            raise WrongValue(f"is {kind(value)}, not text")
+            raise WrongValue(f"is {value_kind(value)}, not text")
         if len(value) > 4096 or not value.isprintable():
             raise WrongValue("is too long or holds unprintable characters")
         if pattern and re.fullmatch(pattern, value) is None:
             raise WrongValue("has the wrong form")
         return value
 
-    return {"rule": Rule(expects=expects, read=read, note=note)}
+    return {"rule": KeyRule(expects=expects, read=read, note=note)}
 
 
 def texts(note: str, *, key: str) -> Metadata:
@@ -137,10 +137,10 @@ def texts(note: str, *, key: str) -> Metadata:
     def read(value: object) -> object:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, list) or not all(isinstance(item, str) and item.isprintable() for item in items):
-            raise WrongValue(f"is {kind(value)}, not a text or a list of texts")
+            raise WrongValue(f"is {value_kind(value)}, not a text or a list of texts")
         return tuple(items)
 
-    return {"rule": Rule(expects="a text or a list of texts", read=read, note=note, key=key)}
+    return {"rule": KeyRule(expects="a text or a list of texts", read=read, note=note, key=key)}
 
 
 def pair(note: str, *, least: float, most: float) -> Metadata:
@@ -148,13 +148,15 @@ def pair(note: str, *, least: float, most: float) -> Metadata:
 
     def read(value: object) -> object:
         if not isinstance(value, list) or len(value) != 2:
-            raise WrongValue(f"is {kind(value)}, not two numbers")
+            raise WrongValue(f"is {value_kind(value)}, not two numbers")
         low, high = (item if isinstance(item, int | float) and not isinstance(item, bool) else -1 for item in value)
         if not (least <= low < most and least <= high < most):
             raise WrongValue(f"leaves the range from {least:g} to below {most:g}")
         return float(low), float(high)
 
-    return {"rule": Rule(expects=f"two numbers from {least:g} to below {most:g}, as [0.9, 0.95]", read=read, note=note)}
+    return {
+        "rule": KeyRule(expects=f"two numbers from {least:g} to below {most:g}, as [0.9, 0.95]", read=read, note=note)
+    }
 
 
 def day(note: str) -> Metadata:
@@ -171,18 +173,18 @@ def day(note: str) -> Metadata:
         except ValueError as error:
             raise WrongValue("is not a date") from error
 
-    return {"rule": Rule(expects=expects, read=read, note=note)}
+    return {"rule": KeyRule(expects=expects, read=read, note=note)}
 
 
 def nested(note: str) -> Metadata:
     """A list of tables, read by the loader itself."""
-    return {"rule": Rule(expects="a list of tables", read=lambda value: value, note=note)}
+    return {"rule": KeyRule(expects="a list of tables", read=lambda value: value, note=note)}
 
 
-def kind(value: object) -> str:
+def value_kind(value: object) -> str:
     """What a TOML value is, in plain words.
 
-    >>> kind(True), kind(3), kind("a"), kind([1, 2])
+    >>> value_kind(True), value_kind(3), value_kind("a"), value_kind([1, 2])
     ('true/false', 'a whole number', 'text', 'a list of 2')
     """
     match value:
@@ -202,10 +204,10 @@ def kind(value: object) -> str:
             return "a date or time"
 
 
-def shown(value: object, *, limit: int = 60) -> str:
+def shown_value(value: object, *, limit: int = 60) -> str:
     """A value as the job file would write it, cut short.
 
-    >>> shown(True), shown("a"), shown([1, "b"])
+    >>> shown_value(True), shown_value("a"), shown_value([1, "b"])
     ('true', '"a"', '[1, "b"]')
     """
     match value:
@@ -216,9 +218,11 @@ def shown(value: object, *, limit: int = 60) -> str:
         case str():
             result = json.dumps(value[: limit + 1], ensure_ascii=False)
         case list() | tuple():
-            result = "[" + ", ".join(shown(item) for item in value[:limit]) + "]"
+            result = "[" + ", ".join(shown_value(item) for item in value[:limit]) + "]"
         case dict():
-            result = "{ " + ", ".join(f"{key} = {shown(item)}" for key, item in list(value.items())[:limit]) + " }"
+            result = (
+                "{ " + ", ".join(f"{key} = {shown_value(item)}" for key, item in list(value.items())[:limit]) + " }"
+            )
         case _:
             result = str(value)
     return result if len(result) <= limit else result[: limit - 1] + "…"
@@ -231,7 +235,7 @@ def _whole(value: object) -> int:
         except (ValueError, OverflowError) as error:
             raise WrongValue("is text that is not a number such as 512, 8B or 15T") from error
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise WrongValue(f"is {kind(value)}, not a whole number")
+        raise WrongValue(f"is {value_kind(value)}, not a whole number")
     if isinstance(value, float) and (not math.isfinite(value) or not value.is_integer()):
         raise WrongValue("is not a whole number")
     return int(value)

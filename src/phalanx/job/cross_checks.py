@@ -13,7 +13,7 @@ Check = Callable[[Draft, Job], None]
 HEADS, LAYERS = "model.heads", "model.layers"
 
 
-def check(draft: Draft, job: Job) -> None:
+def check_keys(draft: Draft, job: Job) -> None:
     """Run every check whose keys are sound."""
     refused = frozenset(draft.bad)  # as it stands: what one check finds must not hide what the next would
     for keys, function in CHECKS:

@@ -8,12 +8,11 @@ from functools import cache
 from pathlib import Path
 
 from phalanx.errors import UserError, nearest
-from phalanx.job import rules
+from phalanx.job import key_rules as rules
 from phalanx.job.draft import DEFAULT, Draft, Origin
-from phalanx.job.hf import read_config
-from phalanx.job.model import ModelShape
-from phalanx.job.presets import Preset, presets
-from phalanx.job.rules import Rule, WrongValue, rule_of, shown
+from phalanx.job.hf_config import read_config
+from phalanx.job.key_rules import KeyRule, WrongValue, rule_of, shown_value
+from phalanx.job.model import ModelShape, Preset, known_presets
 
 _CHOICES = {
     "norm": ("rms", "layer"),
@@ -37,12 +36,12 @@ MOST_ARGUMENTS = 100_000  # characters
 
 
 @cache
-def shape_rules() -> dict[str, Rule]:
+def shape_rules() -> dict[str, KeyRule]:
     """A rule for every key of ModelShape, from its type; sizes without a default must be at least 1."""
     return {item.name: _rule(item.name, str(item.type), item.default is MISSING) for item in fields(ModelShape)}
 
 
-def _rule(name: str, kind: str, required: bool) -> Rule:
+def _rule(name: str, kind: str, required: bool) -> KeyRule:
     if name in _CHOICES:
         return rule_of(rules.choice("", *_CHOICES[name]))
     if name in _NUMBERS:
@@ -51,7 +50,9 @@ def _rule(name: str, kind: str, required: bool) -> Rule:
         expects = '"file.py:function" or "package.module:function"'
         return rule_of(rules.text("code that builds the network", pattern=MODULE_PATTERN, expects=expects))
     if name == "arguments":
-        return Rule(expects="a table of plain values", read=_read_arguments, note="what the module's function receives")
+        return KeyRule(
+            expects="a table of plain values", read=_read_arguments, note="what the module's function receives"
+        )
     if kind == "bool":
         return rule_of(rules.flag(""))
     if kind == "int":
@@ -69,7 +70,7 @@ def _read_arguments(value: object) -> object:
     except (TypeError, ValueError, RecursionError) as error:
         raise WrongValue("holds what JSON cannot: a date, nan or infinity") from error
     if not isinstance(table, dict):
-        raise WrongValue(f"is {rules.kind(value)}, not a table")
+        raise WrongValue(f"is {rules.value_kind(value)}, not a table")
     if len(text) > MOST_ARGUMENTS:
         raise WrongValue(f"is longer than {MOST_ARGUMENTS:,} characters")
     return text
@@ -80,13 +81,13 @@ def resolve_preset(draft: Draft) -> Preset | None:
     name = draft.section("model").get("preset")
     if name is None:
         return None
-    known = presets()
+    known = known_presets()
     if isinstance(name, str) and name in known:
         draft.origins["model.preset"] = draft.written("model.preset")
         return known[name]
     close = nearest(name, known) if isinstance(name, str) else ""
     fix = f'did you mean "{close}"?' if close else f"known are {', '.join(known)}"
-    draft.complain("model.preset", f"model.preset = {shown(name)} is not a known model", fix=fix)
+    draft.complain("model.preset", f"model.preset = {shown_value(name)} is not a known model", fix=fix)
     return None
 
 
@@ -140,7 +141,7 @@ def _from_config(draft: Draft, name: object) -> dict[str, tuple[object, Origin]]
     draft.origins["model.hf_config"] = draft.written("model.hf_config")
     if not isinstance(name, str) or not name:
         draft.complain(
-            "model.hf_config", f"model.hf_config = {shown(name)} is not a file name", fix='use "config.json"'
+            "model.hf_config", f"model.hf_config = {shown_value(name)} is not a file name", fix='use "config.json"'
         )
         return {}
     path = draft.path.parent / name
