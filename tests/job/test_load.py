@@ -53,7 +53,7 @@ def test_every_setting_has_an_origin(write: Write) -> None:
 
 
 def test_every_section_of_job_is_in_the_table() -> None:
-    assert {item.name for item in fields(Job)} == {"spec", "name", "profile", "waiver", "model", *SECTIONS}
+    assert {item.name for item in fields(Job)} == {"spec", "name", "profile", "rules", "waiver", "model", *SECTIONS}
 
 
 def test_all_sections_are_read(write: Write) -> None:
@@ -140,10 +140,10 @@ job.toml:1: name = "Bad Name" has the wrong form
   use lower-case letters, digits, '.', '_' and '-', at most 63, not starting with a sign
 job.toml:2: a job file has no key "colour"
   the keys are batch, checkpoint, cluster, comm, cost, data, fault, model, name, numerics, optim, parallel, precision, \
-profile, spec, telemetry, train, waiver
+profile, rules, spec, telemetry, train, waiver
 job.toml:3: a job file has no key "a.b"
   the keys are batch, checkpoint, cluster, comm, cost, data, fault, model, name, numerics, optim, parallel, precision, \
-profile, spec, telemetry, train, waiver
+profile, rules, spec, telemetry, train, waiver
 job.toml:7: data.tokens = "lots" is text that is not a number such as 512, 8B or 15T
   tokens to train on; "auto" is 20 per parameter
   use a whole number from 1 to 1e18, or "auto"

@@ -16,12 +16,11 @@ from phalanx.job.load import load
 from phalanx.plan.make import plan as make_plan
 from phalanx.rules.edition import EDITION, find_rule
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.practice import Practice
+from phalanx.rules.facts.trainers import Practice
 from phalanx.rules.judge import Finding, judge
 from phalanx.rules.outcome import Severity, Verdict
-from phalanx.rules.profiles import PROFILES, find_profile, profile_of
+from phalanx.rules.profiles import PROFILES, find_profile, profile_of, scaling_of
 from phalanx.rules.rule import Value
-from phalanx.rules.scaling import scaling_of
 
 TODAY = date(2026, 11, 15)
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")

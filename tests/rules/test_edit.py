@@ -9,7 +9,7 @@ import tomllib
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.rules.edit import difference, edited, read_exactly, write_exactly
+from phalanx.rules.fixes import difference, edited, read_exactly, write_exactly
 from phalanx.rules.outcome import Edit
 
 TEXT = """\

@@ -11,7 +11,7 @@ import pytest
 from rules.kit import evidence, verdict
 
 from phalanx.rules.edition import all_rules
-from phalanx.rules.facts.practices import PHALANX
+from phalanx.rules.facts.trainers import PHALANX
 from phalanx.rules.rule import Rule
 
 # Their fragments speak of other hardware, of a run, or of waivers: their own cases show them.

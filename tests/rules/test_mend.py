@@ -8,8 +8,8 @@ import pytest
 from rules.toy import bad, made, rule
 
 from phalanx.errors import UserError, mistake
+from phalanx.rules.fixes import find_cure
 from phalanx.rules.judge import CheckReport
-from phalanx.rules.mend import find_cure
 from phalanx.rules.outcome import Edit, passed
 
 

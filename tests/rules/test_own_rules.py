@@ -28,9 +28,9 @@ from phalanx.rules.api import (
 )
 from phalanx.rules.edition import find_rule, select_rules
 from phalanx.rules.explain import explain
-from phalanx.rules.formats.render import FORMATS, render
+from phalanx.rules.formats.render import FORMATS, render_reports
 from phalanx.rules.own_rules import RESERVED, collect_own_rules, installed_rules
-from phalanx.rules.page import page, pages
+from phalanx.rules.rule_page import rule_page, rule_pages
 
 PAGE = Path(__file__).parents[2] / "docs/own-rules.md"
 SOURCE = """
@@ -94,7 +94,7 @@ def test_rules_of_the_specification_are_asked_as_before() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_has_it(name: str) -> None:
     report = check_evidence(evidence(), rules=[five_checkpoints], select="ACME")
-    text = render(name, [report], root="/", version="1")
+    text = render_reports(name, [report], root="/", version="1")
     assert "ACME009" in text
     assert "five_checkpoints" in text or name in ("github", "junit")
 
@@ -204,14 +204,14 @@ def test_explain_and_list_show_it() -> None:
     assert told.startswith("# ACME009 five-checkpoints")
     assert "your own rule" in told.lower()
     assert "checkpoint.keep >= 5" in told
-    assert not any("ACME" in text for text in pages([*select_rules(), five_checkpoints]).values())
+    assert not any("ACME" in text for text in rule_pages([*select_rules(), five_checkpoints]).values())
 
 
 def test_explain_puts_the_jobs_numbers_before_the_page(job: Path) -> None:
     told = str(explain("ACME009", str(job), rules=[five_checkpoints], today=TODAY))
     assert "**fail** (warning)" in told
     assert "3 are kept, not five" in told
-    assert told.endswith(page(collect_own_rules([five_checkpoints]).rules[0]))
+    assert told.endswith(rule_page(collect_own_rules([five_checkpoints]).rules[0]))
 
 
 @pytest.fixture

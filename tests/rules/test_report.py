@@ -16,12 +16,12 @@ from phalanx.job.load import load
 from phalanx.record.run import open_run
 from phalanx.rules.api import check
 from phalanx.rules.explain import explain
-from phalanx.rules.formats.render import render
+from phalanx.rules.formats.render import render_reports
 
 
 def test_text_is_what_the_verb_prints() -> None:
     report = mixed()
-    assert str(report) == render("text", [report], root=".", version="")
+    assert str(report) == render_reports("text", [report], root=".", version="")
     assert (
         repr(report)
         == "<CheckReport job.toml: 2 pass, 2 fail (1 error), 1 unknown, 1 waived; 1 remark; 1 does not apply>"

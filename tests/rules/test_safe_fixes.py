@@ -17,8 +17,8 @@ from rules.logs import good_checkpoints, good_log, good_steps, spread
 
 from phalanx.errors import UserError
 from phalanx.rules.edition import EDITION, all_rules, find_rule
-from phalanx.rules.facts.practices import PHALANX
-from phalanx.rules.formats.plain import as_toml
+from phalanx.rules.facts.trainers import PHALANX
+from phalanx.rules.formats.text import as_toml
 from phalanx.rules.judge import CheckReport, Finding, judge
 
 SEVERITY = {"error": 0, "warning": 1, "info": 2}

@@ -17,9 +17,9 @@ from phalanx.units import MB, plural
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from phalanx.rules.fixes import Cure
     from phalanx.rules.gather import Request
     from phalanx.rules.judge import CheckReport
-    from phalanx.rules.mend import Cure
 
 FORMATS = ("text", "json", "sarif", "github", "junit", "html")
 TOLD_EVERY_S = 2.0  # a log that is read faster needs no progress
@@ -121,11 +121,11 @@ def _tell_inputs(target: str, request: Request) -> None:
     """Whether the data, tokenizer, weights and code that a job names fit it; no rule reads files of that size."""
     from phalanx.cli.inputs import told_inputs
     from phalanx.job.load import load
-    from phalanx.rules.foreign.detect import kind_of
+    from phalanx.rules.foreign.detect import trainer_of_file
     from phalanx.rules.gather import is_plan
 
     path = Path(target)
-    if path.is_file() and not is_plan(path) and not (request.source or kind_of(path)):
+    if path.is_file() and not is_plan(path) and not (request.source or trainer_of_file(path)):
         warn(told_inputs(load(path, overrides=request.overrides)).warnings)
 
 
@@ -194,8 +194,7 @@ def _mended(target: str, request: Request, args: argparse.Namespace) -> CheckRep
     """The report of what is left after the edits; with --diff of what there is, since nothing is written."""
     from dataclasses import replace
 
-    from phalanx.rules.edit import difference, edited, read_exactly, write_exactly
-    from phalanx.rules.mend import find_cure
+    from phalanx.rules.fixes import difference, edited, find_cure, read_exactly, write_exactly
 
     path = Path(target)
     _refuse_unmendable(path, request)
@@ -212,7 +211,7 @@ def _mended(target: str, request: Request, args: argparse.Namespace) -> CheckRep
 
 
 def _tell(target: str, cure: Cure, *, written: bool) -> None:
-    from phalanx.rules.formats.plain import setting
+    from phalanx.rules.formats.text import setting
 
     for line in cure.left:
         note(f"{target}: left alone: {line}")
@@ -226,7 +225,7 @@ def _tell(target: str, cure: Cure, *, written: bool) -> None:
 
 def _refuse_unmendable(path: Path, request: Request) -> None:
     from phalanx.record.run import EVENTS
-    from phalanx.rules.foreign.detect import kind_of
+    from phalanx.rules.foreign.detect import trainer_of_file
     from phalanx.rules.gather import is_plan
 
     def refuse(what: str, fix: str) -> None:
@@ -236,7 +235,7 @@ def _refuse_unmendable(path: Path, request: Request) -> None:
         refuse("is a run", "mend the job file that it was started from, and start it again")
     if is_plan(path):
         refuse("is a plan", "mend its job file, and plan again")
-    if path.is_file() and (request.source or kind_of(path)):
+    if path.is_file() and (request.source or trainer_of_file(path)):
         refuse("is a configuration of another trainer", "phalanx import writes it as a job file")
     folder = path.resolve().parent
     if folder.is_dir() and any(EVENTS.fullmatch(name) for name in os.listdir(folder)):
@@ -245,13 +244,13 @@ def _refuse_unmendable(path: Path, request: Request) -> None:
 
 def _put(form: str, reports: Sequence[CheckReport], args: argparse.Namespace) -> None:
     from phalanx.cli.output import own_version
-    from phalanx.rules.formats.render import render
+    from phalanx.rules.formats.render import render_reports
 
     if form == "text" and not args.out and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
         _paint(reports, verbose=args.verbose)
         return
     version = own_version() if form == "sarif" else ""
-    text = render(form, reports, root=os.getcwd(), version=version, verbose=args.verbose)
+    text = render_reports(form, reports, root=os.getcwd(), version=version, verbose=args.verbose)
     if not args.out:
         sys.stdout.write(text)
         return

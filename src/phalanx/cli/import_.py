@@ -11,9 +11,8 @@ from phalanx.cli.output import note, print_json, say
 from phalanx.errors import UserError, mistake
 from phalanx.io.files import write_text
 from phalanx.record.values import printable
-from phalanx.rules.foreign.convert import Converted, convert, find_trainer
-from phalanx.rules.foreign.detect import kind_of
-from phalanx.rules.foreign.trainers import TRAINERS
+from phalanx.rules.foreign.convert import TRAINERS, Converted, convert_config, find_trainer
+from phalanx.rules.foreign.detect import trainer_of_file
 from phalanx.units import plural
 
 MOST_LISTED = 12
@@ -43,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
             fix="name another --out, or add --force",
         )
     kind = args.trainer or _recognised(path)
-    found = convert(
+    found = convert_config(
         path,
         find_trainer(kind).name,
         cluster=args.cluster,
@@ -66,7 +65,7 @@ def _recognised(path: Path) -> str:
 
     if not path.is_file():
         read_text(path, noun="configuration")  # says what is wrong with it
-    kind = kind_of(path)
+    kind = trainer_of_file(path)
     if not kind:
         raise mistake(
             str(path),

@@ -25,8 +25,7 @@ def check_before(resolved: ResolvedJob, plan: Plan, *, refuse: bool) -> None:
 
 def _tell(report: CheckReport) -> None:
     from phalanx.record.values import printable
-    from phalanx.rules.formats.plain import place_of, summary_of
-    from phalanx.rules.formats.text import MOST_TEXT, finding_lines
+    from phalanx.rules.formats.text import MOST_TEXT, finding_lines, place_of, summary_of
 
     for one in report.problems:
         if one.severity == "error":

@@ -31,7 +31,7 @@ class Known:
         """The counts; empty before the first judgement."""
         if self.verdicts is None:
             return self.trouble
-        from phalanx.rules.formats.plain import summary_of
+        from phalanx.rules.formats.text import summary_of
 
         return summary_of(self.verdicts.report) + ("" if self.is_last else "; so far")
 
@@ -45,7 +45,7 @@ class Known:
         """For `--json`; None before the first judgement."""
         if self.verdicts is None:
             return {"trouble": self.trouble} if self.trouble else None
-        from phalanx.rules.formats.plain import counts_of, cure_of
+        from phalanx.rules.formats.text import counts_of, cure_of
 
         report = self.verdicts.report
         return {

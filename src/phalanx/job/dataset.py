@@ -1,4 +1,4 @@
-"""A dataset folder (its `manifest.json`, written last, with a digest for every file) and the vocabularies of tokenizers.
+"""A dataset folder (`manifest.json`, written last, with a digest for every file) and the vocabularies of tokenizers.
 
 Here rather than in train/: plan and check look at the data of a job too.
 """

@@ -21,7 +21,7 @@ from phalanx.record.run import Run
 from phalanx.rules.catalog import spc001_waivers, spc003_own_rules
 from phalanx.rules.edition import EDITION, all_rules, select_rules
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.formats.plain import report_dict
+from phalanx.rules.formats.text import report_dict
 from phalanx.rules.gather import Progress, Request, before_log, gather, of_job, of_plan, of_run
 from phalanx.rules.judge import CheckReport, Finding, judge
 from phalanx.rules.outcome import Edit, Impact, Outcome, Spot, exempt, failed, passed, unknown

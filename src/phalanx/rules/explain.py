@@ -11,13 +11,12 @@ from phalanx.record.values import printable
 from phalanx.rules.api import Target, check_evidence, evidence_of, own_rules_of
 from phalanx.rules.edition import find_rule
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.formats.plain import cost_of, finding_dict, place_of
-from phalanx.rules.formats.text import cures
+from phalanx.rules.formats.text import cost_of, cures, finding_dict, place_of
 from phalanx.rules.gather import Progress, Request
 from phalanx.rules.judge import Finding, limits_of
 from phalanx.rules.own_rules import RuleSource, collect_own_rules
-from phalanx.rules.page import page, sections, shown
 from phalanx.rules.rule import Limits, Rule
+from phalanx.rules.rule_page import rule_page, rule_sections, shown_limit
 from phalanx.units import plural
 
 MOST_TEXT = 400
@@ -33,7 +32,7 @@ class Explanation:
     findings: tuple[Finding, ...] = ()
 
     def __str__(self) -> str:
-        return f"{here(self)}\n{page(self.rule)}" if self.evidence is not None else page(self.rule)
+        return f"{here(self)}\n{rule_page(self.rule)}" if self.evidence is not None else rule_page(self.rule)
 
     def __repr__(self) -> str:
         about = f" on {self.evidence.target}" if self.evidence is not None else ""
@@ -44,7 +43,7 @@ class Explanation:
         told: dict[str, Any] = {"rule": self.rule.id, "slug": self.rule.slug}
         if self.evidence is not None:
             told |= {"limits": dict(self.limits.values), "findings": [finding_dict(one) for one in self.findings]}
-        return {**told, "sections": sections(self.rule)}
+        return {**told, "sections": rule_sections(self.rule)}
 
 
 def explain(
@@ -90,7 +89,7 @@ def here(found: Explanation) -> str:
     lines += [f"Limits for {size}:", ""] if found.limits.values else []
     for name, value in found.limits.values.items():
         limit = found.rule.limits[name]
-        lines.append(f"- `{name}` = {shown(value, limit.unit)}: {limit.note}")
+        lines.append(f"- `{name}` = {shown_limit(value, limit.unit)}: {limit.note}")
     return "\n".join(printable(line, most=MOST_TEXT) for line in lines) + "\n"
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date, timedelta
 from typing import Any
 
+from phalanx.errors import nearest
 from phalanx.io.user_code import last_line
+from phalanx.job.schema import Waiver
 from phalanx.plan.ask import trains_with_phalanx
 from phalanx.plan.trainable import trainer_problems
 from phalanx.rules.catalog import spc001_waivers, spc003_own_rules
 from phalanx.rules.evidence import Evidence, Unmapped
 from phalanx.rules.outcome import Impact, Outcome, Severity, Verdict, exempt, failed, passed, unknown
 from phalanx.rules.own_rules import OwnRules
+from phalanx.rules.profiles import at_least
 from phalanx.rules.rule import LETTERS, Limits, Rule
-from phalanx.rules.scaling import at_least
-from phalanx.rules.waivers import settle
 from phalanx.units import plural
 
 HOW_TO_GET = {
@@ -124,12 +126,12 @@ class CheckReport:
         return True
 
     def __str__(self) -> str:
-        from phalanx.rules.formats.text import render
+        from phalanx.rules.formats.text import render_text
 
-        return render([self])
+        return render_text([self])
 
     def __repr__(self) -> str:
-        from phalanx.rules.formats.plain import summary_of
+        from phalanx.rules.formats.text import summary_of
 
         return f"<CheckReport {self.target}: {summary_of(self)}>"
 
@@ -158,7 +160,7 @@ class CheckReport:
     def frame(self) -> Any:
         """Every finding as a row: a pandas DataFrame where pandas is installed, else numpy arrays by column."""
         from phalanx.io.frame import as_frame
-        from phalanx.rules.formats.plain import findings_columns
+        from phalanx.rules.formats.text import findings_columns
 
         return as_frame(findings_columns(self.findings))
 
@@ -324,7 +326,7 @@ def _waive(
 ) -> list[Finding]:
     """Open findings that a waiver covers; and, where it is `told`, what is wrong with the waivers."""
     broken = {one.rule.id for one in found if one.verdict in ("fail", "unknown")}
-    settled = settle(evidence, broken, asked=asked, whole=whole)
+    settled = settle_waivers(evidence, broken, asked=asked, whole=whole)
     result = []
     for one in found:
         reason = settled.reasons.get(one.rule.id, "")
@@ -332,3 +334,89 @@ def _waive(
         result.append(replace(one, verdict="waived", reason=reason) if waived else one)
     extra = [_placed(spc001_waivers.RULE, evidence, outcome) for outcome in settled.outcomes] if told else []
     return [*result, *extra]
+
+
+# Waivers: rules a job breaks on purpose, with a reason and a last day. Old and idle ones are findings themselves.
+
+
+COSTS_NO_TIME = Impact(note="costs no time by itself: it hides what does")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waived:
+    """Reasons by rule id, and what is wrong with the waivers themselves."""
+
+    reasons: Mapping[str, str]
+    outcomes: tuple[Outcome, ...]
+
+
+def settle_waivers(evidence: Evidence, broken: set[str], *, asked: Sequence[Rule], whole: bool) -> Waived:
+    """Which rules are waived. `broken` ones of those `asked` failed or lack evidence; `whole`: all rules were asked."""
+    rules = {rule.id: rule for rule in asked}
+    reasons: dict[str, str] = {}
+    outcomes: list[Outcome] = []
+    for index, waiver in enumerate(evidence.all_waivers):
+        if waiver.rule not in rules:
+            outcomes += [_nothing(waiver, index)] if whole else []
+        elif _is_over(waiver, evidence.today):
+            outcomes.append(_expired(waiver, index, evidence.today))
+        elif waiver.rule in broken:
+            reasons[waiver.rule] = waiver.reason
+        else:
+            outcomes.append(_unused(waiver, index, rules[waiver.rule], evidence))
+    if whole and not outcomes:
+        count = len(evidence.all_waivers)
+        outcomes.append(passed(f"{plural(count, 'waiver')}, each with a reason and in force"))
+    return Waived(reasons=reasons, outcomes=tuple(outcomes))
+
+
+def _is_over(waiver: Waiver, today: date) -> bool:
+    days_over = spc001_waivers.RULE.limits["days_over"].value
+    assert isinstance(days_over, int)
+    return today - date.fromisoformat(waiver.expires) > timedelta(days=days_over)
+
+
+def _nothing(waiver: Waiver, index: int) -> Outcome:
+    from phalanx.rules.edition import EDITION, all_rules  # at the top it would be a circle: an edition imports rules
+
+    titles = {rule.id: rule.slug for rule in all_rules()}
+    if waiver.rule == spc001_waivers.RULE.id:
+        what, fix = f"{waiver.rule} cannot be waived: it is about waivers", "take the waiver out"
+    else:
+        close = nearest(waiver.rule, titles)
+        what = f"{waiver.rule} is no rule of edition {EDITION}"
+        fix = f"did you mean {close} ({titles[close]})?" if close else "phalanx rules lists them"
+    return failed(
+        f"the waiver of {waiver.rule} waives nothing: {what}",
+        value=waiver.rule,
+        impact=COSTS_NO_TIME,
+        fix=fix,
+        at=f"waiver.{index}.rule",
+    )
+
+
+def _expired(waiver: Waiver, index: int, today: date) -> Outcome:
+    return failed(
+        f"the waiver of {waiver.rule} expired on {waiver.expires}",
+        value=waiver.expires,
+        threshold=today.isoformat(),
+        impact=COSTS_NO_TIME,
+        fix=f"meet {waiver.rule}, or decide again and give a new day",
+        at=f"waiver.{index}.expires",
+    )
+
+
+def _unused(waiver: Waiver, index: int, rule: Rule, evidence: Evidence) -> Outcome:
+    """Before the run a rule that also looks at the log may still need its waiver: said, and not held against it."""
+    later = "L" in rule.uses and not evidence.has("L")
+    severity: Severity = "info" if later else "warning"
+    told = "waives nothing so far: the rule is met before the run" if later else "waives nothing: the rule is met"
+    fix = "take it out, unless the run is known to need it" if later else "take it out"
+    return failed(
+        f"the waiver of {waiver.rule} {told}",
+        value=waiver.rule,
+        severity=severity,
+        impact=COSTS_NO_TIME,
+        fix=fix,
+        at=f"waiver.{index}.rule",
+    )

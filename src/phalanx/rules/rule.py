@@ -8,7 +8,7 @@ from typing import Literal
 
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Outcome, Severity
-from phalanx.rules.scaling import Scaling, at_least
+from phalanx.rules.profiles import Scaling, at_least
 
 GROUPS = {
     "TOP": "topology",

@@ -7,9 +7,9 @@ from dataclasses import replace
 from rules.kit import Case, Flip, evidence
 from rules.logs import good_checkpoints, good_log, incident, spread
 
-from phalanx.rules.facts.drill import DrillFacts
+from phalanx.rules.facts.drills import DrillFacts
 from phalanx.rules.facts.host import HostFacts
-from phalanx.rules.facts.practice import Practice
+from phalanx.rules.facts.trainers import Practice
 from phalanx.rules.outcome import Spot
 
 STATE = ("weights", "moments", "scheduler", "rng", "sampler", "tokens", "layout", "scaler")

@@ -10,13 +10,12 @@ from rules.logs import good_cpu_log, good_log, incident, spread
 from rules.swap import swapped
 
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.drill import DrillFacts
+from phalanx.rules.facts.drills import DrillFacts
 from phalanx.rules.facts.host import HostFacts
 from phalanx.rules.facts.log import DigestFacts
-from phalanx.rules.facts.practice import Practice
-from phalanx.rules.facts.practices import PHALANX
+from phalanx.rules.facts.trainers import PHALANX, Practice
 from phalanx.rules.outcome import Spot
-from phalanx.rules.scaling import scaling_of
+from phalanx.rules.profiles import scaling_of
 
 PLANNED = ("fault.spares", "fault.failures_per_host_day", "batch.global_sequences")  # keys that change the plan
 SPOT = Spot(file="runs/x/events-00001.jsonl", line=7)

@@ -13,8 +13,7 @@ import pytest
 
 from phalanx.hardware.probe import MachineProfile, save_profile, usual_path
 from phalanx.hardware.types import Gpu, Machine, Nic
-from phalanx.rules.facts.look import this_host, variables
-from phalanx.rules.facts.nics import nic_paths
+from phalanx.rules.facts.host import nic_paths, this_host, variables
 
 
 def test_this_machine() -> None:
@@ -28,7 +27,7 @@ def test_this_machine() -> None:
 
 
 def test_torch_is_not_imported() -> None:
-    code = "import sys; from phalanx.rules.facts.look import this_host; this_host(); print('torch' in sys.modules)"
+    code = "import sys; from phalanx.rules.facts.host import this_host; this_host(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 

@@ -7,9 +7,7 @@ from pathlib import Path
 
 from phalanx.elastic import council, host, link
 from phalanx.job.schema import Fault, Telemetry
-from phalanx.rules.facts.practice import Practice
-from phalanx.rules.facts.practices import PHALANX
-from phalanx.rules.foreign.habits import habits_of
+from phalanx.rules.facts.trainers import PHALANX, Practice, habits_of
 from phalanx.train.models.hf_weights import SINGLE
 
 ROOT = Path(__file__).parents[3]

@@ -102,11 +102,11 @@ def test_checkpoints_that_are_off_are_named_so(tmp_path: Path, steps: int, sever
 
 
 def test_checkpoints_that_are_off_are_no_question_of_steps(tmp_path: Path) -> None:
-    from phalanx.rules.foreign.convert import convert
+    from phalanx.rules.foreign.convert import convert_config
 
     path = tmp_path / "run.toml"
     path.write_text(TITAN.format(steps=10) + "[checkpoint]\nenable = false\n", encoding="utf-8")
-    found = convert(path, "torchtitan")
+    found = convert_config(path, "torchtitan")
     assert found.practice.saves is False
     assert ("checkpoint.enable", "practice: saves") in found.mapped
     assert not [one for one in found.unmapped if one.key.startswith("checkpoint.")]

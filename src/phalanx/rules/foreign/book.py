@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from phalanx.errors import Problem
+from phalanx.errors import Problem, mistake
 from phalanx.job.key_rules import shown_value, value_kind
-from phalanx.rules.foreign.leaf import Leaf
 
 MOST = 1e18  # beyond any count of tokens
 UNSET = "a variable that nothing sets"
@@ -133,7 +132,7 @@ class Book:
 
     def _lost(self, leaf: Leaf) -> str:
         """A number holds the place of what the file does say, and nobody may judge by it."""
-        return f"in place of {told(leaf.key)}, which is not readable"
+        return f"in place of {told_value(leaf.key)}, which is not readable"
 
     def skip(self, name: str, reason: str) -> None:
         """A leaf that no rule of the specification asks about."""
@@ -215,9 +214,92 @@ def found_in(key: str, entries: Iterable[str]) -> str:
     return max(fits, key=len, default="")
 
 
-def told(value: object) -> str:
+def told_value(value: object) -> str:
     """A foreign value for a person: short, and without anything a terminal obeys."""
     text = (
         "null" if value is None else shown_value(value) if isinstance(value, bool | int | float | str | list) else "{}"
     )
     return "".join(one if one.isprintable() else "?" for one in text)
+
+
+# The trainer's own key for a key of the job: a cure is of use only in the words of the file it is for.
+
+
+# What a reader leaves open until the world is known, and the key of the job it becomes.
+OPEN = {
+    "checkpoint.steps": "checkpoint.interval_s",
+    "data.steps": "data.tokens",
+    "data.samples": "data.tokens",
+    "optim.warmup_steps": "optim.warmup_tokens",
+    "optim.warmup_samples": "optim.warmup_tokens",
+    "batch.per_replica": "batch.global_sequences",
+    "parallel.shard_copies": "parallel.shard",
+}
+UNITS = {
+    "interval": "in steps",
+    "save_interval": "in steps",
+    "save-interval": "in steps",
+    "every_n_train_steps": "in steps",
+    "distributed_timeout_minutes": "in minutes",
+    "distributed-timeout-minutes": "in minutes",
+    "DEEPSPEED_TIMEOUT of the environment": "in minutes",
+    "reduce_bucket_size": "in elements",
+    "bucket_size": "in parameters",
+    "ddp-bucket-size": "in parameters",
+}
+
+
+def their_keys(theirs: Mapping[str, str], *, title: str, arguments: bool) -> dict[str, str]:
+    """Job key -> what to say of it, as "torchtitan: comm.train_timeout_seconds".
+
+    >>> their_keys({"train.timeout_s": "distributed_timeout_minutes"}, title="Megatron-LM", arguments=True)
+    {'train.timeout_s': 'Megatron-LM: --distributed-timeout-minutes, in minutes'}
+    """
+    found = {}
+    for key, name in theirs.items():
+        spelled = name
+        if arguments and not name.startswith(("--", "env.")):
+            spelled = "--" + name.replace("_", "-")
+        unit = UNITS.get(spelled.rpartition(".")[2].removeprefix("--"), "")
+        found[OPEN.get(key, key)] = f"{title}: {spelled}" + (f", {unit}" if unit else "")
+    return found
+
+
+# One setting of another trainer's configuration: its key, its value, and its line.
+
+
+MOST_LEAVES = 5_000  # a full Megatron-Bridge dump has about 600
+MOST_DEPTH = 24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leaf:
+    """A scalar, a list of scalars, or an empty table. `key` is dotted, or a flag as it was written."""
+
+    key: str
+    value: object
+    line: int  # from 1; 0 is the file as a whole
+
+
+def leaves_of(table: object, *, file: str, line: Callable[[tuple[str | int, ...]], int]) -> dict[str, Leaf]:
+    """All leaves of nested tables and lists; raises UserError for more or deeper ones than a configuration has."""
+    found: dict[str, Leaf] = {}
+    for path, value in _walk(table, (), file):
+        key = ".".join(str(part) for part in path)
+        found[key] = Leaf(key=key, value=value, line=line(path))
+        if len(found) > MOST_LEAVES:
+            raise mistake(file, f"holds more than {MOST_LEAVES:,} settings", why="no training configuration does")
+    return found
+
+
+def _walk(value: object, path: tuple[str | int, ...], file: str) -> Iterator[tuple[tuple[str | int, ...], object]]:
+    if len(path) > MOST_DEPTH:
+        raise mistake(file, f"nests deeper than {MOST_DEPTH} levels", why="no training configuration does")
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _walk(inner, (*path, str(name)), file)
+    elif isinstance(value, list) and any(isinstance(one, dict | list) for one in value):
+        for index, inner in enumerate(value):
+            yield from _walk(inner, (*path, index), file)
+    elif path:
+        yield path, value

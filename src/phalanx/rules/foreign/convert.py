@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,14 @@ from phalanx.hardware.cluster import resolve
 from phalanx.hardware.types import Cluster
 from phalanx.job.draft import Origin
 from phalanx.job.load import ResolvedJob, load_table
+from phalanx.job.schema import EDITIONS, SECTIONS
 from phalanx.rules.evidence import Unmapped
-from phalanx.rules.facts.practice import Practice
-from phalanx.rules.foreign.book import NEVER, Book, Said, told
-from phalanx.rules.foreign.finish import GIVE_BATCH, GIVE_CLUSTER, finish, stand_in
-from phalanx.rules.foreign.habits import habits_of
-from phalanx.rules.foreign.theirs import their_keys
-from phalanx.rules.foreign.trainers import TRAINERS, Trainer
-from phalanx.rules.foreign.write import UNKNOWN_CLUSTER, render
-from phalanx.units import format_seconds
+from phalanx.rules.facts.trainers import Practice, habits_of
+from phalanx.rules.foreign import accelerate, deepspeed, megatron, nemo, torchtitan
+from phalanx.rules.foreign.book import NEVER, Book, Leaf, Said, their_keys, told_value
+from phalanx.rules.foreign.files import read_arguments, read_tree
+from phalanx.rules.foreign.finish import GIVE_BATCH, GIVE_CLUSTER, add_stand_ins, complete_job
+from phalanx.units import format_seconds, plural
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class Converted:
     their_keys: Mapping[str, str]  # job key -> the key that says it in this trainer's files
 
 
-def convert(
+def convert_config(
     path: Path, kind: str, *, cluster: str | None = None, overrides: Sequence[str] = (), folder: Path | None = None
 ) -> Converted:
     """Read a configuration of `kind`; raises UserError when it is none."""
@@ -59,7 +59,7 @@ def convert(
     # What stands on the command line is relative to where the caller is, what stands in a job to the job's folder.
     found = resolve(spec, base=None if cluster else path.parent) if spec else None
     devices = found.devices if found is not None else book.machines[0] * book.machines[1]
-    finish(book, devices=devices, settings=overrides, habits=habits_of(trainer.name))
+    complete_job(book, devices=devices, settings=overrides, habits=habits_of(trainer.name))
     _cluster(book, spec, found, named=bool(cluster))
     _batch(book)
     changed: dict[str, Any] = book.practice
@@ -131,13 +131,13 @@ def _converted(
     if book.missing:
         _leave_steps(book, steps)
         written = dict(book.values)
-        stand_in(book)
+        add_stand_ins(book)
         resolved = _load(book)
         book.values = written
     else:
         resolved = _with_interval(book, steps, found)
     unmapped = tuple(
-        Unmapped(key=key, value=told(book.leaves[key].value), why=settled.text)
+        Unmapped(key=key, value=told_value(book.leaves[key].value), why=settled.text)
         for key, settled in book.settled.items()
         if settled.fate == "unmapped"
     )
@@ -145,7 +145,7 @@ def _converted(
         resolved=resolved,
         practice=practice,
         unmapped=unmapped,
-        text=render(book, name=resolved.job.name, unmapped=unmapped, folder=folder),
+        text=render_job_file(book, name=resolved.job.name, unmapped=unmapped, folder=folder),
         trainer=trainer.name,
         mapped=tuple((key, one.text) for key, one in book.settled.items() if one.fate == "mapped"),
         irrelevant=tuple((key, one.text) for key, one in book.settled.items() if one.fate == "irrelevant"),
@@ -222,3 +222,149 @@ def _origin(book: Book, said: Said) -> Origin:
 def _name(file: str) -> str:
     stem = re.sub(r"[^a-z0-9._-]+", "-", Path(file).stem.lower()).lstrip("._-")[:63]
     return stem or "imported"
+
+
+# The equivalent job file: every value with where it came from, and at the end what could not be said.
+
+
+ORDER = ("model", *SECTIONS)
+UNKNOWN_CLUSTER = "unknown"
+
+
+def render_job_file(book: Book, *, name: str, unmapped: tuple[Unmapped, ...], folder: Path | None = None) -> str:
+    """The text of the job file; `folder` is where it will be written, for paths relative to it."""
+    parts = [
+        f"# Made by phalanx import from {_comment(Path(book.file).name)}, a configuration of {book.title}.",
+        f'spec = "{EDITIONS[-1]}"',
+        f"name = {_toml(name)}",
+    ]
+    for section in ORDER:
+        said = {key: one for key, one in book.values.items() if key.partition(".")[0] == section and "." in key}
+        if said:
+            parts += ["", f"[{section}]", *(_line(book, key, one, folder) for key, one in said.items())]
+    parts += ["", *_habits(book), *_rest(book, unmapped)]
+    return "\n".join(parts) + "\n"
+
+
+def _line(book: Book, key: str, said: Said, folder: Path | None) -> str:
+    value = said.value
+    if key in ("model.hf_config", "cluster.file") and folder is not None and isinstance(value, str):
+        value = os.path.relpath(Path(book.file).parent / value, folder)
+    where = f"{Path(book.file).name}:{said.line} {said.key}" if said.key else ""
+    note = _comment("; ".join(part for part in (where, said.note) if part))
+    return f"{key.partition('.')[2]} = {_toml(value)}" + (f"  # {note}" if note else "")
+
+
+def _habits(book: Book) -> list[str]:
+    """Settings that change how the trainer behaves, which no key of a job says."""
+    head = [
+        "# Habits of the trainer that its configuration changes; phalanx check on that file itself counts with them."
+    ]
+    said = [f"#   {name} = {_comment(str(value))}" for name, value in book.practice.items()]
+    return [*head, *said, ""] if said else []
+
+
+def _rest(book: Book, unmapped: tuple[Unmapped, ...]) -> list[str]:
+    if not unmapped:
+        return [f"# Every setting of {book.title} that the job schema has a word for is above; none was left over."]
+    head = f"# Not mapped: {plural(len(unmapped), 'setting')} that the job schema cannot say."
+    return [head, *(f"#   {_comment(one.key)} = {_comment(one.value)}: {_comment(one.why)}" for one in unmapped)]
+
+
+def _comment(text: str) -> str:
+    """One line, printable, short."""
+    clean = "".join(one if one.isprintable() else "?" for one in text)
+    return clean if len(clean) <= 160 else clean[:159] + "…"
+
+
+def _toml(value: object) -> str:
+    """A value as TOML writes it.
+
+    >>> _toml(True), _toml(1e-8), _toml([0.9, 0.95]), _toml({"a": 1})
+    ('true', '1e-08', '[0.9, 0.95]', '{ a = 1 }')
+    """
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+        case list() if value and isinstance(value[0], dict):
+            return "[\n" + "".join(f"  {_toml(one)},\n" for one in value) + "]"
+        case list() | tuple():
+            return "[" + ", ".join(_toml(one) for one in value) + "]"
+        case dict():
+            return "{ " + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items()) + " }"
+        case _:
+            return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+# The trainers whose configurations are read: one line each.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trainer:
+    """A trainer: how its files are read, what their words mean, and as whom the planner knows it."""
+
+    name: str
+    title: str
+    framework: str
+    read: Callable[[Path], dict[str, Leaf]]
+    translate: Callable[[Book], None]
+    example: str  # of its files
+
+
+def _arguments(path: Path) -> dict[str, Leaf]:
+    """A script or a text; or Megatron's own test recipes, YAML with MODEL_ARGS and ENV_VARS."""
+    if path.suffix not in (".yaml", ".yml"):
+        return read_arguments(path)
+    short = {
+        key.removeprefix("MODEL_ARGS.").replace("ENV_VARS.", "env."): leaf for key, leaf in read_tree(path).items()
+    }
+    return {key: replace(leaf, key=key) for key, leaf in short.items()}
+
+
+TRAINERS = {
+    one.name: one
+    for one in (
+        Trainer(
+            name="torchtitan",
+            title="torchtitan",
+            framework="torchtitan",
+            read=read_tree,
+            translate=torchtitan.translate,
+            example="a TOML with [training] and [parallelism], as llama3_8b.toml",
+        ),
+        Trainer(
+            name="megatron",
+            title="Megatron-LM",
+            framework="megatron-core",
+            read=_arguments,
+            translate=megatron.translate,
+            example="arguments such as --tensor-model-parallel-size 8, alone or in a shell script",
+        ),
+        Trainer(
+            name="deepspeed",
+            title="DeepSpeed",
+            framework="deepspeed",
+            read=read_tree,
+            translate=deepspeed.translate,
+            example='a JSON with "zero_optimization" and "train_batch_size", as ds_config.json',
+        ),
+        Trainer(
+            name="accelerate",
+            title="Accelerate",
+            framework="accelerate",
+            read=read_tree,
+            translate=accelerate.translate,
+            example="a YAML with distributed_type, as accelerate config writes it",
+        ),
+        Trainer(
+            name="nemo",
+            title="NeMo",
+            framework="nemo",
+            read=read_tree,
+            translate=nemo.translate,
+            example="a YAML with trainer: and model:, or Megatron-Bridge's model: and train:",
+        ),
+    )
+}

@@ -11,8 +11,8 @@ from phalanx.errors import UserError
 from phalanx.job.draft import Draft, apply_overrides
 from phalanx.job.model import known_presets
 from phalanx.job.schema import Data
-from phalanx.rules.facts.practice import Practice
-from phalanx.rules.foreign.book import Book, Said, told
+from phalanx.rules.facts.trainers import Practice
+from phalanx.rules.foreign.book import Book, Said, told_value
 from phalanx.units import parse_count
 
 NEEDED = ("layers", "hidden", "heads", "vocab")
@@ -23,7 +23,7 @@ GIVE_BATCH = "give --set batch.global_sequences=512"
 PAIRS = {"batch.global_tokens": "batch.global_sequences", "batch.global_sequences": "batch.global_tokens"}
 
 
-def finish(book: Book, *, devices: int, settings: Sequence[str], habits: Practice) -> None:
+def complete_job(book: Book, *, devices: int, settings: Sequence[str], habits: Practice) -> None:
     """Settle the open ends; `devices` is 0 where neither the file nor the caller says."""
     _set(book, settings)
     _sequence(book)
@@ -307,7 +307,7 @@ def _decisive(book: Book) -> None:
         key = DECISIVE.get(name, "")
         said = book.values.get(key)
         if key and not (said is not None and said.note.startswith("--set")):
-            book.need(f"{leaf.key} = {told(leaf.value)} is not a number", f"give --set {key}=…")
+            book.need(f"{leaf.key} = {told_value(leaf.value)} is not a number", f"give --set {key}=…")
 
 
 def _lacking(book: Book) -> list[str]:
@@ -317,7 +317,7 @@ def _lacking(book: Book) -> list[str]:
     return [name for name in NEEDED if f"model.{name}" not in book.values]
 
 
-def stand_in(book: Book) -> None:
+def add_stand_ins(book: Book) -> None:
     """Numbers in place of what is missing, so that the rest can be read as a job; nothing is planned from them."""
     tensor, stages = book.int_of("parallel.tensor"), book.int_of("parallel.pipeline")
     chunks = book.int_of("parallel.virtual_pipeline")

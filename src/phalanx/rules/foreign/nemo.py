@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 
 from phalanx.rules.foreign import mcore, megatron
-from phalanx.rules.foreign.book import Book, found_in
-from phalanx.rules.foreign.leaf import Leaf
+from phalanx.rules.foreign.book import Book, Leaf, found_in
 
 # Where Megatron's words stand, the strongest first: Bridge's mixed_precision is applied over model, optimizer and ddp.
 PREFIXES = (

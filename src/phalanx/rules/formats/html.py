@@ -7,8 +7,7 @@ from html import escape
 
 from phalanx.record.page.style import CSS
 from phalanx.record.values import printable
-from phalanx.rules.formats.plain import at_stake, cost_of, counts_of, place_of, summary_of
-from phalanx.rules.formats.text import cures
+from phalanx.rules.formats.text import at_stake, cost_of, counts_of, cures, place_of, summary_of
 from phalanx.rules.judge import CheckReport, Finding
 from phalanx.rules.rule import LETTERS
 from phalanx.units import format_money, plural
@@ -24,7 +23,7 @@ MORE_CSS = """
 MOST_TEXT = 1000
 
 
-def render(reports: Sequence[CheckReport]) -> str:
+def render_html(reports: Sequence[CheckReport]) -> str:
     """The whole file."""
     body = "\n".join(_report(one) for one in reports)
     title = _safe(f"phalanx check {reports[0].target}" if len(reports) == 1 else "phalanx check")

@@ -5,14 +5,15 @@ Lines are (style, text): a style is a word of STYLES, and only a terminal sees i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from phalanx.record.values import printable
-from phalanx.rules.formats.plain import at_stake, cost_of, place_of, setting, summary_of
-from phalanx.rules.judge import CheckReport, Finding
-from phalanx.rules.outcome import Outcome
+from phalanx.rules.judge import CheckReport, Finding, is_remark
+from phalanx.rules.outcome import Edit, Impact, Outcome, Scalar
 from phalanx.rules.rule import LETTERS
-from phalanx.units import plural
+from phalanx.units import format_money, plural
 
 Line = tuple[str, str]
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan", "quiet": "dim", "head": "bold", "": ""}
@@ -21,7 +22,7 @@ MOST_SHOWN = 12  # settings of another trainer that are named one by one
 MOST_TEXT = 400  # letters of one line of somebody else's text
 
 
-def render(reports: Sequence[CheckReport], *, verbose: bool = False) -> str:
+def render_text(reports: Sequence[CheckReport], *, verbose: bool = False) -> str:
     """The page as text."""
     return "".join(f"{text}\n" for _, text in lines(reports, verbose=verbose))
 
@@ -163,3 +164,181 @@ def _basis(report: CheckReport) -> str:
     stake = at_stake(report)
     told = f"; at stake: {cost_of(stake, report.usd)}" if stake.points or stake.usd else ""
     return f"{basis}; looked at: {seen}{told}"
+
+
+# A report as plain values: what `--json` prints, and the few words that every format shares.
+
+
+def report_dict(report: CheckReport) -> dict[str, Any]:
+    """The JSON form of one report; numbers that JSON has no word for become null."""
+    return {
+        "edition": report.edition,
+        "target": report.target,
+        "profile": report.profile,
+        "scaling": report.scaling,
+        "devices": report.devices,
+        "evidence": report.evidence,
+        "usd": finite(report.usd),
+        "counts": counts_of(report),
+        "errors": report.errors,
+        "exit_code": report.exit_code,
+        "findings": [finding_dict(one) for one in report.findings],
+        "notes": list(report.notes),
+        "unmapped": [{"key": one.key, "value": one.value, "why": one.why} for one in report.unmapped],
+    }
+
+
+def counts_of(report: CheckReport) -> dict[str, int]:
+    """Rules by verdict; those that have nothing to say about this job are no passes."""
+    counts = {verdict: report.counts[verdict] for verdict in ("pass", "fail", "unknown", "waived")}
+    return {**counts, "pass": counts["pass"] - len(report.exempt), "exempt": len(report.exempt)}
+
+
+def finding_dict(finding: Finding) -> dict[str, Any]:
+    """One finding, with every field there."""
+    outcome = finding.outcome
+    return {
+        "rule": finding.rule.id,
+        "slug": finding.rule.slug,
+        "group": finding.rule.group,
+        "origin": finding.rule.origin,
+        "verdict": finding.verdict,
+        "severity": finding.severity,
+        "what": outcome.what,
+        "formula": list(outcome.formula),
+        "value": finite(outcome.value),
+        "threshold": finite(outcome.threshold),
+        "unit": outcome.unit,
+        "file": finding.file,
+        "line": finding.line,
+        "impact": {
+            "points": finite(outcome.impact.points),
+            "usd": finite(outcome.impact.usd),
+            "note": outcome.impact.note,
+        },
+        "fix": cure_of(outcome),
+        "edits": [{"key": one.key, "value": one.value, "safe": one.safe, "note": one.note} for one in outcome.edits],
+        "reason": finding.reason,
+        "applies": outcome.applies,
+    }
+
+
+def findings_columns(findings: Sequence[Finding]) -> dict[str, list[Any]]:
+    """Findings as columns of equal length, for a data frame."""
+    columns: dict[str, Any] = {
+        "rule": lambda one: one.rule.id,
+        "slug": lambda one: one.rule.slug,
+        "verdict": lambda one: one.verdict,
+        "severity": lambda one: one.severity,
+        "what": lambda one: one.outcome.what,
+        "value": lambda one: one.outcome.value,
+        "threshold": lambda one: one.outcome.threshold,
+        "unit": lambda one: one.outcome.unit,
+        "file": lambda one: one.file,
+        "line": lambda one: one.line,
+        "points": lambda one: math.nan if one.outcome.impact.points is None else one.outcome.impact.points,
+        "usd": lambda one: math.nan if one.outcome.impact.usd is None else one.outcome.impact.usd,
+        "fix": lambda one: cure_of(one.outcome),
+        "origin": lambda one: one.rule.origin,
+    }
+    return {name: [read(one) for one in findings] for name, read in columns.items()}
+
+
+def finite(value: Scalar) -> Scalar:
+    """A number that JSON can hold, or None."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def cure_of(outcome: Outcome) -> str:
+    """What to do, in one line: the rule's own words, else its edits."""
+    return outcome.fix or "; ".join(setting(one) for one in outcome.edits)
+
+
+def setting(edit: Edit) -> str:
+    """An edit as a person types it.
+
+    >>> setting(Edit(key="checkpoint.interval_s", value=1418, safe=True))
+    'checkpoint.interval_s = 1418'
+    """
+    return f"{edit.key} = {as_toml(edit.value)}"
+
+
+def as_toml(value: Scalar) -> str:
+    """A value as a job file writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def place_of(finding: Finding) -> str:
+    """file:line, or the file where no line is known."""
+    return f"{finding.file}:{finding.line}" if finding.line else finding.file
+
+
+def cost_of(impact: Impact, job_usd: float | None) -> str:
+    """What a finding costs, in one line; empty where nothing can be told."""
+    parts = []
+    if impact.points is not None and math.isfinite(impact.points):
+        parts.append(f"{_points(impact.points)} of effective training time")
+    if impact.usd is not None and math.isfinite(impact.usd):
+        of = f" of this {format_money(job_usd)} job" if job_usd else ""
+        parts.append(f"{_dollars(impact.usd)}{of}")
+    told = ", ".join(parts)
+    return f"{told}: {impact.note}" if told and impact.note else told or impact.note
+
+
+def _dollars(usd: float) -> str:
+    return "less than a cent" if 0 < usd < 0.01 else f"about {format_money(usd)}"
+
+
+def _points(points: float) -> str:
+    """Hundredths of the time; tiny ones are said to be so rather than rounded to nothing."""
+    if 0 < points < 0.01:
+        return "below 0.01 points"
+    text = f"{points:.1f}" if points >= 1 else f"{points:.2f}"
+    return f"{text} point{'s' * (text != '1.0')}"
+
+
+# What a failure costs is told by several rules, each in its own words: notice, restart, redone work, spares.
+BY_FAILURES = ("CKP", "FLT", "COM004", "EFF001")
+WHOLES = ("EFF",)  # measure all of a kind of loss, of which other rules tell the parts
+
+
+def at_stake(report: CheckReport) -> Impact:
+    """All failures together, no more than everything, and nothing counted twice where that can be told.
+
+    Rules about failures and checkpoints lose the same seconds: the dearest of them stands for all. The others add up,
+    those that one edit cures as the dearest of them; but a rule that measures the whole stands for its parts where it
+    is dearer.
+    """
+    bad = [one for one in report.findings if one.verdict == "fail"]
+    points, usd = (_summed(bad, name) for name in ("points", "usd"))
+    most = report.usd if report.usd is not None else math.inf
+    return Impact(points=min(100.0, points or 0.0), usd=min(most, usd) if usd is not None else None)
+
+
+def _summed(findings: Sequence[Finding], name: str) -> float | None:
+    by_failures = whole = 0.0
+    parts: dict[object, float] = {}
+    costs = [(one, getattr(one.outcome.impact, name)) for one in findings]
+    known = [(one, value) for one, value in costs if value is not None and math.isfinite(value)]
+    for number, (one, value) in enumerate(known):
+        if one.rule.id.startswith(BY_FAILURES):
+            by_failures = max(by_failures, value)
+        elif one.rule.id.startswith(WHOLES):
+            whole = max(whole, value)
+        else:
+            cure = tuple(edit.key for edit in one.outcome.edits) or number
+            parts[cure] = max(value, parts.get(cure, 0.0))
+    return by_failures + max(whole, sum(parts.values())) if known else None
+
+
+def summary_of(report: CheckReport) -> str:
+    """One line with every count."""
+    counts: Mapping[str, int] = counts_of(report)
+    errors = len({one.rule.id for one in report.findings if one.verdict == "fail" and one.severity == "error"})
+    told = f" ({plural(errors, 'error')})" if errors else ""
+    line = f"{counts['pass']} pass, {counts['fail']} fail{told}, {counts['unknown']} unknown, {counts['waived']} waived"
+    remarks = sum(is_remark(one) for one in report.findings)
+    line += f"; {plural(remarks, 'remark')}" if remarks else ""
+    return f"{line}; {counts['exempt']} do{'es' * (counts['exempt'] == 1)} not apply"

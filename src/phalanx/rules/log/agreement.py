@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.record.account.places import AXES
 from phalanx.record.values import integer
 from phalanx.rules.facts.log import DigestFacts
-from phalanx.rules.log.shape import Columns
+from phalanx.rules.log.schema import Columns
 from phalanx.rules.outcome import Spot
 
 MOST_HELD = 2**17  # digests that are remembered, some 25 MB; then those of every second step
