@@ -102,7 +102,7 @@ def _table_of(values: Mapping[str, Value], limit: Limit, after: str = "") -> str
 def shown_limit(value: Value, unit: str = "") -> str:
     """A limit as a person reads it.
 
-    >>> shown(0.35), shown(1024.0, "MiB"), shown(("bf16", "fp32")), shown(True)
+    >>> shown_limit(0.35), shown_limit(1024.0, "MiB"), shown_limit(("bf16", "fp32")), shown_limit(True)
     ('0.35', '1024 MiB', 'bf16, fp32', 'yes')
     """
     if isinstance(value, bool):

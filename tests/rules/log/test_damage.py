@@ -14,7 +14,9 @@ import pytest
 from synthetic import write_run
 
 from phalanx.record.run import Run
-from phalanx.rules.log import agree, feed, steps, sums
+from phalanx.rules.log import agreement as agree
+from phalanx.rules.log import files as feed
+from phalanx.rules.log import steps, sums
 from phalanx.rules.log.lines import Lines
 from phalanx.rules.log.stream import LogStream, read_log
 
