@@ -19,7 +19,7 @@ from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
 from phalanx.record.toml import to_toml
 from phalanx.rules.api import base_of, check_plan
-from phalanx.rules.gather import Request, gather
+from phalanx.rules.gather import Request, gather_evidence
 
 TODAY = date(2026, 11, 15)
 
@@ -47,7 +47,7 @@ def run(tmp_path_factory) -> Run:
 
 def gathered(target, **request):
     nowhere = {"HOME": "/dev/null"}  # neither drills nor kept plans of whoever runs the test
-    return gather(str(target), Request(look=False, **request), today=TODAY, environ=nowhere)
+    return gather_evidence(str(target), Request(look=False, **request), today=TODAY, environ=nowhere)
 
 
 def test_a_job_is_planned_and_every_key_has_its_line(job) -> None:
@@ -280,5 +280,5 @@ def test_whose_efficiency_predicts_a_step_does_not_say_who_trains(tmp_path: Path
         JOB.replace("[parallel]", '[parallel]\nframework = "torchtitan"'),
         encoding="utf-8",
     )
-    found = gather(str(job), Request(cluster="8xH100:2", look=False), today=date(2026, 11, 15))
+    found = gather_evidence(str(job), Request(cluster="8xH100:2", look=False), today=date(2026, 11, 15))
     assert found.practice.trainer == "phalanx"

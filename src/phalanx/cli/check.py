@@ -17,7 +17,7 @@ from phalanx.units import MB, plural
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.rules.fixes import Cure
+    from phalanx.rules.fixes import JobFix
     from phalanx.rules.gather import Request
     from phalanx.rules.judge import CheckReport
 
@@ -194,15 +194,15 @@ def _mended(target: str, request: Request, args: argparse.Namespace) -> CheckRep
     """The report of what is left after the edits; with --diff of what there is, since nothing is written."""
     from dataclasses import replace
 
-    from phalanx.rules.fixes import difference, edited, find_cure, read_exactly, write_exactly
+    from phalanx.rules.fixes import edited_text, find_fix, read_exactly, unified_difference, write_exactly
 
     path = Path(target)
     _refuse_unmendable(path, request)
     before = read_exactly(path)
-    cure = find_cure(lambda sets: _checked(target, replace(request, overrides=sets), args), unsafe=args.unsafe_fixes)
-    after = edited(before, cure.edits, where=target)
+    cure = find_fix(lambda sets: _checked(target, replace(request, overrides=sets), args), unsafe=args.unsafe_fixes)
+    after = edited_text(before, cure.edits, where=target)
     if args.diff:
-        patch = difference(before, after, name=target)
+        patch = unified_difference(before, after, name=target)
         sys.stdout.write(visible(patch) if sys.stdout.isatty() else patch)  # a pipe may end in `patch`
     elif after != before:
         write_exactly(path, before, after)
@@ -210,14 +210,14 @@ def _mended(target: str, request: Request, args: argparse.Namespace) -> CheckRep
     return _checked(target, request, args)
 
 
-def _tell(target: str, cure: Cure, *, written: bool) -> None:
-    from phalanx.rules.formats.text import setting
+def _tell(target: str, cure: JobFix, *, written: bool) -> None:
+    from phalanx.rules.formats.text import shown_setting
 
     for line in cure.left:
         note(f"{target}: left alone: {line}")
     if written:
         for remedy in cure.remedies:
-            note(f"{target}: {remedy.rule}: {', '.join(setting(edit) for edit in remedy.edits)}")
+            note(f"{target}: {remedy.rule}: {', '.join(shown_setting(edit) for edit in remedy.edits)}")
     count = cure.cured
     word = "mended" if written else "would be mended"
     note(f"{target}: {plural(count, 'finding')} {word}")
@@ -264,8 +264,8 @@ def _paint(reports: Sequence[CheckReport], *, verbose: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from phalanx.rules.formats.text import STYLES, lines
+    from phalanx.rules.formats.text import STYLES, report_lines
 
     console = Console(highlight=False, soft_wrap=True)
-    for style, line in lines(reports, verbose=verbose):
+    for style, line in report_lines(reports, verbose=verbose):
         console.print(Text(line, style=STYLES[style]))

@@ -35,9 +35,9 @@ def run(args: argparse.Namespace) -> int:
     from phalanx.rules.api import this_day
     from phalanx.rules.explain import answer, here
     from phalanx.rules.formats.text import finding_dict
-    from phalanx.rules.gather import gather
+    from phalanx.rules.gather import gather_evidence
 
-    evidence = gather(args.target, request_of(args), today=this_day(), progress=Progress(args.target))
+    evidence = gather_evidence(args.target, request_of(args), today=this_day(), progress=Progress(args.target))
     found = answer(rule, evidence)
     if args.json:
         told = {"limits": dict(found.limits.values), "findings": [finding_dict(one) for one in found.findings]}

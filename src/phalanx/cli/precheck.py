@@ -25,14 +25,14 @@ def check_before(resolved: ResolvedJob, plan: Plan, *, refuse: bool) -> None:
 
 def _tell(report: CheckReport) -> None:
     from phalanx.record.values import printable
-    from phalanx.rules.formats.text import MOST_TEXT, finding_lines, place_of, summary_of
+    from phalanx.rules.formats.text import MOST_TEXT, finding_lines, shown_place, summary_of
 
     for one in report.problems:
         if one.severity == "error":
             for _, text in finding_lines(one, report):
                 note(printable(text, most=MOST_TEXT))
         elif one.severity == "warning":
-            text = f"{place_of(one)}: W {one.rule.id} {one.rule.slug}  {one.outcome.what}"
+            text = f"{shown_place(one)}: W {one.rule.id} {one.rule.slug}  {one.outcome.what}"
             note(f"check: {printable(text, most=MOST_TEXT)}")
     note(f"check: {summary_of(report)}")
 

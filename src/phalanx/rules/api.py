@@ -22,7 +22,7 @@ from phalanx.rules.catalog import spc001_waivers, spc003_own_rules
 from phalanx.rules.edition import EDITION, all_rules, select_rules
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.formats.text import report_dict
-from phalanx.rules.gather import Progress, Request, before_log, gather, of_job, of_plan, of_run
+from phalanx.rules.gather import Progress, Request, before_log, gather_evidence, of_job, of_plan, of_run
 from phalanx.rules.judge import CheckReport, Finding, judge
 from phalanx.rules.outcome import Edit, Impact, Outcome, Spot, exempt, failed, passed, unknown
 from phalanx.rules.own_rules import OwnRules, RuleSource, collect_own_rules, own_rule
@@ -129,7 +129,7 @@ def evidence_of(
     path = what if isinstance(what, str | os.PathLike) else getattr(what, "path", None)
     if path is None:
         raise TypeError(f"check() takes a path, a job, a plan or a run, not {type(what).__name__}")
-    return gather(os.fspath(path), request, today=day, environ=environ, progress=progress)
+    return gather_evidence(os.fspath(path), request, today=day, environ=environ, progress=progress)
 
 
 def check_evidence(

@@ -11,7 +11,7 @@ from phalanx.record.values import printable
 from phalanx.rules.api import Target, check_evidence, evidence_of, own_rules_of
 from phalanx.rules.edition import find_rule
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.formats.text import cost_of, cures, finding_dict, place_of
+from phalanx.rules.formats.text import finding_dict, fix_lines, shown_cost, shown_place
 from phalanx.rules.gather import Progress, Request
 from phalanx.rules.judge import Finding, limits_of
 from phalanx.rules.own_rules import RuleSource, collect_own_rules
@@ -97,9 +97,9 @@ def _finding(finding: Finding, usd: float | None) -> Iterator[str]:
     outcome = finding.outcome
     word = finding.verdict if outcome.applies else "does not apply"
     level = f" ({finding.severity})" if finding.verdict == "fail" else f" ({finding.reason})" * bool(finding.reason)
-    place = f", {place_of(finding)}" if finding.verdict == "fail" else ""
+    place = f", {shown_place(finding)}" if finding.verdict == "fail" else ""
     yield f"**{word}**{level}{place}: {outcome.what}"
     yield from (f"    {line}" for line in outcome.formula)
-    if cost := cost_of(outcome.impact, usd):
+    if cost := shown_cost(outcome.impact, usd):
         yield f"- {cost}"
-    yield from (f"- {line}" for line in cures(outcome))
+    yield from (f"- {line}" for line in fix_lines(outcome))

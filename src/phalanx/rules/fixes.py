@@ -1,4 +1,4 @@
-"""Change values in a job file and nothing else: comments, order, spaces and line ends stay as they are."""
+"""Which edits fix a job, and how they are written into its file: values change, comments, order and spaces stay."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from phalanx.errors import Problem, SystemFailure, UserError, mistake
 from phalanx.job.draft import EXCLUSIVE
 from phalanx.job.scan import key_lines
 from phalanx.job.textfile import read_text
-from phalanx.rules.formats.text import as_toml, setting
+from phalanx.rules.formats.text import as_toml, shown_setting
 from phalanx.rules.judge import CheckReport, Finding
 from phalanx.rules.outcome import Edit
 
 BOM = "\ufeff"
 
 
-def edited(text: str, edits: Sequence[Edit], *, where: str) -> str:
+def edited_text(text: str, edits: Sequence[Edit], *, where: str) -> str:
     """The text with every edit in it; raises UserError when anything else would change with it."""
     mark, body = (BOM, text[1:]) if text.startswith(BOM) else ("", text)
     result = body
@@ -153,7 +153,7 @@ def _refusal(where: str, what: str) -> UserError:
     return mistake(where, f"is not edited: {what}", fix="change it by hand: phalanx check names the values")
 
 
-def difference(before: str, after: str, *, name: str) -> str:
+def unified_difference(before: str, after: str, *, name: str) -> str:
     """A unified diff, as `patch` reads it; empty when nothing differs."""
     rows = difflib.unified_diff(
         before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{name}", f"b/{name}"
@@ -206,11 +206,11 @@ class Remedy:
     @property
     def told(self) -> str:
         """For a person."""
-        return f"{self.rule} asks for {', '.join(setting(edit) for edit in self.edits)}"
+        return f"{self.rule} asks for {', '.join(shown_setting(edit) for edit in self.edits)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cure:
+class JobFix:
     """What is to be edited, and what was left alone and why."""
 
     remedies: tuple[Remedy, ...]
@@ -223,7 +223,7 @@ class Cure:
         return tuple(edit for remedy in self.remedies for edit in remedy.edits)
 
 
-def find_cure(judge: Judge, *, unsafe: bool) -> Cure:
+def find_fix(judge: Judge, *, unsafe: bool) -> JobFix:
     """The edits after which no finding asks for one that is allowed; a fixed point, so that a second call finds none.
 
     A key that two rules want to have different values is left alone: whoever mends it decides which rule to waive.
@@ -245,7 +245,7 @@ def find_cure(judge: Judge, *, unsafe: bool) -> Cure:
         chosen, report = [], first
         refused["*"] = f"the edits do not settle in {MOST_ROUNDS} rounds"
     cured = max(0, _broken(first) - _broken(report))
-    return Cure(remedies=tuple(chosen), cured=cured, left=tuple(dict.fromkeys(refused.values())))
+    return JobFix(remedies=tuple(chosen), cured=cured, left=tuple(dict.fromkeys(refused.values())))
 
 
 def _without(chosen: Sequence[Remedy], newer: Sequence[Remedy]) -> list[Remedy]:

@@ -45,7 +45,7 @@ class Request:
     waivers: Path | None = None  # a file of [[waiver]] tables: for targets that are not ours to write into
 
 
-def gather(
+def gather_evidence(
     target: str,
     request: Request,
     *,

@@ -1,4 +1,4 @@
-"""Profiles: what a kind of hardware is taken to be where a rule needs to know; measurements go before them."""
+"""Profiles of hardware and classes of size: what a rule assumes of them; measurements go before a profile."""
 
 from __future__ import annotations
 

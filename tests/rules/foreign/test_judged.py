@@ -11,7 +11,7 @@ from rules.kit import answers
 
 from phalanx.errors import UserError
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.gather import Request, gather
+from phalanx.rules.gather import Request, gather_evidence
 from phalanx.rules.judge import Finding
 from phalanx.rules.outcome import Verdict
 
@@ -35,7 +35,7 @@ def gathered(
     path.write_text(text, encoding="utf-8")
     kind = {"run.toml": "torchtitan", "args.txt": "megatron", "ds.json": "deepspeed", "a.yaml": "accelerate"}[name]
     request = Request(look=False, source=kind, cluster=cluster, overrides=tuple(settings), **more)  # type: ignore[arg-type]
-    return gather(str(path), request, today=date(2026, 11, 15), environ={"HOME": "/dev/null"})
+    return gather_evidence(str(path), request, today=date(2026, 11, 15), environ={"HOME": "/dev/null"})
 
 
 def titan(tmp_path: Path, text: str, *, steps: int = 1_000_000, cluster: str | None = "8xH100:16") -> Evidence:

@@ -11,7 +11,7 @@ import pytest
 from phalanx.job.load import load
 from phalanx.job.schema import ClusterChoice
 from phalanx.plan.make import plan
-from phalanx.rules.foreign.convert import TRAINERS, Converted, convert_config
+from phalanx.rules.foreign.convert import TRAINERS, ConvertedConfig, convert_config
 from phalanx.rules.foreign.detect import trainer_of_file
 
 DATA = Path(__file__).parent / "data"
@@ -119,7 +119,7 @@ each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.file)
 
 
 @cache
-def converted(case: Published) -> Converted:
+def converted(case: Published) -> ConvertedConfig:
     return convert_config(DATA / case.file, case.trainer, cluster=case.cluster, overrides=case.settings)
 
 

@@ -1,4 +1,4 @@
-"""What drills have proved: the D of the rules' evidence."""
+"""What drills have proved: the facts, and the records on disk they are read from."""
 
 from __future__ import annotations
 

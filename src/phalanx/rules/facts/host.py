@@ -1,4 +1,4 @@
-"""What is known of the machines themselves: the H of the rules' evidence."""
+"""The machines themselves, as far as rules ask: this host looked at, and which network card each device uses."""
 
 from __future__ import annotations
 

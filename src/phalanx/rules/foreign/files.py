@@ -1,4 +1,4 @@
-"""TOML, JSON and YAML of strangers as leaves with lines: plain data only, small and shallow."""
+"""Configuration files of other trainers as leaves with lines: TOML, JSON, YAML, and arguments in shell scripts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from phalanx.errors import UserError, mistake
 from phalanx.job.source import read_source
 from phalanx.job.textfile import read_text
-from phalanx.rules.foreign.book import MOST_DEPTH, MOST_LEAVES, Leaf, leaves_of, told_value
+from phalanx.rules.foreign.conversion import MOST_DEPTH, MOST_LEAVES, Leaf, leaves_of, told_value
 from phalanx.units import KIB
 
 NOUN = "configuration"

@@ -7,7 +7,7 @@ from html import escape
 
 from phalanx.record.page.style import CSS
 from phalanx.record.values import printable
-from phalanx.rules.formats.text import at_stake, cost_of, counts_of, cures, place_of, summary_of
+from phalanx.rules.formats.text import counts_of, fix_lines, shown_cost, shown_place, summary_of, total_at_stake
 from phalanx.rules.judge import CheckReport, Finding
 from phalanx.rules.rule import LETTERS
 from phalanx.units import format_money, plural
@@ -46,10 +46,10 @@ def render_fragment(report: CheckReport) -> str:
 def _fragment_item(finding: Finding, report: CheckReport) -> str:
     outcome, rule = finding.outcome, finding.rule
     colour = {"error": "#c0392b", "warning": "#b7791f", "info": "#2b6cb0"}[finding.severity]
-    texts = (cost_of(outcome.impact, report.usd), *cures(outcome))
+    texts = (shown_cost(outcome.impact, report.usd), *fix_lines(outcome))
     more = "".join(f"<br><small>{_safe(text)}</small>" for text in texts if text)
     head = f'<b style="color:{colour}">{finding.severity} {rule.id}</b> {_safe(rule.slug)}'
-    return f"{head} <small>{_safe(place_of(finding))}</small><br>{_safe(outcome.what)}{more}"
+    return f"{head} <small>{_safe(shown_place(finding))}</small><br>{_safe(outcome.what)}{more}"
 
 
 def _report(report: CheckReport) -> str:
@@ -68,7 +68,7 @@ def _report(report: CheckReport) -> str:
 
 
 def _tiles(report: CheckReport) -> str:
-    counts, stake = counts_of(report), at_stake(report)
+    counts, stake = counts_of(report), total_at_stake(report)
     seen = ", ".join(LETTERS[letter] for letter in report.evidence) or "nothing"
     tiles = {
         "rules met": str(counts["pass"]),
@@ -92,13 +92,13 @@ def _devices(count: int) -> str:
 def _finding(finding: Finding, report: CheckReport) -> str:
     outcome, rule = finding.outcome, finding.rule
     lines = "\n".join(printable(line, most=MOST_TEXT) for line in outcome.formula)
-    place = f'<span class="quiet">{finding.severity}, {_safe(place_of(finding))}</span>'
+    place = f'<span class="quiet">{finding.severity}, {_safe(shown_place(finding))}</span>'
     own = f' <span class="quiet">(your own rule, from {_safe(rule.origin)})</span>' if rule.origin else ""
     parts = [
         f"<p><b>{rule.id}</b> {_safe(rule.slug)} {place}{own}</p>",
         f"<p>{_safe(outcome.what)}</p>",
         f"<pre>{escape(lines)}</pre>" if lines else "",
-        *(f"<p>{_safe(text)}</p>" for text in (cost_of(outcome.impact, report.usd), *cures(outcome)) if text),
+        *(f"<p>{_safe(text)}</p>" for text in (shown_cost(outcome.impact, report.usd), *fix_lines(outcome)) if text),
     ]
     return f'<div class="finding {finding.severity}">{"".join(parts)}</div>'
 
@@ -115,7 +115,7 @@ def _row(finding: Finding) -> str:
     return (
         f"<tr><td>{finding.rule.id} {_safe(finding.rule.slug)}</td>"
         f'<td class="verdict-{finding.verdict}">{verdict}</td>'
-        f'<td class="long">{_safe(finding.outcome.what + reason)}</td><td>{_safe(place_of(finding))}</td></tr>'
+        f'<td class="long">{_safe(finding.outcome.what + reason)}</td><td>{_safe(shown_place(finding))}</td></tr>'
     )
 
 

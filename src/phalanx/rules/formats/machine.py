@@ -1,4 +1,4 @@
-"""File names as other programs want them: told from the root of a checkout, with forward slashes."""
+"""Reports for other programs: JSON, SARIF 2.1.0, GitHub workflow commands and JUnit XML."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xml.etree import ElementTree as Tree
 
 from phalanx.io.visible import visible_json
 from phalanx.record.values import printable
-from phalanx.rules.formats.text import cost_of, cures, finite, place_of, report_dict, summary_of
+from phalanx.rules.formats.text import finite, fix_lines, report_dict, shown_cost, shown_place, summary_of
 from phalanx.rules.judge import CheckReport, Finding
 from phalanx.rules.outcome import Spot
 from phalanx.rules.rule import LETTERS, Rule
@@ -132,7 +132,7 @@ def _result(finding: Finding, report: CheckReport, root: str, index: int, seen: 
 
 def _message(finding: Finding, report: CheckReport) -> str:
     outcome = finding.outcome
-    lines = [outcome.what, *outcome.formula, cost_of(outcome.impact, report.usd), *cures(outcome)]
+    lines = [outcome.what, *outcome.formula, shown_cost(outcome.impact, report.usd), *fix_lines(outcome)]
     return "\n".join(printable(line, most=MOST_TEXT) for line in lines if line)
 
 
@@ -190,7 +190,7 @@ def _command(finding: Finding, report: CheckReport, root: str) -> str:
     place = {"file": relative(finding.file, root), "line": str(finding.line) if finding.line else ""}
     title = {"title": f"{finding.rule.id} {finding.rule.slug}"}
     told = ",".join(f"{name}={_property(value)}" for name, value in {**place, **title}.items() if value)
-    lines = [outcome.what, *outcome.formula, cost_of(outcome.impact, report.usd), *cures(outcome)]
+    lines = [outcome.what, *outcome.formula, shown_cost(outcome.impact, report.usd), *fix_lines(outcome)]
     message = "\n".join(printable(line, most=MOST_GITHUB_TEXT) for line in lines if line)
     return f"::{GITHUB_LEVEL[finding.severity]} {told}::{_data(message)}"
 
@@ -259,6 +259,6 @@ def _reason(finding: Finding) -> str:
 def _story(found: Sequence[Finding], report: CheckReport) -> str:
     lines: list[str] = []
     for one in found:
-        cost = cost_of(one.outcome.impact, report.usd)
-        lines += [f"{place_of(one)}: {one.outcome.what}", *one.outcome.formula, cost, *cures(one.outcome)]
+        cost = shown_cost(one.outcome.impact, report.usd)
+        lines += [f"{shown_place(one)}: {one.outcome.what}", *one.outcome.formula, cost, *fix_lines(one.outcome)]
     return "\n".join(printable(line, most=MOST_TEXT) for line in lines if line)

@@ -1,6 +1,7 @@
 """A report for a terminal: what is wrong and what it costs, then what nobody knows, then one line of counts.
 
-Lines are (style, text): a style is a word of STYLES, and only a terminal sees it.
+Lines are (style, text): a style is a word of STYLES, and only a terminal sees it. The second half has the plain values
+that `--json` prints and the words that every format shares.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ MOST_TEXT = 400  # letters of one line of somebody else's text
 
 def render_text(reports: Sequence[CheckReport], *, verbose: bool = False) -> str:
     """The page as text."""
-    return "".join(f"{text}\n" for _, text in lines(reports, verbose=verbose))
+    return "".join(f"{text}\n" for _, text in report_lines(reports, verbose=verbose))
 
 
-def lines(reports: Sequence[CheckReport], *, verbose: bool = False) -> Iterator[Line]:
+def report_lines(reports: Sequence[CheckReport], *, verbose: bool = False) -> Iterator[Line]:
     """The page, line by line; nothing in it moves a cursor."""
     for number, report in enumerate(reports):
         if number:
@@ -58,7 +59,7 @@ def finding_head(finding: Finding) -> str:
     """Place, severity, rule and what was found, in a line."""
     marks = {"fail": LETTER[finding.severity], "pass": "ok" if finding.outcome.applies else "--", "waived": "waived"}
     mark, rule = marks.get(finding.verdict, "?"), finding.rule
-    return f"{place_of(finding)}: {mark} {rule.id} {rule.slug}  {finding.outcome.what}"
+    return f"{shown_place(finding)}: {mark} {rule.id} {rule.slug}  {finding.outcome.what}"
 
 
 def finding_lines(finding: Finding, report: CheckReport) -> Iterator[Line]:
@@ -67,20 +68,20 @@ def finding_lines(finding: Finding, report: CheckReport) -> Iterator[Line]:
     yield finding.severity, finding_head(finding)
     for line in outcome.formula:
         yield "", f"  {line}"
-    if cost := cost_of(outcome.impact, report.usd):
+    if cost := shown_cost(outcome.impact, report.usd):
         yield "", f"  {cost}"
-    yield from (("", f"  {line}") for line in cures(outcome))
+    yield from (("", f"  {line}") for line in fix_lines(outcome))
     if rule.origin:
         yield "quiet", f"  your own rule, from {rule.origin}"
     else:
         yield "quiet", f"  explain: phalanx explain {rule.id} {report.target}; source: {rule.references[0].text}"
 
 
-def cures(outcome: Outcome) -> Iterator[str]:
+def fix_lines(outcome: Outcome) -> Iterator[str]:
     """What to do: each edit with what it touches, then the rule's own words."""
     for edit in outcome.edits:
         kind = "safe" if edit.safe else "changes the training"
-        yield f"fix ({kind}): {setting(edit)}{f' ({edit.note})' if edit.note else ''}"
+        yield f"fix ({kind}): {shown_setting(edit)}{f' ({edit.note})' if edit.note else ''}"
     if outcome.fix:
         yield f"fix: {outcome.fix}"
 
@@ -161,8 +162,8 @@ def _basis(report: CheckReport) -> str:
     own = len({one.rule.id for one in report.findings if one.rule.origin})
     mine = f" and {plural(own, 'rule')} of your own" if own else ""
     basis = f"  edition {report.edition}{mine}, {report.profile}, {_devices(report)}"
-    stake = at_stake(report)
-    told = f"; at stake: {cost_of(stake, report.usd)}" if stake.points or stake.usd else ""
+    stake = total_at_stake(report)
+    told = f"; at stake: {shown_cost(stake, report.usd)}" if stake.points or stake.usd else ""
     return f"{basis}; looked at: {seen}{told}"
 
 
@@ -216,7 +217,7 @@ def finding_dict(finding: Finding) -> dict[str, Any]:
             "usd": finite(outcome.impact.usd),
             "note": outcome.impact.note,
         },
-        "fix": cure_of(outcome),
+        "fix": fix_of(outcome),
         "edits": [{"key": one.key, "value": one.value, "safe": one.safe, "note": one.note} for one in outcome.edits],
         "reason": finding.reason,
         "applies": outcome.applies,
@@ -238,7 +239,7 @@ def findings_columns(findings: Sequence[Finding]) -> dict[str, list[Any]]:
         "line": lambda one: one.line,
         "points": lambda one: math.nan if one.outcome.impact.points is None else one.outcome.impact.points,
         "usd": lambda one: math.nan if one.outcome.impact.usd is None else one.outcome.impact.usd,
-        "fix": lambda one: cure_of(one.outcome),
+        "fix": lambda one: fix_of(one.outcome),
         "origin": lambda one: one.rule.origin,
     }
     return {name: [read(one) for one in findings] for name, read in columns.items()}
@@ -249,12 +250,12 @@ def finite(value: Scalar) -> Scalar:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def cure_of(outcome: Outcome) -> str:
+def fix_of(outcome: Outcome) -> str:
     """What to do, in one line: the rule's own words, else its edits."""
-    return outcome.fix or "; ".join(setting(one) for one in outcome.edits)
+    return outcome.fix or "; ".join(shown_setting(one) for one in outcome.edits)
 
 
-def setting(edit: Edit) -> str:
+def shown_setting(edit: Edit) -> str:
     """An edit as a person types it.
 
     >>> setting(Edit(key="checkpoint.interval_s", value=1418, safe=True))
@@ -270,12 +271,12 @@ def as_toml(value: Scalar) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def place_of(finding: Finding) -> str:
+def shown_place(finding: Finding) -> str:
     """file:line, or the file where no line is known."""
     return f"{finding.file}:{finding.line}" if finding.line else finding.file
 
 
-def cost_of(impact: Impact, job_usd: float | None) -> str:
+def shown_cost(impact: Impact, job_usd: float | None) -> str:
     """What a finding costs, in one line; empty where nothing can be told."""
     parts = []
     if impact.points is not None and math.isfinite(impact.points):
@@ -304,7 +305,7 @@ BY_FAILURES = ("CKP", "FLT", "COM004", "EFF001")
 WHOLES = ("EFF",)  # measure all of a kind of loss, of which other rules tell the parts
 
 
-def at_stake(report: CheckReport) -> Impact:
+def total_at_stake(report: CheckReport) -> Impact:
     """All failures together, no more than everything, and nothing counted twice where that can be told.
 
     Rules about failures and checkpoints lose the same seconds: the dearest of them stands for all. The others add up,

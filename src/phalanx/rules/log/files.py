@@ -1,4 +1,4 @@
-"""The lines of one rank, or of the supervisor, over all its files: in pieces of whole lines, read on as they grow."""
+"""The files of a run folder: events of each rank in pieces of whole lines, read on as they grow, and small files."""
 
 from __future__ import annotations
 

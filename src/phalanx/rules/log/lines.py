@@ -1,7 +1,7 @@
-"""Events as our own writer writes them: one compiled decoder parses the lines of a piece and checks them by the schema.
+"""From lines to events, a piece at a time: one compiled decoder for events as our own writer writes them.
 
-What it refuses may be right all the same, and is read as ever by those who can tell what is wrong with it (lines.py,
-shape.py). From these it learns what the events of a log look like: which fields its steps have, which kinds there are.
+What it refuses may be right all the same, and is parsed line by line by `Lines`. From these the decoder learns what the
+events of a log look like: which fields its steps have, which kinds there are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank's events: checked, put in order, and handed to whoever counts them."""
+"""The events of one rank, and those of the supervisor: checked, put in order, and handed to whoever counts them."""
 
 from __future__ import annotations
 

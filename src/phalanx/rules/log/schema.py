@@ -1,4 +1,4 @@
-"""Whether events are as the schema has them: columns of many at once by their types, single ones by the whole schema.
+"""Whether events are as the schema has them, many at once by columns, single ones by the whole schema; and their order.
 
 The schema is record/data/events.schema.json. Of it only the words that it uses are known here; a test compares the
 answers with those of a JSON Schema library.

@@ -1,4 +1,4 @@
-"""Steps as the witness tells of them: how long, how many tokens, what was skipped, and what jumped."""
+"""Steps as one rank tells of them: how long, how many tokens, what was skipped, what jumped, and the gradient noise."""
 
 from __future__ import annotations
 

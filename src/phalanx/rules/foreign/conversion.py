@@ -1,4 +1,4 @@
-"""The notebook of one translation: what became of every leaf, and what the job will say with its reason."""
+"""One conversion: the leaves of another trainer's file, what became of each, and the values the job will have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Fate = Literal["mapped", "irrelevant", "unmapped"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Said:
+class JobSetting:
     """A value of the job: where it comes from, and how it was converted."""
 
     value: object
@@ -28,7 +28,7 @@ class Said:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settled:
+class SettledKey:
     """What became of a leaf; `text` is the job key it went to, or the reason it went nowhere."""
 
     fate: Fate
@@ -36,7 +36,7 @@ class Settled:
 
 
 @dataclass(kw_only=True, slots=True)
-class Book:
+class Conversion:
     """Filled by one reader; `names` are words a reader uses for leaves that the file spells differently."""
 
     file: str
@@ -44,8 +44,8 @@ class Book:
     leaves: Mapping[str, Leaf]
     names: dict[str, str] = field(default_factory=dict)
     read_as: dict[str, Leaf] = field(default_factory=dict)  # name -> a leaf with its value put into other words
-    values: dict[str, Said] = field(default_factory=dict)
-    settled: dict[str, Settled] = field(default_factory=dict)
+    values: dict[str, JobSetting] = field(default_factory=dict)
+    settled: dict[str, SettledKey] = field(default_factory=dict)
     unreadable: dict[str, Leaf] = field(default_factory=dict)  # asked for as numbers, and none
     missing: list[Problem] = field(default_factory=list)  # what no plan can be made without
     machines: tuple[int, int] = (0, 0)  # hosts and devices of each; 0 is not said
@@ -113,18 +113,20 @@ class Book:
             note = self._lost(lost)
         elif first is None and not note.startswith("default of") and (names or not note):
             note = self._default(note)  # the file could say it and does not
-        self.values[job_key] = Said(
+        self.values[job_key] = JobSetting(
             value=value, key=first.key if first else "", note=note, line=first.line if first else 0
         )
         for leaf in said:
-            self.settled[leaf.key] = Settled(fate="mapped", text=job_key)
+            self.settled[leaf.key] = SettledKey(fate="mapped", text=job_key)
 
     def assume(self, job_key: str, value: object, note: str = "") -> None:
         """The trainer's own default, where the file says nothing and ours differs."""
         if job_key not in self.values:
             spelled = self.theirs.get(job_key)
             lost = next((leaf for leaf in self.unreadable.values() if leaf.key == spelled), None)
-            self.values[job_key] = Said(value=value, note=self._default(note) if lost is None else self._lost(lost))
+            self.values[job_key] = JobSetting(
+                value=value, note=self._default(note) if lost is None else self._lost(lost)
+            )
 
     def _default(self, note: str) -> str:
         """As good as written: leaving a key out is how its default is chosen."""
@@ -136,18 +138,18 @@ class Book:
 
     def skip(self, name: str, reason: str) -> None:
         """A leaf that no rule of the specification asks about."""
-        self._settle(name, Settled(fate="irrelevant", text=reason))
+        self._settle(name, SettledKey(fate="irrelevant", text=reason))
 
     def lacks(self, name: str, why: str) -> None:
         """A leaf that the job schema has no word for."""
-        self._settle(name, Settled(fate="unmapped", text=why))
+        self._settle(name, SettledKey(fate="unmapped", text=why))
 
     def used(self, *names: str, by: str) -> None:
         """Leaves that went into another value."""
         for name in names:
-            self._settle(name, Settled(fate="mapped", text=by))
+            self._settle(name, SettledKey(fate="mapped", text=by))
 
-    def _settle(self, name: str, settled: Settled) -> None:
+    def _settle(self, name: str, settled: SettledKey) -> None:
         key = self.read_as[name].key if name in self.read_as else self.names.get(name, name)
         if key in self.leaves:
             self.settled[key] = settled
@@ -174,7 +176,7 @@ class Book:
 
     # ---- tables of words --------------------------------------------------------------------------------------------
 
-    def copy(self, table: Mapping[str, tuple[str, Callable[[Book, str], object]]]) -> None:
+    def copy(self, table: Mapping[str, tuple[str, Callable[[Conversion, str], object]]]) -> None:
         """Keys that only change their name: name -> (job key, how it is read)."""
         for name, (job_key, read) in table.items():
             self.theirs[job_key] = self.names.get(name, name)
@@ -188,14 +190,14 @@ class Book:
             if key in self.settled:
                 continue
             if leaf.value is None:
-                self.settled[key] = Settled(fate="irrelevant", text=f"null leaves it to {self.title}")
+                self.settled[key] = SettledKey(fate="irrelevant", text=f"null leaves it to {self.title}")
             elif (name := found_in(seen(key), [*unmapped, *irrelevant])) in unmapped:
                 fate: Fate = "irrelevant" if leaf.value is False else "unmapped"  # what is off needs no word
-                self.settled[key] = Settled(fate=fate, text=unmapped[name])
+                self.settled[key] = SettledKey(fate=fate, text=unmapped[name])
             elif name:
-                self.settled[key] = Settled(fate="irrelevant", text=irrelevant[name])
+                self.settled[key] = SettledKey(fate="irrelevant", text=irrelevant[name])
             else:
-                self.settled[key] = Settled(fate="unmapped", text="the job schema has no word for it")
+                self.settled[key] = SettledKey(fate="unmapped", text="the job schema has no word for it")
 
 
 def _finite(value: object) -> float | None:
