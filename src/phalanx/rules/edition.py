@@ -62,8 +62,8 @@ def select_rules(chosen: str = "", ignored: str = "", own: Iterable[Rule] = ()) 
         asked = f"--select {chosen[:60]} " if wanted else ""
         raise mistake(
             f"{asked}--ignore {ignored[:60]}",
-            "leaves no rule to ask",
-            why="nothing asked is nothing passed",
+            "leaves no rule to check",
+            why="a check without rules proves nothing",
             fix="ignore fewer rules",
         )
     return found

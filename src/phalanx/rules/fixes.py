@@ -174,7 +174,7 @@ def write_exactly(path: Path, before: str, after: str) -> None:
     try:
         status = real.stat()
         if real.read_bytes() != before.encode("utf-8"):
-            raise mistake(str(path), "was changed by somebody else meanwhile", fix="check it again")
+            raise mistake(str(path), "was changed by someone else in the meantime", fix="check it again")
         with temporary.open("xb") as stream:
             os.fchmod(stream.fileno(), status.st_mode & 0o7777)
             stream.write(after.encode("utf-8"))

@@ -366,7 +366,7 @@ def settle_waivers(evidence: Evidence, broken: set[str], *, asked: Sequence[Rule
             outcomes.append(_unused(waiver, index, rules[waiver.rule], evidence))
     if whole and not outcomes:
         count = len(evidence.all_waivers)
-        outcomes.append(passed(f"{plural(count, 'waiver')}, each with a reason and in force"))
+        outcomes.append(passed(f"{plural(count, 'waiver')}, each with a reason and valid"))
     return Waived(reasons=reasons, outcomes=tuple(outcomes))
 
 
@@ -401,7 +401,7 @@ def _expired(waiver: Waiver, index: int, today: date) -> Outcome:
         value=waiver.expires,
         threshold=today.isoformat(),
         impact=COSTS_NO_TIME,
-        fix=f"meet {waiver.rule}, or decide again and give a new day",
+        fix=f"meet {waiver.rule}, or decide again and set a new date",
         at=f"waiver.{index}.expires",
     )
 

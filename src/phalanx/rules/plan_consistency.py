@@ -23,7 +23,7 @@ def require_coherent(plan: Plan, where: str) -> Plan:
         raise mistake(
             where,
             f"is not consistent: {found}",
-            why="it was edited or damaged after it was written: whatever is said of it would be about no plan",
+            why="it was edited or damaged after it was written: whatever were said of it would describe no plan",
             fix="write it again: phalanx plan JOB --out",
         )
     return plan

@@ -27,9 +27,9 @@ REST = """\
 waived CKP903  waived one  (it is <my> birthday)
 
 job.toml: 2 pass, 2 fail (1 error), 1 unknown, 1 waived; 1 remark; 1 does not apply
-  edition 2026.1, nvidia-h100, 128 devices (S2); looked at: job, plan; at stake: 2.5 points of effective training time,\
+  edition 2026.1, nvidia-h100, 128 devices (S2); evidence: job, plan; at stake: 2.5 points of effective training time,\
  about $1,234 of this {job} job
-  can be mended: 2 with --fix; --diff shows the edits
+  fixable: 2 with --fix; --diff shows the edits
 """
 
 

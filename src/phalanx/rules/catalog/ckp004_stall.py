@@ -28,7 +28,7 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
             exempt("the job ends before its first interval: only the last checkpoint is taken"),
         )
     elif not all(math.isfinite(one) for one in times[:3]):
-        rest = (unknown("a time of the plan is no number", fix="plan the job again: phalanx plan JOB"),)
+        rest = (unknown("a time in the plan is not a number", fix="plan the job again: phalanx plan JOB"),)
     else:
         rest = (_stall(evidence, limits, *times), _backlog(evidence, limits, *times))
     return (*rest, *_troubles(evidence, seen), *_disk(evidence, limits, seen), *_memory(evidence, limits))
@@ -153,7 +153,7 @@ def _exposed(evidence: Evidence, count: int) -> Impact:
     """A failure in the interval after a save that failed costs that interval too: τ with a chance of τ/M, each time."""
     r = evidence.the_plan.reliability
     if not (r.mtbf_s > 0 and math.isfinite(r.interval_s)):
-        return Impact(note="the newest checkpoint was older than the interval says")
+        return Impact(note="the newest checkpoint was older than the interval allows")
     return evidence.loses_once(
         count * r.interval_s**2 / r.mtbf_s, "failed saves × τ²/M: work that a failure would redo"
     )

@@ -21,7 +21,7 @@ def _parts(evidence: Evidence, limits: Limits) -> Outcome:
     practice = evidence.practice
     if practice.resumes_exactly is None:
         return unknown(
-            f"nothing says what a resume of {practice.trainer} brings back",
+            f"nothing says what a resume of {practice.trainer} restores",
             fix="look up which parts of the state its checkpoints hold",
         )
     needed = [*limits.words("parts")]
@@ -30,9 +30,9 @@ def _parts(evidence: Evidence, limits: Limits) -> Outcome:
     lost = [part for part in needed if part not in practice.resumes_exactly]
     formula = (f"needed: {', '.join(needed)}", f"brought back: {', '.join(practice.resumes_exactly) or 'nothing'}")
     if not lost:
-        return passed(f"a resume brings back all {len(needed)} parts of the state", formula=formula)
+        return passed(f"a resume restores all {len(needed)} parts of the state", formula=formula)
     return failed(
-        f"a resume of {practice.trainer} does not bring back: {', '.join(lost)}",
+        f"a resume of {practice.trainer} does not restore: {', '.join(lost)}",
         formula=formula,
         value=", ".join(lost),
         impact=OTHER,
@@ -41,7 +41,7 @@ def _parts(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _proved(evidence: Evidence, limits: Limits) -> Outcome:
-    what = "a run that fell and ended with the bits of one that did not"
+    what = "a run with a failure that ended bit for bit like one without"
     ours = evidence.practice.trainer == "phalanx"
     kinds = limits.words("restoring_faults")
     found = [
@@ -55,14 +55,14 @@ def _proved(evidence: Evidence, limits: Limits) -> Outcome:
     if drill.bitwise and drill.clean:
         return passed(f"drilled: {what}: {drill.told}", value=True, threshold=True)
     if drill.clean and not limits.flag("bitwise"):
-        return passed(f"drilled: a run that fell and went on as one that did not: {drill.told}")
+        return passed(f"drilled: a run with a failure went on like one without: {drill.told}")
     told = "; ".join(drill.wrong[:3]) or "its digests differ from the replay's, or there was no replay"
     return failed(
-        f"drilled: a run that fell did not end as one that did not: {told}",
+        f"drilled: a run with a failure did not end like one without: {told}",
         value=drill.bitwise,
         threshold=True,
         impact=OTHER,
-        fix=f"mend what the record {drill.path} tells, then {SUITE}",
+        fix=f"fix what the record {drill.path} reports, then {SUITE}",
     )
 
 

@@ -63,8 +63,8 @@ def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
     name, wanted = evidence.profile.name, evidence.the_job.comm.algorithm
     if name == "tpu":
         return unknown(
-            "the compiler (XLA) owns the algorithms of TPU collectives and does not tell",
-            fix="nothing to set; waive the rule, or compare a profile of the step with phalanx plan",
+            "the compiler (XLA) owns the algorithms of TPU collectives and does not say",
+            fix="nothing can be set; waive the rule, or compare a profile of the step with phalanx plan",
         )
     if name == "cpu-gloo":
         return _gloo(evidence, wanted)

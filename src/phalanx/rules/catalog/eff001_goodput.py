@@ -31,7 +31,7 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 def _no_plan(evidence: Evidence) -> Outcome:
     if evidence.refusals:
         return unknown(
-            f"there is no plan: {evidence.refusals[0].what}", fix="mend that first: TOP001 and MEM001 say how"
+            f"there is no plan: {evidence.refusals[0].what}", fix="fix that first: TOP001 and MEM001 say how"
         )
     return unknown("neither a plan nor a run says how much of the time trains", fix="name a cluster, or a run")
 
@@ -48,7 +48,7 @@ def _ended(evidence: Evidence) -> tuple[Outcome, ...]:
             threshold="done",
             at=Spot(file=f"{log.folder}/status.json"),
             impact=Impact(note="the rest of the job was not done, and what was not saved is lost"),
-            fix="mend what it says; phalanx train --resume RUN goes on from the last checkpoint",
+            fix="fix what it reports; phalanx train --resume RUN goes on from the last checkpoint",
         ),
     )
 

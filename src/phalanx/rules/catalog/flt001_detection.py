@@ -87,7 +87,7 @@ def _hasty(evidence: Evidence, told: str, least: float, limits: Limits) -> Outco
     """Shorter than a few heartbeats: every rank is dead between two of them."""
     beats, beat_s = limits.number("least_beats"), evidence.practice.heartbeat_s or 0.0
     return failed(
-        f"{told}, and says only every {beat_s:g} s that it lives",
+        f"{told}, and sends a heartbeat only every {beat_s:g} s",
         formula=(f"fault.dead_after_s < {beats:g} heartbeats × {beat_s:g} s = {least:g} s",),
         value=evidence.the_job.fault.dead_after_s,
         threshold=least,

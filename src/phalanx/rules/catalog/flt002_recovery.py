@@ -81,7 +81,7 @@ def _severity(value_s: float, bound_s: float, limits: Limits) -> Severity | None
 def _never(evidence: Evidence, log: LogFacts) -> Outcome:
     count, last = len(log.incidents), log.incidents[-1]
     stops = evidence.job is not None and evidence.job.fault.recovery == "stop"
-    again = 'fault.recovery = "auto" would have gone on by itself' if stops else "mend first what it says"
+    again = 'fault.recovery = "auto" would have gone on by itself' if stops else "first fix what it reports"
     return failed(
         f"the last of {plural(count, 'failure')} ended the run: {last.what or 'no cause is on record'}",
         value=count,

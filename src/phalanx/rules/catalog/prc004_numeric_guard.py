@@ -167,7 +167,7 @@ def _jump(evidence: Evidence, limits: Limits, steps: StepFacts) -> Outcome:
         unit="x",
         at=spot or "",
         severity="warning",
-        impact=Impact(note="the run went on; whether it learnt less, only a run from before that step tells"),
+        impact=Impact(note="the run went on; only a run from before that step shows whether it learnt less"),
         fix="look at the data of that step; train.spike_factor skips such steps, a longer warm-up avoids them",
     )
 

@@ -87,7 +87,7 @@ def _texts(evidence: Evidence) -> Outcome:
                     value=len(value),
                     at=key,
                     impact=NO_TIME,
-                    fix="write the path anew: line breaks and escapes have no place in one",
+                    fix="write the path again: line breaks and escapes have no place in one",
                 )
     return passed("all paths are plain text")
 

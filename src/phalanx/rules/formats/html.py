@@ -77,7 +77,7 @@ def _tiles(report: CheckReport) -> str:
         "of effective training time at stake": f"{stake.points or 0:.1f} points",
         "at stake": format_money(stake.usd) if stake.usd is not None else "no price known",
         f"{report.profile}, class {report.scaling}": _devices(report.devices),
-        "looked at": seen,
+        "evidence": seen,
     }
     inner = "".join(
         f'<div class="tile"><b>{_safe(value)}</b><span>{_safe(name)}</span></div>' for name, value in tiles.items()

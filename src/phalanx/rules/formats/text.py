@@ -147,7 +147,7 @@ def _by_option(report: CheckReport) -> str:
     safe = sum(all(edit.safe for edit in some) for some in edits)
     told = [f"{safe} with --fix"] if safe else []
     told += [f"{len(edits) - safe} with --unsafe-fixes"] if len(edits) > safe else []
-    return f"  can be mended: {', '.join(told)}; --diff shows the edits" if told else ""
+    return f"  fixable: {', '.join(told)}; --diff shows the edits" if told else ""
 
 
 def _devices(report: CheckReport) -> str:
@@ -164,7 +164,7 @@ def _basis(report: CheckReport) -> str:
     basis = f"  edition {report.edition}{mine}, {report.profile}, {_devices(report)}"
     stake = total_at_stake(report)
     told = f"; at stake: {shown_cost(stake, report.usd)}" if stake.points or stake.usd else ""
-    return f"{basis}; looked at: {seen}{told}"
+    return f"{basis}; evidence: {seen}{told}"
 
 
 # A report as plain values: what `--json` prints, and the few words that every format shares.
