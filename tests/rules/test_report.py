@@ -14,17 +14,18 @@ from synthetic import write_run
 from phalanx.errors import UserError
 from phalanx.job.load import load
 from phalanx.record.run import open_run
-from phalanx.rules.api import check
+from phalanx.rules.api import check, report_dict
 from phalanx.rules.explain import explain
 from phalanx.rules.formats.render import render_reports
 
 
 def test_text_is_what_the_verb_prints() -> None:
     report = mixed()
-    assert str(report) == render_reports("text", [report], root=".", version="")
+    assert f"{report}\n" == render_reports("text", [report], root=".", version="")
+    assert report.to_dict() == report_dict(report)
     assert (
         repr(report)
-        == "<CheckReport job.toml: 2 pass, 2 fail (1 error), 1 unknown, 1 waived; 1 remark; 1 does not apply>"
+        == "<CheckReport: job.toml: 2 pass, 2 fail (1 error), 1 unknown, 1 waived; 1 remark; 1 does not apply>"
     )
 
 
@@ -102,7 +103,7 @@ def test_what_is_nothing_of_the_kind_is_refused() -> None:
 
 def test_an_explanation_prints_and_has_one_line() -> None:
     found = explain("interval-daly", evidence().the_plan, today=TODAY)
-    assert repr(found) == "<Explanation of CKP001 interval-daly on good>"
+    assert repr(found) == "<Explanation: CKP001 interval-daly on good>"
     assert str(found).startswith("# CKP001 on good\n")
     assert found.to_dict()["findings"][0]["verdict"] == "pass"
     assert list(explain("CKP001").to_dict()) == ["rule", "slug", "sections"]

@@ -32,11 +32,12 @@ class Explanation:
     findings: tuple[Finding, ...] = ()
 
     def __str__(self) -> str:
-        return f"{here(self)}\n{rule_page(self.rule)}" if self.evidence is not None else rule_page(self.rule)
+        text = f"{here(self)}\n{rule_page(self.rule)}" if self.evidence is not None else rule_page(self.rule)
+        return text.removesuffix("\n")
 
     def __repr__(self) -> str:
         about = f" on {self.evidence.target}" if self.evidence is not None else ""
-        return f"<Explanation of {self.rule.id} {self.rule.slug}{about}>"
+        return f"<Explanation: {self.rule.id} {self.rule.slug}{about}>"
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form, as `phalanx explain --json` prints it."""

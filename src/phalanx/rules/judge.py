@@ -128,17 +128,23 @@ class CheckReport:
     def __str__(self) -> str:
         from phalanx.rules.formats.text import render_text
 
-        return render_text([self])
+        return render_text([self]).removesuffix("\n")
 
     def __repr__(self) -> str:
         from phalanx.rules.formats.text import summary_of
 
-        return f"<CheckReport {self.target}: {summary_of(self)}>"
+        return f"<CheckReport: {self.target}: {summary_of(self)}>"
 
     def _repr_html_(self) -> str:
         from phalanx.rules.formats.html import render_fragment
 
         return render_fragment(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as `phalanx check --json` prints them for each target."""
+        from phalanx.rules.formats.text import report_dict
+
+        return report_dict(self)
 
     def filter(
         self, severity: Severity | None = None, *, verdict: Verdict | None = None, rule: str = ""
