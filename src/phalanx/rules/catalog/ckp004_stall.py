@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from phalanx.rules.catalog.intervals import SaveCost, interval_edits, planned_cost, suits
-from phalanx.rules.catalog.lengths import job_s
-from phalanx.rules.catalog.unsaid import unsaid
+from phalanx.rules.catalog.shared import job_s, unsaid
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log import CheckpointFacts
 from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from phalanx.rules.catalog.intervals import ALONE, interval_edits, planned_cost
-from phalanx.rules.catalog.lengths import capped_s, failure_chance, job_s
+from phalanx.rules.catalog.shared import capped_s, failure_chance, job_s
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Impact, Outcome, Severity, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule

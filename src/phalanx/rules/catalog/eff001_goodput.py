@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import Reliability, effective_time
-from phalanx.rules.catalog.lengths import capped_s, job_s
-from phalanx.rules.catalog.margin import MARGIN, below
-from phalanx.rules.catalog.measuring import site_interval, unmeasured_rate
+from phalanx.rules.catalog.shared import MARGIN, below, capped_s, job_s, site_interval, unmeasured_rate, unsaid
 from phalanx.rules.catalog.tel_measured import file_of, known, still_reading, wall_s
-from phalanx.rules.catalog.unsaid import unsaid
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Impact, Outcome, Spot, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule

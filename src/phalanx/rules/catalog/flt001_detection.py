@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from phalanx.rules.catalog.flt_shared import counted, high, per_failure, which_drills, with_ranks
-from phalanx.rules.catalog.margin import MARGIN, beyond
+from phalanx.rules.catalog.shared import MARGIN, beyond
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Impact, Outcome, Severity, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from phalanx.rules.catalog.margin import MARGIN, beyond_count
+from phalanx.rules.catalog.shared import MARGIN, beyond_count
 from phalanx.rules.catalog.tel_measured import file_of
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log import StepFacts
