@@ -321,7 +321,7 @@ def read_numbers(
         raw = record.get(field.key)
         if raw is None or raw == "":
             if field.required:
-                problems.append(_missing(field, where))
+                problems.append(Problem(where=where(""), what=f"{field.key} is missing", fix=_range(field)))
             continue
         number = _number(raw)
         problem = _complaint(field, raw, number, where)
@@ -367,10 +367,6 @@ def _complaint(field: NumberField, raw: object, number: float, where: Callable[[
 def _range(field: NumberField) -> str:
     kind = "a whole number" if field.whole else "a number"
     return f"give {kind} from {field.least:,g} to {field.most:,.0f}"
-
-
-def _missing(field: NumberField, where: Callable[[str], str]) -> Problem:
-    return Problem(where=where(""), what=f"{field.key} is missing", fix=_range(field))
 
 
 # Accelerators a person adds: the same columns as the shipped table, as CSV or as `[[accelerator]]` in TOML.

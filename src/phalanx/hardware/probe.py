@@ -278,7 +278,9 @@ def load_profile(path: Path) -> MachineProfile:
             raise mistake(
                 str(path), f"{field.name} = {str(value)[:40]} is wrong", why="the profile is damaged", fix=again
             )
-        values[field.name] = _pairs(value) if isinstance(value, list) else value
+        values[field.name] = (
+            tuple((int(first), float(second)) for first, second in value) if isinstance(value, list) else value
+        )
     return MachineProfile(**values)
 
 
@@ -298,7 +300,3 @@ def _positive(value: object) -> bool:
     return (
         isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1e30 and math.isfinite(value)
     )
-
-
-def _pairs(value: list[list[float]]) -> tuple[tuple[int, float], ...]:
-    return tuple((int(first), float(second)) for first, second in value)

@@ -93,7 +93,7 @@ def _build(draft: Draft) -> Job:
     draft.refuse_unknown((), draft.table, {*SECTIONS, "spec", "name", "model", "profile", "rules", "waiver"})
     preset = resolve_preset(draft)
     _derive_name(draft)
-    top = _values(draft, (), draft.table, _top_fields())
+    top = _values(draft, (), draft.table, tuple(item for item in fields(Job) if item.metadata))
     _fill_list(draft, top, "waiver", Waiver, example="[[waiver]] with rule, reason and expires = 2026-12-31")
     model = resolve_shape(draft, preset=preset, job_name=str(top.get("name") or "model"))
     sections = {name: _values(draft, (name,), draft.section(name), fields(cls)) for name, cls in SECTIONS.items()}
@@ -115,10 +115,6 @@ def _refuse_non_tables(draft: Draft) -> None:
             what = f"{name} = {shown_value(value)} is {value_kind(value)}, not a section"
             draft.complain(name, what, fix=f"write [{name}] and its keys below")
             draft.table[name] = {}
-
-
-def _top_fields() -> tuple[Field[Any], ...]:
-    return tuple(item for item in fields(Job) if item.metadata)
 
 
 def _values(

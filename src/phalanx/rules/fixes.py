@@ -98,7 +98,11 @@ def _insert(text: str, section: str, line: str) -> str:
     if section and not re.match(rf"\s*\[\s*{re.escape(section)}\s*\]", rows[first - 1] if first else ""):
         return ""
     depth = 2 if section else 1
-    own = [number for path, number in numbers.items() if len(path) == depth and path[: depth - 1] == _prefix(section)]
+    own = [
+        number
+        for path, number in numbers.items()
+        if len(path) == depth and path[: depth - 1] == ((section,) if section else ())
+    ]
     # a line that is TOML by itself holds a whole key and value, and no header
     whole = [number for number in own if _is_pair(rows[number - 1])]
     after = max(whole, default=first)
@@ -108,10 +112,6 @@ def _insert(text: str, section: str, line: str) -> str:
     if not rows[after - 1].endswith("\n"):
         rows[after - 1] += end
     return "".join([*rows[:after], line + end, *rows[after:]])
-
-
-def _prefix(section: str) -> tuple[str, ...]:
-    return (section,) if section else ()
 
 
 def _is_pair(row: str) -> bool:
@@ -264,14 +264,10 @@ def _wanted(report: CheckReport, *, unsafe: bool, refused: Mapping[str, str]) ->
     taken = set(refused)
     for one in report.problems:
         edits = one.outcome.edits
-        if one.verdict == "fail" and edits and all(_allowed(edit, unsafe, taken) for edit in edits):
+        if one.verdict == "fail" and edits and all((edit.safe or unsafe) and edit.key not in taken for edit in edits):
             wanted.append(Remedy(rule=one.rule.id, edits=edits))
             taken |= {edit.key for edit in edits}
     return wanted
-
-
-def _allowed(edit: Edit, unsafe: bool, taken: set[str]) -> bool:
-    return (edit.safe or unsafe) and edit.key not in taken
 
 
 def _tear(chosen: Sequence[Remedy], wanted: Sequence[Remedy], refused: dict[str, str]) -> bool:

@@ -171,12 +171,11 @@ def _gpu_folder(gpu: Gpu, root: Path) -> Path | None:
 
 
 def _placed(cards: Sequence[Nic], root: Path) -> list[tuple[Nic, list[str]]]:
-    folders = {card: root / "sys/class" / _kind(card) / card.name / "device" for card in cards}
+    folders = {
+        card: root / "sys/class" / ("infiniband" if card.kind == "infiniband" else "net") / card.name / "device"
+        for card in cards
+    }
     return [(card, ancestors) for card, folder in folders.items() if (ancestors := _ancestors(folder))]
-
-
-def _kind(card: Nic) -> str:
-    return "infiniband" if card.kind == "infiniband" else "net"
 
 
 def _ancestors(folder: Path | None) -> list[str]:

@@ -76,17 +76,15 @@ def _tiles(report: CheckReport) -> str:
         "without evidence": str(counts["unknown"]),
         "of effective training time at stake": f"{stake.points or 0:.1f} points",
         "at stake": format_money(stake.usd) if stake.usd is not None else "no price known",
-        f"{report.profile}, class {report.scaling}": _devices(report.devices),
+        f"{report.profile}, class {report.scaling}": (
+            plural(report.devices, "device") if report.devices else "devices not known"
+        ),
         "evidence": seen,
     }
     inner = "".join(
         f'<div class="tile"><b>{_safe(value)}</b><span>{_safe(name)}</span></div>' for name, value in tiles.items()
     )
     return f'<div class="tiles">{inner}</div>'
-
-
-def _devices(count: int) -> str:
-    return plural(count, "device") if count else "devices not known"
 
 
 def _finding(finding: Finding, report: CheckReport) -> str:
