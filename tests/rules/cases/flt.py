@@ -272,7 +272,7 @@ FLT003 = [
         name="another trainer",
         verdict="unknown",
         evidence=lambda: evidence(practice=other()),
-        says="no word for spare hosts",
+        says="no setting for spare hosts",
     ),
     Case(
         rule="FLT003",
@@ -345,7 +345,7 @@ FLT005 = [
         verdict="fail",
         evidence=lambda: run(preflights=1),
         boundary=True,
-        says="1 of 2 formations",
+        says="1 of 2 memberships",
     ),
     Case(rule="FLT005", name="the log does not say", verdict="unknown", evidence=lambda: run(preflights=None)),
     Case(
@@ -437,7 +437,7 @@ FLT006 = [
         verdict="unknown",
         evidence=lambda: large(40_000, job()),
     ),
-    Case(rule="FLT006", name="one rank", verdict="pass", evidence=lambda: large(1, job()), says="commits with nobody"),
+    Case(rule="FLT006", name="one rank", verdict="pass", evidence=lambda: large(1, job()), says="commits alone"),
     Case(rule="FLT006", name="no epochs", verdict="fail", evidence=lambda: job(practice=other(step_transaction=False))),
     Case(rule="FLT006", name="nobody knows", verdict="unknown", evidence=lambda: job(practice=other())),
 ]
