@@ -148,7 +148,7 @@ FLT001 = [
 FLT002 = [
     Case(rule="FLT002", name="a run with a failure", verdict="pass", evidence=run),
     Case(rule="FLT002", name="never seen", verdict="unknown", evidence=job, says="no evidence from the run log"),
-    Case(rule="FLT002", name="nothing fell", verdict="unknown", evidence=quiet, says="nothing fell in this run"),
+    Case(rule="FLT002", name="nothing fell", verdict="unknown", evidence=quiet, says="no failure in this run"),
     Case(rule="FLT002", name="a drill answers", verdict="pass", evidence=lambda: quiet(drills=(drill(),))),
     Case(
         rule="FLT002",

@@ -12,7 +12,7 @@ OTHER = Impact(note="not time: after each resume another run goes on, with data 
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """What a checkpoint holds, and whether a run that fell ended with the bits of one that did not."""
+    """What a checkpoint holds, and whether a run with a failure ended with the bits of one without."""
     parts = _parts(evidence, limits)
     return (parts, _proved(evidence, limits)) if is_asked(evidence, parts) else (parts,)
 
@@ -80,7 +80,7 @@ reproducibly from any checkpoint.
 """,
     how="""
 A checkpoint holds weights, moments, schedule, random state of each rank, the sampler's place, tokens seen and layout,
-in fp16 the loss scale too (the trainer's documentation or code); and in a signed drill a run that fell ended with the
+in fp16 the loss scale too (the trainer's documentation or code); and in a signed drill a run that failed ended with the
 digests of a replay without the fault: every bit on a CPU in fp32. On other profiles the order of sums is not fixed,
 so a drill need only be clean there; how far losses may part is not judged.
 """,

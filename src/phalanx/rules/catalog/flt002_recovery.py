@@ -33,7 +33,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
 def _nothing(log: LogFacts | None) -> str:
     if log is None:
         return "no evidence from the run log"
-    return "no step was left to do after what fell" if log.incidents else "nothing fell in this run"
+    return "no step was left to do after the failure" if log.incidents else "no failure in this run"
 
 
 def _is_fatal(log: LogFacts) -> bool:
@@ -107,7 +107,7 @@ to 3 and effective time from 44 to 80 % (arXiv:2602.00277). At one failure every
 instead of 90 s cost 4.5 points.
 """,
     how="""
-`p95(time from the failure to the end of the next step that stayed)` over the failures of the run; where nothing fell,
+`p95(time from the failure to the end of the next step that stayed)` over the failures of the run; without a failure,
 over drills of this code and profile (the answer says with how many ranks). The bound is 90 s up to 16,384 devices and
 180 s beyond, 600 s where `fault.recovery = "stop"` leaves it to somebody else, 30 s on CPUs. Late is an error from 65
 devices on and a warning below, and up to a tenth beyond the bound. A run that is over and whose last failure no step
