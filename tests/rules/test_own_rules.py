@@ -12,6 +12,7 @@ import pytest
 from rules.kit import JOB as GOOD
 from rules.kit import TODAY, evidence
 
+from phalanx.cli.main import main
 from phalanx.errors import UserError
 from phalanx.job.load import load
 from phalanx.rules.api import (
@@ -238,6 +239,15 @@ def test_a_package_brings_rules(package: Path) -> None:
     assert "your own rule, from package acme-rules" in str(report)
     assert find_rule("pkg001").origin == "package acme-rules"
     assert "PKG001" not in check_evidence(evidence(), ignore="PKG").verdicts
+
+
+def test_the_command_line_lists_and_explains_it(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rules"]) == 0
+    told = capsys.readouterr().out
+    assert "PKG  your own rules" in told
+    assert "PKG001 W J   team-name" in told
+    assert main(["explain", "team-name"]) == 0
+    assert "Your own rule, from package acme-rules." in capsys.readouterr().out
 
 
 def test_the_page_says_what_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
