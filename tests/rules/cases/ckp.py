@@ -373,7 +373,7 @@ CASES = [
         verdict="fail",
         evidence=job(drill=replace(DRILL, profile="cpu-gloo", bitwise=False), profile="cpu-gloo"),
         boundary=True,
-        says="did not end as one that did not",
+        says="did not end like one without",
     ),
     Case(rule="CKP006", name="a drill that went wrong", verdict="fail", evidence=drilled(clean=False, bitwise=False)),
 ]
