@@ -109,7 +109,7 @@ def test_the_file_keeps_its_rights_and_its_link(tmp_path) -> None:
 def test_a_file_that_somebody_else_changed_is_not_overwritten(tmp_path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(TEXT + "# mine\n")
-    with pytest.raises(UserError, match="somebody else"):
+    with pytest.raises(UserError, match="someone else"):
         write_exactly(path, TEXT, "")
     assert path.read_text() == TEXT + "# mine\n"
     assert os.listdir(tmp_path) == ["job.toml"]
