@@ -220,7 +220,7 @@ def _draw(args: argparse.Namespace, plan: Plan) -> tuple[Fault, ...]:
 
 
 def make_scene(args: argparse.Namespace, plan: Plan) -> Scene:
-    from phalanx.elastic.client import rank_environ
+    from phalanx.elastic.local_launch import rank_environ
     from phalanx.train.drill.perform import Scene
 
     return Scene(

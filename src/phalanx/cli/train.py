@@ -16,8 +16,8 @@ from phalanx.units import plural
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.elastic.client import HostSpec
     from phalanx.elastic.launchers import RankPlace
+    from phalanx.elastic.local_launch import HostSpec
     from phalanx.job.load import ResolvedJob
     from phalanx.job.schema import Job
     from phalanx.plan.plan import Plan
@@ -252,7 +252,7 @@ def _ready(plan: Plan, args: argparse.Namespace, old: Run | None, *, started: fl
 
 def _launch(made: Run, plan: Plan, args: argparse.Namespace, *, started: float) -> int:
     from phalanx.cli.live import Live
-    from phalanx.elastic.client import launch, local_hosts, rank_environ
+    from phalanx.elastic.local_launch import launch, local_hosts, rank_environ
     from phalanx.metrics.serving import serving
 
     hosts = (
@@ -305,7 +305,7 @@ def _first_of(made: Run, args: argparse.Namespace) -> tuple[HostSpec, ...]:
     """This host as the first of several; tells what to start on the others."""
     import platform
 
-    from phalanx.elastic.client import HostSpec, address_of, share_of
+    from phalanx.elastic.local_launch import HostSpec, address_of, share_of
 
     made.set_launch(**{**made.launch(), "join": args.join})
     note(f"  on the other {plural(args.join - 1, 'host')}: phalanx agent {made.path.resolve()} --address THEIR_ADDRESS")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from phalanx.elastic.channel import LOOPBACK
 from phalanx.elastic.gpus import check_free
-from phalanx.elastic.vault import GENERATIONS
+from phalanx.elastic.replica_store import GENERATIONS
 from phalanx.errors import Problem
 from phalanx.hardware.cluster_defaults import LOOPBACK_BYTES_PER_S
 from phalanx.hardware.discover import discover

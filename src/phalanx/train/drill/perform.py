@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from phalanx.elastic.client import HostSpec, launch, local_hosts
+from phalanx.elastic.local_launch import HostSpec, launch, local_hosts
 from phalanx.errors import PhalanxError
 from phalanx.job.load import job_to_dict
 from phalanx.plan.plan import Plan
