@@ -35,7 +35,7 @@ def test_a_finding_has_its_line_its_formula_its_cost_and_its_cure(folder, capsys
     assert lines[1].startswith("  M = 86400 / (16 hosts")
     assert any("points of effective training time, about $" in line for line in lines)
     assert any(line.startswith("  fix (safe): checkpoint.interval_s = ") for line in lines)
-    assert lines[-1] == "  can be mended: 1 with --fix; --diff shows the edits"
+    assert lines[-1] == "  fixable: 1 with --fix; --diff shows the edits"
     assert lines[-3].startswith("bad.toml: 0 pass, 1 fail (1 error), 0 unknown")
     assert err == ""
 
@@ -69,7 +69,7 @@ def test_several_targets_one_of_them_broken(folder, capsys) -> None:
         (["good.toml", "--fix", "--cluster", "8xH100:1"], "--cluster and --fix exclude each other"),
         (["good.toml", "--diff", "--profile", "custom"], "--profile and --fix exclude each other"),
         (["good.toml", "--unsafe-fixes", "--plan", "p.json"], "--plan and --fix exclude each other"),
-        (["good.toml", "--select", "CKP", "--ignore", "CKP"], "leaves no rule to ask"),
+        (["good.toml", "--select", "CKP", "--ignore", "CKP"], "leaves no rule to check"),
         (["good.toml", "--out", "nowhere/report"], "its folder does not exist"),
         (["good.toml", "--waivers", "nowhere.toml"], "nowhere.toml"),
         (["good.toml", "--plan", "p.json", "--cluster", "8xH100:2"], "exclude each other"),

@@ -7,7 +7,7 @@ import json
 from rules.kit import JOB
 
 from phalanx.cli.main import main
-from phalanx.rules.page import SECTIONS
+from phalanx.rules.rule_page import SECTIONS
 
 
 def test_the_page(capsys) -> None:

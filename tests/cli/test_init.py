@@ -11,7 +11,7 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.job.dataset import VOCAB
 from phalanx.job.load import load
-from phalanx.job.presets import presets
+from phalanx.job.model import known_presets
 from phalanx.plan.parameter_counts import count_parameters
 from phalanx.plan.prediction import token_budget
 
@@ -91,7 +91,7 @@ def test_the_rate_warms_up_before_it_stays() -> None:
     assert job.model.vocab == VOCAB, "data build trains a tokenizer of that size when nothing is said"
 
 
-@pytest.mark.parametrize("model", presets())
+@pytest.mark.parametrize("model", known_presets())
 def test_every_preset_makes_a_file_that_loads(model: str) -> None:
     assert main(["init", "Big Run.toml", "--model", model, "--cluster", "8xH100:16"]) == 0
     job = load("Big Run.toml").job

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.hardware.profile import load
+from phalanx.hardware.probe import load_profile
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def test_the_profile_is_stored_and_used_by_local(tmp_path: Path, capsys: pytest.
     printed = capsys.readouterr()
     data = json.loads(printed.out)
     stored = list((tmp_path / ".local/share/phalanx/profiles").iterdir())
-    assert [load(path).matmul_flops for path in stored] == [data["matmul_flops"]]
+    assert [load_profile(path).matmul_flops for path in stored] == [data["matmul_flops"]]
     assert "matmul 1024: " in printed.err
     assert f"profile stored in {stored[0]}" in printed.err
     assert main(["cluster", "--json"]) == 0

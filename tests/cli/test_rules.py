@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from phalanx.cli.main import main
-from phalanx.rules.page import WROTE
+from phalanx.rules.rule_page import WROTE
 
 
 def test_the_list_is_by_group(capsys) -> None:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from phalanx.elastic import gpus
 from phalanx.errors import Problem, UserError
-from phalanx.hardware.catalog import find
-from phalanx.hardware.machine import Gpu, Machine
-from phalanx.hardware.sharing import allowed_ranks
+from phalanx.hardware.catalog import find_accelerator
+from phalanx.hardware.local import allowed_ranks
+from phalanx.hardware.types import Gpu, Machine
 from phalanx.plan.plan import Plan
 from phalanx.train import prepare
 
@@ -47,7 +47,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     path = tmp_path_factory.mktemp("job") / "job.toml"
     path.write_text(JOB)
     made = prepare.make(prepare.load_job(str(path), overrides=[], cluster="local-cpu:4", steps=0))
-    cluster = replace(made.cluster, name="4xH200", accelerator=find("H200"))
+    cluster = replace(made.cluster, name="4xH200", accelerator=find_accelerator("H200"))
     layout = replace(made.layout, data=4, tensor=1, context=1, pipeline=1, shard=1, zero=0)
     return replace(made, cluster=cluster, layout=layout, memory=replace(made.memory, total_bytes=20e9))
 

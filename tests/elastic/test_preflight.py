@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.elastic import preflight as checks
-from phalanx.hardware.catalog import find
-from phalanx.hardware.machine import Gpu, Machine
+from phalanx.hardware.catalog import find_accelerator
+from phalanx.hardware.types import Gpu, Machine
 from phalanx.plan.plan import Plan
 from phalanx.train.prepare import load_job, make
 
@@ -53,7 +53,7 @@ def cpu_plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 @pytest.fixture(scope="module")
 def gpu_plan(cpu_plan: Plan) -> Plan:
     """The same on eight H100 that must hold 60 GB each."""
-    cluster = replace(cpu_plan.cluster, accelerator=find("H100"), link_bytes_per_s=450e9)
+    cluster = replace(cpu_plan.cluster, accelerator=find_accelerator("H100"), link_bytes_per_s=450e9)
     memory = replace(cpu_plan.memory, total_bytes=60e9)
     return replace(cpu_plan, cluster=cluster, memory=memory, layout=replace(cpu_plan.layout, data=8))
 

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.hardware.activity import CpuTime, gpu_activity
+from phalanx.hardware.meters import CpuTime, gpu_activity
 from phalanx.hardware.nvml import GpuMeter
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.hardware.energy import Estimate, NoEnergy, NvmlEnergy, Rapl, cpu_energy, gpu_energy
+from phalanx.hardware.meters import Estimate, NoEnergy, NvmlEnergy, Rapl, cpu_energy, gpu_energy
 from phalanx.hardware.nvml import GpuMeter
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from phalanx.hardware.catalog import find
+from phalanx.hardware.catalog import find_accelerator
 from phalanx.hardware.failures import (
     COVERAGE,
     failures_per_host_day,
@@ -18,7 +18,7 @@ from phalanx.hardware.failures import (
 )
 from phalanx.sim.months.causes import usual_mix
 
-H100 = find("H100")
+H100 = find_accelerator("H100")
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ H100 = find("H100")
     ],
 )
 def test_the_usual_rate_is_one_site_and_lies_in_the_range(name, devices, rate, source):
-    device = find(name)
+    device = find_accelerator(name)
     assert failures_per_host_day(device, devices) == pytest.approx(rate)
     assert rate_source(device).startswith(f"{source} (")
     low, high = host_failure_spread(device, devices).interval
@@ -54,7 +54,7 @@ def test_a_site_left_out_is_covered_about_as_often_as_the_range_says():
 
 def test_kinds_with_one_figure_have_a_wider_range():
     def factor(name):
-        low, high = host_failure_spread(find(name), 4).interval
+        low, high = host_failure_spread(find_accelerator(name), 4).interval
         return high / low
 
     assert factor("v5p") == pytest.approx(factor("cpu"))

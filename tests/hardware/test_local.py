@@ -7,8 +7,8 @@ import pytest
 from phalanx.errors import SystemFailure, UserError
 from phalanx.hardware.cluster import resolve
 from phalanx.hardware.local import machine_cluster
-from phalanx.hardware.machine import Gpu, Machine, Nic
-from phalanx.hardware.profile import Profile, load, save, usual_path
+from phalanx.hardware.probe import MachineProfile, load_profile, save_profile, usual_path
+from phalanx.hardware.types import Gpu, Machine, Nic
 
 CPU = Machine(
     hostname="box",
@@ -30,7 +30,7 @@ GPU = Gpu(
     nvlinks=18,
     nvlink_bytes_per_s=450e9,
 )
-PROFILE = Profile(
+PROFILE = MachineProfile(
     hostname="box",
     taken_at="2026-11-15T00:00:00+00:00",
     engine="torch 2.11.0",
@@ -69,7 +69,7 @@ def test_one_device_per_core_without_a_profile(tmp_path: Path) -> None:
 
 
 def test_the_stored_profile_is_used_and_the_source_says_so(tmp_path: Path) -> None:
-    save(PROFILE, usual_path("box", environ(tmp_path)), folders=True)
+    save_profile(PROFILE, usual_path("box", environ(tmp_path)), folders=True)
     cluster = machine_cluster(CPU, environ=environ(tmp_path), ranks=2)
     assert cluster.matmul_flops == 4 * 150e9  # each of two ranks has four cores
     assert (cluster.launch_s, cluster.link_bytes_per_s, cluster.link_latency_s) == (4e-6, 1.5e9, 1e-4)
@@ -79,7 +79,7 @@ def test_the_stored_profile_is_used_and_the_source_says_so(tmp_path: Path) -> No
 
 
 def test_the_cost_of_a_numpy_call_is_not_taken_for_the_framework(tmp_path: Path) -> None:
-    save(dataclasses.replace(PROFILE, engine="numpy 2.4"), usual_path("box", environ(tmp_path)), folders=True)
+    save_profile(dataclasses.replace(PROFILE, engine="numpy 2.4"), usual_path("box", environ(tmp_path)), folders=True)
     assert machine_cluster(CPU, environ=environ(tmp_path)).launch_s == 0
 
 
@@ -100,16 +100,16 @@ def test_a_damaged_profile_is_ignored_unless_named(tmp_path: Path, text: str) ->
 
 def test_profile_messages(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
-    save(PROFILE, path)
-    assert load(path) == PROFILE
+    save_profile(PROFILE, path)
+    assert load_profile(path) == PROFILE
     data = json.loads(path.read_text())
     path.write_text(json.dumps({**data, "version": 0}))
     with pytest.raises(UserError) as caught:
-        load(path)
+        load_profile(path)
     assert str(caught.value) == f"{path}: has profile version 0, not 1\n  run phalanx probe again"
     path.write_text(json.dumps({**data, "matmul_flops": -1}))
     with pytest.raises(UserError) as caught:
-        load(path)
+        load_profile(path)
     assert "matmul_flops = -1 is wrong\n  the profile is damaged" in str(caught.value)
 
 
@@ -117,19 +117,19 @@ def test_saving_leaves_nothing_half_written(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     path.mkdir()
     with pytest.raises(SystemFailure) as caught:
-        save(PROFILE, path)
+        save_profile(PROFILE, path)
     assert "cannot write the profile" in str(caught.value)
     assert [entry.name for entry in tmp_path.iterdir()] == ["p.json"]
 
 
 def test_saving_makes_no_folder_that_nobody_asked_for(tmp_path: Path) -> None:
     with pytest.raises(SystemFailure):
-        save(PROFILE, tmp_path / "typo" / "p.json")
+        save_profile(PROFILE, tmp_path / "typo" / "p.json")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_profile_of_another_kind_of_device_is_ignored(tmp_path: Path) -> None:
-    save(PROFILE, usual_path("box", environ(tmp_path)), folders=True)
+    save_profile(PROFILE, usual_path("box", environ(tmp_path)), folders=True)
     cluster = machine_cluster(gpus(1), environ=environ(tmp_path))
     assert "profile ignored (it measured cpu, this machine computes on cuda)" in cluster.source
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.hardware.pressure import anonymous_bytes, memory_stall
+from phalanx.hardware.meters import anonymous_bytes, memory_stall
 
 
 def put(root: Path, name: str, text: str) -> None:

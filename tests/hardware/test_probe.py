@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import SystemFailure
-from phalanx.hardware.bench import seconds_per_call
 from phalanx.hardware.discover import discover
-from phalanx.hardware.probe import fit_ring, measure_disk, probe
-from phalanx.hardware.profile import load, save
+from phalanx.hardware.probe import fit_ring, load_profile, measure_disk, probe, save_profile
+from phalanx.hardware.probe_worker import seconds_per_call
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26)
 
@@ -35,7 +34,7 @@ def test_fit_stays_positive_when_larger_messages_were_faster() -> None:
 
 def test_seconds_per_call_is_the_time_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr("phalanx.hardware.bench.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("phalanx.hardware.probe_worker.time.perf_counter", lambda: clock[0])
 
     def call() -> None:
         clock[0] += 0.002
@@ -81,5 +80,5 @@ def test_a_real_probe_of_two_cores(tmp_path: Path) -> None:
     assert (profile.backend, profile.precision) == ("tcp", "fp32")
     assert profile.seconds > 0
     assert any(text.startswith("all-reduce 1.05 MB x 2") for text in said)
-    save(profile, tmp_path / "p.json")
-    assert load(tmp_path / "p.json") == profile
+    save_profile(profile, tmp_path / "p.json")
+    assert load_profile(tmp_path / "p.json") == profile

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.hardware.ring import Ring
+from phalanx.hardware.probe_worker import Ring
 
 
 @pytest.mark.parametrize(("ranks", "length"), [(2, 1), (2, 1000), (3, 10), (4, 300_001)])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.job.check import divisors, use_nearest
+from phalanx.job.cross_checks import divisors, use_nearest
 from phalanx.job.load import load, round_batch
 
 Write = Callable[[str], Path]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.job.load import load
-from phalanx.job.presets import presets
+from phalanx.job.model import known_presets
 
 Write = Callable[[str], Path]
 Complaints = Callable[..., str]
@@ -155,7 +155,7 @@ def test_config_gives_the_same_shape_as_the_preset(write: Write, name: str) -> N
     path = write(JOB)
     Path("config.json").write_text(json.dumps(CONFIGS[name]))
     resolved = load(path, overrides=["data.sequence=1024"])
-    assert replace(resolved.job.model, name=name) == presets()[name].model()
+    assert replace(resolved.job.model, name=name) == known_presets()[name].model()
     assert resolved.origins["model.layers"].where == "config.json"
 
 

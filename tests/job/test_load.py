@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.job.dump import to_dict, to_rows
-from phalanx.job.load import load
+from phalanx.job.load import job_to_dict, job_to_rows, load
 from phalanx.job.schema import SECTIONS, Job
 
 Write = Callable[[str], Path]
@@ -48,13 +47,13 @@ def test_explicit_keys_override_a_preset(write: Write) -> None:
 
 
 def test_every_setting_has_an_origin(write: Write) -> None:
-    rows = to_rows(load(write(MINIMAL)))
+    rows = job_to_rows(load(write(MINIMAL)))
     assert len({key for key, _, _ in rows}) == len(rows) > 80
     assert all(origin for _, _, origin in rows)
 
 
 def test_every_section_of_job_is_in_the_table() -> None:
-    assert {item.name for item in fields(Job)} == {"spec", "name", "profile", "waiver", "model", *SECTIONS}
+    assert {item.name for item in fields(Job)} == {"spec", "name", "profile", "rules", "waiver", "model", *SECTIONS}
 
 
 def test_all_sections_are_read(write: Write) -> None:
@@ -102,7 +101,7 @@ pue = 1.1
     assert (job.checkpoint.interval_s, job.checkpoint.asynchronous) == (600.0, False)
     assert (job.fault.spares, job.fault.failures_per_host_day) == (2, 0.01)
     assert (job.telemetry.listen, job.cost.pue, job.cluster.target) == ("[::1]:9090", 1.1, "c.toml")
-    dumped = to_dict(job)
+    dumped = job_to_dict(job)
     kept = {"path": "checkpoints", "interval_s": 600.0, "keep": 3, "async": False, "memory_every": "auto"}
     assert dumped["checkpoint"] == kept
 
@@ -141,10 +140,10 @@ job.toml:1: name = "Bad Name" has the wrong form
   use lower-case letters, digits, '.', '_' and '-', at most 63, not starting with a sign
 job.toml:2: a job file has no key "colour"
   the keys are batch, checkpoint, cluster, comm, cost, data, fault, model, name, numerics, optim, parallel, precision, \
-profile, spec, telemetry, train, waiver
+profile, rules, spec, telemetry, train, waiver
 job.toml:3: a job file has no key "a.b"
   the keys are batch, checkpoint, cluster, comm, cost, data, fault, model, name, numerics, optim, parallel, precision, \
-profile, spec, telemetry, train, waiver
+profile, rules, spec, telemetry, train, waiver
 job.toml:7: data.tokens = "lots" is text that is not a number such as 512, 8B or 15T
   tokens to train on; "auto" is 20 per parameter
   use a whole number from 1 to 1e18, or "auto"

@@ -6,9 +6,8 @@ from dataclasses import asdict
 
 import pytest
 
-from phalanx.job.model import ModelShape
-from phalanx.job.presets import presets
-from phalanx.job.shape import shape_rules
+from phalanx.job.model import ModelShape, known_presets
+from phalanx.job.model_section import shape_rules
 
 # safetensors metadata of each model's repository, or its paper.
 PUBLISHED = {
@@ -65,18 +64,18 @@ def parameters(m: ModelShape) -> int:
 
 @pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
 def test_parameters_are_exact(name: str, count: int) -> None:
-    assert parameters(presets()[name].model()) == count
+    assert parameters(known_presets()[name].model()) == count
 
 
 def test_models_without_an_exact_published_count() -> None:
-    assert 174.5e9 < parameters(presets()["gpt3-175b"].model()) < 175e9  # "175.0B", arXiv:2005.14165
-    assert 1.02e12 < parameters(presets()["kimi-k2"].model()) < 1.04e12  # "1.04T", arXiv:2507.20534 counts more
-    assert parameters(presets()["phalanx-tiny"].model()) < 1_000_000
+    assert 174.5e9 < parameters(known_presets()["gpt3-175b"].model()) < 175e9  # "175.0B", arXiv:2005.14165
+    assert 1.02e12 < parameters(known_presets()["kimi-k2"].model()) < 1.04e12  # "1.04T", arXiv:2507.20534 counts more
+    assert parameters(known_presets()["phalanx-tiny"].model()) < 1_000_000
 
 
-@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize("name", known_presets())
 def test_presets_obey_the_rules_they_are_read_with(name: str) -> None:
-    preset = presets()[name]
+    preset = known_presets()[name]
     assert preset.source
     assert set(preset.train) <= {"sequence", "global_tokens", "tokens"}
     for key, value in asdict(preset.model()).items():

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.job.model import ModelShape
-from phalanx.job.presets import presets
+from phalanx.job.model import ModelShape, known_presets
 from phalanx.plan.parameter_counts import count_parameters, mlp_parameters
 
 # safetensors metadata of each model's repository, or its paper; active parameters from the model cards.
@@ -29,7 +28,7 @@ ACTIVE_BILLIONS = {"mixtral-8x7b": 12.9, "deepseek-v3": 37.0, "qwen3-30b-a3b": 3
 
 
 def counts(name):
-    return count_parameters(presets()[name].model())
+    return count_parameters(known_presets()[name].model())
 
 
 @pytest.mark.parametrize(("name", "total"), TOTALS.items())
@@ -48,9 +47,9 @@ def test_dense_models_touch_every_parameter(name):
     assert counts(name).active == counts(name).total
 
 
-@pytest.mark.parametrize("name", list(presets()))
+@pytest.mark.parametrize("name", list(known_presets()))
 def test_the_parts_add_up(name):
-    model, parts = presets()[name].model(), counts(name)
+    model, parts = known_presets()[name].model(), counts(name)
     sparse = model.layers - model.dense_layers if model.is_moe else 0
     layers = model.layers * (parts.attention_per_layer + parts.norms_per_layer)
     layers += (model.layers - sparse) * parts.dense_mlp_per_layer

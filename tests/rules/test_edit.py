@@ -9,7 +9,7 @@ import tomllib
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.rules.edit import difference, edited, read_exactly, write_exactly
+from phalanx.rules.fixes import edited_text, read_exactly, unified_difference, write_exactly
 from phalanx.rules.outcome import Edit
 
 TEXT = """\
@@ -32,7 +32,7 @@ ramp = [
 
 
 def put(text: str, **values) -> str:
-    return edited(
+    return edited_text(
         text,
         [Edit(key=key.replace("__", "."), value=value, safe=True) for key, value in values.items()],
         where="job.toml",
@@ -109,17 +109,17 @@ def test_the_file_keeps_its_rights_and_its_link(tmp_path) -> None:
 def test_a_file_that_somebody_else_changed_is_not_overwritten(tmp_path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(TEXT + "# mine\n")
-    with pytest.raises(UserError, match="somebody else"):
+    with pytest.raises(UserError, match="someone else"):
         write_exactly(path, TEXT, "")
     assert path.read_text() == TEXT + "# mine\n"
     assert os.listdir(tmp_path) == ["job.toml"]
 
 
 def test_the_diff_is_one_that_patch_reads() -> None:
-    told = difference("a\nb", "a\nc", name="job.toml")
+    told = unified_difference("a\nb", "a\nc", name="job.toml")
     assert told.splitlines()[:2] == ["--- a/job.toml", "+++ b/job.toml"]
     assert told.count("\\ No newline at end of file") == 2
-    assert difference("a\n", "a\n", name="job.toml") == ""
+    assert unified_difference("a\n", "a\n", name="job.toml") == ""
 
 
 def test_a_value_that_would_not_come_back_is_refused() -> None:

@@ -15,7 +15,7 @@ from phalanx.rules.outcome import Spot
 MODULES = [importlib.import_module(f"rules.cases.{one.name}") for one in pkgutil.iter_modules(cases.__path__)]
 CASES: list[Case] = [case for module in MODULES for case in module.CASES]
 FLIPS: list[Flip] = [flip for module in MODULES for flip in module.FLIPS]
-SEPARATE = {"SPC001"}  # judged by waivers.settle: test_waivers.py
+SEPARATE = {"SPC001", "SPC003"}  # judged beside the others: test_waivers.py, test_own_rules.py
 # Limits that decide neither a verdict nor a severity: they weigh an impact, or stand in the arithmetic that is shown.
 WEIGHING = {
     ("TOP003", "far_rate"): "the impact of a card far away",

@@ -9,8 +9,7 @@ from rules.cases.review import lasting
 from rules.kit import answers, evidence
 
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.practice import Practice
-from phalanx.rules.facts.practices import PHALANX
+from phalanx.rules.facts.trainers import PHALANX, Practice
 from phalanx.rules.judge import Finding
 
 

@@ -8,7 +8,7 @@ from rules.kit import evidence
 from rules.toy import bad, made, mixed, rule
 
 from phalanx.rules.outcome import Impact, exempt, passed, unknown
-from phalanx.rules.scaling import CLASSES
+from phalanx.rules.profiles import CLASSES
 
 
 def test_the_verdict_of_a_rule_is_its_worst_answer() -> None:

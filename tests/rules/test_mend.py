@@ -8,8 +8,8 @@ import pytest
 from rules.toy import bad, made, rule
 
 from phalanx.errors import UserError, mistake
-from phalanx.rules.judge import Report
-from phalanx.rules.mend import find_cure
+from phalanx.rules.fixes import find_fix
+from phalanx.rules.judge import CheckReport
 from phalanx.rules.outcome import Edit, passed
 
 
@@ -22,7 +22,7 @@ class World:
         self.fatal: set[str] = set()
         self.asked = 0
 
-    def judge(self, sets: tuple[str, ...]) -> Report:
+    def judge(self, sets: tuple[str, ...]) -> CheckReport:
         self.asked += 1
         held = dict(one.split("=") for one in sets)
         if self.fatal & held.keys():
@@ -42,7 +42,7 @@ def keys(cure) -> dict[str, object]:
 
 def test_all_cures_are_found_in_three_looks() -> None:
     world = World(CKP901={"a.x": 1}, CKP902={"b.y": 2, "b.z": 3})
-    cure = find_cure(world.judge, unsafe=False)
+    cure = find_fix(world.judge, unsafe=False)
     assert keys(cure) == {"a.x": 1, "b.y": 2, "b.z": 3}
     assert (cure.cured, cure.left, world.asked) == (2, (), 3)
 
@@ -50,12 +50,12 @@ def test_all_cures_are_found_in_three_looks() -> None:
 def test_unsafe_cures_wait_for_leave_and_are_taken_whole() -> None:
     world = World(CKP901={"a.x": 1, "a.y": 2}, CKP902={"b.y": 2})
     world.unsafe = {"a.y"}
-    assert keys(find_cure(world.judge, unsafe=False)) == {"b.y": 2}
-    assert keys(find_cure(world.judge, unsafe=True)) == {"a.x": 1, "a.y": 2, "b.y": 2}
+    assert keys(find_fix(world.judge, unsafe=False)) == {"b.y": 2}
+    assert keys(find_fix(world.judge, unsafe=True)) == {"a.x": 1, "a.y": 2, "b.y": 2}
 
 
 def test_two_rules_that_want_different_values_move_nothing() -> None:
-    cure = find_cure(World(CKP901={"a.x": 1}, CKP902={"a.x": 2}, CKP903={"b.y": 2}).judge, unsafe=False)
+    cure = find_fix(World(CKP901={"a.x": 1}, CKP902={"a.x": 2}, CKP903={"b.y": 2}).judge, unsafe=False)
     assert keys(cure) == {"b.y": 2}
     assert "CKP901" in cure.left[0]
     assert "CKP902" in cure.left[0]
@@ -63,23 +63,23 @@ def test_two_rules_that_want_different_values_move_nothing() -> None:
 
 
 def test_a_rule_may_want_another_value_when_another_edit_moved_its_optimum() -> None:
-    def moving(sets: tuple[str, ...]) -> Report:
+    def moving(sets: tuple[str, ...]) -> CheckReport:
         held = dict(one.split("=") for one in sets)
         best = 20 if held.get("b.y") == "2" else 10
         first = passed("met") if held.get("a.x") == str(best) else wants("a.x", best)
         return made([rule(first), rule(passed("met") if "b.y" in held else wants("b.y", 2), "CKP902")])
 
-    cure = find_cure(moving, unsafe=False)
+    cure = find_fix(moving, unsafe=False)
     assert keys(cure) == {"a.x": 20, "b.y": 2}
     assert (cure.cured, cure.left) == (2, ())
 
 
 def test_edits_that_never_settle_are_not_made() -> None:
-    def restless(sets: tuple[str, ...]) -> Report:
+    def restless(sets: tuple[str, ...]) -> CheckReport:
         value = int(dict(one.split("=") for one in sets).get("a.x", 0))
         return made([rule(wants("a.x", value + 1))])
 
-    cure = find_cure(restless, unsafe=False)
+    cure = find_fix(restless, unsafe=False)
     assert (keys(cure), cure.cured) == ({}, 0)
     assert "do not settle" in cure.left[0]
 
@@ -91,7 +91,7 @@ def wants(key: str, value: int):
 def test_an_edit_that_ruins_the_job_is_left_out() -> None:
     world = World(CKP901={"a.x": 1}, CKP902={"b.y": 2})
     world.fatal = {"a.x"}
-    cure = find_cure(world.judge, unsafe=False)
+    cure = find_fix(world.judge, unsafe=False)
     assert keys(cure) == {"b.y": 2}
     assert cure.left == ("CKP901 asks for a.x = 1, with which the job cannot be read",)
 
@@ -99,11 +99,11 @@ def test_an_edit_that_ruins_the_job_is_left_out() -> None:
 def test_an_edit_with_which_nothing_can_be_planned_is_left_out() -> None:
     world = World(CKP901={"a.x": 1}, CKP902={"b.y": 2})
 
-    def judge(sets: tuple[str, ...]) -> Report:
+    def judge(sets: tuple[str, ...]) -> CheckReport:
         report = world.judge(sets)
         return replace(report, evidence="J") if "a.x=1" in sets else report
 
-    cure = find_cure(judge, unsafe=True)
+    cure = find_fix(judge, unsafe=True)
     assert keys(cure) == {"b.y": 2}
     assert cure.left == ("CKP901 asks for a.x = 1, with which the job can no longer be planned",)
 
@@ -111,19 +111,19 @@ def test_an_edit_with_which_nothing_can_be_planned_is_left_out() -> None:
 def test_an_edit_that_breaks_what_no_edit_mends_is_left_out() -> None:
     world = World(CKP901={"a.x": 1}, CKP902={"b.y": 2})
 
-    def judge(sets: tuple[str, ...]) -> Report:
+    def judge(sets: tuple[str, ...]) -> CheckReport:
         report = world.judge(sets)
         extra = made([rule(bad(edits=(), fix="by hand"), "MEM901")]).findings if "a.x=1" in sets else ()
         return replace(report, findings=(*report.findings, *extra))
 
-    cure = find_cure(judge, unsafe=True)
+    cure = find_fix(judge, unsafe=True)
     assert keys(cure) == {"b.y": 2}
     assert cure.left == ("CKP901 asks for a.x = 1, which breaks MEM901",)
 
 
 def test_an_edit_that_does_not_help_is_left_out() -> None:
     stubborn = made([rule(bad())])
-    cure = find_cure(lambda sets: stubborn, unsafe=False)
+    cure = find_fix(lambda sets: stubborn, unsafe=False)
     assert (keys(cure), cure.cured) == ({}, 0)
     assert "does not cure it" in cure.left[0]
 
@@ -133,4 +133,4 @@ def test_a_job_that_cannot_be_read_at_all_is_the_callers_error() -> None:
         raise mistake("job.toml", "is no job")
 
     with pytest.raises(UserError, match="is no job"):
-        find_cure(refuse, unsafe=False)
+        find_fix(refuse, unsafe=False)

@@ -10,24 +10,24 @@ from rules.toy import rule
 
 from phalanx.rules.edition import all_rules, find_rule
 from phalanx.rules.explain import answer, here
-from phalanx.rules.page import SECTIONS, index, page, pages, sections
+from phalanx.rules.rule_page import SECTIONS, rule_index, rule_page, rule_pages, rule_sections
 
 DOCS = Path(__file__).parents[2] / "docs" / "rules"
 
 
 @pytest.mark.parametrize("one", all_rules(), ids=lambda one: one.id)
 def test_every_page_has_its_sections_in_order(one) -> None:
-    headings = [line.removeprefix("## ") for line in page(one).splitlines() if line.startswith("## ")]
+    headings = [line.removeprefix("## ") for line in rule_page(one).splitlines() if line.startswith("## ")]
     assert headings == list(SECTIONS)
-    assert all(text.strip() for text in sections(one).values())
+    assert all(text.strip() for text in rule_sections(one).values())
 
 
 def test_limits_stand_by_profile_and_class() -> None:
-    assert "| `toys` | 0 toys | same | S3 on: 1 toys | on the floor \\| house |" in page(rule())
+    assert "| `toys` | 0 toys | same | S3 on: 1 toys | on the floor \\| house |" in rule_page(rule())
 
 
 def test_docs_are_what_the_rules_say() -> None:
-    made = pages(all_rules())
+    made = rule_pages(all_rules())
     found = {path.name for path in DOCS.glob("*.md")}
     assert found == set(made), "run: phalanx rules --write docs/rules"
     stale = [name for name, text in made.items() if (DOCS / name).read_text(encoding="utf-8") != text]
@@ -35,7 +35,7 @@ def test_docs_are_what_the_rules_say() -> None:
 
 
 def test_the_index_names_every_rule() -> None:
-    text = index(all_rules())
+    text = rule_index(all_rules())
     assert all(f"[{one.id}]" in text for one in all_rules())
     assert "`nvidia-h100`" in text
     assert "- S6: " in text

@@ -43,7 +43,7 @@ def test_a_misspelt_profile_names_the_nearest() -> None:
 
 
 def test_every_profile_can_be_asked_for_in_a_job() -> None:
-    from phalanx.job.rules import rule_of
+    from phalanx.job.key_rules import rule_of
     from phalanx.job.schema import Job
 
     (field,) = (one for one in Job.__dataclass_fields__.values() if one.name == "profile")

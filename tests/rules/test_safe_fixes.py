@@ -17,9 +17,9 @@ from rules.logs import good_checkpoints, good_log, good_steps, spread
 
 from phalanx.errors import UserError
 from phalanx.rules.edition import EDITION, all_rules, find_rule
-from phalanx.rules.facts.practices import PHALANX
-from phalanx.rules.formats.plain import as_toml
-from phalanx.rules.judge import Finding, Report, judge
+from phalanx.rules.facts.trainers import PHALANX
+from phalanx.rules.formats.text import as_toml
+from phalanx.rules.judge import CheckReport, Finding, judge
 
 SEVERITY = {"error": 0, "warning": 1, "info": 2}
 JOB = """\
@@ -90,11 +90,11 @@ def drawn_jobs(count: int, seed: int) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def report_of(text: str, sets: tuple[str, ...]) -> Report:
+def report_of(text: str, sets: tuple[str, ...]) -> CheckReport:
     return judge(all_rules(), evidence(*sets, text=text, practice=PHALANX), edition=EDITION)
 
 
-def failures(report: Report) -> dict[tuple[str, object], int]:
+def failures(report: CheckReport) -> dict[tuple[str, object], int]:
     """Severity of each finding, by rule and place; remarks are none."""
     found: dict[tuple[str, object], int] = {}
     for one in report.problems:
@@ -110,7 +110,7 @@ def with_edits(sets: tuple[str, ...], finding: Finding) -> tuple[str, ...]:
     return (*kept, *new.values())
 
 
-def broken_by(text: str, sets: tuple[str, ...], finding: Finding, before: Report) -> list[str]:
+def broken_by(text: str, sets: tuple[str, ...], finding: Finding, before: CheckReport) -> list[str]:
     """What is worse with the edits of a finding than without."""
     after_sets = with_edits(sets, finding)
     told = ", ".join(after_sets[-len(finding.outcome.edits) :])
@@ -129,7 +129,7 @@ def broken_by(text: str, sets: tuple[str, ...], finding: Finding, before: Report
     return [f"{finding.rule.id} proposes {told}: {one}" for one in worse]
 
 
-def safe(report: Report) -> list[Finding]:
+def safe(report: CheckReport) -> list[Finding]:
     return [
         one
         for one in report.problems

@@ -12,7 +12,7 @@ from rules.toy import WAIVING, bad, rule
 from phalanx.job.schema import Waiver
 from phalanx.rules.api import check_evidence
 from phalanx.rules.catalog import spc001_waivers
-from phalanx.rules.judge import Report, judge
+from phalanx.rules.judge import CheckReport, judge
 from phalanx.rules.outcome import unknown
 
 
@@ -25,11 +25,11 @@ def waiver(rule_id: str = "CKP901", expires: str = "2026-12-31") -> Waiver:
     return Waiver(rule=rule_id, reason="a good reason", expires=expires)
 
 
-def judged(found, *rules, whole: bool = True) -> Report:
+def judged(found, *rules, whole: bool = True) -> CheckReport:
     return judge([*rules, spc001_waivers.RULE], found, edition="2026.1", whole=whole)
 
 
-def of_waivers(report: Report) -> list[tuple[str, str, str]]:
+def of_waivers(report: CheckReport) -> list[tuple[str, str, str]]:
     return [(one.verdict, one.severity, one.outcome.what) for one in report.findings if one.rule.id == "SPC001"]
 
 

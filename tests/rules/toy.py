@@ -9,7 +9,7 @@ from typing import Any
 from rules.kit import evidence
 
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.judge import Report, judge
+from phalanx.rules.judge import CheckReport, judge
 from phalanx.rules.outcome import Edit, Impact, Outcome, Spot, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Reference, Rule
 
@@ -53,7 +53,7 @@ def bad(what: str = "7 toys lie about", **changes: Any) -> Outcome:
     return replace(made, **changes)
 
 
-def mixed(**changes: Any) -> Report:
+def mixed(**changes: Any) -> CheckReport:
     """One report with every verdict in it, and hostile texts."""
     waiving = evidence(text=WAIVING)
     rules = [
@@ -70,7 +70,7 @@ def mixed(**changes: Any) -> Report:
     return replace(report, findings=tuple(here))
 
 
-def made(rules: Sequence[Rule], found: Evidence | None = None, **changes: Any) -> Report:
+def made(rules: Sequence[Rule], found: Evidence | None = None, **changes: Any) -> CheckReport:
     """The report of some rules on the good job."""
     return judge(rules, found or evidence(), edition="2026.1", whole=False, **changes)
 

@@ -17,9 +17,9 @@ from phalanx.units import MB, plural
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from phalanx.rules.fixes import JobFix
     from phalanx.rules.gather import Request
-    from phalanx.rules.judge import Report
-    from phalanx.rules.mend import Cure
+    from phalanx.rules.judge import CheckReport
 
 FORMATS = ("text", "json", "sarif", "github", "junit", "html")
 TOLD_EVERY_S = 2.0  # a log that is read faster needs no progress
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     form = _form(args)
     _require_folder(args.out)
     request = request_of(args)
-    reports: list[Report] = []
+    reports: list[CheckReport] = []
     failures: list[PhalanxError] = []
     for target in args.targets:
         try:
@@ -121,11 +121,11 @@ def _tell_inputs(target: str, request: Request) -> None:
     """Whether the data, tokenizer, weights and code that a job names fit it; no rule reads files of that size."""
     from phalanx.cli.inputs import told_inputs
     from phalanx.job.load import load
-    from phalanx.rules.foreign.detect import kind_of
+    from phalanx.rules.foreign.detect import trainer_of_file
     from phalanx.rules.gather import is_plan
 
     path = Path(target)
-    if path.is_file() and not is_plan(path) and not (request.source or kind_of(path)):
+    if path.is_file() and not is_plan(path) and not (request.source or trainer_of_file(path)):
         warn(told_inputs(load(path, overrides=request.overrides)).warnings)
 
 
@@ -154,7 +154,7 @@ def _mends(args: argparse.Namespace) -> bool:
     return bool(args.fix or args.unsafe_fixes or args.diff)
 
 
-def _checked(target: str, request: Request, args: argparse.Namespace) -> Report:
+def _checked(target: str, request: Request, args: argparse.Namespace) -> CheckReport:
     from phalanx.rules.api import check
 
     progress = Progress(target)
@@ -190,20 +190,19 @@ class Progress:
             note(self.read)
 
 
-def _mended(target: str, request: Request, args: argparse.Namespace) -> Report:
+def _mended(target: str, request: Request, args: argparse.Namespace) -> CheckReport:
     """The report of what is left after the edits; with --diff of what there is, since nothing is written."""
     from dataclasses import replace
 
-    from phalanx.rules.edit import difference, edited, read_exactly, write_exactly
-    from phalanx.rules.mend import find_cure
+    from phalanx.rules.fixes import edited_text, find_fix, read_exactly, unified_difference, write_exactly
 
     path = Path(target)
     _refuse_unmendable(path, request)
     before = read_exactly(path)
-    cure = find_cure(lambda sets: _checked(target, replace(request, overrides=sets), args), unsafe=args.unsafe_fixes)
-    after = edited(before, cure.edits, where=target)
+    cure = find_fix(lambda sets: _checked(target, replace(request, overrides=sets), args), unsafe=args.unsafe_fixes)
+    after = edited_text(before, cure.edits, where=target)
     if args.diff:
-        patch = difference(before, after, name=target)
+        patch = unified_difference(before, after, name=target)
         sys.stdout.write(visible(patch) if sys.stdout.isatty() else patch)  # a pipe may end in `patch`
     elif after != before:
         write_exactly(path, before, after)
@@ -211,14 +210,14 @@ def _mended(target: str, request: Request, args: argparse.Namespace) -> Report:
     return _checked(target, request, args)
 
 
-def _tell(target: str, cure: Cure, *, written: bool) -> None:
-    from phalanx.rules.formats.plain import setting
+def _tell(target: str, cure: JobFix, *, written: bool) -> None:
+    from phalanx.rules.formats.text import shown_setting
 
     for line in cure.left:
         note(f"{target}: left alone: {line}")
     if written:
         for remedy in cure.remedies:
-            note(f"{target}: {remedy.rule}: {', '.join(setting(edit) for edit in remedy.edits)}")
+            note(f"{target}: {remedy.rule}: {', '.join(shown_setting(edit) for edit in remedy.edits)}")
     count = cure.cured
     word = "mended" if written else "would be mended"
     note(f"{target}: {plural(count, 'finding')} {word}")
@@ -226,7 +225,7 @@ def _tell(target: str, cure: Cure, *, written: bool) -> None:
 
 def _refuse_unmendable(path: Path, request: Request) -> None:
     from phalanx.record.run import EVENTS
-    from phalanx.rules.foreign.detect import kind_of
+    from phalanx.rules.foreign.detect import trainer_of_file
     from phalanx.rules.gather import is_plan
 
     def refuse(what: str, fix: str) -> None:
@@ -236,22 +235,22 @@ def _refuse_unmendable(path: Path, request: Request) -> None:
         refuse("is a run", "mend the job file that it was started from, and start it again")
     if is_plan(path):
         refuse("is a plan", "mend its job file, and plan again")
-    if path.is_file() and (request.source or kind_of(path)):
+    if path.is_file() and (request.source or trainer_of_file(path)):
         refuse("is a configuration of another trainer", "phalanx import writes it as a job file")
     folder = path.resolve().parent
     if folder.is_dir() and any(EVENTS.fullmatch(name) for name in os.listdir(folder)):
         refuse("belongs to a run and says how it was started", "mend the job file that it was started from")
 
 
-def _put(form: str, reports: Sequence[Report], args: argparse.Namespace) -> None:
+def _put(form: str, reports: Sequence[CheckReport], args: argparse.Namespace) -> None:
     from phalanx.cli.output import own_version
-    from phalanx.rules.formats.render import render
+    from phalanx.rules.formats.render import render_reports
 
     if form == "text" and not args.out and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
         _paint(reports, verbose=args.verbose)
         return
     version = own_version() if form == "sarif" else ""
-    text = render(form, reports, root=os.getcwd(), version=version, verbose=args.verbose)
+    text = render_reports(form, reports, root=os.getcwd(), version=version, verbose=args.verbose)
     if not args.out:
         sys.stdout.write(text)
         return
@@ -261,12 +260,12 @@ def _put(form: str, reports: Sequence[Report], args: argparse.Namespace) -> None
     note(f"wrote {args.out}")
 
 
-def _paint(reports: Sequence[Report], *, verbose: bool) -> None:
+def _paint(reports: Sequence[CheckReport], *, verbose: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from phalanx.rules.formats.text import STYLES, lines
+    from phalanx.rules.formats.text import STYLES, report_lines
 
     console = Console(highlight=False, soft_wrap=True)
-    for style, line in lines(reports, verbose=verbose):
+    for style, line in report_lines(reports, verbose=verbose):
         console.print(Text(line, style=STYLES[style]))

@@ -11,13 +11,11 @@ from phalanx.cli.options import add_json
 from phalanx.cli.output import note, print_json, say
 from phalanx.errors import UserError
 from phalanx.hardware.catalog import accelerators, matmul_flops
-from phalanx.hardware.cluster import resolve, to_dict
-from phalanx.hardware.clusterfile import render_cluster
-from phalanx.hardware.defaults import power_w_per_device
+from phalanx.hardware.cluster import render_cluster, resolve, to_dict
+from phalanx.hardware.cluster_defaults import usual_power_w_per_device
 from phalanx.hardware.discover import discover
 from phalanx.hardware.local import machine_cluster
-from phalanx.hardware.machine import Machine
-from phalanx.hardware.types import Accelerator, Cluster
+from phalanx.hardware.types import Accelerator, Cluster, Machine
 from phalanx.units import GIB, format_bytes, format_flops, format_money, format_seconds, plural
 
 Rows = list[tuple[str, str]]
@@ -167,7 +165,7 @@ def _price(cluster: Cluster) -> str:
 
 
 def _power(cluster: Cluster) -> str:
-    watts = power_w_per_device(cluster)
+    watts = usual_power_w_per_device(cluster)
     if not watts:
         return "unknown: give power_w_per_device in a cluster file"
     assumed = "its share of the CPU's" if cluster.accelerator.family == "cpu" else "TDP and its share of the server"

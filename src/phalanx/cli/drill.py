@@ -240,7 +240,7 @@ def make_scene(args: argparse.Namespace, plan: Plan) -> Scene:
 def keep_record(args: argparse.Namespace, faults: Sequence[Fault], result: Result, plan: Plan, **more: object) -> Path:
     """Sign and write the record; a copy of one in which every verdict holds goes to the user's store."""
     from phalanx.io.files import write_text
-    from phalanx.job.dump import to_dict
+    from phalanx.job.load import job_to_dict
     from phalanx.record.drill import drill_subject, key_path, store_path
     from phalanx.rules.profiles import profile_of
     from phalanx.train.drill.record import key, store, write_record
@@ -258,7 +258,7 @@ def keep_record(args: argparse.Namespace, faults: Sequence[Fault], result: Resul
         "verdicts": plain(result.verdicts),
         "numbers": plain(result.numbers),
         "profile": profile_of(plan.cluster).name,  # the record counts for this alone, and for this job
-        "subject": drill_subject(to_dict(plan.job), asdict(plan.layout), base=Path(args.job).parent),
+        "subject": drill_subject(job_to_dict(plan.job), asdict(plan.layout), base=Path(args.job).parent),
         **more,
     }
     path = write_record(result.run, body, key(key_path(os.environ)))

@@ -23,27 +23,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the page. The exit code says nothing about the job: that is what check is for."""
     from phalanx.rules.edition import find_rule
-    from phalanx.rules.page import page, sections
+    from phalanx.rules.rule_page import rule_page, rule_sections
 
     rule = find_rule(args.rule)
     if args.target is None:
         if args.json:
-            print_json({"rule": rule.id, "slug": rule.slug, "sections": sections(rule)})
+            print_json({"rule": rule.id, "slug": rule.slug, "sections": rule_sections(rule)})
         else:
-            _show(page(rule))
+            _show(rule_page(rule))
         return 0
     from phalanx.rules.api import this_day
     from phalanx.rules.explain import answer, here
-    from phalanx.rules.formats.plain import finding_dict
-    from phalanx.rules.gather import gather
+    from phalanx.rules.formats.text import finding_dict
+    from phalanx.rules.gather import gather_evidence
 
-    evidence = gather(args.target, request_of(args), today=this_day(), progress=Progress(args.target))
+    evidence = gather_evidence(args.target, request_of(args), today=this_day(), progress=Progress(args.target))
     found = answer(rule, evidence)
     if args.json:
         told = {"limits": dict(found.limits.values), "findings": [finding_dict(one) for one in found.findings]}
-        print_json({"rule": rule.id, "slug": rule.slug, **told, "sections": sections(rule)})
+        print_json({"rule": rule.id, "slug": rule.slug, **told, "sections": rule_sections(rule)})
     else:
-        _show(f"{here(found)}\n{page(rule)}")
+        _show(f"{here(found)}\n{rule_page(rule)}")
     return 0
 
 

@@ -13,7 +13,7 @@ from phalanx.cli.options import add_json
 from phalanx.cli.output import note, print_json, say
 from phalanx.errors import Problem, SystemFailure, mistake, nearest
 from phalanx.io.files import replace_text
-from phalanx.job.presets import Preset, presets
+from phalanx.job.model import Preset, known_presets
 from phalanx.job.template import DATA, TINY, render, vocab_of
 from phalanx.plan.parameter_counts import count_parameters
 
@@ -80,7 +80,7 @@ def job_name(path: Path) -> str:
 
 
 def _preset(name: str) -> Preset:
-    known = presets()
+    known = known_presets()
     if name in known:
         return known[name]
     close = nearest(name, known)

@@ -11,9 +11,8 @@ from phalanx.cli.options import add_json
 from phalanx.cli.output import note, print_json, say
 from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.hardware.discover import discover
-from phalanx.hardware.machine import Machine
-from phalanx.hardware.probe import MAX_RANKS, NUMPY_WORKER, probe
-from phalanx.hardware.profile import Profile, save, usual_path
+from phalanx.hardware.probe import MAX_RANKS, NUMPY_WORKER, MachineProfile, probe, save_profile, usual_path
+from phalanx.hardware.types import Machine
 from phalanx.units import format_bytes, format_flops, format_seconds
 
 TORCH_WORKER = "phalanx.train.probe"  # run as a process of its own: this one never imports torch
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if not own:
         _check_folder(out)
     profile = _measure(machine, args)
-    save(profile, out, folders=own)
+    save_profile(profile, out, folders=own)
     note(f"profile stored in {out}; {_use(out, read_later)}")
     if args.json:
         print_json(profile)
@@ -73,7 +72,7 @@ def _read_later(machine: Machine) -> Path:
     return Path(named) if named else usual_path(machine.hostname, os.environ)
 
 
-def _measure(machine: Machine, args: argparse.Namespace) -> Profile:
+def _measure(machine: Machine, args: argparse.Namespace) -> MachineProfile:
     installed = importlib.util.find_spec("torch") is not None
     if args.engine == "torch" and not installed:
         raise mistake("--engine torch", "torch is not installed", fix="pip install 'phalanx[train]'")
@@ -90,7 +89,7 @@ def _measure(machine: Machine, args: argparse.Namespace) -> Profile:
         return _probe(machine, args, torch=False)
 
 
-def _probe(machine: Machine, args: argparse.Namespace, *, torch: bool) -> Profile:
+def _probe(machine: Machine, args: argparse.Namespace, *, torch: bool) -> MachineProfile:
     gpu = torch and bool(machine.gpus)
     # Two ranks at least on a CPU: a collective needs a partner.
     ranks = len(machine.gpus) if gpu else min(MAX_RANKS, max(2, machine.usable_cores))
@@ -107,7 +106,7 @@ def _probe(machine: Machine, args: argparse.Namespace, *, torch: bool) -> Profil
     )
 
 
-def table(profile: Profile) -> str:
+def table(profile: MachineProfile) -> str:
     """The profile as a person reads it."""
     unit = "GPU" if profile.device == "cuda" else "core"
     lines = [

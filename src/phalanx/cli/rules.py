@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """List, or write the pages."""
-    from phalanx.rules.edition import select
+    from phalanx.rules.edition import select_rules
     from phalanx.rules.profiles import find_profile
 
     if args.json and args.format not in (None, "json"):
@@ -38,16 +38,18 @@ def run(args: argparse.Namespace) -> int:
     if args.write and (args.select or args.profile):
         raise mistake("phalanx rules", "--write is for all rules", fix="leave --select and --profile out")
     profile = find_profile(args.profile) if args.profile else None
-    rules = [one for one in select(args.select) if profile is None or not one.profiles or profile.name in one.profiles]
+    rules = [
+        one for one in select_rules(args.select) if profile is None or not one.profiles or profile.name in one.profiles
+    ]
     if args.write:
         return _write(Path(args.write), rules)
     form = "json" if args.json else args.format or "text"
     if form == "json":
         print_json(_document(rules, profile))
     elif form == "md":
-        from phalanx.rules.page import index
+        from phalanx.rules.rule_page import rule_index
 
-        sys.stdout.write(index(rules))
+        sys.stdout.write(rule_index(rules))
     else:
         say(_list(rules, profile))
     return 0
@@ -56,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
 def _write(folder: Path, rules: Sequence[Rule]) -> int:
     """All pages; a page of a rule that is no more is taken away, so that the folder is the edition."""
     from phalanx.io.files import write_text
-    from phalanx.rules.page import WROTE, pages
+    from phalanx.rules.rule_page import WROTE, rule_pages
 
-    made = pages(rules)
+    made = rule_pages(rules)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("*.md"):
@@ -75,7 +77,7 @@ def _write(folder: Path, rules: Sequence[Rule]) -> int:
 
 def _document(rules: Sequence[Rule], profile: Profile | None) -> dict[str, Any]:
     from phalanx.rules.edition import EDITION
-    from phalanx.rules.page import sections
+    from phalanx.rules.rule_page import rule_sections
 
     return {
         "edition": EDITION,
@@ -93,7 +95,7 @@ def _document(rules: Sequence[Rule], profile: Profile | None) -> dict[str, Any]:
                 "softer_in": rule.softer_in,
                 "harder_from": rule.harder_from,
                 "sources": [{"text": one.text, "mark": one.mark} for one in rule.references],
-                "sections": sections(rule),
+                "sections": rule_sections(rule),
             }
             for rule in rules
         ],
@@ -114,7 +116,7 @@ def _limit(limit: Any, profile: Profile | None) -> dict[str, Any]:
 
 def _list(rules: Sequence[Rule], profile: Profile | None) -> str:
     from phalanx.rules.edition import EDITION
-    from phalanx.rules.page import TITLES, shown
+    from phalanx.rules.rule_page import TITLES, shown_limit
 
     lines = [f"{plural(len(rules), 'rule')}, edition {EDITION}; phalanx explain ID prints one", ""]
     group = ""
@@ -125,7 +127,7 @@ def _list(rules: Sequence[Rule], profile: Profile | None) -> str:
         lines.append(f"  {rule.id} {rule.severity[0].upper()} {rule.requires:<3} {rule.slug:<24} {rule.requirement}")
         if profile is not None:
             values = (
-                f"{name} {shown(one.profiles.get(profile.name, one.value), one.unit)}"
+                f"{name} {shown_limit(one.profiles.get(profile.name, one.value), one.unit)}"
                 for name, one in rule.limits.items()
             )
             lines.append(f"           {'; '.join(values)}")

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from phalanx.cli.options import add_json, add_set
 from phalanx.cli.output import print_json, say, warn
-from phalanx.job.dump import to_dict, to_rows
-from phalanx.job.load import ResolvedJob, load
-from phalanx.job.rules import shown
+from phalanx.job.key_rules import shown_value
+from phalanx.job.load import ResolvedJob, job_to_dict, job_to_rows, load
 from phalanx.job.schema import TOKENS_PER_PARAMETER
 from phalanx.plan.parameter_counts import count_parameters
 
@@ -32,9 +31,14 @@ def run(args: argparse.Namespace) -> int:
     resolved = load(run.job_toml if run is not None else args.job, overrides=args.overrides)
     warn(resolved.warnings)
     if args.json:
-        origins = {key: origin for key, _, origin in to_rows(resolved)}
+        origins = {key: origin for key, _, origin in job_to_rows(resolved)}
         derived = {"data.tokens": tokens} if (tokens := auto_tokens(resolved)) else {}
-        shown_job = {"path": str(resolved.path), "job": to_dict(resolved.job), "origins": origins, "derived": derived}
+        shown_job = {
+            "path": str(resolved.path),
+            "job": job_to_dict(resolved.job),
+            "origins": origins,
+            "derived": derived,
+        }
         print_json(shown_job if run is None else {**shown_job, "communication": _communication(run)})
         return 0
     say(table(resolved))
@@ -66,7 +70,7 @@ def _communication(run: Run) -> Communication | None:
 
 def table(resolved: ResolvedJob) -> str:
     """Three columns, a blank line between sections."""
-    rows = [(key, _cell(value), origin) for key, value, origin in to_rows(resolved)]
+    rows = [(key, _cell(value), origin) for key, value, origin in job_to_rows(resolved)]
     if tokens := auto_tokens(resolved):
         note = f"{TOKENS_PER_PARAMETER} per parameter: {tokens:_}"
         rows = [(key, value, f"{origin}; {note}" if key == "data.tokens" else origin) for key, value, origin in rows]
@@ -92,4 +96,4 @@ def auto_tokens(resolved: ResolvedJob) -> int:
 def _cell(value: object) -> str:
     if value is None:
         return "not given"
-    return f"{value:_}" if isinstance(value, int) and not isinstance(value, bool) else shown(value, limit=48)
+    return f"{value:_}" if isinstance(value, int) and not isinstance(value, bool) else shown_value(value, limit=48)

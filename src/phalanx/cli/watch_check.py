@@ -31,7 +31,7 @@ class Known:
         """The counts; empty before the first judgement."""
         if self.verdicts is None:
             return self.trouble
-        from phalanx.rules.formats.plain import summary_of
+        from phalanx.rules.formats.text import summary_of
 
         return summary_of(self.verdicts.report) + ("" if self.is_last else "; so far")
 
@@ -45,7 +45,7 @@ class Known:
         """For `--json`; None before the first judgement."""
         if self.verdicts is None:
             return {"trouble": self.trouble} if self.trouble else None
-        from phalanx.rules.formats.plain import counts_of, cure_of
+        from phalanx.rules.formats.text import counts_of, fix_of
 
         report = self.verdicts.report
         return {
@@ -54,7 +54,7 @@ class Known:
             "errors": report.errors,
             "so_far": not self.is_last,
             "findings": [
-                {"rule": one.rule.id, "severity": one.severity, "what": one.outcome.what, "fix": cure_of(one.outcome)}
+                {"rule": one.rule.id, "severity": one.severity, "what": one.outcome.what, "fix": fix_of(one.outcome)}
                 for one in self.problems()[:MOST_LISTED]
             ],
         }

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from phalanx.errors import Problem, UserError
-from phalanx.hardware.machine import Gpu
+from phalanx.hardware.types import Gpu
 from phalanx.units import format_bytes
 
 LEAST_NCCL = (2, 30)  # the first that lets two ranks use one GPU (its release notes; tried with 2.30.7)

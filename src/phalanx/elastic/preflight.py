@@ -18,10 +18,10 @@ from phalanx.elastic.channel import LOOPBACK
 from phalanx.elastic.gpus import check_free
 from phalanx.elastic.replica_store import GENERATIONS
 from phalanx.errors import Problem
-from phalanx.hardware.defaults import LOOPBACK_BYTES_PER_S
+from phalanx.hardware.cluster_defaults import LOOPBACK_BYTES_PER_S
 from phalanx.hardware.discover import discover
-from phalanx.hardware.machine import Gpu, Machine
-from phalanx.hardware.sharing import allowed_ranks
+from phalanx.hardware.local import allowed_ranks
+from phalanx.hardware.types import Gpu, Machine
 from phalanx.plan.plan import Plan
 from phalanx.units import MB, format_bytes, format_seconds, plural
 

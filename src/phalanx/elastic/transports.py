@@ -19,7 +19,7 @@ from pathlib import Path
 
 from phalanx.errors import Problem
 from phalanx.hardware.discover import discover
-from phalanx.hardware.machine import Machine
+from phalanx.hardware.types import Machine
 from phalanx.plan.plan import Plan
 from phalanx.units import format_bytes
 

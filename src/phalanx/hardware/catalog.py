@@ -1,17 +1,25 @@
-"""Every accelerator Phalanx knows, the ones a person adds, and documented figures where nobody published one."""
+"""Every accelerator Phalanx knows and the names people give it, and the ones a person adds in a file.
+
+Figures nobody published are documented estimates.
+"""
 
 from __future__ import annotations
 
+import csv
 import functools
 import importlib.resources
+import io
+import math
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.errors import UserError, mistake, nearest
-from phalanx.hardware.aliases import ALIASES, squeeze
+from phalanx.errors import Problem, UserError, mistake, nearest
+from phalanx.hardware.tomlfile import TomlFile, read_text, read_toml
 from phalanx.hardware.types import Accelerator
-from phalanx.hardware.userfile import load_accelerators, parse_table
+from phalanx.units import GIB
 
 # Best measured bf16 matmul over dense peak, by family; rows of data/accelerators.csv that carry both, which come from
 # stas00/ml-engineering (2026-08): A100 271.2/312, H100 794.5/989, B200 1745/2250, MI300X 668.4/1300, MI355X 1565/2500,
@@ -37,17 +45,17 @@ MATMUL_FRACTION_BY_VENDOR = {"amd": 0.60, "google": 0.88}
 MATMUL_FRACTION_DEFAULT = 0.78  # median over the 13 measured rows of the table
 
 
-def find(
+def find_accelerator(
     name: str, *, files: Sequence[Path] = (), environ: Mapping[str, str] | None = None, where: str = ""
 ) -> Accelerator:
     """The accelerator a name means: catalogue name, alias, or what the driver prints; a user's own files come first.
 
-    >>> find("NVIDIA H100 80GB HBM3").name, find("v5p").name
+    >>> find_accelerator("NVIDIA H100 80GB HBM3").name, find_accelerator("v5p").name
     ('H100-80GB-SXM', 'TPU-v5p')
     """
-    known = {squeeze(entry.name): entry for entry in accelerators(files=files, environ=environ)}
-    short = squeeze(name)
-    entry = known.get(short) or known.get(squeeze(ALIASES.get(short, "")))
+    known = {squeeze_name(entry.name): entry for entry in accelerators(files=files, environ=environ)}
+    short = squeeze_name(name)
+    entry = known.get(short) or known.get(squeeze_name(ALIASES.get(short, "")))
     if entry is not None:
         return entry
     raise _unknown(name, [entry.name for entry in known.values()], where)
@@ -55,14 +63,14 @@ def find(
 
 def accelerators(*, files: Sequence[Path] = (), environ: Mapping[str, str] | None = None) -> tuple[Accelerator, ...]:
     """All known accelerators; a user's entry replaces a shipped one of the same name."""
-    merged = {entry.name: entry for entry in shipped()}
+    merged = {entry.name: entry for entry in shipped_accelerators()}
     for path in (*user_files(environ), *files):
         merged.update({entry.name: entry for entry in load_accelerators(path)})
     return tuple(merged.values())
 
 
 @functools.cache
-def shipped() -> tuple[Accelerator, ...]:
+def shipped_accelerators() -> tuple[Accelerator, ...]:
     """The accelerators that come with Phalanx."""
     path = Path("phalanx/hardware/data/accelerators.csv")
     return parse_table(data_text("accelerators.csv"), path)
@@ -87,8 +95,10 @@ def user_files(environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:
 def matmul_flops(accelerator: Accelerator, precision: str = "bf16") -> float:
     """Best sustained matmul rate in FLOP/s: the measured one, else a documented fraction of peak; 0 if unsupported.
 
-    >>> f"{matmul_flops(find('H100')):.4g}", f"{matmul_flops(find('GB300')):.4g}", matmul_flops(find("A100"), "fp8")
-    ('7.945e+14', '1.968e+15', 0.0)
+    >>> [f"{matmul_flops(find_accelerator(name)):.4g}" for name in ("H100", "GB300")]
+    ['7.945e+14', '1.968e+15']
+    >>> matmul_flops(find_accelerator("A100"), "fp8")
+    0.0
     """
     if precision in ("bf16", "fp16"):
         return (
@@ -123,7 +133,7 @@ def sibling_matmul(accelerator: Accelerator, precision: str) -> float:
     peak, _ = figures(accelerator)
     if peak <= 0 or accelerator.tdp_w <= 0:
         return 0.0
-    for entry in shipped():
+    for entry in shipped_accelerators():
         other_peak, measured = figures(entry)
         same_die = entry.family == accelerator.family and abs(other_peak / peak - 1.0) <= SIBLING_PEAK
         if same_die and measured > 0 and entry.tdp_w > 0:
@@ -152,3 +162,292 @@ def _unknown(name: str, names: Sequence[str], where: str) -> UserError:
         fix=f"did you mean {' or '.join(choices[:4])}? phalanx cluster --list shows all; "
         "add your own in ~/.config/phalanx/accelerators.toml",
     )
+
+
+# The many names people and drivers give to one device.
+
+
+# Left: what people write, squeezed by `squeeze_name`. Right: the catalogue's name. A bare family name means the part
+# most training clusters hold: SXM boards, the largest memory.
+ALIASES = {
+    "p100": "P100-16GB-SXM",
+    "v100": "V100-32GB-SXM",
+    "v100sxm": "V100-32GB-SXM",
+    "v10032gb": "V100-32GB-SXM",
+    "v10016gb": "V100-16GB-SXM",
+    "v100pcie": "V100-32GB-PCIe",
+    "dgx2": "V100-32GB-SXM3",
+    "a100": "A100-80GB-SXM",
+    "a100sxm": "A100-80GB-SXM",
+    "a100sxm4": "A100-80GB-SXM",
+    "a10080gb": "A100-80GB-SXM",
+    "a10040gb": "A100-40GB-SXM",
+    "a100pcie": "A100-80GB-PCIe",
+    "a800": "A800-80GB-SXM",
+    "h100": "H100-80GB-SXM",
+    "h100sxm": "H100-80GB-SXM",
+    "h100sxm5": "H100-80GB-SXM",
+    "h10080gb": "H100-80GB-SXM",
+    "h100pcie": "H100-80GB-PCIe",
+    "h10096gb": "H100-96GB-500W",
+    "h800": "H800-SXM",
+    "h200": "H200-141GB-SXM",
+    "h200sxm": "H200-141GB-SXM",
+    "gh200": "GH200-96GB",
+    "b200": "B200-SXM",
+    "b300": "B300-SXM",
+    "gb200": "GB200-NVL72",
+    "gb300": "GB300-NVL72",
+    "rubinannounced": "Rubin",
+    "vr200": "Rubin",
+    "mi300": "MI300X",
+    "mi455xannounced": "MI455X",
+    "tpuv6e": "TPU-v6e-Trillium",
+    "trillium": "TPU-v6e-Trillium",
+    "tpuv7": "TPU-v7-Ironwood",
+    "tpu7x": "TPU-v7-Ironwood",
+    "ironwood": "TPU-v7-Ironwood",
+    "v2": "TPU-v2",
+    "v3": "TPU-v3",
+    "v4": "TPU-v4",
+    "v5e": "TPU-v5e",
+    "v5litepod": "TPU-v5e",
+    "tpuv5lite": "TPU-v5e",
+    "v5p": "TPU-v5p",
+    "v6e": "TPU-v6e-Trillium",
+    "v7": "TPU-v7-Ironwood",
+    "trn1": "Trainium1",
+    "trainium": "Trainium1",
+    "trn2": "Trainium2",
+    "910b": "Ascend-910B",
+    "cpu": "CPU-core",
+    "core": "CPU-core",
+    "3090": "RTX-3090",
+    "4090": "RTX-4090",
+    "5090": "RTX-5090",
+    "a6000": "RTX-A6000",
+    # As NVML prints them, after `squeeze_name` has dropped the vendor and the memory technology.
+    "a100sxm440gb": "A100-40GB-SXM",
+    "a100sxm480gb": "A100-80GB-SXM",
+    "a10080gbpcie": "A100-80GB-PCIe",
+    "a800sxm480gb": "A800-80GB-SXM",
+    "h10080gbhbm3": "H100-80GB-SXM",
+    "h10096gbhbm2e": "H100-96GB-500W",
+    "v100sxm232gb": "V100-32GB-SXM",
+    "v100sxm216gb": "V100-16GB-SXM",
+    "v100sxm332gb": "V100-32GB-SXM3",
+    "v100pcie32gb": "V100-32GB-PCIe",
+    "p100sxm216gb": "P100-16GB-SXM",
+    "gh200480gb": "GH200-96GB",
+    "gh200144ghbm3e": "GH200-141GB",
+}
+_VENDORS = re.compile(r"^(nvidia|amd|google|intel|aws|huawei)(corporation)?[\s_-]*", re.IGNORECASE)
+_PRODUCT_LINES = re.compile(r"\b(tesla|geforce|instinct|quadro|habana)\b", re.IGNORECASE)
+
+
+def squeeze_name(name: str) -> str:
+    """A name without vendor, product line, case or punctuation, for comparing.
+
+    >>> squeeze_name("NVIDIA GeForce RTX 4090"), squeeze_name("H100-80GB-SXM")
+    ('rtx4090', 'h10080gbsxm')
+    """
+    short = _PRODUCT_LINES.sub("", _VENDORS.sub("", name.strip()))
+    return re.sub(r"[^a-z0-9]", "", short.lower())
+
+
+# How the numbers of a hardware file are named, scaled and bounded; one table per kind of record.
+
+
+MAX_DEVICES = 10_000_000  # 76 times the 131,072 GPUs Phalanx is made for; beyond it a typing mistake is likelier
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NumberField:
+    """One key of a file: the attribute it fills, what to multiply it by, and which values make sense."""
+
+    key: str
+    attribute: str
+    scale: float = 1.0
+    least: float = 0.0
+    most: float = 1e6  # in the file's own unit
+    whole: bool = False
+    required: bool = False
+
+
+ACCELERATOR_FIELDS = (
+    NumberField(key="peak_bf16_tflops", attribute="peak_bf16_flops", scale=1e12, least=1e-4, required=True),
+    NumberField(key="peak_fp8_tflops", attribute="peak_fp8_flops", scale=1e12),
+    NumberField(key="peak_fp4_tflops", attribute="peak_fp4_flops", scale=1e12),
+    NumberField(key="peak_fp32_tflops", attribute="peak_fp32_flops", scale=1e12),
+    NumberField(key="matmul_bf16_tflops", attribute="matmul_bf16_flops", scale=1e12),
+    NumberField(key="matmul_fp8_tflops", attribute="matmul_fp8_flops", scale=1e12),
+    # What vendors print as GB of device memory is GiB: an "80 GB" H100 reports 81,559 MiB.
+    NumberField(key="memory_gib", attribute="memory_bytes", scale=GIB, least=1e-3, required=True),
+    NumberField(key="memory_tb_per_s", attribute="memory_bytes_per_s", scale=1e12, least=1e-4, required=True),
+    NumberField(key="link_gb_per_s", attribute="link_bytes_per_s", scale=1e9),
+    NumberField(key="domain_devices", attribute="domain_devices", least=1, whole=True, required=True),
+    NumberField(key="host_devices", attribute="host_devices", least=1, whole=True, required=True),
+    NumberField(key="nic_gbps", attribute="nic_bytes_per_s", scale=1e9 / 8),
+    NumberField(key="tdp_w", attribute="tdp_w"),
+)
+ACCELERATOR_TEXTS = ("name", "vendor", "family", "link", "price_item", "source", "notes")
+
+CLUSTER_FIELDS = (
+    NumberField(key="domain_devices", attribute="domain_devices", least=1, most=MAX_DEVICES, whole=True),
+    NumberField(key="domains", attribute="domains", least=1, most=MAX_DEVICES, whole=True, required=True),
+    NumberField(key="host_devices", attribute="host_devices", least=1, most=MAX_DEVICES, whole=True),
+    NumberField(key="link_gb_per_s", attribute="link_bytes_per_s", scale=1e9, least=1e-6),
+    NumberField(key="nic_gbps", attribute="nic_bytes_per_s", scale=1e9 / 8, least=1e-6),
+    NumberField(key="link_latency_us", attribute="link_latency_s", scale=1e-6),
+    NumberField(key="nic_latency_us", attribute="nic_latency_s", scale=1e-6),
+    NumberField(key="host_memory_gib", attribute="host_memory_bytes", scale=GIB, least=1e-3),
+    NumberField(key="failures_per_host_day", attribute="failures_per_host_day", most=24 * 60),
+    NumberField(key="power_w_per_device", attribute="power_w_per_device"),
+    NumberField(key="pue", attribute="pue", least=1, most=10),
+    NumberField(key="grid_gco2_per_kwh", attribute="grid_gco2_per_kwh", most=5000),
+    NumberField(key="disk_gb_per_s", attribute="disk_bytes_per_s", scale=1e9, least=1e-6),
+    NumberField(key="matmul_tflops", attribute="matmul_flops", scale=1e12, least=1e-6),
+    NumberField(key="launch_us", attribute="launch_s", scale=1e-6),
+)
+
+
+def read_numbers(
+    record: Mapping[str, object], fields: Iterable[NumberField], where: Callable[[str], str]
+) -> tuple[dict[str, float], list[Problem]]:
+    """Attributes in SI units from a record in file units, and every mistake in it."""
+    values: dict[str, float] = {}
+    problems: list[Problem] = []
+    for field in fields:
+        raw = record.get(field.key)
+        if raw is None or raw == "":
+            if field.required:
+                problems.append(Problem(where=where(""), what=f"{field.key} is missing", fix=_range(field)))
+            continue
+        number = _number(raw)
+        problem = _complaint(field, raw, number, where)
+        if problem is not None:
+            problems.append(problem)
+        else:
+            values[field.attribute] = int(number) if field.whole else number * field.scale
+    return values, problems
+
+
+def unknown_keys(keys: Iterable[str], known: Iterable[str], where: Callable[[str], str]) -> list[Problem]:
+    """A problem for every key that means nothing here, naming the near miss."""
+    choices = list(known)
+    problems = []
+    for key in keys:
+        if key not in choices:
+            near = nearest(key, choices)
+            fix = f"did you mean {near}?" if near else f"known keys: {', '.join(choices)}"
+            problems.append(Problem(where=where(key), what=f"unknown key {key}", fix=fix))
+    return problems
+
+
+def _number(raw: object) -> float:
+    if isinstance(raw, bool) or not isinstance(raw, int | float | str):
+        return math.nan
+    try:
+        return float(raw)
+    except (ValueError, OverflowError):
+        return math.nan
+
+
+def _complaint(field: NumberField, raw: object, number: float, where: Callable[[str], str]) -> Problem | None:
+    shown = f"{field.key} = {str(raw)[:40]!r}" if isinstance(raw, str) else f"{field.key} = {str(raw)[:40]}"
+    if not math.isfinite(number):
+        return Problem(where=where(field.key), what=f"{shown} is not a number", fix=_range(field))
+    if field.whole and number != int(number):
+        return Problem(where=where(field.key), what=f"{shown} is not a whole number", fix=_range(field))
+    if not field.least <= number <= field.most:
+        return Problem(where=where(field.key), what=f"{shown} is out of range", fix=_range(field))
+    return None
+
+
+def _range(field: NumberField) -> str:
+    kind = "a whole number" if field.whole else "a number"
+    return f"give {kind} from {field.least:,g} to {field.most:,.0f}"
+
+
+# Accelerators a person adds: the same columns as the shipped table, as CSV or as `[[accelerator]]` in TOML.
+
+
+COLUMNS = (*ACCELERATOR_TEXTS, *(field.key for field in ACCELERATOR_FIELDS))
+_OPTIONAL_ZERO = {field.attribute: 0.0 for field in ACCELERATOR_FIELDS if not field.required}
+
+Where = Callable[[str], str]
+
+
+def load_accelerators(path: Path) -> tuple[Accelerator, ...]:
+    """All accelerators of a user's file; every mistake in it is reported at once with file:line."""
+    if path.suffix == ".csv":
+        records = list(_csv_records(read_text(path), path))
+    elif path.suffix == ".toml":
+        records = list(_toml_records(read_toml(path)))
+    else:
+        raise mistake(str(path), "is neither .csv nor .toml", fix="name it accelerators.toml or accelerators.csv")
+    return _build_all(records)
+
+
+def parse_table(text: str, path: Path) -> tuple[Accelerator, ...]:
+    """Accelerators of a CSV text; `path` is only for messages."""
+    return _build_all(list(_csv_records(text, path)))
+
+
+def build_accelerator(record: Mapping[str, object], where: Where) -> tuple[Accelerator | None, list[Problem]]:
+    """One accelerator from one record in file units, or what is wrong with it."""
+    problems = unknown_keys(record, COLUMNS, where)
+    numbers, complaints = read_numbers(record, ACCELERATOR_FIELDS, where)
+    problems += complaints
+    texts = {key: record.get(key, "") for key in ACCELERATOR_TEXTS}
+    for key, text in texts.items():
+        if not isinstance(text, str) or len(text) > 2000:
+            problems.append(Problem(where=where(key), what=f"{key} is not a short text", fix=f'write {key} = "..."'))
+    if not texts["name"]:
+        problems.append(Problem(where=where("name"), what="the accelerator has no name", fix='write name = "..."'))
+    if problems:
+        return None, problems
+    words = {key: str(text).strip() for key, text in texts.items()}
+    words["family"] = words["family"] or "unknown"
+    words["vendor"] = words["vendor"] or "unknown"
+    return Accelerator(**words, **{**_OPTIONAL_ZERO, **numbers}), []  # type: ignore[arg-type]
+
+
+def _build_all(records: list[tuple[Mapping[str, object], Where]]) -> tuple[Accelerator, ...]:
+    built, problems = [], []
+    for record, where in records:
+        accelerator, complaints = build_accelerator(record, where)
+        problems += complaints
+        if accelerator is not None:
+            built.append(accelerator)
+    if problems:
+        raise UserError(problems)
+    return tuple(built)
+
+
+def _csv_records(text: str, path: Path) -> Iterator[tuple[Mapping[str, object], Where]]:
+    reader = csv.DictReader(io.StringIO(text), strict=True)
+    try:
+        header = reader.fieldnames or []
+        absent = [column for column in ("name", "peak_bf16_tflops", "memory_gib") if column not in header]
+        if absent:
+            raise mistake(f"{path}:1", f"columns missing: {', '.join(absent)}", fix=f"columns are {', '.join(COLUMNS)}")
+        for row in reader:
+            line = reader.line_num
+            if None in row or None in row.values():
+                fix = "quote texts that hold a comma"
+                raise mistake(f"{path}:{line}", f"not {len(header)} columns as the header has", fix=fix)
+            yield dict(row), lambda key, line=line: f"{path}:{line}"  # type: ignore[misc]
+    except csv.Error as error:
+        raise mistake(f"{path}:{reader.line_num}", f"not readable as CSV: {error}", fix="check the quotes") from None
+
+
+def _toml_records(file: TomlFile) -> Iterator[tuple[Mapping[str, object], Where]]:
+    entries = file.data.get("accelerator")
+    if set(file.data) - {"accelerator"}:
+        raise UserError(unknown_keys(file.data, ["accelerator"], lambda key: file.where("", key)))
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        fix = "start each accelerator with a line [[accelerator]]"
+        raise mistake(str(file.path), "holds no list of accelerators", fix=fix)
+    for number, entry in enumerate(entries, start=1):
+        yield entry, lambda key, table=f"accelerator#{number}": file.where(table, key)  # type: ignore[misc]

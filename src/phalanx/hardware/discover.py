@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from phalanx.hardware.machine import Machine, Nic
 from phalanx.hardware.nvml import GpuView, see_gpus
+from phalanx.hardware.types import Machine, Nic
 
 _PCI_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 _NO_LIMIT = 1 << 60  # cgroup v1 writes 2^63 rounded to a page for "unlimited"

@@ -109,8 +109,8 @@ def device_kind(accelerator: Accelerator) -> Kind:
 def failures_per_host_day(accelerator: Accelerator, host_devices: int) -> float:
     """Expected failures of one host per day where nobody gave a rate, growing with the devices in it.
 
-    >>> from phalanx.hardware.catalog import find
-    >>> f"{failures_per_host_day(find('H100'), 8):.2g}"
+    >>> from phalanx.hardware.catalog import find_accelerator
+    >>> f"{failures_per_host_day(find_accelerator('H100'), 8):.2g}"
     '0.0038'
     """
     return _usual_figure(accelerator).per_device_day * _units_per_host(accelerator, host_devices)

@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from phalanx.errors import UserError, mistake
-from phalanx.hardware.catalog import find
+from phalanx.hardware.catalog import find_accelerator
+from phalanx.hardware.cluster_defaults import assemble_cluster
 from phalanx.hardware.discover import discover
-from phalanx.hardware.machine import Machine
-from phalanx.hardware.profile import Profile, load, usual_path
-from phalanx.hardware.shape import assemble
-from phalanx.hardware.sharing import allowed_ranks
+from phalanx.hardware.probe import MachineProfile, load_profile, usual_path
 from phalanx.hardware.step_probe import kept_rates
-from phalanx.hardware.types import Accelerator, Cluster
+from phalanx.hardware.types import Accelerator, Cluster, Machine
 from phalanx.units import plural
 
 MAX_LOCAL_RANKS = 4096
@@ -104,7 +102,7 @@ def _shared_cluster(cluster: Cluster, ranks: int, shared: int) -> Cluster:
         host_devices=ranks,
         tdp_w=whole.tdp_w / shared,
     )
-    return assemble(
+    return assemble_cluster(
         name=cluster.name,
         accelerator=part,
         domain_devices=ranks,
@@ -116,7 +114,7 @@ def _shared_cluster(cluster: Cluster, ranks: int, shared: int) -> Cluster:
     )
 
 
-def _measured(machine: Machine, environ: Mapping[str, str], named: Path | None) -> tuple[Profile | None, str]:
+def _measured(machine: Machine, environ: Mapping[str, str], named: Path | None) -> tuple[MachineProfile | None, str]:
     """The profile that fits this machine, and a remark for the cluster's source; a named one must be readable."""
     text = environ.get("PHALANX_PROFILE", "")
     explicit = named or (Path(text) if text else None)
@@ -124,7 +122,7 @@ def _measured(machine: Machine, environ: Mapping[str, str], named: Path | None) 
     if explicit is None and not path.exists():
         return None, "not measured: run phalanx probe"
     try:
-        profile = load(path)
+        profile = load_profile(path)
     except UserError as error:
         if explicit is not None:
             raise
@@ -135,7 +133,7 @@ def _measured(machine: Machine, environ: Mapping[str, str], named: Path | None) 
     return profile, f"measured by phalanx probe on {profile.taken_at[:10]} with {profile.engine}"
 
 
-def _apply(cluster: Cluster, profile: Profile | None, cores_per_rank: float) -> Cluster:
+def _apply(cluster: Cluster, profile: MachineProfile | None, cores_per_rank: float) -> Cluster:
     """The cluster with measured rates; the probe gives each rank one core, so a rank with two is twice as fast."""
     if profile is None:
         return cluster
@@ -152,7 +150,7 @@ def _apply(cluster: Cluster, profile: Profile | None, cores_per_rank: float) -> 
     )
 
 
-def _measured_device(accelerator: Accelerator, profile: Profile, cores_per_rank: float) -> Accelerator:
+def _measured_device(accelerator: Accelerator, profile: MachineProfile, cores_per_rank: float) -> Accelerator:
     """A CPU's catalogue row is one AVX2 core; a measurement above it (AVX-512) shows the true peak is higher."""
     if profile.device != "cpu":
         return accelerator
@@ -166,7 +164,7 @@ def _measured_device(accelerator: Accelerator, profile: Profile, cores_per_rank:
 
 
 def _cpu_cluster(machine: Machine, ranks: int, environ: Mapping[str, str], files: Sequence[Path]) -> Cluster:
-    core = find("CPU-core", files=files, environ=environ)
+    core = find_accelerator("CPU-core", files=files, environ=environ)
     cores_per_rank = machine.usable_cores / ranks
     device = dataclasses.replace(
         core,
@@ -179,7 +177,7 @@ def _cpu_cluster(machine: Machine, ranks: int, environ: Mapping[str, str], files
         host_devices=ranks,
         tdp_w=core.tdp_w * cores_per_rank,
     )
-    return assemble(
+    return assemble_cluster(
         name="local",
         accelerator=device,
         domain_devices=ranks,
@@ -197,10 +195,10 @@ def _gpu_cluster(machine: Machine, environ: Mapping[str, str], files: Sequence[P
         fix = "choose equal ones with CUDA_VISIBLE_DEVICES"
         raise mistake("local", f"has unlike GPUs: {', '.join(names)}", why="ranks move in lockstep", fix=fix)
     count = len(machine.gpus)
-    known = find(names[0], files=files, environ=environ, where="local")
+    known = find_accelerator(names[0], files=files, environ=environ, where="local")
     memory = min(gpu.memory_bytes for gpu in machine.gpus)
     device = dataclasses.replace(_linked(known, machine), memory_bytes=memory or known.memory_bytes)
-    return assemble(
+    return assemble_cluster(
         name="local",
         accelerator=device,
         domain_devices=count,
@@ -229,3 +227,30 @@ def _nic_bytes_per_s(machine: Machine, devices: int) -> float:
     fabric = sum(nic.bytes_per_s for nic in machine.nics if nic.kind == "infiniband")
     ethernet = sum(nic.bytes_per_s for nic in machine.nics if nic.kind == "ethernet")
     return max(fabric, ethernet) / devices
+
+
+# Whether several ranks may share one GPU: only where somebody said so, in the job, by an option or in the environment.
+#
+# They share its cores and its memory, so nothing becomes faster. It is for proofs and drills on fewer GPUs than ranks.
+
+
+VARIABLE = "PHALANX_RANKS_PER_GPU"
+MOST_RANKS_PER_GPU = 64
+
+
+def allowed_ranks(written: int, environ: Mapping[str, str]) -> int:
+    """Ranks that may share a GPU: the larger of the job's train.ranks_per_gpu and the environment's word.
+
+    >>> allowed_ranks(1, {}), allowed_ranks(1, {"PHALANX_RANKS_PER_GPU": "4"}), allowed_ranks(8, {})
+    (1, 4, 8)
+    """
+    text = environ.get(VARIABLE, "").strip()
+    if not text:
+        return written
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MOST_RANKS_PER_GPU):
+        raise mistake(
+            VARIABLE,
+            f"{text[:40]!r} is no number of ranks from 1 to {MOST_RANKS_PER_GPU}",
+            fix="export PHALANX_RANKS_PER_GPU=4, or unset it",
+        )
+    return max(written, int(text))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.hardware.machine import Gpu, GpuPath
+from phalanx.hardware.types import Gpu, GpuPath
 from phalanx.units import MIB
 
 # GB/s per link and direction, by NVLink version: 20 in P100, 25 from V100 to H100 (18 links = 450), 50 in Blackwell.

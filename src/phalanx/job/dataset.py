@@ -1,4 +1,4 @@
-"""What a dataset folder says of itself (`manifest.json`, written last, with a digest for every file), and where it is.
+"""A dataset folder (`manifest.json`, written last, with a digest for every file) and the vocabularies of tokenizers.
 
 Here rather than in train/: plan and check look at the data of a job too.
 """
@@ -168,7 +168,7 @@ def _damaged(path: Path, what: str) -> UserError:
     return mistake(str(path), what, why="nothing else says which shards there are", fix=REBUILD)
 
 
-def check_files(folder: Path, manifest: Manifest) -> None:
+def check_dataset_files(folder: Path, manifest: Manifest) -> None:
     """Every file is there with its size; raises UserError naming all that are not. Reads no contents."""
     width = 2 if manifest.dtype == "uint16" else 4
     problems: list[Problem] = []
@@ -192,10 +192,10 @@ def _size_problem(path: Path, size: int) -> Iterator[Problem]:
         yield Problem(where=str(path), what=what, why="every sample behind it would be another", fix=REBUILD)
 
 
-def verify(folder: Path) -> Manifest:
+def verify_dataset(folder: Path) -> Manifest:
     """Every byte is as it was written; raises UserError naming all files that are not."""
     manifest = read_manifest(folder)
-    check_files(folder, manifest)
+    check_dataset_files(folder, manifest)
     wanted = [(TOKENIZER, manifest.tokenizer_sha256)]
     for shard in manifest.shards:
         wanted += [(shard.file, shard.sha256), (shard.index_file, shard.index_sha256)]
@@ -238,3 +238,102 @@ def corpus_vocab(model_vocab: int) -> int:
 def corpus_folder(name: str, cache: Path, *, vocab: int) -> Path:
     """Where a corpus for a model with `vocab` rows is, or will be, built."""
     return cache / "datasets" / f"{name}-{corpus_vocab(vocab)}-{CLEANING}"
+
+
+# What token numbers mean: the vocabulary of a tokenizer.json or vocab.json, compared word by word.
+#
+# A digest of the file alone says too little: a tokenizer saved again by another version of a library, or with other
+# settings for padding and chat, has other bytes and gives the same numbers.
+
+
+WORDS = "vocab.json"  # of tokenizers of GPT-2's kind, before there was a tokenizer.json
+MOST_BYTES = 1 << 28  # Gemma's tokenizer.json, one of the largest, has 33 MB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vocabulary:
+    """The words of a tokenizer and their numbers."""
+
+    file: Path
+    sha256: str  # of the file's text
+    numbers: Mapping[str, int]
+    cutting: str  # a digest of what else decides how text is cut into words; empty where the file does not say
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """How the vocabulary of data differs from that of weights. All empty: every number means the same to both."""
+
+    conflicts: tuple[tuple[int, str, str], ...] = ()  # number, its word in the data, its word to the weights or ""
+    added: int = 0  # words of the data behind the last number of the weights
+    cut_otherwise: bool = False  # the same words, and other rules which of them a text becomes
+
+
+def read_vocabulary(folder: Path) -> Vocabulary | None:
+    """Of the tokenizer in a folder; None where there is none. Raises UserError for a file that is no tokenizer."""
+    for name in (TOKENIZER, WORDS):
+        if (folder / name).is_file():
+            return _read(folder / name)
+    return None
+
+
+def compare_vocabularies(data: Vocabulary, weights: Vocabulary) -> Comparison:
+    """What the numbers of the data would mean to the weights."""
+    if data.sha256 == weights.sha256:
+        return Comparison()
+    words = {number: word for word, number in weights.numbers.items()}
+    most = max(words, default=-1)
+    conflicts, added = [], 0
+    for word, number in sorted(data.numbers.items(), key=lambda item: item[1]):
+        if weights.numbers.get(word) == number:
+            continue
+        if number > most and word not in weights.numbers:
+            added += 1
+        else:
+            conflicts.append((number, word, words.get(number, "")))
+    otherwise = bool(data.cutting and weights.cutting) and data.cutting != weights.cutting
+    return Comparison(conflicts=tuple(conflicts), added=added, cut_otherwise=otherwise)
+
+
+def _read(path: Path) -> Vocabulary:
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise _none(path, f"is larger than {MOST_BYTES >> 20} MiB")
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise _none(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    numbers, cutting = (found, "") if path.name == WORDS else _parts(path, found)
+    if not isinstance(numbers, dict) or not all(type(number) is int for number in numbers.values()):
+        raise _none(path, "has words without a number")
+    return Vocabulary(file=path, sha256=hashlib.sha256(text.encode()).hexdigest(), numbers=numbers, cutting=cutting)
+
+
+def _parts(path: Path, found: Any) -> tuple[dict[str, int], str]:
+    """The words of a tokenizer.json, added ones too, and a digest of how it cuts text."""
+    try:
+        model = dict(found["model"])
+        words = model.pop("vocab")
+        if isinstance(words, list):  # Unigram: [word, score] in the order of the numbers
+            scores = [score for _, score in words]
+            numbers = {str(word): number for number, (word, _) in enumerate(words)}
+        else:
+            scores, numbers = [], dict(words)
+        numbers |= {str(token["content"]): token["id"] for token in found.get("added_tokens") or ()}
+        # "a b" until version 0.20 of the tokenizers library, ["a", "b"] since.
+        merges = [one if isinstance(one, str) else " ".join(one) for one in model.pop("merges", None) or ()]
+        rules = [found.get("normalizer"), found.get("pre_tokenizer"), merges, scores]
+        stated = {name: value for name, value in model.items() if value}  # newer versions also write what is off
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _none(path, f"is not a tokenizer: {type(error).__name__} {str(error)[:60]}") from error
+    told = json.dumps([rules, stated], sort_keys=True, ensure_ascii=True)
+    return numbers, hashlib.sha256(told.encode()).hexdigest()
+
+
+def _none(path: Path, what: str) -> UserError:
+    return mistake(
+        str(path),
+        what,
+        why="the numbers in the data and in the weights cannot be compared",
+        fix="copy it again from where the weights or the data come from",
+    )

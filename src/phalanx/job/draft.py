@@ -1,15 +1,17 @@
-"""The notebook of one load: what the file and --set say, where from, and every mistake found so far."""
+"""What the file and `--set` say while a job is loaded: where each value is from, and every mistake found so far."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from phalanx.errors import Problem, nearest
 from phalanx.job import scan
-from phalanx.job.rules import Rule, WrongValue, shown
+from phalanx.job.key_rules import KeyRule, WrongValue, shown_value
+from phalanx.job.scan import MOST_DEPTH, TooDeep, key_lines, split_key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,14 +84,14 @@ class Draft:
         """Note a setting that is legal but does nothing."""
         self.warnings.append(Problem(where=self.origins[key].where, what=what, fix=fix))
 
-    def read(self, key: str, value: object, rule: Rule, *, origin: Origin | None = None) -> object | None:
+    def read(self, key: str, value: object, rule: KeyRule, *, origin: Origin | None = None) -> object | None:
         """The value as its rule reads it, or None after a complaint."""
         self.origins[key] = origin or self.written(key)
         try:
             return rule.read(value)
         except WrongValue as wrong:
             fix = wrong.fix or f"use {rule.expects}"
-            self.complain(key, f"{key} = {shown(value)} {wrong}", why=rule.note, fix=fix)
+            self.complain(key, f"{key} = {shown_value(value)} {wrong}", why=rule.note, fix=fix)
             return None
 
     def refuse_unknown(self, prefix: scan.Path, given: Iterable[str], known: Iterable[str]) -> None:
@@ -100,7 +102,7 @@ class Draft:
             fix = f'did you mean "{close}"?' if close else f"the keys are {', '.join(names)}"
             place = f"section [{dotted(prefix)}]" if prefix else "a job file"
             where = self._set_by((*prefix, name)) or self.place((*prefix, name))
-            self.problems.append(Problem(where=where, what=f"{place} has no key {shown(name)}", fix=fix))
+            self.problems.append(Problem(where=where, what=f"{place} has no key {shown_value(name)}", fix=fix))
 
 
 def dotted(path: scan.Path) -> str:
@@ -110,3 +112,74 @@ def dotted(path: scan.Path) -> str:
     'batch.ramp.0'
     """
     return ".".join(str(part) for part in path)
+
+
+# `--set section.key=value`: the single way the command line changes a job.
+
+
+# Pairs of which a job gives one: setting the first on the command line drops the second from the file.
+EXCLUSIVE = (
+    ("batch.global_tokens", "batch.global_sequences"),
+    ("cluster.spec", "cluster.file"),
+    ("model.preset", "model.hf_config"),
+)
+
+
+def apply_overrides(draft: Draft, overrides: Sequence[str]) -> None:
+    """Write each override into the draft's table, the last one winning."""
+    for override in overrides:
+        parsed = _parse(draft, override)
+        if parsed is None:
+            continue
+        for path, value in _leaves(*parsed):
+            _write(draft, path, value, override)
+
+
+def _parse(draft: Draft, override: str) -> tuple[tuple[str, ...], object] | None:
+    left, equals, right = override.partition("=")
+    path = split_key(left)
+    if not equals or path is None or len(path) > 2:
+        fix = "write --set section.key=value, as --set parallel.tensor=8"
+        draft.problems.append(Problem(where=f"--set {shown_value(override)}", what="is not an override", fix=fix))
+        return None
+    return path, _value(right.strip())
+
+
+def _value(text: str) -> object:
+    """TOML if it is TOML, else the text itself: 8, true, "a b", [1, 2] and also bf16 or 15T."""
+    try:
+        key_lines(f"v = {text}")  # refuses hostile nesting before tomllib recurses into it
+        table = tomllib.loads(f"v = {text}")
+    except (ValueError, TooDeep, RecursionError):
+        return text
+    return table["v"] if table.keys() == {"v"} else text
+
+
+def _leaves(path: tuple[str, ...], value: object) -> list[tuple[tuple[str, ...], object]]:
+    """A table sets each of its keys and leaves the others alone."""
+    if not isinstance(value, dict) or len(path) > MOST_DEPTH:
+        return [(path, value)]
+    return [leaf for key, item in value.items() for leaf in _leaves((*path, key), item)]
+
+
+def _write(draft: Draft, path: tuple[str, ...], value: object, override: str) -> None:
+    table = draft.table
+    for part in path[:-1]:
+        inner = table.get(part)
+        if not isinstance(inner, dict):
+            inner = table[part] = {}
+        table = inner
+    table[path[-1]] = value
+    key = dotted(path)
+    draft.settings[key] = f"--set {override if len(override) <= 80 else override[:79] + '…'}"
+    _drop_partner(draft, key)
+
+
+def _drop_partner(draft: Draft, key: str) -> None:
+    for pair in EXCLUSIVE:
+        if key in pair:
+            partner = pair[1 - pair.index(key)]
+            section, _, name = partner.partition(".")
+            inner = draft.table.get(section)
+            if partner not in draft.settings and isinstance(inner, dict):
+                inner.pop(name, None)

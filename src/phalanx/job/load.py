@@ -1,4 +1,4 @@
-"""From a file to a Job: `load` reads, overrides, fills in, checks, and reports every mistake at once."""
+"""From a file to a Job and back: `load` reads, overrides, fills in, checks, and reports every mistake at once."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import Problem, UserError
-from phalanx.job import overrides as override_values
-from phalanx.job.check import check, use_multiples
-from phalanx.job.draft import DEFAULT, Draft, Origin, dotted
-from phalanx.job.presets import Preset
-from phalanx.job.rules import kind, rule_of, shown
+from phalanx.job.cross_checks import check_keys, use_multiples
+from phalanx.job.draft import DEFAULT, Draft, Origin, apply_overrides, dotted
+from phalanx.job.key_rules import rule_of, shown_value, value_kind
+from phalanx.job.model import Preset
+from phalanx.job.model_section import resolve_preset, resolve_shape
 from phalanx.job.schema import NAME_PATTERN, SECTIONS, Data, Job, RampStage, Waiver
-from phalanx.job.shape import resolve_preset, resolve_shape
 from phalanx.job.source import read_source
 
 DEFAULT_CLUSTER = "local"
@@ -53,7 +52,7 @@ def load(path: str | Path, *, overrides: Sequence[str] = ()) -> ResolvedJob:
     """
     source = read_source(Path(path))
     draft = Draft(path=source.path, table=source.table, lines=source.lines)
-    override_values.apply(draft, overrides)
+    apply_overrides(draft, overrides)
     return _resolved(draft)
 
 
@@ -70,7 +69,9 @@ def load_waivers(path: Path) -> tuple[tuple[Waiver, ...], Mapping[str, Origin]]:
     source = read_source(path)
     draft = Draft(path=source.path, table=source.table, lines=source.lines)
     for name in (name for name in source.table if name != "waiver"):
-        draft.complain(name, f"a file of waivers has no key {shown(name)}", fix="only [[waiver]] tables belong in it")
+        draft.complain(
+            name, f"a file of waivers has no key {shown_value(name)}", fix="only [[waiver]] tables belong in it"
+        )
     top: dict[str, Any] = {"waiver": source.table.get("waiver", [])}
     _fill_list(draft, top, "waiver", Waiver, example="[[waiver]] with rule, reason and expires = 2026-12-31")
     if draft.problems:
@@ -80,7 +81,7 @@ def load_waivers(path: Path) -> tuple[tuple[Waiver, ...], Mapping[str, Origin]]:
 
 def _resolved(draft: Draft) -> ResolvedJob:
     job = _build(draft)
-    check(draft, job)
+    check_keys(draft, job)
     if draft.problems:
         raise UserError(_in_order(draft.problems))
     return ResolvedJob(job=job, path=draft.path, origins=draft.origins, warnings=tuple(draft.warnings))
@@ -89,10 +90,10 @@ def _resolved(draft: Draft) -> ResolvedJob:
 def _build(draft: Draft) -> Job:
     """A Job of everything that could be read; what was refused is noted, and stood in for so that checks can go on."""
     _refuse_non_tables(draft)
-    draft.refuse_unknown((), draft.table, {*SECTIONS, "spec", "name", "model", "profile", "waiver"})
+    draft.refuse_unknown((), draft.table, {*SECTIONS, "spec", "name", "model", "profile", "rules", "waiver"})
     preset = resolve_preset(draft)
     _derive_name(draft)
-    top = _values(draft, (), draft.table, _top_fields())
+    top = _values(draft, (), draft.table, tuple(item for item in fields(Job) if item.metadata))
     _fill_list(draft, top, "waiver", Waiver, example="[[waiver]] with rule, reason and expires = 2026-12-31")
     model = resolve_shape(draft, preset=preset, job_name=str(top.get("name") or "model"))
     sections = {name: _values(draft, (name,), draft.section(name), fields(cls)) for name, cls in SECTIONS.items()}
@@ -111,13 +112,9 @@ def _refuse_non_tables(draft: Draft) -> None:
     for name in (*SECTIONS, "model"):
         value = draft.table.setdefault(name, {})
         if not isinstance(value, dict):
-            what = f"{name} = {shown(value)} is {kind(value)}, not a section"
+            what = f"{name} = {shown_value(value)} is {value_kind(value)}, not a section"
             draft.complain(name, what, fix=f"write [{name}] and its keys below")
             draft.table[name] = {}
-
-
-def _top_fields() -> tuple[Field[Any], ...]:
-    return tuple(item for item in fields(Job) if item.metadata)
 
 
 def _values(
@@ -228,7 +225,7 @@ def _sequences_from_tokens(draft: Draft, batch: dict[str, Any], sequence: int) -
         sequences = rounded
         batch["global_tokens"] = sequences * sequence
         origin = Origin(
-            kind="derived", where=f"{shown(written)} in whole sequences, within 5 %, rich in factors of two"
+            kind="derived", where=f"{shown_value(written)} in whole sequences, within 5 %, rich in factors of two"
         )
     elif rest:
         draft.complain(
@@ -275,7 +272,7 @@ def _fill_list(draft: Draft, table: dict[str, Any], key: str, kind_of: type[Any]
         return
     table[name] = None
     if not isinstance(written, list) or not all(isinstance(item, dict) for item in written):
-        what = f"{key} = {shown(written)} is {kind(written)}, not a list of tables"
+        what = f"{key} = {shown_value(written)} is {value_kind(written)}, not a list of tables"
         draft.complain(key, what, fix=f"use {example}")
         return
     path = tuple(key.split("."))
@@ -301,3 +298,40 @@ def _in_order(problems: Sequence[Problem]) -> list[Problem]:
         return int(tail) if tail.isdigit() else 0
 
     return sorted(problems, key=line)
+
+
+# A Job as plain data: what `--json` prints and a run folder stores.
+
+
+def job_to_dict(job: Job) -> dict[str, object]:
+    """Nested tables under the names the job file uses, in the order of the schema."""
+    result: dict[str, object] = {"spec": job.spec, "name": job.name, "profile": job.profile}
+    if job.rules:
+        result["rules"] = list(job.rules)
+    if job.waiver:
+        result["waiver"] = _plain_value(job.waiver)
+    result["model"] = _plain_value(job.model)
+    return result | {name: _plain_value(getattr(job, name)) for name in SECTIONS}
+
+
+def job_to_rows(resolved: ResolvedJob) -> list[tuple[str, object, str]]:
+    """(dotted key, value, origin) of every setting."""
+    rows: list[tuple[str, object, str]] = []
+    for section, value in job_to_dict(resolved.job).items():
+        inner = value.items() if isinstance(value, dict) else [("", value)]
+        for name, setting in inner:
+            key = f"{section}.{name}" if name else section
+            rows.append((key, setting, resolved.origins[key].where))
+    return rows
+
+
+def _plain_value(value: object) -> object:
+    if isinstance(value, tuple):
+        return [_plain_value(item) for item in value]
+    if not hasattr(value, "__dataclass_fields__"):
+        return value
+    result: dict[str, object] = {}
+    for item in fields(value):  # type: ignore[arg-type]
+        key = rule_of(item.metadata).key if item.metadata else ""
+        result[key or item.name] = _plain_value(getattr(value, item.name))
+    return result

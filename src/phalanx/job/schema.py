@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from phalanx.job.key_rules import AUTO, MOST_TOKENS, choice, count, day, flag, nested, number, pair, text, texts
 from phalanx.job.model import ModelShape
-from phalanx.job.rules import AUTO, MOST_TOKENS, choice, count, day, flag, nested, number, pair, text, texts
 
 Auto = Literal["auto"]
 
 EDITIONS = ("2026.1",)
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,62}"
+RULE_ID_PATTERN = r"[A-Z]{2,12}[0-9]{1,4}"  # ours have three letters and three digits; others' rules may differ
 MOST_RANKS = 10**7
 TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022): what data.tokens = "auto" means
 MOST_SECONDS = 10**9  # 31 years
@@ -214,7 +215,7 @@ class Waiver:
     """A rule of the specification that this job breaks on purpose, why, and until when."""
 
     rule: str = field(
-        metadata=text("id of the rule, as CKP001", pattern=r"[A-Z]{3}[0-9]{3}", expects='an id such as "CKP001"')
+        metadata=text("id of the rule, as CKP001", pattern=RULE_ID_PATTERN, expects='an id such as "CKP001"')
     )
     reason: str = field(metadata=text("why it is right here", pattern=r".{3,}", expects="a reason in words"))
     expires: str = field(metadata=day("last day on which it holds"))
@@ -375,6 +376,12 @@ class Job:
             "amd-mi300x",
             "tpu",
             "custom",
+        ),
+    )
+    rules: tuple[str, ...] = field(
+        default=(),
+        metadata=texts(
+            'rules of your own for `phalanx check`, as "file.py:name"; run with --allow-code only', key="rules"
         ),
     )
     waiver: tuple[Waiver, ...] = field(default=(), metadata=nested("rules broken on purpose"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from phalanx.job.dataset import VOCAB
-from phalanx.job.presets import Preset
+from phalanx.job.model import Preset
 from phalanx.job.schema import TOKENS_PER_PARAMETER
 from phalanx.units import format_count
 

@@ -6,8 +6,7 @@ import re
 from dataclasses import replace
 from itertools import product
 
-from phalanx.job.model import ModelShape
-from phalanx.job.presets import presets
+from phalanx.job.model import ModelShape, known_presets
 from phalanx.plan.parameter_counts import count_parameters
 from phalanx.plan.published import Row, number
 
@@ -49,7 +48,7 @@ def model_shape(row: Row) -> ModelShape:
 
 def _preset(name: str, layers: int, hidden: int) -> ModelShape | None:
     wanted = re.sub(r"[^a-z0-9]", "", name.lower())
-    for known, preset in presets().items():
+    for known, preset in known_presets().items():
         model = preset.model()
         same_name = re.sub(r"[^a-z0-9]", "", known.lower())
         if wanted == same_name and (model.layers, model.hidden) == (layers, hidden):

@@ -1,90 +1,213 @@
-"""The specification for programs: check a target, a plan before it starts, or a run while it grows."""
+"""The specification for programs: check a job, plan or run; list the rules. `explain.py` explains one.
+
+>>> from phalanx.rules.api import check
+>>> report = check("examples/llama-3-8b-64xH100.toml")    # doctest: +SKIP
+>>> print(report)                                         # doctest: +SKIP
+>>> [one.rule.id for one in report.filter("error")]       # doctest: +SKIP
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, date, datetime
+from pathlib import Path
 
 from phalanx.job.load import ResolvedJob
+from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
-from phalanx.rules.catalog import spc001_waivers
-from phalanx.rules.edition import EDITION, all_rules, select
+from phalanx.rules.catalog import spc001_waivers, spc003_own_rules
+from phalanx.rules.edition import EDITION, all_rules, select_rules
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.formats.plain import report_dict
-from phalanx.rules.gather import Progress, Request, before_log, gather, of_job
-from phalanx.rules.judge import Finding, Report, judge
-from phalanx.rules.rule import Rule
+from phalanx.rules.formats.text import report_dict
+from phalanx.rules.gather import Progress, Request, before_log, gather_evidence, of_job, of_plan, of_run
+from phalanx.rules.judge import CheckReport, Finding, judge
+from phalanx.rules.outcome import Edit, Impact, Outcome, Spot, exempt, failed, passed, unknown
+from phalanx.rules.own_rules import OwnRules, RuleSource, collect_own_rules, own_rule
+from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
 __all__ = [
+    "CheckReport",
+    "Edit",
+    "Evidence",
     "Finding",
-    "Report",
+    "Impact",
+    "Limit",
+    "Limits",
+    "Outcome",
+    "Reference",
     "Request",
+    "Rule",
+    "Spot",
     "base_of",
     "check",
     "check_evidence",
     "check_plan",
+    "exempt",
+    "failed",
+    "list_rules",
+    "own_rule",
+    "passed",
     "report_dict",
+    "unknown",
 ]
 
-AS_IT_IS = Request()
+Target = str | os.PathLike[str] | Plan | ResolvedJob | Job | Run
 BEFORE = frozenset("JP")  # what is there before a run starts
+ABOUT_RULES = (spc001_waivers.RULE, spc003_own_rules.RULE)  # asked whatever is selected, unless ignored by name
 
 
 def check(
-    target: str,
+    what: Target,
     *,
-    request: Request = AS_IT_IS,
+    rules: Iterable[RuleSource] = (),
+    profile: str | None = None,
+    select: str | Sequence[str] = (),
+    ignore: str | Sequence[str] = (),
+    cluster: str | None = None,
+    overrides: Sequence[str] = (),
+    drills: Sequence[str | os.PathLike[str]] = (),
+    waivers: str | os.PathLike[str] | None = None,
+    source: str = "",
+    allow_code: bool = False,
+    require_evidence: bool = False,
+    request: Request | None = None,
+    today: date | None = None,
+    progress: Progress | None = None,
+) -> CheckReport:
+    """What the specification says of a job, a plan or a run, or of a file or folder that holds one.
+
+    A path may be a job file, a plan, a run folder, or another trainer's configuration (`source` names the trainer).
+
+    - `rules`: rules of your own, as objects or as "file.py:name"; naming one here is the consent to run it.
+    - `allow_code`: also run the rules that the job itself names.
+    - `select`, `ignore`: ids of rules or their beginnings, as "CKP,FLT001" or ["CKP", "FLT001"].
+    - `profile`, `cluster`, `overrides`, `drills`, `waivers`: as the options of `phalanx check`; `request` has all of
+      them, and more, in one value.
+
+    Raises UserError when the target is nothing that can be checked.
+    """
+    chosen, ignored = _listed(select), _listed(ignore)
+    own = collect_own_rules(rules)
+    if not allow_code:  # else the job may bring rules that match
+        select_rules(chosen, ignored, own.rules)  # first: a misspelt group should not cost the reading of a log
+    if request is None:
+        request = Request(
+            overrides=tuple(overrides),
+            cluster=cluster,
+            profile=profile,
+            drills=tuple(Path(one) for one in drills),
+            source=source,
+            waivers=Path(waivers) if waivers is not None else None,
+        )
+    evidence = evidence_of(what, request, today=today, progress=progress)
+    return check_evidence(
+        evidence,
+        rules=own.rules,
+        select=chosen,
+        ignore=ignored,
+        require_evidence=require_evidence,
+        allow_code=allow_code,
+    )
+
+
+def evidence_of(
+    what: Target, request: Request, *, today: date | None = None, progress: Progress | None = None
+) -> Evidence:
+    """All evidence about a target: a path, or what is in hand already."""
+    day, environ = today or this_day(), dict(os.environ)
+    if isinstance(what, Plan):
+        return of_plan(what, request, today=day, environ=environ)
+    if isinstance(what, Run):
+        return of_run(what, request, today=day, environ=environ, progress=progress)
+    if isinstance(what, Job):
+        what = ResolvedJob(job=what, path=Path(what.name), origins={})
+    if isinstance(what, ResolvedJob):
+        return of_job(what, request, today=day, environ=environ)
+    path = what if isinstance(what, str | os.PathLike) else getattr(what, "path", None)
+    if path is None:
+        raise TypeError(f"check() takes a path, a job, a plan or a run, not {type(what).__name__}")
+    return gather_evidence(os.fspath(path), request, today=day, environ=environ, progress=progress)
+
+
+def check_evidence(
+    evidence: Evidence,
+    *,
+    rules: Iterable[RuleSource] = (),
     select: str = "",
     ignore: str = "",
     require_evidence: bool = False,
-    today: date | None = None,
-    progress: Progress | None = None,
-) -> Report:
-    """What the specification says of a job file, a plan, a run folder, or another trainer's configuration.
-
-    `select` and `ignore` are rule ids or their beginnings, as "CKP,FLT001". Raises UserError when the target is nothing
-    that can be checked.
-    """
-    rules_of(select, ignore)  # first: a misspelt group should not cost the reading of a log
-    evidence = gather(target, request, today=today or this_day(), progress=progress)
-    return check_evidence(evidence, select=select, ignore=ignore, require_evidence=require_evidence)
-
-
-def check_evidence(evidence: Evidence, *, select: str = "", ignore: str = "", require_evidence: bool = False) -> Report:
-    """The same for evidence that is in hand."""
-    chosen = rules_of(select, ignore)
-    if select and _names_ours(select):  # whether a waiver is used is known when its rule was asked, chosen or not
-        report = judge(all_rules(), evidence, edition=EDITION, require_evidence=require_evidence)
+    allow_code: bool = False,
+) -> CheckReport:
+    """`check` for evidence that is in hand."""
+    own = own_rules_of(evidence, rules, allow_code=allow_code)
+    chosen = rules_of(select, ignore, own)
+    if select and _names(spc001_waivers.RULE, select):
+        # Whether a waiver is used is known when its rule was asked, chosen or not.
+        report = judge(
+            (*all_rules(), *own.rules), evidence, edition=EDITION, require_evidence=require_evidence, own=own
+        )
         ids = {rule.id for rule in chosen}
         return replace(report, findings=tuple(one for one in report.findings if one.rule.id in ids))
     whole = not select and not ignore
-    return judge(chosen, evidence, edition=EDITION, require_evidence=require_evidence, whole=whole)
+    return judge(chosen, evidence, edition=EDITION, require_evidence=require_evidence, whole=whole, own=own)
 
 
-def check_plan(resolved: ResolvedJob, plan: Plan, *, today: date | None = None) -> Report:
+def check_plan(
+    resolved: ResolvedJob,
+    plan: Plan,
+    *,
+    rules: Iterable[RuleSource] = (),
+    allow_code: bool = False,
+    today: date | None = None,
+) -> CheckReport:
     """The rules that a job and its plan settle: what `phalanx train` asks before it starts."""
     request = Request(look=False)
     evidence = of_job(resolved, request, today=today or this_day(), environ=dict(os.environ), made=plan)
-    rules = [rule for rule in all_rules() if set(rule.requires) <= BEFORE]
-    return judge(rules, evidence, edition=EDITION, whole=False)
+    own = own_rules_of(evidence, rules, allow_code=allow_code)
+    asked = [rule for rule in (*all_rules(), *own.rules) if set(rule.requires) <= BEFORE]
+    return judge(asked, evidence, edition=EDITION, whole=False, own=own)
 
 
-def base_of(run: Run, *, request: Request = AS_IT_IS, today: date | None = None) -> Evidence:
+def list_rules(
+    select: str | Sequence[str] = (), *, profile: str | None = None, rules: Iterable[RuleSource] = ()
+) -> tuple[Rule, ...]:
+    """The rules of the edition and your own; with `profile`, those that hold for that kind of hardware."""
+    from phalanx.rules.profiles import find_profile
+
+    found = select_rules(_listed(select), own=collect_own_rules(rules).rules)
+    name = find_profile(profile).name if profile is not None else ""
+    return tuple(one for one in found if not name or not one.profiles or name in one.profiles)
+
+
+def own_rules_of(evidence: Evidence, given: Iterable[RuleSource], *, allow_code: bool) -> OwnRules:
+    """The user's rules for some evidence: given, named by its job, installed."""
+    names = evidence.job.rules if evidence.job is not None else ()
+    folder = Path(evidence.job_file or evidence.plan_file).parent
+    return collect_own_rules(given, job_names=names, folder=folder, allow_code=allow_code)
+
+
+def base_of(run: Run, *, request: Request | None = None, today: date | None = None) -> Evidence:
     """What a run says without its events; `gather.with_log` adds them, as `live.LiveCheck` does while it grows."""
-    return before_log(run, request, today=today or this_day(), environ=dict(os.environ))
+    return before_log(run, request or Request(), today=today or this_day(), environ=dict(os.environ))
 
 
-def rules_of(chosen: str, ignored: str) -> tuple[Rule, ...]:
-    """The rules that are selected. SPC001 comes along, for their waivers, unless it is ignored by name."""
-    rules, ours = select(chosen, ignored), spc001_waivers.RULE
-    return rules if ours in rules or _names_ours(ignored) else (*rules, ours)
+def rules_of(chosen: str, ignored: str, own: OwnRules) -> tuple[Rule, ...]:
+    """The rules that are selected. SPC001 comes along for their waivers, SPC003 for the user's own rules."""
+    rules = select_rules(chosen, ignored, own.rules)
+    more = [one for one in ABOUT_RULES if one not in rules and not _names(one, ignored)]
+    return (*rules, *more)
 
 
-def _names_ours(words: str) -> bool:
-    """Whether SPC001 is among rule ids or their beginnings."""
-    return any(word.strip() and spc001_waivers.RULE.id.startswith(word.strip().upper()) for word in words.split(","))
+def _names(rule: Rule, words: str) -> bool:
+    """Whether a rule is among ids or their beginnings."""
+    return any(word.strip() and rule.id.startswith(word.strip().upper()) for word in words.split(","))
+
+
+def _listed(words: str | Sequence[str]) -> str:
+    return words if isinstance(words, str) else ",".join(words)
 
 
 def this_day() -> date:

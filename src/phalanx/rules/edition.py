@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+from collections.abc import Iterable
 
 from phalanx.errors import mistake, nearest
 from phalanx.rules import catalog as package
+from phalanx.rules.own_rules import installed_rules
 from phalanx.rules.rule import GROUPS, Rule
 
 EDITION = "2026.1"
@@ -15,7 +17,7 @@ EDITION = "2026.1"
 
 @functools.cache
 def all_rules() -> tuple[Rule, ...]:
-    """Every rule; a file of rules/ has one as RULE, or several as RULES."""
+    """Every rule of the edition; a file of catalog/ has one as RULE, or several as RULES."""
     found: list[Rule] = []
     for module in pkgutil.iter_modules(package.__path__):
         loaded = importlib.import_module(f"{package.__name__}.{module.name}")
@@ -23,9 +25,17 @@ def all_rules() -> tuple[Rule, ...]:
     return tuple(sorted(found, key=lambda rule: (list({**GROUPS, "SPC": ""}).index(rule.group), rule.id)))
 
 
-def find_rule(name: str) -> Rule:
+def known_rules(own: Iterable[Rule] = ()) -> tuple[Rule, ...]:
+    """The rules of the edition, then the user's own: those given, and those of installed packages."""
+    installed = (rule for _, rules, _ in installed_rules() for rule in rules)
+    mine = {rule.id: rule for rule in (*installed, *own)}
+    return (*all_rules(), *sorted(mine.values(), key=lambda rule: rule.id))
+
+
+def find_rule(name: str, own: Iterable[Rule] = ()) -> Rule:
     """The rule of an id or a slug, in any case; raises UserError with the nearest one."""
-    known = {rule.id.lower(): rule for rule in all_rules()} | {rule.slug: rule for rule in all_rules()}
+    rules = known_rules(own)
+    known = {rule.slug: rule for rule in reversed(rules)} | {rule.id.lower(): rule for rule in rules}
     if name.lower() in known:
         return known[name.lower()]
     close = nearest(name.lower(), known)
@@ -33,27 +43,27 @@ def find_rule(name: str) -> Rule:
     raise mistake(name[:60], "is not a rule of the specification", fix=fix)
 
 
-def select(chosen: str = "", ignored: str = "") -> tuple[Rule, ...]:
+def select_rules(chosen: str = "", ignored: str = "", own: Iterable[Rule] = ()) -> tuple[Rule, ...]:
     """Rules by comma-separated ids or beginnings of ids, as "CKP,FLT001"; raises UserError for what matches nothing."""
-    wanted, dropped = _words(chosen), _words(ignored)
+    wanted, dropped, rules = _words(chosen), _words(ignored), known_rules(own)
     for word in (*wanted, *dropped):
-        if not any(rule.id.startswith(word) for rule in all_rules()):
-            names = [*GROUPS, *(rule.id for rule in all_rules())]
+        if not any(rule.id.startswith(word) for rule in rules):
+            names = [*dict.fromkeys(rule.group for rule in rules), *(rule.id for rule in rules)]
             close = nearest(word, names)
             raise mistake(
                 word[:60], "selects no rule", fix=f"did you mean {close}?" if close else "phalanx rules lists them"
             )
     found = tuple(
         rule
-        for rule in all_rules()
+        for rule in rules
         if (not wanted or rule.id.startswith(wanted)) and not (dropped and rule.id.startswith(dropped))
     )
     if not found:
         asked = f"--select {chosen[:60]} " if wanted else ""
         raise mistake(
             f"{asked}--ignore {ignored[:60]}",
-            "leaves no rule to ask",
-            why="nothing asked is nothing passed",
+            "leaves no rule to check",
+            why="a check without rules proves nothing",
             fix="ignore fewer rules",
         )
     return found

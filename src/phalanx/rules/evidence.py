@@ -11,14 +11,13 @@ from phalanx.errors import Problem
 from phalanx.job.draft import Origin
 from phalanx.job.schema import Job, Waiver
 from phalanx.plan.plan import Plan
-from phalanx.rules.facts.drill import DrillFacts
+from phalanx.rules.facts.drills import DrillFacts
 from phalanx.rules.facts.host import HostFacts
 from phalanx.rules.facts.log import LogFacts
 from phalanx.rules.facts.parity import ParityFacts
-from phalanx.rules.facts.practice import Practice
+from phalanx.rules.facts.trainers import Practice
 from phalanx.rules.outcome import Impact, Spot
-from phalanx.rules.profiles import Profile
-from phalanx.rules.scaling import Scaling
+from phalanx.rules.profiles import Profile, Scaling
 from phalanx.units import HOUR_S
 
 

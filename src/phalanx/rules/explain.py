@@ -1,51 +1,96 @@
-"""One rule on one target: its verdict, the formula with the numbers in it, and the limits that hold there."""
+"""One rule: its page, and what it says of a target, with the formula and the limits that hold there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import date
+from typing import Any
 
 from phalanx.record.values import printable
-from phalanx.rules.api import check_evidence
+from phalanx.rules.api import Target, check_evidence, evidence_of, own_rules_of
+from phalanx.rules.edition import find_rule
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.formats.plain import cost_of, place_of
-from phalanx.rules.formats.text import cures
+from phalanx.rules.formats.text import finding_dict, fix_lines, shown_cost, shown_place
+from phalanx.rules.gather import Progress, Request
 from phalanx.rules.judge import Finding, limits_of
-from phalanx.rules.page import shown
+from phalanx.rules.own_rules import RuleSource, collect_own_rules
 from phalanx.rules.rule import Limits, Rule
+from phalanx.rules.rule_page import rule_page, rule_sections, shown_limit
 from phalanx.units import plural
 
 MOST_TEXT = 400
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """What a rule says of some evidence, and by which limits."""
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Explanation:
+    """A rule's page, before it what the rule says of a target; `str()` is what `phalanx explain` prints."""
 
     rule: Rule
-    evidence: Evidence
-    limits: Limits
-    findings: tuple[Finding, ...]
+    evidence: Evidence | None = None
+    limits: Limits = field(default_factory=lambda: Limits(values={}))  # those that hold for the target
+    findings: tuple[Finding, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"{here(self)}\n{rule_page(self.rule)}" if self.evidence is not None else rule_page(self.rule)
+        return text.removesuffix("\n")
+
+    def __repr__(self) -> str:
+        about = f" on {self.evidence.target}" if self.evidence is not None else ""
+        return f"<Explanation: {self.rule.id} {self.rule.slug}{about}>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form, as `phalanx explain --json` prints it."""
+        told: dict[str, Any] = {"rule": self.rule.id, "slug": self.rule.slug}
+        if self.evidence is not None:
+            told |= {"limits": dict(self.limits.values), "findings": [finding_dict(one) for one in self.findings]}
+        return {**told, "sections": rule_sections(self.rule)}
 
 
-def answer(rule: Rule, evidence: Evidence) -> Answer:
+def explain(
+    rule: str | Rule,
+    what: Target | None = None,
+    *,
+    rules: Iterable[RuleSource] = (),
+    allow_code: bool = False,
+    request: Request | None = None,
+    today: date | None = None,
+    progress: Progress | None = None,
+) -> Explanation:
+    """The page of a rule, by id or slug; with a target, also what the rule says of it.
+
+    `rules`, `allow_code` and `request` are as for `check`. Raises UserError for a name that is no rule.
+    """
+    own = collect_own_rules([*rules, *([rule] if isinstance(rule, Rule) and rule.origin else [])])
+    name = rule.id if isinstance(rule, Rule) else rule
+    if what is None:
+        return Explanation(rule=find_rule(name, own.rules))
+    if not allow_code:  # else the job may bring the rule
+        find_rule(name, own.rules)  # first: a misspelt name should not cost the reading of a log
+    evidence = evidence_of(what, request or Request(), today=today, progress=progress)
+    own = own_rules_of(evidence, own.rules, allow_code=allow_code)
+    return answer(find_rule(name, own.rules), evidence)
+
+
+def answer(rule: Rule, evidence: Evidence) -> Explanation:
     """Judge one rule; its waivers count as in a check."""
-    report = check_evidence(evidence, select=rule.id)
+    report = check_evidence(evidence, select=rule.id, rules=(rule,) if rule.origin else ())
     mine = tuple(one for one in report.findings if one.rule.id == rule.id)
-    return Answer(rule=rule, evidence=evidence, limits=limits_of(rule, evidence), findings=mine)
+    return Explanation(rule=rule, evidence=evidence, limits=limits_of(rule, evidence), findings=mine)
 
 
-def here(found: Answer) -> str:
-    """The first part of the page, in Markdown."""
+def here(found: Explanation) -> str:
+    """What the rule says of the target, in Markdown: the first part of the page."""
+    assert found.evidence is not None
     lines = [f"# {found.rule.id} on {found.evidence.target}", ""]
     for one in found.findings:
         lines += [*_finding(one, found.evidence.usd), ""]
     devices = plural(found.evidence.devices, "device")
     size = f"{found.evidence.profile.name}, {devices}, class {found.evidence.scaling.name}"
-    lines += [f"Limits for {size}:", ""]
+    lines += [f"Limits for {size}:", ""] if found.limits.values else []
     for name, value in found.limits.values.items():
         limit = found.rule.limits[name]
-        lines.append(f"- `{name}` = {shown(value, limit.unit)}: {limit.note}")
+        lines.append(f"- `{name}` = {shown_limit(value, limit.unit)}: {limit.note}")
     return "\n".join(printable(line, most=MOST_TEXT) for line in lines) + "\n"
 
 
@@ -53,9 +98,9 @@ def _finding(finding: Finding, usd: float | None) -> Iterator[str]:
     outcome = finding.outcome
     word = finding.verdict if outcome.applies else "does not apply"
     level = f" ({finding.severity})" if finding.verdict == "fail" else f" ({finding.reason})" * bool(finding.reason)
-    place = f", {place_of(finding)}" if finding.verdict == "fail" else ""
+    place = f", {shown_place(finding)}" if finding.verdict == "fail" else ""
     yield f"**{word}**{level}{place}: {outcome.what}"
     yield from (f"    {line}" for line in outcome.formula)
-    if cost := cost_of(outcome.impact, usd):
+    if cost := shown_cost(outcome.impact, usd):
         yield f"- {cost}"
-    yield from (f"- {line}" for line in cures(outcome))
+    yield from (f"- {line}" for line in fix_lines(outcome))

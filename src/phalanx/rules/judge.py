@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date, timedelta
+from typing import Any
 
+from phalanx.errors import nearest
+from phalanx.io.user_code import last_line
+from phalanx.job.schema import Waiver
 from phalanx.plan.ask import trains_with_phalanx
 from phalanx.plan.trainable import trainer_problems
-from phalanx.rules.catalog import spc001_waivers
+from phalanx.rules.catalog import spc001_waivers, spc003_own_rules
 from phalanx.rules.evidence import Evidence, Unmapped
-from phalanx.rules.outcome import Outcome, Severity, Verdict, exempt, unknown
+from phalanx.rules.outcome import Impact, Outcome, Severity, Verdict, exempt, failed, passed, unknown
+from phalanx.rules.own_rules import OwnRules
+from phalanx.rules.profiles import at_least
 from phalanx.rules.rule import LETTERS, Limits, Rule
-from phalanx.rules.scaling import at_least
-from phalanx.rules.waivers import settle
+from phalanx.units import plural
 
 HOW_TO_GET = {
     "J": "name a job file, or a run that has one",
@@ -24,9 +30,12 @@ HOW_TO_GET = {
 }
 
 
+NO_OWN_RULES = OwnRules()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One answer of one rule, placed and weighed."""
+    """One answer of one rule, placed and weighed; `str()` is its first line in a report."""
 
     rule: Rule
     outcome: Outcome
@@ -36,10 +45,18 @@ class Finding:
     line: int  # 0: the file as a whole
     reason: str = ""  # of the waiver
 
+    def __str__(self) -> str:
+        from phalanx.rules.formats.text import finding_head
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """What the specification says of one target."""
+        return finding_head(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class CheckReport:
+    """What the specification says of one target. `str()` is what `phalanx check` prints; a notebook shows HTML.
+
+    Iterating gives what speaks against the target, the worst first; `findings` has every answer, passes too.
+    """
 
     edition: str
     target: str
@@ -93,6 +110,66 @@ class Report:
         """0 clean, 1 findings; information alone is no finding."""
         return int(any(one.severity != "info" for one in self.problems))
 
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing speaks against the target; remarks do not count."""
+        return self.exit_code == 0
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self.problems)
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+    def __bool__(self) -> bool:
+        """A report is there even when it is clean: ask `is_clean`."""
+        return True
+
+    def __str__(self) -> str:
+        from phalanx.rules.formats.text import render_text
+
+        return render_text([self]).removesuffix("\n")
+
+    def __repr__(self) -> str:
+        from phalanx.rules.formats.text import summary_of
+
+        return f"<CheckReport: {self.target}: {summary_of(self)}>"
+
+    def _repr_html_(self) -> str:
+        from phalanx.rules.formats.html import render_fragment
+
+        return render_fragment(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as `phalanx check --json` prints them for each target."""
+        from phalanx.rules.formats.text import report_dict
+
+        return report_dict(self)
+
+    def filter(
+        self, severity: Severity | None = None, *, verdict: Verdict | None = None, rule: str = ""
+    ) -> CheckReport:
+        """The report with only the findings of a severity, a verdict, or rules whose id begins with `rule`.
+
+        A severity alone means what fails with it: `report.filter("error")`.
+        """
+        wanted = verdict or ("fail" if severity is not None else None)
+        kept = (
+            one
+            for one in self.findings
+            if (severity is None or one.severity == severity)
+            and (wanted is None or one.verdict == wanted)
+            and one.rule.id.startswith(rule.upper())
+        )
+        return replace(self, findings=tuple(kept))
+
+    def frame(self) -> Any:
+        """Every finding as a row: a pandas DataFrame where pandas is installed, else numpy arrays by column."""
+        from phalanx.io.frame import as_frame
+        from phalanx.rules.formats.text import findings_columns
+
+        return as_frame(findings_columns(self.findings))
+
 
 def is_remark(finding: Finding) -> bool:
     """Whether a finding only informs: its rule is met all the same, and the exit code does not ask for it."""
@@ -105,18 +182,29 @@ def is_open(finding: Finding) -> bool:
 
 
 def judge(
-    rules: Sequence[Rule], evidence: Evidence, *, edition: str, require_evidence: bool = False, whole: bool = True
-) -> Report:
-    """Every rule over the evidence.
+    rules: Sequence[Rule],
+    evidence: Evidence,
+    *,
+    edition: str,
+    require_evidence: bool = False,
+    whole: bool = True,
+    own: OwnRules = NO_OWN_RULES,
+) -> CheckReport:
+    """Every rule over the evidence; `own` says which of them are the user's, and what of theirs is not among them.
 
     SPC001 looks at the waivers of the rules that are asked; `whole` says that nobody chose among them, so that a
     waiver of a rule that does not exist can be told too.
     """
-    asked = [rule for rule in rules if rule.id != spc001_waivers.RULE.id]
-    found = [finding for rule in asked for finding in _answers(rule, evidence)]
+    about_rules = (spc001_waivers.RULE.id, spc003_own_rules.RULE.id)
+    asked = [rule for rule in rules if rule.id not in about_rules]
+    ids = {rule.id for rule in rules}
+    found = [_placed(rule, evidence, outcome) for rule in asked for outcome in _outcomes(rule, evidence)]
+    if spc003_own_rules.RULE.id in ids:
+        found += [_placed(spc003_own_rules.RULE, evidence, outcome) for outcome in _own_outcomes(own)]
     if evidence.job is not None or evidence.waivers:
-        found = _waive(found, evidence, asked, told=len(asked) < len(rules), whole=whole)
-    return Report(
+        told = spc001_waivers.RULE.id in ids
+        found = _waive(found, evidence, asked, told=told, whole=whole and not own.left_out)
+    return CheckReport(
         edition=edition,
         target=evidence.target,
         profile=evidence.profile.name,
@@ -151,22 +239,49 @@ def limits_of(rule: Rule, evidence: Evidence) -> Limits:
     )
 
 
-def _answers(rule: Rule, evidence: Evidence) -> list[Finding]:
-    return [_placed(rule, evidence, outcome) for outcome in _outcomes(rule, evidence)]
-
-
 def _outcomes(rule: Rule, evidence: Evidence) -> tuple[Outcome, ...]:
     if rule.profiles and evidence.profile.name not in rule.profiles:
         return (exempt(f"does not apply to {evidence.profile.name}"),)
     missing = [letter for letter in rule.requires if not evidence.has(letter)]
     if missing:
         return (_missing(missing, evidence),)
+    if rule.origin:
+        return _own_answer(rule, evidence)
     try:
         result = rule.check(evidence, limits_of(rule, evidence))
     except Exception as error:  # a fault of ours in one rule must not hide what the others say, nor count as a pass
         what = f"the rule itself failed on this evidence: {type(error).__name__}: {str(error)[:200]}"
         return (unknown(what, fix="this is a fault of Phalanx: report it with the file that was checked"),)
     return result if isinstance(result, tuple) else (result,)
+
+
+def _own_answer(rule: Rule, evidence: Evidence) -> tuple[Outcome, ...]:
+    """Of a user's rule. One that raises fails: who wrote it expects a clean report to mean that it was asked."""
+    no_time = Impact(note="not known: the rule did not answer")
+    try:
+        result = rule.check(evidence, limits_of(rule, evidence))
+    except (Exception, SystemExit) as error:
+        what = f"the rule raised {type(error).__name__}: {str(error)[:200]}"
+        return (failed(what, fix=f"correct the rule, at {last_line(error)}", impact=no_time),)
+    several = result if isinstance(result, tuple | list) else (result,)
+    if all(isinstance(one, Outcome) for one in several):
+        return tuple(several)
+    what = f"the rule returned {type(result).__name__}, not an outcome"
+    return (failed(what, fix="return passed(...), failed(...), unknown(...) or exempt(...)", impact=no_time),)
+
+
+def _own_outcomes(own: OwnRules) -> list[Outcome]:
+    """SPC003: what of the user's rules could not be asked. Nothing is said where there are none."""
+    if not own.named:
+        return []
+    limit = spc003_own_rules.RULE.limits["left_out"].value
+    assert isinstance(limit, int)
+    faults = [one for one in own.left_out if one.is_fault]
+    found = [unknown(one.what, fix=one.fix, at="rules") for one in own.left_out if not one.is_fault]
+    note = Impact(note="costs no time by itself: nobody knows what the rule would have said")
+    if len(faults) > limit:
+        found += [failed(one.what, fix=one.fix, at="rules", impact=note) for one in faults]
+    return found or [passed(f"{plural(own.named, 'rule')} of your own: all asked", value=0, threshold=limit)]
 
 
 def _missing(letters: Sequence[str], evidence: Evidence) -> Outcome:
@@ -217,7 +332,7 @@ def _waive(
 ) -> list[Finding]:
     """Open findings that a waiver covers; and, where it is `told`, what is wrong with the waivers."""
     broken = {one.rule.id for one in found if one.verdict in ("fail", "unknown")}
-    settled = settle(evidence, broken, asked=asked, whole=whole)
+    settled = settle_waivers(evidence, broken, asked=asked, whole=whole)
     result = []
     for one in found:
         reason = settled.reasons.get(one.rule.id, "")
@@ -225,3 +340,89 @@ def _waive(
         result.append(replace(one, verdict="waived", reason=reason) if waived else one)
     extra = [_placed(spc001_waivers.RULE, evidence, outcome) for outcome in settled.outcomes] if told else []
     return [*result, *extra]
+
+
+# Waivers: rules a job breaks on purpose, with a reason and a last day. Old and idle ones are findings themselves.
+
+
+COSTS_NO_TIME = Impact(note="costs no time by itself: it hides what does")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waived:
+    """Reasons by rule id, and what is wrong with the waivers themselves."""
+
+    reasons: Mapping[str, str]
+    outcomes: tuple[Outcome, ...]
+
+
+def settle_waivers(evidence: Evidence, broken: set[str], *, asked: Sequence[Rule], whole: bool) -> Waived:
+    """Which rules are waived. `broken` ones of those `asked` failed or lack evidence; `whole`: all rules were asked."""
+    rules = {rule.id: rule for rule in asked}
+    reasons: dict[str, str] = {}
+    outcomes: list[Outcome] = []
+    for index, waiver in enumerate(evidence.all_waivers):
+        if waiver.rule not in rules:
+            outcomes += [_nothing(waiver, index)] if whole else []
+        elif _is_over(waiver, evidence.today):
+            outcomes.append(_expired(waiver, index, evidence.today))
+        elif waiver.rule in broken:
+            reasons[waiver.rule] = waiver.reason
+        else:
+            outcomes.append(_unused(waiver, index, rules[waiver.rule], evidence))
+    if whole and not outcomes:
+        count = len(evidence.all_waivers)
+        outcomes.append(passed(f"{plural(count, 'waiver')}, each with a reason and valid"))
+    return Waived(reasons=reasons, outcomes=tuple(outcomes))
+
+
+def _is_over(waiver: Waiver, today: date) -> bool:
+    days_over = spc001_waivers.RULE.limits["days_over"].value
+    assert isinstance(days_over, int)
+    return today - date.fromisoformat(waiver.expires) > timedelta(days=days_over)
+
+
+def _nothing(waiver: Waiver, index: int) -> Outcome:
+    from phalanx.rules.edition import EDITION, all_rules  # at the top it would be a circle: an edition imports rules
+
+    titles = {rule.id: rule.slug for rule in all_rules()}
+    if waiver.rule == spc001_waivers.RULE.id:
+        what, fix = f"{waiver.rule} cannot be waived: it is about waivers", "take the waiver out"
+    else:
+        close = nearest(waiver.rule, titles)
+        what = f"{waiver.rule} is no rule of edition {EDITION}"
+        fix = f"did you mean {close} ({titles[close]})?" if close else "phalanx rules lists them"
+    return failed(
+        f"the waiver of {waiver.rule} waives nothing: {what}",
+        value=waiver.rule,
+        impact=COSTS_NO_TIME,
+        fix=fix,
+        at=f"waiver.{index}.rule",
+    )
+
+
+def _expired(waiver: Waiver, index: int, today: date) -> Outcome:
+    return failed(
+        f"the waiver of {waiver.rule} expired on {waiver.expires}",
+        value=waiver.expires,
+        threshold=today.isoformat(),
+        impact=COSTS_NO_TIME,
+        fix=f"meet {waiver.rule}, or decide again and set a new date",
+        at=f"waiver.{index}.expires",
+    )
+
+
+def _unused(waiver: Waiver, index: int, rule: Rule, evidence: Evidence) -> Outcome:
+    """Before the run a rule that also looks at the log may still need its waiver: said, and not held against it."""
+    later = "L" in rule.uses and not evidence.has("L")
+    severity: Severity = "info" if later else "warning"
+    told = "waives nothing so far: the rule is met before the run" if later else "waives nothing: the rule is met"
+    fix = "take it out, unless the run is known to need it" if later else "take it out"
+    return failed(
+        f"the waiver of {waiver.rule} {told}",
+        value=waiver.rule,
+        severity=severity,
+        impact=COSTS_NO_TIME,
+        fix=fix,
+        at=f"waiver.{index}.rule",
+    )

@@ -10,7 +10,7 @@ from phalanx.record.run import Run
 from phalanx.rules.api import base_of, check_evidence, this_day
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.gather import with_log
-from phalanx.rules.judge import Report
+from phalanx.rules.judge import CheckReport
 from phalanx.rules.log.stream import LogStream
 
 # Read between two judgements: under a second at the 100 MB/s that the reader is built for.
@@ -21,7 +21,7 @@ BUDGET_BYTES = 64 * 2**20
 class Verdicts:
     """What the specification says of a run at one look."""
 
-    report: Report
+    report: CheckReport
     bytes_left: int  # written and not read yet
     is_over: bool
 

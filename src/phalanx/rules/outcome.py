@@ -84,7 +84,7 @@ def unknown(what: str, *, fix: str = "", at: str | Spot = "") -> Outcome:
 def failed(
     what: str,
     *,
-    impact: Impact,
+    impact: Impact = Impact(),  # noqa: B008  frozen
     fix: str = "",
     edits: tuple[Edit, ...] = (),
     formula: tuple[str, ...] = (),

@@ -8,7 +8,7 @@ from typing import Literal
 
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Outcome, Severity
-from phalanx.rules.scaling import Scaling, at_least
+from phalanx.rules.profiles import Scaling, at_least
 
 GROUPS = {
     "TOP": "topology",
@@ -93,24 +93,26 @@ class Rule:
     requires: str  # letters of the evidence without which the verdict is unknown, as "JP"
     uses: str = ""  # further letters it looks at where they are there
     requirement: str  # one sentence
-    why: str  # with number and source
-    how: str  # what is compared with what, as formulas
-    limits: Mapping[str, Limit]
-    bad: str  # a few lines of a job file, or of a log, that fail
-    good: str  # the same, mended
-    fix: str
-    waive: str  # when it is right to
+    # Every rule of the edition has all of these texts (a test asks for them); a user's own may leave them out.
+    why: str = ""  # with number and source
+    how: str = ""  # what is compared with what, as formulas
+    limits: Mapping[str, Limit] = field(default_factory=dict)
+    bad: str = ""  # a few lines of a job file, or of a log, that fail
+    good: str = ""  # the same, mended
+    fix: str = ""
+    waive: str = ""  # when it is right to
     history: str = "2026.1: first edition."
-    references: tuple[Reference, ...]
+    references: tuple[Reference, ...] = ()
     check: Callable[[Evidence, Limits], Outcome | tuple[Outcome, ...]]
     softer_in: tuple[str, ...] = ()  # classes in which its errors are warnings
     harder_from: str = ""  # class from which its warnings are errors
     profiles: tuple[str, ...] = ()  # where it applies; empty is everywhere
+    origin: str = ""  # of a user's own rule: where it comes from; empty for rules of the edition
 
     @property
     def group(self) -> str:
-        """The first three letters."""
-        return self.id[:3]
+        """The letters of the id."""
+        return self.id.rstrip("0123456789")
 
     def with_limit(self, name: str, value: Value) -> Rule:
         """The rule with one constant changed everywhere: for tests, and for those who ask "what if"."""

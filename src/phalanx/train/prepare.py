@@ -25,9 +25,9 @@ from phalanx.elastic.preflight import MOST_RANKS_PER_CORE
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve
 from phalanx.hardware.discover import discover
-from phalanx.hardware.sharing import allowed_ranks
-from phalanx.job.dump import to_dict
-from phalanx.job.load import ResolvedJob, load
+from phalanx.hardware.local import allowed_ranks
+from phalanx.io.user_code import absolute_code
+from phalanx.job.load import ResolvedJob, job_to_dict, load
 from phalanx.job.schema import Batch, Job
 from phalanx.job.textfile import read_text
 from phalanx.plan.inputs import InputFindings, look_at_inputs
@@ -118,17 +118,15 @@ def with_absolute_files(resolved: ResolvedJob) -> ResolvedJob:
 
 
 def _absolute(job: Job, base: Path) -> Job:
-    """The job with cluster file and own module as absolute paths; `base` is the folder of the job file."""
-    file, module = job.cluster.file, job.model.module
-    name, colon, function = module.rpartition(":")
-    if name.endswith(".py"):
-        module = f"{(base / name).resolve()}{colon}{function}"
+    """The job with cluster file and own code as absolute paths; `base` is the folder of the job file."""
+    file, module = job.cluster.file, absolute_code(job.model.module, base)
     weights = str((base / job.train.weights).resolve()) if job.train.weights else ""
     return dataclasses.replace(
         job,
         train=dataclasses.replace(job.train, weights=weights),
         cluster=dataclasses.replace(job.cluster, file=str((base / file).resolve()) if file else ""),
         model=dataclasses.replace(job.model, module=module),
+        rules=tuple(absolute_code(name, base) for name in job.rules),
     )
 
 
@@ -396,7 +394,7 @@ def differences(old: Job, new: Job) -> list[str]:
 def flat(job: Job) -> dict[str, Any]:
     """Every setting by its dotted key."""
     result: dict[str, Any] = {}
-    for section, value in to_dict(job).items():
+    for section, value in job_to_dict(job).items():
         if isinstance(value, dict):
             result |= {f"{section}.{key}": item for key, item in value.items()}
         else:

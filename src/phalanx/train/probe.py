@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from phalanx.hardware.bench import Call, Task, serve
+from phalanx.hardware.probe_worker import Call, Task, serve_probe
 
 
 class TorchEngine:
@@ -78,4 +78,4 @@ class TorchEngine:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(TorchEngine))
+    sys.exit(serve_probe(TorchEngine))

@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.record.run import Run
 from phalanx.record.values import printable
 from phalanx.rules.edition import EDITION, find_rule
-from phalanx.rules.formats.plain import report_dict
+from phalanx.rules.formats.text import report_dict
 from phalanx.rules.live import Verdicts
 from phalanx.rules.rule import GROUPS, Limit, Rule
 from phalanx.web.answer import Json, Parts
@@ -79,7 +79,8 @@ def _without_places(told: Mapping[str, Any]) -> Json:
 
 def _groups(listed: Sequence[Json], folder: Path) -> list[Json]:
     """Findings under the names of their groups, in the order of the specification."""
-    titles = {**GROUPS, "SPC": OTHER}
+    own = {one["group"]: "your own rules" for one in listed if one.get("origin")}
+    titles = {**GROUPS, "SPC": OTHER, **own}
     kept = [_told(one, folder) for one in listed[:MOST_FINDINGS]]
     by_group = {group: [one for one in kept if one["group"] == group] for group in titles}
     return [{"group": key, "title": titles[key], "findings": found} for key, found in by_group.items() if found]
@@ -91,6 +92,7 @@ def _told(one: Json, folder: Path) -> Json:
     path = Path(one["file"]) if one["file"] else None
     inside = path is not None and path.is_relative_to(folder)
     file = "" if path is None or path == folder else str(path.relative_to(folder)) if inside else path.name
+    cleaned["origin"] = printable(Path(one["origin"]).name)
     return {**cleaned, "file": printable(file), "formula": [printable(line) for line in one["formula"]]}
 
 

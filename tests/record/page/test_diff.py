@@ -10,7 +10,7 @@ from typing import get_type_hints
 import pytest
 from synthetic import make_plan, write_run
 
-from phalanx.job.rules import rule_of
+from phalanx.job.key_rules import rule_of
 from phalanx.job.schema import SECTIONS, Job
 from phalanx.record.page.diff import SPELLING, Difference, compare, of_job, of_plan, of_run, of_runs, render
 

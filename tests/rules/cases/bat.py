@@ -9,7 +9,7 @@ from rules.kit import JOB, Case, Evidence, Flip, evidence
 from rules.logs import good_log, good_steps
 
 from phalanx.rules.facts.log import NoiseFacts
-from phalanx.rules.facts.practice import Practice
+from phalanx.rules.facts.trainers import Practice
 from phalanx.rules.outcome import Spot
 
 BATCH = 4_194_304

@@ -7,9 +7,9 @@ from dataclasses import replace
 from rules.kit import Case, Flip, evidence
 from rules.logs import good_checkpoints, good_log, incident, spread
 
-from phalanx.rules.facts.drill import DrillFacts
+from phalanx.rules.facts.drills import DrillFacts
 from phalanx.rules.facts.host import HostFacts
-from phalanx.rules.facts.practice import Practice
+from phalanx.rules.facts.trainers import Practice
 from phalanx.rules.outcome import Spot
 
 STATE = ("weights", "moments", "scheduler", "rng", "sampler", "tokens", "layout", "scaler")
@@ -353,7 +353,7 @@ CASES = [
         verdict="fail",
         evidence=habit(resumes_exactly=STATE[1:]),
         severity="error",
-        says="does not bring back: weights",
+        says="does not restore: weights",
         boundary=True,
     ),
     Case(rule="CKP006", name="no loss scale in bf16", verdict="pass", evidence=habit(resumes_exactly=STATE[:-1])),
@@ -362,7 +362,7 @@ CASES = [
         name="no loss scale in fp16",
         verdict="fail",
         evidence=job("precision.compute=fp16", practice=replace(OURS, resumes_exactly=STATE[:-1])),
-        says="does not bring back: scaler",
+        says="does not restore: scaler",
     ),
     Case(rule="CKP006", name="nobody says", verdict="unknown", evidence=habit(resumes_exactly=None)),
     Case(rule="CKP006", name="not drilled", verdict="unknown", evidence=job(drill=None)),
@@ -373,7 +373,7 @@ CASES = [
         verdict="fail",
         evidence=job(drill=replace(DRILL, profile="cpu-gloo", bitwise=False), profile="cpu-gloo"),
         boundary=True,
-        says="did not end as one that did not",
+        says="did not end like one without",
     ),
     Case(rule="CKP006", name="a drill that went wrong", verdict="fail", evidence=drilled(clean=False, bitwise=False)),
 ]

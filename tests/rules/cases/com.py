@@ -11,7 +11,7 @@ from rules.kit import JOB, Case, Evidence, Flip, answers, evidence
 from rules.logs import good_checkpoints, good_log, good_steps, spread
 
 from phalanx.rules.facts.host import HostFacts
-from phalanx.rules.facts.practice import Practice
+from phalanx.rules.facts.trainers import Practice
 
 # 1.5 billion parameters fit one GPU, so their gradients can be summed whole.
 SMALL = (

@@ -11,7 +11,7 @@ from rules.logs import good_cpu_log, good_log, good_monitor, good_steps, spread
 
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log import GrammarFacts
-from phalanx.rules.scaling import scaling_of
+from phalanx.rules.profiles import scaling_of
 
 
 def predicted(share: float, *, devices: int = 128, profile: str | None = None) -> Found:

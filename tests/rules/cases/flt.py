@@ -10,13 +10,12 @@ from rules.logs import good_cpu_log, good_log, incident, spread
 from rules.swap import swapped
 
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.drill import DrillFacts
+from phalanx.rules.facts.drills import DrillFacts
 from phalanx.rules.facts.host import HostFacts
 from phalanx.rules.facts.log import DigestFacts
-from phalanx.rules.facts.practice import Practice
-from phalanx.rules.facts.practices import PHALANX
+from phalanx.rules.facts.trainers import PHALANX, Practice
 from phalanx.rules.outcome import Spot
-from phalanx.rules.scaling import scaling_of
+from phalanx.rules.profiles import scaling_of
 
 PLANNED = ("fault.spares", "fault.failures_per_host_day", "batch.global_sequences")  # keys that change the plan
 SPOT = Spot(file="runs/x/events-00001.jsonl", line=7)
@@ -149,7 +148,7 @@ FLT001 = [
 FLT002 = [
     Case(rule="FLT002", name="a run with a failure", verdict="pass", evidence=run),
     Case(rule="FLT002", name="never seen", verdict="unknown", evidence=job, says="no evidence from the run log"),
-    Case(rule="FLT002", name="nothing fell", verdict="unknown", evidence=quiet, says="nothing fell in this run"),
+    Case(rule="FLT002", name="nothing fell", verdict="unknown", evidence=quiet, says="no failure in this run"),
     Case(rule="FLT002", name="a drill answers", verdict="pass", evidence=lambda: quiet(drills=(drill(),))),
     Case(
         rule="FLT002",
@@ -273,7 +272,7 @@ FLT003 = [
         name="another trainer",
         verdict="unknown",
         evidence=lambda: evidence(practice=other()),
-        says="no word for spare hosts",
+        says="no setting for spare hosts",
     ),
     Case(
         rule="FLT003",
@@ -346,7 +345,7 @@ FLT005 = [
         verdict="fail",
         evidence=lambda: run(preflights=1),
         boundary=True,
-        says="1 of 2 formations",
+        says="1 of 2 memberships",
     ),
     Case(rule="FLT005", name="the log does not say", verdict="unknown", evidence=lambda: run(preflights=None)),
     Case(
@@ -438,7 +437,7 @@ FLT006 = [
         verdict="unknown",
         evidence=lambda: large(40_000, job()),
     ),
-    Case(rule="FLT006", name="one rank", verdict="pass", evidence=lambda: large(1, job()), says="commits with nobody"),
+    Case(rule="FLT006", name="one rank", verdict="pass", evidence=lambda: large(1, job()), says="commits alone"),
     Case(rule="FLT006", name="no epochs", verdict="fail", evidence=lambda: job(practice=other(step_transaction=False))),
     Case(rule="FLT006", name="nobody knows", verdict="unknown", evidence=lambda: job(practice=other())),
 ]

@@ -104,7 +104,7 @@ CASES = [
         verdict="fail",
         evidence=ran(allocation_retries=1),
         severity="warning",
-        says="tried again 1 time",
+        says="retried 1 time",
         boundary=True,
     ),
     Case(rule="MEM002", name="nobody counted", verdict="unknown", evidence=ran(allocation_retries=None)),

@@ -8,7 +8,7 @@ from rules.kit import Case, Flip, evidence
 from rules.logs import good_log, good_steps
 
 from phalanx.rules.facts.parity import ParityFacts
-from phalanx.rules.facts.practice import Practice
+from phalanx.rules.facts.trainers import Practice
 from phalanx.rules.outcome import Spot
 
 OURS = Practice(trainer="phalanx", loss_scale="dynamic", fp8_spares_sensitive=True, skips_together=True)

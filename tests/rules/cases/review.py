@@ -14,7 +14,7 @@ from rules.swap import swapped
 from phalanx.plan.plan import CalibrationNote
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log import NoiseFacts
-from phalanx.rules.facts.practices import PHALANX
+from phalanx.rules.facts.trainers import PHALANX
 
 Found = Callable[[], Evidence]
 STOP = "fault.recovery=stop"

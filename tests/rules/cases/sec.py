@@ -12,8 +12,7 @@ from rules.swap import swapped
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.host import HostFacts
 from phalanx.rules.facts.log import GrammarFacts
-from phalanx.rules.facts.practice import Practice
-from phalanx.rules.facts.practices import PHALANX
+from phalanx.rules.facts.trainers import PHALANX, Practice
 from phalanx.rules.outcome import Spot
 
 SPOT = Spot(file="runs/x/logs/rank-00000.log", line=3)

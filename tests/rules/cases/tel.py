@@ -14,11 +14,11 @@ from phalanx.record.account.book import Accounts
 from phalanx.record.account.ledger import Ledger
 from phalanx.record.account.stragglers import Straggler
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.drill import DrillFacts
+from phalanx.rules.facts.drills import DrillFacts
 from phalanx.rules.facts.log import GrammarFacts, NoiseFacts, PeerFacts
-from phalanx.rules.facts.practice import Practice
+from phalanx.rules.facts.trainers import Practice
 from phalanx.rules.outcome import Spot
-from phalanx.rules.scaling import scaling_of
+from phalanx.rules.profiles import scaling_of
 
 Found = Callable[[], Evidence]
 SPOT = Spot(file="runs/good/events-00003.jsonl", line=812)

@@ -151,7 +151,7 @@ CASES = [
         evidence=lambda: evidence(host=host("PIX", "PHB")),
         boundary=True,
         severity="warning",
-        says="1 of 2 devices reach their card through the CPU",
+        says="1 of 2 devices reach their network card through the CPU",
     ),
     Case(rule="TOP003", name="one node", verdict="pass", evidence=lambda: evidence(cluster="8xH100:1")),
     Case(

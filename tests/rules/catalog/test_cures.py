@@ -8,7 +8,7 @@ import pytest
 from rules.cases.com import predicted, saving
 from rules.kit import answers, evidence, verdict
 
-from phalanx.rules.facts.practice import Practice
+from phalanx.rules.facts.trainers import Practice
 
 
 @pytest.mark.parametrize("step_s", [11.288, 23.99, 130.4])

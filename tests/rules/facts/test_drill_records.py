@@ -13,9 +13,8 @@ import pytest
 
 from phalanx.record.drill import NAME, drill_subject, key_path, sign, store_path
 from phalanx.record.run import Run
-from phalanx.rules.facts import records
-from phalanx.rules.facts.drill import DrillFacts, proof, proofs, why_none
-from phalanx.rules.facts.records import MOST_RECORDS, find_drills
+from phalanx.rules.facts import drills
+from phalanx.rules.facts.drills import MOST_RECORDS, DrillFacts, find_drills, proof, proofs, why_none
 from phalanx.train.drill.record import MOST_STORED, key, store, versions, write_record
 
 FAULTS = ["kill:rank=0,step=12,point=save-commit", "hang:rank=1", "damage:step=9", "flip"]
@@ -76,7 +75,7 @@ def test_what_a_record_proves(tmp_path: Path, environ: dict[str, str]) -> None:
 def test_a_record_of_other_code(tmp_path: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The version may be the same: it is for many commits."""
     write(tmp_path / "runs" / "a", environ)
-    monkeypatch.setattr(records, "our_code", lambda: "sha256:0")
+    monkeypatch.setattr(drills, "our_code", lambda: "sha256:0")
     [found] = find_drills([tmp_path / "runs"], environ=environ, subject=SUBJECT)
     assert (found.signed, found.version, found.current) == (True, versions()["phalanx"], False)
 

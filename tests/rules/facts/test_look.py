@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.hardware.machine import Gpu, Machine, Nic
-from phalanx.hardware.profile import Profile, save, usual_path
-from phalanx.rules.facts.look import this_host, variables
-from phalanx.rules.facts.nics import nic_paths
+from phalanx.hardware.probe import MachineProfile, save_profile, usual_path
+from phalanx.hardware.types import Gpu, Machine, Nic
+from phalanx.rules.facts.host import nic_paths, this_host, variables
 
 
 def test_this_machine() -> None:
@@ -28,7 +27,7 @@ def test_this_machine() -> None:
 
 
 def test_torch_is_not_imported() -> None:
-    code = "import sys; from phalanx.rules.facts.look import this_host; this_host(); print('torch' in sys.modules)"
+    code = "import sys; from phalanx.rules.facts.host import this_host; this_host(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
@@ -36,7 +35,7 @@ def test_what_the_probe_measured(tmp_path: Path) -> None:
     environ = {"XDG_DATA_HOME": str(tmp_path)}
     host = this_host(environ=environ)
     assert host.link_latency_s is None
-    measured = Profile(
+    measured = MachineProfile(
         hostname=host.name,
         taken_at="2026-11-15T00:00:00Z",
         engine="numpy",
@@ -56,7 +55,7 @@ def test_what_the_probe_measured(tmp_path: Path) -> None:
         seconds=1.0,
     )
     path = usual_path(host.name, environ)
-    save(measured, path, folders=True)
+    save_profile(measured, path, folders=True)
     again = this_host(environ=environ)
     assert again.link_latency_s == 3e-5
     assert again.link_bytes_per_s is None, "0 is not measured"

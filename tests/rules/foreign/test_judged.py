@@ -11,7 +11,7 @@ from rules.kit import answers
 
 from phalanx.errors import UserError
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.gather import Request, gather
+from phalanx.rules.gather import Request, gather_evidence
 from phalanx.rules.judge import Finding
 from phalanx.rules.outcome import Verdict
 
@@ -35,7 +35,7 @@ def gathered(
     path.write_text(text, encoding="utf-8")
     kind = {"run.toml": "torchtitan", "args.txt": "megatron", "ds.json": "deepspeed", "a.yaml": "accelerate"}[name]
     request = Request(look=False, source=kind, cluster=cluster, overrides=tuple(settings), **more)  # type: ignore[arg-type]
-    return gather(str(path), request, today=date(2026, 11, 15), environ={"HOME": "/dev/null"})
+    return gather_evidence(str(path), request, today=date(2026, 11, 15), environ={"HOME": "/dev/null"})
 
 
 def titan(tmp_path: Path, text: str, *, steps: int = 1_000_000, cluster: str | None = "8xH100:16") -> Evidence:
@@ -102,11 +102,11 @@ def test_checkpoints_that_are_off_are_named_so(tmp_path: Path, steps: int, sever
 
 
 def test_checkpoints_that_are_off_are_no_question_of_steps(tmp_path: Path) -> None:
-    from phalanx.rules.foreign.convert import convert
+    from phalanx.rules.foreign.convert import convert_config
 
     path = tmp_path / "run.toml"
     path.write_text(TITAN.format(steps=10) + "[checkpoint]\nenable = false\n", encoding="utf-8")
-    found = convert(path, "torchtitan")
+    found = convert_config(path, "torchtitan")
     assert found.practice.saves is False
     assert ("checkpoint.enable", "practice: saves") in found.mapped
     assert not [one for one in found.unmapped if one.key.startswith("checkpoint.")]

@@ -11,9 +11,8 @@ import pytest
 from phalanx.job.load import load
 from phalanx.job.schema import ClusterChoice
 from phalanx.plan.make import plan
-from phalanx.rules.foreign.convert import Converted, convert
-from phalanx.rules.foreign.detect import kind_of
-from phalanx.rules.foreign.trainers import TRAINERS
+from phalanx.rules.foreign.convert import TRAINERS, ConvertedConfig, convert_config
+from phalanx.rules.foreign.detect import trainer_of_file
 
 DATA = Path(__file__).parent / "data"
 
@@ -120,8 +119,8 @@ each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.file)
 
 
 @cache
-def converted(case: Published) -> Converted:
-    return convert(DATA / case.file, case.trainer, cluster=case.cluster, overrides=case.settings)
+def converted(case: Published) -> ConvertedConfig:
+    return convert_config(DATA / case.file, case.trainer, cluster=case.cluster, overrides=case.settings)
 
 
 def test_every_file_of_the_folder_is_a_case() -> None:
@@ -131,7 +130,7 @@ def test_every_file_of_the_folder_is_a_case() -> None:
 
 @each
 def test_it_is_recognised_by_its_content(case: Published) -> None:
-    assert kind_of(DATA / case.file) == case.trainer
+    assert trainer_of_file(DATA / case.file) == case.trainer
 
 
 @each

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import PhalanxError, UserError
-from phalanx.rules.foreign.convert import convert
-from phalanx.rules.foreign.detect import kind_of
-from phalanx.rules.foreign.shell import read_arguments
-from phalanx.rules.foreign.trainers import TRAINERS
-from phalanx.rules.foreign.trees import json_lines, read_tree
+from phalanx.rules.foreign.convert import TRAINERS, convert_config
+from phalanx.rules.foreign.detect import trainer_of_file
+from phalanx.rules.foreign.files import json_lines, read_arguments, read_tree
 
 DATA = Path(__file__).parent / "data"
 JUNK = ("-1", "1e308", "NaN", "null", "[]", "{}", '"', "9" * 30, "${a.b}", "*a", "&a", "\x1b[31m", "(", "$(x)", "`x`")
@@ -129,24 +127,26 @@ def test_lines_of_json_keys() -> None:
 )
 def test_what_is_nobodys_is_refused_with_the_choices(tmp_path: Path, name: str, text: str) -> None:
     with pytest.raises(UserError, match="torchtitan, megatron, deepspeed, accelerate or nemo"):
-        kind_of(written(tmp_path, name, text))
+        trainer_of_file(written(tmp_path, name, text))
 
 
 def test_a_job_file_is_none_of_theirs(tmp_path: Path) -> None:
     examples = Path(__file__).parents[3] / "examples"
-    assert [kind_of(path) for path in sorted(examples.glob("*.toml"))] == [""] * len(list(examples.glob("*.toml")))
+    assert [trainer_of_file(path) for path in sorted(examples.glob("*.toml"))] == [""] * len(
+        list(examples.glob("*.toml"))
+    )
     ours = 'spec = "2026.1"\n[model]\npreset = "gpt2"\n[batch]\nglobal_sequences = 8\n[training]\n[parallelism]\n'
-    assert kind_of(written(tmp_path, "job.toml", ours)) == ""
+    assert trainer_of_file(written(tmp_path, "job.toml", ours)) == ""
 
 
 def test_an_unknown_trainer_is_refused_with_the_nearest() -> None:
     with pytest.raises(UserError, match="did you mean megatron"):
-        convert(DATA / "megatron_llama3_8b.txt", "megatronlm")
+        convert_config(DATA / "megatron_llama3_8b.txt", "megatronlm")
 
 
 def test_unprintable_names_and_values_stay_out_of_the_job_file(tmp_path: Path) -> None:
     path = written(tmp_path, "x.json", '{"train_batch_size": 8, "evil\\u001b[31m": "a\\u001b]0;x\\u0007\\n[cluster]"}')
-    found = convert(path, "deepspeed", cluster="8xA100:1", overrides=("model.preset=gpt2", "data.sequence=1024"))
+    found = convert_config(path, "deepspeed", cluster="8xA100:1", overrides=("model.preset=gpt2", "data.sequence=1024"))
     assert found.text.isprintable() or all(one.isprintable() or one == "\n" for one in found.text)
     assert "\n[cluster]\nspec" in found.text  # our own section, and no other
     assert found.text.count("\n[cluster]") == 1
@@ -165,8 +165,8 @@ def test_damaged_files_are_refused_or_read_and_nothing_is_lost(tmp_path: Path) -
         path = written(tmp_path, source.name, text)
         kind = next((name for name in TRAINERS if source.name.startswith(name)), "nemo")
         try:
-            kind_of(path)
-            found = convert(path, kind)
+            trainer_of_file(path)
+            found = convert_config(path, kind)
             leaves = TRAINERS[kind].read(path)
         except PhalanxError:
             continue

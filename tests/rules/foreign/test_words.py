@@ -9,9 +9,9 @@ import pytest
 
 from phalanx.errors import UserError
 from phalanx.job.schema import Job
-from phalanx.rules.foreign import mcore, mcore_shape, nemo
-from phalanx.rules.foreign.convert import Converted, convert
-from phalanx.rules.foreign.detect import kind_of
+from phalanx.rules.foreign import mcore, nemo
+from phalanx.rules.foreign.convert import ConvertedConfig, convert_config
+from phalanx.rules.foreign.detect import trainer_of_file
 
 DATA = Path(__file__).parent / "data"
 GPT = (
@@ -20,22 +20,22 @@ GPT = (
 )
 
 
-def megatron(tmp_path: Path, text: str, *, cluster: str | None = "8xA100:1", plain: bool = False) -> Converted:
+def megatron(tmp_path: Path, text: str, *, cluster: str | None = "8xA100:1", plain: bool = False) -> ConvertedConfig:
     path = tmp_path / "args.txt"
     path.write_text(text if plain else f"{GPT} {text}\n", encoding="utf-8")
-    return convert(path, "megatron", cluster=cluster)
+    return convert_config(path, "megatron", cluster=cluster)
 
 
 def torchtitan(tmp_path: Path, text: str) -> Job:
     path = tmp_path / "run.toml"
     path.write_text(f'[model]\nname = "llama3"\nflavor = "8B"\n{text}', encoding="utf-8")
-    return convert(path, "torchtitan", cluster="8xH100:1").resolved.job
+    return convert_config(path, "torchtitan", cluster="8xH100:1").resolved.job
 
 
 def deepspeed(tmp_path: Path, text: str, *settings: str) -> Job:
     path = tmp_path / "ds.json"
     path.write_text(text, encoding="utf-8")
-    return convert(
+    return convert_config(
         path, "deepspeed", cluster="8xA100:1", overrides=("model.preset=gpt2", "data.sequence=1024", *settings)
     ).resolved.job
 
@@ -44,7 +44,7 @@ def accelerate(tmp_path: Path, text: str) -> Job:
     path = tmp_path / "a.yaml"
     path.write_text(text, encoding="utf-8")
     settings = ("model.preset=gpt2", "data.sequence=1024", "batch.global_sequences=64")
-    return convert(path, "accelerate", cluster="8xA100:1", overrides=settings).resolved.job
+    return convert_config(path, "accelerate", cluster="8xA100:1", overrides=settings).resolved.job
 
 
 @pytest.mark.parametrize(
@@ -165,9 +165,9 @@ def test_what_deepspeed_leaves_to_the_trainer_is_asked_for_and_not_guessed(tmp_p
         ' "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}'
     )
     settings = ("model.preset=gpt2", "data.sequence=1024")
-    found = convert(path, "deepspeed", cluster="8xA100:1", overrides=settings)
+    found = convert_config(path, "deepspeed", cluster="8xA100:1", overrides=settings)
     assert [one.fix for one in found.missing] == ["give --set precision.compute=bf16"]
-    found = convert(path, "deepspeed", cluster="8xA100:1", overrides=(*settings, "precision.compute=bf16"))
+    found = convert_config(path, "deepspeed", cluster="8xA100:1", overrides=(*settings, "precision.compute=bf16"))
     job = found.resolved.job
     assert (job.precision.grad_reduce, job.optim.clip, job.comm.bucket_mib) == ("bf16", 1.0, "auto")
     assert {one.key for one in found.unmapped} == {
@@ -195,7 +195,7 @@ def test_without_a_cluster_the_steps_stay_steps_and_are_listed(tmp_path: Path) -
 
 def test_megatrons_bucket_grows_with_the_data_ranks(tmp_path: Path) -> None:
     (tmp_path / "args.txt").write_text(f"{GPT} --global-batch-size 1024 --bf16 --overlap-grad-reduce\n")
-    found = convert(tmp_path / "args.txt", "megatron", cluster="8xA100:16")
+    found = convert_config(tmp_path / "args.txt", "megatron", cluster="8xA100:16")
     assert found.resolved.job.comm.bucket_mib == 488.3  # 128e6 parameters of 4 bytes
 
 
@@ -205,7 +205,7 @@ def test_a_size_that_is_a_variable_is_asked_for_and_not_replaced_by_a_default(tm
     why = {one.key: one.why for one in found.unmapped}
     assert why["--tensor-model-parallel-size"] == why["--lr"] == "a variable that nothing sets"
     path = tmp_path / "args.txt"
-    found = convert(path, "megatron", cluster="8xA100:1", overrides=("parallel.tensor=2", "data.sequence=512"))
+    found = convert_config(path, "megatron", cluster="8xA100:1", overrides=("parallel.tensor=2", "data.sequence=512"))
     assert found.missing == ()
     assert (found.resolved.job.parallel.tensor, found.resolved.job.data.tokens) == (2, 100 * 512)
 
@@ -214,7 +214,7 @@ def test_a_wrong_degree_is_a_mistake_at_its_own_line(tmp_path: Path) -> None:
     path = tmp_path / "args.txt"
     path.write_text(GPT + "\n--bf16\n--tensor-model-parallel-size 3\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"args\.txt:3: parallel\.tensor = 3 does not divide the model's 16 attention"):
-        convert(path, "megatron", cluster="8xA100:1")
+        convert_config(path, "megatron", cluster="8xA100:1")
 
 
 def test_habits_follow_the_settings(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_habits_follow_the_settings(tmp_path: Path) -> None:
 def test_every_habit_that_is_stated_names_its_source() -> None:
     from dataclasses import fields
 
-    from phalanx.rules.foreign.habits import _BY_NAME
+    from phalanx.rules.facts.trainers import _BY_NAME
 
     for practice in _BY_NAME.values():
         stated = {item.name for item in fields(practice) if getattr(practice, item.name) is not None}
@@ -239,18 +239,18 @@ def test_every_habit_that_is_stated_names_its_source() -> None:
 def test_the_caller_goes_before_the_file(tmp_path: Path) -> None:
     path = tmp_path / "args.txt"
     path.write_text(GPT + " --bf16\n", encoding="utf-8")
-    found = convert(
+    found = convert_config(
         path, "megatron", cluster="8xA100:1", overrides=("batch.global_sequences=32", "precision.compute=fp16")
     )
     assert found.resolved.job.batch.global_sequences == 32
     assert found.resolved.job.precision.compute == "fp16"
     assert found.resolved.origins["precision.compute"].kind == "set"
     with pytest.raises(UserError, match="is not an override"):
-        convert(path, "megatron", overrides=("nonsense",))
+        convert_config(path, "megatron", overrides=("nonsense",))
 
 
 def test_a_cluster_of_another_size_goes_before_the_files_own(tmp_path: Path) -> None:
-    found = convert(DATA / "megatron_gpt3_175b.sh", "megatron", cluster="8xA100:16")
+    found = convert_config(DATA / "megatron_gpt3_175b.sh", "megatron", cluster="8xA100:16")
     assert {one.key: one.why for one in found.unmapped}["--nnodes"] == "--cluster has 128 devices and goes before it"
 
 
@@ -259,8 +259,8 @@ def test_megatrons_own_test_recipes_are_read(tmp_path: Path) -> None:
     path = tmp_path / "model_config.yaml"
     flags = "".join(f"  {flag}: {value}\n" for flag, value in zip(*[iter(GPT.split())] * 2, strict=True))
     path.write_text(f"ENV_VARS:\n  NCCL_ALGO: Ring\nMODEL_ARGS:\n{flags}  --bf16: true\nTEST_TYPE: regular\n")
-    assert kind_of(path) == "megatron"
-    found = convert(path, "megatron", cluster="8xA100:1")
+    assert trainer_of_file(path) == "megatron"
+    found = convert_config(path, "megatron", cluster="8xA100:1")
     assert found.resolved.job.comm.algorithm == "ring"
     assert (found.resolved.job.model.layers, found.resolved.job.precision.compute) == (24, "bf16")
     assert found.unmapped == ()
@@ -274,7 +274,7 @@ def test_nemo_reads_references_and_leaves_functions_alone(tmp_path: Path) -> Non
         "  num_layers: 2\n  hidden_size: 64\n  num_attention_heads: 4\n  ffn_hidden_size: ${multiply:4,64}\n"
         "  kv_channels: ${model.hidden_size}\n  vocab_size: ${a.b}\n  loop: ${model.loop}\n"
     )
-    found = convert(path, "nemo", cluster="8xA100:1", overrides=("model.vocab=512",))
+    found = convert_config(path, "nemo", cluster="8xA100:1", overrides=("model.vocab=512",))
     model = found.resolved.job.model
     assert (model.max_positions, model.head_dim, model.ffn) == (512, 64, 256)
     assert found.resolved.job.precision.compute == "fp16"
@@ -302,7 +302,7 @@ def test_nemo_without_o2_keeps_gradients_in_fp32(
 ) -> None:
     path = tmp_path / "gpt.yaml"
     path.write_text(NEMO.format(precision=precision, more=more))
-    found = convert(path, "nemo", cluster="8xA100:1")
+    found = convert_config(path, "nemo", cluster="8xA100:1")
     assert (found.resolved.job.precision.grad_reduce, found.practice.sums_in) == (reduce, sums)
     assert found.resolved.origins["precision.grad_reduce"].by_hand
     assert found.resolved.job.precision.master_weights
@@ -315,7 +315,7 @@ def test_nemo_without_o2_keeps_gradients_in_fp32(
 def test_a_recipe_may_save_what_its_file_does_not_say(tmp_path: Path, more: str, saves: bool | None) -> None:
     path = tmp_path / "bridge.yaml"
     path.write_text("train:\n  global_batch_size: 8\n  micro_batch_size: 1\n  train_iters: 9\n" + more)
-    found = convert(path, "nemo", cluster="8xA100:1", overrides=("model.preset=gpt2", "data.sequence=1024"))
+    found = convert_config(path, "nemo", cluster="8xA100:1", overrides=("model.preset=gpt2", "data.sequence=1024"))
     assert found.practice.saves is saves
     origin = found.resolved.origins.get("checkpoint.interval_s")
     assert (origin is not None and origin.by_hand) == (saves is False)
@@ -339,7 +339,7 @@ def test_accelerates_passes_make_the_batch(
     path = tmp_path / "a.yaml"
     path.write_text(f"distributed_type: MULTI_GPU\nmixed_precision: bf16\ngradient_accumulation_steps: {passes}\n")
     settings = ("model.preset=gpt2", "data.sequence=1024", *settings)
-    found = convert(path, "accelerate", cluster="8xA100:1", overrides=settings)
+    found = convert_config(path, "accelerate", cluster="8xA100:1", overrides=settings)
     assert found.missing == ()
     assert (found.resolved.job.batch.global_sequences, found.resolved.job.batch.micro) == batch
     assert tuple(one.key for one in found.unmapped) == unmapped
@@ -357,7 +357,7 @@ def test_settings_of_a_converter_count_where_it_is_named(tmp_path: Path, convert
     path = tmp_path / "run.toml"
     text = f'[model]\nname = "llama3"\nflavor = "8B"\n{converters}[quantize.linear.float8]\nrecipe_name = "rowwise"\n'
     path.write_text(text + "[float8]\nenable_fsdp_float8_all_gather = true\n")
-    found = convert(path, "torchtitan", cluster="8xH100:1")
+    found = convert_config(path, "torchtitan", cluster="8xH100:1")
     assert dict(found.irrelevant)["quantize.linear.float8.recipe_name"] == why
     assert [one.key for one in found.unmapped] == (["float8.enable_fsdp_float8_all_gather"] if converters else [])
 
@@ -365,8 +365,8 @@ def test_settings_of_a_converter_count_where_it_is_named(tmp_path: Path, convert
 def test_nemo_knows_every_word_that_megatron_core_asks_for() -> None:
     asked = set(
         re.findall(
-            r"book\.(?:whole|number|flag|text|has|leaf)\(\"(\w+)\"\)",
-            Path(mcore.__file__).read_text() + Path(mcore_shape.__file__).read_text(),
+            r"config\.(?:whole|number|flag|text|has|leaf)\(\"(\w+)\"\)",
+            Path(mcore.__file__).read_text(),
         )
     )
     only_arguments = {

@@ -9,14 +9,14 @@ from xml.etree import ElementTree as Tree
 
 from rules.toy import bad, made, mixed, rule
 
-from phalanx.rules.formats import github, html, junit
-from phalanx.rules.formats.plain import report_dict
-from phalanx.rules.formats.render import FORMATS, render
+from phalanx.rules.formats import html, machine
+from phalanx.rules.formats.render import FORMATS, render_reports
+from phalanx.rules.formats.text import report_dict
 from phalanx.rules.outcome import Impact
 
 
 def test_json_has_every_field_of_every_finding() -> None:
-    found = json.loads(render("json", [mixed()], root="/", version=""))
+    found = json.loads(render_reports("json", [mixed()], root="/", version=""))
     assert found["counts"] == {"pass": 2, "fail": 2, "unknown": 1, "waived": 1, "exempt": 1}
     assert (found["exit_code"], found["errors"], found["evidence"]) == (1, 1, "JP")
     first = found["findings"][0]
@@ -27,7 +27,7 @@ def test_json_has_every_field_of_every_finding() -> None:
 
 
 def test_json_of_several_targets_is_a_list() -> None:
-    assert len(json.loads(render("json", [mixed(), mixed()], root="/", version=""))["reports"]) == 2
+    assert len(json.loads(render_reports("json", [mixed(), mixed()], root="/", version=""))["reports"]) == 2
 
 
 def test_numbers_that_json_has_no_word_for_are_null() -> None:
@@ -36,18 +36,18 @@ def test_numbers_that_json_has_no_word_for_are_null() -> None:
     found = report_dict(report)["findings"][0]
     assert (found["value"], found["threshold"], found["impact"]["points"], found["impact"]["usd"]) == (None,) * 4
     for name in FORMATS:
-        assert render(name, [report], root="/", version="1")
+        assert render_reports(name, [report], root="/", version="1")
 
 
 def test_github_commands_are_one_line_each_and_escaped() -> None:
-    lines = github.render([mixed()], root="/src").splitlines()
+    lines = machine.render_github([mixed()], root="/src").splitlines()
     assert [line.split(" ")[0] for line in lines] == ["::error", "::warning", "::notice", "::notice"]
     assert lines[0].startswith("::error file=job.toml,line=16,title=CKP901 toy-rule::7 toys lie about%0Atoys = 3 + 4")
     assert "50 %25 of [2J it" in lines[1]
     place = lines[1].split("::")[1]
     assert place == "warning file=runs/x y/events-00000.jsonl,line=7,title=CKP902 toy-rule"
     colons = made([rule(bad())])
-    assert "file=a%3Ab%2Cc.toml" in github.render([_elsewhere(colons, "a:b,c.toml")], root="/src")
+    assert "file=a%3Ab%2Cc.toml" in machine.render_github([_elsewhere(colons, "a:b,c.toml")], root="/src")
 
 
 def _elsewhere(report, file: str):
@@ -57,7 +57,7 @@ def _elsewhere(report, file: str):
 
 
 def test_junit_counts_and_skips_what_is_unknown() -> None:
-    suite = Tree.fromstring(junit.render([mixed()]).encode()).find("testsuite")
+    suite = Tree.fromstring(machine.render_junit([mixed()]).encode()).find("testsuite")
     assert suite is not None
     assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("7", "2", "2")
     cases = {(case.get("name") or "").split()[0]: case for case in suite}
@@ -84,7 +84,7 @@ class Tags(HTMLParser):
 
 
 def test_html_is_one_closed_file_without_scripts() -> None:
-    page = html.render([mixed()])
+    page = html.render_html([mixed()])
     seen = Tags()
     seen.feed(page)
     assert seen.open == []
@@ -97,13 +97,13 @@ def test_html_is_one_closed_file_without_scripts() -> None:
 def test_a_name_that_is_no_utf8_costs_no_report() -> None:
     report = _elsewhere(mixed(), "job-\udcff.toml")
     for name in FORMATS:
-        assert b"job-" in render(name, [report], root="/src", version="1").encode("utf-8"), name
+        assert b"job-" in render_reports(name, [report], root="/src", version="1").encode("utf-8"), name
 
 
 def test_no_format_writes_controls() -> None:
     report = _elsewhere(made([rule(bad(what="a\x1b[2J\x9b1m\u202eb", value="v\x9b\u202e"))]), "c\x9b\u202e.toml")
     for name in FORMATS:
-        text = render(name, [report], root="/", version="1")
+        text = render_reports(name, [report], root="/", version="1")
         assert text.replace("\n", "").isprintable(), name
-    found = json.loads(render("json", [report], root="/", version="1"))["findings"][0]
+    found = json.loads(render_reports("json", [report], root="/", version="1"))["findings"][0]
     assert (found["what"], found["file"]) == ("a\x1b[2J\x9b1m\u202eb", "c\x9b\u202e.toml")

@@ -11,7 +11,7 @@ from rules.kit import evidence
 from rules.toy import bad, made, mixed, rule
 
 from phalanx.rules.api import check_evidence
-from phalanx.rules.formats import sarif
+from phalanx.rules.formats import machine
 
 SCHEMA = Path(__file__).parent / "data" / "sarif-2.1.0.json"
 
@@ -24,7 +24,7 @@ def validator():
 
 
 def log_of(*reports, root: str = "/src") -> dict:
-    return json.loads(sarif.render(reports, root=root, version="0.1.0"))
+    return json.loads(machine.render_sarif(reports, root=root, version="0.1.0"))
 
 
 def test_every_verdict_validates(validator) -> None:

@@ -14,7 +14,9 @@ import pytest
 from synthetic import write_run
 
 from phalanx.record.run import Run
-from phalanx.rules.log import agree, feed, noise, sums
+from phalanx.rules.log import agreement as agree
+from phalanx.rules.log import files as feed
+from phalanx.rules.log import steps, sums
 from phalanx.rules.log.lines import Lines
 from phalanx.rules.log.stream import LogStream, read_log
 
@@ -236,7 +238,7 @@ def test_overlong_lines_among_others_are_cut_out(tmp_path, monkeypatch):
 
 def test_memory_does_not_grow_with_the_run(tmp_path, monkeypatch):
     """Six times the steps, in the same memory: what is kept of them is thinned out."""
-    for module, name in ((agree, "MOST_TIMES"), (sums, "MOST_SAMPLE"), (noise, "KEPT"), (sums, "HELD")):
+    for module, name in ((agree, "MOST_TIMES"), (sums, "MOST_SAMPLE"), (steps, "KEPT"), (sums, "HELD")):
         monkeypatch.setattr(module, name, 100)
     run = write_run(tmp_path, ranks=2, hosts=1, steps=200, incidents=0)
     peaks = []

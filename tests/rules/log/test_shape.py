@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 from synthetic import write_run
 
 from phalanx.record.schema import load_schema
-from phalanx.rules.log.shape import Columns, breaks, known_kinds
+from phalanx.rules.log.schema import Columns, breaks, known_kinds
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from phalanx.record.events import EventWriter
 from phalanx.record.provenance import job_digest, provenance
 from phalanx.record.run import Run
 from phalanx.rules.facts.log import LogFacts
-from phalanx.rules.log import agree
-from phalanx.rules.log.agree import Digests
+from phalanx.rules.log import agreement as agree
+from phalanx.rules.log.agreement import Digests
 from phalanx.rules.log.stream import LogStream, read_log
 
 

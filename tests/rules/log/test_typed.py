@@ -12,10 +12,11 @@ from synthetic import write_run
 
 from phalanx.record.run import Run
 from phalanx.rules.facts.log import LogFacts
-from phalanx.rules.log import feed, typed
-from phalanx.rules.log.shape import Columns
+from phalanx.rules.log import files as feed
+from phalanx.rules.log import lines as typed
+from phalanx.rules.log.lines import Typed, row
+from phalanx.rules.log.schema import Columns
 from phalanx.rules.log.stream import read_log
-from phalanx.rules.log.typed import Typed, row
 
 STEP = {
     "v": 1, "event": "step", "t": 1.5, "rank": 0, "step": 3, "epoch": None, "loss": 2.25, "tokens": 64,

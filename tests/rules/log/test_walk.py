@@ -15,8 +15,8 @@ from phalanx.record.account.ledger import Walk, walk
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
 from phalanx.rules.log import stream
+from phalanx.rules.log.accounts import Passing, quick_walk
 from phalanx.rules.log.stream import LogStream
-from phalanx.rules.log.walk import Passing, quick_walk
 
 
 def both(run: Run) -> tuple[Walk, Walk]:

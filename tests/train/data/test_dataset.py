@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import UserError
-from phalanx.job.dataset import read_manifest, verify
+from phalanx.job.dataset import read_manifest, verify_dataset
 from phalanx.train.data import dataset as module
 from phalanx.train.data.dataset import TokenDataset, check_dataset
 
@@ -102,7 +102,7 @@ def test_a_flipped_bit_is_found_by_verify(copy: Path) -> None:
     shard.write_bytes(data)
     TokenDataset.open(copy, "train")  # sizes agree
     with pytest.raises(UserError) as caught:
-        verify(copy)
+        verify_dataset(copy)
     wanted = read_manifest(copy).shards
     digest = next(one.sha256 for one in wanted if one.file == shard.name)
     assert f"{shard}: has changed: its digest is " in str(caught.value)

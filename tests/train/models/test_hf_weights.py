@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from phalanx.errors import UserError
 from phalanx.job.model import ModelShape
-from phalanx.job.shape import shape_of_config
+from phalanx.job.model_section import shape_of_config
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.models.hf_weights import INDEX, SINGLE, load_hf, read_hf, save_hf
 

@@ -53,7 +53,7 @@ def _refused(evidence: Evidence) -> tuple[Outcome, ...]:
     found = tuple(one for one in evidence.refusals if is_batch(one))
     if not found:
         told = "there is no plan, so the number of data ranks is not known"
-        return (unknown(told, fix="mend what TOP001 or MEM001 tells, or name a cluster"),)
+        return (unknown(told, fix="fix what TOP001 or MEM001 reports, or name a cluster"),)
     return tuple(
         failed(
             one.what,

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import daly, overhead
 from phalanx.rules.catalog.intervals import ALONE, SaveCost, interval_edits
-from phalanx.rules.catalog.lengths import job_s
-from phalanx.rules.catalog.measuring import is_rate_given, unmeasured, unmeasured_rate
-from phalanx.rules.catalog.unsaid import unsaid
+from phalanx.rules.catalog.shared import is_rate_given, job_s, unmeasured, unmeasured_rate, unsaid
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log import LogFacts, Spread
 from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
@@ -103,7 +101,7 @@ def _interval(evidence: Evidence, limits: Limits, n: Numbers) -> Outcome:
     if n.mtbf_s == math.inf:
         return exempt("no failure is expected: the last checkpoint is enough")
     if not (n.blocking_s >= 0 and n.mtbf_s > 0 and 0 <= n.interval_s < math.inf and 0 <= n.length_s < math.inf):
-        return unknown("a time of the plan is below zero or no number", fix="plan the job again: phalanx plan JOB")
+        return unknown("a time in the plan is negative or not a number", fix="plan the job again: phalanx plan JOB")
     best_s, interval_s = n.best_s, min(n.interval_s, n.length_s)
     if not math.isfinite(best_s) or n.length_s <= best_s:
         return exempt(f"the job ends in {format_seconds(n.length_s)}, before a checkpoint pays: the last one is enough")
@@ -147,7 +145,7 @@ def _never(evidence: Evidence, n: Numbers) -> Outcome:
     theirs = evidence.their_keys.get(KEY)
     turn_on = f"turn them on ({theirs})" if theirs else "turn them on"
     if not (n.mtbf_s > 0 and 0 <= n.length_s < math.inf and math.isfinite(n.best_s)):
-        note = Impact(note="how long the job takes, or how often a host fails, is no number")
+        note = Impact(note="how long the job takes, or how often a host fails, is not a number")
         return failed(told, at=KEY, severity="warning", impact=note, fix=turn_on)
     length_s, best_s = n.length_s, n.best_s
     now = overhead(0.0, length_s, n.mtbf_s)
@@ -193,7 +191,7 @@ def _grace(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
         return (missing,)
     need_s, formula = _needed(evidence.the_plan, evidence.log)
     if not math.isfinite(need_s):
-        return (unknown("how long a save takes is no number", fix="plan the job again: phalanx plan JOB", at=key),)
+        return (unknown("how long a save takes is not a number", fix="plan the job again: phalanx plan JOB", at=key),)
     room = limits.number("grace_room")
     told = f"step and save take {_told(need_s)} of the {grace_s:g} s after a SIGTERM"
     if need_s * room <= grace_s:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from phalanx.rules.catalog.ckp_drills import drilled, is_asked
-from phalanx.rules.catalog.unsaid import unsaid
+from phalanx.rules.catalog.shared import unsaid
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule

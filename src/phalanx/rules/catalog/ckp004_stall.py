@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from phalanx.rules.catalog.intervals import SaveCost, interval_edits, planned_cost, suits
-from phalanx.rules.catalog.lengths import job_s
-from phalanx.rules.catalog.unsaid import unsaid
+from phalanx.rules.catalog.shared import job_s, unsaid
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log import CheckpointFacts
 from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
@@ -28,7 +27,7 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
             exempt("the job ends before its first interval: only the last checkpoint is taken"),
         )
     elif not all(math.isfinite(one) for one in times[:3]):
-        rest = (unknown("a time of the plan is no number", fix="plan the job again: phalanx plan JOB"),)
+        rest = (unknown("a time in the plan is not a number", fix="plan the job again: phalanx plan JOB"),)
     else:
         rest = (_stall(evidence, limits, *times), _backlog(evidence, limits, *times))
     return (*rest, *_troubles(evidence, seen), *_disk(evidence, limits, seen), *_memory(evidence, limits))
@@ -153,7 +152,7 @@ def _exposed(evidence: Evidence, count: int) -> Impact:
     """A failure in the interval after a save that failed costs that interval too: τ with a chance of τ/M, each time."""
     r = evidence.the_plan.reliability
     if not (r.mtbf_s > 0 and math.isfinite(r.interval_s)):
-        return Impact(note="the newest checkpoint was older than the interval says")
+        return Impact(note="the newest checkpoint was older than the interval allows")
     return evidence.loses_once(
         count * r.interval_s**2 / r.mtbf_s, "failed saves × τ²/M: work that a failure would redo"
     )

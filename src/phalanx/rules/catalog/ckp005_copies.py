@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from phalanx.rules.catalog.intervals import ALONE, interval_edits, planned_cost
-from phalanx.rules.catalog.lengths import capped_s, failure_chance, job_s
+from phalanx.rules.catalog.shared import capped_s, failure_chance, job_s
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Impact, Outcome, Severity, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
@@ -167,7 +167,7 @@ checked: Phalanx replaces single ranks.
         "rack_devices": Limit(
             value=32,
             unit="devices",
-            note="a fast domain of so many, in several hosts, falls as one (NVL36, NVL72): house",
+            note="a fast domain of so many, in several hosts, fails as one (NVL36, NVL72): house",
         ),
         "memory_ratio": Limit(
             value=1.0,
@@ -185,7 +185,7 @@ interval_s = 200000
 memory_every = "auto"
 """,
     fix='`memory_every = "auto"`; a peer on another host, or another rack.',
-    waive="A job of one rack whose owner accepts to go back to the disk when it falls.",
+    waive="A job of one rack whose owner accepts to go back to the disk when it fails.",
     references=(
         Reference(text="ByteRobust, arXiv:2509.16293 section 6.3", mark="read"),
         Reference(text="Gemini, doi 10.1145/3600006.3613145", mark="secondary"),

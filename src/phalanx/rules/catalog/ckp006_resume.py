@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.rules.catalog.ckp_drills import SUITE, is_asked, missing
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.drill import proofs
+from phalanx.rules.facts.drills import proofs
 from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
@@ -12,7 +12,7 @@ OTHER = Impact(note="not time: after each resume another run goes on, with data 
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """What a checkpoint holds, and whether a run that fell ended with the bits of one that did not."""
+    """What a checkpoint holds, and whether a run with a failure ended with the bits of one without."""
     parts = _parts(evidence, limits)
     return (parts, _proved(evidence, limits)) if is_asked(evidence, parts) else (parts,)
 
@@ -21,7 +21,7 @@ def _parts(evidence: Evidence, limits: Limits) -> Outcome:
     practice = evidence.practice
     if practice.resumes_exactly is None:
         return unknown(
-            f"nothing says what a resume of {practice.trainer} brings back",
+            f"nothing says what a resume of {practice.trainer} restores",
             fix="look up which parts of the state its checkpoints hold",
         )
     needed = [*limits.words("parts")]
@@ -30,9 +30,9 @@ def _parts(evidence: Evidence, limits: Limits) -> Outcome:
     lost = [part for part in needed if part not in practice.resumes_exactly]
     formula = (f"needed: {', '.join(needed)}", f"brought back: {', '.join(practice.resumes_exactly) or 'nothing'}")
     if not lost:
-        return passed(f"a resume brings back all {len(needed)} parts of the state", formula=formula)
+        return passed(f"a resume restores all {len(needed)} parts of the state", formula=formula)
     return failed(
-        f"a resume of {practice.trainer} does not bring back: {', '.join(lost)}",
+        f"a resume of {practice.trainer} does not restore: {', '.join(lost)}",
         formula=formula,
         value=", ".join(lost),
         impact=OTHER,
@@ -41,7 +41,7 @@ def _parts(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _proved(evidence: Evidence, limits: Limits) -> Outcome:
-    what = "a run that fell and ended with the bits of one that did not"
+    what = "a run with a failure that ended bit for bit like one without"
     ours = evidence.practice.trainer == "phalanx"
     kinds = limits.words("restoring_faults")
     found = [
@@ -55,14 +55,14 @@ def _proved(evidence: Evidence, limits: Limits) -> Outcome:
     if drill.bitwise and drill.clean:
         return passed(f"drilled: {what}: {drill.told}", value=True, threshold=True)
     if drill.clean and not limits.flag("bitwise"):
-        return passed(f"drilled: a run that fell and went on as one that did not: {drill.told}")
+        return passed(f"drilled: a run with a failure went on like one without: {drill.told}")
     told = "; ".join(drill.wrong[:3]) or "its digests differ from the replay's, or there was no replay"
     return failed(
-        f"drilled: a run that fell did not end as one that did not: {told}",
+        f"drilled: a run with a failure did not end like one without: {told}",
         value=drill.bitwise,
         threshold=True,
         impact=OTHER,
-        fix=f"mend what the record {drill.path} tells, then {SUITE}",
+        fix=f"fix what the record {drill.path} reports, then {SUITE}",
     )
 
 
@@ -80,7 +80,7 @@ reproducibly from any checkpoint.
 """,
     how="""
 A checkpoint holds weights, moments, schedule, random state of each rank, the sampler's place, tokens seen and layout,
-in fp16 the loss scale too (the trainer's documentation or code); and in a signed drill a run that fell ended with the
+in fp16 the loss scale too (the trainer's documentation or code); and in a signed drill a run that failed ended with the
 digests of a replay without the fault: every bit on a CPU in fp32. On other profiles the order of sums is not fixed,
 so a drill need only be clean there; how far losses may part is not judged.
 """,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.rules.catalog.flt_shared import drilled as newest
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.drill import why_none
+from phalanx.rules.facts.drills import why_none
 from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
 
 SUITE = "phalanx drill JOB --suite"
@@ -18,11 +18,11 @@ def drilled(evidence: Evidence, kinds: tuple[str, ...], *, what: str, harm: Impa
     if drill.clean:
         return passed(f"drilled: {what}, and nothing was lost or wrong: {drill.told}", value=True, threshold=True)
     return failed(
-        f"drilled: {what}, and it did not go well: {'; '.join(drill.wrong[:3]) or 'the oracle found a fault'}",
+        f"drilled: {what}, and it failed: {'; '.join(drill.wrong[:3]) or 'the oracle found a fault'}",
         value=False,
         threshold=True,
         impact=harm,
-        fix=f"mend what the record {drill.told} tells, then {SUITE}",
+        fix=f"fix what the record {drill.told} reports, then {SUITE}",
     )
 
 

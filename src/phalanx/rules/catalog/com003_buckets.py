@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from phalanx.rules.catalog.com_messages import MIB, Message, damaged, gradient_messages, message_time, sane
-from phalanx.rules.catalog.measuring import unmeasured
+from phalanx.rules.catalog.shared import unmeasured
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Outcome, exempt, failed, passed
 from phalanx.rules.rule import Limit, Limits, Reference, Rule

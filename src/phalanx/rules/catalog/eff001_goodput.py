@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import Reliability, effective_time
-from phalanx.rules.catalog.lengths import capped_s, job_s
-from phalanx.rules.catalog.margin import MARGIN, below
-from phalanx.rules.catalog.measuring import site_interval, unmeasured_rate
+from phalanx.rules.catalog.shared import MARGIN, below, capped_s, job_s, site_interval, unmeasured_rate, unsaid
 from phalanx.rules.catalog.tel_measured import file_of, known, still_reading, wall_s
-from phalanx.rules.catalog.unsaid import unsaid
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Impact, Outcome, Spot, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
@@ -31,7 +28,7 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 def _no_plan(evidence: Evidence) -> Outcome:
     if evidence.refusals:
         return unknown(
-            f"there is no plan: {evidence.refusals[0].what}", fix="mend that first: TOP001 and MEM001 say how"
+            f"there is no plan: {evidence.refusals[0].what}", fix="fix that first: TOP001 and MEM001 say how"
         )
     return unknown("neither a plan nor a run says how much of the time trains", fix="name a cluster, or a run")
 
@@ -48,7 +45,7 @@ def _ended(evidence: Evidence) -> tuple[Outcome, ...]:
             threshold="done",
             at=Spot(file=f"{log.folder}/status.json"),
             impact=Impact(note="the rest of the job was not done, and what was not saved is lost"),
-            fix="mend what it says; phalanx train --resume RUN goes on from the last checkpoint",
+            fix="fix what it reports; phalanx train --resume RUN goes on from the last checkpoint",
         ),
     )
 

@@ -61,7 +61,7 @@ def _told(log: LogFacts, sources: tuple[str, ...]) -> Outcome:
         energy_j = known(log.monitor.energy_j)
     if energy_j is None:
         return still_reading(log, "energy") or unknown(
-            "a counter is named and no joules are told", fix="look at energy_j in the monitor events"
+            "a counter is named, but no joules are recorded", fix="look at energy_j in the monitor events"
         )
     tokens = sum(size * count for size, count in (steps.tokens or {}).items()) if steps is not None else 0
     each = f", {energy_j / tokens:.3g} J per token" if tokens > 0 else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from phalanx.rules.catalog.flt_shared import counted, high, per_failure, which_drills, with_ranks
-from phalanx.rules.catalog.margin import MARGIN, beyond
+from phalanx.rules.catalog.shared import MARGIN, beyond
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Impact, Outcome, Severity, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
@@ -87,7 +87,7 @@ def _hasty(evidence: Evidence, told: str, least: float, limits: Limits) -> Outco
     """Shorter than a few heartbeats: every rank is dead between two of them."""
     beats, beat_s = limits.number("least_beats"), evidence.practice.heartbeat_s or 0.0
     return failed(
-        f"{told}, and says only every {beat_s:g} s that it lives",
+        f"{told}, and sends a heartbeat only every {beat_s:g} s",
         formula=(f"fault.dead_after_s < {beats:g} heartbeats × {beat_s:g} s = {least:g} s",),
         value=evidence.the_job.fault.dead_after_s,
         threshold=least,
@@ -101,7 +101,7 @@ def _hasty(evidence: Evidence, told: str, least: float, limits: Limits) -> Outco
 
 
 def _measured(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """From the log where something fell, else from drills; a run without a failure is settled by the job's keys."""
+    """From the log where something failed, else from drills; a run without a failure is settled by the job's keys."""
     log = evidence.log
     if log is not None and log.detect_s is not None and log.detect_s.count:
         count = log.detect_s.count
@@ -117,7 +117,7 @@ def _measured(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 def _judged(evidence: Evidence, value_s: float, where: str, limits: Limits, *more: str) -> Outcome:
     most = limits.number("measured_s")
     told = f"p95 of detection {where} is {format_seconds(value_s)}"
-    if value_s <= 0:  # who fell said so itself
+    if value_s <= 0:  # the rank itself reported it
         told = f"detection {where} took no time"
     told = "; ".join([told, *more])
     if value_s <= most:
@@ -152,7 +152,7 @@ for NCCL and 1800 s for gloo. From 10 minutes to 90 s is worth 0.3 points of eff
 `heartbeat <= 5 s` (a habit of the trainer), `4 heartbeats <= fault.dead_after_s <= 30 s` (Phalanx beats every 0.25 s),
 and `p95(detection) <= 30 s` over the failures of the run, or over drills of this code and profile where the run had
 none. A fault of the network has no bound of its own: heartbeats go over it, and `dead_after_s` holds for all silence.
-Before a run, and for a run in which nothing fell, the first two settle it. On CPUs what was measured must be
+Before a run, and for a run without a failure, the first two settle it. On CPUs what was measured must be
 within 10 s: nothing there takes longer. Up to a tenth beyond a bound is a warning, and so is all that is late in jobs
 of up to 64 devices.
 """,

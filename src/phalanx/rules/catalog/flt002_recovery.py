@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.rules.catalog.flt_shared import counted, high, how_to_see, no_drill, per_failure, which_drills, with_ranks
-from phalanx.rules.catalog.margin import MARGIN, beyond
+from phalanx.rules.catalog.shared import MARGIN, beyond
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log import LogFacts
 from phalanx.rules.outcome import Impact, Outcome, Severity, Spot, failed, passed, unknown
@@ -33,7 +33,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
 def _nothing(log: LogFacts | None) -> str:
     if log is None:
         return "no evidence from the run log"
-    return "no step was left to do after what fell" if log.incidents else "nothing fell in this run"
+    return "no step was left to do after the failure" if log.incidents else "no failure in this run"
 
 
 def _is_fatal(log: LogFacts) -> bool:
@@ -81,7 +81,7 @@ def _severity(value_s: float, bound_s: float, limits: Limits) -> Severity | None
 def _never(evidence: Evidence, log: LogFacts) -> Outcome:
     count, last = len(log.incidents), log.incidents[-1]
     stops = evidence.job is not None and evidence.job.fault.recovery == "stop"
-    again = 'fault.recovery = "auto" would have gone on by itself' if stops else "mend first what it says"
+    again = 'fault.recovery = "auto" would have gone on by itself' if stops else "first fix what it reports"
     return failed(
         f"the last of {plural(count, 'failure')} ended the run: {last.what or 'no cause is on record'}",
         value=count,
@@ -107,7 +107,7 @@ to 3 and effective time from 44 to 80 % (arXiv:2602.00277). At one failure every
 instead of 90 s cost 4.5 points.
 """,
     how="""
-`p95(time from the failure to the end of the next step that stayed)` over the failures of the run; where nothing fell,
+`p95(time from the failure to the end of the next step that stayed)` over the failures of the run; without a failure,
 over drills of this code and profile (the answer says with how many ranks). The bound is 90 s up to 16,384 devices and
 180 s beyond, 600 s where `fault.recovery = "stop"` leaves it to somebody else, 30 s on CPUs. Late is an error from 65
 devices on and a warning below, and up to a tenth beyond the bound. A run that is over and whose last failure no step

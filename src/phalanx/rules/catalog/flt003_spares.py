@@ -7,8 +7,7 @@ import math
 from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import Reliability, spares
 from phalanx.rules.catalog.flt_shared import per_failure
-from phalanx.rules.catalog.lengths import failure_chance, job_s
-from phalanx.rules.catalog.measuring import site_interval, unmeasured_rate
+from phalanx.rules.catalog.shared import failure_chance, job_s, site_interval, unmeasured_rate
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
@@ -27,12 +26,12 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     need, formula = _need(plan, limits)
     if need == 0:
         return exempt(
-            f"of {plural(plan.reliability.hosts, 'host')} none is down in 99 % of the time: no spare is needed"
+            f"of {plural(plan.reliability.hosts, 'host')} none is down 99 % of the time: no spare host is needed"
         )
     if not evidence.stated("fault.spares") and not evidence.stated("fault.recovery"):
         trainer = evidence.practice.trainer
         return unknown(
-            f"{trainer} has no word for spare hosts: {need} are needed",
+            f"{trainer} has no setting for spare hosts: {need} are needed",
             fix="say how many are kept: --set fault.spares=N",
         )
     have = plan.reliability.spares
@@ -61,7 +60,7 @@ def _stops(evidence: Evidence, limits: Limits) -> Outcome:
     """The first failure ends the job: no spare is ever used, whatever `fault.spares` says."""
     mtbf_s, length_s, most = evidence.the_plan.reliability.mtbf_s, job_s(evidence.the_plan), limits.number("stop_risk")
     if not (mtbf_s > 0 and length_s >= 0):
-        return unknown("a time of the plan is no number", fix="plan the job again: phalanx plan JOB")
+        return unknown("a time in the plan is not a number", fix="plan the job again: phalanx plan JOB")
     risk = failure_chance(evidence.the_plan)
     length, apart = format_seconds(length_s), format_seconds(mtbf_s)
     formula = (f"1 - exp(-{length} / {apart} between failures) = {risk:.1%}; at most {most:.0%}",)

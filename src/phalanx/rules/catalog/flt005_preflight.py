@@ -22,11 +22,11 @@ def _habit(evidence: Evidence) -> Outcome:
     practice = evidence.practice
     if practice.preflight is None:
         return unknown(
-            f"whether {practice.trainer} looks at its hosts before it starts is not known",
+            f"whether {practice.trainer} checks its hosts before it starts is not known",
             fix="run a health check in the prolog (dcgmi diag -r 1) and say so in a waiver",
         )
     if practice.preflight:
-        return passed(f"{practice.trainer} looks at every host before it takes part, and again before each formation")
+        return passed(f"{practice.trainer} checks every host before it takes part, and again before each membership")
     return failed(
         f"{practice.trainer} starts on whatever it is given",
         severity="warning",  # the scheduler may look, which no configuration of a trainer says
@@ -38,11 +38,11 @@ def _habit(evidence: Evidence) -> Outcome:
 def _run(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
     if log.preflights is None or log.formations is None:
         return unknown(
-            "the log does not say whether hosts were looked at before they took part",
+            "the log does not say whether hosts were checked before they took part",
             fix="phalanx train writes it to supervisor.jsonl; ranks that another launcher started have no supervisor",
         )
     missing = log.formations - log.preflights
-    told = f"in {log.preflights} of {log.formations} formations every host had been looked at when it joined"
+    told = f"in {log.preflights} of {log.formations} memberships every host had been checked when it joined"
     told += f"; {plural(log.refused_hosts, 'host')} or places were shut out" if log.refused_hosts else ""
     if missing <= limits.number("missed"):
         return passed(told, value=log.preflights, threshold=log.formations, unit="formations")
@@ -53,7 +53,7 @@ def _run(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
         threshold=log.formations,
         unit="formations",
         impact=_a_start(evidence),
-        fix="update phalanx on all hosts: agents look before every formation since 0.4",
+        fix="update phalanx on all hosts: agents check before every membership since 0.4",
     )
 
 

@@ -6,7 +6,7 @@ import math
 
 from phalanx.rules.catalog.flt_shared import drilled, how_to_see, no_drill, with_ranks
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.drill import DrillFacts
+from phalanx.rules.facts.drills import DrillFacts
 from phalanx.rules.facts.log import DigestFacts, LogFacts
 from phalanx.rules.outcome import Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
@@ -19,7 +19,7 @@ CHANGES = ("partition", "freeze", "host", "hang", "kill")  # faults after which 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """What the trainer promises, what the log shows, what drills proved."""
     if evidence.devices < 2:
-        return (exempt("one rank commits with nobody"),)
+        return (exempt("one rank commits alone"),)
     parts = (_promise(evidence), *_run(evidence, limits), *_drill(evidence, limits))
     return tuple(part for part in parts if part is not None)
 
@@ -31,13 +31,13 @@ def _promise(evidence: Evidence) -> Outcome | None:
         return None
     if practice.step_transaction is None:
         return unknown(
-            f"whether {practice.trainer} fences ranks of the past is not known",
+            f"whether {practice.trainer} fences ranks of an earlier membership is not known",
             fix="check the log of a run that lost a rank",
         )
     if practice.step_transaction:
-        return passed(f"{practice.trainer} numbers its epochs, and refuses a commit of an older one")
+        return passed(f"{practice.trainer} numbers its generations, and refuses a commit of an older one")
     return failed(
-        f"{practice.trainer} has no epochs: a rank that wakes up late may write over newer work",
+        f"{practice.trainer} has no generations: a rank that wakes up late may overwrite newer work",
         severity="warning",  # a launcher that ends all ranks before it starts them again keeps the past out too
         impact=RARE,
         fix="end all processes of a job before it is started again, and write checkpoints to a new folder each time",
@@ -58,7 +58,7 @@ def _run(evidence: Evidence, limits: Limits) -> tuple[Outcome | None, ...]:
 def _undigested(evidence: Evidence, log: LogFacts) -> Outcome | None:
     """Nothing was compared: only a run whose members never changed has nothing to prove."""
     if log.formations is not None and log.formations <= 1:
-        return exempt("the members of the run never changed: nobody could speak from the past")
+        return exempt("the membership never changed: no rank could act on an old one")
     if log.digests is not None and log.digests.alone:
         return exempt(
             f"nobody holds a copy of these weights: {plural(log.digests.alone, 'digest')}, none to compare with"
@@ -127,7 +127,7 @@ def _told(evidence: Evidence, one: DrillFacts) -> str:
 
 def _wanted(evidence: Evidence) -> Outcome:
     return unknown(
-        f"{evidence.devices:,} devices lose somebody all the time, and {no_drill(evidence)}", fix=how_to_see(evidence)
+        f"{evidence.devices:,} devices lose a rank all the time, and {no_drill(evidence)}", fix=how_to_see(evidence)
     )
 
 

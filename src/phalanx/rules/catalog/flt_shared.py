@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.drill import DrillFacts, proof, proofs, why_none
+from phalanx.rules.facts.drills import DrillFacts, proof, proofs, why_none
 from phalanx.rules.outcome import Impact
 from phalanx.units import format_seconds, plural
 
@@ -69,7 +69,7 @@ def no_drill(evidence: Evidence) -> str:
 
 def how_to_see(evidence: Evidence) -> str:
     """How a recovery is seen, for the trainer there is."""
-    return DRILL if evidence.practice.trainer == OURS else "check the log of a run in which something fell"
+    return DRILL if evidence.practice.trainer == OURS else "check the log of a run with a failure"
 
 
 def _ours(evidence: Evidence) -> tuple[DrillFacts, ...]:

@@ -63,7 +63,7 @@ def _refused(evidence: Evidence) -> Outcome:
                 fix=problem.fix or "use more devices, or devices with more memory",
             )
     why = evidence.refusals[0].what if evidence.refusals else "no cluster is named"
-    return unknown(f"there is no plan: {why}", fix="mend that first, or name a cluster (--cluster 8xH100:16)")
+    return unknown(f"there is no plan: {why}", fix="fix that first, or name a cluster (--cluster 8xH100:16)")
 
 
 def _roomier(plan: Plan, most_bytes: float) -> str:

@@ -30,8 +30,8 @@ def _ends(evidence: Evidence, log: LogFacts) -> Outcome:
     dead = [one for one in log.incidents if any(word in one.what.lower() for word in OUT_OF_MEMORY)]
     if not dead and log.formations is None:
         return unknown(
-            "no supervisor told why ranks ended",
-            fix="start it with phalanx train, whose agents tell; under another launcher look at its own log",
+            "no supervisor recorded why ranks ended",
+            fix="start it with phalanx train, whose agents record it; under another launcher see its own log",
         )
     if not dead:
         return passed("no rank ran out of memory", value=0, threshold=0)
@@ -50,9 +50,9 @@ def _retries(monitor: MonitorFacts, limits: Limits) -> Outcome:
     if count is None:
         return unknown("nobody counted the allocator's retries", fix="telemetry of a trainer that reports them")
     if count <= most:
-        return passed(f"the allocator tried again {plural(count, 'time')}", value=count, threshold=most)
+        return passed(f"the allocator retried {plural(count, 'time')}", value=count, threshold=most)
     return failed(
-        f"the allocator gave its memory back and tried again {plural(count, 'time')}",
+        f"the allocator freed its cache and retried {plural(count, 'time')}",
         value=count,
         threshold=most,
         impact=Impact(note="each stops the device while its cache is freed; the steps it hit are in EFF003"),
@@ -89,9 +89,9 @@ def _stalls(evidence: Evidence, monitor: MonitorFacts, limits: Limits) -> Outcom
     if not monitor.pressure_source.startswith("psi") or share is None or not math.isfinite(share):
         return exempt("the kernel keeps no pressure stall information, and these are not GPUs")
     if share <= most:
-        return passed(f"ranks stalled for want of memory {share:.2%} of the time", value=share, threshold=most)
+        return passed(f"ranks stalled for lack of memory {share:.2%} of the time", value=share, threshold=most)
     return failed(
-        f"ranks stalled for want of memory {share:.2%} of the time, more than {most:.0%}",
+        f"ranks stalled for lack of memory {share:.2%} of the time, more than {most:.0%}",
         formula=(f"mean of {monitor.pressure_source}, some, over all samples = {share:.4f}",),
         value=share,
         threshold=most,
@@ -102,13 +102,13 @@ def _stalls(evidence: Evidence, monitor: MonitorFacts, limits: Limits) -> Outcom
 
 def _honest(evidence: Evidence, monitor: MonitorFacts, limits: Limits) -> Outcome:
     if not limits.flag("judge_prediction"):
-        return exempt(f"on {evidence.profile.name} the peak is measured of the process, not of an allocator")
+        return exempt(f"on {evidence.profile.name} the peak is measured for the process, not for an allocator")
     if evidence.plan is None:
-        return exempt("there is no plan to hold the peak against")
+        return exempt("there is no plan to compare the peak with")
     peak, planned = monitor.memory_peak_bytes, evidence.plan.memory.total_bytes
     if not peak or not math.isfinite(peak):
         return unknown(
-            "no rank reported its peak of memory", fix="a run longer than telemetry.interval_s, in which ranks report"
+            "no rank reported its peak memory", fix="a run longer than telemetry.interval_s, in which ranks report"
         )
     off, most = planned / peak - 1, limits.number("most_error")
     formula = (f"{format_bytes(planned)} / {format_bytes(peak)} − 1 = {off:+.1%}",)

@@ -60,7 +60,7 @@ def _plain(compute: str, kind: str, formula: tuple[str, ...]) -> Outcome:
     if kind == "none":
         return passed(f"{compute} without a loss scale", formula=formula, value=kind, threshold="none")
     return failed(
-        f"{compute} has the exponents of fp32, and the loss is scaled all the same ({kind})",
+        f"{compute} has the exponents of fp32, and the loss is scaled anyway ({kind})",
         formula=formula,
         value=kind,
         threshold="none",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.rules.catalog.unsaid import unsaid
+from phalanx.rules.catalog.shared import unsaid
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Impact, Outcome, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from phalanx.rules.catalog.margin import MARGIN, beyond_count
+from phalanx.rules.catalog.shared import MARGIN, beyond_count
 from phalanx.rules.catalog.tel_measured import file_of
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log import StepFacts
@@ -167,7 +167,7 @@ def _jump(evidence: Evidence, limits: Limits, steps: StepFacts) -> Outcome:
         unit="x",
         at=spot or "",
         severity="warning",
-        impact=Impact(note="the run went on; whether it learnt less, only a run from before that step tells"),
+        impact=Impact(note="the run went on; only a run from before that step shows whether it learnt less"),
         fix="look at the data of that step; train.spike_factor skips such steps, a longer warm-up avoids them",
     )
 

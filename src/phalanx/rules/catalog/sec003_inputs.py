@@ -87,24 +87,25 @@ def _texts(evidence: Evidence) -> Outcome:
                     value=len(value),
                     at=key,
                     impact=NO_TIME,
-                    fix="write the path anew: line breaks and escapes have no place in one",
+                    fix="write the path again: line breaks and escapes have no place in one",
                 )
     return passed("all paths are plain text")
 
 
 def _code(evidence: Evidence) -> tuple[Outcome, ...]:
-    module = evidence.the_job.model.module
-    if not module:
-        return ()
-    return (
+    job = evidence.the_job
+    named = [("model.module", job.model.module), *(("rules", name) for name in job.rules)]
+    return tuple(
         failed(
-            f"model.module = {_shown(module)} runs code of its own",
-            value=module[:60],
-            at="model.module",
+            f"{key} = {_shown(name)} runs code of its own",
+            value=name[:60],
+            at=key,
             severity="info",
             impact=NO_TIME,
-            fix="read it first; phalanx train asks for --allow-code",
-        ),
+            fix="read it first; nothing runs it without --allow-code",
+        )
+        for key, name in named
+        if name
     )
 
 
@@ -128,7 +129,7 @@ TOML and JSON are read by parsers that run nothing, with limits on size and dept
 file. Here: the name matches `[a-z0-9][a-z0-9._-]{0,62}`; `checkpoint.path` is inside the run, absolute, or the URL of
 a store, and contains no `..` that leads out; no path holds control characters. Paths that are only read (`data.path`,
 `train.weights`) may lie anywhere. An absolute `checkpoint.path` is allowed: whoever starts the job chooses the disk,
-and sees what it is. `model.module` is told of, and runs with `--allow-code` only.
+and sees what it is. `model.module` and `rules` are told of, and run with `--allow-code` only.
 """,
     limits={
         "name_most": Limit(value=63, unit="characters", note="a DNS label: names become those of folders and pods"),

@@ -36,7 +36,7 @@ rule = "CKP001"
 reason = "cluster moves next month"
 expires = 2027-01-31
 """,
-    fix="Take the waiver out, or decide again and give a new day.",
+    fix="Take the waiver out, or decide again and set a new date.",
     waive="Never: take the old waiver out instead.",
     references=(Reference(text="ruff RUF100, unused suppressions", mark="read"),),
     check=check,

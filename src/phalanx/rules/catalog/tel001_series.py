@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.rules.catalog.margin import MARGIN, beyond
+from phalanx.rules.catalog.shared import MARGIN, beyond
 from phalanx.rules.catalog.tel_measured import file_of, known, steps_of, still_reading, too_young, why_no_noise
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log import LogFacts

@@ -42,7 +42,7 @@ def _empty(log: LogFacts) -> Outcome:
         unit="ranks",
         at=Spot(file=log.folder),
         impact=UNTOLD,
-        fix="look at logs/ and errors/ of the run: it ended before its first step, or its event files are gone",
+        fix="look at logs/ and errors/ of the run: it ended before its first step, or its event files are missing",
     )
 
 
@@ -115,7 +115,7 @@ def _closed(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
         return ()
     return (
         failed(
-            f"after {plural(log.grammar.unclosed, 'incident')} neither a step nor an end was told",
+            f"after {plural(log.grammar.unclosed, 'incident')} neither a step nor an end was recorded",
             value=log.grammar.unclosed,
             threshold=allowed,
             unit="incidents",

@@ -37,7 +37,7 @@ def still_reading(log: LogFacts, what: str) -> Outcome | None:
     """`unknown` where what is missing may stand in the part of the log that was not read."""
     if log.bytes_left <= 0:
         return None
-    return unknown(f"{what} may stand in the {log.bytes_left:,} bytes not read yet", fix="look again in a moment")
+    return unknown(f"{what} may stand in the {log.bytes_left:,} bytes not read yet", fix="check again in a moment")
 
 
 def too_young(log: LogFacts, what: str, due_s: float) -> Outcome | None:

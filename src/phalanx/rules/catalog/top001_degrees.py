@@ -27,7 +27,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
     if evidence.refusals:
         return passed("not the degrees: the planner refused the job for what MEM001, BAT001 or PRC003 tell")
     return unknown(
-        "no cluster is known, so neither is the world", fix="name one: [cluster] spec, or --cluster 8xH100:16"
+        "no cluster is known, so neither is the world size", fix="name one: [cluster] spec, or --cluster 8xH100:16"
     )
 
 

@@ -18,15 +18,15 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     if plan.layout.devices <= plan.cluster.domain_devices:
         return exempt("the job stays inside one domain: no network card is used")
     if plan.cluster.accelerator.name.upper().startswith(COHERENT):
-        return exempt(f"{plan.cluster.accelerator.name} reaches its card over a coherent link")
+        return exempt(f"{plan.cluster.accelerator.name} reaches its network card over a coherent link")
     paths = evidence.host.nic_paths if evidence.host is not None else None
     if paths is None:
         return unknown(
-            "no evidence from the host: which card each device uses is not known",
+            "no evidence from the host: which network card each device uses is not known",
             fix="check on a node of the cluster itself, with nvidia-smi or amd-smi there",
         )
     if not paths:
-        return unknown("the host tells of no network card", fix="look at nvidia-smi topo -m on the node")
+        return unknown("the host reports no network card", fix="look at nvidia-smi topo -m on the node")
     return _judge(evidence, paths, limits)
 
 
@@ -35,13 +35,15 @@ def _judge(evidence: Evidence, paths: tuple[NicPath, ...], limits: Limits) -> Ou
     far = [one for one in paths if one.path.upper() not in near]
     listed = ", ".join(f"{one.device[:24]}→{one.nic[:24]} {one.path[:8]}" for one in (far or list(paths))[:8])
     if not far:
-        return passed(f"{plural(len(paths), 'device')}, each at most a PCIe switch from its card", formula=(listed,))
+        return passed(
+            f"{plural(len(paths), 'device')}, each at most a PCIe switch from its network card", formula=(listed,)
+        )
     share = len(far) / len(paths)
     shown_s = sum(one.shown_s for one in evidence.the_plan.mapping if "NIC" in one.tier)
     slower = limits.number("far_rate")
     lost = share * shown_s * (1 / max(slower, 0.01) - 1) / max(evidence.the_plan.prediction.step_s, 1e-30)
     return failed(
-        f"{len(far)} of {len(paths)} devices reach their card through the CPU",
+        f"{len(far)} of {len(paths)} devices reach their network card through the CPU",
         formula=(listed, f"near: {', '.join(near)}"),
         value=len(far),
         threshold=0,

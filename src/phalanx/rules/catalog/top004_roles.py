@@ -9,7 +9,7 @@ from itertools import permutations
 from phalanx.plan.mapping import RANK_ORDER
 from phalanx.plan.plan import Plan
 from phalanx.rules.catalog.com_messages import damaged, sane
-from phalanx.rules.catalog.measuring import unmeasured
+from phalanx.rules.catalog.shared import unmeasured
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Outcome, exempt, failed, passed
 from phalanx.rules.rule import Limit, Limits, Reference, Rule

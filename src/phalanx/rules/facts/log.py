@@ -151,7 +151,7 @@ class GrammarFacts:
     repeated: tuple[str, ...] = ()  # what it must have once and has more often
     out_of_order: int = 0  # events whose step or time goes back without a restore between
     out_of_order_spot: Spot | None = None
-    unclosed: int = 0  # incidents after which neither a step nor an end was told
+    unclosed: int = 0  # incidents after which neither a step nor an end was recorded
     skew_s: float | None = None  # largest difference between the clocks of ranks at the same step
     ranks_missing: tuple[int, ...] = ()
     secrets: int = 0  # lines that look like credentials, in events and logs

@@ -6,7 +6,7 @@ Model and batch are the training script's, not the file's: --set model.preset=�
 
 from __future__ import annotations
 
-from phalanx.rules.foreign.book import Book
+from phalanx.rules.foreign.conversion import Conversion
 
 TIMEOUT_S = 600  # torch's default for NCCL, pytorch/pytorch#110947; DeepSpeed has its own
 
@@ -48,143 +48,145 @@ UNMAPPED = {
 }
 
 
-def translate(book: Book) -> None:
-    """Fill the book."""
-    book.put("parallel.mode", "fixed", note="Accelerate searches nothing")
-    kind = book.text("distributed_type") or "no"
-    book.used("distributed_type", by="parallel.zero")
-    book.names |= {key.rpartition(".")[2]: key for key in book.leaves if key.count(".") == 1}
-    _machines(book)
-    _precision(book, kind)
+def translate(config: Conversion) -> None:
+    """Fill the conversion."""
+    config.put("parallel.mode", "fixed", note="Accelerate searches nothing")
+    kind = config.text("distributed_type") or "no"
+    config.used("distributed_type", by="parallel.zero")
+    config.names |= {key.rpartition(".")[2]: key for key in config.leaves if key.count(".") == 1}
+    _machines(config)
+    _precision(config, kind)
     if kind == "fsdp":
-        _fsdp(book)
+        _fsdp(config)
     elif kind == "deepspeed":
-        _deepspeed(book)
+        _deepspeed(config)
     elif kind == "megatron_lm":
-        _megatron(book)
+        _megatron(config)
     else:
-        book.put("parallel.zero", 0, "distributed_type", note="DDP")
-        book.assume("comm.bucket_mib", 25, "DDP's bucket_cap_mb")
-        book.put("parallel.recompute", "auto", note="not said: the model's own code recomputes or not")
-    if passes := book.whole("gradient_accumulation_steps"):
-        book.put("batch.accumulation", passes, "gradient_accumulation_steps")
-    _dimensions(book)
-    _compiled(book)
+        config.put("parallel.zero", 0, "distributed_type", note="DDP")
+        config.assume("comm.bucket_mib", 25, "DDP's bucket_cap_mb")
+        config.put("parallel.recompute", "auto", note="not said: the model's own code recomputes or not")
+    if passes := config.whole("gradient_accumulation_steps"):
+        config.put("batch.accumulation", passes, "gradient_accumulation_steps")
+    _dimensions(config)
+    _compiled(config)
     limit = 1_800 if kind == "deepspeed" else TIMEOUT_S
     note = "DEEPSPEED_TIMEOUT, 30 minutes" if kind == "deepspeed" else "torch's for NCCL, 10 minutes"
-    book.assume("comm.init_timeout_s", limit, note)
-    book.assume("train.timeout_s", limit, note)
-    book.put("checkpoint.async", False, note="default of Accelerate: save_state stands still")
-    book.close(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: key)
+    config.assume("comm.init_timeout_s", limit, note)
+    config.assume("train.timeout_s", limit, note)
+    config.put("checkpoint.async", False, note="default of Accelerate: save_state stands still")
+    config.close(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: key)
 
 
-def _machines(book: Book) -> None:
-    hosts, world = book.whole("num_machines"), book.whole("num_processes")
+def _machines(config: Conversion) -> None:
+    hosts, world = config.whole("num_machines"), config.whole("num_processes")
     if hosts and world and hosts > 0 and world % hosts == 0:
-        book.machines = (hosts, world // hosts)
-    book.used("num_machines", "num_processes", by="cluster: hosts × devices")
-    if book.flag("use_cpu"):
-        book.lacks("use_cpu", "give --cluster local or a cluster file")
+        config.machines = (hosts, world // hosts)
+    config.used("num_machines", "num_processes", by="cluster: hosts × devices")
+    if config.flag("use_cpu"):
+        config.lacks("use_cpu", "give --cluster local or a cluster file")
     else:
-        book.used("use_cpu", "tpu_use_cluster", by="cluster")
+        config.used("use_cpu", "tpu_use_cluster", by="cluster")
 
 
-def _precision(book: Book, kind: str) -> None:
-    word = book.text("mixed_precision")
+def _precision(config: Conversion, kind: str) -> None:
+    word = config.text("mixed_precision")
     compute = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}.get(word, "fp32")
-    book.put("precision.compute", compute, "mixed_precision", note="" if compute == word else "no mixed precision")
+    config.put("precision.compute", compute, "mixed_precision", note="" if compute == word else "no mixed precision")
     # FSDP's policy casts parameters and reductions alike (utils/dataclasses.py); DDP keeps fp32 gradients.
     short = kind in ("fsdp", "deepspeed") and compute != "fp32"
     note = f"its {kind.upper()} plugin reduces in the format it computes in" if short else ""
     if short and compute == "fp16":
-        book.practice["sums_in"] = "fp16"
+        config.practice["sums_in"] = "fp16"
         note += ": the nearest word to fp16 is bf16"
-    book.put("precision.grad_reduce", "bf16" if short else "fp32", note=note and f"default of Accelerate: {note}")
+    config.put("precision.grad_reduce", "bf16" if short else "fp32", note=note and f"default of Accelerate: {note}")
     if kind in ("deepspeed", "megatron_lm"):  # with FSDP and DDP the training script decides how weights are loaded
-        book.assume("precision.master_weights", True, "fp16 and bf16 weights have an fp32 copy")
-        book.assume("precision.optimizer_state", "fp32", "moments in the format of the weights that are updated")
+        config.assume("precision.master_weights", True, "fp16 and bf16 weights have an fp32 copy")
+        config.assume("precision.optimizer_state", "fp32", "moments in the format of the weights that are updated")
 
 
 STRATEGIES = {"full_shard": 3, "1": 3, "shard_grad_op": 2, "2": 2, "no_shard": 0, "3": 0}
 HYBRID = {"hybrid_shard": 3, "4": 3, "hybrid_shard_zero2": 2, "5": 2}
 
 
-def _fsdp(book: Book) -> None:
-    strategy, again = book.text("fsdp_sharding_strategy"), book.text("fsdp_reshard_after_forward")
+def _fsdp(config: Conversion) -> None:
+    strategy, again = config.text("fsdp_sharding_strategy"), config.text("fsdp_reshard_after_forward")
     names = ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")
     word = strategy if strategy else again
     if word in HYBRID:
-        book.put("parallel.zero", HYBRID[word], *names)
-        if book.machines[1]:
-            book.put("parallel.shard", book.machines[1], names[0], note="hybrid: within a host")
+        config.put("parallel.zero", HYBRID[word], *names)
+        if config.machines[1]:
+            config.put("parallel.shard", config.machines[1], names[0], note="hybrid: within a host")
     elif word in STRATEGIES:
-        book.put("parallel.zero", STRATEGIES[word], *names)
+        config.put("parallel.zero", STRATEGIES[word], *names)
     else:
-        book.put("parallel.zero", 2 if again in ("false", "no") else 3, *names, note="FSDP")
-    book.used("fsdp_version", by="parallel.zero")
-    if book.flag("fsdp_offload_params"):
-        book.put("parallel.offload", "parameters", "fsdp_offload_params")
+        config.put("parallel.zero", 2 if again in ("false", "no") else 3, *names, note="FSDP")
+    config.used("fsdp_version", by="parallel.zero")
+    if config.flag("fsdp_offload_params"):
+        config.put("parallel.offload", "parameters", "fsdp_offload_params")
     else:
-        book.used("fsdp_offload_params", by="parallel.offload")
-    on = book.flag("fsdp_activation_checkpointing")
-    book.put("parallel.recompute", "full" if on else "none", "fsdp_activation_checkpointing")
-    sharded = "sharded" in (book.text("fsdp_state_dict_type") or "sharded")
-    book.practice["checkpoint_format"] = "dcp" if sharded else "torch-pickle"
-    book.used("fsdp_state_dict_type", by="practice: checkpoint_format")
+        config.used("fsdp_offload_params", by="parallel.offload")
+    on = config.flag("fsdp_activation_checkpointing")
+    config.put("parallel.recompute", "full" if on else "none", "fsdp_activation_checkpointing")
+    sharded = "sharded" in (config.text("fsdp_state_dict_type") or "sharded")
+    config.practice["checkpoint_format"] = "dcp" if sharded else "torch-pickle"
+    config.used("fsdp_state_dict_type", by="practice: checkpoint_format")
 
 
-def _deepspeed(book: Book) -> None:
-    book.put("parallel.zero", book.whole("zero_stage") or 0, "zero_stage")
+def _deepspeed(config: Conversion) -> None:
+    config.put("parallel.zero", config.whole("zero_stage") or 0, "zero_stage")
     for key, ours in (("offload_optimizer_device", "optimizer"), ("offload_param_device", "parameters")):
-        if book.text(key) in ("cpu", "nvme"):
-            book.put("parallel.offload", ours, key)
+        if config.text(key) in ("cpu", "nvme"):
+            config.put("parallel.offload", ours, key)
         else:
-            book.used(key, by="parallel.offload")
+            config.used(key, by="parallel.offload")
     for key in ("offload_optimizer_nvme_path", "offload_param_nvme_path"):
-        book.skip(key, "a detail of offloading")
-    if (clip := book.number("gradient_clipping")) is not None:
-        book.put("optim.clip", clip, "gradient_clipping")
-    width = 2 if book.value("precision.grad_reduce") == "bf16" else 4
-    if not book.has("deepspeed_config_file"):
-        book.assume("comm.bucket_mib", round(5e8 * width / 2**20, 1), f"DeepSpeed's 5e8 elements × {width} bytes")
-    book.practice["checkpoint_format"] = "torch-pickle"
-    book.put("parallel.recompute", "auto", note="not said: the model's own code recomputes or not")
+        config.skip(key, "a detail of offloading")
+    if (clip := config.number("gradient_clipping")) is not None:
+        config.put("optim.clip", clip, "gradient_clipping")
+    width = 2 if config.value("precision.grad_reduce") == "bf16" else 4
+    if not config.has("deepspeed_config_file"):
+        config.assume("comm.bucket_mib", round(5e8 * width / 2**20, 1), f"DeepSpeed's 5e8 elements × {width} bytes")
+    config.practice["checkpoint_format"] = "torch-pickle"
+    config.put("parallel.recompute", "auto", note="not said: the model's own code recomputes or not")
 
 
-def _megatron(book: Book) -> None:
+def _megatron(config: Conversion) -> None:
     m = "megatron_lm_"
     for key, ours in (("tp_degree", "tensor"), ("pp_degree", "pipeline")):
-        if (degree := book.whole(f"{m}{key}")) is not None and degree > 0:
-            book.put(f"parallel.{ours}", degree, f"{m}{key}")
-    if (split := book.flag(f"{m}sequence_parallelism")) is not None:
-        book.put("parallel.sequence_parallel", split, f"{m}sequence_parallelism")
-    book.put("parallel.zero", int(bool(book.flag(f"{m}use_distributed_optimizer"))), f"{m}use_distributed_optimizer")
-    on = book.flag(f"{m}recompute_activations")
-    book.put("parallel.recompute", "selective" if on else "none", f"{m}recompute_activations")
-    if (clip := book.number(f"{m}gradient_clipping")) is not None:
-        book.put("optim.clip", clip, f"{m}gradient_clipping")
-    if passes := book.whole(f"{m}num_micro_batches"):
-        book.put("batch.accumulation", passes, f"{m}num_micro_batches")
+        if (degree := config.whole(f"{m}{key}")) is not None and degree > 0:
+            config.put(f"parallel.{ours}", degree, f"{m}{key}")
+    if (split := config.flag(f"{m}sequence_parallelism")) is not None:
+        config.put("parallel.sequence_parallel", split, f"{m}sequence_parallelism")
+    config.put(
+        "parallel.zero", int(bool(config.flag(f"{m}use_distributed_optimizer"))), f"{m}use_distributed_optimizer"
+    )
+    on = config.flag(f"{m}recompute_activations")
+    config.put("parallel.recompute", "selective" if on else "none", f"{m}recompute_activations")
+    if (clip := config.number(f"{m}gradient_clipping")) is not None:
+        config.put("optim.clip", clip, f"{m}gradient_clipping")
+    if passes := config.whole(f"{m}num_micro_batches"):
+        config.put("batch.accumulation", passes, f"{m}num_micro_batches")
 
 
-def _dimensions(book: Book) -> None:
+def _dimensions(config: Conversion) -> None:
     """ND parallelism: replicate × shard × tensor × context."""
     p = "parallelism_config_"
     for key, ours in (("tp_size", "tensor"), ("cp_size", "context")):
-        if (degree := book.whole(f"{p}{key}")) is not None and degree > 0:
-            book.put(f"parallel.{ours}", degree, f"{p}{key}")
-    copies, parts = book.whole(f"{p}dp_replicate_size"), book.whole(f"{p}dp_shard_size")
+        if (degree := config.whole(f"{p}{key}")) is not None and degree > 0:
+            config.put(f"parallel.{ours}", degree, f"{p}{key}")
+    copies, parts = config.whole(f"{p}dp_replicate_size"), config.whole(f"{p}dp_shard_size")
     if parts or copies:
         names = (f"{p}dp_shard_size", f"{p}dp_replicate_size")
-        book.put("parallel.data", max(1, copies or 1) * max(1, parts or 1), *names, note="replicate × shard")
-        book.put("parallel.shard", max(1, parts or 1), names[0])
+        config.put("parallel.data", max(1, copies or 1) * max(1, parts or 1), *names, note="replicate × shard")
+        config.put("parallel.shard", max(1, parts or 1), names[0])
     kinds = {"allgather": "allgather", "alltoall": "ring"}
-    if book.int_of("parallel.context") > 1:
-        kind = kinds.get(book.text(f"{p}cp_comm_strategy"), "allgather")
-        book.put("parallel.context_kind", kind, f"{p}cp_comm_strategy")
+    if config.int_of("parallel.context") > 1:
+        kind = kinds.get(config.text(f"{p}cp_comm_strategy"), "allgather")
+        config.put("parallel.context_kind", kind, f"{p}cp_comm_strategy")
 
 
-def _compiled(book: Book) -> None:
-    backend = book.text("dynamo_backend")
+def _compiled(config: Conversion) -> None:
+    backend = config.text("dynamo_backend")
     if backend:
-        book.put("train.compile", backend not in ("no", "none"), "dynamo_backend")
+        config.put("train.compile", backend not in ("no", "none"), "dynamo_backend")

@@ -1,10 +1,11 @@
-"""A configuration of another trainer as a job."""
+"""A configuration of another trainer as a job: read, completed, loaded, and written as a job file."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,18 @@ from phalanx.hardware.cluster import resolve
 from phalanx.hardware.types import Cluster
 from phalanx.job.draft import Origin
 from phalanx.job.load import ResolvedJob, load_table
+from phalanx.job.schema import EDITIONS, SECTIONS
 from phalanx.rules.evidence import Unmapped
-from phalanx.rules.facts.practice import Practice
-from phalanx.rules.foreign.book import NEVER, Book, Said, told
-from phalanx.rules.foreign.finish import GIVE_BATCH, GIVE_CLUSTER, finish, stand_in
-from phalanx.rules.foreign.habits import habits_of
-from phalanx.rules.foreign.theirs import their_keys
-from phalanx.rules.foreign.trainers import TRAINERS, Trainer
-from phalanx.rules.foreign.write import UNKNOWN_CLUSTER, render
-from phalanx.units import format_seconds
+from phalanx.rules.facts.trainers import Practice, habits_of
+from phalanx.rules.foreign import accelerate, deepspeed, megatron, nemo, torchtitan
+from phalanx.rules.foreign.conversion import NEVER, Conversion, JobSetting, Leaf, their_keys, told_value
+from phalanx.rules.foreign.files import read_arguments, read_tree
+from phalanx.rules.foreign.finish import GIVE_BATCH, GIVE_CLUSTER, add_stand_ins, complete_job
+from phalanx.units import format_seconds, plural
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Converted:
+class ConvertedConfig:
     """What came of it; `text` is the equivalent job file.
 
     `missing` is what no plan can be made without: in `resolved` stand-ins take its place, and nothing may be planned.
@@ -45,26 +45,26 @@ class Converted:
     their_keys: Mapping[str, str]  # job key -> the key that says it in this trainer's files
 
 
-def convert(
+def convert_config(
     path: Path, kind: str, *, cluster: str | None = None, overrides: Sequence[str] = (), folder: Path | None = None
-) -> Converted:
+) -> ConvertedConfig:
     """Read a configuration of `kind`; raises UserError when it is none."""
     trainer = find_trainer(kind)
-    book = Book(file=str(path), title=trainer.title, leaves=trainer.read(path))
-    if not book.leaves:
+    config = Conversion(file=str(path), title=trainer.title, leaves=trainer.read(path))
+    if not config.leaves:
         raise mistake(str(path), f"holds no settings of {trainer.title}", fix=trainer.example)
-    trainer.translate(book)
-    book.values["parallel.framework"] = Said(value=trainer.framework, note="whose efficiency the plan assumes")
+    trainer.translate(config)
+    config.values["parallel.framework"] = JobSetting(value=trainer.framework, note="whose efficiency the plan assumes")
     spec = cluster or _cluster_set(overrides)
     # What stands on the command line is relative to where the caller is, what stands in a job to the job's folder.
     found = resolve(spec, base=None if cluster else path.parent) if spec else None
-    devices = found.devices if found is not None else book.machines[0] * book.machines[1]
-    finish(book, devices=devices, settings=overrides, habits=habits_of(trainer.name))
-    _cluster(book, spec, found, named=bool(cluster))
-    _batch(book)
-    changed: dict[str, Any] = book.practice
+    devices = found.devices if found is not None else config.machines[0] * config.machines[1]
+    complete_job(config, devices=devices, settings=overrides, habits=habits_of(trainer.name))
+    _cluster(config, spec, found, named=bool(cluster))
+    _batch(config)
+    changed: dict[str, Any] = config.practice
     practice = replace(habits_of(trainer.name), **changed)
-    return _converted(book, trainer, practice, devices=devices, spec=spec, found=found, folder=folder)
+    return _converted(config, trainer, practice, devices=devices, spec=spec, found=found, folder=folder)
 
 
 def find_trainer(kind: str) -> Trainer:
@@ -87,38 +87,40 @@ def _cluster_set(overrides: Sequence[str]) -> str:
     return found[-1] if found else ""
 
 
-def _cluster(book: Book, spec: str, found: Cluster | None, *, named: bool) -> None:
-    hosts, each = book.machines
+def _cluster(config: Conversion, spec: str, found: Cluster | None, *, named: bool) -> None:
+    hosts, each = config.machines
     said = f"{hosts} × {each} devices" if hosts and each else ""
     if found is None:
         what = "does not say what it runs on" + (f": {said} of an unknown kind" if said else "")
-        book.need(what, GIVE_CLUSTER)
+        config.need(what, GIVE_CLUSTER)
         note = f"{said}: " if said else ""
-        book.values["cluster.spec"] = Said(value=UNKNOWN_CLUSTER, note=f'{note}name it, as "8xH100:{hosts or 16}"')
+        config.values["cluster.spec"] = JobSetting(
+            value=UNKNOWN_CLUSTER, note=f'{note}name it, as "8xH100:{hosts or 16}"'
+        )
         return
     note = "--cluster"
     if said and hosts * each != found.devices:
         note = f"--cluster, {found.devices:,} devices; the file says {said}"
-        for key, settled in book.settled.items():
+        for key, settled in config.settled.items():
             if settled.text.startswith("cluster:"):
-                book.lacks(key, f"--cluster has {found.devices:,} devices and goes before it")
+                config.lacks(key, f"--cluster has {found.devices:,} devices and goes before it")
     if not named:  # --set said it, and stands in the job already
         return
     for key in ("cluster.spec", "cluster.file"):
-        book.values.pop(key, None)
+        config.values.pop(key, None)
     if spec.endswith(".toml") or "/" in spec:
-        book.values["cluster.file"] = Said(value=os.path.relpath(spec, Path(book.file).parent), note=note)
+        config.values["cluster.file"] = JobSetting(value=os.path.relpath(spec, Path(config.file).parent), note=note)
     else:
-        book.values["cluster.spec"] = Said(value=spec, note=note)
+        config.values["cluster.spec"] = JobSetting(value=spec, note=note)
 
 
-def _batch(book: Book) -> None:
-    if not book.values.keys() & {"batch.global_sequences", "batch.global_tokens"}:
-        book.need("does not say how many sequences a step takes", GIVE_BATCH)
+def _batch(config: Conversion) -> None:
+    if not config.values.keys() & {"batch.global_sequences", "batch.global_tokens"}:
+        config.need("does not say how many sequences a step takes", GIVE_BATCH)
 
 
 def _converted(
-    book: Book,
+    config: Conversion,
     trainer: Trainer,
     practice: Practice,
     *,
@@ -126,56 +128,56 @@ def _converted(
     spec: str,
     found: Cluster | None,
     folder: Path | None,
-) -> Converted:
-    steps = book.values.pop("checkpoint.steps", None)
-    if book.missing:
-        _leave_steps(book, steps)
-        written = dict(book.values)
-        stand_in(book)
-        resolved = _load(book)
-        book.values = written
+) -> ConvertedConfig:
+    steps = config.values.pop("checkpoint.steps", None)
+    if config.missing:
+        _leave_steps(config, steps)
+        written = dict(config.values)
+        add_stand_ins(config)
+        resolved = _load(config)
+        config.values = written
     else:
-        resolved = _with_interval(book, steps, found)
+        resolved = _with_interval(config, steps, found)
     unmapped = tuple(
-        Unmapped(key=key, value=told(book.leaves[key].value), why=settled.text)
-        for key, settled in book.settled.items()
+        Unmapped(key=key, value=told_value(config.leaves[key].value), why=settled.text)
+        for key, settled in config.settled.items()
         if settled.fate == "unmapped"
     )
-    return Converted(
+    return ConvertedConfig(
         resolved=resolved,
         practice=practice,
         unmapped=unmapped,
-        text=render(book, name=resolved.job.name, unmapped=unmapped, folder=folder),
+        text=render_job_file(config, name=resolved.job.name, unmapped=unmapped, folder=folder),
         trainer=trainer.name,
-        mapped=tuple((key, one.text) for key, one in book.settled.items() if one.fate == "mapped"),
-        irrelevant=tuple((key, one.text) for key, one in book.settled.items() if one.fate == "irrelevant"),
-        missing=tuple(book.missing),
+        mapped=tuple((key, one.text) for key, one in config.settled.items() if one.fate == "mapped"),
+        irrelevant=tuple((key, one.text) for key, one in config.settled.items() if one.fate == "irrelevant"),
+        missing=tuple(config.missing),
         devices=devices,
         cluster=spec,
-        their_keys=their_keys(book.theirs, title=book.title, arguments=trainer.name == "megatron"),
+        their_keys=their_keys(config.theirs, title=config.title, arguments=trainer.name == "megatron"),
     )
 
 
-def _with_interval(book: Book, steps: Said | None, found: Cluster | None) -> ResolvedJob:
+def _with_interval(config: Conversion, steps: JobSetting | None, found: Cluster | None) -> ResolvedJob:
     """Steps between checkpoints as seconds, with the predicted step of the same job."""
-    resolved = _load(book)
-    if steps is None or not isinstance(steps.value, int) or found is None or "checkpoint.interval_s" in book.values:
+    resolved = _load(config)
+    if steps is None or not isinstance(steps.value, int) or found is None or "checkpoint.interval_s" in config.values:
         return resolved
     from phalanx.plan.make import plan  # numpy: only for those who save by steps
 
     try:
         made = plan(_without_ramp(resolved), found)
     except UserError:
-        _leave_steps(book, steps)  # there is no plan, and gathering will say why
+        _leave_steps(config, steps)  # there is no plan, and gathering will say why
         return resolved
     step_s, wall_s = made.prediction.step_s, made.duration.wall_s
     note = f"{steps.value:,} steps × {step_s:.3g} s as predicted"
     if steps.value == NEVER:
         note = f"{steps.note}: all {format_seconds(wall_s)} of the run, as predicted, are at stake"
     seconds = round(min(1e9, max(1e-3, steps.value * step_s if steps.value != NEVER else wall_s)), 3)
-    book.values["checkpoint.interval_s"] = Said(value=seconds, key=steps.key, note=note, line=steps.line)
-    book.used(steps.key, by="checkpoint.interval_s")
-    return _load(book)
+    config.values["checkpoint.interval_s"] = JobSetting(value=seconds, key=steps.key, note=note, line=steps.line)
+    config.used(steps.key, by="checkpoint.interval_s")
+    return _load(config)
 
 
 def _without_ramp(resolved: ResolvedJob) -> ResolvedJob:
@@ -184,19 +186,19 @@ def _without_ramp(resolved: ResolvedJob) -> ResolvedJob:
     return replace(resolved, job=replace(job, batch=replace(job.batch, ramp=())))
 
 
-def _leave_steps(book: Book, steps: Said | None) -> None:
+def _leave_steps(config: Conversion, steps: JobSetting | None) -> None:
     if steps is None or not steps.key:
         return
     if steps.value == NEVER:
-        book.used(steps.key, by="practice: saves")
+        config.used(steps.key, by="practice: saves")
     else:
-        book.lacks(steps.key, "in steps: seconds follow once model, batch and cluster make a plan")
+        config.lacks(steps.key, "in steps: seconds follow once model, batch and cluster make a plan")
 
 
-def _load(book: Book) -> ResolvedJob:
+def _load(config: Conversion) -> ResolvedJob:
     table: dict[str, object] = {}
     origins: dict[str, Origin] = {}
-    for key, said in book.values.items():
+    for key, said in config.values.items():
         section, _, name = key.partition(".")
         if not name:
             table[key] = said.value
@@ -204,21 +206,169 @@ def _load(book: Book) -> ResolvedJob:
             inner = table.setdefault(section, {})
             assert isinstance(inner, dict)
             inner[name] = said.value
-        origins[key] = _origin(book, said)
-    table.setdefault("name", _name(book.file))
-    return load_table(Path(book.file), table, origins)
+        origins[key] = _origin(config, said)
+    table.setdefault("name", _name(config.file))
+    return load_table(Path(config.file), table, origins)
 
 
-def _origin(book: Book, said: Said) -> Origin:
+def _origin(config: Conversion, said: JobSetting) -> Origin:
     if said.note.startswith("--"):
         return Origin(kind="set", where=said.note)
     if said.key:
-        return Origin(kind="file", where=f"{book.file}:{said.line}")
+        return Origin(kind="file", where=f"{config.file}:{said.line}")
     if said.note.startswith("default of"):  # as good as written: leaving a key out is how its default is chosen
-        return Origin(kind="file", where=f"{book.file} ({said.note})")
-    return Origin(kind="derived", where=said.note or book.title)
+        return Origin(kind="file", where=f"{config.file} ({said.note})")
+    return Origin(kind="derived", where=said.note or config.title)
 
 
 def _name(file: str) -> str:
     stem = re.sub(r"[^a-z0-9._-]+", "-", Path(file).stem.lower()).lstrip("._-")[:63]
     return stem or "imported"
+
+
+# The equivalent job file: every value with where it came from, and at the end what could not be said.
+
+
+ORDER = ("model", *SECTIONS)
+UNKNOWN_CLUSTER = "unknown"
+
+
+def render_job_file(
+    config: Conversion, *, name: str, unmapped: tuple[Unmapped, ...], folder: Path | None = None
+) -> str:
+    """The text of the job file; `folder` is where it will be written, for paths relative to it."""
+    parts = [
+        f"# Made by phalanx import from {_comment(Path(config.file).name)}, a configuration of {config.title}.",
+        f'spec = "{EDITIONS[-1]}"',
+        f"name = {_toml(name)}",
+    ]
+    for section in ORDER:
+        said = {key: one for key, one in config.values.items() if key.partition(".")[0] == section and "." in key}
+        if said:
+            parts += ["", f"[{section}]", *(_line(config, key, one, folder) for key, one in said.items())]
+    parts += ["", *_habits(config), *_rest(config, unmapped)]
+    return "\n".join(parts) + "\n"
+
+
+def _line(config: Conversion, key: str, said: JobSetting, folder: Path | None) -> str:
+    value = said.value
+    if key in ("model.hf_config", "cluster.file") and folder is not None and isinstance(value, str):
+        value = os.path.relpath(Path(config.file).parent / value, folder)
+    where = f"{Path(config.file).name}:{said.line} {said.key}" if said.key else ""
+    note = _comment("; ".join(part for part in (where, said.note) if part))
+    return f"{key.partition('.')[2]} = {_toml(value)}" + (f"  # {note}" if note else "")
+
+
+def _habits(config: Conversion) -> list[str]:
+    """Settings that change how the trainer behaves, which no key of a job says."""
+    head = [
+        "# Habits of the trainer that its configuration changes; phalanx check on that file itself counts with them."
+    ]
+    said = [f"#   {name} = {_comment(str(value))}" for name, value in config.practice.items()]
+    return [*head, *said, ""] if said else []
+
+
+def _rest(config: Conversion, unmapped: tuple[Unmapped, ...]) -> list[str]:
+    if not unmapped:
+        return [f"# Every setting of {config.title} that the job schema has a word for is above; none was left over."]
+    head = f"# Not mapped: {plural(len(unmapped), 'setting')} that the job schema cannot say."
+    return [head, *(f"#   {_comment(one.key)} = {_comment(one.value)}: {_comment(one.why)}" for one in unmapped)]
+
+
+def _comment(text: str) -> str:
+    """One line, printable, short."""
+    clean = "".join(one if one.isprintable() else "?" for one in text)
+    return clean if len(clean) <= 160 else clean[:159] + "…"
+
+
+def _toml(value: object) -> str:
+    """A value as TOML writes it.
+
+    >>> _toml(True), _toml(1e-8), _toml([0.9, 0.95]), _toml({"a": 1})
+    ('true', '1e-08', '[0.9, 0.95]', '{ a = 1 }')
+    """
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+        case list() if value and isinstance(value[0], dict):
+            return "[\n" + "".join(f"  {_toml(one)},\n" for one in value) + "]"
+        case list() | tuple():
+            return "[" + ", ".join(_toml(one) for one in value) + "]"
+        case dict():
+            return "{ " + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items()) + " }"
+        case _:
+            return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+# The trainers whose configurations are read: one line each.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trainer:
+    """A trainer: how its files are read, what their words mean, and as whom the planner knows it."""
+
+    name: str
+    title: str
+    framework: str
+    read: Callable[[Path], dict[str, Leaf]]
+    translate: Callable[[Conversion], None]
+    example: str  # of its files
+
+
+def _arguments(path: Path) -> dict[str, Leaf]:
+    """A script or a text; or Megatron's own test recipes, YAML with MODEL_ARGS and ENV_VARS."""
+    if path.suffix not in (".yaml", ".yml"):
+        return read_arguments(path)
+    short = {
+        key.removeprefix("MODEL_ARGS.").replace("ENV_VARS.", "env."): leaf for key, leaf in read_tree(path).items()
+    }
+    return {key: replace(leaf, key=key) for key, leaf in short.items()}
+
+
+TRAINERS = {
+    one.name: one
+    for one in (
+        Trainer(
+            name="torchtitan",
+            title="torchtitan",
+            framework="torchtitan",
+            read=read_tree,
+            translate=torchtitan.translate,
+            example="a TOML with [training] and [parallelism], as llama3_8b.toml",
+        ),
+        Trainer(
+            name="megatron",
+            title="Megatron-LM",
+            framework="megatron-core",
+            read=_arguments,
+            translate=megatron.translate,
+            example="arguments such as --tensor-model-parallel-size 8, alone or in a shell script",
+        ),
+        Trainer(
+            name="deepspeed",
+            title="DeepSpeed",
+            framework="deepspeed",
+            read=read_tree,
+            translate=deepspeed.translate,
+            example='a JSON with "zero_optimization" and "train_batch_size", as ds_config.json',
+        ),
+        Trainer(
+            name="accelerate",
+            title="Accelerate",
+            framework="accelerate",
+            read=read_tree,
+            translate=accelerate.translate,
+            example="a YAML with distributed_type, as accelerate config writes it",
+        ),
+        Trainer(
+            name="nemo",
+            title="NeMo",
+            framework="nemo",
+            read=read_tree,
+            translate=nemo.translate,
+            example="a YAML with trainer: and model:, or Megatron-Bridge's model: and train:",
+        ),
+    )
+}

@@ -8,12 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from phalanx.errors import UserError
-from phalanx.job import overrides as override_values
-from phalanx.job.draft import Draft
-from phalanx.job.presets import presets
+from phalanx.job.draft import Draft, apply_overrides
+from phalanx.job.model import known_presets
 from phalanx.job.schema import Data
-from phalanx.rules.facts.practice import Practice
-from phalanx.rules.foreign.book import Book, Said, told
+from phalanx.rules.facts.trainers import Practice
+from phalanx.rules.foreign.conversion import Conversion, JobSetting, told_value
 from phalanx.units import parse_count
 
 NEEDED = ("layers", "hidden", "heads", "vocab")
@@ -24,166 +23,168 @@ GIVE_BATCH = "give --set batch.global_sequences=512"
 PAIRS = {"batch.global_tokens": "batch.global_sequences", "batch.global_sequences": "batch.global_tokens"}
 
 
-def finish(book: Book, *, devices: int, settings: Sequence[str], habits: Practice) -> None:
+def complete_job(config: Conversion, *, devices: int, settings: Sequence[str], habits: Practice) -> None:
     """Settle the open ends; `devices` is 0 where neither the file nor the caller says."""
-    _set(book, settings)
-    _sequence(book)
-    data = _replicas(book, devices)
-    _batch(book, data)
-    _fill(book, data)
-    _steps(book)
-    _ramp(book)
-    _sharding(book, data)
-    _bucket(book, data)
-    _habits(book, habits)
-    _model(book)
-    _decisive(book)
-    if "precision.compute" not in book.values:
-        book.need("does not say in which format it computes", "give --set precision.compute=bf16")
+    _set(config, settings)
+    _sequence(config)
+    data = _replicas(config, devices)
+    _batch(config, data)
+    _fill(config, data)
+    _steps(config)
+    _ramp(config)
+    _sharding(config, data)
+    _bucket(config, data)
+    _habits(config, habits)
+    _model(config)
+    _decisive(config)
+    if "precision.compute" not in config.values:
+        config.need("does not say in which format it computes", "give --set precision.compute=bf16")
 
 
-def _set(book: Book, settings: Sequence[str]) -> None:
+def _set(config: Conversion, settings: Sequence[str]) -> None:
     """--set goes before everything the file says."""
-    draft = Draft(path=Path(book.file), table={}, lines={})
-    override_values.apply(draft, settings)
+    draft = Draft(path=Path(config.file), table={}, lines={})
+    apply_overrides(draft, settings)
     if draft.problems:
         raise UserError(draft.problems)
     for section, table in draft.table.items():
         inner = table.items() if isinstance(table, dict) else [("", table)]
         for name, value in inner:
             key = f"{section}.{name}" if name else section
-            book.values[key] = Said(value=value, note=draft.settings.get(key, "--set"))
+            config.values[key] = JobSetting(value=value, note=draft.settings.get(key, "--set"))
             if key == "checkpoint.interval_s":
-                book.practice.pop("saves", None)
+                config.practice.pop("saves", None)
             if key in PAIRS:
                 for other in (PAIRS[key], "batch.per_replica"):
-                    book.values.pop(other, None)
+                    config.values.pop(other, None)
 
 
-def _sequence(book: Book) -> None:
+def _sequence(config: Conversion) -> None:
     """Said, or published with the model, or our default: never silently."""
-    if "data.sequence" in book.values:
+    if "data.sequence" in config.values:
         return
-    name = book.value("model.preset")
-    known = presets()[name].train.get("sequence") if isinstance(name, str) and name in presets() else None
+    name = config.value("model.preset")
+    known = known_presets()[name].train.get("sequence") if isinstance(name, str) and name in known_presets() else None
     note = f"not said: that of {name}" if known else "not said: the default of Phalanx"
-    book.values["data.sequence"] = Said(value=known or Data().sequence, note=note)
+    config.values["data.sequence"] = JobSetting(value=known or Data().sequence, note=note)
 
 
-def _replicas(book: Book, devices: int) -> int:
+def _replicas(config: Conversion, devices: int) -> int:
     """Data ranks, or 0."""
-    data = book.value("parallel.data")
+    data = config.value("parallel.data")
     if isinstance(data, int) and not isinstance(data, bool):
         return data
     apart = 1
     for name in ("tensor", "pipeline", "context"):
-        apart *= max(1, book.int_of(f"parallel.{name}"))
+        apart *= max(1, config.int_of(f"parallel.{name}"))
     return devices // apart if devices and devices % apart == 0 else 0
 
 
-def _batch(book: Book, data: int) -> None:
-    said = book.values.pop("batch.per_replica", None)
+def _batch(config: Conversion, data: int) -> None:
+    said = config.values.pop("batch.per_replica", None)
     if said is not None and isinstance(said.value, int):
         if data:
             note = f"{said.note} × {data} data ranks"
-            book.values["batch.global_sequences"] = Said(
+            config.values["batch.global_sequences"] = JobSetting(
                 value=said.value * data, key=said.key, note=note, line=said.line
             )
         elif said.key:
-            book.lacks(said.key, "per data rank: the global batch follows once --cluster says how many there are")
-    for key, settled in list(book.settled.items()):
+            config.lacks(said.key, "per data rank: the global batch follows once --cluster says how many there are")
+    for key, settled in list(config.settled.items()):
         if settled.text == "batch.per_replica":
-            book.used(key, by="batch.global_sequences")
-    _accumulation(book, data)
+            config.used(key, by="batch.global_sequences")
+    _accumulation(config, data)
 
 
-def _accumulation(book: Book, data: int) -> None:
+def _accumulation(config: Conversion, data: int) -> None:
     """Passes of a step: with the global batch they say the micro-batch, with the micro-batch the global one."""
-    said = book.values.pop("batch.accumulation", None)
+    said = config.values.pop("batch.accumulation", None)
     if said is None or not isinstance(said.value, int):
         return
-    total, micro = book.int_of("batch.global_sequences", 0), book.int_of("batch.micro", 0)
+    total, micro = config.int_of("batch.global_sequences", 0), config.int_of("batch.micro", 0)
     share = said.value * data
     if not share or not (total or micro):
         why = "passes per step: --set batch.micro or batch.global_sequences, and --cluster, make a batch of them"
-        return _unsaid(book, said, why)
+        return _unsaid(config, said, why)
     if not micro and total % share == 0:
         note = f"{total} / ({data} data ranks × {said.value} passes)"
-        book.values["batch.micro"] = Said(value=total // share, key=said.key, note=note, line=said.line)
+        config.values["batch.micro"] = JobSetting(value=total // share, key=said.key, note=note, line=said.line)
     elif not total:
         note = f"micro-batch {micro} × {said.value} passes × {data} data ranks"
-        book.values["batch.global_sequences"] = Said(value=micro * share, key=said.key, note=note, line=said.line)
+        config.values["batch.global_sequences"] = JobSetting(
+            value=micro * share, key=said.key, note=note, line=said.line
+        )
     elif total != micro * share:
         had = f"micro-batch {micro}" if micro else "whole sequences"
-        return _unsaid(book, said, f"{total:,} sequences on {data} data ranks in {had} are not {said.value} passes")
-    book.used(said.key, by="batch.global_sequences / (micro × data)")
+        return _unsaid(config, said, f"{total:,} sequences on {data} data ranks in {had} are not {said.value} passes")
+    config.used(said.key, by="batch.global_sequences / (micro × data)")
 
 
-def _unsaid(book: Book, said: Said, why: str) -> None:
-    if said.key in book.settled and book.settled[said.key].text == "batch.accumulation":
-        book.lacks(said.key, why)
+def _unsaid(config: Conversion, said: JobSetting, why: str) -> None:
+    if said.key in config.settled and config.settled[said.key].text == "batch.accumulation":
+        config.lacks(said.key, why)
 
 
-def _fill(book: Book, data: int) -> None:
+def _fill(config: Conversion, data: int) -> None:
     """A pipeline that is drained before the step ends; where one fill is the whole step there is nothing to say."""
-    said = book.values.pop("batch.fill", None)
+    said = config.values.pop("batch.fill", None)
     if said is None or not isinstance(said.value, int):
         return
-    total, micro = book.int_of("batch.global_sequences", 0), book.int_of("batch.micro")
+    total, micro = config.int_of("batch.global_sequences", 0), config.int_of("batch.micro")
     if total and data and total <= said.value * micro * data:
-        book.used(said.key, by="batch.global_sequences")
+        config.used(said.key, by="batch.global_sequences")
         return
-    book.practice["pipeline_fill"] = said.value
+    config.practice["pipeline_fill"] = said.value
     why = f"a pipeline is drained after {said.value:,} micro-batches: BAT004 counts so, the plan's step drains it once"
-    book.lacks(said.key, why)
+    config.lacks(said.key, why)
 
 
-def _tokens(book: Book) -> int:
+def _tokens(config: Conversion) -> int:
     """Tokens per step, or 0."""
-    sequence = book.int_of("data.sequence", 0)
-    total = book.value("batch.global_tokens")
+    sequence = config.int_of("data.sequence", 0)
+    total = config.value("batch.global_tokens")
     if isinstance(total, str):
         try:
             total = int(parse_count(total))
         except (ValueError, OverflowError):
             total = 0
-    return total if isinstance(total, int) and total else book.int_of("batch.global_sequences", 0) * sequence
+    return total if isinstance(total, int) and total else config.int_of("batch.global_sequences", 0) * sequence
 
 
-def _steps(book: Book) -> None:
-    step, sequence = _tokens(book), book.int_of("data.sequence", 0)
+def _steps(config: Conversion) -> None:
+    step, sequence = _tokens(config), config.int_of("data.sequence", 0)
     for name, ours, unit, each in (
         ("data.steps", "data.tokens", "steps", step),
         ("data.samples", "data.tokens", "sequences", sequence),
         ("optim.warmup_steps", "optim.warmup_tokens", "steps", step),
         ("optim.warmup_samples", "optim.warmup_tokens", "sequences", sequence),
     ):
-        said = book.values.pop(name, None)
-        if said is None or not isinstance(said.value, int) or ours in book.values:
+        said = config.values.pop(name, None)
+        if said is None or not isinstance(said.value, int) or ours in config.values:
             continue
         if each:
             note = f"{said.value:,} {unit} × {each:,} tokens" + (f"; {said.note}" if said.note else "")
-            book.values[ours] = Said(value=max(0, said.value) * each, key=said.key, note=note, line=said.line)
-            book.used(said.key, by=ours)
+            config.values[ours] = JobSetting(value=max(0, said.value) * each, key=said.key, note=note, line=said.line)
+            config.used(said.key, by=ours)
         elif said.key:
-            book.lacks(said.key, "in steps: tokens follow once the global batch is known")
+            config.lacks(said.key, "in steps: tokens follow once the global batch is known")
 
 
-def _ramp(book: Book) -> None:
+def _ramp(config: Conversion) -> None:
     """Megatron's start, increment and length as stages: each increment lasts equally many sequences."""
-    said = book.values.pop("batch.ramp_of", None)
+    said = config.values.pop("batch.ramp_of", None)
     if said is None or not isinstance(said.value, list):
         return
-    total, sequence = book.int_of("batch.global_sequences", 0), book.int_of("data.sequence", 0)
+    total, sequence = config.int_of("batch.global_sequences", 0), config.int_of("data.sequence", 0)
     stages = _stages(said.value, total) if len(said.value) == 3 else []
     if not stages or not sequence:
-        book.lacks(said.key, "not a start, an increment and a length that reach the global batch")
+        config.lacks(said.key, "not a start, an increment and a length that reach the global batch")
         return
     value = [{"until_tokens": until * sequence, "global_tokens": size * sequence} for until, size in stages]
     count = (total - said.value[0]) // said.value[1]
     note = f"{count} increments" + (f" as {len(value)} stages" if len(value) < count else "")
-    book.values["batch.ramp"] = Said(value=value, key=said.key, note=note, line=said.line)
-    book.used(said.key, by="batch.ramp")
+    config.values["batch.ramp"] = JobSetting(value=value, key=said.key, note=note, line=said.line)
+    config.used(said.key, by="batch.ramp")
 
 
 MOST_STAGES = (
@@ -206,78 +207,80 @@ def _stages(ramp: list[int], total: int) -> list[tuple[int, int]]:
     return [(length * after // count, start + (before + after - 1) // 2 * step) for before, after in pairwise(edges)]
 
 
-def _sharding(book: Book, data: int) -> None:
-    said = book.values.pop("parallel.shard_copies", None)
+def _sharding(config: Conversion, data: int) -> None:
+    said = config.values.pop("parallel.shard_copies", None)
     if said is not None and isinstance(said.value, int):
         if data and said.value > 0 and data % said.value == 0:
-            book.values["parallel.shard"] = Said(
+            config.values["parallel.shard"] = JobSetting(
                 value=data // said.value, key=said.key, note=f"{data} data ranks / {said.value}", line=said.line
             )
-            book.used(said.key, by="parallel.shard")
+            config.used(said.key, by="parallel.shard")
         else:
-            book.lacks(said.key, "the shard group follows once --cluster says how many data ranks there are")
-    _shard_group(book, data)
-    if book.int_of("parallel.tensor") == 1 and book.value("parallel.sequence_parallel") is True:
-        key = book.values.pop("parallel.sequence_parallel").key
-        book.skip(key, "no effect without tensor parallelism")
-    if book.int_of("parallel.context") == 1:
-        book.values.pop("parallel.context_kind", None)
+            config.lacks(said.key, "the shard group follows once --cluster says how many data ranks there are")
+    _shard_group(config, data)
+    if config.int_of("parallel.tensor") == 1 and config.value("parallel.sequence_parallel") is True:
+        key = config.values.pop("parallel.sequence_parallel").key
+        config.skip(key, "no effect without tensor parallelism")
+    if config.int_of("parallel.context") == 1:
+        config.values.pop("parallel.context_kind", None)
 
 
-def _shard_group(book: Book, data: int) -> None:
+def _shard_group(config: Conversion, data: int) -> None:
     """Their shard group spans the context ranks too, and all data ranks unless they say otherwise."""
-    said, context = book.values.get("parallel.shard"), book.int_of("parallel.context")
-    if book.int_of("parallel.zero", -1) == 0:
-        book.values.pop("parallel.shard", None)
+    said, context = config.values.get("parallel.shard"), config.int_of("parallel.context")
+    if config.int_of("parallel.zero", -1) == 0:
+        config.values.pop("parallel.shard", None)
     elif said is None and data:
-        book.assume("parallel.shard", data * context, "over all data and context ranks")
+        config.assume("parallel.shard", data * context, "over all data and context ranks")
     elif said is not None and isinstance(said.value, int) and context > 1 and not said.note.startswith("--set"):
         note = f"{said.value} data × {context} context ranks"
-        book.values["parallel.shard"] = replace(said, value=said.value * context, note=note)
-    group, fixed = book.int_of("parallel.shard"), book.value("parallel.data")
+        config.values["parallel.shard"] = replace(said, value=said.value * context, note=note)
+    group, fixed = config.int_of("parallel.shard"), config.value("parallel.data")
     if isinstance(fixed, int) and fixed % max(
         1, group
     ):  # the schema counts groups within data; the devices say the rest
-        book.values.pop("parallel.data")
+        config.values.pop("parallel.data")
 
 
 LEAST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000  # parameters: core/distributed/distributed_data_parallel.py
 
 
-def _bucket(book: Book, data: int) -> None:
+def _bucket(config: Conversion, data: int) -> None:
     """Megatron Core's default, which grows with the data ranks."""
-    said = book.values.pop("comm.bucket_width", None)
+    said = config.values.pop("comm.bucket_width", None)
     if said is None or not isinstance(said.value, int):
         return
-    ranks = data * book.int_of("parallel.context")
+    ranks = data * config.int_of("parallel.context")
     size = max(LEAST_BUCKET, BUCKET_PER_RANK * ranks)
     note = f"max(40e6, 1e6 × {ranks or 'data'} ranks) parameters × {said.value} bytes"
-    book.assume("comm.bucket_mib", round(min(65_536.0, size * said.value / 2**20), 1), note)
+    config.assume("comm.bucket_mib", round(min(65_536.0, size * said.value / 2**20), 1), note)
 
 
-def _habits(book: Book, habits: Practice) -> None:
+def _habits(config: Conversion, habits: Practice) -> None:
     """What Phalanx does by itself and these trainers do not, said in the job's own keys."""
-    limit = book.value("train.timeout_s")
-    book.assume("fault.detect_s", limit, "a rank that hangs is noticed by the timeout of a collective")
-    book.assume("fault.dead_after_s", limit, "no heartbeat: a rank that hangs is noticed by the same timeout")
+    limit = config.value("train.timeout_s")
+    config.assume("fault.detect_s", limit, "a rank that hangs is noticed by the timeout of a collective")
+    config.assume("fault.dead_after_s", limit, "no heartbeat: a rank that hangs is noticed by the same timeout")
     # No defaults of the trainer's: whether something starts it again, and on what, no file of theirs says.
     again = "not said: a lost rank ends the job, and the scheduler may start it again"
-    book.values.setdefault("fault.recovery", Said(value="stop", note=again))
-    book.values.setdefault("fault.spares", Said(value=0, note="not said: spare hosts are the scheduler's matter"))
+    config.values.setdefault("fault.recovery", JobSetting(value="stop", note=again))
+    config.values.setdefault(
+        "fault.spares", JobSetting(value=0, note="not said: spare hosts are the scheduler's matter")
+    )
     if habits.bounded_restarts is not None:
-        book.assume("fault.restarts", habits.bounded_restarts, (habits.sources or {}).get("bounded_restarts", ""))
-    book.assume("checkpoint.memory_every", 0, "no copies in memory")
-    book.assume("fault.digest_every", 0, "replicas are not compared")
-    book.assume("telemetry.peers_every_s", 0, "peer latency is not measured")
-    book.assume("telemetry.timeline_every", 0)
+        config.assume("fault.restarts", habits.bounded_restarts, (habits.sources or {}).get("bounded_restarts", ""))
+    config.assume("checkpoint.memory_every", 0, "no copies in memory")
+    config.assume("fault.digest_every", 0, "replicas are not compared")
+    config.assume("telemetry.peers_every_s", 0, "peer latency is not measured")
+    config.assume("telemetry.timeline_every", 0)
 
 
-def _model(book: Book) -> None:
-    lacking = _lacking(book)
+def _model(config: Conversion) -> None:
+    lacking = _lacking(config)
     if lacking == ["vocab"]:
-        book.need("does not say the size of the vocabulary", "give --set model.vocab=128256")
+        config.need("does not say the size of the vocabulary", "give --set model.vocab=128256")
     elif lacking:
-        book.need("does not say which model is trained", GIVE_MODEL)
+        config.need("does not say which model is trained", GIVE_MODEL)
 
 
 DECISIVE = {
@@ -302,31 +305,31 @@ DECISIVE = {
 }
 
 
-def _decisive(book: Book) -> None:
+def _decisive(config: Conversion) -> None:
     """A size that cannot be read must not become the trainer's default: the layout would be another one."""
-    for name, leaf in book.unreadable.items():
+    for name, leaf in config.unreadable.items():
         key = DECISIVE.get(name, "")
-        said = book.values.get(key)
+        said = config.values.get(key)
         if key and not (said is not None and said.note.startswith("--set")):
-            book.need(f"{leaf.key} = {told(leaf.value)} is not a number", f"give --set {key}=…")
+            config.need(f"{leaf.key} = {told_value(leaf.value)} is not a number", f"give --set {key}=…")
 
 
-def _lacking(book: Book) -> list[str]:
+def _lacking(config: Conversion) -> list[str]:
     """Sizes of the model that nothing says."""
-    if book.value("model.preset") or book.value("model.hf_config"):
+    if config.value("model.preset") or config.value("model.hf_config"):
         return []
-    return [name for name in NEEDED if f"model.{name}" not in book.values]
+    return [name for name in NEEDED if f"model.{name}" not in config.values]
 
 
-def stand_in(book: Book) -> None:
+def add_stand_ins(config: Conversion) -> None:
     """Numbers in place of what is missing, so that the rest can be read as a job; nothing is planned from them."""
-    tensor, stages = book.int_of("parallel.tensor"), book.int_of("parallel.pipeline")
-    chunks = book.int_of("parallel.virtual_pipeline")
-    heads = book.int_of("model.heads", max(1, tensor))
+    tensor, stages = config.int_of("parallel.tensor"), config.int_of("parallel.pipeline")
+    chunks = config.int_of("parallel.virtual_pipeline")
+    heads = config.int_of("model.heads", max(1, tensor))
     model = {"name": "unknown", "layers": max(1, stages * chunks), "heads": heads, "hidden": 64 * heads, "vocab": 1}
-    if _lacking(book):
+    if _lacking(config):
         for name, value in ({"ffn": 64 * heads, "kv_heads": heads, "head_dim": 64} | model).items():
-            book.values.setdefault(f"model.{name}", Said(value=value, note=STAND_IN))
-    if not book.values.keys() & {"batch.global_sequences", "batch.global_tokens"}:
-        size = book.int_of("batch.micro") * book.int_of("parallel.data")
-        book.values["batch.global_sequences"] = Said(value=size, note=STAND_IN)
+            config.values.setdefault(f"model.{name}", JobSetting(value=value, note=STAND_IN))
+    if not config.values.keys() & {"batch.global_sequences", "batch.global_tokens"}:
+        size = config.int_of("batch.micro") * config.int_of("parallel.data")
+        config.values["batch.global_sequences"] = JobSetting(value=size, note=STAND_IN)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.rules.foreign import mcore
-from phalanx.rules.foreign.book import Book
+from phalanx.rules.foreign.conversion import Conversion
 
 SAME = {  # other spellings of one argument
     "ddp_bucket_size": "bucket_size",
@@ -129,14 +129,14 @@ UNMAPPED = {
 }
 
 
-def translate(book: Book) -> None:
-    """Fill the book."""
-    book.names |= {_canonical(key): key for key in book.leaves if key.startswith("--") and " " not in key}
-    _aside(book)
-    _machines(book)
-    _algorithm(book)
-    mcore.translate(book)
-    book.close(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=_seen)
+def translate(config: Conversion) -> None:
+    """Fill the conversion."""
+    config.names |= {_canonical(key): key for key in config.leaves if key.startswith("--") and " " not in key}
+    _aside(config)
+    _machines(config)
+    _algorithm(config)
+    mcore.translate(config)
+    config.close(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=_seen)
 
 
 def _canonical(key: str) -> str:
@@ -152,31 +152,31 @@ def _seen(key: str) -> str:
     return _canonical(key) if key.startswith("--") else key
 
 
-def _aside(book: Book) -> None:
+def _aside(config: Conversion) -> None:
     """Flags in an if, and those given again further down."""
-    for key in book.leaves:
+    for key in config.leaves:
         if "(in an if" in key:
-            book.lacks(key, "stands between if and fi, which are not run; give its effect with --set")
+            config.lacks(key, "stands between if and fi, which are not run; give its effect with --set")
         elif "given again)" in key:
-            book.skip(key, "given again further down, which holds")
+            config.skip(key, "given again further down, which holds")
 
 
-def _machines(book: Book) -> None:
-    hosts = next((n for n in ("nnodes", "SBATCH.nodes") if (book.whole(n) or 0) > 0), "")
+def _machines(config: Conversion) -> None:
+    hosts = next((n for n in ("nnodes", "SBATCH.nodes") if (config.whole(n) or 0) > 0), "")
     each = next(
-        (n for n in ("nproc_per_node", "SBATCH.gpus-per-node", "SBATCH.ntasks-per-node") if (book.whole(n) or 0) > 0),
+        (n for n in ("nproc_per_node", "SBATCH.gpus-per-node", "SBATCH.ntasks-per-node") if (config.whole(n) or 0) > 0),
         "",
     )
-    book.machines = ((book.whole(hosts) or 0) if hosts else 0, (book.whole(each) or 0) if each else 0)
-    book.used(*(name for name in (hosts, each) if name), by="cluster: hosts × devices")
+    config.machines = ((config.whole(hosts) or 0) if hosts else 0, (config.whole(each) or 0) if each else 0)
+    config.used(*(name for name in (hosts, each) if name), by="cluster: hosts × devices")
     for name in ("SBATCH.nodes", "SBATCH.ntasks-per-node", "SBATCH.gpus-per-node"):
         if name not in (hosts, each):
-            book.skip(name, "the launcher says the same")
-    if (again := book.whole("max_restarts")) is not None:
-        book.put("fault.restarts", again + 1, "max_restarts", note="torchrun --max-restarts, and the first start")
+            config.skip(name, "the launcher says the same")
+    if (again := config.whole("max_restarts")) is not None:
+        config.put("fault.restarts", again + 1, "max_restarts", note="torchrun --max-restarts, and the first start")
 
 
-def _algorithm(book: Book) -> None:
+def _algorithm(config: Conversion) -> None:
     words = {"ring": "ring", "tree": "tree", "nvls": "nvls", "nvlstree": "nvls"}
-    if (word := book.text("env.NCCL_ALGO")) in words:
-        book.put("comm.algorithm", words[word], "env.NCCL_ALGO")
+    if (word := config.text("env.NCCL_ALGO")) in words:
+        config.put("comm.algorithm", words[word], "env.NCCL_ALGO")

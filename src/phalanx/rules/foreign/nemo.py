@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 
 from phalanx.rules.foreign import mcore, megatron
-from phalanx.rules.foreign.book import Book, found_in
-from phalanx.rules.foreign.leaf import Leaf
+from phalanx.rules.foreign.conversion import Conversion, Leaf, found_in
 
 # Where Megatron's words stand, the strongest first: Bridge's mixed_precision is applied over model, optimizer and ddp.
 PREFIXES = (
@@ -161,40 +160,40 @@ UNMAPPED = megatron.UNMAPPED | {
 }
 
 
-def translate(book: Book) -> None:
-    """Fill the book."""
-    _interpolate(book)
-    _machines(book)
-    _trainer(book)
-    _optimizer_of_one(book)
-    _model(book)
-    _precision(book)
-    for key in book.leaves:
-        _place(book, key)
-    _distributed_adam(book)
-    mcore.translate(book, whole=False)
-    _amp(book)
-    _chunk(book)
-    _shadowed(book)
-    book.close(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=_seen)
+def translate(config: Conversion) -> None:
+    """Fill the conversion."""
+    _interpolate(config)
+    _machines(config)
+    _trainer(config)
+    _optimizer_of_one(config)
+    _model(config)
+    _precision(config)
+    for key in config.leaves:
+        _place(config, key)
+    _distributed_adam(config)
+    mcore.translate(config, whole=False)
+    _amp(config)
+    _chunk(config)
+    _shadowed(config)
+    config.close(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=_seen)
 
 
 REFERENCE = re.compile(r"\$\{(\.?)([\w.]+)\}")
 MOST_HOPS = 8
 
 
-def _interpolate(book: Book) -> None:
+def _interpolate(config: Conversion) -> None:
     """`${model.encoder_seq_length}` and `${.encoder_seq_length}` as OmegaConf reads them; functions stay."""
-    for key, leaf in book.leaves.items():
+    for key, leaf in config.leaves.items():
         value, place = leaf.value, key
         for _ in range(MOST_HOPS):
             found = REFERENCE.fullmatch(value) if isinstance(value, str) else None
             if found is None:
                 break
             place = f"{place.rpartition('.')[0]}.{found.group(2)}" if found.group(1) else found.group(2)
-            value = book.leaves[place].value if place in book.leaves else None
+            value = config.leaves[place].value if place in config.leaves else None
         if value is not None and value != leaf.value:
-            book.read_as[key] = Leaf(key=key, value=value, line=leaf.line)
+            config.read_as[key] = Leaf(key=key, value=value, line=leaf.line)
 
 
 def word_of(key: str) -> str:
@@ -211,125 +210,125 @@ def word_of(key: str) -> str:
     return ""
 
 
-def _place(book: Book, key: str) -> None:
+def _place(config: Conversion, key: str) -> None:
     """Of several places that say the same word the strongest one is read."""
     name = word_of(key)
-    leaf = book.leaves[key]
-    if not name or leaf.value is None or name in book.read_as:
+    leaf = config.leaves[key]
+    if not name or leaf.value is None or name in config.read_as:
         return
-    known = book.names.get(name)
+    known = config.names.get(name)
     if known is None or _rank(key) < _rank(known):
-        book.names[name] = key
+        config.names[name] = key
 
 
 def _rank(key: str) -> int:
     return next(index for index, prefix in enumerate(PREFIXES) if key.startswith(prefix))
 
 
-def _shadowed(book: Book) -> None:
-    for key, leaf in book.leaves.items():
+def _shadowed(config: Conversion) -> None:
+    for key, leaf in config.leaves.items():
         name = word_of(key)
-        held = book.leaf(name) if name else None
-        if held is None or held.key == key or key in book.settled or leaf.value is None:
+        held = config.leaf(name) if name else None
+        if held is None or held.key == key or key in config.settled or leaf.value is None:
             continue
         if held.value == leaf.value:
-            book.skip(key, f"{held.key} says the same")
+            config.skip(key, f"{held.key} says the same")
         else:
-            book.lacks(key, f"{held.key} goes before it")
+            config.lacks(key, f"{held.key} goes before it")
 
 
-def _machines(book: Book) -> None:
-    hosts, each = book.whole("trainer.num_nodes"), book.whole("trainer.devices")
-    book.machines = (hosts or 0, each if each and each > 0 else 0)
-    book.used("trainer.num_nodes", "trainer.devices", by="cluster: hosts × devices")
+def _machines(config: Conversion) -> None:
+    hosts, each = config.whole("trainer.num_nodes"), config.whole("trainer.devices")
+    config.machines = (hosts or 0, each if each and each > 0 else 0)
+    config.used("trainer.num_nodes", "trainer.devices", by="cluster: hosts × devices")
 
 
-def _trainer(book: Book) -> None:
-    book.rename("train_iters", "trainer.max_steps")
-    book.rename("clip_grad", "trainer.gradient_clip_val")
+def _trainer(config: Conversion) -> None:
+    config.rename("train_iters", "trainer.max_steps")
+    config.rename("clip_grad", "trainer.gradient_clip_val")
     callback = "exp_manager.checkpoint_callback_params."
     for key in (f"{callback}every_n_train_steps", "log.ckpt.every_n_train_steps"):
-        if (book.whole(key) or 0) > 0:
-            book.rename("save_interval", key)
-    book.rename("save_interval", "trainer.val_check_interval")
+        if (config.whole(key) or 0) > 0:
+            config.rename("save_interval", key)
+    config.rename("save_interval", "trainer.val_check_interval")
     for key in ("exp_manager.explicit_log_dir", "exp_manager.exp_dir", "log.log_dir"):
-        book.rename("save", key)
-    if not book.has("save") and book.has("save_interval"):
-        book.rename("save", book.read_as["save_interval"].key, "checkpoints")
+        config.rename("save", key)
+    if not config.has("save") and config.has("save_interval"):
+        config.rename("save", config.read_as["save_interval"].key, "checkpoints")
     for key in (f"{callback}save_top_k", "log.ckpt.save_top_k"):
-        if (book.whole(key) or 0) > 0:
-            book.rename("most_recent_k", key)
+        if (config.whole(key) or 0) > 0:
+            config.rename("most_recent_k", key)
 
 
-def _optimizer_of_one(book: Book) -> None:
+def _optimizer_of_one(config: Conversion) -> None:
     """NeMo 1.x and the scheduler of 2.0."""
     o = "model.optim."
-    book.rename("optimizer", f"{o}name")
+    config.rename("optimizer", f"{o}name")
     for name in ("lr", "weight_decay"):
-        book.rename(name, f"{o}{name}")
-    leaf = book.leaves.get(f"{o}betas")
+        config.rename(name, f"{o}{name}")
+    leaf = config.leaves.get(f"{o}betas")
     if leaf is not None and isinstance(leaf.value, list) and len(leaf.value) == 2:
-        book.rename("adam_beta1", leaf.key, leaf.value[0])
-        book.rename("adam_beta2", leaf.key, leaf.value[1])
+        config.rename("adam_beta1", leaf.key, leaf.value[0])
+        config.rename("adam_beta2", leaf.key, leaf.value[1])
     for sched in (f"{o}sched.", "optim.lr_scheduler."):
-        book.rename("lr_warmup_iters", f"{sched}warmup_steps")
-        book.rename("min_lr", f"{sched}min_lr")
+        config.rename("lr_warmup_iters", f"{sched}warmup_steps")
+        config.rename("min_lr", f"{sched}min_lr")
         for key in (f"{sched}name", f"{sched}_target_"):
-            if "cosine" in book.text(key):
-                book.rename("lr_decay_style", key, "cosine")
-        book.skip(f"{sched}constant_steps", "a plateau at the end of the schedule")
+            if "cosine" in config.text(key):
+                config.rename("lr_decay_style", key, "cosine")
+        config.skip(f"{sched}constant_steps", "a plateau at the end of the schedule")
 
 
-def _model(book: Book) -> None:
-    leaf = book.leaves.get("model.config._target_")
+def _model(config: Conversion) -> None:
+    leaf = config.leaves.get("model.config._target_")
     name = str(leaf.value).rpartition(".")[2] if leaf is not None else ""
     if name in CLASSES:
-        book.put("model.preset", CLASSES[name], "model.config._target_", note=name)
-    activation = book.text("model.activation")
+        config.put("model.preset", CLASSES[name], "model.config._target_", note=name)
+    activation = config.text("model.activation")
     if "swiglu" in activation:
-        book.rename("swiglu", "model.activation", True)
-    if not book.leaf("model.position_embedding_type") and "bridge" in book.text("model._target_"):
-        book.skip("model._target_", "which class is built; the values beside it are read")
+        config.rename("swiglu", "model.activation", True)
+    if not config.leaf("model.position_embedding_type") and "bridge" in config.text("model._target_"):
+        config.skip("model._target_", "which class is built; the values beside it are read")
 
 
-def _precision(book: Book) -> None:
+def _precision(config: Conversion) -> None:
     """`trainer.precision: bf16-mixed`, `mixed_precision: bf16_with_fp8_…`, or a plugin's `precision`."""
     for key in ("trainer.precision", "mixed_precision", "trainer.plugins.precision"):
-        text = book.text(key)
+        text = config.text(key)
         if not text:
             continue
         if "fp8" in text:
-            book.rename("fp8", key, "hybrid")
+            config.rename("fp8", key, "hybrid")
         if re.search(r"bf16|bfloat16", text):
-            book.rename("bf16", key, True)
+            config.rename("bf16", key, True)
         elif re.search(r"fp16|^16", text):
-            book.rename("fp16", key, True)
+            config.rename("fp16", key, True)
         else:
-            book.rename("fp16", key, False)
+            config.rename("fp16", key, False)
 
 
-def _amp(book: Book) -> None:
+def _amp(config: Conversion) -> None:
     """NeMo 1.x: O2 keeps 16-bit weights with an fp32 copy; without it (the default) all is fp32, under autocast."""
     key = "model.megatron_amp_O2"
-    if not book.has("model.micro_batch_size") and not book.has(key):  # NeMo 2.0 and Megatron-Bridge
+    if not config.has("model.micro_batch_size") and not config.has(key):  # NeMo 2.0 and Megatron-Bridge
         return
-    if not book.flag(key):
+    if not config.flag(key):
         note = "without O2 weights and gradients are fp32, cast for each use"
-        book.put("precision.grad_reduce", "fp32", key, note=note)
-        book.practice.pop("sums_in", None)
-    book.used(key, by="precision.grad_reduce")
+        config.put("precision.grad_reduce", "fp32", key, note=note)
+        config.practice.pop("sums_in", None)
+    config.used(key, by="precision.grad_reduce")
 
 
-def _distributed_adam(book: Book) -> None:
-    if "distributed" in book.text("optimizer") and "optimizer" in book.read_as:
-        book.rename("use_distributed_optimizer", book.read_as["optimizer"].key, True)
+def _distributed_adam(config: Conversion) -> None:
+    if "distributed" in config.text("optimizer") and "optimizer" in config.read_as:
+        config.rename("use_distributed_optimizer", config.read_as["optimizer"].key, True)
 
 
-def _chunk(book: Book) -> None:
+def _chunk(config: Conversion) -> None:
     for key in ("model.grad_allreduce_chunk_size_mb", "model.optim.bucket_cap_mb"):
-        if (size := book.number(key)) is not None and size > 0:
-            book.put("comm.bucket_mib", size, key)
-    book.used("model.optim.overlap_grad_sync", by="comm.bucket_mib")
+        if (size := config.number(key)) is not None and size > 0:
+            config.put("comm.bucket_mib", size, key)
+    config.used("model.optim.overlap_grad_sync", by="comm.bucket_mib")
 
 
 def _seen(key: str) -> str:

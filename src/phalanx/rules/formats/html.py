@@ -7,9 +7,8 @@ from html import escape
 
 from phalanx.record.page.style import CSS
 from phalanx.record.values import printable
-from phalanx.rules.formats.plain import at_stake, cost_of, counts_of, place_of, summary_of
-from phalanx.rules.formats.text import cures
-from phalanx.rules.judge import Finding, Report
+from phalanx.rules.formats.text import counts_of, fix_lines, shown_cost, shown_place, summary_of, total_at_stake
+from phalanx.rules.judge import CheckReport, Finding
 from phalanx.rules.rule import LETTERS
 from phalanx.units import format_money, plural
 
@@ -24,7 +23,7 @@ MORE_CSS = """
 MOST_TEXT = 1000
 
 
-def render(reports: Sequence[Report]) -> str:
+def render_html(reports: Sequence[CheckReport]) -> str:
     """The whole file."""
     body = "\n".join(_report(one) for one in reports)
     title = _safe(f"phalanx check {reports[0].target}" if len(reports) == 1 else "phalanx check")
@@ -35,7 +34,25 @@ def render(reports: Sequence[Report]) -> str:
     )
 
 
-def _report(report: Report) -> str:
+def render_fragment(report: CheckReport) -> str:
+    """One report for a notebook: summary and findings, without a style sheet that would reach the rest of the page."""
+    items = "".join(f"<li>{_fragment_item(one, report)}</li>" for one in report.problems)
+    notes = "".join(f"<p>{_safe(one)}</p>" for one in report.notes)
+    listed = f"<ul>{items}</ul>" if items else "<p>No findings.</p>"
+    head = f"<p><b>{_safe(report.target)}</b>: {_safe(summary_of(report))}</p>"
+    return f'<div class="phalanx-check">{head}{notes}{listed}</div>'
+
+
+def _fragment_item(finding: Finding, report: CheckReport) -> str:
+    outcome, rule = finding.outcome, finding.rule
+    colour = {"error": "#c0392b", "warning": "#b7791f", "info": "#2b6cb0"}[finding.severity]
+    texts = (shown_cost(outcome.impact, report.usd), *fix_lines(outcome))
+    more = "".join(f"<br><small>{_safe(text)}</small>" for text in texts if text)
+    head = f'<b style="color:{colour}">{finding.severity} {rule.id}</b> {_safe(rule.slug)}'
+    return f"{head} <small>{_safe(shown_place(finding))}</small><br>{_safe(outcome.what)}{more}"
+
+
+def _report(report: CheckReport) -> str:
     problems = "\n".join(_finding(one, report) for one in report.problems)
     return "\n".join(
         (
@@ -50,8 +67,8 @@ def _report(report: Report) -> str:
     )
 
 
-def _tiles(report: Report) -> str:
-    counts, stake = counts_of(report), at_stake(report)
+def _tiles(report: CheckReport) -> str:
+    counts, stake = counts_of(report), total_at_stake(report)
     seen = ", ".join(LETTERS[letter] for letter in report.evidence) or "nothing"
     tiles = {
         "rules met": str(counts["pass"]),
@@ -59,8 +76,10 @@ def _tiles(report: Report) -> str:
         "without evidence": str(counts["unknown"]),
         "of effective training time at stake": f"{stake.points or 0:.1f} points",
         "at stake": format_money(stake.usd) if stake.usd is not None else "no price known",
-        f"{report.profile}, class {report.scaling}": _devices(report.devices),
-        "looked at": seen,
+        f"{report.profile}, class {report.scaling}": (
+            plural(report.devices, "device") if report.devices else "devices not known"
+        ),
+        "evidence": seen,
     }
     inner = "".join(
         f'<div class="tile"><b>{_safe(value)}</b><span>{_safe(name)}</span></div>' for name, value in tiles.items()
@@ -68,24 +87,21 @@ def _tiles(report: Report) -> str:
     return f'<div class="tiles">{inner}</div>'
 
 
-def _devices(count: int) -> str:
-    return plural(count, "device") if count else "devices not known"
-
-
-def _finding(finding: Finding, report: Report) -> str:
+def _finding(finding: Finding, report: CheckReport) -> str:
     outcome, rule = finding.outcome, finding.rule
     lines = "\n".join(printable(line, most=MOST_TEXT) for line in outcome.formula)
-    place = f'<span class="quiet">{finding.severity}, {_safe(place_of(finding))}</span>'
+    place = f'<span class="quiet">{finding.severity}, {_safe(shown_place(finding))}</span>'
+    own = f' <span class="quiet">(your own rule, from {_safe(rule.origin)})</span>' if rule.origin else ""
     parts = [
-        f"<p><b>{rule.id}</b> {_safe(rule.slug)} {place}</p>",
+        f"<p><b>{rule.id}</b> {_safe(rule.slug)} {place}{own}</p>",
         f"<p>{_safe(outcome.what)}</p>",
         f"<pre>{escape(lines)}</pre>" if lines else "",
-        *(f"<p>{_safe(text)}</p>" for text in (cost_of(outcome.impact, report.usd), *cures(outcome)) if text),
+        *(f"<p>{_safe(text)}</p>" for text in (shown_cost(outcome.impact, report.usd), *fix_lines(outcome)) if text),
     ]
     return f'<div class="finding {finding.severity}">{"".join(parts)}</div>'
 
 
-def _table(report: Report) -> str:
+def _table(report: CheckReport) -> str:
     rows = "".join(_row(one) for one in report.findings)
     head = "<tr><th>rule</th><th>verdict</th><th>what</th><th>where</th></tr>"
     return f'<div class="scroll"><table>{head}{rows}</table></div>'
@@ -97,11 +113,11 @@ def _row(finding: Finding) -> str:
     return (
         f"<tr><td>{finding.rule.id} {_safe(finding.rule.slug)}</td>"
         f'<td class="verdict-{finding.verdict}">{verdict}</td>'
-        f'<td class="long">{_safe(finding.outcome.what + reason)}</td><td>{_safe(place_of(finding))}</td></tr>'
+        f'<td class="long">{_safe(finding.outcome.what + reason)}</td><td>{_safe(shown_place(finding))}</td></tr>'
     )
 
 
-def _unmapped(report: Report) -> str:
+def _unmapped(report: CheckReport) -> str:
     if not report.unmapped:
         return ""
     rows = "".join(

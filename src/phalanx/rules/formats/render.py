@@ -4,36 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.rules.judge import Report
+from phalanx.rules.judge import CheckReport
 
 FORMATS = ("text", "json", "sarif", "github", "junit", "html")
 
 
-def render(name: str, reports: Sequence[Report], *, root: str, version: str, verbose: bool = False) -> str:
+def render_reports(name: str, reports: Sequence[CheckReport], *, root: str, version: str, verbose: bool = False) -> str:
     """Reports in a format; `root` is the folder that file names are told from, `version` that of Phalanx."""
-    if name == "json":
-        from phalanx.rules.formats import json
+    if name == "html":
+        from phalanx.rules.formats.html import render_html
 
-        text = json.render(reports)
-    elif name == "sarif":
-        from phalanx.rules.formats import sarif
+        text = render_html(reports)
+    elif name == "text":
+        from phalanx.rules.formats.text import render_text
 
-        text = sarif.render(reports, root=root, version=version)
-    elif name == "github":
-        from phalanx.rules.formats import github
-
-        text = github.render(reports, root=root)
-    elif name == "junit":
-        from phalanx.rules.formats import junit
-
-        text = junit.render(reports)
-    elif name == "html":
-        from phalanx.rules.formats import html
-
-        text = html.render(reports)
+        text = render_text(reports, verbose=verbose)
     else:
-        from phalanx.rules.formats import text as plain_text
+        from phalanx.rules.formats import machine
 
-        text = plain_text.render(reports, verbose=verbose)
+        if name == "sarif":
+            text = machine.render_sarif(reports, root=root, version=version)
+        elif name == "github":
+            text = machine.render_github(reports, root=root)
+        else:
+            text = machine.render_junit(reports) if name == "junit" else machine.render_json(reports)
     # a file name that is no UTF-8 must not cost the whole report
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,18 +1,20 @@
 """A report for a terminal: what is wrong and what it costs, then what nobody knows, then one line of counts.
 
-Lines are (style, text): a style is a word of STYLES, and only a terminal sees it.
+Lines are (style, text): a style is a word of STYLES, and only a terminal sees it. The second half has the plain values
+that `--json` prints and the words that every format shares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from phalanx.record.values import printable
-from phalanx.rules.formats.plain import at_stake, cost_of, place_of, setting, summary_of
-from phalanx.rules.judge import Finding, Report
-from phalanx.rules.outcome import Outcome
+from phalanx.rules.judge import CheckReport, Finding, is_remark
+from phalanx.rules.outcome import Edit, Impact, Outcome, Scalar
 from phalanx.rules.rule import LETTERS
-from phalanx.units import plural
+from phalanx.units import format_money, plural
 
 Line = tuple[str, str]
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan", "quiet": "dim", "head": "bold", "": ""}
@@ -21,12 +23,12 @@ MOST_SHOWN = 12  # settings of another trainer that are named one by one
 MOST_TEXT = 400  # letters of one line of somebody else's text
 
 
-def render(reports: Sequence[Report], *, verbose: bool = False) -> str:
+def render_text(reports: Sequence[CheckReport], *, verbose: bool = False) -> str:
     """The page as text."""
-    return "".join(f"{text}\n" for _, text in lines(reports, verbose=verbose))
+    return "".join(f"{text}\n" for _, text in report_lines(reports, verbose=verbose))
 
 
-def lines(reports: Sequence[Report], *, verbose: bool = False) -> Iterator[Line]:
+def report_lines(reports: Sequence[CheckReport], *, verbose: bool = False) -> Iterator[Line]:
     """The page, line by line; nothing in it moves a cursor."""
     for number, report in enumerate(reports):
         if number:
@@ -35,7 +37,7 @@ def lines(reports: Sequence[Report], *, verbose: bool = False) -> Iterator[Line]
             yield style, printable(text, most=MOST_TEXT)
 
 
-def _page(report: Report, *, verbose: bool) -> Iterator[Line]:
+def _page(report: CheckReport, *, verbose: bool) -> Iterator[Line]:
     for one in report.problems:
         yield from finding_lines(one, report)
         yield "", ""
@@ -53,29 +55,38 @@ def _page(report: Report, *, verbose: bool) -> Iterator[Line]:
         yield "quiet", hint
 
 
-def finding_lines(finding: Finding, report: Report) -> Iterator[Line]:
+def finding_head(finding: Finding) -> str:
+    """Place, severity, rule and what was found, in a line."""
+    marks = {"fail": LETTER[finding.severity], "pass": "ok" if finding.outcome.applies else "--", "waived": "waived"}
+    mark, rule = marks.get(finding.verdict, "?"), finding.rule
+    return f"{shown_place(finding)}: {mark} {rule.id} {rule.slug}  {finding.outcome.what}"
+
+
+def finding_lines(finding: Finding, report: CheckReport) -> Iterator[Line]:
     """One finding in full."""
     rule, outcome = finding.rule, finding.outcome
-    mark = LETTER[finding.severity] if finding.verdict == "fail" else "?"
-    yield finding.severity, f"{place_of(finding)}: {mark} {rule.id} {rule.slug}  {outcome.what}"
+    yield finding.severity, finding_head(finding)
     for line in outcome.formula:
         yield "", f"  {line}"
-    if cost := cost_of(outcome.impact, report.usd):
+    if cost := shown_cost(outcome.impact, report.usd):
         yield "", f"  {cost}"
-    yield from (("", f"  {line}") for line in cures(outcome))
-    yield "quiet", f"  explain: phalanx explain {rule.id} {report.target}; source: {rule.references[0].text}"
+    yield from (("", f"  {line}") for line in fix_lines(outcome))
+    if rule.origin:
+        yield "quiet", f"  your own rule, from {rule.origin}"
+    else:
+        yield "quiet", f"  explain: phalanx explain {rule.id} {report.target}; source: {rule.references[0].text}"
 
 
-def cures(outcome: Outcome) -> Iterator[str]:
+def fix_lines(outcome: Outcome) -> Iterator[str]:
     """What to do: each edit with what it touches, then the rule's own words."""
     for edit in outcome.edits:
         kind = "safe" if edit.safe else "changes the training"
-        yield f"fix ({kind}): {setting(edit)}{f' ({edit.note})' if edit.note else ''}"
+        yield f"fix ({kind}): {shown_setting(edit)}{f' ({edit.note})' if edit.note else ''}"
     if outcome.fix:
         yield f"fix: {outcome.fix}"
 
 
-def _unknown(report: Report) -> Iterator[Line]:
+def _unknown(report: CheckReport) -> Iterator[Line]:
     """Missing evidence, by what is missing: one line for many rules."""
     groups: dict[tuple[str, str], list[str]] = {}
     for one in report.findings:
@@ -90,7 +101,7 @@ def _unknown(report: Report) -> Iterator[Line]:
         yield "", ""
 
 
-def _waived(report: Report) -> Iterator[Line]:
+def _waived(report: CheckReport) -> Iterator[Line]:
     found = [one for one in report.findings if one.verdict == "waived"]
     for one in found:
         yield "quiet", f"waived {one.rule.id}  {one.outcome.what}  ({one.reason})"
@@ -98,7 +109,7 @@ def _waived(report: Report) -> Iterator[Line]:
         yield "", ""
 
 
-def _unmapped(report: Report) -> Iterator[Line]:
+def _unmapped(report: CheckReport) -> Iterator[Line]:
     if not report.unmapped:
         return
     count = len(report.unmapped)
@@ -111,7 +122,7 @@ def _unmapped(report: Report) -> Iterator[Line]:
     yield "", ""
 
 
-def _passed(report: Report) -> Iterator[Line]:
+def _passed(report: CheckReport) -> Iterator[Line]:
     for one in report.findings:
         if one.verdict != "pass":
             continue
@@ -128,7 +139,7 @@ def _bound(outcome: Outcome) -> str:
     return f"  [{value:.4g} against {limit:.4g}{f' {outcome.unit}' if outcome.unit else ''}]"
 
 
-def _by_option(report: Report) -> str:
+def _by_option(report: CheckReport) -> str:
     """How many findings an option mends; runs and plans are past mending, other trainers' files are not ours to."""
     if report.foreign or not report.target.endswith(".toml") or "L" in report.evidence:
         return ""
@@ -136,19 +147,199 @@ def _by_option(report: Report) -> str:
     safe = sum(all(edit.safe for edit in some) for some in edits)
     told = [f"{safe} with --fix"] if safe else []
     told += [f"{len(edits) - safe} with --unsafe-fixes"] if len(edits) > safe else []
-    return f"  can be mended: {', '.join(told)}; --diff shows the edits" if told else ""
+    return f"  fixable: {', '.join(told)}; --diff shows the edits" if told else ""
 
 
-def _devices(report: Report) -> str:
+def _devices(report: CheckReport) -> str:
     if not report.devices:
         return f"number of devices not known (taken as {report.scaling})"
     return f"{plural(report.devices, 'device')} ({report.scaling})"
 
 
-def _basis(report: Report) -> str:
+def _basis(report: CheckReport) -> str:
     """What the verdicts rest on, and the money in question."""
     seen = ", ".join(LETTERS[letter] for letter in report.evidence) or "nothing"
-    basis = f"  edition {report.edition}, {report.profile}, {_devices(report)}"
-    stake = at_stake(report)
-    told = f"; at stake: {cost_of(stake, report.usd)}" if stake.points or stake.usd else ""
-    return f"{basis}; looked at: {seen}{told}"
+    own = len({one.rule.id for one in report.findings if one.rule.origin})
+    mine = f" and {plural(own, 'rule')} of your own" if own else ""
+    basis = f"  edition {report.edition}{mine}, {report.profile}, {_devices(report)}"
+    stake = total_at_stake(report)
+    told = f"; at stake: {shown_cost(stake, report.usd)}" if stake.points or stake.usd else ""
+    return f"{basis}; evidence: {seen}{told}"
+
+
+# A report as plain values: what `--json` prints, and the few words that every format shares.
+
+
+def report_dict(report: CheckReport) -> dict[str, Any]:
+    """The JSON form of one report; numbers that JSON has no word for become null."""
+    return {
+        "edition": report.edition,
+        "target": report.target,
+        "profile": report.profile,
+        "scaling": report.scaling,
+        "devices": report.devices,
+        "evidence": report.evidence,
+        "usd": finite(report.usd),
+        "counts": counts_of(report),
+        "errors": report.errors,
+        "exit_code": report.exit_code,
+        "findings": [finding_dict(one) for one in report.findings],
+        "notes": list(report.notes),
+        "unmapped": [{"key": one.key, "value": one.value, "why": one.why} for one in report.unmapped],
+    }
+
+
+def counts_of(report: CheckReport) -> dict[str, int]:
+    """Rules by verdict; those that have nothing to say about this job are no passes."""
+    counts = {verdict: report.counts[verdict] for verdict in ("pass", "fail", "unknown", "waived")}
+    return {**counts, "pass": counts["pass"] - len(report.exempt), "exempt": len(report.exempt)}
+
+
+def finding_dict(finding: Finding) -> dict[str, Any]:
+    """One finding, with every field there."""
+    outcome = finding.outcome
+    return {
+        "rule": finding.rule.id,
+        "slug": finding.rule.slug,
+        "group": finding.rule.group,
+        "origin": finding.rule.origin,
+        "verdict": finding.verdict,
+        "severity": finding.severity,
+        "what": outcome.what,
+        "formula": list(outcome.formula),
+        "value": finite(outcome.value),
+        "threshold": finite(outcome.threshold),
+        "unit": outcome.unit,
+        "file": finding.file,
+        "line": finding.line,
+        "impact": {
+            "points": finite(outcome.impact.points),
+            "usd": finite(outcome.impact.usd),
+            "note": outcome.impact.note,
+        },
+        "fix": fix_of(outcome),
+        "edits": [{"key": one.key, "value": one.value, "safe": one.safe, "note": one.note} for one in outcome.edits],
+        "reason": finding.reason,
+        "applies": outcome.applies,
+    }
+
+
+def findings_columns(findings: Sequence[Finding]) -> dict[str, list[Any]]:
+    """Findings as columns of equal length, for a data frame."""
+    columns: dict[str, Any] = {
+        "rule": lambda one: one.rule.id,
+        "slug": lambda one: one.rule.slug,
+        "verdict": lambda one: one.verdict,
+        "severity": lambda one: one.severity,
+        "what": lambda one: one.outcome.what,
+        "value": lambda one: one.outcome.value,
+        "threshold": lambda one: one.outcome.threshold,
+        "unit": lambda one: one.outcome.unit,
+        "file": lambda one: one.file,
+        "line": lambda one: one.line,
+        "points": lambda one: math.nan if one.outcome.impact.points is None else one.outcome.impact.points,
+        "usd": lambda one: math.nan if one.outcome.impact.usd is None else one.outcome.impact.usd,
+        "fix": lambda one: fix_of(one.outcome),
+        "origin": lambda one: one.rule.origin,
+    }
+    return {name: [read(one) for one in findings] for name, read in columns.items()}
+
+
+def finite(value: Scalar) -> Scalar:
+    """A number that JSON can hold, or None."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def fix_of(outcome: Outcome) -> str:
+    """What to do, in one line: the rule's own words, else its edits."""
+    return outcome.fix or "; ".join(shown_setting(one) for one in outcome.edits)
+
+
+def shown_setting(edit: Edit) -> str:
+    """An edit as a person types it.
+
+    >>> setting(Edit(key="checkpoint.interval_s", value=1418, safe=True))
+    'checkpoint.interval_s = 1418'
+    """
+    return f"{edit.key} = {as_toml(edit.value)}"
+
+
+def as_toml(value: Scalar) -> str:
+    """A value as a job file writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def shown_place(finding: Finding) -> str:
+    """file:line, or the file where no line is known."""
+    return f"{finding.file}:{finding.line}" if finding.line else finding.file
+
+
+def shown_cost(impact: Impact, job_usd: float | None) -> str:
+    """What a finding costs, in one line; empty where nothing can be told."""
+    parts = []
+    if impact.points is not None and math.isfinite(impact.points):
+        parts.append(f"{_points(impact.points)} of effective training time")
+    if impact.usd is not None and math.isfinite(impact.usd):
+        of = f" of this {format_money(job_usd)} job" if job_usd else ""
+        parts.append(f"{_dollars(impact.usd)}{of}")
+    told = ", ".join(parts)
+    return f"{told}: {impact.note}" if told and impact.note else told or impact.note
+
+
+def _dollars(usd: float) -> str:
+    return "less than a cent" if 0 < usd < 0.01 else f"about {format_money(usd)}"
+
+
+def _points(points: float) -> str:
+    """Hundredths of the time; tiny ones are said to be so rather than rounded to nothing."""
+    if 0 < points < 0.01:
+        return "below 0.01 points"
+    text = f"{points:.1f}" if points >= 1 else f"{points:.2f}"
+    return f"{text} point{'s' * (text != '1.0')}"
+
+
+# What a failure costs is told by several rules, each in its own words: notice, restart, redone work, spares.
+BY_FAILURES = ("CKP", "FLT", "COM004", "EFF001")
+WHOLES = ("EFF",)  # measure all of a kind of loss, of which other rules tell the parts
+
+
+def total_at_stake(report: CheckReport) -> Impact:
+    """All failures together, no more than everything, and nothing counted twice where that can be told.
+
+    Rules about failures and checkpoints lose the same seconds: the dearest of them stands for all. The others add up,
+    those that one edit cures as the dearest of them; but a rule that measures the whole stands for its parts where it
+    is dearer.
+    """
+    bad = [one for one in report.findings if one.verdict == "fail"]
+    points, usd = (_summed(bad, name) for name in ("points", "usd"))
+    most = report.usd if report.usd is not None else math.inf
+    return Impact(points=min(100.0, points or 0.0), usd=min(most, usd) if usd is not None else None)
+
+
+def _summed(findings: Sequence[Finding], name: str) -> float | None:
+    by_failures = whole = 0.0
+    parts: dict[object, float] = {}
+    costs = [(one, getattr(one.outcome.impact, name)) for one in findings]
+    known = [(one, value) for one, value in costs if value is not None and math.isfinite(value)]
+    for number, (one, value) in enumerate(known):
+        if one.rule.id.startswith(BY_FAILURES):
+            by_failures = max(by_failures, value)
+        elif one.rule.id.startswith(WHOLES):
+            whole = max(whole, value)
+        else:
+            cure = tuple(edit.key for edit in one.outcome.edits) or number
+            parts[cure] = max(value, parts.get(cure, 0.0))
+    return by_failures + max(whole, sum(parts.values())) if known else None
+
+
+def summary_of(report: CheckReport) -> str:
+    """One line with every count."""
+    counts: Mapping[str, int] = counts_of(report)
+    errors = len({one.rule.id for one in report.findings if one.verdict == "fail" and one.severity == "error"})
+    told = f" ({plural(errors, 'error')})" if errors else ""
+    line = f"{counts['pass']} pass, {counts['fail']} fail{told}, {counts['unknown']} unknown, {counts['waived']} waived"
+    remarks = sum(is_remark(one) for one in report.findings)
+    line += f"; {plural(remarks, 'remark')}" if remarks else ""
+    return f"{line}; {counts['exempt']} do{'es' * (counts['exempt'] == 1)} not apply"

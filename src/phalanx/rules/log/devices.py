@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.record.account.energy import MOST_J
 from phalanx.record.values import integer, number, printable
 from phalanx.rules.facts.log import MonitorFacts, PeerFacts
-from phalanx.rules.log.shape import Columns
+from phalanx.rules.log.schema import Columns
 from phalanx.rules.log.sums import Histogram, Hours
 
 MOST_SOURCES = 16

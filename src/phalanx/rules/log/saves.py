@@ -12,7 +12,7 @@ from phalanx.errors import PhalanxError
 from phalanx.record.run import COMMIT, Run
 from phalanx.record.values import integer, number
 from phalanx.rules.facts.log import CheckpointFacts
-from phalanx.rules.log.shape import Columns
+from phalanx.rules.log.schema import Columns
 from phalanx.rules.log.sums import Histogram
 from phalanx.rules.outcome import Spot
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from phalanx.record.events import Event
 from phalanx.record.run import Run
-from phalanx.rules.log.feed import Piece, open_inside
-from phalanx.rules.log.shape import Columns
+from phalanx.rules.log.files import Piece, open_inside
+from phalanx.rules.log.schema import Columns
 from phalanx.rules.outcome import Spot
 
 _FORMS = re.compile(

@@ -4,7 +4,7 @@
 
 Of a rank that many others stand beside, little is kept: about a kilobyte. Of the witness, the lowest rank that has a
 record, also how its steps went. What needs the order of time over all of them (the ledger, failures) is the record's
-own (accounts.py).
+own (walk.py).
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from phalanx.record.over import is_over
 from phalanx.record.run import Run
 from phalanx.record.values import at, printable
 from phalanx.rules.facts.log import GrammarFacts, LogFacts, StepFacts
-from phalanx.rules.log import accounts
-from phalanx.rules.log.agree import Formations, skew, skips_differ
-from phalanx.rules.log.feed import Feed, Tally
-from phalanx.rules.log.folder import has_provenance, is_job_changed, launch_of, listens
+from phalanx.rules.log import accounts as walk
+from phalanx.rules.log.accounts import Passing
+from phalanx.rules.log.agreement import Formations, skew, skips_differ
+from phalanx.rules.log.files import Feed, Tally, has_provenance, is_job_changed, launch_of, listens
 from phalanx.rules.log.lines import uncollected
-from phalanx.rules.log.rank import Counted, RankLog
-from phalanx.rules.log.told import Supervisor
-from phalanx.rules.log.walk import Passing
+from phalanx.rules.log.rank_log import Counted, RankLog, Supervisor
 from phalanx.rules.outcome import Spot
 
 TURN_BYTES = 32 * 2**20  # of a rank before the next one has its turn, where there is a budget
@@ -57,7 +55,7 @@ class LogStream:
         self._tally = Tally()
         self._supervisor = Feed(self.run.supervisor, self._shown, tally=self._tally)
         self._ranks: dict[int, RankLog] = {}
-        self._account, self._account_bytes = accounts.Account(), -1
+        self._account, self._account_bytes = walk.Account(), -1
         self._passing: Passing | None = None
 
     @property
@@ -159,15 +157,15 @@ class LogStream:
             preflights=told.preflights if told and told.formations else None,
             refused_hosts=told.refused if told else 0,
             incidents=known.incidents,
-            detect_s=accounts.detect_s(walked, told.failures if told else (), step_s),
-            recovery_s=accounts.recovery_s(known.incidents),
+            detect_s=walk.detect_s(walked, told.failures if told else (), step_s),
+            recovery_s=walk.recovery_s(known.incidents),
             most_in_a_row=told.most_in_a_row if told else 0,
             ledger=walked.ledger if walked is not None else None,
             effective=walked.ledger.effective if walked is not None and walked.ledger.steps else None,
             lowest_hour=known.lowest_hour,
             imbalance=self._imbalance(),
             telemetry_share=self._telemetry_share(),
-            mfu=accounts.mfu(self.run, steps.tokens_per_s if steps is not None else None),
+            mfu=walk.measured_mfu(self.run, steps.tokens_per_s if steps is not None else None),
             listens=listens(self.run, launch),
             is_drill=launch.get("drill") is True,
         )
@@ -198,7 +196,7 @@ class LogStream:
             checkpoints=self._all.saves.facts(self.run, restores) if has_saves or made.steps is not None else None,
         )
 
-    def _rest(self, made: LogFacts, known: accounts.Account, launch: Mapping[str, Any]) -> LogFacts:
+    def _rest(self, made: LogFacts, known: walk.Account, launch: Mapping[str, Any]) -> LogFacts:
         """Stragglers, money and energy, and the grammar, which looks at all the others."""
         scored = known.scores
         paid = known.cost
@@ -211,12 +209,12 @@ class LogStream:
             grammar=self._grammar(made, launch),
         )
 
-    def _accounts(self, *, ended: bool) -> accounts.Account:
+    def _accounts(self, *, ended: bool) -> walk.Account:
         """The ledger and what goes with it; not again for a run that goes on and has hardly grown."""
         read, before = self.bytes_read, self._account_bytes
         little = not ended and read >= SMALL_BYTES and read - before <= AGAIN_SHARE * before
         if before < 0 or (read != before and not little):
-            self._account = accounts.account(self.run, self._history, self._passing)
+            self._account = walk.account_of_run(self.run, self._history, self._passing)
             self._account_bytes = read
             self._pass(None)
         return self._account

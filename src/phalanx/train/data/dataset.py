@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import Problem, UserError, mistake
-from phalanx.job.dataset import TOKENIZER, Manifest, Shard, Source, Split, check_files, read_manifest
+from phalanx.job.dataset import TOKENIZER, Manifest, Shard, Source, Split, check_dataset_files, read_manifest
 from phalanx.plan.inputs import too_many_tokens
 from phalanx.train.data.sampler import Sampler, make_sampler
 
@@ -86,7 +86,7 @@ class TokenDataset:
         paths = [path] if isinstance(path, Path) else list(path)
         folders = [(folder, read_manifest(folder)) for folder in paths]
         for folder, manifest in folders:
-            check_files(folder, manifest)
+            check_dataset_files(folder, manifest)
         _check_same_tokenizer(folders)
         dataset = cls(folders, split)
         if not dataset.num_tokens:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.job.hf_write import family_of
+from phalanx.job.hf_config import family_of
 from phalanx.job.model import ModelShape
 
 Turn = Callable[[Sequence[Tensor]], list[Tensor]]

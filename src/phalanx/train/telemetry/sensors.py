@@ -10,11 +10,9 @@ from typing import Protocol
 
 import torch
 
-from phalanx.hardware.activity import CpuTime, gpu_activity
 from phalanx.hardware.discover import memory_bytes, usable_cores
-from phalanx.hardware.energy import Energy, cpu_energy, gpu_energy
+from phalanx.hardware.meters import CpuTime, Energy, anonymous_bytes, cpu_energy, gpu_activity, gpu_energy, memory_stall
 from phalanx.hardware.nvml import GpuMeter
-from phalanx.hardware.pressure import anonymous_bytes, memory_stall
 from phalanx.train.memory import first_bytes
 from phalanx.train.telemetry.sharing import Sharers, gpu_uuid
 

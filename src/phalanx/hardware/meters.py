@@ -1,0 +1,276 @@
+"""What a device does while it trains: how busy it is, the energy it takes, and how short of memory its host is.
+
+Activity is the share of units that worked, never the share of time a kernel was merely resident.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from phalanx.hardware.discover import cgroup_folders
+from phalanx.hardware.nvml import GpuMeter
+
+
+class Activity(Protocol):
+    """Something that can say how busy the device was since it was last asked."""
+
+    @property
+    def source(self) -> str | None:
+        """How it is measured; None when it is not."""
+
+    def share(self, ranks: int) -> float | None:
+        """From 0 to 1 since the last call, of this rank's part when `ranks` share the host; None where unknown."""
+
+
+class NoActivity:
+    """Of a device that cannot be asked: readers fall back on MFU."""
+
+    source = None
+
+    def share(self, ranks: int) -> float | None:
+        """Unknown."""
+        return None
+
+
+class CpuTime:
+    """CPU time of this process, all its threads, over the cores it may use: those of the host, shared fairly."""
+
+    source = "cpu-time"
+
+    def __init__(
+        self,
+        cores: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        used: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._cores, self._clock, self._used = cores, clock, used
+        self._last = clock(), used()
+
+    def share(self, ranks: int) -> float | None:
+        """Never above 1, though a rank may take the cores that its neighbours leave idle."""
+        (then_s, before_s), self._last = self._last, (self._clock(), self._used())
+        wall_s = self._last[0] - then_s
+        if wall_s <= 0:
+            return None
+        return min(1.0, (self._last[1] - before_s) / (wall_s * self._cores / ranks))
+
+
+class SmActivity:
+    """Share of the streaming multiprocessors with at least one warp, averaged over the time since the last call.
+
+    NVML's GPU performance monitoring: Hopper and newer. Warps that wait count, so this is a ceiling of the useful work
+    and MFU its floor.
+    """
+
+    source = "gpm-sm"
+
+    def __init__(self, meter: GpuMeter) -> None:
+        self._meter = meter
+        self._last = meter.gpm_sample()
+
+    def share(self, ranks: int) -> float | None:
+        """The device's own, also when several ranks share it."""
+        now = self._meter.gpm_sample()
+        if now is None:
+            return None  # the next answer covers this time too
+        before, self._last = self._last, now
+        if before is None:
+            return None
+        percent = self._meter.sm_percent(before, now)
+        self._meter.gpm_free(before)
+        return None if percent is None else min(1.0, max(0.0, percent / 100))
+
+
+def gpu_activity(meter: GpuMeter) -> Activity:
+    """SM activity where the driver measures it, else none."""
+    return SmActivity(meter) if meter.has_gpm() else NoActivity()
+
+
+# Joules a device has taken: from a counter of the hardware, else a stated estimate. Power is never integrated.
+#
+# A polled power sensor misses most of what happens (on A100 and H100 it samples a quarter of the time,
+# arXiv:2312.02741); a counter misses nothing.
+
+
+class Energy(Protocol):
+    """A meter; each call says what was taken since the one before."""
+
+    @property
+    def source(self) -> str | None:
+        """Where it comes from; None when from nowhere."""
+
+    def taken_j(self, utilization: float | None) -> float | None:
+        """Joules since the last call (the first: since it was made); None where nothing can be said."""
+
+
+class NoEnergy:
+    """Of a device that nobody knows anything about."""
+
+    source = None
+
+    def taken_j(self, utilization: float | None) -> float | None:
+        """Unknown."""
+        return None
+
+
+class NvmlEnergy:
+    """The counter of an NVIDIA GPU (Volta and newer): the board, in mJ since the driver was loaded."""
+
+    source = "nvml"
+
+    def __init__(self, meter: GpuMeter) -> None:
+        self._meter = meter
+        self._last_j = meter.energy_j()
+
+    def taken_j(self, utilization: float | None) -> float | None:
+        """A counter that went back (the driver was reloaded) begins anew."""
+        before_j, now_j = self._last_j, self._meter.energy_j()
+        if now_j is None:
+            return None
+        self._last_j = now_j
+        return now_j - before_j if before_j is not None and now_j >= before_j else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Zone:
+    file: Path
+    range_uj: int  # where the counter starts over
+
+
+class Rapl:
+    """Processor packages and their memory through the powercap files of Linux (Intel, and AMD since Zen)."""
+
+    source = "rapl"
+
+    def __init__(self, zones: list[_Zone]) -> None:
+        self._zones = zones
+        self._last_uj = [_number(zone.file) for zone in zones]
+
+    @classmethod
+    def of(cls, root: Path) -> Rapl | None:
+        """The packages of this host; None without them, or when (as usual since 2020) only root may read them."""
+        zones = [_zone(folder) for folder in _zone_folders(root / "sys/class/powercap")]
+        readable = [zone for zone in zones if zone is not None and _number(zone.file) is not None]
+        return cls(readable) if readable else None
+
+    def taken_j(self, utilization: float | None) -> float | None:
+        """Right as long as it is asked more often than a counter starts over: after 20 minutes at 200 W."""
+        now = [_number(zone.file) for zone in self._zones]
+        parts = [
+            (after - before) % zone.range_uj
+            for zone, before, after in zip(self._zones, self._last_uj, now, strict=True)
+            if before is not None and after is not None
+        ]
+        self._last_uj = now
+        return sum(parts) / 1e6 if parts else None
+
+
+def _zone_folders(top: Path) -> list[Path]:
+    """Packages, and the memory beside them; cores and graphics are inside the package and would count twice."""
+    try:
+        names = sorted(entry.name for entry in top.iterdir())
+    except OSError:
+        return []
+    packages = [name for name in names if re.fullmatch(r"intel-rapl:\d+", name)]
+    inside = [name for name in names if re.fullmatch(r"intel-rapl:\d+:\d+", name)]
+    wanted = [name for name in packages if not _name(top / name).startswith("psys")]  # psys holds the packages
+    return [top / name for name in (*wanted, *(name for name in inside if _name(top / name) == "dram"))]
+
+
+def _zone(folder: Path) -> _Zone | None:
+    limit_uj = _number(folder / "max_energy_range_uj")
+    return _Zone(file=folder / "energy_uj", range_uj=limit_uj + 1) if limit_uj else None
+
+
+def _name(folder: Path) -> str:
+    try:
+        return (folder / "name").read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return None
+    return int(text) if re.fullmatch(r"\d{1,19}", text) else None
+
+
+class Estimate:
+    """The catalogue's power of the device times how busy it was; a device whose activity is unknown counts as busy.
+
+    What an idle device draws is not in it: good for a rough sum of a run, not for comparing two settings.
+    """
+
+    source = "estimate"
+
+    def __init__(self, power_w: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._power_w, self._clock = power_w, clock
+        self._last_s = clock()
+
+    def taken_j(self, utilization: float | None) -> float | None:
+        """Joules of the time since the last call."""
+        then_s, self._last_s = self._last_s, self._clock()
+        return self._power_w * (1.0 if utilization is None else utilization) * max(0.0, self._last_s - then_s)
+
+
+def gpu_energy(meter: GpuMeter, power_w: float) -> Energy:
+    """The GPU's counter, else an estimate from its power."""
+    return NvmlEnergy(meter) if meter.energy_j() is not None else estimated_energy(power_w)
+
+
+def cpu_energy(power_w: float, root: Path = Path("/")) -> Energy:
+    """RAPL where it can be read, else an estimate from the power of this rank's cores."""
+    return Rapl.of(root) or estimated_energy(power_w)
+
+
+def estimated_energy(power_w: float) -> Energy:
+    """An estimate from a known power, or nothing."""
+    return Estimate(power_w) if power_w > 0 else NoEnergy()
+
+
+# How short of memory this process is: what it holds, what it may hold, and how long it stalls for want of more.
+
+
+# "some avg10=0.12 avg60=0.05 avg300=0.01 total=1234": per cent of the last 10 s in which some task stalled.
+_STALL = re.compile(r"^some avg10=(\d{1,3}(?:\.\d+)?) ", re.MULTILINE)
+_MOST_CHARS = 1 << 16  # what these files hold is a few lines; more is not what we came for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stall:
+    """Share of the last 10 s in which some task waited for memory, and of whom that is said."""
+
+    share: float
+    source: str  # "psi-cgroup": of this container; "psi-host": of the whole machine
+
+
+def memory_stall(root: Path = Path("/")) -> Stall | None:
+    """Pressure stall information of this process's own group, else of the machine; None where the kernel keeps none."""
+    files = [(folder / "memory.pressure", "psi-cgroup") for folder in cgroup_folders(root, "memory")[:1]]
+    for path, source in (*files, (root / "proc/pressure/memory", "psi-host")):
+        found = _STALL.search(_text(path))
+        if found:
+            return Stall(share=min(1.0, float(found.group(1)) / 100), source=source)
+    return None
+
+
+def anonymous_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that is this process's own: pages of files and libraries, which others share, do not count."""
+    found = re.search(r"^RssAnon:\s*(\d{1,15}) kB", _text(root / "proc/self/status"), re.MULTILINE)
+    return int(found.group(1)) * 1024 if found else None
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as stream:
+            return stream.read(_MOST_CHARS)
+    except OSError:  # absent, or (EOPNOTSUPP) switched off at boot
+        return ""

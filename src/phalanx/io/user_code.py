@@ -1,0 +1,85 @@
+"""Code of the user's own, named as "file.py:name" or "package.module:name": found, run, and blamed for its own faults.
+
+Whoever calls this has the consent of the person at the keyboard: importing a file runs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from phalanx.errors import UserError, mistake, nearest
+
+NAME_PATTERN = r"[^:\x00-\x1f]{1,1024}(:[A-Za-z_][A-Za-z0-9_]{0,255})?"
+
+
+def absolute_code(name: str, base: Path) -> str:
+    """ "file.py:name" with the file as an absolute path, taken from `base`; a package's name stays.
+
+    >>> absolute_code("rules.py:mine", Path("/jobs")), absolute_code("acme.rules:mine", Path("/jobs"))
+    ('/jobs/rules.py:mine', 'acme.rules:mine')
+    """
+    place, colon, attribute = name.partition(":")
+    return f"{(base / place).resolve()}{colon}{attribute}" if place.endswith(".py") else name
+
+
+def load_user_object(name: str, *, folder: Path) -> object:
+    """What "file.py:name" names, the file sought from `folder`; a name without `:` is the module as a whole.
+
+    The file is run anew at each call, so that an edited one counts. Raises UserError, with the line of the user's own
+    code where that is at fault.
+    """
+    place, _, attribute = name.partition(":")
+    module = _run_file(folder / place, name) if place.endswith(".py") else _import_package(place, name)
+    if not attribute:
+        return module
+    if not hasattr(module, attribute):
+        close = nearest(attribute, [one for one in vars(module) if not one.startswith("__")])
+        raise mistake(name, f"{place} has no {attribute}", fix=f"did you mean {close}?" if close else "")
+    return getattr(module, attribute)
+
+
+def _run_file(path: Path, name: str) -> ModuleType:
+    try:
+        is_file = path.is_file()
+    except (OSError, ValueError):
+        is_file = False
+    if not is_file:
+        raise mistake(name, f"there is no file {path}", fix="write it as file.py:name, relative to the job file")
+    # Two files of one name in two folders are two modules.
+    key = f"phalanx_user_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(key, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[key] = module  # dataclasses of the user's look themselves up there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[key]
+        raise user_code_error(name, "cannot be run", error) from error
+    return module
+
+
+def _import_package(place: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except (Exception, SystemExit) as error:
+        fix = "" if "." in place or ":" in name else "write it as file.py:name or package.module:name"
+        raise user_code_error(name, "cannot be imported", error, fix=fix) from error
+
+
+def user_code_error(name: str, what: str, error: BaseException, *, fix: str = "") -> UserError:
+    """The fault of somebody else's code, at the last line of it that ran."""
+    return mistake(f"{last_line(error)}", f"{name} {what}: {type(error).__name__}: {error}"[:500], fix=fix)
+
+
+def last_line(error: BaseException) -> str:
+    """file:line where an exception was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -1,0 +1,335 @@
+"""Mistakes that need two keys to see and no hardware: each check is skipped when a key it reads was refused already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isqrt
+
+from phalanx.job.draft import Draft
+from phalanx.job.schema import Job
+
+Check = Callable[[Draft, Job], None]
+
+HEADS, LAYERS = "model.heads", "model.layers"
+
+
+def check_keys(draft: Draft, job: Job) -> None:
+    """Run every check whose keys are sound."""
+    refused = frozenset(draft.bad)  # as it stands: what one check finds must not hide what the next would
+    for keys, function in CHECKS:
+        if not refused & set(keys):
+            function(draft, job)
+
+
+def whole_heads(draft: Draft, job: Job) -> None:
+    tensor, heads, kv_heads = job.parallel.tensor, job.model.heads, job.model.kv_heads
+    if tensor == "auto":
+        return
+    if heads % tensor:
+        fits = [size for size in divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0]
+        draft.complain(
+            "parallel.tensor",
+            f"parallel.tensor = {tensor} does not divide the model's {heads} attention heads",
+            why="each tensor rank must hold whole heads",
+            fix=use_nearest(fits, tensor),
+        )
+    elif kv_heads % tensor and tensor % kv_heads:
+        fits = [size for size in divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0]
+        draft.complain(
+            "parallel.tensor",
+            f"parallel.tensor = {tensor} neither divides nor is a multiple of the model's {kv_heads} key-value heads",
+            why="each tensor rank must hold whole key-value heads or one shared copy",
+            fix=use_nearest(fits, tensor),
+        )
+
+
+def grouped_heads(draft: Draft, job: Job) -> None:
+    heads, kv_heads = job.model.heads, job.model.kv_heads
+    if heads % kv_heads:
+        draft.complain(
+            blame(draft, "model.kv_heads", HEADS),
+            f"model.kv_heads = {kv_heads} does not divide the model's {heads} attention heads",
+            why="every key-value head serves the same number of query heads",
+            fix=use_nearest(divisors(heads), kv_heads),
+        )
+
+
+def enough_layers(draft: Draft, job: Job) -> None:
+    stages, chunks, layers = job.parallel.pipeline, job.parallel.virtual_pipeline, job.model.layers
+    if stages == "auto":
+        return
+    if stages > layers:
+        draft.complain(
+            "parallel.pipeline",
+            f"parallel.pipeline = {stages} is more than the model's {layers} layers",
+            why="every stage must hold at least one layer",
+            fix=f"use {layers} or fewer",
+        )
+        return
+    # Llama 3 405B had the embedding and the head in chunks of their own (arXiv 2407.21783, section 3.3.2): taken at its
+    # word for other frameworks; our trainer puts them beside a layer.
+    most = layers if job.parallel.framework == "phalanx" else layers + 2
+    if chunks != "auto" and stages * chunks > most:
+        draft.complain(
+            blame(draft, "parallel.virtual_pipeline", "parallel.pipeline"),
+            f"parallel.virtual_pipeline = {chunks} cuts {stages} stages into {stages * chunks} chunks, "
+            f"more than the model's {layers} layers",
+            why="every chunk must hold at least one layer",
+            fix=f"use {layers // stages} or fewer",
+        )
+
+
+def chunks_need_interleaving(draft: Draft, job: Job) -> None:
+    parallel = job.parallel
+    if parallel.virtual_pipeline == "auto":
+        return
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        draft.complain(
+            "parallel.virtual_pipeline",
+            f"parallel.virtual_pipeline = {parallel.virtual_pipeline} with parallel.pipeline = 1",
+            why="only a pipeline of two or more stages can be interleaved",
+            fix="use virtual_pipeline = 1, or pipeline = 2 or more",
+        )
+    elif parallel.virtual_pipeline > 1 and parallel.schedule in ("gpipe", "1f1b"):
+        draft.complain(
+            blame(draft, "parallel.schedule", "parallel.virtual_pipeline"),
+            f'parallel.schedule = "{parallel.schedule}" runs one chunk per stage, '
+            f"not parallel.virtual_pipeline = {parallel.virtual_pipeline}",
+            fix='use schedule = "interleaved", or virtual_pipeline = 1',
+        )
+    elif parallel.virtual_pipeline == 1 and parallel.schedule == "interleaved":
+        draft.complain(
+            blame(draft, "parallel.schedule", "parallel.virtual_pipeline"),
+            'parallel.schedule = "interleaved" with parallel.virtual_pipeline = 1',
+            why="there is nothing to interleave",
+            fix='use schedule = "1f1b", or virtual_pipeline = 2 or more',
+        )
+
+
+def whole_experts(draft: Draft, job: Job) -> None:
+    ranks, experts = job.parallel.expert, job.model.experts
+    if ranks == "auto" or ranks == 1:
+        return
+    if not experts:
+        draft.complain(
+            "parallel.expert",
+            f"parallel.expert = {ranks}, but {job.model.name} is a dense model",
+            why="there are no experts to split",
+            fix="use 1 or leave it out",
+        )
+    elif experts % ranks:
+        draft.complain(
+            "parallel.expert",
+            f"parallel.expert = {ranks} does not divide the model's {experts} experts",
+            why="each expert rank must hold whole experts",
+            fix=use_nearest(divisors(experts), ranks),
+        )
+
+
+def expert_shape(draft: Draft, job: Job) -> None:
+    model = job.model
+    if not model.experts:
+        for name in ("experts_per_token", "expert_ffn", "shared_experts", "dense_layers"):
+            if getattr(model, name):
+                draft.complain(
+                    f"model.{name}",
+                    f"model.{name} = {getattr(model, name)}, but model.experts = 0",
+                    why="a dense model routes to no experts",
+                    fix=f"give model.experts, or drop {name}",
+                )
+        return
+    if not 1 <= model.experts_per_token <= model.experts:
+        draft.complain(
+            blame(draft, "model.experts_per_token", "model.experts"),
+            f"model.experts_per_token = {model.experts_per_token} with model.experts = {model.experts}",
+            why="each token goes to at least one expert and at most all",
+            fix=f"use 1 to {model.experts}",
+        )
+    if not model.expert_ffn:
+        draft.complain(
+            blame(draft, "model.expert_ffn", "model.experts"),
+            f"model.expert_ffn = 0 with model.experts = {model.experts}",
+            why="the width of an expert is not known",
+            fix=f"give expert_ffn; Mixtral-like models use their ffn, {model.ffn}",
+        )
+
+
+def leading_dense_layers(draft: Draft, job: Job) -> None:
+    if job.model.dense_layers > job.model.layers:
+        draft.complain(
+            blame(draft, "model.dense_layers", LAYERS),
+            f"model.dense_layers = {job.model.dense_layers} is more than the model's {job.model.layers} layers",
+            fix=f"use {job.model.layers} or fewer",
+        )
+
+
+def latent_attention(draft: Draft, job: Job) -> None:
+    if not job.model.is_mla:
+        return
+    lacking = [name for name in ("qk_nope_dim", "qk_rope_dim", "v_head_dim") if not getattr(job.model, name)]
+    if lacking:
+        draft.complain(
+            blame(draft, "model.kv_lora_rank", f"model.{lacking[0]}"),
+            f"model.kv_lora_rank = {job.model.kv_lora_rank} without {', '.join(lacking)}",
+            why="latent attention needs the sizes of its heads",
+            fix="DeepSeek-V3 has qk_nope_dim = 128, qk_rope_dim = 64, v_head_dim = 128",
+        )
+
+
+def positions_reach(draft: Draft, job: Job) -> None:
+    model, sequence = job.model, job.data.sequence
+    if model.positions == "learned" and sequence > model.max_positions:
+        draft.complain(
+            blame(draft, "data.sequence", "model.max_positions"),
+            f"data.sequence = {sequence} is longer than the model's {model.max_positions} learned positions",
+            why="a position without a learned row cannot be embedded",
+            fix=f"use sequence = {model.max_positions} or less" if model.max_positions else "give model.max_positions",
+        )
+
+
+def whole_sequence_slices(draft: Draft, job: Job) -> None:
+    context, tensor, sequence = job.parallel.context, job.parallel.tensor, job.data.sequence
+    if context != "auto" and sequence % context:
+        draft.complain(
+            "parallel.context",
+            f"parallel.context = {context} does not divide data.sequence = {sequence}",
+            why="each context rank must hold an equal slice of every sequence",
+            fix=use_nearest(divisors(sequence), context),
+        )
+    elif job.parallel.sequence_parallel is True and tensor != "auto":
+        slices = tensor * (1 if context == "auto" else context)
+        if sequence % slices:
+            draft.complain(
+                "parallel.sequence_parallel",
+                f"parallel.sequence_parallel = true cuts data.sequence = {sequence} into {slices} slices",
+                why="tensor × context must divide the sequence",
+                fix="use sequence_parallel = false or another tensor size",
+            )
+
+
+def whole_batches(draft: Draft, job: Job) -> None:
+    micro, data, total = job.batch.micro, job.parallel.data, job.batch.global_sequences
+    if micro != "auto" and total % micro:
+        draft.complain(
+            blame(draft, "batch.micro", "batch.global_sequences", "batch.global_tokens"),
+            f"batch.micro = {micro} does not divide the global batch of {total:,} sequences",
+            why="every step is a whole number of micro-batches",
+            fix=use_nearest(divisors(total), micro),
+        )
+    elif data != "auto" and total % (data * (1 if micro == "auto" else micro)):
+        share = f"parallel.data = {data}" + ("" if micro == "auto" else f" × batch.micro = {micro}")
+        fits = divisors(total if micro == "auto" else total // micro)
+        draft.complain(
+            blame(draft, "parallel.data", "batch.micro"),
+            f"{share} does not divide the global batch of {total:,} sequences",
+            why="every replica takes the same number of micro-batches",
+            fix=f"parallel.data: {use_nearest(fits, data)}",
+        )
+
+
+def whole_shard_groups(draft: Draft, job: Job) -> None:
+    data, shard = job.parallel.data, job.parallel.shard
+    if data != "auto" and shard != "auto" and data % shard:
+        draft.complain(
+            blame(draft, "parallel.shard", "parallel.data"),
+            f"parallel.shard = {shard} does not divide parallel.data = {data}",
+            why="replicas form equal shard groups",
+            fix=use_nearest(divisors(data), shard),
+        )
+
+
+def rising_ramp(draft: Draft, job: Job) -> None:
+    last = 0
+    for index, stage in enumerate(job.batch.ramp):
+        key = f"batch.ramp.{index}"
+        if stage.until_tokens <= last:
+            draft.complain(
+                key,
+                f"batch.ramp[{index}].until_tokens = {stage.until_tokens:,} does not come after {last:,}",
+                why="the stages of a ramp follow each other",
+                fix="sort the stages by until_tokens",
+            )
+        if stage.global_tokens % job.data.sequence:
+            draft.complain(
+                key,
+                f"batch.ramp[{index}].global_tokens = {stage.global_tokens:,} is not a whole number of sequences "
+                f"of {job.data.sequence:,}",
+                fix=use_multiples(stage.global_tokens, job.data.sequence),
+            )
+        last = stage.until_tokens
+
+
+def without_effect(draft: Draft, job: Job) -> None:
+    """Settings that are legal and do nothing are said to do nothing."""
+    parallel = job.parallel
+    if parallel.sequence_parallel is True and parallel.tensor == 1:
+        draft.warn("parallel.sequence_parallel", "parallel.sequence_parallel has no effect with parallel.tensor = 1")
+    if parallel.zero == 0 and parallel.shard not in ("auto", 1):
+        draft.warn("parallel.shard", f"parallel.shard = {parallel.shard} has no effect with parallel.zero = 0")
+    if parallel.pipeline == 1 and parallel.schedule not in ("auto", "1f1b"):
+        draft.warn("parallel.schedule", f'parallel.schedule = "{parallel.schedule}" has no effect with one stage')
+    scale, compute = job.precision.loss_scale, job.precision.compute
+    if not isinstance(scale, str) and scale != 1.0 and compute != "fp16":
+        draft.warn("precision.loss_scale", f'precision.loss_scale = {scale:g} has no effect with compute = "{compute}"')
+    if job.batch.ramp and job.data.tokens != "auto" and job.batch.ramp[-1].until_tokens > job.data.tokens:
+        draft.warn("batch.ramp", "batch.ramp ends after data.tokens: the full batch is never reached")
+
+
+CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
+    ((HEADS, "model.kv_heads"), grouped_heads),
+    (("model.experts", "model.experts_per_token", "model.expert_ffn"), expert_shape),
+    (("model.dense_layers", LAYERS), leading_dense_layers),
+    (("model.kv_lora_rank",), latent_attention),
+    (("data.sequence", "model.positions", "model.max_positions"), positions_reach),
+    (("parallel.tensor", HEADS, "model.kv_heads"), whole_heads),
+    (("parallel.pipeline", "parallel.virtual_pipeline", LAYERS), enough_layers),
+    (("parallel.pipeline", "parallel.virtual_pipeline", "parallel.schedule"), chunks_need_interleaving),
+    (("parallel.expert", "model.experts"), whole_experts),
+    (("parallel.context", "parallel.tensor", "data.sequence"), whole_sequence_slices),
+    (
+        ("batch.micro", "batch.global_sequences", "batch.global_tokens", "batch", "data.sequence", "parallel.data"),
+        whole_batches,
+    ),
+    (("parallel.shard", "parallel.data"), whole_shard_groups),
+    (("batch.ramp", "data.sequence"), rising_ramp),
+    (
+        ("parallel", "precision", "precision.loss_scale", "precision.compute", "data.tokens", "batch.ramp"),
+        without_effect,
+    ),
+)
+
+
+def blame(draft: Draft, *keys: str) -> str:
+    """Of the keys that disagree, the first that a person wrote."""
+    return next((key for key in keys if key in draft.origins and draft.origins[key].by_hand), keys[0])
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors in order; for numbers above 1e10 only those that have a partner below 1e5.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [size for size in range(1, min(isqrt(number), 100_000) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
+
+
+def use_nearest(fits: list[int], wanted: int) -> str:
+    """The valid sizes on both sides of a wrong one.
+
+    >>> use_nearest([1, 2, 4, 8], 6)
+    'use 4 or 8'
+    """
+    below = [size for size in fits if size < wanted][-1:]
+    above = [size for size in fits if size > wanted][:1]
+    return "use " + " or ".join(f"{size:,}" for size in below + above)
+
+
+def use_multiples(wanted: int, unit: int) -> str:
+    """The whole multiples on both sides of a wrong number.
+
+    >>> use_multiples(10_000, 4096)
+    'use 8,192 (2 sequences) or 12,288 (3 sequences)'
+    """
+    below = wanted // unit
+    return "use " + " or ".join(f"{n * unit:,} ({n:,} sequences)" for n in (below, below + 1) if n)

@@ -1,0 +1,255 @@
+"""What a setting may hold: each rule reads one value of the job file or says, with the value, why it cannot."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from phalanx.errors import nearest
+from phalanx.units import parse_count
+
+AUTO: Final = "auto"
+MOST_COUNT = 10**9  # no dimension of a model or cluster comes near; keeps products inside 64 bits
+MOST_TOKENS = 10**18
+
+
+class WrongValue(ValueError):
+    """The value breaks its rule; the text completes the sentence `key = value ...`."""
+
+    def __init__(self, text: str, *, fix: str = "") -> None:
+        super().__init__(text)
+        self.fix = fix
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyRule:
+    """How one key is read: `expects` completes "use ...", `note` says what the key is for."""
+
+    expects: str
+    read: Callable[[object], object]
+    note: str
+    key: str = ""  # the name in the file, where it is not a Python name
+
+
+Metadata = Mapping[str, KeyRule]
+
+
+def rule_of(metadata: Mapping[str, object]) -> KeyRule:
+    """The rule a dataclass field carries."""
+    rule = metadata["rule"]
+    assert isinstance(rule, KeyRule)
+    return rule
+
+
+def count(
+    note: str, *, least: int = 1, most: int = MOST_COUNT, auto: bool = False, zero_is_auto: bool = False
+) -> Metadata:
+    """A whole number; text such as "15T" counts too."""
+    expects = f"a whole number from {least:,} to {_power(most)}" + _or_auto(auto)
+
+    def read(value: object) -> object:
+        if auto and (value == AUTO or (zero_is_auto and value == 0 and not isinstance(value, bool))):
+            return AUTO
+        number = _whole(value)
+        if number < least:
+            raise WrongValue(f"is below {least:,}", fix=f"use {least:,} or more{_or_auto(auto)}")
+        if number > most:
+            raise WrongValue(f"is above {_power(most)}", fix=f"use {expects}")
+        return number
+
+    return {"rule": KeyRule(expects=expects, read=read, note=note)}
+
+
+def number(note: str, *, least: float = 0.0, most: float = 1e18, auto: bool = False, above: bool = False) -> Metadata:
+    """A finite number; `above` excludes the lower end."""
+    expects = f"a number {'above' if above else 'from'} {least:g} {'and up to' if above else 'to'} {most:g}"
+    expects += _or_auto(auto)
+
+    def read(value: object) -> object:
+        if auto and value == AUTO:
+            return AUTO
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise WrongValue(f"is {value_kind(value)}, not a number")
+        if isinstance(value, int) and value.bit_length() > 1000:
+            raise WrongValue(f"is above {most:g}")
+        result = float(value)
+        if not math.isfinite(result):
+            raise WrongValue("is not a finite number")
+        if result < least or (above and result == least):
+            raise WrongValue(f"is {'not above' if above else 'below'} {least:g}")
+        if result > most:
+            raise WrongValue(f"is above {most:g}")
+        return result
+
+    return {"rule": KeyRule(expects=expects, read=read, note=note)}
+
+
+def choice(note: str, *names: str) -> Metadata:
+    """One of a few words."""
+    listed = ", ".join(f'"{name}"' for name in names)
+
+    def read(value: object) -> object:
+        if not isinstance(value, str):
+            raise WrongValue(f"is {value_kind(value)}, not text", fix=f"use one of {listed}")
+        if value not in names:
+            close = nearest(value, names)
+            fix = f'did you mean "{close}"? the choices are {listed}' if close else f"use one of {listed}"
+            raise WrongValue("is not a choice", fix=fix)
+        return value
+
+    return {"rule": KeyRule(expects=f"one of {listed}", read=read, note=note)}
+
+
+def flag(note: str, *, auto: bool = False, key: str = "") -> Metadata:
+    """true or false."""
+
+    def read(value: object) -> object:
+        if isinstance(value, bool) or (auto and value == AUTO):
+            return value
+        raise WrongValue(f"is {value_kind(value)}, not true or false")
+
+    return {"rule": KeyRule(expects="true or false" + _or_auto(auto), read=read, note=note, key=key)}
+
+
+def text(note: str, *, pattern: str = "", expects: str = "a text of at most 4,096 characters") -> Metadata:
+    """A printable string, of a stated form where a pattern is given."""
+
+    def read(value: object) -> object:
+        if not isinstance(value, str):
+            raise WrongValue(f"is {value_kind(value)}, not text")
+        if len(value) > 4096 or not value.isprintable():
+            raise WrongValue("is too long or holds unprintable characters")
+        if pattern and re.fullmatch(pattern, value) is None:
+            raise WrongValue("has the wrong form")
+        return value
+
+    return {"rule": KeyRule(expects=expects, read=read, note=note)}
+
+
+def texts(note: str, *, key: str) -> Metadata:
+    """One string or a list of strings, always read as a tuple."""
+
+    def read(value: object) -> object:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list) or not all(isinstance(item, str) and item.isprintable() for item in items):
+            raise WrongValue(f"is {value_kind(value)}, not a text or a list of texts")
+        return tuple(items)
+
+    return {"rule": KeyRule(expects="a text or a list of texts", read=read, note=note, key=key)}
+
+
+def pair(note: str, *, least: float, most: float) -> Metadata:
+    """Two numbers in a half-open range, such as Adam's betas."""
+
+    def read(value: object) -> object:
+        if not isinstance(value, list) or len(value) != 2:
+            raise WrongValue(f"is {value_kind(value)}, not two numbers")
+        low, high = (item if isinstance(item, int | float) and not isinstance(item, bool) else -1 for item in value)
+        if not (least <= low < most and least <= high < most):
+            raise WrongValue(f"leaves the range from {least:g} to below {most:g}")
+        return float(low), float(high)
+
+    return {
+        "rule": KeyRule(expects=f"two numbers from {least:g} to below {most:g}, as [0.9, 0.95]", read=read, note=note)
+    }
+
+
+def day(note: str) -> Metadata:
+    """A date, as TOML writes it or as text; kept as "2026-12-31"."""
+    expects = "a date, as 2026-12-31"
+
+    def read(value: object) -> object:
+        if isinstance(value, datetime.datetime):
+            raise WrongValue("has a time of day")
+        if isinstance(value, datetime.date):
+            return value.isoformat()
+        try:
+            return datetime.date.fromisoformat(str(value)).isoformat()
+        except ValueError as error:
+            raise WrongValue("is not a date") from error
+
+    return {"rule": KeyRule(expects=expects, read=read, note=note)}
+
+
+def nested(note: str) -> Metadata:
+    """A list of tables, read by the loader itself."""
+    return {"rule": KeyRule(expects="a list of tables", read=lambda value: value, note=note)}
+
+
+def value_kind(value: object) -> str:
+    """What a TOML value is, in plain words.
+
+    >>> value_kind(True), value_kind(3), value_kind("a"), value_kind([1, 2])
+    ('true/false', 'a whole number', 'text', 'a list of 2')
+    """
+    match value:
+        case bool():
+            return "true/false"
+        case int():
+            return "a whole number"
+        case float():
+            return "a decimal number"
+        case str():
+            return "text"
+        case list():
+            return f"a list of {len(value)}"
+        case dict():
+            return "a table"
+        case _:
+            return "a date or time"
+
+
+def shown_value(value: object, *, limit: int = 60) -> str:
+    """A value as the job file would write it, cut short.
+
+    >>> shown_value(True), shown_value("a"), shown_value([1, "b"])
+    ('true', '"a"', '[1, "b"]')
+    """
+    match value:
+        case bool():
+            result = "true" if value else "false"
+        case int() if value.bit_length() > 200:
+            result = f"a number of about {int(value.bit_length() * math.log10(2)):,} digits"
+        case str():
+            result = json.dumps(value[: limit + 1], ensure_ascii=False)
+        case list() | tuple():
+            result = "[" + ", ".join(shown_value(item) for item in value[:limit]) + "]"
+        case dict():
+            result = (
+                "{ " + ", ".join(f"{key} = {shown_value(item)}" for key, item in list(value.items())[:limit]) + " }"
+            )
+        case _:
+            result = str(value)
+    return result if len(result) <= limit else result[: limit - 1] + "…"
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, str):
+        try:
+            value = _tidy(parse_count(value))
+        except (ValueError, OverflowError) as error:
+            raise WrongValue("is text that is not a number such as 512, 8B or 15T") from error
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise WrongValue(f"is {value_kind(value)}, not a whole number")
+    if isinstance(value, float) and (not math.isfinite(value) or not value.is_integer()):
+        raise WrongValue("is not a whole number")
+    return int(value)
+
+
+def _tidy(value: float) -> float:
+    """66.9 × 1e9 is 66,900,000,000.00001 in binary; people who write "66.9B" mean the whole number."""
+    whole = round(value) if math.isfinite(value) else value
+    return whole if abs(value - whole) <= 1e-9 * abs(value) else value
+
+
+def _power(value: int) -> str:
+    return f"{value:,}" if value < 10**7 else f"1e{round(math.log10(value))}"
+
+
+def _or_auto(auto: bool) -> str:
+    return ', or "auto"' if auto else ""

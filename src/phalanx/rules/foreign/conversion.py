@@ -1,0 +1,307 @@
+"""One conversion: the leaves of another trainer's file, what became of each, and the values the job will have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from phalanx.errors import Problem, mistake
+from phalanx.job.key_rules import shown_value, value_kind
+
+MOST = 1e18  # beyond any count of tokens
+UNSET = "a variable that nothing sets"
+NEVER = 0  # steps between checkpoints where none are made
+
+Fate = Literal["mapped", "irrelevant", "unmapped"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobSetting:
+    """A value of the job: where it comes from, and how it was converted."""
+
+    value: object
+    key: str = ""  # of the leaf; empty for a default of the trainer
+    note: str = ""
+    line: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SettledKey:
+    """What became of a leaf; `text` is the job key it went to, or the reason it went nowhere."""
+
+    fate: Fate
+    text: str
+
+
+@dataclass(kw_only=True, slots=True)
+class Conversion:
+    """Filled by one reader; `names` are words a reader uses for leaves that the file spells differently."""
+
+    file: str
+    title: str  # of the trainer, as "Megatron-LM"
+    leaves: Mapping[str, Leaf]
+    names: dict[str, str] = field(default_factory=dict)
+    read_as: dict[str, Leaf] = field(default_factory=dict)  # name -> a leaf with its value put into other words
+    values: dict[str, JobSetting] = field(default_factory=dict)
+    settled: dict[str, SettledKey] = field(default_factory=dict)
+    unreadable: dict[str, Leaf] = field(default_factory=dict)  # asked for as numbers, and none
+    missing: list[Problem] = field(default_factory=list)  # what no plan can be made without
+    machines: tuple[int, int] = (0, 0)  # hosts and devices of each; 0 is not said
+    theirs: dict[str, str] = field(default_factory=dict)  # job key -> the key that says it there
+    practice: dict[str, object] = field(default_factory=dict)  # habits that these settings change
+
+    # ---- looking ----------------------------------------------------------------------------------------------------
+
+    def leaf(self, name: str) -> Leaf | None:
+        """The leaf of a name; a null one counts as absent."""
+        key = self.names.get(name, name)
+        leaf = self.read_as.get(name) or self.read_as.get(key) or self.leaves.get(key)
+        return leaf if leaf is not None and leaf.value is not None else None
+
+    def has(self, name: str) -> bool:
+        """Whether the file says anything under this name."""
+        return self.leaf(name) is not None
+
+    def whole(self, name: str) -> int | None:
+        """A whole number; one that is none is listed and counts as absent."""
+        value = self.number(name)
+        if value is None or value.is_integer():
+            return None if value is None else int(value)
+        self.lacks(name, "is not a whole number")
+        return None
+
+    def number(self, name: str) -> float | None:
+        """A finite number, also where it stands as text, as 2e-4 does in YAML and everything in an argument list."""
+        leaf = self.leaf(name)
+        if leaf is None:
+            return None
+        value = _finite(leaf.value)
+        if value is None:
+            unset = isinstance(leaf.value, str) and "$" in leaf.value
+            self.unreadable[name] = leaf
+            self.lacks(name, UNSET if unset else f"is {value_kind(leaf.value)}, not a number")
+        return value
+
+    def flag(self, name: str) -> bool | None:
+        """True or false, also as text."""
+        leaf = self.leaf(name)
+        if leaf is None:
+            return None
+        word = str(leaf.value).strip().lower()
+        if word in ("true", "yes", "1", "on", "false", "no", "0", "off", "none"):
+            return word in ("true", "yes", "1", "on")
+        self.lacks(name, "is not true or false")
+        return None
+
+    def text(self, name: str) -> str:
+        """A word in lower case; empty where the file says none."""
+        leaf = self.leaf(name)
+        return str(leaf.value).strip().lower()[:200] if leaf is not None else ""
+
+    # ---- deciding ---------------------------------------------------------------------------------------------------
+
+    def put(self, job_key: str, value: object, *names: str, note: str = "") -> None:
+        """The job says this, because of these leaves."""
+        said = [leaf for name in names if name not in self.unreadable and (leaf := self.leaf(name)) is not None]
+        first = said[0] if said else None
+        if names:
+            self.theirs[job_key] = first.key if first else self.names.get(names[0], names[0])
+        lost = next((self.unreadable[name] for name in names if name in self.unreadable), None)
+        if first is None and lost is not None:
+            note = self._lost(lost)
+        elif first is None and not note.startswith("default of") and (names or not note):
+            note = self._default(note)  # the file could say it and does not
+        self.values[job_key] = JobSetting(
+            value=value, key=first.key if first else "", note=note, line=first.line if first else 0
+        )
+        for leaf in said:
+            self.settled[leaf.key] = SettledKey(fate="mapped", text=job_key)
+
+    def assume(self, job_key: str, value: object, note: str = "") -> None:
+        """The trainer's own default, where the file says nothing and ours differs."""
+        if job_key not in self.values:
+            spelled = self.theirs.get(job_key)
+            lost = next((leaf for leaf in self.unreadable.values() if leaf.key == spelled), None)
+            self.values[job_key] = JobSetting(
+                value=value, note=self._default(note) if lost is None else self._lost(lost)
+            )
+
+    def _default(self, note: str) -> str:
+        """As good as written: leaving a key out is how its default is chosen."""
+        return f"default of {self.title}" + (f": {note}" if note else "")
+
+    def _lost(self, leaf: Leaf) -> str:
+        """A number holds the place of what the file does say, and nobody may judge by it."""
+        return f"in place of {told_value(leaf.key)}, which is not readable"
+
+    def skip(self, name: str, reason: str) -> None:
+        """A leaf that no rule of the specification asks about."""
+        self._settle(name, SettledKey(fate="irrelevant", text=reason))
+
+    def lacks(self, name: str, why: str) -> None:
+        """A leaf that the job schema has no word for."""
+        self._settle(name, SettledKey(fate="unmapped", text=why))
+
+    def used(self, *names: str, by: str) -> None:
+        """Leaves that went into another value."""
+        for name in names:
+            self._settle(name, SettledKey(fate="mapped", text=by))
+
+    def _settle(self, name: str, settled: SettledKey) -> None:
+        key = self.read_as[name].key if name in self.read_as else self.names.get(name, name)
+        if key in self.leaves:
+            self.settled[key] = settled
+
+    def rename(self, name: str, key: str, value: object = None) -> None:
+        """Read the leaf of `key` under a name of ours, with another value where it is said in other words."""
+        leaf = self.leaves.get(key)
+        if leaf is not None and leaf.value is not None and not self.has(name):
+            self.read_as[name] = Leaf(key=key, value=leaf.value if value is None else value, line=leaf.line)
+
+    def need(self, what: str, fix: str) -> None:
+        """Something that a plan cannot be made without, and the file does not say."""
+        self.missing.append(Problem(where=self.file, what=what, fix=fix))
+
+    def value(self, job_key: str) -> object:
+        """What the job says so far."""
+        said = self.values.get(job_key)
+        return said.value if said is not None else None
+
+    def int_of(self, job_key: str, default: int = 1) -> int:
+        """The same, as a whole number."""
+        value = self.value(job_key)
+        return value if isinstance(value, int) and not isinstance(value, bool) else default
+
+    # ---- tables of words --------------------------------------------------------------------------------------------
+
+    def copy(self, table: Mapping[str, tuple[str, Callable[[Conversion, str], object]]]) -> None:
+        """Keys that only change their name: name -> (job key, how it is read)."""
+        for name, (job_key, read) in table.items():
+            self.theirs[job_key] = self.names.get(name, name)
+            value = read(self, name)
+            if value is not None and value != "":
+                self.put(job_key, value, name)
+
+    def close(self, *, irrelevant: Mapping[str, str], unmapped: Mapping[str, str], seen: Callable[[str], str]) -> None:
+        """Settle every leaf that is left: of all entries that fit what `seen` makes of its key, the longest decides."""
+        for key, leaf in self.leaves.items():
+            if key in self.settled:
+                continue
+            if leaf.value is None:
+                self.settled[key] = SettledKey(fate="irrelevant", text=f"null leaves it to {self.title}")
+            elif (name := found_in(seen(key), [*unmapped, *irrelevant])) in unmapped:
+                fate: Fate = "irrelevant" if leaf.value is False else "unmapped"  # what is off needs no word
+                self.settled[key] = SettledKey(fate=fate, text=unmapped[name])
+            elif name:
+                self.settled[key] = SettledKey(fate="irrelevant", text=irrelevant[name])
+            else:
+                self.settled[key] = SettledKey(fate="unmapped", text="the job schema has no word for it")
+
+
+def _finite(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str) or len(str(value)[:100]) > 40:
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) and abs(number) < MOST else None
+
+
+def found_in(key: str, entries: Iterable[str]) -> str:
+    """Of the entries that are the key, or end in "." or "_" and begin it, the longest; empty where there is none."""
+    fits = (entry for entry in entries if key == entry or (entry[-1] in "._" and key.startswith(entry)))
+    return max(fits, key=len, default="")
+
+
+def told_value(value: object) -> str:
+    """A foreign value for a person: short, and without anything a terminal obeys."""
+    text = (
+        "null" if value is None else shown_value(value) if isinstance(value, bool | int | float | str | list) else "{}"
+    )
+    return "".join(one if one.isprintable() else "?" for one in text)
+
+
+# The trainer's own key for a key of the job: a cure is of use only in the words of the file it is for.
+
+
+# What a reader leaves open until the world is known, and the key of the job it becomes.
+OPEN = {
+    "checkpoint.steps": "checkpoint.interval_s",
+    "data.steps": "data.tokens",
+    "data.samples": "data.tokens",
+    "optim.warmup_steps": "optim.warmup_tokens",
+    "optim.warmup_samples": "optim.warmup_tokens",
+    "batch.per_replica": "batch.global_sequences",
+    "parallel.shard_copies": "parallel.shard",
+}
+UNITS = {
+    "interval": "in steps",
+    "save_interval": "in steps",
+    "save-interval": "in steps",
+    "every_n_train_steps": "in steps",
+    "distributed_timeout_minutes": "in minutes",
+    "distributed-timeout-minutes": "in minutes",
+    "DEEPSPEED_TIMEOUT of the environment": "in minutes",
+    "reduce_bucket_size": "in elements",
+    "bucket_size": "in parameters",
+    "ddp-bucket-size": "in parameters",
+}
+
+
+def their_keys(theirs: Mapping[str, str], *, title: str, arguments: bool) -> dict[str, str]:
+    """Job key -> what to say of it, as "torchtitan: comm.train_timeout_seconds".
+
+    >>> their_keys({"train.timeout_s": "distributed_timeout_minutes"}, title="Megatron-LM", arguments=True)
+    {'train.timeout_s': 'Megatron-LM: --distributed-timeout-minutes, in minutes'}
+    """
+    found = {}
+    for key, name in theirs.items():
+        spelled = name
+        if arguments and not name.startswith(("--", "env.")):
+            spelled = "--" + name.replace("_", "-")
+        unit = UNITS.get(spelled.rpartition(".")[2].removeprefix("--"), "")
+        found[OPEN.get(key, key)] = f"{title}: {spelled}" + (f", {unit}" if unit else "")
+    return found
+
+
+# One setting of another trainer's configuration: its key, its value, and its line.
+
+
+MOST_LEAVES = 5_000  # a full Megatron-Bridge dump has about 600
+MOST_DEPTH = 24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leaf:
+    """A scalar, a list of scalars, or an empty table. `key` is dotted, or a flag as it was written."""
+
+    key: str
+    value: object
+    line: int  # from 1; 0 is the file as a whole
+
+
+def leaves_of(table: object, *, file: str, line: Callable[[tuple[str | int, ...]], int]) -> dict[str, Leaf]:
+    """All leaves of nested tables and lists; raises UserError for more or deeper ones than a configuration has."""
+    found: dict[str, Leaf] = {}
+    for path, value in _walk(table, (), file):
+        key = ".".join(str(part) for part in path)
+        found[key] = Leaf(key=key, value=value, line=line(path))
+        if len(found) > MOST_LEAVES:
+            raise mistake(file, f"holds more than {MOST_LEAVES:,} settings", why="no training configuration does")
+    return found
+
+
+def _walk(value: object, path: tuple[str | int, ...], file: str) -> Iterator[tuple[tuple[str | int, ...], object]]:
+    if len(path) > MOST_DEPTH:
+        raise mistake(file, f"nests deeper than {MOST_DEPTH} levels", why="no training configuration does")
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _walk(inner, (*path, str(name)), file)
+    elif isinstance(value, list) and any(isinstance(one, dict | list) for one in value):
+        for index, inner in enumerate(value):
+            yield from _walk(inner, (*path, index), file)
+    elif path:
+        yield path, value

@@ -1,0 +1,264 @@
+"""Reports for other programs: JSON, SARIF 2.1.0, GitHub workflow commands and JUnit XML."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+from xml.etree import ElementTree as Tree
+
+from phalanx.io.visible import visible_json
+from phalanx.record.values import printable
+from phalanx.rules.formats.text import finite, fix_lines, report_dict, shown_cost, shown_place, summary_of
+from phalanx.rules.judge import CheckReport, Finding
+from phalanx.rules.outcome import Spot
+from phalanx.rules.rule import LETTERS, Rule
+from phalanx.rules.rule_page import rule_page
+
+
+def relative(file: str, root: str) -> str:
+    """A file below `root` as seen from there; any other by its whole path.
+
+    >>> relative("/src/jobs/a.toml", "/src"), relative("a.toml", "/src"), relative("/etc/a.toml", "/src")
+    ('jobs/a.toml', 'a.toml', '/etc/a.toml')
+    """
+    path = os.path.normpath(os.path.join(root, file))
+    inside = os.path.relpath(path, root)
+    return path if inside == ".." or inside.startswith(f"..{os.sep}") else Path(inside).as_posix()
+
+
+def as_uri(file: str, root: str) -> str:
+    """The same as a URI reference: relative below `root`, else absolute.
+
+    >>> as_uri("a b.toml", "/src"), as_uri("/etc/a.toml", "/src")
+    ('a%20b.toml', 'file:///etc/a.toml')
+    """
+    name = relative(file, root)
+    escaped = quote(name.encode("utf-8", "surrogateescape"), safe="/")
+    return f"file://{escaped}" if name.startswith("/") else escaped
+
+
+# A report as one JSON document; several reports as a list under `reports`.
+
+
+def render_json(reports: Sequence[CheckReport]) -> str:
+    """The document, with a last line break."""
+    documents = [report_dict(one) for one in reports]
+    whole = documents[0] if len(documents) == 1 else {"reports": documents}
+    return visible_json(json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False)) + "\n"
+
+
+# A report as SARIF 2.1.0, which code scanners show beside the lines of the job file.
+#
+# Rule ids, file names and fingerprints are the same in every run, or a scanner takes an old finding for a new one.
+
+
+SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+SARIF_LEVEL = {"error": "error", "warning": "warning", "info": "note"}
+MOST_TEXT = 1000
+
+
+def render_sarif(reports: Sequence[CheckReport], *, root: str, version: str) -> str:
+    """The document. `root` is the checkout that file names are told from; `version` is that of Phalanx."""
+    log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [_run(reports, root, version)]}
+    return visible_json(json.dumps(log, indent=2, ensure_ascii=False, allow_nan=False)) + "\n"
+
+
+def _run(reports: Sequence[CheckReport], root: str, version: str) -> dict[str, Any]:
+    rules = {one.rule.id: one.rule for report in reports for one in report.findings}
+    index = {rule_id: number for number, rule_id in enumerate(rules)}
+    seen: Counter[str] = Counter()
+    results = [
+        _result(one, report, root, index[one.rule.id], seen)
+        for report in reports
+        for one in report.findings
+        if one.verdict != "pass"
+    ]
+    edition = reports[0].edition if reports else ""
+    driver = {
+        "name": "phalanx",
+        "version": version,
+        "shortDescription": {"text": f"Training specification {edition}."},
+        "rules": [_rule(rule) for rule in rules.values()],
+    }
+    return {
+        "tool": {"driver": driver},
+        "automationDetails": {"id": "phalanx-check/"},
+        "columnKind": "unicodeCodePoints",
+        "results": results,
+    }
+
+
+def _rule(rule: Rule) -> dict[str, Any]:
+    return {
+        "id": rule.id,
+        "name": "".join(word.capitalize() for word in rule.slug.split("-")),
+        "shortDescription": {"text": rule.requirement},
+        "fullDescription": {"text": " ".join(rule.why.split())},
+        "help": {"text": f"{rule.requirement}\n\n{rule.fix}", "markdown": rule_page(rule)},
+        "defaultConfiguration": {"level": SARIF_LEVEL[rule.severity]},
+        "properties": {
+            "tags": [rule.group, rule.slug],
+            "evidence": [LETTERS[letter] for letter in rule.requires],
+            "sources": [one.text for one in rule.references],
+            **({"origin": printable(rule.origin)} if rule.origin else {}),
+        },
+    }
+
+
+def _result(finding: Finding, report: CheckReport, root: str, index: int, seen: Counter[str]) -> dict[str, Any]:
+    is_open = finding.verdict == "unknown"
+    kind, level = ("open", "none") if is_open else ("fail", SARIF_LEVEL[finding.severity])
+    result = {
+        "ruleId": finding.rule.id,
+        "ruleIndex": index,
+        "kind": kind,
+        "level": level,
+        "message": {"text": _message(finding, report)},
+        "locations": [_location(finding, root)],
+        "partialFingerprints": {"phalanxFinding/v1": _fingerprint(finding, root, seen)},
+        "properties": _properties(finding),
+    }
+    if finding.verdict == "waived":
+        waiver = {"kind": "inSource", "status": "accepted", "justification": printable(finding.reason)}
+        result["suppressions"] = [waiver]
+    return result
+
+
+def _message(finding: Finding, report: CheckReport) -> str:
+    outcome = finding.outcome
+    lines = [outcome.what, *outcome.formula, shown_cost(outcome.impact, report.usd), *fix_lines(outcome)]
+    return "\n".join(printable(line, most=MOST_TEXT) for line in lines if line)
+
+
+def _location(finding: Finding, root: str) -> dict[str, Any]:
+    uri = as_uri(finding.file, root)
+    artifact = {"uri": uri} if uri.startswith("file:") else {"uri": uri, "uriBaseId": "%SRCROOT%"}
+    line = max(1, finding.line)  # of the file as a whole: its first, since scanners ask for one
+    return {"physicalLocation": {"artifactLocation": artifact, "region": {"startLine": line}}}
+
+
+def _fingerprint(finding: Finding, root: str, seen: Counter[str]) -> str:
+    """Of rule, file and setting: neither a moved line nor another value makes another finding of it."""
+    at = finding.outcome.at
+    what = "log" if isinstance(at, Spot) else at
+    text = f"{finding.rule.id}\n{relative(finding.file, root)}\n{what}"
+    seen[text] += 1
+    return hashlib.sha256(f"{text}\n{seen[text]}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+
+def _properties(finding: Finding) -> dict[str, Any]:
+    outcome = finding.outcome
+    found = {
+        "value": finite(outcome.value),
+        "threshold": finite(outcome.threshold),
+        "unit": outcome.unit or None,
+        "points": finite(outcome.impact.points),
+        "usd": finite(outcome.impact.usd),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+# A report as workflow commands, which GitHub shows beside the lines of the job file.
+
+
+GITHUB_LEVEL = {"error": "error", "warning": "warning", "info": "notice"}
+MOST_GITHUB_TEXT = 400
+
+
+def render_github(reports: Sequence[CheckReport], *, root: str) -> str:
+    """One command per finding, one notice per target; `root` is the folder that file names are told from."""
+    return "".join(line + "\n" for report in reports for line in _commands(report, root))
+
+
+def _commands(report: CheckReport, root: str) -> list[str]:
+    title = f"phalanx check {report.target}"
+    found = [_command(one, report, root) for one in report.problems]
+    found += [
+        f"::warning title={_property(title)}::{_data(printable(one, most=MOST_GITHUB_TEXT))}" for one in report.notes
+    ]
+    return [*found, f"::notice title={_property(title)}::{_data(summary_of(report))}"]
+
+
+def _command(finding: Finding, report: CheckReport, root: str) -> str:
+    outcome = finding.outcome
+    place = {"file": relative(finding.file, root), "line": str(finding.line) if finding.line else ""}
+    title = {"title": f"{finding.rule.id} {finding.rule.slug}"}
+    told = ",".join(f"{name}={_property(value)}" for name, value in {**place, **title}.items() if value)
+    lines = [outcome.what, *outcome.formula, shown_cost(outcome.impact, report.usd), *fix_lines(outcome)]
+    message = "\n".join(printable(line, most=MOST_GITHUB_TEXT) for line in lines if line)
+    return f"::{GITHUB_LEVEL[finding.severity]} {told}::{_data(message)}"
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(printable(text)).replace(":", "%3A").replace(",", "%2C")
+
+
+# A report as JUnit XML: a suite per target, a case per rule; missing evidence is a skipped case.
+
+
+def render_junit(reports: Sequence[CheckReport]) -> str:
+    """The document, with a last line break."""
+    root = Tree.Element("testsuites", name="phalanx check")
+    for report in reports:
+        root.append(_suite(report))
+    Tree.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + Tree.tostring(root, encoding="unicode") + "\n"
+
+
+def _suite(report: CheckReport) -> Tree.Element:
+    by_rule: dict[str, list[Finding]] = {}
+    for one in report.findings:
+        by_rule.setdefault(one.rule.id, []).append(one)
+    cases = [_case(found, report) for found in by_rule.values()]
+    suite = Tree.Element(
+        "testsuite",
+        name=printable(report.target),
+        tests=str(len(cases)),
+        failures=str(sum(case.find("failure") is not None for case in cases)),
+        errors="0",
+        skipped=str(sum(case.find("skipped") is not None for case in cases)),
+        time="0",
+    )
+    suite.extend(cases)
+    return suite
+
+
+def _case(found: Sequence[Finding], report: CheckReport) -> Tree.Element:
+    """One rule. What is only told for information stands in the case's output and fails nothing."""
+    rule = found[0].rule
+    case = Tree.Element("testcase", classname=f"phalanx.{rule.group}", name=f"{rule.id} {rule.slug}", time="0")
+    bad = [one for one in report.problems if one.rule.id == rule.id and one.severity != "info"]
+    skipped = [one for one in found if one.verdict in ("unknown", "waived")]
+    if bad:
+        kind, message = bad[0].severity, printable(bad[0].outcome.what, most=MOST_TEXT)
+        Tree.SubElement(case, "failure", type=kind, message=message).text = _story(bad, report)
+    elif skipped:
+        Tree.SubElement(case, "skipped", message="; ".join(_reason(one) for one in skipped))
+    else:
+        Tree.SubElement(case, "system-out").text = _story(found, report)
+    return case
+
+
+def _reason(finding: Finding) -> str:
+    if finding.verdict == "waived":
+        return printable(f"waived: {finding.reason}")
+    fix = f" ({finding.outcome.fix})" if finding.outcome.fix else ""
+    return printable(f"unknown: {finding.outcome.what}{fix}", most=MOST_TEXT)
+
+
+def _story(found: Sequence[Finding], report: CheckReport) -> str:
+    lines: list[str] = []
+    for one in found:
+        cost = shown_cost(one.outcome.impact, report.usd)
+        lines += [f"{shown_place(one)}: {one.outcome.what}", *one.outcome.formula, cost, *fix_lines(one.outcome)]
+    return "\n".join(printable(line, most=MOST_TEXT) for line in lines if line)

@@ -1,0 +1,231 @@
+"""What ranks must agree on: digests of the weights, steps that were skipped, and the time."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from phalanx.record.account.places import AXES
+from phalanx.record.values import integer
+from phalanx.rules.facts.log import DigestFacts
+from phalanx.rules.log.schema import Columns
+from phalanx.rules.outcome import Spot
+
+MOST_HELD = 2**17  # digests that are remembered, some 25 MB; then those of every second step
+MOST_FORMATIONS = 16_384
+MOST_TIMES = 4_096  # steps of the witness whose time is
+MOST_OFFSETS = 64  # of a rank
+MOST_GAPS = 1_000  # different distances; skipped steps that are compared
+LATE_S = 5.0  # by which clocks of hosts may differ, and more: those that differ by a second are a finding (TEL005)
+
+Key = tuple[int, int]  # epoch, step
+Holder = tuple[int, ...]  # ranks of the same holder hold the same weights
+
+
+class Formations:
+    """What the supervisor told of formations: who holds the same weights, and since when an older one is over."""
+
+    def __init__(self, planned: Mapping[str, Any]) -> None:
+        self._planned = planned  # the plan's layout, where no formation is known
+        self._told: dict[int, Mapping[str, Any]] = {}
+        self._epochs: list[int] = []
+        self._begins: list[float] = []
+
+    def tell(self, epoch: int, layout: Mapping[str, Any]) -> None:
+        """The layout of a formation."""
+        if len(self._told) < MOST_FORMATIONS:
+            self._told[epoch] = layout
+
+    def layout(self, epoch: int) -> Mapping[str, Any]:
+        """Of a formation; empty where nobody told."""
+        return self._told.get(epoch, {})
+
+    def begin(self, epoch: int, time_s: float) -> None:
+        """Its members may go: all of them have left what they did before."""
+        if len(self._epochs) < MOST_FORMATIONS and (not self._epochs or epoch > self._epochs[-1]):
+            self._epochs.append(epoch)
+            self._begins.append(time_s)
+
+    def over_s(self, epoch: int) -> float:
+        """When the next formation began."""
+        place = bisect_right(self._epochs, epoch)
+        return self._begins[place] if place < len(self._begins) else math.inf
+
+    def knows(self, epoch: int) -> bool:
+        """Whether there is a layout."""
+        return bool(self._told.get(epoch) or self._planned)
+
+    def holder(self, epoch: int, rank: int) -> Holder | None:
+        """Whose weights a rank holds; None where no other rank is known to hold the same.
+
+        Along data and context, weights are copies, but for ZeRO and experts, where they are parts. ZeRO of any stage:
+        the weights that a rank updates and digests are its shard (docs/decisions/0010).
+        """
+        layout = self._told.get(epoch) or self._planned
+        if not layout or (integer(layout, "expert") or 1) > 1:
+            return None
+        places, sizes = {}, {}
+        for axis in AXES:
+            sizes[axis] = max(1, integer(layout, axis) or 1)
+            places[axis], rank = rank % sizes[axis], rank // sizes[axis]
+        split = (places["tensor"], places["pipeline"])
+        if (integer(layout, "zero") or 0) < 1:
+            return split if sizes["data"] * sizes["context"] > 1 else None
+        shard = max(1, integer(layout, "shard") or 1)
+        first = places["data"] % shard
+        return (*split, places["context"], first) if first + shard < sizes["data"] else None
+
+
+class Digests:
+    """Compares what ranks wrote for the same step of the same formation.
+
+    Only weights that several ranks hold are remembered: of a shard that one rank holds there is nothing to compare.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[Key, dict[Holder, tuple[int, int]]] = {}  # the first rank that said it, and a hash
+        self._count = 0  # of digests in it
+        self._compared: set[Key] = set()  # steps of which two reports met
+        self._differing: set[Key] = set()
+        self._gone = (0, 0)  # how many of these were let go of
+        self._mask = 0  # steps are kept whose mixed number has none of these bits
+        self._gaps: Counter[int] = Counter()
+        self._last: int | None = None
+        self._alone = 0
+        self.differing_spot: Spot | None = None
+        self.stale = 0
+        self.stale_spot: Spot | None = None
+        self.is_told = False
+
+    def take(
+        self, columns: Columns, rank: int, file: str, lines: Sequence[int], *, where: Formations, witness: bool
+    ) -> None:
+        """The steps of a rank that have one."""
+        self.is_told = True
+        steps, epochs = columns.get("step"), columns.get("epoch")
+        for place, digest in enumerate(columns.get("digest")):
+            if digest is None:
+                continue
+            epoch, step = epochs[place] or 0, steps[place]
+            if witness:
+                self._distance(step)
+            holder = where.holder(epoch, rank)
+            if holder is None:
+                self._alone += where.knows(epoch)
+            elif not _mixed(step) & self._mask:
+                said = (rank, hash(digest))  # of 64 bits: a few bytes instead of a hundred
+                self._add((epoch, step), holder, said, Spot(file=file, line=lines[place]))
+
+    def past(self, count: int, spot: Spot) -> None:
+        """Steps of a formation that was over."""
+        self.stale += count
+        self.stale_spot = self.stale_spot or spot
+        self.is_told = True
+
+    def _distance(self, step: int) -> None:
+        if self._last is not None and step > self._last and len(self._gaps) < MOST_GAPS:
+            self._gaps[step - self._last] += 1
+        self._last = step
+
+    def _add(self, key: Key, holder: Holder, said: tuple[int, int], spot: Spot) -> None:
+        held = self._held.setdefault(key, {})
+        before = held.get(holder)
+        if before is None or before[0] == said[0]:  # the same rank again: a step that was done again
+            self._count += before is None
+            held[holder] = said
+        else:
+            self._compared.add(key)
+            if before[1] != said[1]:
+                self._differing.add(key)
+                self.differing_spot = self.differing_spot or spot
+        while self._count > MOST_HELD and self._mask < 2**20:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Every second step; what was compared of them was."""
+        self._mask = 2 * self._mask + 1
+        gone = {key for key in self._held if _mixed(key[1]) & self._mask}
+        self._count -= sum(len(self._held.pop(key)) for key in gone)
+        self._gone = (self._gone[0] + len(gone & self._compared), self._gone[1] + len(gone & self._differing))
+        self._compared -= gone
+        self._differing -= gone
+
+    def facts(self) -> DigestFacts | None:
+        """None where no rank wrote a digest."""
+        if not self.is_told:
+            return None
+        every = self._gaps.most_common(1)[0][0] if self._gaps else None
+        return DigestFacts(
+            compared=self._gone[0] + len(self._compared),
+            every_steps=every,
+            differing=self._gone[1] + len(self._differing),
+            differing_spot=self.differing_spot,
+            alone=self._alone,
+            stale=self.stale,
+            stale_spot=self.stale_spot,
+        )
+
+
+def _mixed(step: int) -> int:
+    """Digests come every hundred steps or so: the low bits of the number itself would keep all or none."""
+    return (step * 0x9E3779B97F4A7C15 >> 40) & 0xFFFFF
+
+
+class Clocks:
+    """How far the clocks of ranks are apart, by the times at which they tell of the same step."""
+
+    def __init__(self) -> None:
+        self._times: dict[Key, float] = {}
+        self._every = 1
+
+    def know(self, columns: Columns) -> None:
+        """The witness's times."""
+        for step, epoch, time_s in self._picked(columns):
+            self._times[epoch, step] = time_s
+        while len(self._times) > MOST_TIMES:
+            self._every *= 2
+            self._times = {key: time_s for key, time_s in self._times.items() if key[1] % self._every == 0}
+
+    def compare(self, columns: Columns, offsets: list[float]) -> None:
+        """Another rank's; what it is ahead by goes into `offsets`."""
+        if len(offsets) >= MOST_OFFSETS:
+            return
+        found = ((epoch, step, time_s) for step, epoch, time_s in self._picked(columns))
+        offsets += [time_s - self._times[epoch, step] for epoch, step, time_s in found if (epoch, step) in self._times]
+
+    def _picked(self, columns: Columns) -> Iterable[tuple[int, int, float]]:
+        steps, epochs, times = columns.get("step"), columns.get("epoch"), columns.get("t")
+        first = -steps[0] % self._every
+        picked = zip(
+            steps[first :: self._every], epochs[first :: self._every], times[first :: self._every], strict=True
+        )
+        # Where steps are missing, others than multiples come: they meet none.
+        return [(step, epoch or 0, time_s) for step, epoch, time_s in picked]
+
+
+def skew(offsets: Iterable[Sequence[float]]) -> float | None:
+    """The clock that is farthest from the witness's: a rank's median, since a single step may be told of late."""
+    found = [abs(statistics.median(some)) for some in offsets if some]
+    return max(found, default=None)
+
+
+def skips_differ(
+    skips: Mapping[int, Mapping[Key, Spot]], spans: Mapping[int, Mapping[int, tuple[int, int]]]
+) -> Spot | None:
+    """A step that one rank skipped and another, that tells of the steps around it, did not."""
+    keys = {key for some in skips.values() for key in some}
+    for key in sorted(keys)[:MOST_GAPS]:
+        told = [rank for rank, span in spans.items() if _spans(span, key)]
+        skipped = [rank for rank in told if key in skips.get(rank, ())]
+        if skipped and len(skipped) < len(told):
+            return skips[skipped[0]][key]
+    return None
+
+
+def _spans(span: Mapping[int, tuple[int, int]], key: Key) -> bool:
+    first, last = span.get(key[0], (0, -1))
+    return first <= key[1] <= last

@@ -1,0 +1,349 @@
+"""The events of one rank, and those of the supervisor: checked, put in order, and handed to whoever counts them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx.record.events import Event
+from phalanx.record.values import at, integer, number, printable
+from phalanx.rules.log.accounts import Passing
+from phalanx.rules.log.agreement import LATE_S, Clocks, Digests, Formations, Key
+from phalanx.rules.log.devices import Gaps, Meter, Monitors, Peers
+from phalanx.rules.log.files import Feed, Piece
+from phalanx.rules.log.lines import Batch, Lines
+from phalanx.rules.log.saves import Pending, Restore, Saves, restore_of
+from phalanx.rules.log.schema import BACK_S, Columns, Grammar, known_kinds
+from phalanx.rules.log.secrets import Secrets
+from phalanx.rules.log.steps import Steps
+from phalanx.rules.outcome import Spot
+
+MOST_SKIPS = 256  # of a rank
+MOST_EPOCHS = 256
+MOST_S = 1e9  # of a step: 30 years are a damaged number
+STARTS = frozenset(("ready", "run_start"))
+# Kinds without free text, and with many events: only what a writer added to them is looked through for credentials.
+NUMBERS = frozenset(("step", "monitor", "peers", "timeline", "evaluate"))
+
+
+class Counted:
+    """What all ranks together come to."""
+
+    def __init__(self, formations: Formations) -> None:
+        self.formations = formations
+        self.lines, self.grammar, self.secrets = Lines(), Grammar(), Secrets()
+        self.digests, self.clocks = Digests(), Clocks()
+        self.monitors, self.peers, self.saves = Monitors(), Peers(), Saves()
+        self.steps = Steps()
+
+
+class RankLog:
+    """Takes pieces of one rank's files, in order."""
+
+    def __init__(self, rank: int, feed: Feed, counted: Counted, *, witness: bool) -> None:
+        self.rank, self.feed, self._all, self._is_witness = rank, feed, counted, witness
+        self._last_s = 0.0
+        self._last_step = -1
+        self._is_begun = True  # a start was told since the last step: the next may be an earlier one
+        self._epoch = self._late_epoch = -1
+        self.kinds: dict[str, int] = {}  # how many of each known kind
+        self.states: list[str] = []  # of `run_end`
+        self._started = -1  # newest epoch of a `run_start`
+        self.begun_again = 0  # `run_start`s of an epoch that this rank had begun, or left behind
+        self.spans: dict[int, tuple[int, int]] = {}  # epoch to first and last step, while steps follow each other
+        self.is_whole = True  # no line and no step is missing
+        self.skips: dict[Key, Spot] = {}
+        self.offsets: list[float] = []
+        self.took_s = self.waited_s = 0.0
+        self.telemetry_s: float | None = None
+        self.steps = 0
+        self.peak_bytes = 0.0
+        self._layout: tuple[Any, dict[str, Any]] | None = None  # ranks and layout of the formation it is in
+        self.retries: int | None = None
+        self.monitor_gaps, self.peer_gaps, self.meter, self._pending = Gaps(), Gaps(), Meter(), Pending()
+        self.restores: list[Restore] = []
+        self.passing: Passing | None = None  # who else wants to see the events
+
+    def take(self, piece: Piece) -> None:
+        """The next lines."""
+        batch = self._all.lines.batch(piece)
+        if self.passing is not None:
+            self.passing.take(batch)
+        if batch.bad:
+            self._all.grammar.unread(piece, batch.bad)
+            self._all.secrets.look_at(piece, batch.bad)
+            self.is_whole = False
+        if not batch.events:
+            return
+        for segment in batch.parts([place for place, kind in batch.others if kind in STARTS]):
+            self._segment(segment, piece.file)
+
+    def _segment(self, batch: Batch, file: str) -> None:
+        """Events without a start between them: steps go up."""
+        self._time(batch.times, file, batch.lines)
+        for kind in batch.kinds:
+            columns, lines = batch.columns(kind)
+            if kind not in known_kinds():
+                self._all.grammar.strange(kind, len(columns))
+                self._all.secrets.look_in(columns.events, file, lines)
+            else:
+                self._kind(kind, columns, lines, file)
+
+    def _kind(self, kind: str, columns: Columns, lines: Sequence[int], file: str) -> None:
+        wrong = self._all.grammar.valid(columns, file, lines)
+        if wrong or set(columns.get("rank")) != {self.rank}:
+            events = columns.events
+            good = [
+                place for place in range(len(events)) if place not in (wrong or ()) and self._is_mine(events[place])
+            ]
+            strange = len(events) - len(good) - len(wrong or ())
+            if strange:  # events of another rank in this one's file
+                self._all.grammar.disorder(file, lines[0], strange)
+            self.is_whole = False
+            for place in set(range(len(events))).difference(good):
+                self._all.secrets.look_in([events[place]], file, [lines[place]])
+            if not good:
+                return
+            lines = [lines[place] for place in good]
+            columns = columns.pick(good)
+        if columns.is_doubted or wrong:
+            columns = columns.whole()
+        self.kinds[kind] = self.kinds.get(kind, 0) + len(columns)
+        if kind not in NUMBERS:
+            self._all.secrets.look_in(columns.events, file, lines)
+        else:
+            self._all.secrets.look_through(columns, file, lines)
+        self._hand(kind, columns, file, lines)
+
+    def _is_mine(self, event: Event) -> bool:
+        return bool(event.get("rank") == self.rank)
+
+    def _hand(self, kind: str, columns: Columns, file: str, lines: Sequence[int]) -> None:
+        if kind == "step":
+            self._steps(columns, file, lines)
+        elif kind in STARTS:
+            self._start(kind, columns, file, lines)
+        elif kind == "monitor":
+            self.monitor_gaps.take(columns.get("t"), columns.get("epoch"))
+            self._all.monitors.take(columns, self.meter)
+            self._retries(columns)
+        elif kind == "peers":
+            self.peer_gaps.take(columns.get("t"), columns.get("epoch"))
+            self._all.peers.take(columns)
+        elif kind == "checkpoint":
+            self._all.saves.take(columns, file, lines, self._pending, witness=self._is_witness)
+        elif kind == "run_end":
+            self.states = (self.states + [str(state) for state in columns.get("state")])[-16:]
+
+    def _start(self, kind: str, columns: Columns, file: str, lines: Sequence[int]) -> None:
+        self._is_begun = True
+        self.monitor_gaps.begin()
+        self.peer_gaps.begin()
+        if kind == "run_start":
+            epoch = columns.get("epoch")[0] or 0
+            self.begun_again += epoch <= self._started
+            self._started = max(self._started, epoch)
+            self._in_layout(columns.get("world")[0], self._all.formations.layout(epoch))
+        if self._is_witness:
+            self._all.steps.begin()
+            restore = restore_of(columns.events[0], Spot(file=file, line=lines[0])) if kind == "ready" else None
+            if restore is not None and restore[1] != "start" and len(self.restores) < MOST_EPOCHS:
+                self.restores.append(restore)
+
+    def _in_layout(self, world: Any, layout: Mapping[str, Any]) -> None:
+        """Times and memory of another layout say nothing of this one: what is measured is counted anew."""
+        before, self._layout = self._layout, (world, dict(layout))
+        if before in (None, self._layout):
+            return
+        self.took_s = self.waited_s = self.peak_bytes = 0.0
+        self.telemetry_s, self.steps = None, 0
+        if self._is_witness:
+            self._all.steps.begin_layout()
+
+    def _retries(self, columns: Columns) -> None:
+        """Counted since the process began: the newest is the most, but for a process that took its place."""
+        known = [one for one in columns.get("allocation_retries") if one is not None]
+        if known:
+            self.retries = max(self.retries or 0, *known)
+
+    # ---- order
+
+    def _time(self, times: Sequence[Any], file: str, lines: Sequence[int]) -> None:
+        try:
+            if times[0] >= self._last_s and times == sorted(times):
+                self._last_s = times[-1]
+                return
+        except TypeError:  # one that is no number is told of by the schema
+            pass
+        for time_s, line in zip(times, lines, strict=True):
+            if type(time_s) not in (int, float):
+                continue
+            if time_s < self._last_s - BACK_S:
+                self._all.grammar.disorder(file, line)
+                self._last_s = time_s  # once for a clock that was set, not for all that follows
+            self._last_s = max(self._last_s, time_s)
+
+    def _steps(self, columns: Columns, file: str, lines: Sequence[int]) -> None:
+        steps = columns.get("step")
+        follows = steps[0] == self._last_step + 1 or self._is_begun
+        if not (follows and steps[-1] - steps[0] == len(steps) - 1 and steps == tuple(range(steps[0], steps[-1] + 1))):
+            keep = self._ordered(steps, file, lines)
+            if not keep:
+                return
+            columns, lines = columns.pick(keep), [lines[place] for place in keep]
+            steps = columns.get("step")
+        self._is_begun, self._last_step = False, steps[-1]
+        self._note_epochs(columns, file, lines)
+        self._note_skips(columns, file, lines)
+        self._sum(columns)
+        self.monitor_gaps.step(columns.get("t"))
+        self.peer_gaps.step(columns.get("t"))
+        if columns.has("digest") and any(columns.get("digest")):
+            formations = self._all.formations
+            self._all.digests.take(columns, self.rank, file, lines, where=formations, witness=self._is_witness)
+        if self._is_witness:
+            self._all.clocks.know(columns)
+            self._all.steps.take(columns, file, lines)
+        else:
+            self._all.clocks.compare(columns, self.offsets)
+
+    def _ordered(self, steps: Sequence[int], file: str, lines: Sequence[int]) -> list[int]:
+        """Places of the steps that go up: none may go back while nothing says that the run did."""
+        self.is_whole = False
+        keep: list[int] = []
+        last = -1 if self._is_begun else self._last_step
+        for place, step in enumerate(steps):
+            if step > last:
+                keep.append(place)
+                last = step
+            else:
+                self._all.grammar.disorder(file, lines[place])
+        return keep
+
+    def _note_epochs(self, columns: Columns, file: str, lines: Sequence[int]) -> None:
+        steps, epochs, times = columns.get("step"), columns.get("epoch"), columns.get("t")
+        for epoch in dict.fromkeys(epochs):
+            first = epochs.index(epoch)
+            last = len(epochs) - 1 - epochs[::-1].index(epoch)
+            known = epoch or 0
+            over_s = self._all.formations.over_s(known) + LATE_S
+            if known < self._epoch:
+                self._all.digests.past(epochs.count(epoch), Spot(file=file, line=lines[first]))
+            elif times[last] > over_s:
+                late = [place for place, one in enumerate(epochs) if one == epoch and times[place] > over_s]
+                more = late[self._late_epoch != known :]  # one may be told late: a process that was stopped was in it
+                self._late_epoch = known
+                if more:
+                    self._all.digests.past(len(more), Spot(file=file, line=lines[more[0]]))
+            self._epoch = max(self._epoch, known)
+            if known in self.spans or len(self.spans) < MOST_EPOCHS:
+                begin = self.spans.get(known, (steps[first], 0))[0]
+                self.spans[known] = (min(begin, steps[first]), steps[last])
+
+    def _note_skips(self, columns: Columns, file: str, lines: Sequence[int]) -> None:
+        skipped = columns.get("skipped")
+        if not any(skipped):
+            return
+        steps, epochs = columns.get("step"), columns.get("epoch")
+        for place, one in enumerate(skipped):
+            if one is True and len(self.skips) < MOST_SKIPS:
+                self.skips[epochs[place] or 0, steps[place]] = Spot(file=file, line=lines[place])
+
+    def _sum(self, columns: Columns) -> None:
+        """Time in steps, and in steps waiting for others; the first steps of a rank are not its usual ones."""
+        took, waited = columns.get("duration_s"), columns.get("wait_s")
+        self.steps += len(columns)
+        try:
+            took_s, waited_s = sum(took), sum(waited)
+        except TypeError:  # None; to look for it would take longer than to add up
+            pairs = [(one, other) for one, other in zip(took, waited, strict=True) if None not in (one, other)]
+            took_s, waited_s = sum(one for one, _ in pairs), sum(other for _, other in pairs)
+        if took_s < MOST_S and waited_s < MOST_S:
+            self.took_s += took_s
+            self.waited_s += waited_s
+        if columns.has("telemetry_s"):
+            told_s = sum(filter(None, columns.get("telemetry_s")))
+            self.telemetry_s = (self.telemetry_s or 0.0) + (told_s if told_s < MOST_S else 0.0)
+        peak = max(filter(None, columns.get("memory_bytes")), default=0.0)
+        self.peak_bytes = max(self.peak_bytes, peak if peak < 1e18 else 0.0)
+
+
+# What the supervisor told: hosts, formations, restores, failures and the end.
+
+
+MOST_TOLD = 4096  # restores and failures that are remembered; the newest
+MOST_HOSTS = 100_000
+
+
+class Supervisor:
+    """Takes the lines of supervisor.jsonl, in order."""
+
+    def __init__(self, known: Formations) -> None:
+        self._known = known
+        self._hosts: dict[str, bool] = {}  # those that are there: whether they were looked at
+        self.kinds: dict[str, int] = {}
+        self.formations = self.preflights = self.refused = self.most_in_a_row = self.world = 0
+        self.launches = 0
+        self.restores: deque[Restore] = deque(maxlen=MOST_TOLD)
+        # When noticed, and for how long others were waited for.
+        self.failures: deque[tuple[float, float]] = deque(maxlen=MOST_TOLD)
+        self.ended_s: float | None = None  # time of the newest `end`
+
+    def take(self, piece: Piece, lines: Lines, grammar: Grammar, secrets: Secrets) -> None:
+        """The next lines."""
+        events, numbers, bad = lines.events(piece)
+        if bad:
+            grammar.unread(piece, bad)
+            secrets.look_at(piece, bad)
+        for event, line in zip(events, numbers, strict=True):
+            kind = event["event"]
+            if kind not in known_kinds():
+                grammar.strange(kind, 1)
+            elif not grammar.breaks(event, piece.file, line):
+                self.kinds[kind] = self.kinds.get(kind, 0) + 1
+                self._event(kind, event, Spot(file=piece.file, line=line))
+            secrets.look_in([event], piece.file, [line])
+
+    def _event(self, kind: str, event: Event, spot: Spot) -> None:
+        if kind == "host":
+            self._host(event)
+        elif kind == "epoch":
+            self._formation(event)
+        elif kind == "restore":
+            restore = restore_of(event, spot)
+            if restore is not None:
+                self.restores.append(restore)
+            epoch, time_s = integer(event, "epoch"), number(event, "t")
+            if epoch is not None and time_s is not None:
+                self._known.begin(epoch, time_s)
+        elif kind == "incident":
+            self.most_in_a_row = max(self.most_in_a_row, integer(event, "in_a_row") or 1)
+            self.failures.append((number(event, "t") or 0.0, number(event, "waited_s") or 0.0))
+        elif kind == "quarantine":
+            self.refused += 1
+        elif kind == "end":
+            self.ended_s = number(event, "t")
+
+    def _host(self, event: Mapping[str, Any]) -> None:
+        name = printable(event["host"], most=100)
+        if event["state"] == "joined" and len(self._hosts) < MOST_HOSTS:
+            problems = event.get("problems")
+            self._hosts[name] = isinstance(problems, list)
+            self.refused += bool(problems)
+        elif event["state"] == "lost":
+            self._hosts.pop(name, None)
+
+    def _formation(self, event: Mapping[str, Any]) -> None:
+        """A host looks at itself when it joins, and again whenever it is asked for ranks of a new formation."""
+        members = event.get("members")
+        hosts = {printable(one.get("host"), most=100) for one in members or () if isinstance(one, dict)}
+        self.formations += 1
+        self.preflights += bool(hosts) and all(self._hosts.get(host) for host in hosts)
+        self.launches += event.get("reason") == "start"
+        # Ranks of the newest launch: one that was resumed with fewer is a smaller job, one that lost some is not.
+        world = integer(event, "world") or 0
+        self.world = world if event.get("reason") == "start" else max(self.world, world)
+        epoch = integer(event, "epoch")
+        if epoch is not None:
+            self._known.tell(epoch, at(event, "layout"))
