@@ -6,9 +6,6 @@ from dataclasses import fields
 from pathlib import Path
 
 from phalanx.elastic import decide, host_agent, rank_link
-from phalanx.elastic import council
-from phalanx.elastic import host_agent as host
-from phalanx.elastic import rank_link as link
 from phalanx.job.schema import Fault, Telemetry
 from phalanx.rules.facts.trainers import PHALANX, Practice, habits_of
 from phalanx.train.models.hf_weights import SINGLE
