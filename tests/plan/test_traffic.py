@@ -111,7 +111,8 @@ def tensor(**changes):
 def test_tensor_traffic_explodes_past_the_node():
     """Published: TP 8 to 16 over EFA loses 43 % of throughput, 2 to 32 loses 85 % (Ultra-Scale Playbook)."""
     assert tensor(tp=1.0) == 0
-    assert 0 < tensor(tp=4.0) <= tensor(tp=8.0)
+    # Sums in the switch need heads: on 4 x H200 NCCL takes a ring (365 GB/s), on 8 the switch (480 GB/s).
+    assert 0 < tensor(tp=4.0) < 1.2 * tensor(tp=8.0)
     assert tensor(tp=16.0) > 1.4 * tensor(tp=8.0)
 
 

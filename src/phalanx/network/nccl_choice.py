@@ -40,6 +40,7 @@ POST_US = {"intel": 1.0, "amd": 2.0, "arm": 1.0}  # posting a send to a NIC; thr
 PLATEAU = 1.4  # ring all-reduce, Simple, several nodes, 64 B or more per channel and rank; 1.9 before Ampere
 OLD_PLATEAU = 1.9
 PLATEAU_BYTES = 64
+TREE_EFFICIENCY = 0.92  # of a ring's bus
 CORRECTED_TREE, CORRECTED_NVLS_TREE = 23, 24  # places of c(S) that are read
 # What NCCL's sum of start-up and transfer leaves out, fitted to 24 measured sweeps of 12 sources
 # (benchmarks/collective_interval.py): the call itself, on one node and between nodes, and k √(start-up x transfer) for
@@ -258,7 +259,7 @@ def _ring_bus(comm: System, protocol: Protocol) -> float:
 
 
 def _tree_bus(comm: System, protocol: Protocol) -> float:
-    bus = min(0.92 * _bus(comm), comm.ring.count * TREE_CHANNEL_GB[comm.family][comm.column])
+    bus = min(TREE_EFFICIENCY * _bus(comm), comm.ring.count * TREE_CHANNEL_GB[comm.family][comm.column])
     if protocol == "LL":
         bus = min(bus / 3.8, _ll_most(comm))
     if protocol == "LL128":

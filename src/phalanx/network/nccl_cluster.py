@@ -71,10 +71,15 @@ def group_system(cluster: Cluster, *, nodes: int, per_node: int) -> System:
     bus_gb = link_gb if nodes == 1 else nic_gb if per_node == 1 else min(link_gb, per_node * nic_gb)
     count = max(1, round(bus_gb / CHANNEL_GB))
     channels = Channels(count=count, inside_gb=bus_gb / count, across_gb=bus_gb / count)
-    family: Family = "ampere" if cluster.accelerator.family in ("ampere", "volta", "turing") else "hopper"
+    family = nccl_family(cluster.accelerator.family)
     return System(
         nodes=nodes, per_node=per_node, family=family, ring=channels, nvls=None, link_gb=link_gb, nic_gb=nic_gb
     )
+
+
+def nccl_family(family: str) -> Family:
+    """Whose tables an accelerator's family gets; those that NCCL does not know get the nearest."""
+    return FAMILIES.get(family) or ("ampere" if family == "turing" else "hopper")
 
 
 def two_levels_s(cluster: Cluster, *, domains: int, per_domain: int, nbytes: float, operation: Operation) -> float:

@@ -9,6 +9,8 @@ import numpy as np
 from phalanx.hardware.catalog import matmul_flops
 from phalanx.hardware.types import Cluster
 from phalanx.job.model import ModelShape
+from phalanx.network.nccl_cluster import nccl_family
+from phalanx.network.nccl_tables import FAMILIES
 from phalanx.plan.ask import Ask
 from phalanx.plan.cases import COMPRESSION, OFFLOAD, PRECISION, RECOMPUTE, SCHEDULES, Cases, Floats
 from phalanx.plan.layout import Layout
@@ -111,6 +113,7 @@ def machine_columns(cluster: Cluster) -> dict[str, float]:
         "host_link_bytes_per_s": HOST_LINK_BYTES_PER_S,
         "dense_power": float(device.family in DENSE_POWER),
         "switch_reduces": float(device.family in SWITCH_REDUCES and device.link.startswith("NVLink")),
+        "nccl_family": float(FAMILIES.index(nccl_family(device.family))),
     }
 
 

@@ -289,7 +289,7 @@ def _algorithm(group: net.Group, load: _Load) -> tuple[str, str]:
     if load.operation.endswith("send"):
         return "p2p", ""
     if load.operation != "all-reduce":
-        return "ring", ""  # NCCL has no tree for gathers and scatters
+        return "Ring", ""  # NCCL has no tree for gathers and scatters
     seconds = net.all_reduce_by_algorithm(group, np.asarray(load.nbytes))
     timed = {name: float(np.max(s)) for name, s in zip(net.ALGORITHMS, seconds, strict=True) if np.all(np.isfinite(s))}
     first, second, *_ = sorted(timed, key=lambda name: timed[name])

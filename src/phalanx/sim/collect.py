@@ -21,6 +21,8 @@ from phalanx.sim.matrices import MOST_FLOWS, Flows, flows
 from phalanx.sim.routes import Routing
 from phalanx.sim.wire import MRC, Wire
 
+TREES = ("Tree", "NVLSTree")  # algorithms that send sums up and down double trees of domains
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisTraffic:
@@ -107,7 +109,7 @@ def axis_flows(use: AxisUse, ranks: int, domain: int) -> Flows | None:
     together = 1 if use.operation == "ring send" else _together(use, domain)
     if together >= use.size or ranks <= domain:
         return None
-    if use.algorithm == "tree":
+    if use.algorithm in TREES:
         return _tree(use, np.arange(ranks) // use.stride % use.size, together)
     return _between(*neighbours(use.size, use.stride, together, ranks), _ring_bytes(use, together), domain)
 
@@ -118,12 +120,8 @@ def _together(use: AxisUse, domain: int) -> int:
 
 
 def _ring_bytes(use: AxisUse, together: int) -> float:
-    """Bytes a NIC sends: its part of the ring, or of the ring between domains after a sum inside (hierarchical)."""
-    domains = max(1, use.size // together)
-    part = use.bytes_per_step / together
-    if use.algorithm != "hierarchical":
-        return part
-    return part * ((domains - 1) / domains) / ((use.size - 1) / use.size)
+    """Bytes a NIC sends: its part of the ring."""
+    return use.bytes_per_step / together
 
 
 def _tree(use: AxisUse, place: Ints, together: int) -> Flows:
