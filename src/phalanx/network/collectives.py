@@ -96,8 +96,9 @@ class Group:
         A device's links carry every head's part once and its own twice; an all-reduce adds and multicasts at once.
         """
         heads = np.minimum(self.per_domain, MOST_NVLS_HEADS)
-        inside = 2.0 * self.link_bytes_per_s / (heads + 1.0) * SWITCH_EFFICIENCY[self._family] * (heads - 1.0) / heads
-        across = self.network_bytes_per_s * np.where(self.domains <= 2, 2.0, 1.0)
+        part = self.link_bytes_per_s / (heads + 1.0)
+        inside = 2.0 * part * SWITCH_EFFICIENCY[self._family] * (heads - 1.0) / heads
+        across = np.minimum(self.network_bytes_per_s, part) * np.where(self.domains <= 2, 2.0, 1.0)
         between = np.minimum(across, SWITCH_TREE_CHANNEL[self._family, self._column])
         bus: Floats = heads * np.where(self.domains > 1, np.minimum(inside, between), inside)
         return np.where((np.asarray(self.switch) > 0) & (self.per_domain > 2), bus, 0.0)
