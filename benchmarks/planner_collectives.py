@@ -22,8 +22,8 @@ from phalanx.network.nccl_choice import MIB, Operation, expect
 from phalanx.network.nccl_system import System, system
 from phalanx.network.nccl_tables import Family
 from phalanx.plan.physics import physics
-from phalanx.plan.published import read_table
-from phalanx.plan.validate import Scorecard, predict_table, score
+from phalanx.validate.throughput_score import Scorecard, predict_table, score_predictions
+from phalanx.validate.throughput_table import read_table
 
 # Families by one direction of a device's links, bytes/s.
 LINKS: tuple[tuple[float, Family], ...] = (
@@ -112,10 +112,10 @@ def planner_over_nccl() -> list[str]:
 def page(table: Path) -> str:
     """The dated page."""
     rows = read_table(table).rows
-    cards: dict[str, Scorecard] = {"the planner's own": score(rows, predict_table(rows))}
+    cards: dict[str, Scorecard] = {"the planner's own": score_predictions(rows, predict_table(rows))}
     for name, pace in (("NCCL model, alone", 1.0), (f"NCCL model × {IN_TRAINING:g}", IN_TRAINING)):
         with asked(pace):
-            cards[name] = score(rows, predict_table(rows))
+            cards[name] = score_predictions(rows, predict_table(rows))
     sources = [one.source for one in cards["the planner's own"].sources]
     lines = [
         f"# The planner's collectives beside the NCCL model's, {datetime.date.today().isoformat()}",

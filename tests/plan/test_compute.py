@@ -11,7 +11,7 @@ from phalanx.plan.build import machine_columns, model_columns
 from phalanx.plan.cases import BF16, FP4, FP8, FP32
 from phalanx.plan.compute import compute, matmul, rates, routed_tokens
 from phalanx.plan.physics import Profile, physics
-from phalanx.plan.rows import row_columns, to_cases
+from phalanx.validate.throughput_rows import row_columns, to_cases
 
 ROW = {"layers": "1", "hidden": "64", "seq": "4096", "gpu": "H100", "gpus": "1", "global_batch": "64"}
 FULL, SELECTIVE, NONE = 2.0, 1.0, 0.0

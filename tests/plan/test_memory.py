@@ -18,7 +18,7 @@ from phalanx.plan.memory import (
     predict_memory,
     stack_memory,
 )
-from phalanx.plan.rows import row_columns, to_cases
+from phalanx.validate.throughput_rows import row_columns, to_cases
 
 ROW = {"layers": "1", "hidden": "64", "seq": "4096", "gpu": "H100", "gpus": "1", "global_batch": "64"}
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "gathered", "buffers")

@@ -10,8 +10,8 @@ from phalanx.plan.build import machine_columns, model_columns
 from phalanx.plan.cases import COMPRESSION
 from phalanx.plan.compute import compute
 from phalanx.plan.physics import Profile, physics
-from phalanx.plan.rows import row_columns, to_cases
 from phalanx.plan.weights import rank_weights
+from phalanx.validate.throughput_rows import row_columns, to_cases
 
 ROW = {"layers": "1", "hidden": "64", "seq": "4096", "gpu": "H100", "gpus": "1", "global_batch": "64"}
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.plan.physics import profiles
-from phalanx.plan.rows import predict_rows
 from phalanx.plan.uncertainty import FEATURES, features, interval, scales, weights
+from phalanx.validate.throughput_rows import predict_rows
 
 ROW = {
     "id": "a", "model_name": "llama-3-8b", "layers": "32", "hidden": "4096", "seq": "4096", "gpu": "H100-80GB-SXM",
