@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
-from phalanx.network.fit import FILL_ACROSS, FILL_INSIDE, Operation, Point, allowed_error, ends, fit_points
+from phalanx.network.collective_fit import FILL_ACROSS, FILL_INSIDE, Operation, Point, allowed_error, ends, fit_points
 from phalanx.network.nccl_choice import FILL, OPERATIONS, choose, expected_s, on_wire
 from phalanx.network.nccl_choice import Operation as NcclOperation
 from phalanx.network.nccl_system import System, system

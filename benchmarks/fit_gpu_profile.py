@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from gpu_profile import Configuration, plan_of
 
-from phalanx.plan.ask import Ask, from_job
-from phalanx.plan.build import cases, layout_columns
+from phalanx.plan.case_columns import cases, layout_columns
 from phalanx.plan.cases import Cases
 from phalanx.plan.physics import Profile, physics, profiles
+from phalanx.plan.prediction import features, interval, weights
+from phalanx.plan.request import Ask, from_job
 from phalanx.plan.step import StepTimes, predict_step
-from phalanx.plan.uncertainty import features, interval, weights
 
 START = "pytorch"  # the profile this one begins as: eager PyTorch on the same card
 FITTED = {  # value, log width of the prior
@@ -217,7 +217,7 @@ def main() -> None:
     if args.write and logs is not None:
         write(profile, scales(fitting, profile))
         from phalanx.plan.physics import shipped_table
-        from phalanx.plan.uncertainty import _table
+        from phalanx.plan.prediction import _table
 
         for kept in (shipped_table, profiles, _table):
             kept.cache_clear()

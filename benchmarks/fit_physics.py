@@ -26,8 +26,8 @@ from scipy.optimize import least_squares
 from phalanx.plan.calibrate import calibrate, calibrated
 from phalanx.plan.cases import Cases
 from phalanx.plan.physics import Physics, Profile, physics, profiles
+from phalanx.plan.prediction import interval
 from phalanx.plan.step import predict_step
-from phalanx.plan.uncertainty import interval
 from phalanx.validate.throughput_rows import predict_rows
 from phalanx.validate.throughput_score import SCATTER_SHARE, take_rows
 from phalanx.validate.throughput_table import PublishedRun, number, read_table

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from phalanx.plan.uncertainty import FEATURES, features
+from phalanx.plan.prediction import FEATURES, features
 from phalanx.validate.throughput_rows import predict_rows
 from phalanx.validate.throughput_table import number, read_table
 

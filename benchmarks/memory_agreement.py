@@ -28,9 +28,9 @@ from typing import Any
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
 from phalanx.job.schema import Job
-from phalanx.plan.ask import Ask, from_job
 from phalanx.plan.layout import Layout
 from phalanx.plan.prediction import predict
+from phalanx.plan.request import Ask, from_job
 
 ONE = Layout(
     data=1, shard=1, tensor=1, context=1, pipeline=1, virtual_pipeline=1, expert=1, zero=0, sequence_parallel=False,

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from phalanx.job.load import load
 from phalanx.plan.make import plan
-from phalanx.sim.months.network import Network
+from phalanx.sim.months.causes import Network
 from phalanx.sim.months.policy import Policy, policy
-from phalanx.sim.months.run import runs
+from phalanx.sim.months.simulate_run import runs
 from phalanx.units import DAY_S
 
 LLAMA = Path(__file__).parent.parent / "examples" / "llama-3.1-405b-16384xH100.toml"

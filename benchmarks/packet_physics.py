@@ -17,14 +17,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.sim.links import links_of
-from phalanx.sim.matrices import flows, permutation, shift
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.sim.fabric_links import links_of
 from phalanx.sim.packets.faults import Fault
-from phalanx.sim.packets.roce import ROCE, ROCE_PFC, Roce
-from phalanx.sim.packets.roce_build import roce_routes
+from phalanx.sim.packets.roce_run import roce_routes
 from phalanx.sim.packets.run import run
-from phalanx.sim.packets.transport import MRC, Transport
+from phalanx.sim.packets.transport import MRC, ROCE, ROCE_PFC, Roce, Transport
+from phalanx.sim.traffic_matrix import flows, permutation, shift
 
 SETTLED_S = 5e-3
 INCAST_FABRIC = parse_fabric("clos2:64x400G/1p/16/wide")

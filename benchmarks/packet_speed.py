@@ -17,12 +17,12 @@ from pathlib import Path
 # One core: nothing here uses BLAS, and the speed is stated per core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.network.fabric.types import Fabric
-from phalanx.sim.matrices import flows, permutation
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.packets.result import PacketResult
 from phalanx.sim.packets.run import run
 from phalanx.sim.packets.transport import HTSIM, Transport
+from phalanx.sim.traffic_matrix import flows, permutation
 
 NBYTES = 2e6
 SEEDS = (1, 2, 3)

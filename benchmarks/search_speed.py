@@ -23,7 +23,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
-from phalanx.plan.ask import from_job
+from phalanx.plan.request import from_job
 from phalanx.plan.score import score
 from phalanx.plan.search import search
 from phalanx.plan.space import build

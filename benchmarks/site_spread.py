@@ -27,10 +27,9 @@ from phalanx.job.load import load
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import REPAIR_S
+from phalanx.sim.months.forecast import site_range, site_spreads, spread
 from phalanx.sim.months.policy import policy
-from phalanx.sim.months.run import runs
-from phalanx.sim.months.sites import site_range, site_spreads
-from phalanx.sim.months.spread import spread
+from phalanx.sim.months.simulate_run import runs
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LLAMA, BLOOM = "llama-3.1-405b-16384xH100.toml", "bloom-176b-48x8xA100.toml"

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
-from phalanx.plan.ask import from_job
 from phalanx.plan.layout import Layout
+from phalanx.plan.request import from_job
 from phalanx.train.tracing.against import against_plan
 from phalanx.train.tracing.text import render_against
 from phalanx.train.tracing.world import Step, trace_ranks

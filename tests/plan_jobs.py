@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import ResolvedJob, load
-from phalanx.plan.ask import Ask, from_job
+from phalanx.plan.request import Ask, from_job
 
 TEMPLATE = """\
 name = "test"

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from phalanx.network.collective_answer import answers, reigns
-from phalanx.network.fit import Point, fit_points
+from phalanx.network.collective_fit import Point, fit_points
 from phalanx.network.nccl_choice import choose
 from phalanx.network.nccl_system import system
 

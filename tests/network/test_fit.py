@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fit import FILL_ACROSS, FILL_INSIDE, AlphaBeta, Point, allowed_error, ends, fit_points, wire_share
+from phalanx.network.collective_fit import (
+    FILL_ACROSS,
+    FILL_INSIDE,
+    AlphaBeta,
+    Point,
+    allowed_error,
+    ends,
+    fit_points,
+    wire_share,
+)
 
 MIB = 2**20
 # busbw in GB/s by MiB: stas00/ml-engineering network/README.md @744d01e, all of its sizes from 16 MiB on

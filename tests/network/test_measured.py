@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fit import Operation, Point
-from phalanx.network.measured import read_points, worst
+from phalanx.network.collective_fit import Operation, Point, read_points, worst
 
 HEAD = """\
 # nccl-tests version 2.18.3 nccl-headers=23004 nccl-library=23004

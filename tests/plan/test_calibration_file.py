@@ -5,8 +5,7 @@ import pytest
 
 import phalanx
 from phalanx.errors import UserError
-from phalanx.plan.calibrate import GROUPS, Calibration, calibrated
-from phalanx.plan.calibration_file import read
+from phalanx.plan.calibrate import GROUPS, Calibration, calibrated, read
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import Plan
 from phalanx.plan.score import price

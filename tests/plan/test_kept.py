@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
-from phalanx.plan import kept
+from phalanx.plan import plan_cache as kept
 
 JOB = 'name = "kept"\n[model]\npreset = "llama-3-8b"\n[batch]\nglobal_sequences = 64\n[data]\nsequence = 4096\n'
 

@@ -9,7 +9,7 @@ import pytest
 
 import phalanx
 from phalanx.errors import UserError
-from phalanx.plan.build import cases, layout_columns
+from phalanx.plan.case_columns import cases, layout_columns
 from phalanx.plan.make import checkpoint_bytes
 from phalanx.plan.optimizer import newton_schulz_flops
 from phalanx.plan.physics import profiles

@@ -8,9 +8,9 @@ import pytest
 
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
-from phalanx.plan.ask import from_job
 from phalanx.plan.make import plan
 from phalanx.plan.memory import memory_profiles
+from phalanx.plan.request import from_job
 from phalanx.plan.score import score
 from phalanx.plan.search import search
 from phalanx.plan.space import build

@@ -8,7 +8,7 @@ import pytest
 from phalanx.errors import UserError
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
-from phalanx.plan.ask import from_job
+from phalanx.plan.request import from_job
 from phalanx.plan.score import price, score
 from phalanx.plan.search import DECIDES, FULL_MEMORY, SAFE_MEMORY, SAME, complexity, search
 from phalanx.plan.space import build

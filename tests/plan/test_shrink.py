@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from phalanx.job.model import ModelShape
 from phalanx.plan.layout import Layout
-from phalanx.plan.shrink import Dealing, shrink
+from phalanx.plan.shrink_layout import Dealing, shrink
 from phalanx.train.check import check_layout
 from phalanx.train.parallel.pipeline import check_micro_batches
 from phalanx.train.settings import Settings

@@ -72,7 +72,7 @@ def test_the_grid_around_some_layouts_holds_exactly_them(make_ask):
 def test_what_is_legal_does_not_depend_on_how_grids_are_joined(make_ask, monkeypatch):
     space = build(make_ask("mixtral-8x7b", "8xH100:6", batch=96))
     joined = set(layouts(space))
-    monkeypatch.setattr("phalanx.plan.grid.WASTED_CELLS", 0)
+    monkeypatch.setattr("phalanx.plan.space.WASTED_CELLS", 0)
     monkeypatch.setattr("phalanx.plan.space.GRID_CELLS", 500)
     assert set(layouts(space)) == joined
 

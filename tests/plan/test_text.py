@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import phalanx
 from phalanx.hardware.cluster import resolve
-from phalanx.plan import compare
+from phalanx.plan import text
 from phalanx.plan.reasons import explain
 from phalanx.plan.search import Candidate
 from phalanx.plan.text import WIDTH, amount, render
@@ -11,13 +11,13 @@ from phalanx.plan.text import WIDTH, amount, render
 def test_the_page_holds_every_section_within_the_width(make_job):
     page = render(phalanx.plan(make_job("mixtral-8x7b", cluster="8xH100:8", batch=256)))
     for title in (
-        "WHERE THE STEP GOES",
+        "STEP TIME",
         "MEMORY PER DEVICE",
-        "WHICH AXIS RUNS WHERE",
-        "WHY NOT …",
-        "NOTHING BEATS THESE",
+        "COMMUNICATION BY AXIS",
+        "ALTERNATIVES",
+        "PARETO FRONT",
         "FAILURES AND CHECKPOINTS",
-        "BILL",
+        "COST AND ENERGY",
         "SEARCH",
     ):
         assert title in page
@@ -40,12 +40,12 @@ def test_warnings_are_on_the_page(make_job):
 def test_comparison_shows_what_differs_and_by_how_much(make_job):
     job = make_job()
     plans = [phalanx.plan(job, spec) for spec in ("8xH100:2", "8xA100:2")]
-    rows = {row.name: row for row in compare.compare(plans)}
+    rows = {row.name: row for row in text.compare_plans(plans)}
     assert rows["cluster"].shown == ("8xH100-80GB-SXM:2", "8xA100-80GB-SXM:2")
     assert rows["step"].ratios[1] > 1.5
     assert "layout precision" not in rows
-    text = compare.render(list(rows.values()))
-    assert f"({rows['step'].ratios[1] - 1:+.1%})" in text
+    page = text.comparison_text(list(rows.values()))
+    assert f"({rows['step'].ratios[1] - 1:+.1%})" in page
 
 
 def test_the_faster_layout_that_was_passed_over_is_named(make_job):
@@ -128,10 +128,24 @@ def test_unknown_power_is_said_not_counted_as_none(make_job):
     assert "energy and carbon: unknown: give power_w_per_device in a cluster file" in page
     assert "kWh" not in page
     assert plan.to_dict()["bill"]["kwh"] is None
-    assert compare.compare([plan, plan])[-1].name == "effective training time"
+    assert text.compare_plans([plan, plan])[-1].name == "effective training time"
 
 
 def test_columns_of_a_comparison_are_headed_by_their_files(make_job):
     plan = phalanx.plan(make_job())
-    head, *_ = compare.render(compare.compare([plan, plan], ["a.toml", "b.toml"])).splitlines()
+    head, *_ = text.comparison_text(text.compare_plans([plan, plan], ["a.toml", "b.toml"])).splitlines()
     assert head.split() == ["file", "a.toml", "b.toml"]
+
+
+def test_a_plan_prints_as_its_page_and_shows_as_one_line_or_html(make_job):
+    plan = phalanx.plan(make_job(), cluster="8xH100:2", hopeless=False, calibration=None)
+    assert str(plan) == render(plan)
+    assert repr(plan).startswith("<Plan test on 8xH100-80GB-SXM:2: ")
+    assert "\n" not in repr(plan)
+    named = replace(plan, job=replace(plan.job, name="<b>&"))
+    page = named._repr_html_()
+    assert "&lt;b&gt;&amp;: " in page
+    assert "<b>&" not in page
+    for words in ("<svg", "Step time", "headroom", "Pareto front", "MFU"):
+        assert words in page
+    assert page.count("<div") == page.count("</div>")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rules.kit import evidence
 
-from phalanx.plan.timeouts import bounded, steady_timeout_s
+from phalanx.plan.auto_settings import bounded, steady_timeout_s
 
 
 @pytest.mark.parametrize(

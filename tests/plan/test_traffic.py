@@ -6,7 +6,7 @@ import pytest
 from phalanx.hardware.cluster import resolve
 from phalanx.job.presets import presets
 from phalanx.plan import traffic
-from phalanx.plan.build import machine_columns, model_columns
+from phalanx.plan.case_columns import machine_columns, model_columns
 from phalanx.plan.cases import COMPRESSION
 from phalanx.plan.compute import compute
 from phalanx.plan.physics import Profile, physics

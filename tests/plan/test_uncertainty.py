@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.plan.physics import profiles
-from phalanx.plan.uncertainty import FEATURES, features, interval, scales, weights
+from phalanx.plan.prediction import FEATURES, features, interval, scales, weights
 from phalanx.validate.throughput_rows import predict_rows
 
 ROW = {

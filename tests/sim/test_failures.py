@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.sim.broken import NOTHING
-from phalanx.sim.failures import Break, broken_of, denied_of, faults_of
-from phalanx.sim.links import links_of
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.sim.fabric_failures import Break, broken_of, denied_of, faults_of
+from phalanx.sim.fabric_links import NOTHING, links_of
 from phalanx.sim.packets.faults import Fault
 
 

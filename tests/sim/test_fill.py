@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from phalanx.sim.fill import Table, fill
+from phalanx.sim import fair_rates
+from phalanx.sim.fair_rates import Table, fill
 
 ENGINES = ("numba", "numpy")
 
@@ -70,11 +71,11 @@ def test_some_rows_are_a_table_of_their_own() -> None:
 
 def test_without_numba_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     from phalanx.errors import UserError
-    from phalanx.sim import compiled
+    from phalanx.sim import fair_rates
 
-    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
+    monkeypatch.setattr(fair_rates, "find_spec", lambda name: None)
     with pytest.raises(UserError) as caught:
-        compiled.compiled(len)
+        fair_rates.compiled(len)
     assert "pip install 'phalanx[sim]'" in str(caught.value)
 
 
@@ -82,12 +83,10 @@ def test_where_nothing_can_be_written_the_loop_is_compiled_without_a_cache(monke
     """numba raises RuntimeError when neither the package nor the home folder can be written."""
     from types import SimpleNamespace
 
-    from phalanx.sim import compiled
-
     def njit(*, nogil: bool, cache: bool = False) -> object:
         if cache:
             raise RuntimeError("cannot cache function: no locator available")
         return lambda function: function
 
-    monkeypatch.setattr(compiled, "import_module", lambda name: SimpleNamespace(njit=njit))
-    assert compiled.compiled(len) is len
+    monkeypatch.setattr(fair_rates, "import_module", lambda name: SimpleNamespace(njit=njit))
+    assert fair_rates.compiled(len) is len

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.sim.fluid_budget import afford, expected
-from phalanx.sim.links import links_of
-from phalanx.sim.packets.budget import Budget
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.sim.fabric_links import links_of
+from phalanx.sim.fluid import afford, expected
+from phalanx.sim.packets.build import Budget
 from phalanx.sim.routes import by_flow, by_qp, every_path, spray
 
 LINKS = links_of(parse_fabric("clos2:131072x800G/8p/512"))

@@ -11,23 +11,27 @@ import numpy as np
 import pytest
 
 from phalanx.job.load import load
-from phalanx.network.fabric.budget import Answer, part_rates, part_s
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.network.fabric.recovery import CABLE_S, CONVERGE_S, EDGE_RECOVERY_S, FLAP_S, LINK_BACK_S, SWITCH_BACK_S
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.network.fabric.failure_budget import (
+    CABLE_S,
+    CONVERGE_S,
+    EDGE_RECOVERY_S,
+    FLAP_S,
+    LINK_BACK_S,
+    SWITCH_BACK_S,
+    Answer,
+    part_rates,
+    part_s,
+)
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.reliability import daly
-from phalanx.sim.months import run as months
-from phalanx.sim.months.causes import Cause, arrivals, usual_mix
-from phalanx.sim.months.compare import cases, recoveries, recovering, row
-from phalanx.sim.months.compare import render as compare_page
-from phalanx.sim.months.forecast import Forecast, forecast, formula_shares
-from phalanx.sim.months.levers import levers
-from phalanx.sim.months.network import ALL_NETWORK, Network, network_share, slower
-from phalanx.sim.months.policy import UNNOTICED_S, Policy, failures_per_day, policy, usual_planned_per_day
-from phalanx.sim.months.progress import Saving
-from phalanx.sim.months.run import runs, simulate
-from phalanx.sim.months.sites import site_range
-from phalanx.sim.months.spread import spread
+from phalanx.sim.months import simulate_run
+from phalanx.sim.months.causes import ALL_NETWORK, Cause, Network, arrivals, network_share, slower, usual_mix
+from phalanx.sim.months.forecast import Forecast, forecast, formula_shares, levers, site_range, spread
+from phalanx.sim.months.policy import UNNOTICED_S, Policy, Saving, failures_per_day, policy, usual_planned_per_day
+from phalanx.sim.months.recovery_table import cases, recoveries, recovering, row
+from phalanx.sim.months.recovery_table import render as compare_page
+from phalanx.sim.months.simulate_run import runs, simulate
 from phalanx.sim.months.text import render
 from phalanx.units import DAY_S
 
@@ -53,7 +57,7 @@ def scripted(monkeypatch, policy, *failures, days=1.0):
     gaps = [late - early for early, late in itertools.pairwise([0.0, *(second for second, _ in failures)])]
     by_name = {one.name: one for one in policy.mix}
     script = [*zip(gaps, [by_name[name] for _, name in failures], strict=True), (math.inf, SOFTWARE)]
-    monkeypatch.setattr(months, "arrivals", lambda *_, **__: iter(script))
+    monkeypatch.setattr(simulate_run, "arrivals", lambda *_, **__: iter(script))
     return simulate(policy, days=days, random=np.random.default_rng(0))
 
 
@@ -226,7 +230,7 @@ def test_a_failure_after_maintenance_finds_what_it_saved(monkeypatch):
         if run.clock.now_s == 0:
             run.clock.after(1_500.0, run._maintain)
 
-    monkeypatch.setattr(months._Run, "_next_planned", once)
+    monkeypatch.setattr(simulate_run._Run, "_next_planned", once)
     one = scripted(monkeypatch, ALONE, (2_000.0, "software"))
     # Saved at 1,515 s, going again at 1,815 s.
     assert one.lost_s["software", "redone"] == pytest.approx(185.0)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from phalanx.sim.fill import Table, fill
-from phalanx.sim.pauses import paused
+from phalanx.sim.fair_rates import Table, fill, paused
 
 
 def rates(paths: list[list[int]], capacity: list[float]) -> tuple[list[float], list[float]]:

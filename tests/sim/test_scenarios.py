@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.sim.compare import Question, compare, fluid_manners, fluid_runs
-from phalanx.sim.failures import faults_of
-from phalanx.sim.links import links_of
-from phalanx.sim.matrices import all_to_all, incast
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.sim.compare_recovery import Question, compare, fluid_manners, fluid_runs
+from phalanx.sim.fabric_failures import SCENARIOS, chosen, faults_of, usual_bytes
+from phalanx.sim.fabric_links import links_of
 from phalanx.sim.packets.transport import MRC
-from phalanx.sim.scenarios import SCENARIOS, chosen, usual_bytes
+from phalanx.sim.traffic_matrix import all_to_all, incast
 
 FABRIC = parse_fabric("clos2:64x800G/8p/16/wide")
 

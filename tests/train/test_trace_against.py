@@ -9,9 +9,9 @@ import pytest
 
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
-from phalanx.plan.ask import from_job
 from phalanx.plan.layout import Layout
 from phalanx.plan.make import plan as make_plan
+from phalanx.plan.request import from_job
 from phalanx.plan.search import DECIDES
 from phalanx.train.tracing.against import Line, TracedFit, against_plan, traced_fit
 from phalanx.train.tracing.text import render_against, render_fit

@@ -8,8 +8,7 @@ import pytest
 
 import phalanx
 from phalanx.errors import SystemFailure, UserError
-from phalanx.plan.calibrate import GROUPS, Calibration
-from phalanx.plan.calibration_file import read
+from phalanx.plan.calibrate import GROUPS, Calibration, read
 from phalanx.units import plural
 from phalanx.validate import calibration_report as fieldwork
 from phalanx.validate.calibration_report import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.network.fit import allowed_error
+from phalanx.network.collective_fit import allowed_error
 from phalanx.validate.network_claims import Claim, ClaimContext, ClaimOutcome
 from phalanx.validate.network_collectives import bus_bandwidth
 

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.sim.links import Floats
-from phalanx.sim.packets.roce import Roce
-from phalanx.sim.packets.transport import Transport
+from phalanx.sim.fabric_links import Floats
+from phalanx.sim.packets.transport import Roce, Transport
 from phalanx.validate import network_score, network_simulated
 from phalanx.validate.network_claims import Claim, ClaimContext, ClaimOutcome
 from phalanx.validate.network_score import (

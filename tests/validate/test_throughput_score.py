@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.cli.main import main
+from phalanx.validate.backtest import backtest
 from phalanx.validate.throughput_score import (
     Prediction,
     draw_known,
@@ -340,3 +342,16 @@ def test_the_fixture_holds_both_kinds_of_every_claim():
     described = (FIXTURE.parent / "README.md").read_text(encoding="utf-8")
     assert f"{len(table)} rows" in described
     assert all(name.removesuffix("-table2").removesuffix("-table1") in described for name in sources)
+
+
+def test_a_backtest_prints_as_the_verb_prints_it(tmp_path, capsys):
+    path = tmp_path / "runs.csv"
+    path.write_text("id,layers,hidden,seq,gpu,gpus,global_batch,source\na,32,4096,4096,H100,8,64,mine\n")
+    found = backtest(path)
+    assert main(["validate", str(path)]) == 0
+    assert capsys.readouterr().out.rstrip() == str(found).rstrip()
+    assert repr(found) == "<ThroughputBacktest of 1 runs>"
+    claims = tmp_path / "claims.csv"
+    claims.write_text("source,quantity,value,unit,conditions\npaper,no such quantity,1,,\n")
+    assert main(["validate", str(claims)]) == 0
+    assert capsys.readouterr().out.rstrip() == str(backtest(claims)).rstrip()

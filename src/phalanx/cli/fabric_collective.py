@@ -13,8 +13,7 @@ from phalanx.units import plural
 
 if TYPE_CHECKING:
     from phalanx.hardware.types import Cluster
-    from phalanx.network.fit import AlphaBeta, Operation, Point
-    from phalanx.network.measured import Measured
+    from phalanx.network.collective_fit import AlphaBeta, Measured, Operation, Point
     from phalanx.network.nccl_system import System
 
 KINDS: tuple[Operation, ...] = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce", "all-to-all")
@@ -55,16 +54,19 @@ def run(args: argparse.Namespace) -> int:
         group = {"cluster": cluster.name, "ranks": cluster.devices, "kind": kind, "fit": fit}
         print_json({**group, "fit_kind_assumed": assumed, "sizes": found, "reigns": ruled})
         return 0
-    from phalanx.network import collective_text as text
+    from phalanx.network import collective_answer
 
     say(f"{kind}, {_named(cluster)}\n")
     if len(sizes) == 1:
-        say((text.show_pairs(found[0]) + "\n\n" if comm else "") + text.show_expected(found[0]))
+        say(
+            (collective_answer.show_pairs(found[0]) + "\n\n" if comm else "")
+            + collective_answer.show_expected(found[0])
+        )
     else:
-        say(text.show_sizes(found))
+        say(collective_answer.show_sizes(found))
     if ruled and len(sizes) > 1:
-        say("\n" + text.show_reigns(ruled))
-    say(_footing(fit, measured, kind) if fit and measured else text.MODEL_NOTE)
+        say("\n" + collective_answer.show_reigns(ruled))
+    say(_footing(fit, measured, kind) if fit and measured else collective_answer.MODEL_NOTE)
     return 0
 
 
@@ -118,7 +120,7 @@ def _model(args: argparse.Namespace, cluster: Cluster, kind: Operation) -> Syste
 
 
 def _measured(name: str, kind: Operation, cluster: Cluster) -> Measured:
-    from phalanx.network.measured import read_points
+    from phalanx.network.collective_fit import read_points
 
     path = Path(name)
     try:
@@ -130,7 +132,7 @@ def _measured(name: str, kind: Operation, cluster: Cluster) -> Measured:
 
 
 def _fit(points: tuple[Point, ...], cluster: Cluster, kind: Operation) -> AlphaBeta:
-    from phalanx.network.fit import LEAST_BYTES, fit_points
+    from phalanx.network.collective_fit import LEAST_BYTES, fit_points
 
     usable = [one for one in points if one.nbytes >= LEAST_BYTES]
     if len({one.nbytes for one in usable}) < 2:
@@ -144,9 +146,8 @@ def _fit(points: tuple[Point, ...], cluster: Cluster, kind: Operation) -> AlphaB
 
 
 def _footing(fit: AlphaBeta, measured: Measured, kind: Operation) -> str:
-    from phalanx.network.collective_text import show_fit
-    from phalanx.network.fit import LEAST_BYTES
-    from phalanx.network.measured import worst
+    from phalanx.network.collective_answer import show_fit
+    from phalanx.network.collective_fit import LEAST_BYTES, worst
 
     usable = [one for one in measured.points if one.nbytes >= LEAST_BYTES]
     error, at = worst(usable, [fit.seconds(one.nbytes) for one in usable])

@@ -15,10 +15,9 @@ from phalanx.errors import mistake
 from phalanx.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from phalanx.network.fabric.types import Fabric
-    from phalanx.sim.compare import Question, Run
-    from phalanx.sim.failures import Break
-    from phalanx.sim.scenarios import Scenario
+    from phalanx.network.fabric.fabric_types import Fabric
+    from phalanx.sim.compare_recovery import Question, Run
+    from phalanx.sim.fabric_failures import Break, Scenario
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 CPU_S = 600.0
@@ -27,7 +26,7 @@ TELL_S = 10.0
 
 def run_compare(args: argparse.Namespace, fabric: Fabric, traffic: Traffic, engine: str) -> int:
     """One failure, a column for each way of sending."""
-    from phalanx.sim.compare import unsaid
+    from phalanx.sim.compare_recovery import unsaid
 
     question = question_of(args, fabric, traffic, engine)
     _announce([question], engine)
@@ -44,8 +43,8 @@ def run_compare(args: argparse.Namespace, fabric: Fabric, traffic: Traffic, engi
 
 def run_scenarios(args: argparse.Namespace, fabric: Fabric, engine: str) -> int:
     """Named failures: one as a table, several as a line each."""
-    from phalanx.sim.compare import unsaid
-    from phalanx.sim.scenarios import chosen
+    from phalanx.sim.compare_recovery import unsaid
+    from phalanx.sim.fabric_failures import chosen
 
     picked = chosen(args.scenario, fabric)
     done: dict[str, list[dict[str, Any]]] = {}
@@ -77,7 +76,7 @@ def run_scenarios(args: argparse.Namespace, fabric: Fabric, engine: str) -> int:
 
 def broken_by(args: argparse.Namespace, traffic: Traffic) -> Break:
     """What fails, by the options and by a file of connections."""
-    from phalanx.sim.failures import Break
+    from phalanx.sim.fabric_failures import Break
 
     failed, denied = (*args.fail, *traffic.failed), tuple(args.deny)
     return Break(failed=failed, left=args.left, loss=args.loss or 0.0, denied=denied)
@@ -85,19 +84,19 @@ def broken_by(args: argparse.Namespace, traffic: Traffic) -> Break:
 
 def question_of(args: argparse.Namespace, fabric: Fabric, traffic: Traffic, engine: str) -> Question:
     """What the options ask to compare."""
-    from phalanx.network.fabric.recovery import CONVERGE_S
-    from phalanx.sim import compare
-    from phalanx.sim.packets.budget import Budget
-    from phalanx.sim.transports import SHORT_CONVERGE_S
+    from phalanx.network.fabric.failure_budget import CONVERGE_S
+    from phalanx.sim import compare_recovery
+    from phalanx.sim.packets.build import Budget
+    from phalanx.sim.simulate import SHORT_CONVERGE_S
 
     usual_s = CONVERGE_S if engine == "fluid" else SHORT_CONVERGE_S
-    return compare.Question(
+    return compare_recovery.Question(
         fabric=fabric,
         flows=traffic.flows,
         traffic=traffic.name,
         broken=broken_by(args, traffic),
         paths=args.paths or 0,
-        converge_s=compare.checked_converge_s(args.converge, usual_s),
+        converge_s=compare_recovery.checked_converge_s(args.converge, usual_s),
         watched=traffic.watched,
         seed=args.seed,
         budget=Budget(cpu_s=args.cpu or CPU_S),
@@ -105,7 +104,7 @@ def question_of(args: argparse.Namespace, fabric: Fabric, traffic: Traffic, engi
 
 
 def _scenario(args: argparse.Namespace, fabric: Fabric, one: Scenario, engine: str) -> Question:
-    from phalanx.sim.matrices import INCAST
+    from phalanx.sim.traffic_matrix import INCAST
 
     args = argparse.Namespace(**{**vars(args), "traffic": INCAST if one.incast else None})
     made = question_of(args, fabric, load_traffic(args, fabric), engine)
@@ -114,8 +113,7 @@ def _scenario(args: argparse.Namespace, fabric: Fabric, one: Scenario, engine: s
 
 def _columns(question: Question, engine: str, kept: list[Run]) -> tuple[list[dict[str, Any]], int]:
     """What each way of sending gives, up to Ctrl-C, and the exit code."""
-    from phalanx.sim.compare import compare, fluid_runs
-    from phalanx.sim.compare_packets import packet_runs
+    from phalanx.sim.compare_recovery import compare, fluid_runs, packet_runs
 
     found: list[dict[str, Any]] = []
     rows: Iterator[dict[str, Any]] = compare(question, fluid_runs if engine == "fluid" else packet_runs, kept)
@@ -149,8 +147,7 @@ def _announce(questions: Sequence[Question], engine: str) -> None:
 
 def _cpu_s(questions: Sequence[Question], engine: str) -> float:
     """Expected of all; the same traffic without failure runs once."""
-    from phalanx.sim.compare import fluid_cpu_s, whole_of
-    from phalanx.sim.compare_packets import packet_cpu_s
+    from phalanx.sim.compare_recovery import fluid_cpu_s, packet_cpu_s, whole_of
 
     expected = fluid_cpu_s if engine == "fluid" else packet_cpu_s
     total, seen = 0.0, set()

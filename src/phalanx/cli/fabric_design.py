@@ -14,7 +14,7 @@ from phalanx.errors import mistake
 if TYPE_CHECKING:
     from phalanx.cli.fabric_job import JobSteps
     from phalanx.network.fabric.design import Design, Wish
-    from phalanx.network.fabric.types import Switch
+    from phalanx.network.fabric.fabric_types import Switch
     from phalanx.network.fabric.verdict import Prices, Verdict
 
 WHERE = "phalanx fabric design"
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 def _catalogue(name: str | None) -> tuple[Switch, ...]:
     if name is None:
         return ()
-    from phalanx.network.fabric.catalogue_file import read_catalogue
+    from phalanx.network.fabric.switch_catalogue import read_catalogue
 
     return read_catalogue(Path(name))
 
@@ -118,7 +118,7 @@ def _for_job(
     from phalanx.cli.fabric_job import job_plan, job_steps
     from phalanx.network.fabric.design import designs
     from phalanx.network.fabric.verdict import verdict
-    from phalanx.sim.months.network import network_share
+    from phalanx.sim.months.causes import network_share
 
     plan = job_plan(args.job, args.overrides, args.cluster)
     cluster = plan.cluster
@@ -135,7 +135,7 @@ def _for_job(
 
 def _write(found: tuple[Design, ...], chosen: Verdict | None, args: argparse.Namespace) -> None:
     from phalanx.io.files import write_text
-    from phalanx.network.fabric.save import designs_csv, fabric_toml
+    from phalanx.network.fabric.design import designs_csv, fabric_toml
 
     if args.csv:
         write_text(Path(args.csv), designs_csv(found), fix="name another --csv")
@@ -147,9 +147,8 @@ def _write(found: tuple[Design, ...], chosen: Verdict | None, args: argparse.Nam
 
 
 def _tell(found: tuple[Design, ...], chosen: Verdict | None, steps: JobSteps | None, args: argparse.Namespace) -> None:
-    from phalanx.network.fabric.tables import folded
-    from phalanx.network.fabric.text import show_designs
-    from phalanx.network.fabric.verdict_text import show_verdict
+    from phalanx.network.fabric.fabric_text import folded, show_designs
+    from phalanx.network.fabric.verdict import show_verdict
 
     if args.json:
         made = [{**value_plain(one), "fabric": fabric_plain(one.fabric)} for one in found]

@@ -12,7 +12,7 @@ from phalanx.errors import Problem, UserError, mistake
 
 if TYPE_CHECKING:
     from phalanx.network.fabric.design import Design
-    from phalanx.network.fabric.types import Fabric
+    from phalanx.network.fabric.fabric_types import Fabric
     from phalanx.network.fabric.verdict import Prices
     from phalanx.plan.plan import Plan
 
@@ -44,8 +44,7 @@ class JobSteps:
 
     def text(self) -> str:
         """A table, quickest first."""
-        from phalanx.network.fabric.tables import table
-        from phalanx.network.fabric.text import percent
+        from phalanx.network.fabric.fabric_text import percent, table
         from phalanx.units import format_seconds
 
         best = min(row.step_s for row in self.rows)

@@ -14,12 +14,11 @@ from phalanx.units import plural
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
-    from phalanx.sim.months.compare import Row
-    from phalanx.sim.months.ledger import Outcome
-    from phalanx.sim.months.levers import Lever
-    from phalanx.sim.months.network import Network
+    from phalanx.sim.months.causes import Network
+    from phalanx.sim.months.forecast import Lever, SiteRange
     from phalanx.sim.months.policy import Policy
-    from phalanx.sim.months.sites import SiteRange
+    from phalanx.sim.months.recovery_table import Row
+    from phalanx.sim.months.simulate_run import Outcome
 
 WHERE = "phalanx sim"
 LEAST_DAYS, MOST_DAYS, MOST_RUNS = 0.01, 3653.0, 10_000  # ten years at most
@@ -149,13 +148,13 @@ def run_months(plan: Plan, args: argparse.Namespace) -> int:
 
 
 def _network(plan: Plan, args: argparse.Namespace) -> Network:
-    from phalanx.sim.months.network import DEFAULT_PLANES, Network
+    from phalanx.sim.months.causes import DEFAULT_PLANES, Network
 
     if args.fabric is None:
         if args.planes is not None and not (args.edge_recovery or args.compare or args.levers):
             warn([Problem(where=WHERE, what="--planes has no effect: only --edge-recovery and --compare use it")])
         return Network(edge=args.edge_recovery, planes=args.planes or DEFAULT_PLANES)
-    from phalanx.network.fabric.recovery import sprays
+    from phalanx.network.fabric.failure_budget import sprays
     from phalanx.sim.step.paths import check_size
 
     fabric = named_fabric(args.fabric)
@@ -189,9 +188,9 @@ def _compare(plan: Plan, network: Network, args: argparse.Namespace) -> int:
     """Row by row; those before Ctrl-C are kept."""
     from dataclasses import replace
 
-    from phalanx.sim.months.compare import cases, render, row
-    from phalanx.sim.months.run import runs
-    from phalanx.sim.months.sites import site_range
+    from phalanx.sim.months.forecast import site_range
+    from phalanx.sim.months.recovery_table import cases, render, row
+    from phalanx.sim.months.simulate_run import runs
 
     both = [_policy(plan, replace(network, edge=edge), args) for edge in (False, True)]
     _check_size(both[0], args, times=MOST_CASES)
@@ -222,7 +221,7 @@ def _compare(plan: Plan, network: Network, args: argparse.Namespace) -> int:
 
 def _run_all(policy: Policy, args: argparse.Namespace) -> tuple[list[Outcome], int]:
     """All runs, or those that Ctrl-C left finished, with the exit code that tells which."""
-    from phalanx.sim.months.run import runs
+    from phalanx.sim.months.simulate_run import runs
 
     outcomes: list[Outcome] = []  # those before Ctrl-C are kept
     started = told = time.perf_counter()
@@ -245,7 +244,7 @@ def _run_all(policy: Policy, args: argparse.Namespace) -> tuple[list[Outcome], i
 
 def _sites(plan: Plan, policy: Policy, args: argparse.Namespace, code: int) -> tuple[SiteRange | None, int]:
     """The plan at other sites; Ctrl-C leaves the runs at this one."""
-    from phalanx.sim.months.sites import site_range
+    from phalanx.sim.months.forecast import site_range
 
     if code:
         return None, code
@@ -258,7 +257,7 @@ def _sites(plan: Plan, policy: Policy, args: argparse.Namespace, code: int) -> t
 
 def _levers(plan: Plan, policy: Policy, outcomes: list[Outcome], args: argparse.Namespace) -> tuple[Lever, ...]:
     """What would help, if asked for and if all runs were finished."""
-    from phalanx.sim.months.levers import levers
+    from phalanx.sim.months.forecast import levers
 
     if not args.levers or len(outcomes) < args.runs:
         return ()

@@ -14,7 +14,7 @@ from phalanx.errors import Problem, UserError
 from phalanx.units import plural
 
 if TYPE_CHECKING:
-    from phalanx.network.fabric.types import Fabric
+    from phalanx.network.fabric.fabric_types import Fabric
     from phalanx.plan.plan import Plan
     from phalanx.sim.step.breaks import Aftermath
     from phalanx.sim.step.report import StepReport
@@ -113,7 +113,7 @@ def _write_trace(plan: Plan, report: StepReport, name: str) -> None:
 
 
 def _show(report: StepReport, kind: str | None, found: list[Aftermath]) -> None:
-    from phalanx.sim.step.text import render, render_break
+    from phalanx.sim.step.step_text import render, render_break
 
     say(render(report))
     if kind is not None and found:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from phalanx.elastic.formation import Formation, Seat
 from phalanx.plan.layout import Layout
-from phalanx.plan.shrink import shrink
+from phalanx.plan.shrink_layout import shrink
 
 
 def next_formation(

@@ -2,8 +2,8 @@
 
 The model is NCCL's (src/graph/tuning.cc, 2.30.7), all seven algorithms and three protocols; `nccl_system.py` has what
 its search for channels finds. `expect` is what `phalanx fabric collective`, the rules COM001 and COM003 and the plan's
-table of axes ask: NCCL's pick, its time, and how sure that is; two measurements are better (network/fit.py). Left out:
-PCIe-only boards, mixed GPUs, rails that share a NIC, user settings (NCCL_ALGO, NCCL_PROTO), aggregated calls,
+table of axes ask: NCCL's pick, its time, and how sure that is; two measurements are better (collective_fit.py).
+Left out: PCIe-only boards, mixed GPUs, rails that share a NIC, user settings (NCCL_ALGO, NCCL_PROTO), aggregated calls,
 symmetric-memory kernels.
 """
 
@@ -182,7 +182,7 @@ def expected_s(
 ) -> float:
     """What the pair will take, where `picked` has what NCCL reckons: with the call, unrounded links and a pipeline.
 
-    NCCL adds start-up and transfer, as if the first chunk were the whole message or nothing (network/fit.py), and its
+    NCCL adds start-up and transfer, as if the first chunk were the whole message or nothing (collective_fit.py); its
     start-up has no call. `fill` and `start` are for fits.
     """
     one = on_wire(comm, picked, nbytes, operation=operation)

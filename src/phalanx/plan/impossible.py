@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from phalanx.errors import UserError, mistake
-from phalanx.plan.ask import Ask
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import INDEX_LIMIT
+from phalanx.plan.request import Ask
 from phalanx.plan.score import Scores, score
 from phalanx.plan.space import build, divisors, splits, tensor_sizes
 from phalanx.units import format_bytes, plural

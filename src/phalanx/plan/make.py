@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,22 +13,24 @@ import numpy as np
 
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cpu_steps import CpuStep, cpu_times
+from phalanx.hardware.step_probe import measure_first, time_layout
 from phalanx.hardware.types import Cluster
 from phalanx.job.load import ResolvedJob, load
 from phalanx.job.schema import Batch, Job
-from phalanx.plan import ask as asking
-from phalanx.plan.ask import Ask
+from phalanx.plan import request
+from phalanx.plan.auto_settings import pays
 from phalanx.plan.bill import bill
-from phalanx.plan.compression import pays
 from phalanx.plan.compute import element_bytes
+from phalanx.plan.cpu_step import step_columns
 from phalanx.plan.layout import Layout
-from phalanx.plan.mapping import RANK_ORDER, mapping
-from phalanx.plan.messages import with_messages
+from phalanx.plan.mapping import RANK_ORDER, mapping, with_messages
 from phalanx.plan.parameter_counts import count_parameters
 from phalanx.plan.plan import SCHEMA, CalibrationNote, ParetoPoint, Plan, SearchStats
 from phalanx.plan.prediction import Duration, duration, predict, token_budget
 from phalanx.plan.reasons import explain
 from phalanx.plan.reliability import Reliability, effective_time, reliability
+from phalanx.plan.request import Ask, from_job
 from phalanx.plan.score import price
 from phalanx.plan.search import SearchResult, search
 from phalanx.plan.trainable import trainer_problems
@@ -43,12 +45,13 @@ def plan(
     job: Job | ResolvedJob | str | Path,
     cluster: Cluster | str | None = None,
     *,
-    calibration: CalibrationNote | None = None,
+    calibration: CalibrationNote | str | Path | None = None,
     hopeless: bool = False,
 ) -> Plan:
     """Plan a job, or the job in a file, on a cluster (the job's own by default).
 
-    Raises UserError when nothing legal fits, and, unless `hopeless` asks for it, for a run that would never finish.
+    `calibration` is a file that `phalanx calibrate` wrote. Raises UserError when nothing legal fits, and, unless
+    `hopeless` asks for it, for a run that would never finish. `print(plan)` is the page of `phalanx plan`.
 
     >>> import phalanx
     >>> job = phalanx.load("examples/llama-3-8b-64xH100.toml")          # doctest: +SKIP
@@ -63,6 +66,10 @@ def plan(
             f"job = {str(job)[:60]!r} is of type {type(job).__name__}",
             fix="give what phalanx.load returns, or a path",
         )
+    if isinstance(calibration, str | Path):
+        from phalanx.plan.calibrate import read  # imports scipy: only when asked for
+
+        calibration = read(Path(calibration))
     asked = job.job if isinstance(job, ResolvedJob) else job
     base = job.path.parent if isinstance(job, ResolvedJob) else None
     if cluster is None:
@@ -71,7 +78,7 @@ def plan(
         cluster = resolve(cluster, ranks_per_gpu=asked.train.ranks_per_gpu)
     origins = {key: origin.where for key, origin in job.origins.items()} if isinstance(job, ResolvedJob) else {}
     noted = job.warnings if isinstance(job, ResolvedJob) else ()
-    ask, advice = asking.from_job(asked, cluster, origins=origins)
+    ask, advice = request.from_job(asked, cluster, origins=origins)
     noted = (*noted, *advice)
     return _plan(asked, _with_calibration(ask, calibration), noted=noted, calibration=calibration, hopeless=hopeless)
 
@@ -260,7 +267,7 @@ def _too_long(ask: Ask, lasting: Duration, layout: Layout) -> tuple[Problem, ...
 
 def _untrainable(job: Job, ask: Ask, layout: Layout) -> tuple[Problem, ...]:
     """What our own trainer would refuse of this plan; another framework's limits are its own."""
-    if not asking.trains_with_phalanx(job):
+    if not request.trains_with_phalanx(job):
         return ()
     return tuple(
         replace(problem, what=f"`phalanx train` cannot run this plan: {problem.what}")
@@ -287,3 +294,47 @@ def _version() -> str:
         return version("phalanx")
     except PackageNotFoundError:
         return "unknown"
+
+
+# Plan for this machine's own cores, and time the layout that is chosen before the plan is shown.
+#
+# Cores differ more from each other than a formula knows, and a few seconds of the real step tell. Where the timing
+# makes another layout look better, that one is timed too.
+
+
+ROUNDS = 3  # layouts timed for one plan at most
+STEP_S = 0.6  # micro-batches are left out until a step is this short, five of which are timed
+LONGEST_TIMED_S = 12.0  # a step that takes longer with the fewest micro-batches is not timed
+
+
+def plan_here(
+    make: Callable[[], Plan], target: str, *, environ: Mapping[str, str], tell: Callable[[str], None]
+) -> Plan:
+    """What `make` plans, with this machine measured where `target` means its cores."""
+    measure_first(target, environ=environ, tell=tell)
+    made = make()
+    for _ in range(ROUNDS):
+        step = _timed_step(made)
+        if step is None:
+            break
+        if not time_layout(step, made.to_json(), environ=environ, tell=tell, name=made.layout.name):
+            break
+        made = make()
+    return made
+
+
+def _timed_step(plan: Plan) -> CpuStep | None:
+    """The step that stands for the plan's; None where it cannot be timed as it will be trained, or not in seconds."""
+    rates = plan.cluster.cpu
+    if rates is None or plan.job.model.module or plan.job.parallel.recompute_layers != "auto":
+        return None
+    ask, _ = from_job(plan.job, plan.cluster)
+    columns, _, _ = price(ask, [plan.layout])
+    one = step_columns(columns)
+    whole = CpuStep(**{name: float(np.ravel(getattr(one, name))[0]) for name in CpuStep.__dataclass_fields__})
+    count = int(whole.count)
+    least = min(count, 2 * int(whole.pp) * max(1, int(whole.vpp)))  # a pipeline has to fill
+    while count > least and float(cpu_times(replace(whole, count=float(count)), rates).step) > STEP_S:
+        count = max(least, count // 2)
+    step = replace(whole, count=float(count))
+    return step if float(cpu_times(step, rates).step) <= LONGEST_TIMED_S else None

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from phalanx.plan.ask import Ask
-from phalanx.plan.build import cases, layout_columns
+from phalanx.plan.case_columns import cases, layout_columns
 from phalanx.plan.cases import Cases, Floats
 from phalanx.plan.layout import Layout
+from phalanx.plan.request import Ask
 from phalanx.plan.score import price, step_times
 from phalanx.plan.search import FULL_MEMORY, SAME, Candidate
 from phalanx.plan.step import StepTimes

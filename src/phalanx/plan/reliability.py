@@ -22,7 +22,7 @@ from phalanx.hardware.failures import (
 from phalanx.hardware.failures import failures_per_host_day as usual_rate
 from phalanx.hardware.types import Cluster
 from phalanx.job.schema import Checkpoint, Fault
-from phalanx.plan.build import HOST_LINK_BYTES_PER_S
+from phalanx.plan.case_columns import HOST_LINK_BYTES_PER_S
 from phalanx.units import DAY_S
 
 # Barrier and bookkeeping of an asynchronous save beside the copy itself: PyTorch DCP blocked Llama-3-8B on 512 H100

@@ -8,14 +8,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from phalanx.plan.ask import Ask
-from phalanx.plan.build import cases, layout_columns
+from phalanx.plan.case_columns import cases, layout_columns
 from phalanx.plan.cases import Cases, Floats
 from phalanx.plan.cpu_step import predict_cpu_step
-from phalanx.plan.grid import Bools, Grid, Ints
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import MemoryUse, MostMemory, predict_memory, predict_most_memory
-from phalanx.plan.space import Space
+from phalanx.plan.request import Ask
+from phalanx.plan.space import Bools, Grid, Ints, Space
 from phalanx.plan.step import StepTimes, predict_step
 
 # Layouts that need more than this many times the usable memory are counted but not kept: no such device is sold.

@@ -8,15 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from phalanx.errors import Problem
-from phalanx.plan.ask import UNSPLIT_OWN, Ask
 from phalanx.plan.cases import OFFLOAD, RECOMPUTE, SCHEDULES
-from phalanx.plan.grid import Bools, Ints
 from phalanx.plan.impossible import no_fit, no_layout
 from phalanx.plan.layout import Layout
-from phalanx.plan.legal import DOMAIN, GIVEN
 from phalanx.plan.memory import MEMORY_ERROR
+from phalanx.plan.request import UNSPLIT_OWN, Ask
 from phalanx.plan.score import Scores, score
-from phalanx.plan.space import build
+from phalanx.plan.space import DOMAIN, GIVEN, Bools, Ints, build
 from phalanx.units import format_seconds
 
 # Layouts within 2 % of the fastest are equal and the simplest is taken: the cost model misses published steps by 4.8 %

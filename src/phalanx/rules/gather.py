@@ -14,8 +14,8 @@ from phalanx.hardware.types import Cluster
 from phalanx.job.dump import to_dict
 from phalanx.job.load import ResolvedJob, load, load_waivers
 from phalanx.job.schema import Job
-from phalanx.plan.kept import kept_plan
 from phalanx.plan.plan import Plan
+from phalanx.plan.plan_cache import kept_plan
 from phalanx.record.drill import drill_subject
 from phalanx.record.run import EVENTS, Run, open_run, read_json
 from phalanx.rules.coherent import require_coherent

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from phalanx.plan.ask import trains_with_phalanx
+from phalanx.plan.request import trains_with_phalanx
 from phalanx.plan.trainable import trainer_problems
 from phalanx.rules.catalog import spc001_waivers
 from phalanx.rules.evidence import Evidence, Unmapped

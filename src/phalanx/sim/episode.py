@@ -16,16 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.network.fabric.types import Fabric
-from phalanx.sim.failures import fault_links
-from phalanx.sim.fill import fill
-from phalanx.sim.fluid import Case, Parts, batch_of, case_of, parts_of
-from phalanx.sim.links import Floats, Ints, Links, links_of
-from phalanx.sim.matrices import Flows
+from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.sim.fabric_failures import fault_links
+from phalanx.sim.fabric_links import Floats, Ints, Links, links_of
+from phalanx.sim.fair_rates import fill, paused
+from phalanx.sim.fluid import MRC, Case, Parts, Wire, batch_of, case_of, parts_of
 from phalanx.sim.packets.faults import Fault
-from phalanx.sim.pauses import paused
 from phalanx.sim.routes import Routing, route
-from phalanx.sim.wire import MRC, Wire
+from phalanx.sim.traffic_matrix import Flows
 
 TINY = 1e-9  # of rounding
 

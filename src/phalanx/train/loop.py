@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from phalanx.elastic.board import Phase
 from phalanx.errors import SystemFailure
-from phalanx.plan.digests import digest_every
+from phalanx.plan.auto_settings import digest_every
 from phalanx.plan.plan import Plan
-from phalanx.plan.shrink import Dealing
+from phalanx.plan.shrink_layout import Dealing
 from phalanx.record.events import EventWriter
 from phalanx.record.redact import redact
 from phalanx.record.run import Run

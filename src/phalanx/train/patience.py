@@ -12,8 +12,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from phalanx.plan.auto_settings import bounded, steady_timeout_s
 from phalanx.plan.plan import Plan
-from phalanx.plan.timeouts import bounded, steady_timeout_s
 
 WARM_UP_STEPS = 5  # of a formation, before its steps count as steady: as NVIDIA's resiliency extension
 

@@ -13,13 +13,13 @@ import numpy as np
 from phalanx.errors import mistake
 from phalanx.io.files import write_text
 from phalanx.job.textfile import read_text
-from phalanx.plan import ask as asking
+from phalanx.plan import request
 from phalanx.plan.calibrate import GROUPS, Calibration, calibrate, calibrated
 from phalanx.plan.cases import Floats
 from phalanx.plan.plan import Plan
+from phalanx.plan.prediction import interval
 from phalanx.plan.score import price
 from phalanx.plan.step import StepTimes
-from phalanx.plan.uncertainty import interval
 from phalanx.record.account.segments import segments
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
@@ -79,7 +79,7 @@ def calibrate_run(folder: Path) -> CalibrationReport:
             f"has {plural(len(durations), 'measured step')}, and calibration needs {LEAST_STEPS} after warm-up",
             fix='let it run longer; steps are lines {"event": "step", "duration_s": 1.25} of events*.jsonl',
         )
-    question, _ = asking.from_job(planned.job, planned.cluster)
+    question, _ = request.from_job(planned.job, planned.cluster)
     _, times, _ = price(question, [planned.layout])
     return _report(str(folder), times, np.array([statistics.median(kept)]), np.array([0.0]))
 

@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from phalanx.errors import UserError
 from phalanx.network import nccl_tables as tables
-from phalanx.network.fit import LEAST_BYTES, Point, allowed_error, ends, fit_points, wire_share
+from phalanx.network.collective_fit import LEAST_BYTES, Point, allowed_error, ends, fit_points, wire_share
 from phalanx.network.nccl_choice import (
     OPERATIONS,
     Choice,

@@ -6,15 +6,16 @@ import re
 
 from phalanx.hardware.failures import HOPPER_SITE, llama_device_days, site_figures
 from phalanx.network.fabric.bill import bill, loss, tier_links
-from phalanx.network.fabric.budget import CABLE_PER_DAY, LLAMA_COUNT, MONTH_DAYS
-from phalanx.network.fabric.catalogue import unnamed
-from phalanx.network.fabric.decisions import harmonic, late_step
-from phalanx.network.fabric.loads import idle_share, max_to_mean
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.network.fabric.recovery import (
+from phalanx.network.fabric.decisions import harmonic, idle_share, late_step, max_to_mean
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.network.fabric.failure_budget import (
+    CABLE_PER_DAY,
     CONVERGE_S,
     EDGE_RECOVERY_S,
     FLAP_S,
+    LLAMA_COUNT,
+    MONTH_DAYS,
     REMAP_S,
     T1_BACK_S,
     TRANSCEIVER_BACK_S,
@@ -22,7 +23,7 @@ from phalanx.network.fabric.recovery import (
     pace,
 )
 from phalanx.network.fabric.sizing import Shape, most_hosts, size, split_t0
-from phalanx.network.fabric.types import Fabric
+from phalanx.network.fabric.switch_catalogue import unnamed
 from phalanx.plan.physics import physics
 from phalanx.sim.packets.transport import MRC
 from phalanx.validate.network_claims import (

@@ -13,16 +13,16 @@ from typing import Literal
 
 import numpy as np
 
-from phalanx.network.fabric.catalogue import unnamed
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.network.fabric.types import Fabric
-from phalanx.sim.matrices import Flows
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.network.fabric.switch_catalogue import unnamed
 from phalanx.sim.packets.build import sketch
 from phalanx.sim.packets.faults import Fault
 from phalanx.sim.packets.result import PacketResult
 from phalanx.sim.packets.run import run
 from phalanx.sim.packets.schedule import Schedule, at_once
 from phalanx.sim.packets.transport import HTSIM, Spray, Transport, in_slots
+from phalanx.sim.traffic_matrix import Flows
 from phalanx.validate.network_claims import (
     Claim,
     ClaimContext,

@@ -11,18 +11,17 @@ from statistics import median
 
 import numpy as np
 
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.network.fabric.types import Fabric
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.sim.fabric_links import Floats
 from phalanx.sim.fluid import Rates, solve
-from phalanx.sim.links import Floats
-from phalanx.sim.matrices import Flows, flows, permutation, shift
 from phalanx.sim.packets.build import sketch
 from phalanx.sim.packets.faults import Fault
 from phalanx.sim.packets.result import PacketResult
-from phalanx.sim.packets.roce import ROCE, ROCE_PFC, Roce
 from phalanx.sim.packets.run import run
-from phalanx.sim.packets.transport import MRC, Spray, Transport
+from phalanx.sim.packets.transport import MRC, ROCE, ROCE_PFC, Roce, Spray, Transport
 from phalanx.sim.routes import Routing, by_flow, by_qp
+from phalanx.sim.traffic_matrix import Flows, flows, permutation, shift
 from phalanx.validate.network_claims import (
     Claim,
     ClaimContext,

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from phalanx.errors import UserError
 from phalanx.job.model import ModelShape
-from phalanx.plan.build import PRECISION_INDEX, machine_columns, model_columns
+from phalanx.plan.case_columns import PRECISION_INDEX, machine_columns, model_columns
 from phalanx.plan.cases import RECOMPUTE, SCHEDULES, Cases, Floats
 from phalanx.plan.memory import MemoryUse, memory_profiles, predict_memory, stack_memory
 from phalanx.plan.physics import Physics, Profile, physics, profile_name, profiles, stack

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from phalanx.io.files import write_text
 from phalanx.plan.calibrate import Calibration, calibrate, calibrated
 from phalanx.plan.cases import Floats
+from phalanx.plan.prediction import interval
 from phalanx.plan.step import StepTimes
-from phalanx.plan.uncertainty import interval
 from phalanx.units import plural
 from phalanx.validate.throughput_rows import RowPredictions, predict_rows
 from phalanx.validate.throughput_table import PublishedRun, number

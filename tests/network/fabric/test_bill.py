@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.network.fabric.bill import OPTIC_USD, OPTIC_WATTS, TRUNK_USD, bill, loss, tier_links
-from phalanx.network.fabric.parse import parse_fabric
+from phalanx.network.fabric.fabric_file import parse_fabric
 
 PLANES = parse_fabric("clos2:131072x800G/8p/512")
 CLASSIC = parse_fabric("clos3:65536x800G/1p/64")

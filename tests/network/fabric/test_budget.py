@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.budget import (
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.network.fabric.failure_budget import (
+    CONVERGE_S,
+    GIVE_UP_S,
+    LINK_BACK_S,
+    REMAP_S,
+    SHIELD_S,
+    SWITCH_BACK_S,
     Answer,
     budget,
     bypass_cost,
@@ -16,8 +23,6 @@ from phalanx.network.fabric.budget import (
     poisson_interval,
     poisson_spread,
 )
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.network.fabric.recovery import CONVERGE_S, GIVE_UP_S, LINK_BACK_S, REMAP_S, SHIELD_S, SWITCH_BACK_S
 
 PLANES = parse_fabric("clos2:131072x800G/8p/512")
 PARTS = ("NIC-T0 cables", "T0-T1 cables", "T0 switches", "T1 switches")

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.catalogue_file import read_catalogue
 from phalanx.network.fabric.design import Wish, designs
+from phalanx.network.fabric.switch_catalogue import read_catalogue
 
 GOOD = """box,port_gbps,radix,watts,usd_low,usd_high
 Leaf 9,400,128,900,30000,40000

@@ -9,9 +9,9 @@ import pytest
 from phalanx.errors import UserError
 from phalanx.network.fabric.bill import loss
 from phalanx.network.fabric.decisions import decisions, decisions_of, harmonic, late_step
+from phalanx.network.fabric.decisions_picture import picture
 from phalanx.network.fabric.decisions_text import show_decisions
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.network.fabric.picture import picture
+from phalanx.network.fabric.fabric_file import parse_fabric
 
 FULL = decisions(131072)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import UserError
 from phalanx.network.fabric.design import Wish, designs, nominal_ratio
-from phalanx.network.fabric.text import show_designs
+from phalanx.network.fabric.fabric_text import show_designs
 
 FULL = Wish(gpus=131072, nic_gbps=800)
 

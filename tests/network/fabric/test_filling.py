@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.network.fabric.bill import bill
-from phalanx.network.fabric.catalogue import unnamed
-from phalanx.network.fabric.filling import fill
-from phalanx.network.fabric.sizing import Shape, most_hosts, size
+from phalanx.network.fabric.sizing import Shape, fill, most_hosts, size
+from phalanx.network.fabric.switch_catalogue import unnamed
 
 
 def test_half_of_the_hosts_need_half_of_the_switches() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from phalanx.network.fabric.decisions import decisions, decisions_of
-from phalanx.network.fabric.findings import against, findings
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.network.fabric.picture import picture
+from phalanx.network.fabric.decisions_picture import picture
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.network.fabric.fabric_text import against, findings
 
 
 def test_the_published_fabric() -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.network.fabric.catalogue import switch_of
-from phalanx.network.fabric.design import Wish, designs
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.network.fabric.save import designs_csv, fabric_toml
+from phalanx.network.fabric.design import Wish, designs, designs_csv, fabric_toml
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.network.fabric.switch_catalogue import switch_of
 
 
 @pytest.mark.parametrize(("gpus", "nic"), [(131072, 800.0), (1000, 400.0), (64, 400.0), (24576, 1600.0)])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.catalogue import find_switches, unnamed
 from phalanx.network.fabric.sizing import Shape, most_hosts, size, split_t0
+from phalanx.network.fabric.switch_catalogue import find_switches, unnamed
 
 
 def test_the_published_fabric_of_131072() -> None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.budget import budget
-from phalanx.network.fabric.catalogue import switches
 from phalanx.network.fabric.decisions import decisions
 from phalanx.network.fabric.decisions_text import show_decisions
 from phalanx.network.fabric.design import Wish, designs
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.network.fabric.subnet import addresses, is_infiniband, needs_routers
-from phalanx.network.fabric.text import show_fabric
-from phalanx.network.fabric.types import INFINIBAND
-from phalanx.network.fabric.verdict import verdict
-from phalanx.network.fabric.verdict_text import show_verdict
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.network.fabric.fabric_text import show_fabric
+from phalanx.network.fabric.fabric_types import INFINIBAND, addresses, is_infiniband, needs_routers
+from phalanx.network.fabric.failure_budget import budget
+from phalanx.network.fabric.switch_catalogue import switches
+from phalanx.network.fabric.verdict import show_verdict, verdict
 
 
 def test_quantum_is_infiniband_and_nothing_else() -> None:

@@ -6,11 +6,11 @@ import math
 
 import pytest
 
+from phalanx.cli.main import main
 from phalanx.errors import UserError
-from phalanx.network.fabric.budget import budget
 from phalanx.network.fabric.design import Wish, designs, nominal_ratio
-from phalanx.network.fabric.verdict import Prices, check_prices, verdict
-from phalanx.network.fabric.verdict_text import show_verdict
+from phalanx.network.fabric.failure_budget import budget
+from phalanx.network.fabric.verdict import Prices, check_prices, design_fabric, show_verdict, verdict
 
 FULL = designs(Wish(gpus=131072, nic_gbps=800))
 
@@ -109,3 +109,10 @@ def test_it_says_when_prices_decide() -> None:
     # a Quantum-2 is 36 to 50 thousand dollars, a 51.2T box 50 to 250
     assert torn.at_low.switch.box != torn.at_high.switch.box == "Quantum-2"
     assert "Prices decide: it would be" in show_verdict(torn).replace("\n", " ")
+
+
+def test_a_design_prints_as_the_verb_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    found = design_fabric(Wish(gpus=1024, nic_gbps=400))
+    assert main(["fabric", "design", "--gpus", "1024", "--nic-gbps", "400"]) == 0
+    assert capsys.readouterr().out.rstrip() == str(found).rstrip()
+    assert repr(found).startswith("<DesignResult clos")

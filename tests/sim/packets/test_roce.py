@@ -9,14 +9,14 @@ import pytest
 from packet_fabrics import FAT_TREE, LEAF_SPINE, PLANES, SHUFFLE, clos
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.types import Fabric
-from phalanx.sim.links import links_of
-from phalanx.sim.matrices import flows, permutation
-from phalanx.sim.packets.budget import Budget
+from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.sim.fabric_links import links_of
+from phalanx.sim.packets.build import Budget
 from phalanx.sim.packets.faults import Fault
-from phalanx.sim.packets.roce import ROCE, ROCE_LOSSY, ROCE_PFC, Roce
-from phalanx.sim.packets.roce_build import roce_routes, switch_at_end
+from phalanx.sim.packets.roce_run import roce_routes, switch_at_end
 from phalanx.sim.packets.run import run
+from phalanx.sim.packets.transport import ROCE, ROCE_LOSSY, ROCE_PFC, Roce
+from phalanx.sim.traffic_matrix import flows, permutation
 
 FAST = clos(64, 8, gbps=400)
 INCAST = flows([*range(8, 64, 8), 15], [0] * 7 + [1], [1e9] * 8)  # the last is the victim, under the T0 of a sender

@@ -10,16 +10,15 @@ import pytest
 from packet_fabrics import FAT_TREE, LEAF_SPINE, PLANES, SHUFFLE, clos
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.network.fabric.types import Fabric
-from phalanx.sim.matrices import Flows, flows, permutation
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.packets import kernel, roce_kernel
-from phalanx.sim.packets.budget import Budget
+from phalanx.sim.packets.build import Budget
 from phalanx.sim.packets.faults import Fault
 from phalanx.sim.packets.result import PacketResult
-from phalanx.sim.packets.roce import ROCE, Roce
 from phalanx.sim.packets.run import run
-from phalanx.sim.packets.transport import ECMP, HTSIM, MRC, Transport
+from phalanx.sim.packets.transport import ECMP, HTSIM, MRC, ROCE, Roce, Transport
+from phalanx.sim.traffic_matrix import Flows, flows, permutation
 
 
 def conserved(result: PacketResult) -> bool:

@@ -7,11 +7,10 @@ import pytest
 from packet_fabrics import FAT_TREE, LEAF_SPINE
 
 from phalanx.errors import UserError
-from phalanx.sim.matrices import flows
-from phalanx.sim.packets.roce import ROCE
 from phalanx.sim.packets.run import run
 from phalanx.sim.packets.schedule import Schedule
-from phalanx.sim.packets.transport import HTSIM, MRC
+from phalanx.sim.packets.transport import HTSIM, MRC, ROCE
+from phalanx.sim.traffic_matrix import flows
 
 # Sources fall, so that the engine's own order is another than the caller's.
 FOUR = flows([3, 2, 1, 0], [12, 13, 14, 15], 2e6)

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.network.fabric.recovery import CONVERGE_S, GIVE_UP_S, REMAP_S, SHIELD_S
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.network.fabric.failure_budget import CONVERGE_S, GIVE_UP_S, REMAP_S, SHIELD_S
 from phalanx.sim.step.breaks import ACK_TIMEOUT_S, GREY_LOSS, OUTAGE_S, aftermath, broken, bursts, go_back_n
 from phalanx.sim.step.paths import Transport, derived_fabric
 from phalanx.sim.step.report import step_report
-from phalanx.sim.step.text import render_break
+from phalanx.sim.step.step_text import render_break
 
 PLANES = "clos2:32x400G/4p/8"
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.sim.broken import NOTHING, Broken
-from phalanx.sim.collect import neighbours, phase
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.sim.fabric_links import NOTHING, Broken
+from phalanx.sim.plan_flows import neighbours, phase
 from phalanx.sim.step.paths import (
     Transport,
     _axis_path,
@@ -16,7 +16,7 @@ from phalanx.sim.step.paths import (
     on_fabric,
     used_axes,
 )
-from phalanx.sim.step.question import question
+from phalanx.sim.step.step_work import question
 
 SPREAD = "clos2:32x400G/1p/8"  # T0s of four NICs: every stage and ring leaves its T0
 

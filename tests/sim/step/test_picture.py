@@ -1,6 +1,6 @@
 """The timeline in letters."""
 
-from phalanx.sim.step.picture import COLUMNS, LEGEND, picture
+from phalanx.sim.step.step_text import COLUMNS, LEGEND, picture
 from phalanx.sim.step.timeline import simulate
 
 from .conftest import by_hand, sharing

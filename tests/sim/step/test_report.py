@@ -4,12 +4,11 @@ from itertools import pairwise
 
 import pytest
 
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.sim.step.question import question
+from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.sim.step.report import step_report
-from phalanx.sim.step.text import render
+from phalanx.sim.step.step_text import render
+from phalanx.sim.step.step_work import question, work
 from phalanx.sim.step.timeline import simulate
-from phalanx.sim.step.work import work
 
 from .conftest import make
 

@@ -6,10 +6,8 @@ from itertools import pairwise
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.sim.step.exchange import Inner
-from phalanx.sim.step.lanes import BACKGROUND, DEVICE
-from phalanx.sim.step.timeline import check_spans, simulate
-from phalanx.sim.step.work import Pass
+from phalanx.sim.step.step_work import Inner, Pass
+from phalanx.sim.step.timeline import BACKGROUND, DEVICE, check_spans, simulate
 
 from .conftest import by_hand, sharing
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from phalanx.network.fabric.parse import parse_fabric
+from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.sim.step import trace as tracing
 from phalanx.sim.step.report import step_report
 from phalanx.sim.step.timeline import simulate

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from phalanx.job.schema import Batch
-from phalanx.plan.shrink import Dealing
+from phalanx.plan.shrink_layout import Dealing
 from phalanx.train.data.batches import Batches, BatchPlan
 from phalanx.train.data.dataset import Tokens
 from phalanx.train.data.sampler import GlobalSampler

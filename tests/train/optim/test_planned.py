@@ -9,8 +9,8 @@ import torch
 
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
-from phalanx.plan.ask import Ask, from_job
 from phalanx.plan.layout import Layout
+from phalanx.plan.request import Ask, from_job
 from phalanx.plan.score import price
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.optim.build import build_optimizer

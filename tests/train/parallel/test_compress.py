@@ -13,9 +13,9 @@ from torch import nn
 from phalanx.errors import UserError
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
-from phalanx.plan.ask import from_job
-from phalanx.plan.compression import pays
+from phalanx.plan.auto_settings import pays
 from phalanx.plan.layout import Layout
+from phalanx.plan.request import from_job
 from phalanx.train.parallel.compress import KINDS, Quantised, build_codec
 from phalanx.train.parallel.compress_formats import FORMATS
 from phalanx.train.parallel.compress_fsdp import compress_sharded

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from phalanx.network.fabric.types import Fabric
+from phalanx.network.fabric.fabric_types import Fabric
 
 OPTIC_GBPS = 800.0  # optics are counted as 800G modules, whatever the port speed: a module carries several lanes
 # 800G DR8 in volume, and an MPO trunk: luxoptx.com, "800G optical module cost analysis". List prices of one seller.
@@ -58,7 +58,7 @@ def bill(fabric: Fabric) -> Bill:
 def tier_links(fabric: Fabric) -> tuple[int, ...]:
     """Links of all planes by tier; above T0 nothing is oversubscribed, so every tier has as many as T0-T1.
 
-    >>> from phalanx.network.fabric.parse import parse_fabric
+    >>> from phalanx.network.fabric.fabric_file import parse_fabric
     >>> tier_links(parse_fabric("mrc-131k"))
     (1048576, 1048576)
     """

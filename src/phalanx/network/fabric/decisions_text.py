@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from phalanx.network.fabric.decisions import Decisions, PlaneRow, RecoveryRow
-from phalanx.network.fabric.findings import counted, findings, formula
-from phalanx.network.fabric.recovery import SHIELD_S, sprays
-from phalanx.network.fabric.tables import folded, table
-from phalanx.network.fabric.text import count, percent, show_budget
-from phalanx.network.fabric.types import Fabric
+from phalanx.network.fabric.fabric_text import count, counted, findings, folded, formula, percent, show_budget, table
+from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.network.fabric.failure_budget import SHIELD_S, sprays
 from phalanx.units import format_seconds
 
 

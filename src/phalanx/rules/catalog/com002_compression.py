@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from phalanx.errors import UserError
-from phalanx.plan.ask import from_job
+from phalanx.plan.request import from_job
 from phalanx.plan.score import price
 from phalanx.rules.catalog.measuring import unmeasured
 from phalanx.rules.evidence import Evidence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from phalanx.plan.timeouts import LEAST_S, MOST_S, bounded, steady_timeout_s
+from phalanx.plan.auto_settings import LEAST_S, MOST_S, bounded, steady_timeout_s
 from phalanx.rules.catalog.margin import MARGIN, beyond
 from phalanx.rules.catalog.measuring import unmeasured
 from phalanx.rules.catalog.silences import ROOM, Silence, longest_silence

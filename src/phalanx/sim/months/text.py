@@ -8,11 +8,10 @@ from collections.abc import Mapping
 
 from phalanx.io.columns import table
 from phalanx.plan.plan import Plan
-from phalanx.sim.months.forecast import Forecast, PhaseShare
-from phalanx.sim.months.ledger import PHASES
-from phalanx.sim.months.network import ALL_NETWORK
+from phalanx.sim.months.causes import ALL_NETWORK
+from phalanx.sim.months.forecast import Forecast, PhaseShare, Spread
 from phalanx.sim.months.policy import Policy
-from phalanx.sim.months.spread import Spread
+from phalanx.sim.months.simulate_run import PHASES
 from phalanx.units import DAY_S, format_money, format_seconds, plural
 
 WIDTH = 100

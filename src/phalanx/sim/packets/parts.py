@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from phalanx.sim.compiled import available, compiled
+from phalanx.sim.fair_rates import available, compiled
 from phalanx.sim.packets.state import RANDOM, Ints
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.sim.compiled import compiled
+from phalanx.sim.fair_rates import compiled
 from phalanx.sim.packets import parts, roce_state, state
 from phalanx.sim.packets.parts import draw, nth, part, room_for, shuffled, stamp_of
 from phalanx.sim.packets.roce_state import (

@@ -8,16 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.errors import Problem, SystemFailure, mistake
-from phalanx.network.fabric.types import Fabric
-from phalanx.sim.links import Ints
-from phalanx.sim.matrices import Flows
-from phalanx.sim.packets.budget import Budget, afford
-from phalanx.sim.packets.build import World, build, sketch
-from phalanx.sim.packets.course import Course
-from phalanx.sim.packets.denied import deny_paths
-from phalanx.sim.packets.faults import Change, Fault, changes
-from phalanx.sim.packets.result import PacketResult
-from phalanx.sim.packets.roce import Roce
+from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.sim.fabric_links import Ints
+from phalanx.sim.packets.build import Budget, World, afford, build, sketch
+from phalanx.sim.packets.faults import Change, Fault, changes, deny_paths
+from phalanx.sim.packets.result import Course, PacketResult
 from phalanx.sim.packets.roce_run import run_roce
 from phalanx.sim.packets.schedule import Schedule, at_once, check_schedule
 from phalanx.sim.packets.state import (
@@ -36,7 +31,8 @@ from phalanx.sim.packets.state import (
     TRIMS,
     UNSENT,
 )
-from phalanx.sim.packets.transport import Transport, check
+from phalanx.sim.packets.transport import Roce, Transport, check
+from phalanx.sim.traffic_matrix import Flows
 
 SAMPLE_S = 10e-6
 BUDGET = Budget()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.errors import mistake
-from phalanx.network.fabric.recovery import (
+from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.network.fabric.failure_budget import (
     CONVERGE_S,
     EDGE_RECOVERY_S,
     FLAP_S,
@@ -17,10 +18,9 @@ from phalanx.network.fabric.recovery import (
     sprays,
     stall_s,
 )
-from phalanx.network.fabric.types import Fabric
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
-from phalanx.sim.broken import Broken
+from phalanx.sim.fabric_links import Broken
 from phalanx.sim.step.paths import Transport
 from phalanx.sim.step.report import StepReport, step_report
 

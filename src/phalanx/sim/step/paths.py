@@ -12,17 +12,16 @@ import numpy as np
 
 from phalanx.errors import mistake
 from phalanx.network.collectives import Group
-from phalanx.network.fabric.recovery import sprays
-from phalanx.network.fabric.types import Fabric, Switch
+from phalanx.network.fabric.fabric_types import Fabric, Switch
+from phalanx.network.fabric.failure_budget import sprays
 from phalanx.plan.layout import Layout
 from phalanx.plan.traffic import Groups
-from phalanx.sim.broken import NOTHING, Broken
-from phalanx.sim.broken import shares as working
-from phalanx.sim.collect import phase
+from phalanx.sim.fabric_links import NOTHING, Broken, Floats, Ints, Links, links_of
+from phalanx.sim.fabric_links import shares as working
 from phalanx.sim.fluid import solve
-from phalanx.sim.links import Floats, Ints, Links, links_of
-from phalanx.sim.matrices import flows
+from phalanx.sim.plan_flows import phase
 from phalanx.sim.routes import Routing, route
+from phalanx.sim.traffic_matrix import flows
 
 AXES = ("tensor", "context", "data", "shard", "replica", "expert", "expert_data", "pipeline")
 SPRAYED_PATHS = 256  # entropy values per connection, over all planes (arXiv:2605.04333 section 2.1)

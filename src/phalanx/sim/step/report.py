@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from phalanx.network.fabric.types import Fabric
+from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.plan.plan import Plan
 from phalanx.plan.reasons import PARTS
 from phalanx.plan.traffic import Groups
-from phalanx.sim.step.lanes import BUBBLE
 from phalanx.sim.step.paths import AxisPath, Transport, axis_paths, check_size, derived_fabric, on_fabric, used_axes
-from phalanx.sim.step.question import Question, one, question
-from phalanx.sim.step.timeline import Timeline, check_spans, simulate
-from phalanx.sim.step.work import COMPUTE_PARTS, Work, work
+from phalanx.sim.step.step_work import COMPUTE_PARTS, Question, Work, one, question, work
+from phalanx.sim.step.timeline import BUBBLE, Timeline, check_spans, simulate
 from phalanx.units import plural
 
 COMPUTE = "compute_s"

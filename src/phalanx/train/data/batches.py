@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from phalanx.job.schema import Batch, RampStage
-from phalanx.plan.shrink import Dealing
+from phalanx.plan.shrink_layout import Dealing
 from phalanx.train.data.dataset import Tokens
 from phalanx.train.data.sampler import Sampler
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.plan.ask import Ask
 from phalanx.plan.layout import Layout
 from phalanx.plan.mapping import mapping
 from phalanx.plan.memory import MEMORY_ERROR
 from phalanx.plan.prediction import MemoryReport, executed_flops, predict
+from phalanx.plan.request import Ask
 from phalanx.train.tracing.log import RankTrace
 
 LIMITS = {"communication": 0.03, "FLOPs": 0.02, "memory": MEMORY_ERROR}
