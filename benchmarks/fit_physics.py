@@ -26,7 +26,7 @@ from scipy.optimize import least_squares
 from phalanx.plan.calibrate import calibrate, calibrated
 from phalanx.plan.cases import Cases
 from phalanx.plan.physics import Physics, Profile, physics, profiles
-from phalanx.plan.prediction import interval
+from phalanx.plan.prediction import step_interval
 from phalanx.plan.step import predict_step
 from phalanx.validate.throughput_rows import predict_rows
 from phalanx.validate.throughput_score import SCATTER_SHARE, take_rows
@@ -309,7 +309,7 @@ def left_out(problem: Problem, iterations: int, name: str) -> LeftOut:
     times, seconds = found.times, problem.seconds[held_out]
     plain = source_error(name, times.step_s / seconds - 1.0)
     shown = ["default" if unseen[at] else problem.families[problem.family[at]] for at in np.nonzero(held_out)[0]]
-    low, high = interval(found.cases, times, shown)
+    low, high = step_interval(found.cases, times, shown)
     medians, tails = [], []
     for seed in range(DRAWS):
         drawn = np.isin(np.arange(seconds.size), np.random.default_rng(seed).choice(seconds.size, 3, replace=False))

@@ -17,7 +17,7 @@ import numpy as np
 
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.sim import fluid, routes, traffic_matrix
-from phalanx.sim.packets.run import run
+from phalanx.sim.packets.run import run_connections
 from phalanx.sim.packets.transport import HTSIM
 
 FULL = 131_072
@@ -50,7 +50,7 @@ def rates() -> None:
     )
     for name, text, routing in cases:
         fabric = parse_fabric(text)
-        found, seconds = timed(lambda f=fabric, r=routing: fluid.solve(f, flows, routing=r))  # type: ignore[misc]
+        found, seconds = timed(lambda f=fabric, r=routing: fluid.solve_rates(f, flows, routing=r))  # type: ignore[misc]
         rows = FULL * routing.paths
         print(f"| {name} | {rows:,} | {found.mean:.4f} | {found.slowest:.4f} | {seconds:.2f} |", flush=True)
 
@@ -71,7 +71,7 @@ def completions() -> None:
 def compare(text: str, name: str, mean_us: float, routing: Callable[..., routes.Routing]) -> None:
     seeds = range(2 if "256" in name or "64" in name else 4)
     runs = [
-        fluid.complete(
+        fluid.complete_flows(
             parse_fabric(text),
             traffic_matrix.permutation(1024, 2e6, seed=seed),
             routing=routing(seed=seed),
@@ -111,7 +111,7 @@ def _mean_s(name: str, paths: int, sigma: float, trips: float) -> float:
 def _completion(name: str, paths: int, seed: int, over: fluid.Wire) -> fluid.Completion:
     routing = routes.by_flow(seed=seed) if paths == 1 else routes.spray(paths, adaptive=False, seed=seed)
     flows = traffic_matrix.permutation(1024, 2e6, seed=seed)
-    return fluid.complete(parse_fabric(name), flows, routing=routing, wire=over, batch=0.02)
+    return fluid.complete_flows(parse_fabric(name), flows, routing=routing, wire=over, batch=0.02)
 
 
 def oversubscribed() -> None:
@@ -121,8 +121,8 @@ def oversubscribed() -> None:
     )
     for text in ("clos2:1024x100G/1p/40/4:1/wide", "clos2:1024x100G/1p/36/8:1/wide"):
         fabric, flows = replace(parse_fabric(text), hop_s=1e-6), traffic_matrix.permutation(1024, 2e6)
-        ours = fluid.complete(fabric, flows, routing=routes.spray(128), wire=fluid.HTSIM, batch=0.02)
-        theirs = run(fabric, flows, transport=replace(HTSIM, paths=128))
+        ours = fluid.complete_flows(fabric, flows, routing=routes.spray(128), wire=fluid.HTSIM, batch=0.02)
+        theirs = run_connections(fabric, flows, transport=replace(HTSIM, paths=128))
         fast = f"{ours.times_s.min() * 1e6:.1f}, {theirs.best_s * 1e6:.1f}"
         mean, other = ours.mean_s * 1e6, theirs.mean_s * 1e6
         print(f"| {text} | {mean:.0f} | {other:.0f} | {mean / other - 1:+.1%} | {fast} |", flush=True)
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="leave out the load of 2,048 paths")
     parser.add_argument("--part", choices=("rates", "completions", "fit", "oversubscribed", "loads"))
     args = parser.parse_args()
-    fluid.solve(parse_fabric("clos2:64x100G/1p/16"), traffic_matrix.ring(64, 1.0), routing=routes.by_flow())
+    fluid.solve_rates(parse_fabric("clos2:64x100G/1p/16"), traffic_matrix.ring(64, 1.0), routing=routes.by_flow())
     parts: dict[str, Callable[[], None]] = {
         "rates": rates,
         "completions": completions,

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import ResolvedJob, load
-from phalanx.plan.request import Ask, from_job
+from phalanx.plan.request import PlanRequest, request_from_job
 
 TEMPLATE = """\
 name = "test"
@@ -25,7 +25,7 @@ spec = "{cluster}"
 """
 
 MakeJob = Callable[..., ResolvedJob]
-MakeAsk = Callable[..., Ask]
+MakeAsk = Callable[..., PlanRequest]
 
 
 @pytest.fixture
@@ -44,9 +44,9 @@ def make_job(tmp_path: Path) -> MakeJob:
 def make_ask(make_job: MakeJob) -> MakeAsk:
     """The question such a job asks."""
 
-    def make(*args, **kwargs) -> Ask:
+    def make(*args, **kwargs) -> PlanRequest:
         resolved = make_job(*args, **kwargs)
-        ask, _ = from_job(
+        ask, _ = request_from_job(
             resolved.job,
             resolve(resolved.job.cluster.target),
             origins={key: origin.where for key, origin in resolved.origins.items()},

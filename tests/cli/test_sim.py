@@ -221,7 +221,7 @@ def test_one_run_has_no_interval(job, capsys):
 
 
 def stopped_after(monkeypatch, count):
-    simulate, done = simulate_run.simulate, []
+    simulate, done = simulate_run.simulate_run, []
 
     def step(*args, **options):
         if len(done) == count:
@@ -229,7 +229,7 @@ def stopped_after(monkeypatch, count):
         done.append(1)
         return simulate(*args, **options)
 
-    monkeypatch.setattr(simulate_run, "simulate", step)
+    monkeypatch.setattr(simulate_run, "simulate_run", step)
 
 
 def test_ctrl_c_shows_what_is_finished(job, capsys, monkeypatch):

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.network import collectives as net
-from phalanx.network.nccl_choice import choices, expect
-from phalanx.network.nccl_system import system, wired
+from phalanx.network.nccl_choice import expect_collective, possible_pairs
+from phalanx.network.nccl_system import build_system, unrounded_system
 from phalanx.network.nccl_tables import FAMILIES
 from phalanx.plan.physics import physics
 
@@ -90,17 +90,17 @@ def test_a_tree_of_switches_by_hand():
 @pytest.mark.parametrize("family", ["ampere", "hopper", "blackwell"])
 @pytest.mark.parametrize("nodes", [1, 2, 8, 64])
 def test_with_nccl_s_own_rates_it_is_the_nccl_model(operation, family, nodes):
-    """Decision 27: with its own rates instead of fitted ones, the algorithms and times of `choices`."""
+    """Decision 27: with its own rates instead of fitted ones, the algorithms and times of `possible_pairs`."""
     # On A100 with 400 Gb/s NCCL finds 5 channels for 8 NICs; here every NIC has one.
     nic_gbps = 200 if family == "ampere" else 400
-    comm = system(nodes=nodes, per_node=8, family=family, nic_gbps=nic_gbps)
+    comm = build_system(nodes=nodes, per_node=8, family=family, nic_gbps=nic_gbps)
     link, nic = comm.link_gb * 1e9, nic_gbps * 0.12e9
     g = group(8 * nodes, link_bytes_per_s=link, nic_bytes_per_s=nic,
               family=FAMILIES.index(family), switch=float(family != "ampere"))  # fmt: skip
     for nbytes in (64 * MIB, 128 * MIB, 512 * MIB, GIB, 4 * GIB):
         known = {
             one.algorithm: one.transfer_s
-            for one in choices(wired(comm), nbytes, operation=operation)
+            for one in possible_pairs(unrounded_system(comm), nbytes, operation=operation)
             if one.protocol == "Simple"
         }
         if operation == "all-gather":
@@ -122,10 +122,10 @@ def test_with_nccl_s_own_rates_it_is_the_nccl_model(operation, family, nodes):
 @pytest.mark.parametrize("mib", [64, 128, 256, 512, 1024])
 def test_the_planner_picks_what_fabric_collective_picks(mib):
     """8 nodes of 8 x H100: NVLSTree to 512 MiB, Ring at 1 GiB; times without the call within 15 %."""
-    comm = system(nodes=8, per_node=8, family="hopper", nic_gbps=400)
+    comm = build_system(nodes=8, per_node=8, family="hopper", nic_gbps=400)
     g = group(64, link_bytes_per_s=comm.link_gb * 1e9, switch=1.0)
     times = net.all_reduce_by_algorithm(g, np.array([mib * MIB]))
-    alone = expect(comm, mib * MIB)
+    alone = expect_collective(comm, mib * MIB)
     assert net.ALGORITHMS[int(np.argmin(times))] == alone.algorithm
     assert np.min(times) == pytest.approx(alone.seconds - alone.call_s, rel=0.15)
 
@@ -321,5 +321,5 @@ def test_the_planner_s_sum_stays_within_its_stated_factor_of_the_nccl_model(rank
         switch=np.array([1.0]),
     )
     nbytes = mib * 2.0**20
-    alone = expect(system(nodes=max(1, ranks // 8), per_node=8, family="hopper", nic_gbps=400), nbytes)
+    alone = expect_collective(build_system(nodes=max(1, ranks // 8), per_node=8, family="hopper", nic_gbps=400), nbytes)
     assert 1 / 2.2 < float(net.all_reduce(group, np.array([nbytes]))[0]) / alone.seconds < 2.2

@@ -8,7 +8,7 @@ from phalanx.job.presets import presets
 from phalanx.plan import traffic
 from phalanx.plan.case_columns import machine_columns, model_columns
 from phalanx.plan.cases import COMPRESSION
-from phalanx.plan.compute import compute
+from phalanx.plan.compute import compute_seconds
 from phalanx.plan.physics import Profile, physics
 from phalanx.plan.weights import rank_weights
 from phalanx.validate.throughput_rows import row_columns, to_cases
@@ -158,7 +158,7 @@ def test_dense_models_have_no_expert_traffic():
 
 def context(**changes):
     cases = case(**changes)
-    behind = compute(cases, physics(), Profile()).attention.forward
+    behind = compute_seconds(cases, physics(), Profile()).attention.forward
     return traffic.context_seconds(cases, physics(), traffic.groups(cases, physics(), Profile()), behind).item()
 
 
@@ -167,7 +167,7 @@ def test_ring_attention_hides_behind_long_sequences():
     short, long = ({"cp": 8.0, "tp": 8.0, "seq": length} for length in (8192.0, 524288.0))
     shares = []
     for one in (short, long):
-        attention = compute(case(**one), physics(), Profile()).attention.forward.item()
+        attention = compute_seconds(case(**one), physics(), Profile()).attention.forward.item()
         shares.append(context(**one) / attention)
     assert shares[1] < 0.2 * shares[0]
 

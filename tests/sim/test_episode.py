@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.sim import routes, traffic_matrix
-from phalanx.sim.episode import Episode, Manner, episode
+from phalanx.sim.episode import Episode, Manner, run_episode
 from phalanx.sim.fluid import IDEAL, MRC, Wire
 from phalanx.sim.packets.faults import Fault
 
@@ -23,7 +23,7 @@ PORT = Fault(part="nic", number=0, at_s=50e-6)
 
 
 def run(manner: Manner, *faults: Fault, flows: traffic_matrix.Flows = ALONE, over: Wire = IDEAL) -> Episode:
-    return episode(FABRIC, flows, manner=manner, faults=faults, wire=over)
+    return run_episode(FABRIC, flows, manner=manner, faults=faults, wire=over)
 
 
 def _met_t1() -> int:
@@ -162,7 +162,7 @@ def test_a_queue_pair_waits_for_its_timer_where_a_packet_is_lost_twice() -> None
     sent = traffic_matrix.flows([0], [3], 100e6)
     for loss, expected in ((0.01, 2.44), (0.03, 21.97)):
         times = [
-            episode(
+            run_episode(
                 one,
                 sent,
                 manner=replace(ROCE, routing=replace(ROCE.routing, paths=1, seed=seed), timeout_s=67e-3),
@@ -180,11 +180,11 @@ def test_what_is_denied_is_never_used() -> None:
     port = Fault(part="nic", number=0)
     flows = traffic_matrix.flows([0], [60], 20e6)
     for denied in ((), (port,)):
-        found = episode(FABRIC, flows, manner=EDGE, faults=(port,), denied=denied, wire=IDEAL)
+        found = run_episode(FABRIC, flows, manner=EDGE, faults=(port,), denied=denied, wire=IDEAL)
         assert (found.lost_packets == 0) == (found.touched == 0) == bool(denied)
     assert found.times_s[0] == pytest.approx(200e-6 * 8 / 7, rel=1e-3)
     grey = Fault(part="t1", number=_met_t1(), loss=0.2)
-    hashed = episode(FABRIC, flows, manner=ROCE, faults=(grey,), denied=(grey,), wire=IDEAL)
+    hashed = run_episode(FABRIC, flows, manner=ROCE, faults=(grey,), denied=(grey,), wire=IDEAL)
     assert hashed.lost_packets == 0  # routing had been told
 
 
@@ -194,7 +194,7 @@ def test_nothing_waits_for_a_failure_after_the_end() -> None:
 
 
 def test_ctrl_c_keeps_what_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    stages, advance = [], episode.__globals__["_advance"]
+    stages, advance = [], run_episode.__globals__["_advance"]
 
     def stop_in_the_second(*args: object) -> None:
         stages.append(1)

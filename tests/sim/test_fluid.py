@@ -7,7 +7,7 @@ import pytest
 
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.sim import fluid, routes, traffic_matrix
-from phalanx.sim.fabric_links import Broken, transceiver
+from phalanx.sim.fabric_links import BrokenParts, transceiver
 
 LEAF_SPINE = parse_fabric("clos2:1024x100G/1p/64/wide")
 FAT_TREE = parse_fabric("clos3:1024x100G/1p/16")
@@ -16,7 +16,7 @@ FAT_TREE = parse_fabric("clos3:1024x100G/1p/16")
 def seconds_us(
     text: str, flows: traffic_matrix.Flows, routing: routes.Routing, over: fluid.Wire = fluid.IDEAL
 ) -> np.ndarray:
-    return 1e6 * fluid.complete(parse_fabric(text), flows, routing=routing, wire=over, batch=0.0).times_s
+    return 1e6 * fluid.complete_flows(parse_fabric(text), flows, routing=routing, wire=over, batch=0.0).times_s
 
 
 def test_one_flow_runs_at_line_rate() -> None:
@@ -33,17 +33,17 @@ def test_shares_that_are_freed_are_used() -> None:
 def test_a_qp_carries_its_part_and_spraying_shares_the_whole() -> None:
     """Two of four planes have lost the path: a fixed part waits for the slow path, a pool does not."""
     fabric, flows = parse_fabric("clos2:64x400G/4p/16"), traffic_matrix.flows([0], [63], 2e6)
-    slow = Broken(nics=((0, 0), (1, 0)), left=0.1)
+    slow = BrokenParts(nics=((0, 0), (1, 0)), left=0.1)
     by_qp = routes.Routing(spread="qp", paths=4, planes="equal")
     for routing, expected in ((by_qp, 400.0), (routes.spray(4), 40.0 * 4 / 2.2)):
-        done = fluid.complete(fabric, flows, routing=routing, broken=slow, wire=fluid.IDEAL)
+        done = fluid.complete_flows(fabric, flows, routing=routing, broken=slow, wire=fluid.IDEAL)
         assert done.tail_s * 1e6 == pytest.approx(expected)
 
 
 def test_incast_is_fair_and_the_victim_unharmed() -> None:
     """7:1 on 400G: 57.1 Gb/s each (arXiv:2605.04333 section 5.2.8), and the victim at line rate."""
     fabric = parse_fabric("clos2:64x400G/1p/16")
-    rates = fluid.solve(fabric, traffic_matrix.incast(fabric, 1e6), routing=routes.spray(64))
+    rates = fluid.solve_rates(fabric, traffic_matrix.incast(fabric, 1e6), routing=routes.spray(64))
     assert rates.share[:7] * 400 == pytest.approx(np.full(7, 57.14), abs=0.01)
     assert rates.share[7] == pytest.approx(1.0)
 
@@ -52,21 +52,23 @@ def test_what_failures_take_is_exact() -> None:
     fabric = parse_fabric("clos2:64x800G/8p/16")
     flows = traffic_matrix.shift(64, 1e6)
     whole = routes.spray(8 * 16)
-    assert fluid.solve(fabric, flows, routing=whole, broken=Broken(nics=((2, 5),))).slowest <= 7 / 8
+    assert fluid.solve_rates(fabric, flows, routing=whole, broken=BrokenParts(nics=((2, 5),))).slowest <= 7 / 8
     alone = traffic_matrix.flows([5], [60], 1e6)
-    assert fluid.solve(fabric, alone, routing=whole, broken=Broken(nics=((2, 5),))).mean == pytest.approx(7 / 8)
-    dead = fluid.solve(fabric, flows, routing=whole, broken=Broken(nics=transceiver(8, 5)))
+    assert fluid.solve_rates(fabric, alone, routing=whole, broken=BrokenParts(nics=((2, 5),))).mean == pytest.approx(
+        7 / 8
+    )
+    dead = fluid.solve_rates(fabric, flows, routing=whole, broken=BrokenParts(nics=transceiver(8, 5)))
     assert dead.stalled == 2  # what host 5 sends and what it receives
-    done = fluid.complete(fabric, flows, routing=whole, broken=Broken(nics=transceiver(8, 5)))
+    done = fluid.complete_flows(fabric, flows, routing=whole, broken=BrokenParts(nics=transceiver(8, 5)))
     assert np.isinf(done.times_s).sum() == 2
     assert np.isfinite(done.mean_s)
 
 
 def test_recovery_at_the_edge_keeps_what_conventional_routing_loses() -> None:
     fabric, flows = parse_fabric("clos2:64x800G/8p/16"), traffic_matrix.permutation(64, 1e6, seed=2)
-    broken = Broken(t1=((0, 0), (3, 2)), nics=((1, 7),))
+    broken = BrokenParts(t1=((0, 0), (3, 2)), nics=((1, 7),))
     mean = {
-        recovery: fluid.solve(fabric, flows, routing=routes.spray(64, recovery=recovery), broken=broken)  # type: ignore[arg-type]
+        recovery: fluid.solve_rates(fabric, flows, routing=routes.spray(64, recovery=recovery), broken=broken)  # type: ignore[arg-type]
         for recovery in ("none", "conventional", "edge")
     }
     assert mean["none"].slowest < mean["edge"].slowest
@@ -77,8 +79,8 @@ def test_recovery_at_the_edge_keeps_what_conventional_routing_loses() -> None:
 def test_all_paths_are_the_limit_of_many(text: str) -> None:
     fabric = parse_fabric(text)
     flows = traffic_matrix.permutation(fabric.hosts, 1.0, seed=1)
-    limit = fluid.solve(fabric, flows, routing=routes.every_path(fabric.planes))
-    many = fluid.solve(fabric, flows, routing=routes.spray(128 * fabric.planes))
+    limit = fluid.solve_rates(fabric, flows, routing=routes.every_path(fabric.planes))
+    many = fluid.solve_rates(fabric, flows, routing=routes.spray(128 * fabric.planes))
     assert many.share == pytest.approx(limit.share, abs=0.1)
     assert (many.mean, limit.mean) == pytest.approx((limit.mean, many.mean), rel=0.02)
 
@@ -87,8 +89,10 @@ def test_all_paths_lose_exactly_what_is_broken() -> None:
     """1/8 of a NIC with one of its ports, and one of a T0's 8 uplinks for the 8 hosts that all cross the top."""
     fabric = parse_fabric("clos2:64x800G/8p/16/wide")
     flows, every = traffic_matrix.shift(64, 1e6), routes.every_path(8)
-    assert fluid.solve(fabric, flows, routing=every, broken=Broken(nics=((2, 5),))).slowest == pytest.approx(7 / 8)
-    cable = fluid.solve(fabric, flows, routing=every, broken=Broken(uplinks=((0, 0, 0),)))
+    assert fluid.solve_rates(fabric, flows, routing=every, broken=BrokenParts(nics=((2, 5),))).slowest == pytest.approx(
+        7 / 8
+    )
+    cable = fluid.solve_rates(fabric, flows, routing=every, broken=BrokenParts(uplinks=((0, 0, 0),)))
     assert cable.slowest == pytest.approx((7 + 7 / 8) / 8)
     assert (cable.share < 1).sum() == 16  # those under this T0, and those who send to them
 
@@ -98,7 +102,7 @@ def test_a_link_between_switches_takes_its_share_of_the_uplinks(text: str, uplin
     """0.39 % with 512 ports, 3.1 % with 64 (arXiv:2605.04333 section 2), for those under this T0 and their senders."""
     fabric = parse_fabric(text)
     flows = traffic_matrix.shift(fabric.hosts, 1e6)
-    rates = fluid.solve(fabric, flows, routing=routes.every_path(1), broken=Broken(uplinks=((0, 3, 5),)))
+    rates = fluid.solve_rates(fabric, flows, routing=routes.every_path(1), broken=BrokenParts(uplinks=((0, 3, 5),)))
     slowed = rates.share < 1 - 1e-9
     assert slowed.sum() == 2 * uplinks
     assert rates.share[slowed] == pytest.approx(1 - 1 / uplinks)
@@ -107,7 +111,9 @@ def test_a_link_between_switches_takes_its_share_of_the_uplinks(text: str, uplin
 def test_one_path_permutation_on_leaf_spine() -> None:
     """0.529 of line rate on 1,024 hosts (network_validation.csv): one draw; 200 seeds give 0.524 with sigma 0.0084."""
     found = [
-        fluid.solve(LEAF_SPINE, traffic_matrix.permutation(1024, 1.0, seed=s), routing=routes.by_flow(seed=s)).mean
+        fluid.solve_rates(
+            LEAF_SPINE, traffic_matrix.permutation(1024, 1.0, seed=s), routing=routes.by_flow(seed=s)
+        ).mean
         for s in range(40)
     ]
     assert np.mean(found) == pytest.approx(0.529, abs=0.012)
@@ -116,7 +122,7 @@ def test_one_path_permutation_on_leaf_spine() -> None:
 def test_eight_hashed_qps_over_eight_planes() -> None:
     """0.437 at 131,072 hosts: QPs collide on planes and on paths. A small fabric has the same collisions."""
     fabric = parse_fabric("clos2:2048x800G/8p/64")
-    rates = fluid.solve(fabric, traffic_matrix.permutation(2048, 1.0), routing=routes.by_qp(8))
+    rates = fluid.solve_rates(fabric, traffic_matrix.permutation(2048, 1.0), routing=routes.by_qp(8))
     assert rates.mean == pytest.approx(0.437, abs=0.02)
 
 
@@ -146,12 +152,14 @@ def test_oblivious_spraying_overloads_links_as_balls_in_bins_do() -> None:
 def test_mean_completion_within_ten_per_cent_of_uet_htsim(fabric: object, paths: int, mean_us: float) -> None:
     routing = routes.by_flow() if paths == 1 else routes.spray(paths, adaptive=False)
     flows = traffic_matrix.permutation(1024, 2e6, seed=1)
-    done = fluid.complete(fabric, flows, routing=routing, wire=fluid.HTSIM, batch=0.02)  # type: ignore[arg-type]
+    done = fluid.complete_flows(fabric, flows, routing=routing, wire=fluid.HTSIM, batch=0.02)  # type: ignore[arg-type]
     assert done.mean_s * 1e6 == pytest.approx(mean_us, rel=0.10)
 
 
 def test_one_connection_of_uet_htsim_to_the_last_digit() -> None:
-    done = fluid.complete(FAT_TREE, traffic_matrix.flows([0], [1023], 2e6), routing=routes.spray(16), wire=fluid.HTSIM)
+    done = fluid.complete_flows(
+        FAT_TREE, traffic_matrix.flows([0], [1023], 2e6), routing=routes.spray(16), wire=fluid.HTSIM
+    )
     assert round(done.mean_s * 1e6, 1) == 176.2
 
 
@@ -159,7 +167,7 @@ def test_latency_of_the_paper() -> None:
     """5.09 µs under one T0 and 6.54 µs over T1 for 2 bytes (arXiv:2605.04333 section 5.2.1): a calibration."""
     fabric = parse_fabric("clos2:64x800G/8p/16")
     flows = traffic_matrix.flows([0, 1], [1, 63], 2.0)
-    done = fluid.complete(fabric, flows, routing=routes.spray(8), wire=fluid.MRC)
+    done = fluid.complete_flows(fabric, flows, routing=routes.spray(8), wire=fluid.MRC)
     assert done.times_s * 1e6 == pytest.approx([5.09, 6.54], rel=0.01)
 
 
@@ -171,7 +179,7 @@ def test_oversubscription_is_what_is_left() -> None:
 def test_batches_change_little() -> None:
     flows = traffic_matrix.permutation(256, 2e6, seed=4)
     fabric = parse_fabric("clos2:256x100G/1p/32")
-    exact = fluid.complete(fabric, flows, routing=routes.by_flow(), batch=0.0)
-    quick = fluid.complete(fabric, flows, routing=routes.by_flow(), batch=0.05)
+    exact = fluid.complete_flows(fabric, flows, routing=routes.by_flow(), batch=0.0)
+    quick = fluid.complete_flows(fabric, flows, routing=routes.by_flow(), batch=0.05)
     assert quick.rounds < exact.rounds
     assert quick.mean_s == pytest.approx(exact.mean_s, rel=0.05)

@@ -19,7 +19,7 @@ FABRIC = parse_fabric("clos2:64x100G/1p/16")
 
 @pytest.mark.parametrize("name", traffic_matrix.TRAFFIC)
 def test_traffic_touches_everyone_evenly(name: str) -> None:
-    flows = traffic_matrix.traffic(name, FABRIC, 1e6)
+    flows = traffic_matrix.named_traffic(name, FABRIC, 1e6)
     assert set(flows.source) == set(flows.target) == set(range(64))
     assert flows.source.min() >= 0
     assert flows.target.max() < 64
@@ -47,7 +47,7 @@ NEIGHBOURS = {
 
 @pytest.mark.parametrize("name", NEIGHBOURS)
 def test_neighbours_and_bytes_of_every_kind(name: str) -> None:
-    made = traffic_matrix.traffic(name, FABRIC, 1.0)
+    made = traffic_matrix.named_traffic(name, FABRIC, 1.0)
     first, other, total = NEIGHBOURS[name]
     assert sorted(made.target[made.source == 0].tolist()) == first
     assert sorted(made.target[made.source == 20].tolist()) == other
@@ -55,10 +55,10 @@ def test_neighbours_and_bytes_of_every_kind(name: str) -> None:
 
 
 def test_a_permutation_has_each_host_once_on_either_side() -> None:
-    made = traffic_matrix.traffic("permutation", FABRIC, 1.0, seed=3)
+    made = traffic_matrix.named_traffic("permutation", FABRIC, 1.0, seed=3)
     assert sorted(made.source.tolist()) == sorted(made.target.tolist()) == list(range(64))
     assert made.nbytes.sum() == 64
-    crowd = traffic_matrix.traffic("incast", FABRIC, 1.0)
+    crowd = traffic_matrix.named_traffic("incast", FABRIC, 1.0)
     assert np.bincount(crowd.target).max() == 7
     assert np.bincount(crowd.source).max() == 1  # the victim shares its NIC with nobody
     assert crowd.nbytes.sum() == 8
@@ -78,7 +78,7 @@ def test_a_permutation_has_each_host_once_on_either_side() -> None:
 )
 def test_bad_traffic_is_refused(name: str, hosts: int, nbytes: float, text: str) -> None:
     with pytest.raises(UserError) as caught:
-        traffic_matrix.traffic(name, replace(parse_fabric("clos2:8x100G/1p/16"), hosts=hosts), nbytes)
+        traffic_matrix.named_traffic(name, replace(parse_fabric("clos2:8x100G/1p/16"), hosts=hosts), nbytes)
     assert text in str(caught.value)
 
 
@@ -210,7 +210,7 @@ def test_no_axis_of_a_plan_puts_more_on_a_nic_than_its_time_allows(tmp_path: Pat
     path.write_text(EXPERTS)
     made = plan(str(path))
     line = made.cluster.nic_bytes_per_s
-    sent = {one.axis: one for one in plan_flows.collectives(made)}
+    sent = {one.axis: one for one in plan_flows.plan_collectives(made)}
     for one in sent.values():
         assert one.flows is not None, one.axis
         assert one.wire_s >= np.bincount(one.flows.source, weights=one.flows.nbytes).max() / line, one.axis
@@ -225,7 +225,7 @@ def test_ring_on_a_full_fabric_takes_the_time_of_its_bytes() -> None:
     fabric = parse_fabric("clos2:64x400G/1p/16/8r")
     flows = plan_flows.axis_flows(use(), 64, 8)
     assert flows is not None
-    done = fluid.complete(fabric, flows, routing=routes.spray(64), wire=fluid.IDEAL)
+    done = fluid.complete_flows(fabric, flows, routing=routes.spray(64), wire=fluid.IDEAL)
     assert done.tail_s == pytest.approx(4e6 * 8 / 400e9, rel=0.05)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import phalanx
 from phalanx.errors import SystemFailure, UserError
-from phalanx.plan.calibrate import GROUPS, Calibration, read
+from phalanx.plan.calibrate import GROUPS, Calibration, read_calibration
 from phalanx.units import plural
 from phalanx.validate import calibration_report as fieldwork
 from phalanx.validate.calibration_report import (
@@ -169,7 +169,7 @@ def test_a_run_far_off_writes_factors_that_plan_takes(run, tmp_path, make_job):
     folder, _ = run([step(slow)] * 5, preset="gpt2", cluster="8xH100:1", sequence=1024, batch=64)
     report = calibrate_run(folder)
     write_calibration(tmp_path / "c.json", report)
-    taken = read(tmp_path / "c.json").scalars
+    taken = read_calibration(tmp_path / "c.json").scalars
     assert taken == asdict(report.scalars)
     assert max(taken.values()) > 1.5  # it did move, within what plan accepts
 
@@ -228,7 +228,7 @@ def test_an_endless_log_is_refused(run, monkeypatch):
 def test_what_is_written_can_be_read_back(table, tmp_path):
     report = calibrate_table(table(slowed(1.3)))
     write_calibration(tmp_path / "mine.json", report)
-    assert read(tmp_path / "mine.json").scalars == asdict(report.scalars)
+    assert read_calibration(tmp_path / "mine.json").scalars == asdict(report.scalars)
 
 
 REPORT = CalibrationReport(

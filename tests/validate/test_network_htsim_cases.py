@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.sim.packets.run import run
+from phalanx.sim.packets.run import run_connections
 from phalanx.validate import network_htsim
 from phalanx.validate.network_claims import Claim, ClaimContext
 from phalanx.validate.network_htsim import Case, fabric_of, flows_of, read_case, rows_of, schedule_of, shuffled
@@ -109,7 +109,7 @@ def test_a_slow_link_has_a_short_queue_as_in_uet_htsim() -> None:
     assert [(one.part, one.number, one.port, one.left) for one in faults] == [("t1_fall", 0, 0, 0.25)]
     long = tuple(replace(one, short=False) for one in faults)
     whole, short = (
-        run(fabric_of(made), flows_of(made.sent), transport=network_htsim._transport(made), faults=some)
+        run_connections(fabric_of(made), flows_of(made.sent), transport=network_htsim._transport(made), faults=some)
         for some in (long, faults)
     )
     assert short.trimmed > whole.trimmed

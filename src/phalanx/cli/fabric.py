@@ -71,9 +71,9 @@ def _decisions(args: argparse.Namespace) -> int:
     found = _decide(args)
     if args.picture:
         from phalanx.io.files import write_text
-        from phalanx.network.fabric.decisions_picture import picture
+        from phalanx.network.fabric.decisions_picture import decisions_svg
 
-        write_text(Path(args.picture), picture(found), fix="name another --picture")
+        write_text(Path(args.picture), decisions_svg(found), fix="name another --picture")
         note(f"wrote {args.picture}")
     if args.json:
         print_json({**value_plain(found), "fabric": fabric_plain(found.fabric)})
@@ -109,16 +109,21 @@ def _decide(args: argparse.Namespace) -> Decisions:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from phalanx.network.fabric.bill import bill, loss
+    from phalanx.network.fabric.bill import fabric_bill, failure_loss
     from phalanx.network.fabric.fabric_text import show_fabric
-    from phalanx.network.fabric.failure_budget import budget
+    from phalanx.network.fabric.failure_budget import failure_budget
 
     if args.fabric is None:
         return _list(args)
     fabric = named_fabric(args.fabric)
     if args.json:
         print_json(
-            {"fabric": fabric_plain(fabric), "bill": bill(fabric), "loss": loss(fabric), "budget": budget(fabric)}
+            {
+                "fabric": fabric_plain(fabric),
+                "bill": fabric_bill(fabric),
+                "loss": failure_loss(fabric),
+                "budget": failure_budget(fabric),
+            }
         )
     else:
         say(show_fabric(fabric, width=page_width()))

@@ -75,14 +75,14 @@ def named_fabric(text: str) -> Fabric:
 
 def load_traffic(args: argparse.Namespace, fabric: Fabric) -> Traffic:
     """By name; `--seed` below zero is refused, since numpy would."""
-    from phalanx.sim.traffic_matrix import INCAST, traffic
+    from phalanx.sim.traffic_matrix import INCAST, named_traffic
 
     if args.seed < 0:
         raise mistake("--seed", f"{args.seed} is below zero", fix="use 0 or more")
     name = args.traffic or TRAFFIC
     if says_bytes(name):
         return _from_file(name.strip(), args.nbytes, fabric)
-    made = traffic(name, fabric, _bytes(args.nbytes or NBYTES), seed=args.seed)
+    made = named_traffic(name, fabric, _bytes(args.nbytes or NBYTES), seed=args.seed)
     return Traffic(name=name, flows=made, watched=len(made) - 1 if name == INCAST else None)
 
 

@@ -113,7 +113,7 @@ def job_steps(plan: Plan, found: Sequence[Design], prices: Prices) -> JobSteps:
 def _candidates(found: Sequence[Design], prices: Prices) -> list[Fabric]:
     """One of each kind, by what it costs over its life; full bisection first."""
     from phalanx.network.fabric.design import nominal_ratio
-    from phalanx.network.fabric.verdict import verdict
+    from phalanx.network.fabric.verdict import choose_design
 
     kinds: dict[tuple[float, int, bool], list[Design]] = {}
     for one in found:
@@ -122,7 +122,7 @@ def _candidates(found: Sequence[Design], prices: Prices) -> list[Fabric]:
             kinds.setdefault((nominal_ratio(fabric), fabric.rails, fabric.planes == 1), []).append(one)
     picks = []
     for kind in sorted(kinds, key=lambda one: (one[2], one[0], one[1])):
-        choice = verdict(kinds[kind], prices)
+        choice = choose_design(kinds[kind], prices)
         picks.append(choice.pick.design.fabric if choice is not None else kinds[kind][0].fabric)
     return picks
 

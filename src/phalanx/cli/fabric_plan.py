@@ -22,7 +22,7 @@ def plan_flows(text: str, fabric: Fabric) -> Flows:
     """The flows of one axis, or of all that leave a fast domain, taken as starting together."""
     from phalanx.job.load import load
     from phalanx.plan.make import plan as make_plan
-    from phalanx.sim.plan_flows import collectives
+    from phalanx.sim.plan_flows import plan_collectives
     from phalanx.sim.traffic_matrix import flows
 
     match = _JOB.match(text.strip())
@@ -32,7 +32,9 @@ def plan_flows(text: str, fabric: Fabric) -> Flows:
         what = f"the plan runs on {plural(plan.layout.devices, 'device')}, {fabric.name} joins {fabric.hosts:,}"
         raise mistake("--traffic", what, fix=f"use a fabric of at least {plan.layout.devices:,} NICs")
     sent = {
-        one.axis.replace(" ", "-"): (one.operation, one.flows) for one in collectives(plan) if one.flows is not None
+        one.axis.replace(" ", "-"): (one.operation, one.flows)
+        for one in plan_collectives(plan)
+        if one.flows is not None
     }
     if not sent:
         raise mistake(

@@ -137,13 +137,13 @@ def _usual_bytes(args: argparse.Namespace, fabric: Fabric) -> None:
 
 def _check(args: argparse.Namespace) -> None:
     """An option that would have no effect is a mistake."""
-    from phalanx.sim.fabric_failures import Break, faults_of
+    from phalanx.sim.fabric_failures import FabricBreak, faults_of
 
     for name, value in vars(args).items():
         if value == "" or (isinstance(value, list) and "" in value):
             raise mistake(f"--{'bytes' if name == 'nbytes' else name}", "is empty", fix="leave it out, or say which")
     if not args.cm:  # its file may name parts too
-        faults_of(Break(failed=tuple(args.fail), left=args.left, loss=args.loss or 0.0))
+        faults_of(FabricBreak(failed=tuple(args.fail), left=args.left, loss=args.loss or 0.0))
     if args.engine == "fluid":
         for option, value in {"--transport": args.transport, "--dcqcn": args.dcqcn}.items():
             if value is not None:
@@ -193,7 +193,7 @@ def _fluid(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> int:
 
 def _settled(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> dict[str, Any]:
     """Rates that settle, with what is broken from the start."""
-    from phalanx.sim.packets.build import Budget
+    from phalanx.sim.packets.build import PacketBudget
     from phalanx.sim.simulate import simulate
 
     return simulate(
@@ -209,7 +209,7 @@ def _settled(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> dict
         wire=args.wire or "mrc",
         seed=args.seed,
         watched=traffic.watched,
-        budget=Budget(cpu_s=args.cpu or CPU_S),
+        budget=PacketBudget(cpu_s=args.cpu or CPU_S),
     )
 
 
@@ -229,7 +229,7 @@ def _in_time(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> dict
 
 
 def _packets(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> int:
-    from phalanx.sim.packets.build import Budget
+    from phalanx.sim.packets.build import PacketBudget
     from phalanx.sim.simulate import simulate_packets, transport_of
 
     words = {"routing": args.routing or "", "recovery": args.recovery or "", "pfc": args.pfc, "dcqcn": args.dcqcn}
@@ -240,7 +240,7 @@ def _packets(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> int:
         transport=transport_of(args.transport or "mrc", paths=args.paths or 0, converge_s=args.converge, **words),
         broken=broken_by(args, traffic),
         seed=args.seed,
-        budget=Budget(cpu_s=args.cpu or CPU_S),
+        budget=PacketBudget(cpu_s=args.cpu or CPU_S),
         schedule=traffic.schedule,
         each_plane=args.each_plane,
     )

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(made.to_dict())
     else:
-        _show(text.render(made, top=args.top))
+        _show(text.plan_text(made, top=args.top))
     return 0
 
 
@@ -78,9 +78,9 @@ def _plan(job: str, args: argparse.Namespace) -> Plan:
 def _calibration(name: str | None) -> CalibrationNote | None:
     if name is None:
         return None
-    from phalanx.plan.calibrate import read  # imports scipy: only when asked for
+    from phalanx.plan.calibrate import read_calibration  # imports scipy: only when asked for
 
-    return read(Path(name))
+    return read_calibration(Path(name))
 
 
 def _compare(args: argparse.Namespace, jobs: list[str]) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from phalanx.elastic.formation import Formation, Seat
 from phalanx.plan.layout import Layout
-from phalanx.plan.shrink_layout import shrink
+from phalanx.plan.shrink_layout import shrink_layout
 
 
 def next_formation(
@@ -31,7 +31,9 @@ def next_formation(
     layout: Layout | None = planned
     if len(seats) < planned.devices:
         fewer = policy in ("auto", "shrink")
-        layout = shrink(planned, ranks=len(seats), sequences=sequences, reproducible=reproducible) if fewer else None
+        layout = (
+            shrink_layout(planned, ranks=len(seats), sequences=sequences, reproducible=reproducible) if fewer else None
+        )
     if layout is None:
         return None
     return Formation(epoch=epoch, layout=layout, seats=_seated(layout.devices, before, seats))

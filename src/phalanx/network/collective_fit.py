@@ -172,7 +172,7 @@ def _checked(points: Sequence[Point]) -> list[Point]:
     return known
 
 
-def ends(points: Sequence[Point]) -> tuple[Point, Point] | None:
+def fit_ends(points: Sequence[Point]) -> tuple[Point, Point] | None:
     """The points to fit on: the smallest from LEAST_BYTES on, and the largest; None without a third to judge by."""
     usable = sorted((one for one in points if one.nbytes >= LEAST_BYTES), key=lambda one: one.nbytes)
     return (usable[0], usable[-1]) if len({one.nbytes for one in usable}) > 2 else None
@@ -367,7 +367,7 @@ def _point(row: Mapping[str, str | None], *, where: str, size: str, column: str,
     return Point(nbytes=nbytes, seconds=seconds)
 
 
-def worst(points: Sequence[Point], predicted: Sequence[float]) -> tuple[float, Point]:
+def worst_error(points: Sequence[Point], predicted: Sequence[float]) -> tuple[float, Point]:
     """The largest error of predicted seconds, with its sign, and where it is."""
     errors = [(mine / one.seconds - 1, one) for one, mine in zip(points, predicted, strict=True)]
     return max(errors, key=lambda one: abs(one[0]))

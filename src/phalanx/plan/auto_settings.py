@@ -15,8 +15,8 @@ from phalanx.job.schema import Fault, Job
 from phalanx.plan.layout import Layout
 from phalanx.plan.prediction import Prediction
 from phalanx.plan.reliability import Reliability
-from phalanx.plan.request import Ask
-from phalanx.plan.score import price
+from phalanx.plan.request import PlanRequest
+from phalanx.plan.score import price_layouts
 from phalanx.units import format_seconds
 
 MOST_STEPS = 100
@@ -45,7 +45,7 @@ def within(interval_s: float, step_s: float) -> int:
 # Five steps, from 30 to 120 s. Five is the factor of NVIDIA's resiliency extension over what it observed
 # (NVIDIA/nvidia-resiliency-ext); a network card that flaps comes back within seconds (MegaScale, arXiv:2402.15627),
 # so below 30 s a healthy job would be ended; 120 s is near torchtitan's 100 s, where PyTorch's default for NCCL is
-# 600 s. The last clause of `bounded`, one whole step at least, is a house choice: ranks of a pipeline wait for a part
+# 600 s. The last clause of `bounded_timeout_s`, at least one step, is a house choice: pipeline ranks wait for a part
 # of a step.
 
 
@@ -58,10 +58,12 @@ def steady_timeout_s(job: Job, prediction: Prediction) -> float:
     """Seconds until a collective gives up: the job's own number, or five steps at the slow end of the prediction."""
     if not isinstance(job.train.timeout_s, str):
         return job.train.timeout_s
-    return bounded(prediction.step_s_high)
+    return bounded_timeout_s(prediction.step_s_high)
 
 
-def bounded(step_s: float, *, steps: float = STEPS, least_s: float = LEAST_S, most_s: float = MOST_S) -> float:
+def bounded_timeout_s(
+    step_s: float, *, steps: float = STEPS, least_s: float = LEAST_S, most_s: float = MOST_S
+) -> float:
     """So many steps, between two bounds, and never less than one step.
 
     >>> bounded(1.0), bounded(10.0), bounded(60.0), bounded(200.0), bounded(float("nan"))
@@ -79,12 +81,12 @@ def bounded(step_s: float, *, steps: float = STEPS, least_s: float = LEAST_S, mo
 WORTH = 0.02
 
 
-def pays(ask: Ask, layout: Layout, *, where: str = "parallel.compression") -> Problem | None:
+def compression_pays(ask: PlanRequest, layout: Layout, *, where: str = "parallel.compression") -> Problem | None:
     """A warning where the step is predicted to gain less than 2 % from its compression; None where it pays."""
     if layout.compression == "none":
         return None
     rows = [replace(layout, compression=kind) for kind in (layout.compression, "none")]
-    _, times, _ = price(ask, rows)
+    _, times, _ = price_layouts(ask, rows)
     with_s, without_s = (float(one) for one in times.step_s)
     saved = 1.0 - with_s / without_s
     if saved >= WORTH:

@@ -13,7 +13,7 @@ from phalanx.network.nccl_cluster import nccl_family
 from phalanx.network.nccl_tables import FAMILIES
 from phalanx.plan.cases import COMPRESSION, OFFLOAD, PRECISION, RECOMPUTE, SCHEDULES, Cases, Floats
 from phalanx.plan.layout import Layout
-from phalanx.plan.request import Ask
+from phalanx.plan.request import PlanRequest
 
 PRECISION_INDEX = {name: index for index, name in enumerate(PRECISION)}
 # Streaming multiprocessors, compute units or matrix units per device, from the vendors' datasheets, by name prefix.
@@ -32,7 +32,7 @@ SWITCH_REDUCES = ("hopper", "blackwell")  # NVLink SHARP came with NVSwitch 3
 HOST_LINK_BYTES_PER_S = 25e9
 
 
-def cases(ask: Ask, columns: Mapping[str, Floats], *, global_sequences: int = 0) -> Cases:
+def build_cases(ask: PlanRequest, columns: Mapping[str, Floats], *, global_sequences: int = 0) -> Cases:
     """A table of cases: one row per entry of the layout columns."""
     batch = {"seq": ask.sequence, "global_batch": global_sequences or ask.global_sequences}
     fixed = {**model_columns(ask.model), **machine_columns(ask.cluster), **batch, "flash": ask.fused_attention}

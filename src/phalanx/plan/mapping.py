@@ -11,16 +11,16 @@ import numpy as np
 from phalanx.hardware.types import Cluster
 from phalanx.job.schema import Job
 from phalanx.network import collectives as net
-from phalanx.network.nccl_choice import Expected, Operation, choices, expect
+from phalanx.network.nccl_choice import ExpectedTime, Operation, expect_collective, possible_pairs
 from phalanx.network.nccl_cluster import group_system
-from phalanx.network.nccl_system import System
+from phalanx.network.nccl_system import NcclSystem
 from phalanx.plan import traffic
 from phalanx.plan.cases import Cases
 from phalanx.plan.compute import element_bytes, routed_tokens
 from phalanx.plan.layout import Layout
 from phalanx.plan.parameter_counts import count_parameters
-from phalanx.plan.request import Ask
-from phalanx.plan.score import price
+from phalanx.plan.request import PlanRequest
+from phalanx.plan.score import price_layouts
 from phalanx.plan.step import StepTimes
 from phalanx.plan.weights import RankWeights, rank_weights
 
@@ -92,9 +92,9 @@ class _Axis:
         return self.pace * sum(load.calls * _seconds(self.group, load) for load in self.loads)
 
 
-def mapping(ask: Ask, layout: Layout) -> tuple[AxisUse, ...]:
+def map_axes(ask: PlanRequest, layout: Layout) -> tuple[AxisUse, ...]:
     """Every axis with more than one rank, in rank order, experts last."""
-    table, times, _ = price(ask, [layout])
+    table, times, _ = price_layouts(ask, [layout])
     groups = traffic.groups(table, ask.physics, ask.profile)
     axes = [
         *_inner(ask, layout, table, groups),
@@ -117,7 +117,7 @@ def _shown(times: StepTimes, axes: list[_Axis]) -> dict[str, float]:
     }
 
 
-def _use(ask: Ask, axis: _Axis, shown_s: float) -> AxisUse:
+def _use(ask: PlanRequest, axis: _Axis, shown_s: float) -> AxisUse:
     algorithm, next_best = _algorithm(axis.group, axis.loads[0])
     return AxisUse(
         axis=axis.name,
@@ -135,7 +135,7 @@ def _use(ask: Ask, axis: _Axis, shown_s: float) -> AxisUse:
     )
 
 
-def tier(ask: Ask, group: net.Group) -> str:
+def tier(ask: PlanRequest, group: net.Group) -> str:
     """The links a group runs on, in words."""
     link = ask.cluster.accelerator.link
     ranks, inside = int(np.max(group.ranks)), int(np.max(group.per_domain))
@@ -152,7 +152,7 @@ def _activation_bytes(c: Cases) -> float:
     return float(np.max(c.tokens * c.hidden * element_bytes(c)))
 
 
-def _inner(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
+def _inner(ask: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
     """Tensor and context: what travels inside every layer."""
     layer_passes = ask.model.layers / layout.pipeline * layout.accumulation
     operations = ("all-gather", "reduce-scatter") if layout.sequence_parallel else ("all-reduce",)
@@ -175,7 +175,7 @@ def _inner(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]
     ]
 
 
-def _stages(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
+def _stages(ask: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
     spread = layout.tensor if layout.sequence_parallel else 1
     # Forward and back from each of its chunks; of two ranks each is an end, which has one neighbour less.
     calls = (2 * layout.virtual_pipeline - (layout.pipeline == 2)) * layout.accumulation
@@ -187,7 +187,7 @@ def _stages(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis
     ]
 
 
-def _replicas(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
+def _replicas(ask: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
     """The data axis, whole or as groups that share one sharded copy and the copies of a shard."""
     held = _weights(c)
     weights, tables = float(np.max(held.dense)), float(np.max(held.embedding))
@@ -203,7 +203,7 @@ def _replicas(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Ax
     return [shard, replica]
 
 
-def _experts(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
+def _experts(ask: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
     if not ask.model.is_moe:
         return []
     moe_layers = (ask.model.layers - ask.model.dense_layers) / layout.pipeline
@@ -225,7 +225,7 @@ def _experts(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axi
     ]
 
 
-def _network_copies(ask: Ask, group: net.Group) -> float:
+def _network_copies(ask: PlanRequest, group: net.Group) -> float:
     """A token travels once to each domain that wants it, as in traffic.expert_seconds."""
     domains, wanted = float(np.max(group.domains)), ask.model.experts_per_token
     return domains * (1.0 - (1.0 - 1.0 / domains) ** wanted) / wanted if domains > 1 else 1.0
@@ -239,7 +239,7 @@ def _sharded_part(layout: Layout) -> str:
     return "shard_s" if layout.zero == 3 and layout.pipeline == 1 else "gradient_s"
 
 
-def _gradient_bytes(ask: Ask, c: Cases) -> float:
+def _gradient_bytes(ask: PlanRequest, c: Cases) -> float:
     return float(np.max(traffic.gradient_width(c, ask.profile)))
 
 
@@ -251,7 +251,7 @@ def _reduces(layout: Layout) -> int:
     return layout.accumulation if layout.zero == 2 and layout.pipeline == 1 else 1
 
 
-def _sharing(ask: Ask, layout: Layout, c: Cases, weights: float, *, once: float = 0.0) -> list[_Load]:
+def _sharing(ask: PlanRequest, layout: Layout, c: Cases, weights: float, *, once: float = 0.0) -> list[_Load]:
     """What keeps the holders of `weights` parameters equal; `once` of them ZeRO-3 gathers once per micro-batch."""
     gradients = weights * _gradient_bytes(ask, c)
     held = weights * float(np.max(element_bytes(c)))
@@ -365,14 +365,14 @@ def axis_messages(job: Job, cluster: Cluster, layout: Layout, uses: Sequence[Axi
     return tuple(sorted(found, key=lambda one: one.axis not in REDUCING))
 
 
-def message_system(message: Message, cluster: Cluster) -> System:
+def message_system(message: Message, cluster: Cluster) -> NcclSystem:
     """The message's group, as NCCL sees it."""
     return group_system(cluster, nodes=message.domains, per_node=message.per_domain)
 
 
-def message_time(message: Message, cluster: Cluster) -> Expected:
+def message_time(message: Message, cluster: Cluster) -> ExpectedTime:
     """What NCCL picks for one message of its own accord, and how long that takes."""
-    found = expect(message_system(message, cluster), message.nbytes, operation=message.operation)
+    found = expect_collective(message_system(message, cluster), message.nbytes, operation=message.operation)
     assert found is not None  # rings exist for every operation
     return found
 
@@ -393,7 +393,7 @@ def with_messages(job: Job, cluster: Cluster, layout: Layout, uses: Sequence[Axi
 def _told(use: AxisUse, message: Message, cluster: Cluster) -> AxisUse:
     found = message_time(message, cluster)
     rivals = sorted(
-        choices(message_system(message, cluster), message.nbytes, operation=message.operation),
+        possible_pairs(message_system(message, cluster), message.nbytes, operation=message.operation),
         key=lambda one: one.seconds,
     )
     other = next((one for one in rivals if one.algorithm != found.algorithm), None)

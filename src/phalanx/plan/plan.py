@@ -77,9 +77,9 @@ class Plan:
 
     def __str__(self) -> str:
         """The page that `phalanx plan` prints."""
-        from phalanx.plan.text import render
+        from phalanx.plan.text import plan_text
 
-        return render(self)
+        return plan_text(self)
 
     def __repr__(self) -> str:
         """One line: what, where, how, how fast."""

@@ -21,8 +21,8 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.memory import MemoryUse
 from phalanx.plan.parameter_counts import ParameterCount, count_parameters
 from phalanx.plan.reasons import PARTS
-from phalanx.plan.request import Ask
-from phalanx.plan.score import price
+from phalanx.plan.request import PlanRequest
+from phalanx.plan.score import price_layouts
 from phalanx.plan.step import StepTimes
 
 MFU_CONVENTION = (
@@ -80,10 +80,10 @@ class Duration:
     wall_s_high: float
 
 
-def predict(ask: Ask, layout: Layout) -> tuple[Prediction, MemoryReport]:
+def predict_layout(ask: PlanRequest, layout: Layout) -> tuple[Prediction, MemoryReport]:
     """The prediction for one layout."""
-    table, times, memory = price(ask, [layout])
-    low, high = interval(table, times, cpu_step.PROFILE if ask.cluster.cpu is not None else ask.profile_name)
+    table, times, memory = price_layouts(ask, [layout])
+    low, high = step_interval(table, times, cpu_step.PROFILE if ask.cluster.cpu is not None else ask.profile_name)
     counts = count_parameters(ask.model)
     step_s = float(times.step_s[0])
     tokens = ask.global_sequences * ask.sequence
@@ -105,7 +105,7 @@ def predict(ask: Ask, layout: Layout) -> tuple[Prediction, MemoryReport]:
     return prediction, memory_report(ask, memory)
 
 
-def memory_report(ask: Ask, memory: MemoryUse) -> MemoryReport:
+def memory_report(ask: PlanRequest, memory: MemoryUse) -> MemoryReport:
     """Row 0 of a memory prediction."""
     return MemoryReport(
         parts_bytes={name: float(np.ravel(getattr(memory, name))[0]) for name in MEMORY_PARTS},
@@ -123,7 +123,7 @@ def flops_per_token(m: ModelShape, counts: ParameterCount, sequence: int) -> flo
     return 6.0 * (counts.active - embedding) + attention
 
 
-def executed_flops(ask: Ask, layout: Layout) -> dict[str, float]:
+def executed_flops(ask: PlanRequest, layout: Layout) -> dict[str, float]:
     """FLOPs all devices do in one step of our trainer, matrix products only: linear, attention, recompute.
 
     More than `flops_per_token` counts: a fused backward of attention forms the scores again (five products for two),
@@ -149,8 +149,8 @@ def token_budget(tokens: int | str, parameters: int) -> int:
     return TOKENS_PER_PARAMETER * parameters if isinstance(tokens, str) else tokens
 
 
-def duration(
-    ask: Ask,
+def run_duration(
+    ask: PlanRequest,
     layout: Layout,
     *,
     batch: Batch,
@@ -166,7 +166,7 @@ def duration(
     for index, stage in enumerate(batch.ramp):
         until = min(stage.until_tokens, tokens)
         sequences = stage.global_tokens // ask.sequence
-        _, times, _ = price(ask, [layout], global_sequences=sequences)
+        _, times, _ = price_layouts(ask, [layout], global_sequences=sequences)
         count = -(-max(0, until - seen) // stage.global_tokens)
         training_s, steps, seen = training_s + count * float(times.step_s[0]), steps + count, max(seen, until)
         if sequences % (layout.data * layout.micro_batch):
@@ -193,7 +193,7 @@ def _together(*factors: float) -> float:
     return math.exp(math.hypot(*(math.log(factor) for factor in factors)))
 
 
-def _uneven(ask: Ask, layout: Layout, index: int, sequences: int) -> Problem:
+def _uneven(ask: PlanRequest, layout: Layout, index: int, sequences: int) -> Problem:
     return Problem(
         where=ask.place("batch.ramp"),
         what=f"batch.ramp[{index}] has {sequences:,} sequences per step, not a multiple of data {layout.data} × "
@@ -246,7 +246,7 @@ def scales(frameworks: Sequence[str]) -> tuple[Floats, Floats]:
     return np.asarray([p["below"] for p in pairs]), np.asarray([p["above"] for p in pairs])
 
 
-def interval(c: Cases, times: StepTimes, frameworks: str | Sequence[str] = "default") -> tuple[Floats, Floats]:
+def step_interval(c: Cases, times: StepTimes, frameworks: str | Sequence[str] = "default") -> tuple[Floats, Floats]:
     """(low, high) seconds that hold four runs of five; `frameworks` are profile names, one or one per case."""
     table = features(c, times)
     below, above = weights()

@@ -70,7 +70,7 @@ FRAMEWORKS = {
 }
 
 
-def framework(name: str) -> Framework:
+def find_framework(name: str) -> Framework:
     """The limits of a profile's framework; the unknown one can do everything."""
     return FRAMEWORKS.get(name, EVERYTHING)
 
@@ -99,7 +99,7 @@ CPU_BASE_BYTES = 3e7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ask:
+class PlanRequest:
     """A planning question. `fixed` holds what the job fixes by hand, under the names of `[parallel]` plus `micro`."""
 
     model: ModelShape
@@ -128,9 +128,9 @@ class Ask:
         return float(getattr(self.calibration, scalar)) if self.calibration else 1.0
 
 
-def from_job(
+def request_from_job(
     job: Job, cluster: Cluster, *, origins: Mapping[str, str] | None = None
-) -> tuple[Ask, tuple[Problem, ...]]:
+) -> tuple[PlanRequest, tuple[Problem, ...]]:
     """The question a job asks of a cluster, and what the person should be told about how it was read."""
     known = dict(origins or {})
     _check_precision(job, cluster, known)
@@ -142,7 +142,7 @@ def from_job(
     if cluster.launch_s > 0:
         profile = replace(profile, launch_s=profile.launch_s * cluster.launch_s / PROBED_LAUNCH_S)
     kept = memory_profiles()
-    ask = Ask(
+    ask = PlanRequest(
         model=job.model,
         cluster=cluster,
         sequence=job.data.sequence,
@@ -160,7 +160,7 @@ def from_job(
         ),
         packed_bytes=packed_bytes(job.optim.name, job.precision.optimizer_state),
         fused_attention=profile_name not in UNFUSED,
-        limits=framework(_keeps(job.parallel.framework, profile_name)),
+        limits=find_framework(_keeps(job.parallel.framework, profile_name)),
         origins=known,
     )
     return ask, warnings

@@ -12,7 +12,7 @@ from phalanx.plan.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dealing:
+class BatchDeal:
     """How the sequences of a batch are dealt to data ranks: whole micro-batches in order, the last ones filled up.
 
     Every rank runs the same number of micro-batches, or those that have more would wait in collectives for those that
@@ -29,7 +29,7 @@ class Dealing:
     powers: bool = False  # micro-batches are summed in a binary tree, which wants 1, 2, 4, 8, … of them
 
     @classmethod
-    def of(cls, layout: Layout, *, reproducible: bool = False) -> Dealing:
+    def of(cls, layout: Layout, *, reproducible: bool = False) -> BatchDeal:
         """As a layout deals its batches."""
         rounds = layout.pipeline if _in_rounds(layout) else 1
         return cls(data_ranks=layout.data, micro=layout.micro_batch, rounds=rounds, powers=reproducible)
@@ -59,7 +59,7 @@ class Dealing:
         return range(min(rank * rows, sequences), min((rank + 1) * rows, sequences))
 
 
-def shrink(layout: Layout, *, ranks: int, sequences: int, reproducible: bool = False) -> Layout | None:
+def shrink_layout(layout: Layout, *, ranks: int, sequences: int, reproducible: bool = False) -> Layout | None:
     """The layout with the most data ranks, at most those of `layout`, that fits `ranks`; None when none does.
 
     A shrunken job grows again by the same call: `layout` is what was planned, `ranks` are those there are now. What
@@ -78,7 +78,7 @@ def shrink(layout: Layout, *, ranks: int, sequences: int, reproducible: bool = F
         stage = data * layout.context * layout.tensor
         if stage % layout.expert == 0 and not (reproducible and data & (data - 1)):
             fewer = replace(layout, data=data, shard=_shard(layout, data * layout.context))
-            count = Dealing.of(fewer, reproducible=reproducible).micro_batches(sequences)
+            count = BatchDeal.of(fewer, reproducible=reproducible).micro_batches(sequences)
             return replace(fewer, accumulation=count)
     return None
 

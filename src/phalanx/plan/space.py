@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from phalanx.plan.cases import COMPRESSION, OFFLOAD, RECOMPUTE, SCHEDULES, Floats
 from phalanx.plan.layout import Layout
-from phalanx.plan.request import Ask
+from phalanx.plan.request import PlanRequest
 
 # Larger micro-batches are legal but never tried unless fixed by hand: throughput is flat long before.
 MOST_MICRO_BATCH = 256
@@ -26,7 +26,7 @@ NO_ROW = -1
 class Space:
     """All combinations of `base` rows (degrees, micro-batch, schedule) and `choice` rows (ZeRO, recompute, ...)."""
 
-    ask: Ask
+    ask: PlanRequest
     devices: int
     base: dict[str, Ints]
     choice: dict[str, Ints]
@@ -56,7 +56,7 @@ class Space:
         first = self.of_expert.max(axis=0, initial=NO_ROW)
         columns = {name: value[first] for name, value in self.base.items()}
 
-        def legal(rule: Callable[[Ask, dict[str, Ints]], Bools], ways: Ints) -> Bools:
+        def legal(rule: Callable[[PlanRequest, dict[str, Ints]], Bools], ways: Ints) -> Bools:
             chosen = {name: value[ways][:, None] for name, value in self.choice.items()}
             return np.broadcast_to(rule(self.ask, columns | chosen), (ways.size, first.size))
 
@@ -114,8 +114,8 @@ class Space:
         )
 
 
-def build(
-    ask: Ask,
+def build_space(
+    ask: PlanRequest,
     *,
     devices: int = 0,
     offload: tuple[str, ...] = ("none",),
@@ -139,7 +139,7 @@ def build(
     )
 
 
-def splits(ask: Ask, devices: int) -> list[tuple[int, int, int, int]]:
+def splits(ask: PlanRequest, devices: int) -> list[tuple[int, int, int, int]]:
     """(tensor, context, pipeline, data) with product `devices`, each legal for the model, the batch and the job."""
     found = []
     for tp in tensor_sizes(ask, devices):
@@ -151,7 +151,7 @@ def splits(ask: Ask, devices: int) -> list[tuple[int, int, int, int]]:
     return found
 
 
-def tensor_sizes(ask: Ask, devices: int) -> list[int]:
+def tensor_sizes(ask: PlanRequest, devices: int) -> list[int]:
     """Tensor sizes that give each rank whole heads."""
     heads, kv_heads = ask.model.heads, ask.model.kv_heads
     sizes = [n for n in _allowed(ask, "tensor", devices) if heads % n == 0]
@@ -159,19 +159,19 @@ def tensor_sizes(ask: Ask, devices: int) -> list[int]:
     return [n for n in sizes if kv_heads % n == 0 or (copied and n % kv_heads == 0) or ask.model.is_mla]
 
 
-def context_sizes(ask: Ask, devices: int) -> list[int]:
+def context_sizes(ask: PlanRequest, devices: int) -> list[int]:
     """Context sizes; each rank takes two slices, one early and one late, so that causal work is even."""
     if not ask.limits.context and "context" not in ask.fixed:
         return [1]
     return [n for n in _allowed(ask, "context", devices) if n == 1 or ask.sequence % (2 * n) == 0]
 
 
-def pipeline_sizes(ask: Ask, devices: int) -> list[int]:
+def pipeline_sizes(ask: PlanRequest, devices: int) -> list[int]:
     """Pipeline depths with at least one layer per stage."""
     return [n for n in _allowed(ask, "pipeline", devices) if n <= ask.model.layers]
 
 
-def _allowed(ask: Ask, name: str, devices: int) -> list[int]:
+def _allowed(ask: PlanRequest, name: str, devices: int) -> list[int]:
     if name in ask.fixed:
         size = int(ask.fixed[name])
         return [size] if devices % size == 0 else []
@@ -189,7 +189,7 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // n for n in small)}))
 
 
-def expert_sizes(ask: Ask, ranks: int) -> list[int]:
+def expert_sizes(ask: PlanRequest, ranks: int) -> list[int]:
     """Expert sizes: whole experts per rank, whole groups within data × context × tensor."""
     if not ask.model.is_moe:
         return [1]
@@ -197,7 +197,7 @@ def expert_sizes(ask: Ask, ranks: int) -> list[int]:
     return [n for n in sizes if ask.fixed.get("expert", n) == n]
 
 
-def micro_batches(ask: Ask, dp: int, most: int = MOST_MICRO_BATCH) -> list[int]:
+def micro_batches(ask: PlanRequest, dp: int, most: int = MOST_MICRO_BATCH) -> list[int]:
     """Micro-batch sizes that divide a data rank's share."""
     share = ask.global_sequences // dp
     if "micro" in ask.fixed:
@@ -205,7 +205,7 @@ def micro_batches(ask: Ask, dp: int, most: int = MOST_MICRO_BATCH) -> list[int]:
     return [n for n in divisors(share) if n <= most]
 
 
-def schedules(ask: Ask, pp: int, accumulation: int) -> list[tuple[int, int]]:
+def schedules(ask: PlanRequest, pp: int, accumulation: int) -> list[tuple[int, int]]:
     """(schedule, model chunks per stage) that a pipeline of this depth can run."""
     wanted = ask.fixed.get("schedule")
     if pp == 1:
@@ -219,7 +219,7 @@ def schedules(ask: Ask, pp: int, accumulation: int) -> list[tuple[int, int]]:
     return found
 
 
-def _chunks(ask: Ask, pp: int, accumulation: int) -> list[int]:
+def _chunks(ask: PlanRequest, pp: int, accumulation: int) -> list[int]:
     # Megatron's interleaved schedule takes micro-batches in groups of the pipeline's depth.
     if accumulation % pp:
         return []
@@ -229,7 +229,9 @@ def _chunks(ask: Ask, pp: int, accumulation: int) -> list[int]:
     return [n for n in divisors(per_stage) if n > 1 and pp * n <= most]
 
 
-def _base(ask: Ask, degrees: list[tuple[int, int, int, int]], most_micro: int) -> tuple[dict[str, Ints], Ints, Ints]:
+def _base(
+    ask: PlanRequest, degrees: list[tuple[int, int, int, int]], most_micro: int
+) -> tuple[dict[str, Ints], Ints, Ints]:
     """The base table, degrees by degrees and in each by expert size; all expert sizes, and the rows of each."""
 
     @cache
@@ -264,7 +266,7 @@ def _beside(degrees: list[tuple[int, int, int, int]], parts: list[Ints]) -> list
     return [np.column_stack((np.tile(one, (len(part), 1)), part)) for one, part in zip(degrees, parts, strict=True)]
 
 
-def _choices(ask: Ask, offload: tuple[str, ...]) -> tuple[dict[str, Ints], Ints]:
+def _choices(ask: PlanRequest, offload: tuple[str, ...]) -> tuple[dict[str, Ints], Ints]:
     """The choice table, and its rows as a product of sharing, recompute and sequence parallelism."""
     fixed = ask.fixed
     groups = (GIVEN,) if "shard" in fixed else (FULL, DOMAIN)
@@ -289,7 +291,7 @@ def _choices(ask: Ask, offload: tuple[str, ...]) -> tuple[dict[str, Ints], Ints]
     return {name: table[:, index].copy() for index, name in enumerate(names)}, product
 
 
-def _zeros(ask: Ask) -> tuple[int, ...]:
+def _zeros(ask: PlanRequest) -> tuple[int, ...]:
     """ZeRO stages to try: parameters in host memory need the third, PowerSGD's whole gradients none."""
     if "zero" in ask.fixed:
         return (int(ask.fixed["zero"]),)
@@ -387,7 +389,7 @@ def cut(values: NDArray[Any], kept: list[Ints]) -> NDArray[Any]:
 NONE, FULL, DOMAIN, GIVEN = range(4)  # who shares a sharded copy
 
 
-def shard_size(ask: Ask, c: dict[str, Ints]) -> Ints:
+def shard_size(ask: PlanRequest, c: dict[str, Ints]) -> Ints:
     """Ranks that share one copy of the sharded state."""
     replicas = c["dp"] * c["cp"]
     inside = np.maximum(1, ask.cluster.domain_devices // c["tp"])
@@ -395,7 +397,7 @@ def shard_size(ask: Ask, c: dict[str, Ints]) -> Ints:
     return np.select([c["group"] == FULL, c["group"] == DOMAIN, c["group"] == GIVEN], [replicas, inside, given], 1)
 
 
-def may_share(ask: Ask, c: dict[str, Ints]) -> Bools:
+def may_share(ask: PlanRequest, c: dict[str, Ints]) -> Bools:
     """Whether the state can be sharded so."""
     replicas, shard = c["dp"] * c["cp"], shard_size(ask, c)
     within = (shard > 1) & (shard < replicas) & (replicas % shard == 0)
@@ -414,7 +416,7 @@ def may_share(ask: Ask, c: dict[str, Ints]) -> Bools:
     return legal
 
 
-def may_split_sequence(ask: Ask, c: dict[str, Ints]) -> Bools:
+def may_split_sequence(ask: PlanRequest, c: dict[str, Ints]) -> Bools:
     """Whether norms can be split along the sequence, or not."""
     slices = (ask.sequence // c["cp"]) % c["tp"] == 0
     # Without tensor parallelism there is nothing for sequence parallelism to split: one of the two rows is kept.
@@ -425,7 +427,7 @@ def may_split_sequence(ask: Ask, c: dict[str, Ints]) -> Bools:
     return legal
 
 
-def may_recompute(ask: Ask, c: dict[str, Ints]) -> Bools:
+def may_recompute(ask: PlanRequest, c: dict[str, Ints]) -> Bools:
     """Whether the schedule can recompute so."""
     if ask.limits.selective_zero_bubble:
         return np.ones_like(c["recompute"] + c["pp"], dtype=bool)

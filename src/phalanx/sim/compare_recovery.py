@@ -17,11 +17,11 @@ from phalanx.errors import mistake
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.network.fabric.failure_budget import CONVERGE_S, EDGE_RECOVERY_S, REMAP_S
 from phalanx.sim.course import Course
-from phalanx.sim.episode import Manner, episode, timer_s
-from phalanx.sim.fabric_failures import UNBROKEN, Break, denied_of, faults_of, too_late
+from phalanx.sim.episode import Manner, run_episode, timer_s
+from phalanx.sim.fabric_failures import UNBROKEN, FabricBreak, denied_of, faults_of, too_late
 from phalanx.sim.fabric_links import Floats, links_of
 from phalanx.sim.fluid import MRC, Wire, afford, expected
-from phalanx.sim.packets.build import Budget
+from phalanx.sim.packets.build import PacketBudget
 from phalanx.sim.packets.faults import Fault
 from phalanx.sim.packets.result import PacketResult
 from phalanx.sim.packets.run import BUDGET
@@ -58,7 +58,7 @@ PATHS = 256  # of MRC: 128 to 256 (arXiv:2605.04333 section 2.1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Run:
+class RecoveryRun:
     """One way of sending, in either engine."""
 
     name: str
@@ -75,24 +75,26 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class RecoveryQuestion:
     """What is compared."""
 
     fabric: Fabric
     flows: Flows
     traffic: str = "permutation"
-    broken: Break = UNBROKEN
+    broken: FabricBreak = UNBROKEN
     paths: int = 0  # of the edge; 0 is 256, or fewer where that is too much for the fluid engine
     converge_s: float = CONVERGE_S
     watched: int | None = None  # a flow whose own rate matters: the victim of an incast
     seed: int = 0
-    budget: Budget = BUDGET
+    budget: PacketBudget = BUDGET
     # Packets: simulate all planes also where they are alike, because this is held against a run that does.
     each_plane: bool = False
 
 
-def compare(
-    question: Question, runs: Callable[[Question], Iterator[Run]], kept: list[Run] | None = None
+def compare_recoveries(
+    question: RecoveryQuestion,
+    runs: Callable[[RecoveryQuestion], Iterator[RecoveryRun]],
+    kept: list[RecoveryRun] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Each way of sending with and without the failure, one after the other, as plain values.
 
@@ -113,12 +115,12 @@ def compare(
             known.append(healthy)
 
 
-def whole_of(question: Question) -> Question:
+def whole_of(question: RecoveryQuestion) -> RecoveryQuestion:
     """The same without the failure, simulated in the same way."""
     return replace(question, broken=question.broken.healthy, each_plane=bool(question.broken.failed))
 
 
-def fluid_runs(question: Question) -> Iterator[Run]:
+def fluid_runs(question: RecoveryQuestion) -> Iterator[RecoveryRun]:
     """PFC off, PFC on, and the edge, by fair rates in stages of time."""
     links = links_of(question.fabric)
     manners = fluid_manners(question)
@@ -128,19 +130,19 @@ def fluid_runs(question: Question) -> Iterator[Run]:
         yield fluid_run(question, manner, MRC)
 
 
-def fluid_cpu_s(question: Question) -> float:
+def fluid_cpu_s(question: RecoveryQuestion) -> float:
     """Expected of all runs, with and without the failure."""
     links, flows = links_of(question.fabric), len(question.flows)
     once = MARGIN * sum(expected(links, flows, manner.routing)[0] for manner in fluid_manners(question))
     return 2 * once if question.broken.failed else once
 
 
-def fluid_run(question: Question, manner: Manner, wire: Wire) -> Run:
+def fluid_run(question: RecoveryQuestion, manner: Manner, wire: Wire) -> RecoveryRun:
     """One way of sending by the fluid engine."""
     faults, denied = faults_of(question.broken), denied_of(question.broken)
-    found = episode(question.fabric, question.flows, manner=manner, faults=faults, denied=denied, wire=wire)
+    found = run_episode(question.fabric, question.flows, manner=manner, faults=faults, denied=denied, wire=wire)
     over_s = float(found.end_s[-1]) if len(found.end_s) else 0.0
-    return Run(
+    return RecoveryRun(
         name=manner.name,
         paths=manner.routing.paths,
         recovery=manner.routing.recovery,
@@ -159,7 +161,7 @@ def fluid_run(question: Question, manner: Manner, wire: Wire) -> Run:
     )
 
 
-def fluid_manners(question: Question) -> tuple[Manner, Manner, Manner]:
+def fluid_manners(question: RecoveryQuestion) -> tuple[Manner, Manner, Manner]:
     """RoCE without and with PFC, and MRC."""
     planes, seed = question.fabric.planes, question.seed
     hashed = Routing(spread="qp", paths=planes, planes="equal", recovery="conventional", seed=seed)
@@ -171,7 +173,7 @@ def fluid_manners(question: Question) -> tuple[Manner, Manner, Manner]:
 
 
 def one_fluid_run(
-    question: Question, *, spread: str, recovery: str, converges: bool, pauses: bool, wire: Wire
+    question: RecoveryQuestion, *, spread: str, recovery: str, converges: bool, pauses: bool, wire: Wire
 ) -> dict[str, Any]:
     """One way of sending in time, by its words, beside the same without the failure."""
     if spread == "all":
@@ -195,7 +197,7 @@ def one_fluid_run(
     return values(question, fluid_run(question, manner, wire) if question.broken.failed else healthy, healthy)
 
 
-def values(question: Question, run: Run, healthy: Run) -> dict[str, Any]:
+def values(question: RecoveryQuestion, run: RecoveryRun, healthy: RecoveryRun) -> dict[str, Any]:
     """A run beside the same without the failure."""
     late = run.more.get("failed_too_late") or ()
     words = zip(question.broken.failed, faults_of(question.broken), strict=True)
@@ -242,7 +244,7 @@ def _later_s(times_s: Floats, healthy_s: Floats) -> float:
     return float(np.max(times_s[both] - healthy_s[both])) if both.any() else math.nan
 
 
-def _watched(question: Question, run: Run) -> dict[str, float]:
+def _watched(question: RecoveryQuestion, run: RecoveryRun) -> dict[str, float]:
     """The mean rate of the flow that is watched, and as a share of what it would get alone."""
     if question.watched is None:
         return {}
@@ -255,7 +257,7 @@ def _watched(question: Question, run: Run) -> dict[str, float]:
     return {"victim_source": source, "victim_target": target, "victim_gbps": rate / 1e9, "victim_share": share}
 
 
-def _recovered_s(run: Run, faults: Sequence[Fault]) -> float:
+def _recovered_s(run: RecoveryRun, faults: Sequence[Fault]) -> float:
     """Until paths over what failed are left, or it is back, and a sender tries; infinite where that never happens."""
     # Routing does not go around a port that is up, and nobody around all of them.
     stays = [fault.loss > 0 and (run.recovery != "edge" or fault.part == "traffic") for fault in faults]
@@ -264,7 +266,7 @@ def _recovered_s(run: Run, faults: Sequence[Fault]) -> float:
     return max(float(timer_s(0.0, one, run.timeout_s)) for one in works)
 
 
-def unsaid(broken: Break, found: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+def unsaid(broken: FabricBreak, found: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     """What a reader must know beside the numbers of runs: what they leave out that other commands count."""
     faults = [fault for fault in faults_of(broken) if fault.loss == fault.left == 0]
     converge_s = min((one["converge_s"] for one in found if one.get("converge_s") is not None), default=math.inf)
@@ -294,7 +296,7 @@ def checked_converge_s(converge_s: float | None, usual_s: float) -> float:
 # The comparison of `compare.py`, packet by packet.
 
 
-def packet_runs(question: Question) -> Iterator[Run]:
+def packet_runs(question: RecoveryQuestion) -> Iterator[RecoveryRun]:
     """Conventional transports and the edge."""
     faults = faults_of(question.broken)
     for transport in compared(question.fabric, paths=question.paths, converge_s=question.converge_s):
@@ -312,7 +314,7 @@ def packet_runs(question: Question) -> Iterator[Run]:
         yield _run(question.fabric, transport, found, late)
 
 
-def packet_cpu_s(question: Question) -> float:
+def packet_cpu_s(question: RecoveryQuestion) -> float:
     """Expected of all runs, with and without the failure."""
     faults = faults_of(question.broken)
     transports = compared(question.fabric, paths=question.paths, converge_s=question.converge_s)
@@ -325,8 +327,8 @@ def packet_cpu_s(question: Question) -> float:
     )
 
 
-def _run(fabric: Fabric, transport: AnyTransport, found: PacketResult, late: list[str]) -> Run:
-    return Run(
+def _run(fabric: Fabric, transport: AnyTransport, found: PacketResult, late: list[str]) -> RecoveryRun:
+    return RecoveryRun(
         name=transport.name,
         paths=paths_of(transport),
         recovery=recovery_of(transport),

@@ -11,7 +11,7 @@ import numpy as np
 
 from phalanx.errors import mistake, nearest
 from phalanx.network.fabric.fabric_types import Fabric
-from phalanx.sim.fabric_links import NOTHING, Broken, Ints, Links
+from phalanx.sim.fabric_links import NOTHING, BrokenParts, Ints, Links
 from phalanx.sim.packets.faults import Fault, Part, changes
 from phalanx.sim.traffic_matrix import SENDERS
 
@@ -35,7 +35,7 @@ _TIME = re.compile(r"^(\d{1,9}(?:\.\d{1,9})?)(s|ms|us|µs)$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Break:
+class FabricBreak:
     """What fails, and how: `failed` are words such as t1:0/3, t1:0/3@50us or t1:0/3@50us..2ms."""
 
     failed: tuple[str, ...] = ()
@@ -44,9 +44,9 @@ class Break:
     denied: tuple[str, ...] = ()  # parts that senders at the edge were told to leave alone, from the start
 
     @property
-    def healthy(self) -> Break:
+    def healthy(self) -> FabricBreak:
         """The same without the failure."""
-        return Break(denied=self.denied)
+        return FabricBreak(denied=self.denied)
 
     @property
     def timed(self) -> bool:
@@ -54,10 +54,10 @@ class Break:
         return self.loss > 0 or any("@" in text for text in self.failed)
 
 
-UNBROKEN = Break()
+UNBROKEN = FabricBreak()
 
 
-def faults_of(broken: Break) -> tuple[Fault, ...]:
+def faults_of(broken: FabricBreak) -> tuple[Fault, ...]:
     """Faults from words."""
     if not 0 <= broken.left < 1:
         raise mistake("--left", f"{broken.left:g} of the capacity is left", fix="use 0 (dead) to below 1")
@@ -71,7 +71,7 @@ def faults_of(broken: Break) -> tuple[Fault, ...]:
     return tuple(_fault(text, broken) for text in broken.failed)
 
 
-def denied_of(broken: Break) -> tuple[Fault, ...]:
+def denied_of(broken: FabricBreak) -> tuple[Fault, ...]:
     """The parts of a denylist from words, as if dead."""
     for text in broken.denied:
         if "@" in text:
@@ -81,7 +81,7 @@ def denied_of(broken: Break) -> tuple[Fault, ...]:
     return tuple(_fault(text, UNBROKEN, "--deny") for text in broken.denied)
 
 
-def broken_of(links: Links, broken: Break) -> Broken:
+def broken_of(links: Links, broken: FabricBreak) -> BrokenParts:
     """Failures without times as what is left of each link, and what nobody uses as if it were dead."""
     faults = (*faults_of(broken), *denied_of(broken))
     if not faults:
@@ -89,7 +89,7 @@ def broken_of(links: Links, broken: Break) -> Broken:
     left = np.ones(links.count)
     for fault in faults:
         left[fault_links(links, fault)] = fault.left
-    return Broken(links=left)
+    return BrokenParts(links=left)
 
 
 def fault_links(links: Links, fault: Fault) -> Ints:
@@ -97,12 +97,12 @@ def fault_links(links: Links, fault: Fault) -> Ints:
     return changes(links, (fault,), slot_s=1.0, converge_s=None)[0].links
 
 
-def too_late(broken: Break, faults: Sequence[Fault], simulated_s: float) -> list[str]:
+def too_late(broken: FabricBreak, faults: Sequence[Fault], simulated_s: float) -> list[str]:
     """Failures that came after the last packet."""
     return [text for text, fault in zip(broken.failed, faults, strict=True) if fault.at_s > simulated_s]
 
 
-def _fault(text: str, broken: Break, option: str = "--fail") -> Fault:
+def _fault(text: str, broken: FabricBreak, option: str = "--fail") -> Fault:
     word, _, when = text.strip().lower().partition("@")
     kind, numbers = _part(word, text, option)
     part = PARTS[kind][1]
@@ -161,7 +161,7 @@ class Scenario:
 
     name: str
     what: str
-    broken: Break = UNBROKEN
+    broken: FabricBreak = UNBROKEN
     tiers: int = 1  # that a fabric must have
     incast: bool = False
 
@@ -172,26 +172,26 @@ SCENARIOS = {
         Scenario(
             name="link-flap",
             what="a T0-T1 link is down for a millisecond",
-            broken=Break(failed=("link:0/0/0@50us..1ms",)),
+            broken=FabricBreak(failed=("link:0/0/0@50us..1ms",)),
             tiers=2,
         ),
         # Forwarding was back after two minutes (arXiv:2605.04333 section 5.1): longer than any transfer here.
-        Scenario(name="t1-reboot", what="a T1 switch stops", broken=Break(failed=("t1:0/0@50us",)), tiers=2),
-        Scenario(name="t0-loss", what="a T0 switch stops", broken=Break(failed=("t0:0/0@50us",))),
-        Scenario(name="nic-port", what="one port of a NIC dies", broken=Break(failed=("nic:0/0@50us",))),
+        Scenario(name="t1-reboot", what="a T1 switch stops", broken=FabricBreak(failed=("t1:0/0@50us",)), tiers=2),
+        Scenario(name="t0-loss", what="a T0 switch stops", broken=FabricBreak(failed=("t0:0/0@50us",))),
+        Scenario(name="nic-port", what="one port of a NIC dies", broken=FabricBreak(failed=("nic:0/0@50us",))),
         Scenario(
             name="transceiver",
             what="all lanes of a NIC are down for a millisecond",
-            broken=Break(failed=("transceiver:0@50us..1ms",)),
+            broken=FabricBreak(failed=("transceiver:0@50us..1ms",)),
         ),
         Scenario(  # one entropy value given 20 % loss: section 5.2.4
             name="grey-path",
             what="a T0-T1 link loses 20 % of its packets, and stays up",
-            broken=Break(failed=("link:0/0/0@50us",), loss=0.2),
+            broken=FabricBreak(failed=("link:0/0/0@50us",), loss=0.2),
             tiers=2,
         ),
         Scenario(  # section 5.2.7
-            name="grey-all", what="every path loses 1 % of its packets", broken=Break(failed=("all",), loss=0.01)
+            name="grey-all", what="every path loses 1 % of its packets", broken=FabricBreak(failed=("all",), loss=0.01)
         ),
         Scenario(name="incast", what="7 hosts send to one, beside a victim", incast=True),
     )
@@ -199,7 +199,7 @@ SCENARIOS = {
 ALL = "all"
 
 
-def chosen(name: str, fabric: Fabric) -> tuple[Scenario, ...]:
+def chosen_scenarios(name: str, fabric: Fabric) -> tuple[Scenario, ...]:
     """The scenario of a name, or all that a fabric can have; raises UserError."""
     if name == ALL:
         crowded = fabric.hosts >= SENDERS + 3

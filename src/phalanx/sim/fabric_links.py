@@ -150,7 +150,7 @@ def _check(f: Fabric) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Broken:
+class BrokenParts:
     """Failed parts, each named as (plane, number): a share of the capacity is what is left of them, 0 by default.
 
     A cable fails in both directions. `nics` are (plane, host), `uplinks` (plane, T0, port), switches (plane, number).
@@ -169,7 +169,7 @@ class Broken:
         return not (self.nics or self.uplinks or self.t0 or self.t1) and self.links is None
 
 
-NOTHING = Broken()
+NOTHING = BrokenParts()
 
 
 def transceiver(fabric_planes: int, host: int) -> tuple[tuple[int, int], ...]:
@@ -177,7 +177,7 @@ def transceiver(fabric_planes: int, host: int) -> tuple[tuple[int, int], ...]:
     return tuple((plane, host) for plane in range(fabric_planes))
 
 
-def shares(links: Links, broken: Broken) -> Floats:
+def shares(links: Links, broken: BrokenParts) -> Floats:
     """Share of its capacity that each link still has."""
     left = np.ones(links.count) if broken.links is None else np.array(broken.links, dtype=np.float64)
     if left.shape != (links.count,):
@@ -199,12 +199,12 @@ def _table(rows: tuple[tuple[int, ...], ...], limits: dict[str, int], what: str)
     return table
 
 
-def _nics(links: Links, broken: Broken) -> Ints:
+def _nics(links: Links, broken: BrokenParts) -> Ints:
     table = _table(broken.nics, {"plane": links.fabric.planes, "host": links.fabric.hosts}, "NIC port")
     return np.concatenate([links.nic_up(table[:, 0], table[:, 1]), links.nic_down(table[:, 0], table[:, 1])])
 
 
-def _uplinks(links: Links, broken: Broken) -> Ints:
+def _uplinks(links: Links, broken: BrokenParts) -> Ints:
     f = links.fabric
     table = _table(
         broken.uplinks, {"plane": f.planes, "T0": f.t0, "uplink": f.t0_up if f.tiers > 1 else 0}, "T0-T1 link"
@@ -213,7 +213,7 @@ def _uplinks(links: Links, broken: Broken) -> Ints:
     return np.concatenate([links.t0_up(plane, t0, port), links.t0_down(plane, t0, port)])
 
 
-def _t0(links: Links, broken: Broken) -> Ints:
+def _t0(links: Links, broken: BrokenParts) -> Ints:
     f = links.fabric
     table = _table(broken.t0, {"plane": f.planes, "T0": f.t0}, "T0 switch")
     home = links.host_t0(np.arange(f.hosts))
@@ -224,7 +224,7 @@ def _t0(links: Links, broken: Broken) -> Ints:
     return np.concatenate(found)
 
 
-def _t1(links: Links, broken: Broken) -> Ints:
+def _t1(links: Links, broken: BrokenParts) -> Ints:
     f = links.fabric
     table = _table(broken.t1, {"plane": f.planes, "T1": f.t1 if f.tiers > 1 else 0}, "T1 switch")
     t0, port = (grid.ravel() for grid in np.meshgrid(np.arange(f.t0), np.arange(f.t0_up), indexing="ij"))

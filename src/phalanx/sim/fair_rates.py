@@ -21,7 +21,7 @@ def available() -> bool:
     return find_spec("numba") is not None
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_loop(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as machine code; kept on disk where numba finds a place to write, else compiled again next time."""
     if not available():
         raise mistake(
@@ -62,7 +62,7 @@ class Table:
         return Table(start=start, link=self.link[entries], pull=self.pull[rows])
 
 
-def fill(table: Table, capacity: Floats, *, engine: str = "auto") -> Floats:
+def fair_rates_of(table: Table, capacity: Floats, *, engine: str = "auto") -> Floats:
     """Rate of every row, in the unit of the capacities; `engine` is auto, numba or numpy."""
     if len(table.start) < 2:
         return np.empty(0)
@@ -77,7 +77,7 @@ def fill(table: Table, capacity: Floats, *, engine: str = "auto") -> Floats:
 
 @cache
 def _compiled_filling() -> Callable[..., Any]:
-    return compiled(_fill_by_heap)
+    return compile_loop(_fill_by_heap)
 
 
 def _fill_in_rounds(start: Ints, link: NDArray[np.int32], pull: Floats, room: Floats) -> Floats:

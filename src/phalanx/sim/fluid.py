@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from phalanx.errors import mistake
 from phalanx.network.fabric.fabric_types import Fabric
-from phalanx.sim.fabric_links import NOTHING, Broken, Floats, Ints, Links, links_of, shares
-from phalanx.sim.fair_rates import Table, fill
-from phalanx.sim.packets.build import Budget
-from phalanx.sim.routes import Hops, Routes, Routing, route
+from phalanx.sim.fabric_links import NOTHING, BrokenParts, Floats, Ints, Links, links_of, shares
+from phalanx.sim.fair_rates import Table, fair_rates_of
+from phalanx.sim.packets.build import PacketBudget
+from phalanx.sim.routes import Hops, Routes, Routing, route_flows
 from phalanx.sim.traffic_matrix import Flows
 
 # What a transfer costs beside its payload at the rates the fluid engine finds: headers, latency, queues, luck.
@@ -112,7 +112,7 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class FluidCase:
     """Sub-flows as rows of a table of links, ready to be filled."""
 
     table: Table
@@ -127,7 +127,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
+class FlowParts:
     """What must be sent: a flow that any of its paths may carry, or the fixed part of a QP."""
 
     of_row: Ints
@@ -135,10 +135,12 @@ class Parts:
     bits: Floats
 
 
-def solve(fabric: Fabric, flows: Flows, *, routing: Routing, broken: Broken = NOTHING, engine: str = "auto") -> Rates:
+def solve_rates(
+    fabric: Fabric, flows: Flows, *, routing: Routing, broken: BrokenParts = NOTHING, engine: str = "auto"
+) -> Rates:
     """Rates while all flows are active."""
     case = _case(fabric, flows, routing, broken)
-    rates = fill(case.table, case.capacity, engine=engine)
+    rates = fair_rates_of(case.table, case.capacity, engine=engine)
     share = np.bincount(case.owner, weights=rates, minlength=len(flows)) / (fabric.nic_gbps * 1e9)
     return Rates(share=share, load=_load(case, rates), stalled=int((share <= 0).sum()))
 
@@ -152,12 +154,12 @@ def batch_of(rows: int) -> float:
     return 0.01 if rows <= SMALL_ROWS else 0.05
 
 
-def complete(
+def complete_flows(
     fabric: Fabric,
     flows: Flows,
     *,
     routing: Routing,
-    broken: Broken = NOTHING,
+    broken: BrokenParts = NOTHING,
     wire: Wire = MRC,
     batch: float = 0.01,
     engine: str = "auto",
@@ -171,7 +173,7 @@ def complete(
     if routing.spread != "all":  # over many paths luck evens out
         case = replace(case, table=replace(case.table, pull=wire.pulls(len(case.owner), routing.seed)))
     parts = parts_of(case, 8.0 * wire.wire_bytes(flows.nbytes), routing)
-    rates = fill(case.table, case.capacity, engine=engine)
+    rates = fair_rates_of(case.table, case.capacity, engine=engine)
     times, rounds, stopped = _drain(case, parts, rates, batch, engine)
     done, hops = np.zeros(len(flows)), np.zeros(len(flows), dtype=np.int64)
     np.maximum.at(done, parts.flow, times)
@@ -181,15 +183,15 @@ def complete(
     return Completion(times_s=done + late_s, rounds=rounds, stopped=stopped)
 
 
-def parts_of(case: Case, bits: Floats, routing: Routing) -> Parts:
+def parts_of(case: FluidCase, bits: Floats, routing: Routing) -> FlowParts:
     """A QP's fixed part is its row's; what is sprayed is the flow's, whichever path takes it."""
     owner = case.owner.astype(np.int64)
     if routing.spread == "qp":
-        return Parts(of_row=np.arange(len(owner)), flow=owner, bits=(bits / routing.paths)[owner])
-    return Parts(of_row=owner, flow=np.arange(len(bits)), bits=bits)
+        return FlowParts(of_row=np.arange(len(owner)), flow=owner, bits=(bits / routing.paths)[owner])
+    return FlowParts(of_row=owner, flow=np.arange(len(bits)), bits=bits)
 
 
-def _drain(case: Case, parts: Parts, rates: Floats, batch: float, engine: str) -> tuple[Floats, int, str]:
+def _drain(case: FluidCase, parts: FlowParts, rates: Floats, batch: float, engine: str) -> tuple[Floats, int, str]:
     """Finish times of parts, how often rates were computed, and whether Ctrl-C ended it."""
     left, times = parts.bits.copy(), np.full(len(parts.bits), np.inf)
     now, rounds, rows = 0.0, 1, np.arange(len(case.owner))
@@ -208,20 +210,20 @@ def _drain(case: Case, parts: Parts, rates: Floats, batch: float, engine: str) -
             rows = rows[~leaves[parts.of_row[rows]]]
             if not len(rows):
                 return times, rounds, ""
-            rates = fill(case.table.some(rows), case.capacity, engine=engine)
+            rates = fair_rates_of(case.table.some(rows), case.capacity, engine=engine)
             rounds += 1
     except KeyboardInterrupt:
         return times, rounds, "interrupted"
 
 
-def _load(case: Case, rates: Floats) -> Floats:
+def _load(case: FluidCase, rates: Floats) -> Floats:
     each = np.repeat(rates, np.diff(case.table.start))
     bits = np.bincount(case.table.link, weights=each, minlength=len(case.capacity))
     works = case.capacity > 0
     return np.asarray(np.divide(bits, case.capacity, out=np.zeros(len(bits)), where=works)[: case.links])
 
 
-def _queued(case: Case, rates: Floats, flows: int) -> NDArray[np.bool_]:
+def _queued(case: FluidCase, rates: Floats, flows: int) -> NDArray[np.bool_]:
     """Flows that meet a full link which is not theirs alone: there packets wait for each other."""
     owner = np.repeat(case.owner, np.diff(case.table.start))
     lowest, highest = np.full(len(case.capacity), flows), np.full(len(case.capacity), -1)
@@ -234,14 +236,14 @@ def _queued(case: Case, rates: Floats, flows: int) -> NDArray[np.bool_]:
     return queued
 
 
-def _case(fabric: Fabric, flows: Flows, routing: Routing, broken: Broken) -> Case:
+def _case(fabric: Fabric, flows: Flows, routing: Routing, broken: BrokenParts) -> FluidCase:
     links = links_of(fabric)
     left = None if broken.nothing else shares(links, broken)
-    routes = route(links, flows, routing, left)
+    routes = route_flows(links, flows, routing, left)
     return case_of(links, routes, links.capacity() if left is None else links.capacity() * left, routing)
 
 
-def case_of(links: Links, routes: Routes, capacity: Floats, routing: Routing) -> Case:
+def case_of(links: Links, routes: Routes, capacity: Floats, routing: Routing) -> FluidCase:
     """Routes on links of some capacity, as rows to be filled."""
     hops = routes.links
     if routing.spread == "all":
@@ -252,7 +254,7 @@ def case_of(links: Links, routes: Routes, capacity: Floats, routing: Routing) ->
         own = np.arange(links.count, links.count + len(hops), dtype=np.int32)
         hops = np.column_stack([own, hops])
         capacity = np.concatenate([capacity, np.full(len(own), links.fabric.nic_gbps * 1e9 / routing.paths)])
-    return Case(table=_table(hops), capacity=capacity, links=links.count, routes=routes)
+    return FluidCase(table=_table(hops), capacity=capacity, links=links.count, routes=routes)
 
 
 def _table(hops: Hops) -> Table:
@@ -279,7 +281,7 @@ def expected(links: Links, flows: int, routing: Routing) -> tuple[float, float]:
     return rows * ROW_S * (1 + ROUNDS[routing.spread]), rows * ROW_BYTES + links.count * LINK_BYTES
 
 
-def afford(links: Links, flows: int, routing: Routing, budget: Budget) -> None:
+def afford(links: Links, flows: int, routing: Routing, budget: PacketBudget) -> None:
     """Raise UserError when rates and completion times would exceed the budget."""
     cpu_s, nbytes = expected(links, flows, routing)
     if cpu_s <= budget.cpu_s and nbytes <= budget.memory_bytes:

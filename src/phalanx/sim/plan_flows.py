@@ -16,7 +16,7 @@ from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.plan.mapping import AxisUse
 from phalanx.plan.plan import Plan
 from phalanx.sim.fabric_links import Ints
-from phalanx.sim.fluid import MRC, Wire, complete
+from phalanx.sim.fluid import MRC, Wire, complete_flows
 from phalanx.sim.routes import Routing
 from phalanx.sim.traffic_matrix import MOST_FLOWS, Flows, flows
 
@@ -45,7 +45,7 @@ class AxisTime:
     tail_s: float
 
 
-def collectives(plan: Plan) -> tuple[AxisTraffic, ...]:
+def plan_collectives(plan: Plan) -> tuple[AxisTraffic, ...]:
     """Every axis of a plan with the flows of one step."""
     ranks, domain = plan.layout.devices, plan.cluster.domain_devices
     return tuple(
@@ -54,7 +54,7 @@ def collectives(plan: Plan) -> tuple[AxisTraffic, ...]:
     )
 
 
-def on_fabric(plan: Plan, fabric: Fabric, *, routing: Routing, wire: Wire = MRC) -> tuple[AxisTime, ...]:
+def time_on_fabric(plan: Plan, fabric: Fabric, *, routing: Routing, wire: Wire = MRC) -> tuple[AxisTime, ...]:
     """Seconds per step of each axis that uses the network, each alone on the fabric: bandwidth, not start-up."""
     if plan.layout.devices > fabric.hosts:
         raise mistake(
@@ -62,11 +62,13 @@ def on_fabric(plan: Plan, fabric: Fabric, *, routing: Routing, wire: Wire = MRC)
             f"the plan runs on {plan.layout.devices:,} devices, the fabric joins {fabric.hosts:,}",
             fix=f"use a fabric of at least {plan.layout.devices:,} NICs",
         )
-    return tuple(_timed(one, one.flows, fabric, routing, wire) for one in collectives(plan) if one.flows is not None)
+    return tuple(
+        _timed(one, one.flows, fabric, routing, wire) for one in plan_collectives(plan) if one.flows is not None
+    )
 
 
 def _timed(one: AxisTraffic, sent: Flows, fabric: Fabric, routing: Routing, wire: Wire) -> AxisTime:
-    done = complete(fabric, sent, routing=routing, wire=wire)
+    done = complete_flows(fabric, sent, routing=routing, wire=wire)
     return AxisTime(
         axis=one.axis,
         operation=one.operation,

@@ -80,7 +80,7 @@ class Routes:
         return np.asarray((self.links >= 0).sum(axis=1))
 
 
-def route(links: Links, flows: Flows, routing: Routing, left: Floats | None = None) -> Routes:
+def route_flows(links: Links, flows: Flows, routing: Routing, left: Floats | None = None) -> Routes:
     """Paths of all sub-flows; `left` is the share of each link that works."""
     _check(links, flows, routing)
     number = np.arange(len(flows) * routing.paths, dtype=np.int64)
@@ -224,7 +224,7 @@ def offered(fabric: Fabric, flows: Flows, *, routing: Routing) -> Offered:
         some = slice(first, first + at_once)
         part = Flows(source=flows.source[some], target=flows.target[some], nbytes=flows.nbytes[some])
         # Every chunk hashes its own numbers from zero: another seed keeps the choices independent.
-        hops = route(links, part, replace(routing, seed=routing.seed + 7919 * number)).links
+        hops = route_flows(links, part, replace(routing, seed=routing.seed + 7919 * number)).links
         load += np.bincount(hops[hops >= 0], minlength=links.count)
     load *= fabric.planes / routing.paths  # a path carries nic / paths, a link nic / planes
     host = np.arange(links.count) % links.per_plane < 2 * fabric.hosts

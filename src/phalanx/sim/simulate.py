@@ -13,19 +13,19 @@ from phalanx.errors import mistake, nearest
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim import fluid
 from phalanx.sim.course import Course
-from phalanx.sim.fabric_failures import UNBROKEN, Break, broken_of, denied_of, faults_of, too_late
+from phalanx.sim.fabric_failures import UNBROKEN, FabricBreak, broken_of, denied_of, faults_of, too_late
 from phalanx.sim.fabric_links import Links, links_of
-from phalanx.sim.fluid import Completion, Rates, Wire, afford, batch_of, complete, solve
-from phalanx.sim.packets.build import LOOK_S, Budget, Cost, sketch
+from phalanx.sim.fluid import Completion, Rates, Wire, afford, batch_of, complete_flows, solve_rates
+from phalanx.sim.packets.build import LOOK_S, PacketBudget, PacketCost, sketch
 from phalanx.sim.packets.faults import Fault
 from phalanx.sim.packets.result import PacketResult
 from phalanx.sim.packets.roce_run import roce_sketch
-from phalanx.sim.packets.run import BUDGET, REST_S, run
+from phalanx.sim.packets.run import BUDGET, REST_S, run_connections
 from phalanx.sim.packets.schedule import Schedule
 from phalanx.sim.packets.state import MOST_SLOTS
 from phalanx.sim.packets.transport import ECMP, HTSIM, MRC, ROCE, ROCE_LOSSY, Dcqcn, Roce, Transport
 from phalanx.sim.routes import Recovery, Routing
-from phalanx.sim.traffic_matrix import Flows, traffic
+from phalanx.sim.traffic_matrix import Flows, named_traffic
 
 ROUTINGS = ("flow", "qp", "oblivious", "adaptive", "all")
 RECOVERIES = ("none", "conventional", "edge")
@@ -49,23 +49,23 @@ def simulate(
     seed: int = 0,
     flows: Flows | None = None,
     watched: int | None = None,
-    budget: Budget = BUDGET,
+    budget: PacketBudget = BUDGET,
 ) -> dict[str, object]:
     """Rates and completion times; `paths` of 0 is one per flow, 8 QPs, or what a million rows allow.
 
     `flows`, when given, are the traffic, and `traffic_name` is only what they are called.
     """
-    flows = traffic(traffic_name, fabric, nbytes, seed=seed) if flows is None else flows
+    flows = named_traffic(traffic_name, fabric, nbytes, seed=seed) if flows is None else flows
     routing = routing_of(fabric, spread, paths or usual_paths(fabric, spread, len(flows)), recovery, seed)
     over = WIRES[choice("--wire", wire, tuple(WIRES))]
     links = links_of(fabric)
     afford(links, len(flows), routing, budget)
     if denied:
         check_deny(routing.recovery)
-    broken = broken_of(links, Break(failed=tuple(failed), left=left, denied=tuple(denied)))
-    rates = solve(fabric, flows, routing=routing, broken=broken)
+    broken = broken_of(links, FabricBreak(failed=tuple(failed), left=left, denied=tuple(denied)))
+    rates = solve_rates(fabric, flows, routing=routing, broken=broken)
     batch = batch_of(len(flows) * routing.paths)
-    done = complete(fabric, flows, routing=routing, broken=broken, wire=over, batch=batch)
+    done = complete_flows(fabric, flows, routing=routing, broken=broken, wire=over, batch=batch)
     asked = asked_for("fluid", fabric, traffic_name, flows, seed)
     chosen = {"spread": spread, "paths": routing.paths, "recovery": routing.recovery, "wire": wire}
     parts = {"failed": list(failed), "left": left, "denied": list(denied)}
@@ -288,9 +288,9 @@ def simulate_packets(
     flows: Flows,
     *,
     transport: AnyTransport = MRC,
-    broken: Break = UNBROKEN,
+    broken: FabricBreak = UNBROKEN,
     seed: int = 0,
-    budget: Budget = BUDGET,
+    budget: PacketBudget = BUDGET,
     schedule: Schedule | None = None,
     each_plane: bool = False,
 ) -> dict[str, object]:
@@ -327,13 +327,13 @@ def run_packets(
     denied: tuple[Fault, ...] = (),
     *,
     seed: int = 0,
-    budget: Budget = BUDGET,
+    budget: PacketBudget = BUDGET,
     schedule: Schedule | None = None,
     each_plane: bool = False,
 ) -> PacketResult:
     """One run, refused before it starts where even waiting would exceed the budget."""
     _afford_waiting(fabric, flows, transport, faults, budget, alike=not (faults or denied or each_plane))
-    return run(
+    return run_connections(
         fabric,
         flows,
         transport=transport,
@@ -353,7 +353,7 @@ def course_of(found: PacketResult) -> Course:
 
 
 def _afford_waiting(
-    fabric: Fabric, flows: Flows, transport: AnyTransport, faults: Sequence[Fault], budget: Budget, *, alike: bool
+    fabric: Fabric, flows: Flows, transport: AnyTransport, faults: Sequence[Fault], budget: PacketBudget, *, alike: bool
 ) -> None:
     """Refuse when waiting for routing, or for a part to return, would exceed the budget: every slot costs."""
     links, slot_s, expected = _expected(fabric, flows, transport, alike=alike)
@@ -389,7 +389,7 @@ def _wait_s(transport: AnyTransport, faults: Sequence[Fault], soon_s: float) -> 
     return max(waits, default=0.0)
 
 
-def _expected(fabric: Fabric, flows: Flows, transport: AnyTransport, *, alike: bool) -> tuple[Links, float, Cost]:
+def _expected(fabric: Fabric, flows: Flows, transport: AnyTransport, *, alike: bool) -> tuple[Links, float, PacketCost]:
     if isinstance(transport, Roce):
         pairs = roce_sketch(fabric, flows, transport)
         return pairs.links, pairs.slots.slot_s, pairs.cost

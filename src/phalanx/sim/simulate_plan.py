@@ -12,16 +12,16 @@ from phalanx.errors import mistake
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.plan.plan import Plan
-from phalanx.sim.months.causes import DEFAULT_PLANES, Network
-from phalanx.sim.months.forecast import Forecast, forecast, levers, site_range
-from phalanx.sim.months.policy import Policy, expected_failures, policy
-from phalanx.sim.months.simulate_run import Outcome, runs
-from phalanx.sim.months.text import render as forecast_text
+from phalanx.sim.months.causes import DEFAULT_PLANES, NetworkCauses
+from phalanx.sim.months.forecast import Forecast, forecast_months, site_range, try_levers
+from phalanx.sim.months.policy import MonthsPolicy, expected_failures, months_policy
+from phalanx.sim.months.simulate_run import RunOutcome, simulate_runs
+from phalanx.sim.months.text import forecast_text as forecast_text
 from phalanx.sim.step.breaks import Aftermath, aftermath
 from phalanx.sim.step.paths import Transport, check_size
 from phalanx.sim.step.report import StepReport, step_report
-from phalanx.sim.step.step_text import render as step_text
-from phalanx.sim.step.step_text import render_break
+from phalanx.sim.step.step_text import break_text
+from phalanx.sim.step.step_text import step_text as step_text
 from phalanx.units import HOUR_S, plural
 
 WHERE = "simulate"
@@ -32,10 +32,10 @@ MOST_LEVERS = 7  # changes that `what_if` tries
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MonthsSimulation:
-    """Simulated months of a plan: `forecast` has the numbers, `print` the page."""
+    """Simulated months of a plan: `forecast_months` has the numbers, `print` the page."""
 
     plan: Plan
-    policy: Policy
+    policy: MonthsPolicy
     forecast: Forecast
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class StepSimulation:
         page = step_text(self.report)
         if self.broken is None or not self.aftermath:
             return page
-        return f"{page}\n\n{render_break(self.broken, list(self.aftermath))}"
+        return f"{page}\n\n{break_text(self.broken, list(self.aftermath))}"
 
     def __repr__(self) -> str:
         """One line."""
@@ -89,7 +89,7 @@ def simulate_months(
     small for the plan.
     """
     network = _network(plan, fabric, edge_recovery, planes)
-    chosen = policy(
+    chosen = months_policy(
         plan, network=network, shape=weibull, planned_per_day=planned_per_day, repair_s=repair_hours * HOUR_S
     )
     each = expected_failures(chosen, days) * (1 + MOST_LEVERS * what_if)
@@ -100,14 +100,14 @@ def simulate_months(
             why=f"more than {MOST_FAILURES:,} take minutes",
             fix="use fewer runs or days",
         )
-    outcomes: list[Outcome] = []
-    for one in runs(chosen, days=days, count=runs_count, seed=seed):
+    outcomes: list[RunOutcome] = []
+    for one in simulate_runs(chosen, days=days, count=runs_count, seed=seed):
         outcomes.append(one)
         if progress is not None:
             progress(len(outcomes))
-    changed = levers(plan, chosen, outcomes, days=days, seed=seed) if what_if else ()
+    changed = try_levers(plan, chosen, outcomes, days=days, seed=seed) if what_if else ()
     sites = site_range(plan, chosen, days=days, seed=seed)
-    made = forecast(plan, chosen, outcomes, seed=seed, sites=sites, levers=changed)
+    made = forecast_months(plan, chosen, outcomes, seed=seed, sites=sites, levers=changed)
     return MonthsSimulation(plan=plan, policy=chosen, forecast=made)
 
 
@@ -138,9 +138,9 @@ def simulate_step(
     return StepSimulation(report=report, broken=broken, aftermath=tuple(found))
 
 
-def _network(plan: Plan, fabric: Fabric | str | None, edge: bool, planes: int | None) -> Network:
+def _network(plan: Plan, fabric: Fabric | str | None, edge: bool, planes: int | None) -> NetworkCauses:
     if fabric is None:
-        return Network(edge=edge, planes=planes or DEFAULT_PLANES)
+        return NetworkCauses(edge=edge, planes=planes or DEFAULT_PLANES)
     named = parse_fabric(fabric) if isinstance(fabric, str) else fabric
     check_size(named, plan.layout.devices)
-    return Network(edge=edge, planes=named.planes, fabric=named)
+    return NetworkCauses(edge=edge, planes=named.planes, fabric=named)

@@ -139,7 +139,7 @@ def incast(fabric: Fabric, nbytes: float, *, senders: int = SENDERS) -> Flows:
     return flows(source, target, nbytes)
 
 
-def traffic(name: str, fabric: Fabric, nbytes: float, *, seed: int = 0) -> Flows:
+def named_traffic(name: str, fabric: Fabric, nbytes: float, *, seed: int = 0) -> Flows:
     """A traffic matrix by name; raises UserError for one that does not exist."""
     names = (*TRAFFIC, INCAST)
     if name not in names:

@@ -17,8 +17,8 @@ from phalanx.plan import request
 from phalanx.plan.calibrate import GROUPS, Calibration, calibrate, calibrated
 from phalanx.plan.cases import Floats
 from phalanx.plan.plan import Plan
-from phalanx.plan.prediction import interval
-from phalanx.plan.score import price
+from phalanx.plan.prediction import step_interval
+from phalanx.plan.score import price_layouts
 from phalanx.plan.step import StepTimes
 from phalanx.record.account.segments import segments
 from phalanx.record.archive.history import RunHistory
@@ -60,7 +60,7 @@ def calibrate_table(path: Path) -> CalibrationReport:
     if not found.priced.size:
         raise mistake(str(path), f"has no row that can be priced: {found.reason[0]}", fix="see docs/validation.md")
     measured = np.array([number(rows[index], "step_s") or np.nan for index in found.priced])
-    low, high = interval(found.cases, found.times, found.frameworks)
+    low, high = step_interval(found.cases, found.times, found.frameworks)
     skipped = len(rows) - found.priced.size
     return _report(str(path), found.times, measured, OWN_SCATTER_SHARE * np.log(high / low) / 2.0, skipped=skipped)
 
@@ -79,8 +79,8 @@ def calibrate_run(folder: Path) -> CalibrationReport:
             f"has {plural(len(durations), 'measured step')}, and calibration needs {LEAST_STEPS} after warm-up",
             fix='let it run longer; steps are lines {"event": "step", "duration_s": 1.25} of events*.jsonl',
         )
-    question, _ = request.from_job(planned.job, planned.cluster)
-    _, times, _ = price(question, [planned.layout])
+    question, _ = request.request_from_job(planned.job, planned.cluster)
+    _, times, _ = price_layouts(question, [planned.layout])
     return _report(str(folder), times, np.array([statistics.median(kept)]), np.array([0.0]))
 
 

@@ -8,19 +8,19 @@ from itertools import takewhile
 
 from phalanx.errors import UserError
 from phalanx.network import nccl_tables as tables
-from phalanx.network.collective_fit import LEAST_BYTES, Point, allowed_error, ends, fit_points, wire_share
+from phalanx.network.collective_fit import LEAST_BYTES, Point, allowed_error, fit_ends, fit_points, wire_share
 from phalanx.network.nccl_choice import (
     OPERATIONS,
-    Choice,
+    AlgorithmChoice,
     Operation,
     bus_bytes_per_s,
-    choices,
-    choose,
-    expect,
+    choose_pair,
+    expect_collective,
     expected_s,
-    latency,
+    possible_pairs,
+    start_up_us,
 )
-from phalanx.network.nccl_system import Channels, System, system
+from phalanx.network.nccl_system import Channels, NcclSystem, build_system
 from phalanx.network.nccl_tables import Family
 from phalanx.validate.network_claims import (
     Claim,
@@ -55,7 +55,7 @@ _NODES = re.compile(r"\b(\d+) nodes? x (\d+) ([A-Z]+\d+)\b|\b(\d+) ?x ?(\d+) ([A
 _RACK = re.compile(r"\bNVL(\d+)\b")
 
 
-def machine(text: str, *, nvls: bool = True) -> System | None:
+def machine(text: str, *, nvls: bool = True) -> NcclSystem | None:
     """`4 nodes x 8 B200 ... 8x400G`, `4x8 H100, 3.2T IB`, `8x H200` or `NVL72`; None where there is no such thing."""
     shape = _shape(text)
     if shape is None:
@@ -64,7 +64,7 @@ def machine(text: str, *, nvls: bool = True) -> System | None:
     family = FAMILY_OF.get(gpu)
     if family is None or not 0 < nodes * per_node <= MOST or nodes * per_node < 2:
         return None
-    return system(nodes=nodes, per_node=per_node, family=family, nic_gbps=_nic(text, per_node), nvls=nvls)
+    return build_system(nodes=nodes, per_node=per_node, family=family, nic_gbps=_nic(text, per_node), nvls=nvls)
 
 
 def _shape(text: str) -> tuple[int, int, str] | None:
@@ -150,7 +150,7 @@ def _family(text: str) -> tables.Family | None:
     return next((one for one in tables.FAMILIES if text.lower().startswith(one)), None)
 
 
-def _ranked(row: Claim) -> System | None:
+def _ranked(row: Claim) -> NcclSystem | None:
     """A system of ranks whose channels the row names; rows without them are about latency, where they do not count."""
     ranks = count_before(row.conditions, "ranks?")
     per_node = count_before(row.conditions, "per node") or PER_NODE
@@ -163,7 +163,9 @@ def _ranked(row: Claim) -> System | None:
     family: tables.Family = next(named, "hopper")
     nodes = ranks // per_node
     amd = "AMD" in row.conditions
-    return System(nodes=nodes, per_node=per_node, family=family, ring=ring, nvls=None, cpu="amd" if amd else "intel")
+    return NcclSystem(
+        nodes=nodes, per_node=per_node, family=family, ring=ring, nvls=None, cpu="amd" if amd else "intel"
+    )
 
 
 def crossing(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
@@ -172,7 +174,7 @@ def crossing(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
     if comm is None:
         return None
     for power in range(10, LARGEST_POWER):
-        best = choose(comm, 2.0**power)
+        best = choose_pair(comm, 2.0**power)
         if best.algorithm == "Ring":
             return reproduced(row, 2.0**power / MIB, "network/nccl_choice", tolerance=EXACT)
     return None
@@ -189,7 +191,9 @@ def start_up(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
     scale = {"ms": 1e-3, "us": 1.0, "s": 1e-6}.get(row.unit)
     if scale is None:
         return None
-    return reproduced(row, scale * latency(comm, algorithm, chosen, nbytes=0.0), "network/nccl_choice", tolerance=EXACT)
+    return reproduced(
+        row, scale * start_up_us(comm, algorithm, chosen, nbytes=0.0), "network/nccl_choice", tolerance=EXACT
+    )
 
 
 def last_of_pair(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
@@ -201,14 +205,15 @@ def last_of_pair(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
     sizes = (2.0**power for power in range(10, LARGEST_POWER))
 
     def holds(nbytes: float) -> bool:
-        best = choose(known, nbytes)
+        best = choose_pair(known, nbytes)
         return (best.algorithm.lower(), best.protocol) == (found[1].lower(), found[2])
 
     kept = list(takewhile(holds, sizes))
     if not kept:
         return reproduced(row, 0.0, "network/nccl_choice: never takes it")
-    then = choose(known, 2 * kept[-1])
-    note = f"network/nccl_choice; then {then.algorithm} {then.protocol} of {len(choices(known, 2 * kept[-1]))} pairs"
+    then = choose_pair(known, 2 * kept[-1])
+    pairs = len(possible_pairs(known, 2 * kept[-1]))
+    note = f"network/nccl_choice; then {then.algorithm} {then.protocol} of {pairs} pairs"
     return reproduced(row, kept[-1] / MIB, note, tolerance=EXACT)
 
 
@@ -252,15 +257,15 @@ def bus_bandwidth(row: Claim, context: ClaimContext) -> ClaimOutcome | None:
     if measured and nbytes is not None and nbytes < LEAST_BYTES:
         return _small(row, comm, operation, nbytes)
     series = _series(row, context) if measured and nbytes is not None else ()
-    picked = ends(_points(series, operation, comm.ranks))
+    picked = fit_ends(_points(series, operation, comm.ranks))
     if nbytes is not None and picked is not None:
         return _fitted(row, comm, operation, nbytes, picked)
     return _modelled(row, comm, operation, nbytes or LARGE)
 
 
-def _small(row: Claim, comm: System, operation: Operation, nbytes: float) -> ClaimOutcome:
+def _small(row: Claim, comm: NcclSystem, operation: Operation, nbytes: float) -> ClaimOutcome:
     """Below 16 MiB the range is what the model stands for, not its middle: the call depends on the network."""
-    found = expect(comm, nbytes, operation=operation)
+    found = expect_collective(comm, nbytes, operation=operation)
     assert found is not None  # rings exist for every operation
     low, high = (bus_bytes_per_s(comm, nbytes, one, operation=operation) / GB for one in (found.high_s, found.low_s))
     ours = bus_bytes_per_s(comm, nbytes, found.seconds, operation=operation) / GB
@@ -288,7 +293,9 @@ def _points(series: tuple[Claim, ...], operation: Operation, ranks: int) -> tupl
     return tuple(found)
 
 
-def _fitted(row: Claim, comm: System, operation: Operation, nbytes: float, picked: tuple[Point, Point]) -> ClaimOutcome:
+def _fitted(
+    row: Claim, comm: NcclSystem, operation: Operation, nbytes: float, picked: tuple[Point, Point]
+) -> ClaimOutcome:
     try:
         fit = fit_points(picked, ranks=comm.ranks, nodes=comm.nodes, operation=operation)
     except UserError as error:
@@ -300,7 +307,7 @@ def _fitted(row: Claim, comm: System, operation: Operation, nbytes: float, picke
     return reproduced(row, ours, f"fitted on {sizes}", tolerance=allowed_error(nbytes), inverse=True)
 
 
-def _modelled(row: Claim, comm: System, operation: Operation, nbytes: float) -> ClaimOutcome | None:
+def _modelled(row: Claim, comm: NcclSystem, operation: Operation, nbytes: float) -> ClaimOutcome | None:
     wanted = _named_algorithm(row.quantity)
     best = _best(comm, nbytes, operation, wanted)
     if best is None:
@@ -327,10 +334,10 @@ def _named_algorithm(quantity: str) -> str | None:
     return "Ring" if "ring" in rest else None
 
 
-def _best(comm: System, nbytes: float, operation: Operation, wanted: str | None) -> Choice | None:
+def _best(comm: NcclSystem, nbytes: float, operation: Operation, wanted: str | None) -> AlgorithmChoice | None:
     if wanted is None:
-        return choose(comm, nbytes, operation=operation)
-    found = [one for one in choices(comm, nbytes, operation=operation) if one.algorithm == wanted]
+        return choose_pair(comm, nbytes, operation=operation)
+    found = [one for one in possible_pairs(comm, nbytes, operation=operation) if one.algorithm == wanted]
     return min(found, key=lambda one: one.seconds, default=None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from phalanx.hardware.failures import HOPPER_SITE, llama_device_days, site_figures
-from phalanx.network.fabric.bill import bill, loss, tier_links
+from phalanx.network.fabric.bill import fabric_bill, failure_loss, tier_links
 from phalanx.network.fabric.decisions import harmonic, idle_share, late_step, max_to_mean
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.network.fabric.fabric_types import Fabric
@@ -22,7 +22,7 @@ from phalanx.network.fabric.failure_budget import (
     WAITS,
     pace,
 )
-from phalanx.network.fabric.sizing import Shape, most_hosts, size, split_t0
+from phalanx.network.fabric.sizing import ClosShape, most_hosts, size_fabric, split_t0
 from phalanx.network.fabric.switch_catalogue import unnamed
 from phalanx.plan.physics import physics
 from phalanx.sim.packets.transport import MRC
@@ -99,9 +99,9 @@ def ratio(row: Claim) -> float:
     return number_matching(row.conditions, r"(?<![\d-])(\d+(?:\.\d+)?):1\b") or 1.0
 
 
-def shape(row: Claim, *, default_tiers: int | None = None) -> Shape:
+def shape(row: Claim, *, default_tiers: int | None = None) -> ClosShape:
     """Planes, tiers and oversubscription."""
-    return Shape(planes=planes(row), tiers=tiers(row, default=default_tiers), oversubscription=ratio(row))
+    return ClosShape(planes=planes(row), tiers=tiers(row, default=default_tiers), oversubscription=ratio(row))
 
 
 def fabric(row: Claim) -> Fabric:
@@ -109,7 +109,7 @@ def fabric(row: Claim) -> Fabric:
     made, ports = shape(row, default_tiers=2), radix(row)
     hosts = count_before(row.conditions, HOSTS) or most_hosts(ports, made)
     # The speed of a NIC changes no count: any that the planes divide will do.
-    return size(hosts, 100.0 * made.planes, unnamed(ports, 100.0), made)
+    return size_fabric(hosts, 100.0 * made.planes, unnamed(ports, 100.0), made)
 
 
 def _box_gbps(text: str) -> float:
@@ -149,7 +149,7 @@ EXACT = 1e-3  # exact values are printed with four digits
 SAMPLED = 0.02  # the rows' own Monte Carlo error
 MOST_UNITS = 10**8  # per link: a slip beyond, and an array of every load up to there
 # The two ends of the comparison in arXiv:2605.04333 section 2: 8 planes on two tiers of 512x100G, one plane of 64x800G.
-MULTI_PLANE, MULTI_RADIX, SINGLE_RADIX = Shape(planes=8, tiers=2), 512, 64
+MULTI_PLANE, MULTI_RADIX, SINGLE_RADIX = ClosShape(planes=8, tiers=2), 512, 64
 TIER_OF = {"NIC-T0": 0, "T0-T1": 1, "T1-T2": 2}
 
 
@@ -159,25 +159,25 @@ def hosts(row: Claim, _: ClaimContext) -> ClaimOutcome:
     return reproduced(row, found, "fabric/sizing", tolerance=EXACT)
 
 
-def _full(radix: int, shape: Shape) -> Fabric:
+def _full(radix: int, shape: ClosShape) -> Fabric:
     gbps = NIC_GBPS if NIC_GBPS % shape.planes == 0 else 100.0 * shape.planes
-    return size(most_hosts(radix, shape), gbps, unnamed(radix, gbps / shape.planes), shape)
+    return size_fabric(most_hosts(radix, shape), gbps, unnamed(radix, gbps / shape.planes), shape)
 
 
 def per_host_ratio(row: Claim, _: ClaimContext) -> ClaimOutcome:
     """Switches or optics per host of eight planes against one plane of so many tiers."""
     against = count_before(row.quantity, "tiers?") or 3
     many = _full(MULTI_RADIX, MULTI_PLANE)
-    one = _full(SINGLE_RADIX, Shape(planes=1, tiers=against))
+    one = _full(SINGLE_RADIX, ClosShape(planes=1, tiers=against))
     if row.quantity.startswith("optics"):
-        ours = bill(many).optics_800g / many.hosts / (bill(one).optics_800g / one.hosts)
+        ours = fabric_bill(many).optics_800g / many.hosts / (fabric_bill(one).optics_800g / one.hosts)
         return reproduced(row, ours, "fabric/bill", tolerance=EXACT)
     return reproduced(row, many.switches / many.hosts / (one.switches / one.hosts), "fabric/bill", tolerance=EXACT)
 
 
 def hops(row: Claim, _: ClaimContext) -> ClaimOutcome:
     """Switches on the longest path."""
-    made = size(64, 800.0, unnamed(64, 800.0), Shape(planes=1, tiers=tiers(row)))
+    made = size_fabric(64, 800.0, unnamed(64, 800.0), ClosShape(planes=1, tiers=tiers(row)))
     return reproduced(row, made.hops, "fabric/types", tolerance=EXACT)
 
 
@@ -188,14 +188,14 @@ def under_t0(row: Claim, _: ClaimContext) -> ClaimOutcome:
 
 def uplink_loss(row: Claim, _: ClaimContext) -> ClaimOutcome:
     """Share of a T0's uplinks that one is."""
-    made = _full(radix(row), Shape(planes=planes(row), tiers=2))
-    return reproduced(row, 100 * loss(made).t0_t1_link, "fabric/bill; the row is rounded")
+    made = _full(radix(row), ClosShape(planes=planes(row), tiers=2))
+    return reproduced(row, 100 * failure_loss(made).t0_t1_link, "fabric/bill; the row is rounded")
 
 
 def nic_loss(row: Claim, _: ClaimContext) -> ClaimOutcome:
     """Share of a NIC that a plane is."""
-    made = _full(SINGLE_RADIX, Shape(planes=said_planes(row), tiers=2))
-    return reproduced(row, 100 * loss(made).nic_link, "fabric/bill; the row is rounded")
+    made = _full(SINGLE_RADIX, ClosShape(planes=said_planes(row), tiers=2))
+    return reproduced(row, 100 * failure_loss(made).nic_link, "fabric/bill; the row is rounded")
 
 
 def total(row: Claim, _: ClaimContext) -> ClaimOutcome:
@@ -216,7 +216,7 @@ def total(row: Claim, _: ClaimContext) -> ClaimOutcome:
 def per_host(row: Claim, _: ClaimContext) -> ClaimOutcome:
     """Switches or 800G-class optics for one NIC of a full fabric."""
     made = _full(radix(row), shape(row))
-    whole = made.switches if row.quantity.startswith("switches") else bill(made).optics_800g
+    whole = made.switches if row.quantity.startswith("switches") else fabric_bill(made).optics_800g
     return reproduced(row, whole / made.hosts, "fabric/bill", tolerance=EXACT)
 
 

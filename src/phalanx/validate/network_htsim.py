@@ -19,7 +19,7 @@ from phalanx.network.fabric.switch_catalogue import unnamed
 from phalanx.sim.packets.build import sketch
 from phalanx.sim.packets.faults import Fault
 from phalanx.sim.packets.result import PacketResult
-from phalanx.sim.packets.run import run
+from phalanx.sim.packets.run import run_connections
 from phalanx.sim.packets.schedule import Schedule, at_once
 from phalanx.sim.packets.transport import HTSIM, Spray, Transport, in_slots
 from phalanx.sim.traffic_matrix import Flows
@@ -412,7 +412,7 @@ def _measured(result: PacketResult, measure: str, end_s: float) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _run(case: Case, seed: int) -> PacketResult:
-    made = run(
+    made = run_connections(
         fabric_of(case),
         flows_of(case.sent),
         transport=_transport(case),

@@ -14,11 +14,11 @@ import numpy as np
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.fabric_links import Floats
-from phalanx.sim.fluid import Rates, solve
+from phalanx.sim.fluid import Rates, solve_rates
 from phalanx.sim.packets.build import sketch
 from phalanx.sim.packets.faults import Fault
 from phalanx.sim.packets.result import PacketResult
-from phalanx.sim.packets.run import run
+from phalanx.sim.packets.run import run_connections
 from phalanx.sim.packets.transport import MRC, ROCE, ROCE_PFC, Roce, Spray, Transport
 from phalanx.sim.routes import Routing, by_flow, by_qp
 from phalanx.sim.traffic_matrix import Flows, flows, permutation, shift
@@ -79,7 +79,7 @@ def _spec(text: str, hosts: int, planes: int) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _solve(spec: str, hosts: int, routing: Routing) -> Rates:
-    return solve(parse_fabric(spec), permutation(hosts, 1.0), routing=routing)
+    return solve_rates(parse_fabric(spec), permutation(hosts, 1.0), routing=routing)
 
 
 FLUID_READERS: tuple[tuple[str, ClaimReader], ...] = (
@@ -141,7 +141,7 @@ def _slowest(ranks: int, together: int, qps: int) -> float:
     fabric = parse_fabric(f"clos2:{-(-ranks // together) * T0_DOWN}x400G/1p/{RING_RADIX}/wide")
     ring = flows(host, host[(place + together) % ranks], 1.0)
     hashed = (by_qp(qps, seed=seed) if qps > 1 else by_flow(seed=seed) for seed in RING_SEEDS)
-    return float(np.mean([solve(fabric, ring, routing=one).slowest for one in hashed]))
+    return float(np.mean([solve_rates(fabric, ring, routing=one).slowest for one in hashed]))
 
 
 RING_READERS: tuple[tuple[str, ClaimReader], ...] = (
@@ -191,7 +191,9 @@ def _mean_s(hosts: int, loss: float) -> float:
     step = min(T0_HOSTS, hosts // 2)
     traffic = shift(hosts, NBYTES, step=step)
     lost = faults if loss else ()
-    found = run(fabric, traffic, transport=MRC, faults=lost, sample_s=SAMPLE_S, limit_s=10.0, each_plane=True)
+    found = run_connections(
+        fabric, traffic, transport=MRC, faults=lost, sample_s=SAMPLE_S, limit_s=10.0, each_plane=True
+    )
     if found.stopped == "interrupted":
         raise KeyboardInterrupt
     return float(np.mean(found.fct_s))
@@ -317,7 +319,7 @@ def _incast_rates(transport: Transport | Roce, senders: int, gbps: float, seed: 
     source, target = np.arange(side), np.full(side, side)
     target[-1] += 1
     endless = np.full(side, math.ceil(2 * limit_s * gbps * 1e9 / 8))
-    found = run(
+    found = run_connections(
         fabric,
         flows(source, target, endless),
         transport=transport,
@@ -448,7 +450,7 @@ def _setting(asked: Question) -> tuple[Fabric, Flows, Transport]:
 @functools.lru_cache(maxsize=8)
 def _run(question: Question) -> PacketResult:
     fabric, traffic, transport = _setting(question)
-    found = run(fabric, traffic, transport=transport)
+    found = run_connections(fabric, traffic, transport=transport)
     if found.stopped == "interrupted":
         raise KeyboardInterrupt
     return found

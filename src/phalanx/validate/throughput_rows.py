@@ -13,7 +13,7 @@ from phalanx.job.model import ModelShape
 from phalanx.plan.case_columns import PRECISION_INDEX, machine_columns, model_columns
 from phalanx.plan.cases import RECOMPUTE, SCHEDULES, Cases, Floats
 from phalanx.plan.memory import MemoryUse, memory_profiles, predict_memory, stack_memory
-from phalanx.plan.physics import Physics, Profile, physics, profile_name, profiles, stack
+from phalanx.plan.physics import Physics, Profile, physics, profile_name, profiles, stack_profiles
 from phalanx.plan.step import StepTimes, predict_step
 from phalanx.validate import throughput_table
 from phalanx.validate.throughput_table import PublishedRun, number, published_cluster, why_not_priced
@@ -113,7 +113,7 @@ def predict_rows(rows: tuple[PublishedRun, ...], *, constants: Physics | None = 
     table = to_cases(columns)
     memory_by = memory_profiles()
     memory = predict_memory(table, stack_memory([memory_by.get(name, memory_by["default"]) for name in names]))
-    times = predict_step(table, constants or physics(), stack([known[name] for name in names]))
+    times = predict_step(table, constants or physics(), stack_profiles([known[name] for name in names]))
     best = _best_candidates(np.asarray(owner), times.step_s, memory.total <= UNSTATED_SLACK * memory.usable)
     return RowPredictions(
         cases=table.take(best),

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from phalanx.io.files import write_text
 from phalanx.plan.calibrate import Calibration, calibrate, calibrated
 from phalanx.plan.cases import Floats
-from phalanx.plan.prediction import interval
+from phalanx.plan.prediction import step_interval
 from phalanx.plan.step import StepTimes
 from phalanx.units import plural
 from phalanx.validate.throughput_rows import RowPredictions, predict_rows
@@ -92,7 +92,7 @@ class Scorecard:
 def predict_table(rows: tuple[PublishedRun, ...], *, known: tuple[PublishedRun, ...] = ()) -> list[Prediction]:
     """Predict every row; with `known` rows, each source is first calibrated on its own measured rows there."""
     found = predict_rows(rows)
-    low, high = interval(found.cases, found.times, found.frameworks)
+    low, high = step_interval(found.cases, found.times, found.frameworks)
     seconds = found.times.step_s
     if known:
         seconds, low, high = _calibrated(rows, found, known, low, high)
@@ -113,7 +113,7 @@ def predict_table(rows: tuple[PublishedRun, ...], *, known: tuple[PublishedRun, 
 def fit_sources(known: tuple[PublishedRun, ...]) -> dict[str, Calibration]:
     """Scalars per source from the measured rows given."""
     found = predict_rows(known)
-    low, high = interval(found.cases, found.times, found.frameworks)
+    low, high = step_interval(found.cases, found.times, found.frameworks)
     scatter = SCATTER_SHARE * np.log(high / low) / 2.0
     measured = np.array([number(known[index], "step_s") or np.nan for index in found.priced])
     source = np.array([known[index].get("source", "") for index in found.priced])

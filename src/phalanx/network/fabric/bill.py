@@ -15,7 +15,7 @@ OPTIC_WATTS = 16.0  # 15 to 17 W per 800G module (AIDC Studio catalogue); 17 to 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bill:
+class FabricBill:
     """Parts of a whole fabric. Links are counted at port speed; all of them are taken to be optical."""
 
     links: tuple[int, ...]  # by tier: NIC-T0, T0-T1, T1-T2, T2-T3
@@ -39,12 +39,12 @@ class Loss:
     t2: float | None  # of what the hosts of a pod can send beyond it; None where T2 is not the top of three tiers
 
 
-def bill(fabric: Fabric) -> Bill:
+def fabric_bill(fabric: Fabric) -> FabricBill:
     """Count the parts."""
     links = tier_links(fabric)
     total = sum(links)
     modules = 2 * total * fabric.port_gbps / OPTIC_GBPS
-    return Bill(
+    return FabricBill(
         links=links,
         cables=total // fabric.planes,
         optics=2 * total,
@@ -66,7 +66,7 @@ def tier_links(fabric: Fabric) -> tuple[int, ...]:
     return (fabric.planes * fabric.hosts, *([up] * (fabric.tiers - 1)))
 
 
-def loss(fabric: Fabric) -> Loss:
+def failure_loss(fabric: Fabric) -> Loss:
     """What the loss of one part takes away."""
     above = fabric.tiers > 1
     return Loss(

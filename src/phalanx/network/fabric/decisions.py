@@ -17,19 +17,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import mistake
-from phalanx.network.fabric.bill import loss, tier_links
+from phalanx.network.fabric.bill import failure_loss, tier_links
 from phalanx.network.fabric.fabric_types import Fabric, Switch
 from phalanx.network.fabric.failure_budget import (
     EDGE_RECOVERY_S,
     GIVE_UP_S,
     RESTART_S,
-    Answer,
-    Budget,
-    budget,
+    FailureAnswer,
+    FailureBudget,
     bypass_cost,
+    failure_budget,
     flap_share,
 )
-from phalanx.network.fabric.sizing import LEAST_RADIX, MOST_TIERS, Shape, check, most_hosts, size, split_t0
+from phalanx.network.fabric.sizing import (
+    LEAST_RADIX,
+    MOST_TIERS,
+    ClosShape,
+    check_fabric,
+    most_hosts,
+    size_fabric,
+    split_t0,
+)
 from phalanx.network.fabric.switch_catalogue import find_switches, switches, unnamed
 from phalanx.units import plural
 
@@ -113,7 +121,7 @@ class Decisions:
     loads: tuple[LoadRow, ...]
     slowest_to_mean: float  # E[max]/mean of as many exponential delays as GPUs: the harmonic number
     late: tuple[LateRow, ...]
-    budget: Budget
+    budget: FailureBudget
     recoveries: tuple[RecoveryRow, ...]
 
 
@@ -128,7 +136,7 @@ def decisions(
     restart_s: float = RESTART_S[0],
 ) -> Decisions:
     """The numbers of the three decisions; `planes` left open means the most the box can do."""
-    check(gpus, nic_gbps, Shape(planes=1, tiers=2), where=WHERE)
+    check_fabric(gpus, nic_gbps, ClosShape(planes=1, tiers=2), where=WHERE)
     _check(paths, recovery_s, restart_s)
     choices = _choices(box, nic_gbps)
     chosen = planes if planes is not None else max(choices)
@@ -185,7 +193,7 @@ def _decide(
         loads=_loads(fabric, paths),
         slowest_to_mean=harmonic(gpus),
         late=tuple(LateRow(transfer=chance, step=late_step(chance, gpus)) for chance in LATE),
-        budget=budget(fabric, recovery_s=recovery_s, restart_s=(restart_s, slow)),
+        budget=failure_budget(fabric, recovery_s=recovery_s, restart_s=(restart_s, slow)),
         recoveries=_recoveries(fabric, recovery_s, restart_s),
     )
 
@@ -234,19 +242,19 @@ def _choices(box: str, nic_gbps: float) -> dict[int, Switch]:
 
 def _fewest_tiers(gpus: int, radix: int, planes: int) -> int:
     tiers = range(2, MOST_TIERS + 1)
-    return next((one for one in tiers if most_hosts(radix, Shape(planes=planes, tiers=one)) >= gpus), 0)
+    return next((one for one in tiers if most_hosts(radix, ClosShape(planes=planes, tiers=one)) >= gpus), 0)
 
 
 def _fabric(gpus: int, nic_gbps: float, switch: Switch, planes: int) -> Fabric:
     tiers = _fewest_tiers(gpus, switch.radix, planes) or MOST_TIERS
-    return size(gpus, nic_gbps, switch, Shape(planes=planes, tiers=tiers), where=WHERE)
+    return size_fabric(gpus, nic_gbps, switch, ClosShape(planes=planes, tiers=tiers), where=WHERE)
 
 
 def _plane_row(gpus: int, nic_gbps: float, switch: Switch, planes: int) -> PlaneRow:
     tiers = _fewest_tiers(gpus, switch.radix, planes)
     if tiers:
-        return _row_of(size(gpus, nic_gbps, switch, Shape(planes=planes, tiers=tiers), where=WHERE))
-    shape = Shape(planes=planes, tiers=MOST_TIERS)
+        return _row_of(size_fabric(gpus, nic_gbps, switch, ClosShape(planes=planes, tiers=tiers), where=WHERE))
+    shape = ClosShape(planes=planes, tiers=MOST_TIERS)
     down, up = split_t0(switch.radix, MOST_TIERS, 1.0)
     return PlaneRow(
         planes=planes,
@@ -269,8 +277,8 @@ def _plane_row(gpus: int, nic_gbps: float, switch: Switch, planes: int) -> Plane
 def _row_of(fabric: Fabric) -> PlaneRow:
     """Counted on the fabric; only its reach and the full fabric are formulas."""
     ratio = max(1.0, fabric.oversubscription)  # 31 ports down and 32 up are full bisection
-    shape = Shape(planes=fabric.planes, tiers=fabric.tiers, oversubscription=ratio, rails=fabric.rails)
-    lost = loss(fabric)
+    shape = ClosShape(planes=fabric.planes, tiers=fabric.tiers, oversubscription=ratio, rails=fabric.rails)
+    lost = failure_loss(fabric)
     return PlaneRow(
         planes=fabric.planes,
         switch=fabric.switch.name,
@@ -289,18 +297,18 @@ def _row_of(fabric: Fabric) -> PlaneRow:
     )
 
 
-def _reach(radix: int, shape: Shape) -> tuple[int, ...]:
+def _reach(radix: int, shape: ClosShape) -> tuple[int, ...]:
     return tuple(most_hosts(radix, replace(shape, tiers=one)) for one in range(2, MOST_TIERS + 1))
 
 
-def _switches_per_host(radix: int, shape: Shape) -> Fraction:
+def _switches_per_host(radix: int, shape: ClosShape) -> Fraction:
     return Fraction(shape.planes * (2 * shape.tiers - 1), radix)
 
 
 def _ratios(fabric: Fabric, flat: Switch, flat_planes: int) -> tuple[str, str]:
     """Against the conventional three tiers of the widest ports, both full."""
-    mine = _switches_per_host(fabric.switch.radix, Shape(planes=fabric.planes, tiers=fabric.tiers))
-    theirs = _switches_per_host(flat.radix, Shape(planes=flat_planes, tiers=3))
+    mine = _switches_per_host(fabric.switch.radix, ClosShape(planes=fabric.planes, tiers=fabric.tiers))
+    theirs = _switches_per_host(flat.radix, ClosShape(planes=flat_planes, tiers=3))
     return str(mine / theirs), str(Fraction(fabric.tiers, 3))
 
 
@@ -333,7 +341,7 @@ def _recoveries(fabric: Fabric, chosen_s: float, restart_s: float) -> tuple[Reco
 
 def recovery_row(fabric: Fabric, recovery_s: float, restart_s: float) -> RecoveryRow:
     """Cost of network failures, part by part, and of flaps, when each is bypassed after `recovery_s`."""
-    cost = bypass_cost(fabric, Answer(recovery_s=recovery_s, restart_s=restart_s))
+    cost = bypass_cost(fabric, FailureAnswer(recovery_s=recovery_s, restart_s=restart_s))
     return RecoveryRow(
         recovery_s=recovery_s,
         seconds_per_event=cost.seconds_per_event,

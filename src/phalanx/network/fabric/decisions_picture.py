@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from phalanx.network.fabric.decisions import PACKETS, Decisions, PlaneRow, max_to_mean, recovery_row
-from phalanx.network.fabric.fabric_text import against, findings, formula, show_hours
+from phalanx.network.fabric.fabric_text import against, decision_findings, formula, show_hours
 from phalanx.network.fabric.failure_budget import GIVE_UP_S
 from phalanx.units import format_count, format_seconds, plural
 
@@ -145,7 +145,7 @@ SOURCES = (
 )
 
 
-def picture(one: Decisions) -> str:
+def decisions_svg(one: Decisions) -> str:
     """The SVG text."""
     fabric = one.fabric
     planes = "one plane" if fabric.planes == 1 else plural(fabric.planes, "plane")
@@ -171,7 +171,7 @@ def picture(one: Decisions) -> str:
 
 def _described(one: Decisions, summary: str) -> str:
     """For a reader who hears the picture."""
-    return ". ".join([summary, *findings(one)]) + "."
+    return ". ".join([summary, *decision_findings(one)]) + "."
 
 
 def _hosts(one: Decisions) -> list[str]:
@@ -182,7 +182,7 @@ def _hosts(one: Decisions) -> list[str]:
     low = min(100.0, 10.0 ** math.floor(math.log10(least)))
     axis = Axis(low=low, high=10 ** math.ceil(math.log10(most)), start=TOP + PANEL_H, end=TOP)
     slot = PANEL_W / len(one.planes)
-    head = Heading(name="1. Planes and radix", finding=findings(one)[0], scale="hosts at full bisection")
+    head = Heading(name="1. Planes and radix", finding=decision_findings(one)[0], scale="hosts at full bisection")
     parts = frame(x0, head, axis, axis.decades(), count=True)
     bars = [_bars(row, x0 + index * slot, slot, axis, one.gpus) for index, row in enumerate(one.planes)]
     height = axis.at(one.gpus)
@@ -225,7 +225,9 @@ def _load(one: Decisions) -> list[str]:
     up = Axis(low=1, high=max(2.0, worst, *whole) * 1.2, start=TOP + PANEL_H, end=TOP)
     ticks = [tick for tick in (1, 1.2, 1.5, 2, 3, 5, 8, 12, 20) if tick <= up.high]
     head = Heading(
-        name="2. Packets instead of flows", finding=findings(one)[1], scale="busiest link over the mean (1 is even)"
+        name="2. Packets instead of flows",
+        finding=decision_findings(one)[1],
+        scale="busiest link over the mean (1 is even)",
     )
     parts = frame(x0, head, up, ticks)
     parts += ticks_below(across, [4.0**power for power in range(7)], lambda tick: f"{tick:g}")
@@ -255,7 +257,7 @@ def _lost(one: Decisions) -> list[str]:
     low = 10 ** math.floor(math.log10(min(hours)))
     high = max(10 * low, *hours, 2 * restarts)
     up = Axis(low=low, high=10 ** math.ceil(math.log10(high)), start=TOP + PANEL_H, end=TOP)
-    head = Heading(name="3. Recovery at the edge", finding=findings(one)[2], scale="GPU-hours lost per day")
+    head = Heading(name="3. Recovery at the edge", finding=decision_findings(one)[2], scale="GPU-hours lost per day")
     first, last = (across.at(bound) for bound in CONVERGES_S)
     band = f'<rect class="band" x="{first:.1f}" y="{TOP}" width="{last - first:.1f}" height="{PANEL_H}"/>'
     parts = [band, *frame(x0, head, up, up.decades(), count=True)]

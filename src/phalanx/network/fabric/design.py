@@ -9,10 +9,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.errors import UserError, mistake
-from phalanx.network.fabric.bill import Bill, Loss, bill, loss
+from phalanx.network.fabric.bill import FabricBill, Loss, fabric_bill, failure_loss
 from phalanx.network.fabric.fabric_types import KINDS, MOST_LIDS, Fabric, Switch, addresses, needs_routers
 from phalanx.network.fabric.failure_budget import CABLE_PER_DAY, SWITCH_PER_DAY, interruptions_per_day
-from phalanx.network.fabric.sizing import MOST_PLANES, MOST_TIERS, Shape, check, most_hosts, size, split_t0, too_many
+from phalanx.network.fabric.sizing import (
+    MOST_PLANES,
+    MOST_TIERS,
+    ClosShape,
+    check_fabric,
+    most_hosts,
+    size_fabric,
+    split_t0,
+    too_many,
+)
 from phalanx.network.fabric.switch_catalogue import find_switches, switches
 from phalanx.units import plural
 
@@ -22,7 +31,7 @@ RAILS = (1, 8)  # none, and one per GPU of a common server
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wish:
+class DesignRequest:
     """What is asked for; None leaves the choice open."""
 
     gpus: int
@@ -40,7 +49,7 @@ class Design:
     """One fabric with its parts, its weak points and its failures per day."""
 
     fabric: Fabric
-    bill: Bill
+    bill: FabricBill
     loss: Loss
     cable_failures_per_day: float  # at Alibaba HPN's rate
     switch_failures_per_day: float  # Singh et al., first three months
@@ -53,7 +62,7 @@ class Design:
         return sum(self.bill.usd) / 2 if self.bill.usd else float("inf")
 
 
-def designs(wish: Wish) -> tuple[Design, ...]:
+def design_fabrics(wish: DesignRequest) -> tuple[Design, ...]:
     """All that fit, full bisection first, then by cost, hops and what a NIC link's failure takes; never empty.
 
     A configuration is shown with the fewest tiers that reach, unless the tiers are given: more tiers of the same boxes
@@ -68,25 +77,25 @@ def designs(wish: Wish) -> tuple[Design, ...]:
     return tuple(sorted(marked, key=_rank))
 
 
-def _check(wish: Wish) -> None:
+def _check(wish: DesignRequest) -> None:
     ratio = 1.0 if wish.oversubscription is None else wish.oversubscription
     tiers = 2 if wish.tiers is None else wish.tiers
     planes = 1 if wish.planes is None else wish.planes
-    shape = Shape(planes=planes, tiers=tiers, oversubscription=ratio, rails=wish.rails or 1)
+    shape = ClosShape(planes=planes, tiers=tiers, oversubscription=ratio, rails=wish.rails or 1)
     if wish.rails is not None and wish.rails < 1:
         shape = replace(shape, rails=wish.rails)
-    check(wish.gpus, wish.nic_gbps, shape, where=WHERE)
+    check_fabric(wish.gpus, wish.nic_gbps, shape, where=WHERE)
     if not _configurations(wish):
         raise _no_speed(wish)
 
 
-def _boxes(wish: Wish) -> tuple[Switch, ...]:
+def _boxes(wish: DesignRequest) -> tuple[Switch, ...]:
     if wish.switch is not None:
         return find_switches(wish.switch, where=WHERE, among=wish.catalogue)
     return wish.catalogue or switches()
 
 
-def _configurations(wish: Wish) -> list[tuple[Switch, int]]:
+def _configurations(wish: DesignRequest) -> list[tuple[Switch, int]]:
     """Switches whose ports split the NIC into whole planes, with the planes."""
     boxes = _boxes(wish)
     split = [(one, wish.nic_gbps / one.port_gbps) for one in boxes]
@@ -94,44 +103,44 @@ def _configurations(wish: Wish) -> list[tuple[Switch, int]]:
     return [(one, planes) for one, planes in whole if wish.planes in (None, planes)]
 
 
-def _fabrics(wish: Wish) -> Iterator[Fabric]:
+def _fabrics(wish: DesignRequest) -> Iterator[Fabric]:
     """What fits, but for planes that are too many hosts for one subnet of InfiniBand."""
     return (one for one in _clos(wish) if not needs_routers(one))
 
 
-def _clos(wish: Wish) -> Iterator[Fabric]:
+def _clos(wish: DesignRequest) -> Iterator[Fabric]:
     ratios = RATIOS if wish.oversubscription is None else (wish.oversubscription,)
     for switch, planes in _configurations(wish):
         for ratio in ratios:
             for rails in _rails(wish):
-                fabric = _smallest(wish, switch, Shape(planes=planes, tiers=1, oversubscription=ratio, rails=rails))
+                fabric = _smallest(wish, switch, ClosShape(planes=planes, tiers=1, oversubscription=ratio, rails=rails))
                 if fabric is not None:
                     yield fabric
 
 
-def _rails(wish: Wish) -> tuple[int, ...]:
+def _rails(wish: DesignRequest) -> tuple[int, ...]:
     if wish.rails is not None:
         return (wish.rails,)
     return tuple(one for one in RAILS if wish.gpus % one == 0)
 
 
-def _smallest(wish: Wish, switch: Switch, shape: Shape) -> Fabric | None:
+def _smallest(wish: DesignRequest, switch: Switch, shape: ClosShape) -> Fabric | None:
     """With the fewest tiers that reach; None where none do, or where one switch per plane makes the shape pointless."""
     tiers = range(1, MOST_TIERS + 1) if wish.tiers is None else (wish.tiers,)
     for count in tiers:
         if most_hosts(switch.radix, replace(shape, tiers=count)) >= wish.gpus:
             if count == 1 and (shape.rails > 1 or shape.oversubscription > 1):
                 return None
-            return size(wish.gpus, wish.nic_gbps, switch, replace(shape, tiers=count), where=WHERE)
+            return size_fabric(wish.gpus, wish.nic_gbps, switch, replace(shape, tiers=count), where=WHERE)
     return None
 
 
 def _count(fabric: Fabric) -> Design:
-    parts = bill(fabric)
+    parts = fabric_bill(fabric)
     return Design(
         fabric=fabric,
         bill=parts,
-        loss=loss(fabric),
+        loss=failure_loss(fabric),
         cable_failures_per_day=parts.cables * CABLE_PER_DAY,
         switch_failures_per_day=fabric.switches * SWITCH_PER_DAY,
         interruptions_per_day=interruptions_per_day(fabric),
@@ -167,7 +176,7 @@ def _beats(other: tuple[float, ...], mine: tuple[float, ...]) -> bool:
     return other != mine and all(theirs <= ours for theirs, ours in zip(other, mine, strict=True))
 
 
-def _no_speed(wish: Wish) -> UserError:
+def _no_speed(wish: DesignRequest) -> UserError:
     boxes = _boxes(wish)
     name = "the catalogue" if wish.switch is None else boxes[0].box if boxes[0].box != "any" else boxes[0].name
     speeds = ", ".join(f"{speed:g}" for speed in sorted({one.port_gbps for one in boxes}))
@@ -184,7 +193,7 @@ def _no_speed(wish: Wish) -> UserError:
     return mistake(WHERE, what, why=f"the port speeds of {name} are {speeds} Gb/s", fix=fix)
 
 
-def _nothing(wish: Wish) -> UserError:
+def _nothing(wish: DesignRequest) -> UserError:
     """What the most capable of the allowed configurations reaches, and the nearest choices that do."""
     near = " or ".join(_nearest(wish))
     crowded = min(_clos(wish), key=addresses, default=None)
@@ -195,7 +204,7 @@ def _nothing(wish: Wish) -> UserError:
     reach = [
         (most_hosts(switch.radix, shape), -order, switch, shape)
         for order, (switch, planes) in enumerate(_configurations(wish))
-        for shape in [Shape(planes=planes, tiers=tiers, oversubscription=ratio, rails=wish.rails or 1)]
+        for shape in [ClosShape(planes=planes, tiers=tiers, oversubscription=ratio, rails=wish.rails or 1)]
     ]
     _, _, switch, shape = max(reach, key=lambda one: one[:2])
     fix = f"use {near}" if near else f"use at most {most_hosts(switch.radix, shape):,} GPUs"
@@ -211,7 +220,7 @@ def _too_many_addresses(fabric: Fabric, near: str) -> UserError:
     )
 
 
-def _nearest(wish: Wish) -> Iterator[str]:
+def _nearest(wish: DesignRequest) -> Iterator[str]:
     """What would do if one demand were dropped: first more tiers, then other planes, then another switch."""
     relaxed = {
         "tiers": replace(wish, tiers=None),

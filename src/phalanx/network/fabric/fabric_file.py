@@ -11,7 +11,15 @@ from phalanx.errors import Problem, UserError, mistake, nearest
 from phalanx.hardware.tomlfile import TomlFile, read_toml
 from phalanx.io.visible import one_line
 from phalanx.network.fabric.fabric_types import KINDS, Fabric, Switch
-from phalanx.network.fabric.sizing import MOST_NAME, MOST_PLANES, MOST_USD, MOST_WATTS, Shape, check, size
+from phalanx.network.fabric.sizing import (
+    MOST_NAME,
+    MOST_PLANES,
+    MOST_USD,
+    MOST_WATTS,
+    ClosShape,
+    check_fabric,
+    size_fabric,
+)
 from phalanx.network.fabric.switch_catalogue import find_switches, named_fabrics, unnamed
 
 KEYS = (
@@ -27,7 +35,7 @@ class FabricFile:
     name: str
     hosts: int
     nic_gbps: float
-    shape: Shape
+    shape: ClosShape
     switch: str  # a name of the catalogue, or a number of ports
     box: str  # this and the rest only where `switch` is a number: "", 0 and None are not given
     watts: float
@@ -43,7 +51,7 @@ def read_fabric_file(path: Path) -> FabricFile:
         name=reading.text("name", "my fabric") or one_line(path.stem)[:MOST_NAME],
         hosts=int(reading.number("hosts", whole=True)),
         nic_gbps=reading.number("nic_gbps"),
-        shape=Shape(
+        shape=ClosShape(
             planes=int(reading.number("planes", default=1, whole=True)),
             tiers=int(reading.number("tiers", whole=True)),
             oversubscription=reading.number("oversubscription", default=1),
@@ -206,7 +214,7 @@ def _short(text: str, *, name: str = "") -> Fabric:
             box = part
     if not box:
         raise mistake(where, "it names no switch", fix=f"end with its ports, as {EXAMPLE}")
-    shape = Shape(planes=planes, tiers=tiers, oversubscription=ratio, rails=rails, wide=wide)
+    shape = ClosShape(planes=planes, tiers=tiers, oversubscription=ratio, rails=rails, wide=wide)
     return _build(hosts, nic_gbps, shape, box, name=name, where=where)
 
 
@@ -218,12 +226,12 @@ def _not_to_1(part: str, where: str) -> UserError:
     return mistake(where, f'"{part[:40]}" is not a ratio to 1', why=why, fix=f"write {near or 2:g}:1")
 
 
-def _build(hosts: int, nic_gbps: float, shape: Shape, box: str, *, name: str, where: str) -> Fabric:
-    check(hosts, nic_gbps, shape, where=where)
-    return size(hosts, nic_gbps, _switch(box, nic_gbps, shape, where), shape, name=name, where=where)
+def _build(hosts: int, nic_gbps: float, shape: ClosShape, box: str, *, name: str, where: str) -> Fabric:
+    check_fabric(hosts, nic_gbps, shape, where=where)
+    return size_fabric(hosts, nic_gbps, _switch(box, nic_gbps, shape, where), shape, name=name, where=where)
 
 
-def _switch(box: str, nic_gbps: float, shape: Shape, where: str) -> Switch:
+def _switch(box: str, nic_gbps: float, shape: ClosShape, where: str) -> Switch:
     port_gbps = nic_gbps / shape.planes
     if box.isdecimal():
         _check_split(nic_gbps, shape.planes, where)

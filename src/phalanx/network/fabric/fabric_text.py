@@ -7,11 +7,19 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from phalanx.network.fabric.bill import Loss, bill, loss
+from phalanx.network.fabric.bill import Loss, fabric_bill, failure_loss
 from phalanx.network.fabric.decisions import Decisions, PlaneRow
 from phalanx.network.fabric.design import Design, nominal_ratio
 from phalanx.network.fabric.fabric_types import MOST_LIDS, Fabric, addresses, needs_routers
-from phalanx.network.fabric.failure_budget import CONVERGE_S, SHIELD_S, Budget, Cost, budget, ports_move, sprays
+from phalanx.network.fabric.failure_budget import (
+    CONVERGE_S,
+    SHIELD_S,
+    FailureBudget,
+    FailureCost,
+    failure_budget,
+    ports_move,
+    sprays,
+)
 from phalanx.units import format_money, format_seconds, plural
 
 PAGE = 119  # columns of prose where nobody says how wide the page is
@@ -87,7 +95,7 @@ def _fold(line: str, width: int) -> list[str]:
 # What the three decisions come to, one sentence each: the picture's headings and the first lines of the page.
 
 
-def findings(one: Decisions) -> tuple[str, str, str]:
+def decision_findings(one: Decisions) -> tuple[str, str, str]:
     """In the order of the decisions."""
     return _scale(one), _balance(one), _recovery(one)
 
@@ -235,7 +243,7 @@ def _cells(one: Design) -> tuple[str, ...]:
 
 def show_fabric(fabric: Fabric, *, width: int | None = None) -> str:
     """One fabric on a page."""
-    parts, lost = bill(fabric), loss(fabric)
+    parts, lost = fabric_bill(fabric), failure_loss(fabric)
     tiers = ("NIC-T0", "T0-T1", "T1-T2", "T2-T3")
     deep = "one tier" if fabric.tiers == 1 else plural(fabric.tiers, "tier")
     boxes = [f"{fabric.planes * n:,} T{i}" for i, n in enumerate((fabric.t0, fabric.t1, fabric.t2, fabric.t3)) if n]
@@ -258,7 +266,7 @@ def show_fabric(fabric: Fabric, *, width: int | None = None) -> str:
         ("spare ports", f"{parts.spare_ports:,}"),
     ]
     page = table([(f"  {name}", value) for name, value in rows], left=2)
-    return folded(f"{fabric.name}\n{page}\n\n{show_budget(fabric, budget(fabric))}", width)
+    return folded(f"{fabric.name}\n{page}\n\n{show_budget(fabric, failure_budget(fabric))}", width)
 
 
 def _subnets(fabric: Fabric) -> list[tuple[str, str]]:
@@ -295,7 +303,7 @@ def _failures(fabric: Fabric, lost: Loss) -> list[tuple[str, str]]:
     ]
 
 
-def show_budget(fabric: Fabric, one: Budget) -> str:
+def show_budget(fabric: Fabric, one: FailureBudget) -> str:
     """Failures by part and what they cost."""
     head = ("failures per day", "parts", "per day")
     rows = [(f"  {part.part}", f"{part.count:,}", f"{part.failures_per_day:.3g}") for part in one.parts]
@@ -320,7 +328,7 @@ def show_budget(fabric: Fabric, one: Budget) -> str:
     )
 
 
-def _edge(fabric: Fabric, one: Budget) -> list[str]:
+def _edge(fabric: Fabric, one: FailureBudget) -> list[str]:
     """The quickest recovery these boxes have, and what it would be if a cable took more with it."""
     if not sprays(fabric):
         return [
@@ -342,7 +350,7 @@ def _edge(fabric: Fabric, one: Budget) -> list[str]:
     ]
 
 
-def _lost(cost: Cost) -> str:
+def _lost(cost: FailureCost) -> str:
     return f"{percent(cost.lost_share)}, {show_hours(cost.lost_gpu_hours_per_day)} GPU-hours a day"
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from phalanx.errors import mistake
 from phalanx.hardware.failures import llama_device_days
-from phalanx.network.fabric.bill import bill, loss
+from phalanx.network.fabric.bill import fabric_bill, failure_loss
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.units import DAY_S, HOUR_S
 
@@ -103,7 +103,7 @@ class PartRate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class FailureAnswer:
     """How failures are met."""
 
     recovery_s: float = EDGE_RECOVERY_S  # until other paths carry on
@@ -115,7 +115,7 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cost:
+class FailureCost:
     """What network failures cost per day under one way of recovering."""
 
     seconds_per_event: float
@@ -124,7 +124,7 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Budget:
+class FailureBudget:
     """Failures and what they cost."""
 
     parts: tuple[PartRate, ...]
@@ -134,22 +134,24 @@ class Budget:
     interruptions_per_day: float  # Llama 3's rate
     interruptions_interval: tuple[float, float]  # 95 %, from the 35 that were counted
     day_spread: tuple[int, int]  # 95 % of days have this many
-    restart: tuple[Cost, Cost]  # every interruption at Llama 3's rate restarts the job: quick and slow restart
-    conventional: Cost  # parts at their rates; switches route around, a NIC's cable or T0 restarts the job
-    edge: Cost  # parts at their rates; recovery at the edge, where a failed cable takes one plane of its NIC
-    edge_lanes: Cost  # the same, if every lane of a cable fails as often as a cable
-    edge_whole: Cost  # the same, if a failed cable takes all planes of its NIC: the job restarts
+    restart: tuple[
+        FailureCost, FailureCost
+    ]  # every interruption at Llama 3's rate restarts the job: quick and slow restart
+    conventional: FailureCost  # parts at their rates; switches route around, a NIC's cable or T0 restarts the job
+    edge: FailureCost  # parts at their rates; recovery at the edge, where a failed cable takes one plane of its NIC
+    edge_lanes: FailureCost  # the same, if every lane of a cable fails as often as a cable
+    edge_whole: FailureCost  # the same, if a failed cable takes all planes of its NIC: the job restarts
     waits: float  # share of a step that waits for the network
 
 
-def budget(
+def failure_budget(
     fabric: Fabric,
     *,
     recovery_s: float = EDGE_RECOVERY_S,
     restart_s: tuple[float, float] = RESTART_S,
     repair_s: float = LINK_BACK_S,
     waits: float = WAITS,
-) -> Budget:
+) -> FailureBudget:
     """Failures per day of a fabric and their price, with restarts and with recovery at the edge."""
     for name, value in (("recovery", recovery_s), ("restart", restart_s[0]), ("repair", repair_s)):
         if not (math.isfinite(value) and value >= 0):
@@ -159,8 +161,8 @@ def budget(
     low, high = poisson_interval(LLAMA_COUNT)
     scale = fabric.hosts / llama_device_days()
     quick, slow = (cost_of(fabric, seconds) for seconds in restart_s)
-    answer = Answer(recovery_s=recovery_s, restart_s=restart_s[0], repair_s=repair_s, waits=waits)
-    return Budget(
+    answer = FailureAnswer(recovery_s=recovery_s, restart_s=restart_s[0], repair_s=repair_s, waits=waits)
+    return FailureBudget(
         parts=parts,
         cable_failures_per_day=sum(one.failures_per_day for one in parts if "cables" in one.part),
         switch_failures_per_day=sum(one.failures_per_day for one in parts if "switches" in one.part),
@@ -181,7 +183,7 @@ def part_rates(fabric: Fabric) -> tuple[PartRate, ...]:
     """Cables and switches by tier."""
     names = ("NIC-T0", "T0-T1", "T1-T2", "T2-T3")
     counts = (fabric.t0, fabric.t1, fabric.t2, fabric.t3)
-    cables = [(f"{names[tier]} cables", links // fabric.planes) for tier, links in enumerate(bill(fabric).links)]
+    cables = [(f"{names[tier]} cables", links // fabric.planes) for tier, links in enumerate(fabric_bill(fabric).links)]
     boxes = [(f"T{tier} switches", fabric.planes * count) for tier, count in enumerate(counts) if count]
     return tuple(
         PartRate(part=part, count=count, failures_per_day=count * rate)
@@ -190,7 +192,7 @@ def part_rates(fabric: Fabric) -> tuple[PartRate, ...]:
     )
 
 
-def bypass_cost(fabric: Fabric, answer: Answer) -> Cost:
+def bypass_cost(fabric: Fabric, answer: FailureAnswer) -> FailureCost:
     """What failures of all parts cost in a day, each kind at its own rate and price."""
     parts = part_rates(fabric)
     lanes = fabric.planes if answer.cable == "lanes" else 1
@@ -201,7 +203,7 @@ def bypass_cost(fabric: Fabric, answer: Answer) -> Cost:
     return _cost(fabric, lost_s, sum(part.failures_per_day for part in parts))
 
 
-def part_s(fabric: Fabric, part: str, answer: Answer) -> float:
+def part_s(fabric: Fabric, part: str, answer: FailureAnswer) -> float:
     """Seconds the whole job loses to one failure of a kind of part.
 
     After the stall the job runs slower until the part is back, as far as its steps wait for the network. A NIC needs
@@ -209,7 +211,7 @@ def part_s(fabric: Fabric, part: str, answer: Answer) -> float:
     """
     if answer.recovery_s > GIVE_UP_S:
         return answer.restart_s
-    cables, lost = "cables" in part, loss(fabric)
+    cables, lost = "cables" in part, failure_loss(fabric)
     back_s = answer.repair_s if cables else SWITCH_BACK_S
     if part in ("NIC-T0 cables", "T0 switches"):
         if not answer.edge or not ports_move(fabric) or (cables and answer.cable == "whole"):
@@ -229,7 +231,7 @@ def flap_share(fabric: Fabric, recovery_s: float) -> float:
     Nobody restarts for a flap. An upper bound: every flap is taken to hit the job and to need the whole time, though a
     switch drops its own dead uplinks sooner than routing converges.
     """
-    cables = sum(bill(fabric).links[1:]) // fabric.planes
+    cables = sum(fabric_bill(fabric).links[1:]) // fabric.planes
     return min(1.0, cables * FLAP_PER_CABLE_DAY * min(recovery_s, GIVE_UP_S) / DAY_S)
 
 
@@ -238,16 +240,16 @@ def interruptions_per_day(fabric: Fabric) -> float:
     return fabric.hosts * LLAMA_COUNT / llama_device_days()
 
 
-def cost_of(fabric: Fabric, seconds: float) -> Cost:
+def cost_of(fabric: Fabric, seconds: float) -> FailureCost:
     """What interruptions at Llama 3's rate cost in a day when each takes so many seconds of the whole job."""
     return _cost(fabric, interruptions_per_day(fabric) * seconds, interruptions_per_day(fabric))
 
 
-def _cost(fabric: Fabric, lost_s: float, events: float) -> Cost:
+def _cost(fabric: Fabric, lost_s: float, events: float) -> FailureCost:
     """So many seconds of a day, lost to so many events."""
     share = min(1.0, lost_s / DAY_S)
     hours = share * fabric.hosts * DAY_S / HOUR_S
-    return Cost(seconds_per_event=lost_s / events, lost_share=share, lost_gpu_hours_per_day=hours)
+    return FailureCost(seconds_per_event=lost_s / events, lost_share=share, lost_gpu_hours_per_day=hours)
 
 
 def poisson_interval(count: int, confidence: float = CONFIDENCE) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.errors import mistake
-from phalanx.network.fabric.design import WHERE, Design, Wish, designs, nominal_ratio
+from phalanx.network.fabric.design import WHERE, Design, DesignRequest, design_fabrics, nominal_ratio
 from phalanx.network.fabric.fabric_text import money, percent, show_designs, show_hours, table, wrapped
 from phalanx.network.fabric.fabric_types import ETHERNET, INFINIBAND, Fabric
 from phalanx.network.fabric.failure_budget import (
@@ -23,7 +23,7 @@ from phalanx.network.fabric.failure_budget import (
     RESTART_S,
     SHIELD_S,
     WAITS,
-    Answer,
+    FailureAnswer,
     bypass_cost,
     cost_of,
     ports_move,
@@ -80,7 +80,7 @@ class Option:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class DesignVerdict:
     """The pick first, then what it is weighed against."""
 
     prices: Prices
@@ -116,9 +116,9 @@ def check_prices(prices: Prices, *, where: str) -> None:
         raise mistake(where, f"--recovery-s {prices.recovery_s:g} is out of range", fix="use seconds, 0 or more")
 
 
-def verdict(
+def choose_design(
     found: Sequence[Design], prices: Prices | None = None, *, steps_s: Mapping[Fabric, float] | None = None
-) -> Verdict | None:
+) -> DesignVerdict | None:
     """The choice among designs that have a price; None where none has.
 
     `steps_s`: seconds of the job's step on some of the designs; the others are then left out.
@@ -137,7 +137,7 @@ def verdict(
         if choice is not None and all(choice[0] is not one.design for one in options):
             options.append(Option(role=name, design=choice[0], economics=choice[1]))
     low, high = (_at_end(full, end) for end in (0, 1))
-    return Verdict(prices=prices, options=tuple(options), at_low=low, at_high=high)
+    return DesignVerdict(prices=prices, options=tuple(options), at_low=low, at_high=high)
 
 
 def _at_end(choices: Sequence[_Priced], end: int) -> Fabric:
@@ -185,7 +185,7 @@ def _least(choices: Sequence[_Priced], key: Callable[[_Priced], float]) -> _Pric
 
 def _economics(one: Design, prices: Prices, steps_s: Mapping[Fabric, float]) -> Economics:
     fabric = one.fabric
-    answer = Answer(recovery_s=prices.recovery_s, waits=prices.waits)
+    answer = FailureAnswer(recovery_s=prices.recovery_s, waits=prices.waits)
     lost = bypass_cost(fabric, answer).lost_gpu_hours_per_day
     whole = bypass_cost(fabric, replace(answer, cable="whole")).lost_gpu_hours_per_day
     usual = bypass_cost(fabric, replace(answer, recovery_s=CONVERGE_S, edge=False)).lost_gpu_hours_per_day
@@ -219,7 +219,7 @@ def _economics(one: Design, prices: Prices, steps_s: Mapping[Fabric, float]) -> 
 _HEAD = ("   choice", "switch", "planes", "tiers", "up", "rails", "to buy", "per GPU", "MW", "GPU-hours lost a day")
 
 
-def show_verdict(one: Verdict, *, width: int | None = None) -> str:
+def show_verdict(one: DesignVerdict, *, width: int | None = None) -> str:
     """What to take and why, then the options side by side."""
     prices = one.prices
     notes = (
@@ -256,7 +256,7 @@ def _row(option: Option, *, job: bool) -> tuple[str, ...]:
     )
 
 
-def _sentences(one: Verdict) -> list[str]:
+def _sentences(one: DesignVerdict) -> list[str]:
     pick = one.pick
     fabric, costs, parts = pick.design.fabric, pick.economics, pick.design.bill
     said = [
@@ -288,7 +288,7 @@ def _lost(fabric: Fabric, costs: Economics) -> str:
     )
 
 
-def _ends(one: Verdict) -> str:
+def _ends(one: DesignVerdict) -> str:
     """Whether the choice stands at both ends of the price ranges."""
     pick = one.pick.design.fabric
     other = {"low": one.at_low, "high": one.at_high}
@@ -302,7 +302,7 @@ def _kind(fabric: Fabric) -> tuple[object, ...]:
     return fabric.planes, fabric.tiers, fabric.switch.name, fabric.rails, round(fabric.oversubscription, 3)
 
 
-def _slower(one: Verdict) -> str:
+def _slower(one: DesignVerdict) -> str:
     """Beside the quickest design that was simulated."""
     quickest = one.role("quickest step")
     mine, best = one.pick.economics.step_s, quickest.economics.step_s if quickest is not None else None
@@ -360,10 +360,10 @@ TOP = 6  # designs of each oversubscription that a page shows
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DesignResult:
-    """Every fabric that joins the GPUs, and which to take; `verdict` None where prices decide nothing."""
+    """Every fabric that joins the GPUs, and which to take; `choose_design` None where prices decide nothing."""
 
     designs: tuple[Design, ...]
-    verdict: Verdict | None
+    verdict: DesignVerdict | None
 
     def __str__(self) -> str:
         """The page that `phalanx fabric design` prints."""
@@ -376,9 +376,9 @@ class DesignResult:
         return f"<DesignResult {pick.fabric.name}, the pick of {len(self.designs)}>"
 
 
-def design_fabric(wish: Wish, *, prices: Prices | None = None) -> DesignResult:
+def design_fabric(wish: DesignRequest, *, prices: Prices | None = None) -> DesignResult:
     """Find every fabric for what is asked, and choose one; raises UserError where no switch joins so many GPUs."""
     chosen = prices or Prices()
     check_prices(chosen, where=WHERE)
-    found = designs(wish)
-    return DesignResult(designs=found, verdict=verdict(found, chosen))
+    found = design_fabrics(wish)
+    return DesignResult(designs=found, verdict=choose_design(found, chosen))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from phalanx.network.fabric.bill import loss
+from phalanx.network.fabric.bill import failure_loss
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.network.fabric.failure_budget import (
     CONVERGE_S,
@@ -121,7 +121,7 @@ DEFAULT_PLANES = 8  # of a network without a name: 800 Gb/s as 8 x 100, arXiv:26
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Network:
+class NetworkCauses:
     """Who recovers, and over how many ports a NIC is spread. Without a fabric, rates are Llama 3's."""
 
     edge: bool = False
@@ -129,7 +129,7 @@ class Network:
     fabric: Fabric | None = None
 
 
-def job_causes(plan: Plan, network: Network) -> tuple[tuple[Cause, ...], float]:
+def job_causes(plan: Plan, network: NetworkCauses) -> tuple[tuple[Cause, ...], float]:
     """(causes with their shares, seconds between failures of the job)."""
     per_day, mtbf_s = plan.reliability.failures_per_day, plan.reliability.mtbf_s
     if network.fabric is None:
@@ -147,7 +147,7 @@ def _leaves(plan: Plan) -> bool:
     return any("NIC" in use.tier for use in plan.mapping)
 
 
-def borne_at_the_edge(mix: tuple[Cause, ...], plan: Plan, network: Network) -> tuple[Cause, ...]:
+def borne_at_the_edge(mix: tuple[Cause, ...], plan: Plan, network: NetworkCauses) -> tuple[Cause, ...]:
     """The usual causes; at the edge a lost link or switch is one plane of a NIC until it is back."""
     if not network.edge:
         return mix
@@ -155,7 +155,7 @@ def borne_at_the_edge(mix: tuple[Cause, ...], plan: Plan, network: Network) -> t
     return tuple(replace(one, stall_s=REMAP_S, pace=narrow) if one.name in NETWORK else one for one in mix)
 
 
-def _parts(plan: Plan, network: Network, fabric: Fabric) -> Iterator[tuple[Cause, float]]:
+def _parts(plan: Plan, network: NetworkCauses, fabric: Fabric) -> Iterator[tuple[Cause, float]]:
     """Every kind of part with its failures a day in the job's part of the fabric: its devices over all NICs."""
     mine = plan.layout.devices / fabric.hosts
     found: dict[str, tuple[float, float]] = {}  # name -> parts, failures a day
@@ -173,11 +173,11 @@ def _name(part: str) -> str:
     return "T0 switch" if part.startswith("T0") else "T1 switch"
 
 
-def _part(plan: Plan, network: Network, fabric: Fabric, name: str, count: float) -> Cause:
+def _part(plan: Plan, network: NetworkCauses, fabric: Fabric, name: str, count: float) -> Cause:
     source, unit = (SWITCHES, "switch") if name.endswith("switch") else (CABLES, "cable")
     outage_s = SWITCH_BACK_S if unit == "switch" else 0.0
     cause = Cause(name=name, share=0.0, unit=unit, units=count, outage_s=outage_s, source=source)
-    lost = loss(fabric)
+    lost = failure_loss(fabric)
     if name in ("link", "T0 switch"):
         if not network.edge or not ports_move(fabric):
             return replace(cause, takes_host=name == "link")
@@ -188,7 +188,7 @@ def _part(plan: Plan, network: Network, fabric: Fabric, name: str, count: float)
     return replace(cause, stall_s=stall_s(fabric, _bypass_s(network)), pace=slower(plan, share))
 
 
-def _bypass_s(network: Network) -> float:
+def _bypass_s(network: NetworkCauses) -> float:
     return EDGE_RECOVERY_S if network.edge else CONVERGE_S
 
 

@@ -13,8 +13,8 @@ from phalanx.hardware.failures import SiteSpread, known, middle, repair_spread, 
 from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import REPAIR_S, site_rates, site_recoveries
 from phalanx.sim.months.causes import Cause, job_causes
-from phalanx.sim.months.policy import Policy, expected_failures, failures_per_day, units
-from phalanx.sim.months.simulate_run import PHASES, Outcome, runs, simulate
+from phalanx.sim.months.policy import MonthsPolicy, expected_failures, failures_per_day, units
+from phalanx.sim.months.simulate_run import PHASES, RunOutcome, simulate_run, simulate_runs
 from phalanx.units import DAY_S, HOUR_S, plural
 
 
@@ -73,10 +73,10 @@ class Forecast:
     levers: tuple[Lever, ...] = ()
 
 
-def forecast(
+def forecast_months(
     plan: Plan,
-    policy: Policy,
-    outcomes: Sequence[Outcome],
+    policy: MonthsPolicy,
+    outcomes: Sequence[RunOutcome],
     *,
     seed: int,
     sites: SiteRange | None = None,
@@ -119,15 +119,15 @@ def forecast(
     )
 
 
-def _mean(outcomes: Sequence[Outcome], of: Callable[[Outcome], float]) -> float:
+def _mean(outcomes: Sequence[RunOutcome], of: Callable[[RunOutcome], float]) -> float:
     return sum(of(one) for one in outcomes) / len(outcomes)
 
 
-def _count_of(cause: str) -> Callable[[Outcome], float]:
+def _count_of(cause: str) -> Callable[[RunOutcome], float]:
     return lambda one: one.interruptions.get(cause, 0)
 
 
-def _lost(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
+def _lost(outcomes: Sequence[RunOutcome]) -> dict[str, dict[str, float]]:
     wall_s = sum(one.wall_s for one in outcomes)
     shares: dict[str, dict[str, float]] = {}
     for one in outcomes:
@@ -137,7 +137,7 @@ def _lost(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
     return dict(sorted(shares.items(), key=lambda item: -sum(item[1].values())))
 
 
-def _phases(plan: Plan, policy: Policy, lost: Mapping[str, Mapping[str, float]]) -> tuple[PhaseShare, ...]:
+def _phases(plan: Plan, policy: MonthsPolicy, lost: Mapping[str, Mapping[str, float]]) -> tuple[PhaseShare, ...]:
     formula = formula_shares(plan.reliability.effective_time, policy, plan.reliability.mtbf_s)
     simulated = {phase: sum(row.get(phase, 0.0) for row in lost.values()) for phase in PHASES}
     return tuple(
@@ -147,7 +147,7 @@ def _phases(plan: Plan, policy: Policy, lost: Mapping[str, Mapping[str, float]])
     )
 
 
-def formula_shares(effective: float, policy: Policy, mtbf_s: float) -> dict[str, float]:
+def formula_shares(effective: float, policy: MonthsPolicy, mtbf_s: float) -> dict[str, float]:
     """What E[ETTR] of plan.reliability counts, taken apart; with `effective` the shares add up to 1."""
     s = policy.saving
     redone_s = s.lag_s + s.interval_s / 2 if math.isfinite(mtbf_s) else 0.0
@@ -159,7 +159,7 @@ def formula_shares(effective: float, policy: Policy, mtbf_s: float) -> dict[str,
     }
 
 
-def _rate(plan: Plan, policy: Policy, cause: Cause) -> Rate:
+def _rate(plan: Plan, policy: MonthsPolicy, cause: Cause) -> Rate:
     per_day, count = failures_per_day(policy, cause), units(plan, cause)
     own = bool(cause.units)  # of a named fabric
     return Rate(
@@ -235,7 +235,7 @@ class Lever:
     gain: Spread
 
 
-def changes(plan: Plan, policy: Policy) -> Iterator[tuple[str, Policy]]:
+def changes(plan: Plan, policy: MonthsPolicy) -> Iterator[tuple[str, MonthsPolicy]]:
     """Changes that are not made yet, by name."""
     saving = policy.saving
     if policy.restart_s > QUICK_RESTART_S:
@@ -253,18 +253,20 @@ def changes(plan: Plan, policy: Policy) -> Iterator[tuple[str, Policy]]:
     yield "half the failures", dataclasses.replace(policy, mtbf_s=2 * policy.mtbf_s)
 
 
-def _edge(plan: Plan, policy: Policy) -> tuple[str, Policy]:
+def _edge(plan: Plan, policy: MonthsPolicy) -> tuple[str, MonthsPolicy]:
     network = dataclasses.replace(policy.network, edge=True)
     mix, mtbf_s = job_causes(plan, network)
     name = f"edge recovery, {plural(network.planes, 'plane')}"
     return name, dataclasses.replace(policy, mix=mix, mtbf_s=mtbf_s, network=network)
 
 
-def levers(plan: Plan, policy: Policy, outcomes: Sequence[Outcome], *, days: float, seed: int) -> tuple[Lever, ...]:
+def try_levers(
+    plan: Plan, policy: MonthsPolicy, outcomes: Sequence[RunOutcome], *, days: float, seed: int
+) -> tuple[Lever, ...]:
     """Every change on its own against the runs there are, the largest gain first."""
     found = []
     for name, changed in changes(plan, policy):
-        again = runs(changed, days=days, count=len(outcomes), seed=seed)
+        again = simulate_runs(changed, days=days, count=len(outcomes), seed=seed)
         gains = [new.effective - old.effective for new, old in zip(again, outcomes, strict=True)]
         found.append(Lever(name=name, gain=spread(gains, least=-1.0)))
     return tuple(sorted(found, key=lambda one: -one.gain.mean))
@@ -295,7 +297,7 @@ class SiteRange:
 Spreads = tuple[SiteSpread, SiteSpread, SiteSpread]
 
 
-def site_spreads(plan: Plan, policy: Policy) -> Spreads:
+def site_spreads(plan: Plan, policy: MonthsPolicy) -> Spreads:
     """Of failures per host and day, recovery and repair; what the user gave has none."""
     fault = plan.job.fault
     recovery_s = policy.detect_s + policy.restart_s
@@ -307,7 +309,9 @@ def site_spreads(plan: Plan, policy: Policy) -> Spreads:
     )
 
 
-def site_range(plan: Plan, policy: Policy, *, days: float, seed: int, among: Spreads | None = None) -> SiteRange | None:
+def site_range(
+    plan: Plan, policy: MonthsPolicy, *, days: float, seed: int, among: Spreads | None = None
+) -> SiteRange | None:
     """The plan simulated once at each of many sites; None where there is nothing to spread.
 
     `among` are other spreads than the usual, as without one of the published sites. A repair time alone is no reason:
@@ -319,13 +323,13 @@ def site_range(plan: Plan, policy: Policy, *, days: float, seed: int, among: Spr
     sites = list(_policies(plan, policy, (rate, recovery, repair), days=days))
     window_days = _window(policy, days)
     outcomes = [
-        simulate(site, days=window_days, random=np.random.Generator(np.random.PCG64([seed, index, 1])))
+        simulate_run(site, days=window_days, random=np.random.Generator(np.random.PCG64([seed, index, 1])))
         for index, site in enumerate(sites)
     ]
     return _summary(outcomes, (rate, recovery, repair), longer=days / window_days)
 
 
-def _policies(plan: Plan, policy: Policy, among: Spreads, *, days: float) -> Iterator[Policy]:
+def _policies(plan: Plan, policy: MonthsPolicy, among: Spreads, *, days: float) -> Iterator[MonthsPolicy]:
     usual = plan.reliability.failures_per_host_day
     total_s = policy.detect_s + policy.restart_s
     each = expected_failures(policy, _window(policy, days))
@@ -341,13 +345,13 @@ def _policies(plan: Plan, policy: Policy, among: Spreads, *, days: float) -> Ite
         )
 
 
-def _window(policy: Policy, days: float) -> float:
+def _window(policy: MonthsPolicy, days: float) -> float:
     """Days of a site's run."""
     per_day = expected_failures(policy, 1.0)
     return min(days, max(ENOUGH_DAYS, ENOUGH_FAILURES / per_day)) if per_day > 0 else days
 
 
-def _summary(outcomes: Sequence[Outcome], among: Spreads, *, longer: float) -> SiteRange:
+def _summary(outcomes: Sequence[RunOutcome], among: Spreads, *, longer: float) -> SiteRange:
     rate, recovery, repair = (one.interval if one.log_spread else None for one in among)
     return SiteRange(
         count=len(outcomes),

@@ -12,8 +12,8 @@ from phalanx.plan.auto_settings import digest_every
 from phalanx.plan.case_columns import HOST_LINK_BYTES_PER_S
 from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import HOST_COPY_BYTES_PER_S, REPAIR_S
-from phalanx.plan.shrink_layout import shrink
-from phalanx.sim.months.causes import Cause, Network, job_causes, per_day
+from phalanx.plan.shrink_layout import shrink_layout
+from phalanx.sim.months.causes import Cause, NetworkCauses, job_causes, per_day
 from phalanx.units import DAY_S
 
 # Corruption that no digest looks for shows as NaN or a bad loss: ByteRobust took 4,289 s from NaN to the restart
@@ -24,7 +24,7 @@ PLANNED_PER_DAY, PLANNED_HOSTS = 47 / 54, 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
+class MonthsPolicy:
     """A job as its months see it. `paces` are the pace at so many missing hosts; 0 and a count left out cannot run."""
 
     mix: tuple[Cause, ...]
@@ -39,7 +39,7 @@ class Policy:
     planned_per_day: float = 0.0
     recovery: str = "auto"
     restarts: int = 3  # failures in a row before the supervisor gives up
-    network: Network = field(default_factory=Network)  # that made the mix
+    network: NetworkCauses = field(default_factory=NetworkCauses)  # that made the mix
     paces: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({0: 1.0}))
 
     def pace(self, missing: int) -> float:
@@ -47,21 +47,21 @@ class Policy:
         return self.paces.get(missing, 0.0)
 
 
-def policy(
+def months_policy(
     plan: Plan,
     *,
-    network: Network | None = None,
+    network: NetworkCauses | None = None,
     shape: float = 1.0,
     planned_per_day: float | None = None,
     repair_s: float = REPAIR_S,
-) -> Policy:
+) -> MonthsPolicy:
     """What a plan says, with the rest as given or usual."""
     r, fault = plan.reliability, plan.job.fault
     planned = usual_planned_per_day(r.hosts) if planned_per_day is None else planned_per_day
     every = digest_every(fault, r, plan.prediction)
-    network = network or Network()
+    network = network or NetworkCauses()
     mix, mtbf_s = job_causes(plan, network)
-    return Policy(
+    return MonthsPolicy(
         mix=mix,
         mtbf_s=mtbf_s,
         shape=shape,
@@ -112,7 +112,7 @@ def _paces(plan: Plan) -> Mapping[int, float]:
     for missing in range(1, plan.reliability.hosts):
         ranks = full.devices - missing * host_devices
         if ranks // each not in by_data:
-            fewer = shrink(full, ranks=ranks, sequences=sequences)
+            fewer = shrink_layout(full, ranks=ranks, sequences=sequences)
             by_data[ranks // each] = full.accumulation / fewer.accumulation if fewer else 0.0
         found[missing] = by_data[ranks // each]
     return MappingProxyType(found)
@@ -123,12 +123,12 @@ def units(plan: Plan, cause: Cause) -> float:
     return cause.units or (plan.reliability.hosts if cause.unit == "host" else plan.layout.devices)
 
 
-def failures_per_day(made: Policy, cause: Cause) -> float:
+def failures_per_day(made: MonthsPolicy, cause: Cause) -> float:
     """Of all of them."""
     return cause.share * per_day(made.mtbf_s)
 
 
-def expected_failures(made: Policy, days: float) -> float:
+def expected_failures(made: MonthsPolicy, days: float) -> float:
     """How many failures a run of so many days should see."""
     return days * DAY_S / made.mtbf_s
 
@@ -152,7 +152,7 @@ class Saving:
         return self.interval_s + self.blocking_s
 
 
-class Progress:
+class RunProgress:
     """Seconds of training done at the planned pace. Checkpoints are computed, not simulated one by one.
 
     >>> progress = Progress(Saving(interval_s=100.0, blocking_s=10.0, lag_s=5.0))

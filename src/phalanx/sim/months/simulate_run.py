@@ -14,7 +14,7 @@ import numpy as np
 
 from phalanx.network.fabric.failure_budget import CABLE_S, FLAP_S, FLAP_SHARE
 from phalanx.sim.months.causes import Cause, arrivals
-from phalanx.sim.months.policy import UNNOTICED_S, Policy, Progress
+from phalanx.sim.months.policy import UNNOTICED_S, MonthsPolicy, RunProgress
 from phalanx.units import DAY_S
 
 
@@ -57,7 +57,7 @@ SAVING, PLANNED, SHORT = "saving", "planned", "no spare"  # causes that are no f
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class RunOutcome:
     """One simulated run. `lost_s` are seconds by (cause, phase); with `done_s` they add up to `wall_s`."""
 
     wall_s: float
@@ -84,7 +84,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Ledger:
+class TimeLedger:
     """Filled while a run goes."""
 
     lost_s: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -101,9 +101,9 @@ class Ledger:
         if seconds:
             self.lost_s[cause, phase] += seconds  # type: ignore[assignment]  # a Counter of floats
 
-    def close(self, *, wall_s: float, done_s: float, events: int) -> Outcome:
+    def close(self, *, wall_s: float, done_s: float, events: int) -> RunOutcome:
         """The run is over."""
-        return Outcome(
+        return RunOutcome(
             wall_s=wall_s,
             done_s=done_s,
             lost_s=dict(self.lost_s),
@@ -127,29 +127,29 @@ class Ledger:
 NEVER = float("inf")
 
 
-def simulate(policy: Policy, *, days: float, random: np.random.Generator) -> Outcome:
+def simulate_run(policy: MonthsPolicy, *, days: float, random: np.random.Generator) -> RunOutcome:
     """One run of `days`. The same random source gives the same run."""
     run = _Run(policy, random)
     run.clock.run(until_s=days * DAY_S)
     return run.close()
 
 
-def runs(policy: Policy, *, days: float, count: int, seed: int) -> Iterator[Outcome]:
+def simulate_runs(policy: MonthsPolicy, *, days: float, count: int, seed: int) -> Iterator[RunOutcome]:
     """Runs that differ by their random numbers only; run `i` is the same however many are asked for."""
     for index in range(count):
         random = np.random.Generator(np.random.PCG64([seed, index]))  # by name: numpy may change its default
-        yield simulate(policy, days=days, random=random)
+        yield simulate_run(policy, days=days, random=random)
 
 
 class _Run:
     """What holds now: is the job up, since when, in which phase, with how many hosts."""
 
-    def __init__(self, policy: Policy, random: np.random.Generator) -> None:
+    def __init__(self, policy: MonthsPolicy, random: np.random.Generator) -> None:
         self.clock = Clock()
-        self._policy, self._ledger = policy, Ledger()
+        self._policy, self._ledger = policy, TimeLedger()
         # A source for each, so that another policy meets the same failures: differences between policies are theirs.
         failing, self._planning, self._random = random.spawn(3)
-        self._progress = Progress(policy.saving)
+        self._progress = RunProgress(policy.saving)
         self._up, self._since_s, self._fell_s = True, 0.0, 0.0
         self._cause, self._phase, self._epoch, self._in_a_row = "", "", 0, 0
         self._missing, self._idle = 0, policy.spares
@@ -160,7 +160,7 @@ class _Run:
         self._next_failure()
         self._next_planned()
 
-    def close(self) -> Outcome:
+    def close(self) -> RunOutcome:
         """Settle what is open."""
         self._settle()
         if not self._up:

@@ -44,7 +44,7 @@ BYTES_PER_EVENT = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class World:
+class PacketWorld:
     """Everything the loop runs on."""
 
     fabric: Fabric  # of the simulated planes
@@ -71,7 +71,7 @@ class Sketch:
     paths: int
     copies: int
     pool: int  # events that may wait at once
-    cost: Cost
+    cost: PacketCost
 
 
 def sketch(fabric: Fabric, flows: Flows, transport: Transport, *, alike: bool, last_start_s: float = 0.0) -> Sketch:
@@ -102,7 +102,7 @@ def sketch(fabric: Fabric, flows: Flows, transport: Transport, *, alike: bool, l
 
 def _cost(
     links: Links, flows: Flows, slots: Slots, packets: Ints, hops: Ints32, paths: int, pool: int, *, last: int
-) -> Cost:
+) -> PacketCost:
     per_host = np.bincount(flows.source, weights=packets, minlength=links.fabric.hosts)
     into_host = np.bincount(flows.target, weights=packets, minlength=links.fabric.hosts)
     busiest = max(per_host.max(), into_host.max()) / links.fabric.planes
@@ -116,7 +116,7 @@ def _cost(
     )
 
 
-def build(plan: Sketch, flows: Flows, transport: Transport, schedule: Schedule, *, seed: int) -> World:
+def build_world(plan: Sketch, flows: Flows, transport: Transport, schedule: Schedule, *, seed: int) -> PacketWorld:
     """The arrays."""
     links, slots = plan.links, plan.slots
     shape = _shape(links, slots)
@@ -124,7 +124,7 @@ def build(plan: Sketch, flows: Flows, transport: Transport, schedule: Schedule, 
     # The generator must not start at 0; the odd constant spreads neighbouring seeds.
     totals[RANDOM] = (seed * 0x9E3779B97F4A7C1 + 0x2545F4914F6CDD1) & 0x7FFFFFFFFFFFFFFF or 1
     totals[ACTIVE] = len(flows)
-    return World(
+    return PacketWorld(
         fabric=plan.fabric,
         links=links,
         slots=slots,
@@ -301,7 +301,7 @@ LOOK_S = 1.5e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Budget:
+class PacketBudget:
     """What a simulation may take."""
 
     cpu_s: float = 600.0
@@ -309,7 +309,7 @@ class Budget:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cost:
+class PacketCost:
     """What a simulation is expected to take: the time of traffic that nothing holds up."""
 
     packets: int
@@ -319,13 +319,13 @@ class Cost:
     memory_bytes: float
 
 
-def cost(*, packets: int, hops: int, slots: int, links: int, memory_bytes: float) -> Cost:
+def cost(*, packets: int, hops: int, slots: int, links: int, memory_bytes: float) -> PacketCost:
     """Expected cost of moving packets over hops while looking at every link in every slot."""
     cpu_s = hops / HOPS_PER_S + slots * links * LOOK_S
-    return Cost(packets=packets, hops=hops, slots=slots, cpu_s=cpu_s, memory_bytes=memory_bytes)
+    return PacketCost(packets=packets, hops=hops, slots=slots, cpu_s=cpu_s, memory_bytes=memory_bytes)
 
 
-def afford(name: str, expected: Cost, budget: Budget) -> None:
+def afford(name: str, expected: PacketCost, budget: PacketBudget) -> None:
     """Raise UserError when a simulation would exceed its budget."""
     if expected.slots > MOST_SLOTS:
         raise mistake(
@@ -345,7 +345,7 @@ def afford(name: str, expected: Cost, budget: Budget) -> None:
     )
 
 
-def _fix(expected: Cost, budget: Budget) -> str:
+def _fix(expected: PacketCost, budget: PacketBudget) -> str:
     if expected.memory_bytes > budget.memory_bytes:
         return "simulate fewer hosts or connections, or the fluid engine, which keeps no packets"
     share = budget.cpu_s / expected.cpu_s

@@ -9,8 +9,8 @@ from typing import Literal
 import numpy as np
 
 from phalanx.errors import mistake
-from phalanx.sim.fabric_links import Broken, Ints, Links, shares
-from phalanx.sim.packets.build import World
+from phalanx.sim.fabric_links import BrokenParts, Ints, Links, shares
+from phalanx.sim.packets.build import PacketWorld
 from phalanx.sim.packets.state import DENIED
 
 # "t1_link" is an uplink of a T1 both ways, "t1_fall" only from its T2 downwards: what uet-htsim's `-failed` slows.
@@ -93,11 +93,11 @@ def fault_links(links: Links, fault: Fault) -> Ints:
     if fault.part in ("t1_link", "t1_fall"):
         return _t1_link(links, fault)
     broken = {
-        "link": Broken(uplinks=((fault.plane, fault.number, fault.port),)),
-        "t0": Broken(t0=(at,)),
-        "t1": Broken(t1=(at,)),
-        "nic": Broken(nics=(at,)),
-        "transceiver": Broken(nics=tuple((plane, fault.number) for plane in range(links.fabric.planes))),
+        "link": BrokenParts(uplinks=((fault.plane, fault.number, fault.port),)),
+        "t0": BrokenParts(t0=(at,)),
+        "t1": BrokenParts(t1=(at,)),
+        "nic": BrokenParts(nics=(at,)),
+        "transceiver": BrokenParts(nics=tuple((plane, fault.number) for plane in range(links.fabric.planes))),
     }[fault.part]
     return np.flatnonzero(shares(links, broken) < 1)
 
@@ -128,7 +128,7 @@ def _check(fault: Fault) -> None:
 # A controller's denylist: paths that senders never use, whatever probes say.
 
 
-def deny_paths(world: World, denied: tuple[Fault, ...]) -> None:
+def deny_paths(world: PacketWorld, denied: tuple[Fault, ...]) -> None:
     """Deny every path over the links of the parts; raises UserError where a connection has no other."""
     from phalanx.sim.packets import kernel
 

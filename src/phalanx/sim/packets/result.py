@@ -99,7 +99,7 @@ class PacketResult:
 
 
 @dataclass(kw_only=True, slots=True)
-class Course:
+class PacketCourse:
     """Samples: the slot, packets delivered until then, and those of each watched connection."""
 
     watched: int  # connections

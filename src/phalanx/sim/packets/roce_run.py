@@ -12,9 +12,9 @@ import numpy as np
 from phalanx.errors import Problem, SystemFailure
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.fabric_links import Floats, Links, links_of
-from phalanx.sim.packets.build import Budget, Cost, afford, calendar_of, cost
+from phalanx.sim.packets.build import PacketBudget, PacketCost, afford, calendar_of, cost
 from phalanx.sim.packets.faults import Change, Fault, changes
-from phalanx.sim.packets.result import Course, PacketResult
+from phalanx.sim.packets.result import PacketCourse, PacketResult
 from phalanx.sim.packets.roce_state import (
     ACTIVE,
     ALPHA,
@@ -42,7 +42,7 @@ from phalanx.sim.packets.roce_state import (
 )
 from phalanx.sim.packets.state import Calendar, Ints, Ints32
 from phalanx.sim.packets.transport import Dcqcn, Roce, RoceSlots, check_roce, roce_slots
-from phalanx.sim.routes import Routing, route
+from phalanx.sim.routes import Routing, route_flows
 from phalanx.sim.traffic_matrix import Flows
 
 
@@ -54,7 +54,7 @@ def run_roce(
     faults: tuple[Fault, ...],
     denied: tuple[Fault, ...],
     seed: int,
-    budget: Budget,
+    budget: PacketBudget,
     limit: Callable[
         [list[Change], float, int], int
     ],  # slots; from changes, a slot's length, slots of unhindered traffic
@@ -76,7 +76,7 @@ def run_roce(
         known=np.ones(world.links.count),
         todo=todo,
         watch=watch,
-        course=Course(watched=len(watch)),
+        course=PacketCourse(watched=len(watch)),
         sample=max(1, round(sample_s / slot_s)),
     )
     started = time.process_time()
@@ -96,7 +96,7 @@ class _Clock:
     todo: list[Change]
     watch: tuple[int, ...]
     sample: int
-    course: Course
+    course: PacketCourse
     slot: int = 1
 
     def run(self, limit: int, deadline: float) -> str:
@@ -189,7 +189,7 @@ class RoceSketch:
     packets: Ints  # of each queue pair
     room: int  # packets that can be in the fabric at once
     events: int  # that can be under way at once
-    cost: Cost
+    cost: PacketCost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -374,7 +374,7 @@ def roce_routes(
     """Links of every queue pair's path and their number; `left` is what routing knows to be left of each link."""
     # Queue pairs of a connection take planes in turn, and ports by hash.
     routing = Routing(spread="qp", paths=roce.qps, planes="equal", seed=seed, recovery="conventional")
-    taken = route(links, flows, routing, left).links
+    taken = route_flows(links, flows, routing, left).links
     there = taken >= 0
     order = np.argsort(~there, axis=1, kind="stable")  # short paths to the front
     routes = np.full((len(taken), MOST_LINKS_OF_PATH), -1, dtype=np.int32)

@@ -69,7 +69,7 @@ def _most(column: dict[str, float]) -> str:
 NOTHING = 5e-4  # of the step: smaller differences are not explained
 
 
-def render(report: StepReport) -> str:
+def step_text(report: StepReport) -> str:
     """The step, where its time goes beside the plan, and why the two differ."""
     apart = report.step_s / report.plan_step_s - 1.0
     parts = [
@@ -150,7 +150,7 @@ def _signed(seconds: float) -> str:
     return f"{'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))}"
 
 
-def render_break(kind: str, found: Sequence[Aftermath]) -> str:
+def break_text(kind: str, found: Sequence[Aftermath]) -> str:
     """A failure under both ways of recovering, side by side."""
     rows: list[tuple[str, ...]] = [("", *(one.recovery for one in found))]
     rows.append(("step before", *(format_seconds(one.healthy_s) for one in found)))

@@ -10,23 +10,23 @@ import numpy as np
 from phalanx.network import collectives as net
 from phalanx.plan import request, traffic
 from phalanx.plan.cases import Cases, Floats
-from phalanx.plan.compute import Compute, compute, element_bytes
+from phalanx.plan.compute import Compute, compute_seconds, element_bytes
 from phalanx.plan.memory import OFFLOAD_PARAMETERS
 from phalanx.plan.optimizer import owned_weights
 from phalanx.plan.plan import Plan
-from phalanx.plan.request import Ask
-from phalanx.plan.score import price
+from phalanx.plan.request import PlanRequest
+from phalanx.plan.score import price_layouts
 from phalanx.plan.step import FETCHED_BYTES, StepTimes, stage_layers
 from phalanx.plan.weights import RankWeights, rank_weights
 from phalanx.sim.step.paths import crosses_network
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class StepQuestion:
     """One row of cases, the prediction without a calibration, and where the planner places each axis."""
 
     plan: Plan
-    ask: Ask
+    ask: PlanRequest
     cases: Cases
     times: StepTimes
     groups: traffic.Groups
@@ -37,12 +37,12 @@ class Question:
         return self.plan.prediction.breakdown_s[part] / modelled if modelled > 0 else 1.0
 
 
-def question(plan: Plan) -> Question:
+def ask_plan(plan: Plan) -> StepQuestion:
     """The plan's own cost model."""
-    ask, _ = request.from_job(plan.job, plan.cluster)
-    cases, times, _ = price(ask, [plan.layout])
+    ask, _ = request.request_from_job(plan.job, plan.cluster)
+    cases, times, _ = price_layouts(ask, [plan.layout])
     groups = traffic.groups(cases, ask.physics, ask.profile)
-    return Question(plan=plan, ask=ask, cases=cases, times=times, groups=groups)
+    return StepQuestion(plan=plan, ask=ask, cases=cases, times=times, groups=groups)
 
 
 def one(value: Floats | float) -> float:
@@ -78,7 +78,7 @@ class Sharing:
     layer_scatter_s: float  # ZeRO-3: one layer's gradients
 
 
-def inner_traffic(q: Question, g: traffic.Groups, done: Compute) -> tuple[tuple[Inner, ...], tuple[Inner, ...]]:
+def inner_traffic(q: StepQuestion, g: traffic.Groups, done: Compute) -> tuple[tuple[Inner, ...], tuple[Inner, ...]]:
     """(forward, backward) of one layer and micro-batch; full recompute sends again what forward sent."""
     c, f = q.cases, q.ask.profile
     tensor, expert = one(traffic.tensor_seconds(c, g, f)), one(traffic.expert_seconds(c, g, f))
@@ -98,7 +98,7 @@ def inner_traffic(q: Question, g: traffic.Groups, done: Compute) -> tuple[tuple[
     return direction(dict.fromkeys(shown, 1.0)), direction({part: count + again for part, count in passes.items()})
 
 
-def _inner(q: Question, g: traffic.Groups, part: str, times: float, shown_s: float, wire_s: float) -> Inner:
+def _inner(q: StepQuestion, g: traffic.Groups, part: str, times: float, shown_s: float, wire_s: float) -> Inner:
     axis = part.removesuffix("_s")
     scale = times * q.pace(part) / q.ask.model.layers
     return Inner(
@@ -110,7 +110,7 @@ def _inner(q: Question, g: traffic.Groups, part: str, times: float, shown_s: flo
     )
 
 
-def _ring_seconds(q: Question, g: traffic.Groups) -> float:
+def _ring_seconds(q: StepQuestion, g: traffic.Groups) -> float:
     """Keys and values once round the context ring, all layers, with the kernels each hop starts."""
     c = q.cases
     width = np.maximum(c.kv_heads / c.tp, 1.0) * (c.qk_dim + c.v_dim)
@@ -122,7 +122,7 @@ def _tier(g: traffic.Groups, axis: str) -> str:
     return "nic" if crosses_network(getattr(g, axis), axis) else "link"
 
 
-def sharing(q: Question, g: traffic.Groups, held: RankWeights, layers: int) -> Sharing:
+def sharing(q: StepQuestion, g: traffic.Groups, held: RankWeights, layers: int) -> Sharing:
     """Of the stage with most layers."""
     c, f, layout = q.cases, q.ask.profile, q.plan.layout
     sync = traffic.gradient_traffic(c, g, held, f)
@@ -142,7 +142,7 @@ def sharing(q: Question, g: traffic.Groups, held: RankWeights, layers: int) -> S
     )
 
 
-def _layer_shard(q: Question, g: traffic.Groups, held: RankWeights, layers: int) -> tuple[float, float]:
+def _layer_shard(q: StepQuestion, g: traffic.Groups, held: RankWeights, layers: int) -> tuple[float, float]:
     """ZeRO-3 without a pipeline: (gather, scatter) of one layer. Gathers carry parameters, the scatter gradients."""
     c, f, layout = q.cases, q.ask.profile, q.plan.layout
     if layout.zero < 3 or layout.pipeline > 1:
@@ -214,11 +214,11 @@ class Work:
         return last if chunk == self.chunks - 1 else (layers - last) / (self.chunks - 1)
 
 
-def work(q: Question, groups: traffic.Groups) -> Work:
+def work(q: StepQuestion, groups: traffic.Groups) -> Work:
     """The step of a plan with its traffic over `groups`."""
     c, f, layout = q.cases, q.ask.profile, q.plan.layout
-    done = compute(c, q.ask.physics, f)
-    layers = split_layers(q, done)
+    done = compute_seconds(c, q.ask.physics, f)
+    layers = layers_on_stages(q, done)
     inner = inner_traffic(q, groups, done)
     forward_s, backward_s, weight_s = _layer_seconds(q, done)
     host_micro_s, host_step_s = _host(q)
@@ -244,7 +244,7 @@ def work(q: Question, groups: traffic.Groups) -> Work:
     )
 
 
-def split_layers(q: Question, done: Compute) -> tuple[int, ...]:
+def layers_on_stages(q: StepQuestion, done: Compute) -> tuple[int, ...]:
     """Layers of each stage, as the plan splits them: the last may hold fewer beside the head."""
     times, total, balanced = q.times, q.ask.model.layers, q.ask.profile.balanced_stages
     per_layer = sum(one(getattr(times, part)) for part in LAYER_PARTS) / _passed(q, done)
@@ -280,13 +280,13 @@ def spread_layers(total: int, stages: int, *, most: int, last: int) -> tuple[int
     return (*(each + (number < more) for number in range(stages - 1)), last)
 
 
-def _passed(q: Question, done: Compute) -> float:
+def _passed(q: StepQuestion, done: Compute) -> float:
     """Layers the plan's busiest stage runs forward and backward in a step, over all micro-batches."""
     passed = one(q.times.matmul_s) / one(done.matmul.forward + done.matmul.backward) * q.ask.model.layers
     return passed if passed > 0 else float(q.plan.layout.accumulation)  # a last stage that is all head
 
 
-def _layer_seconds(q: Question, done: Compute) -> tuple[float, float, float]:
+def _layer_seconds(q: StepQuestion, done: Compute) -> tuple[float, float, float]:
     """(forward, backward, weight gradients in it) of one layer and micro-batch, as the plan's breakdown has them."""
     breakdown, passed = q.plan.prediction.breakdown_s, _passed(q, done)
     kinds = {"matmul_s": done.matmul, "attention_s": done.attention, "elementwise_s": done.elementwise}
@@ -303,7 +303,7 @@ def _layer_seconds(q: Question, done: Compute) -> tuple[float, float, float]:
     return forward * stretch, backward * stretch, weight * stretch
 
 
-def _host(q: Question) -> tuple[float, float]:
+def _host(q: StepQuestion) -> tuple[float, float]:
     """Host seconds per micro-batch and per step; together they are the plan's overhead."""
     f, overhead = q.ask.profile, q.plan.prediction.breakdown_s["overhead_s"]
     once = one(f.step_s) + one(f.step_log_devices_s) * float(np.log2(q.plan.layout.devices))

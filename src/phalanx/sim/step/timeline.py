@@ -47,7 +47,7 @@ def check_spans(layout: Layout, layers: int) -> None:
     )
 
 
-def simulate(work: Work) -> Timeline:
+def simulate_timeline(work: Work) -> Timeline:
     """Run one step."""
     stages = [Lanes(number) for number in range(work.stages)]
     for lanes in stages:
