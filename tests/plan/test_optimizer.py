@@ -128,7 +128,7 @@ def test_powersgd_pays_on_a_slow_network_only(make_ask):
 def test_powersgd_bytes_are_those_of_its_factors(make_ask):
     ask = make_ask(parallel__compression="powersgd", cluster="H100:16", parallel__tensor=4, parallel__pipeline=2)
     plan_data = next(
-        use for use in phalanx.plan.mapping.mapping(ask, search_layouts(ask).best.layout) if use.axis == "data"
+        use for use in phalanx.plan.mapping.map_axes(ask, search_layouts(ask).best.layout) if use.axis == "data"
     )
     weights = phalanx.plan.parameter_counts.count_parameters(ask.model).total / 8
     thin = weights * 32.0 / ask.model.hidden
