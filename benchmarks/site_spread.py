@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.hardware.catalog import find
+from phalanx.hardware.catalog import find_accelerator
 from phalanx.hardware.failures import (
     SiteSpread,
     host_failure_spread,
@@ -156,7 +156,7 @@ def from_spread(name: str, value: float, among: SiteSpread, point: float) -> Lin
 
 def rate_lines() -> Iterator[Line]:
     """Every figure of the table, its site left out; rates are per host of 8 GPUs and day, recoveries in seconds."""
-    h100 = find("H100")
+    h100 = find_accelerator("H100")
     simulated_too = {"Llama 3 405B", "OPT-175B", "BLOOM-176B"}
     for one in site_figures():
         without: Collection[str] = (one.site,)
@@ -193,7 +193,7 @@ def page() -> str:
     bounds = [one for one in everything if one.at_least]
     exact = [one for one in everything if not one.at_least]
     share = sum(one.covered for one in exact) / len(exact)
-    rates, recoveries = host_failure_spread(find("H100"), 8), recovery_spread()
+    rates, recoveries = host_failure_spread(find_accelerator("H100"), 8), recovery_spread()
     assert known(1.0).interval == (1.0, 1.0)
     lines = [
         f"# Spread between sites, {datetime.date.today():%Y-%m-%d}",

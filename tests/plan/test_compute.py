@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.hardware.cluster import resolve
-from phalanx.job.presets import presets
+from phalanx.job.model import known_presets
 from phalanx.plan.case_columns import machine_columns, model_columns
 from phalanx.plan.cases import BF16, FP4, FP8, FP32
 from phalanx.plan.compute import compute_seconds, matmul, rates, routed_tokens
@@ -18,7 +18,7 @@ FULL, SELECTIVE, NONE = 2.0, 1.0, 0.0
 
 
 def case(preset="llama-3-8b", cluster="8xH100:1", **changes):
-    known = model_columns(presets()[preset].model()) | machine_columns(resolve(cluster))
+    known = model_columns(known_presets()[preset].model()) | machine_columns(resolve(cluster))
     return to_cases([row_columns(ROW, 1, "none") | known | changes])
 
 
@@ -201,7 +201,7 @@ def test_a_better_framework_profile_is_faster():
 
 
 def test_every_part_is_finite_and_positive_for_every_preset():
-    for preset in presets():
+    for preset in known_presets():
         w = work(preset)
         for part in (w.matmul, w.attention, w.elementwise, w.head):
             assert np.isfinite(seconds(part))

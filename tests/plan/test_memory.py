@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.hardware.cluster import resolve
-from phalanx.job.presets import presets
+from phalanx.job.model import known_presets
 from phalanx.plan.case_columns import machine_columns, model_columns
 from phalanx.plan.cases import FP8, FP16, FP32
 from phalanx.plan.memory import (
@@ -28,7 +28,7 @@ NONE, SELECTIVE, FULL = 0.0, 1.0, 2.0
 
 
 def case(preset="llama-3-8b", cluster="8xH100:8", **changes):
-    known = model_columns(presets()[preset].model()) | machine_columns(resolve(cluster))
+    known = model_columns(known_presets()[preset].model()) | machine_columns(resolve(cluster))
     return to_cases([row_columns(ROW, 1, "none") | known | {"schedule": PLAIN} | changes])
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.hardware.cluster import resolve
-from phalanx.job.presets import presets
+from phalanx.job.model import known_presets
 from phalanx.plan.case_columns import machine_columns, model_columns
 from phalanx.plan.cases import COMPRESSION, OFFLOAD, PRECISION, SCHEDULES
 from phalanx.plan.physics import Profile, physics, profiles
@@ -24,7 +24,7 @@ GPIPE, PLAIN, INTERLEAVED, ZERO_BUBBLE = (float(index) for index in range(len(SC
 
 
 def case(preset="llama-3-8b", cluster="8xH100:8", **changes):
-    known = model_columns(presets()[preset].model()) | machine_columns(resolve(cluster))
+    known = model_columns(known_presets()[preset].model()) | machine_columns(resolve(cluster))
     return to_cases([row_columns(ROW, 1, "none") | known | {"schedule": PLAIN, "zero": 1.0} | changes])
 
 
@@ -121,10 +121,10 @@ def test_rows_do_not_touch_each_other():
         {"pp": 4.0, "dp": 16.0, "micro_batch": 2.0},
         {"dp": 64.0, "zero": 3.0, "shard": 64.0},
     ]
-    base = row_columns(ROW, 1, "none") | model_columns(presets()["llama-3-8b"].model())
+    base = row_columns(ROW, 1, "none") | model_columns(known_presets()["llama-3-8b"].model())
     base |= machine_columns(resolve("8xH100:8")) | {"schedule": PLAIN, "zero": 1.0}
     dense = [base | one for one in changes]
-    moe = base | model_columns(presets()["mixtral-8x7b"].model()) | {"dp": 64.0, "ep": 8.0}
+    moe = base | model_columns(known_presets()["mixtral-8x7b"].model()) | {"dp": 64.0, "ep": 8.0}
     together = predict_step(to_cases([*dense, moe]), physics(), Profile()).step_s
     alone = [seconds(**one) for one in changes] + [seconds("mixtral-8x7b", dp=64.0, ep=8.0)]
     assert together == pytest.approx(alone)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from phalanx.hardware.cluster import resolve
-from phalanx.job.presets import presets
+from phalanx.job.model import known_presets
 from phalanx.plan import traffic
 from phalanx.plan.case_columns import machine_columns, model_columns
 from phalanx.plan.cases import COMPRESSION
@@ -17,7 +17,7 @@ ROW = {"layers": "1", "hidden": "64", "seq": "4096", "gpu": "H100", "gpus": "1",
 
 
 def case(preset="llama-3-8b", cluster="8xH100:8", **changes):
-    known = model_columns(presets()[preset].model()) | machine_columns(resolve(cluster))
+    known = model_columns(known_presets()[preset].model()) | machine_columns(resolve(cluster))
     return to_cases([row_columns(ROW, 1, "none") | known | changes])
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from phalanx.job.presets import presets
+from phalanx.job.model import known_presets
 from phalanx.plan.case_columns import model_columns
 from phalanx.plan.parameter_counts import count_parameters
 from phalanx.plan.weights import active_weights, rank_weights, total_weights
@@ -11,11 +11,11 @@ from phalanx.validate.throughput_rows import row_columns, to_cases
 
 ROW = {"layers": "1", "hidden": "64", "seq": "4096", "gpu": "H100", "gpus": "1", "global_batch": "64"}
 # Learned positions are the one thing left out that a small model feels.
-ROTARY = [name for name, preset in presets().items() if preset.model().positions != "learned"]
+ROTARY = [name for name, preset in known_presets().items() if preset.model().positions != "learned"]
 
 
 def case(preset, **changes):
-    return to_cases([row_columns(ROW, 1, "none") | model_columns(presets()[preset].model()) | changes])
+    return to_cases([row_columns(ROW, 1, "none") | model_columns(known_presets()[preset].model()) | changes])
 
 
 def held(preset, **changes):
@@ -27,7 +27,7 @@ def held(preset, **changes):
 
 @pytest.mark.parametrize("preset", ROTARY)
 def test_totals_agree_with_the_exact_count(preset):
-    exact = count_parameters(presets()[preset].model())
+    exact = count_parameters(known_presets()[preset].model())
     assert total_weights(case(preset)).item() == pytest.approx(exact.total, rel=0.01)
     assert active_weights(case(preset)).item() == pytest.approx(exact.active, rel=0.01)
 
@@ -54,7 +54,7 @@ def test_expert_ranks_split_experts_and_nothing_else():
 def test_copies_of_experts_times_ranks_is_a_whole_number_of_models(tp, ep, dp):
     _, weights = held("mixtral-8x7b", tp=tp, ep=ep, dp=dp)
     everywhere = weights.experts.item() * tp * dp
-    model = presets()["mixtral-8x7b"].model()
+    model = known_presets()["mixtral-8x7b"].model()
     experts = model.layers * model.experts * count_parameters(model).expert
     assert everywhere == pytest.approx(experts * weights.expert_replicas.item())
 
@@ -76,6 +76,6 @@ def test_a_tied_table_is_held_once_without_a_pipeline_and_twice_with():
 
 def test_the_widest_layer_is_what_zero_3_gathers():
     _, dense = held("llama-3-8b")
-    exact = count_parameters(presets()["llama-3-8b"].model())
+    exact = count_parameters(known_presets()["llama-3-8b"].model())
     assert dense.layer == pytest.approx(exact.attention_per_layer + exact.dense_mlp_per_layer, rel=1e-3)
     assert np.all(held("mixtral-8x7b")[1].layer > 5 * held("mixtral-8x7b", ep=8.0, dp=8.0)[1].layer)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.job.presets import presets
+from phalanx.job.model import known_presets
 from phalanx.plan.parameter_counts import count_parameters
 from phalanx.validate import throughput_table
 
@@ -17,7 +17,7 @@ def test_a_preset_supplies_what_the_columns_cannot_say():
     model = shape(model_name="DeepSeek-V3", layers=61, hidden=7168)
     assert model.is_mla
     assert model.experts == 256
-    assert model == presets()["deepseek-v3"].model()
+    assert model == known_presets()["deepseek-v3"].model()
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "Llama3 8B", "LLAMA-3_8b"])

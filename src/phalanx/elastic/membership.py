@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from phalanx.elastic.formation import Formation, Seat
+from phalanx.elastic.membership import HostSlot, Membership
 from phalanx.plan.layout import Layout
 from phalanx.plan.shrink_layout import shrink_layout
 
 
-def next_formation(
+def next_membership(
     *,
     epoch: int,
     planned: Layout,
     sequences: int,
     reproducible: bool,
     policy: str,
-    before: Formation | None,
-    alive: Sequence[Seat],
-    fallen: Collection[Seat] = (),
-) -> Formation | None:
+    before: Membership | None,
+    alive: Sequence[HostSlot],
+    fallen: Collection[HostSlot] = (),
+) -> Membership | None:
     """The next formation, or None when the policy or the layout allows none.
 
     `alive` are the seats with a living process, idle or a survivor of `before`, host by host; in those of `fallen` it
@@ -36,17 +36,17 @@ def next_formation(
         )
     if layout is None:
         return None
-    return Formation(epoch=epoch, layout=layout, seats=_seated(layout.devices, before, seats))
+    return Membership(epoch=epoch, layout=layout, seats=_seated(layout.devices, before, seats))
 
 
-def _seated(world: int, before: Formation | None, seats: Sequence[Seat]) -> tuple[Seat, ...]:
+def _seated(world: int, before: Membership | None, seats: Sequence[HostSlot]) -> tuple[HostSlot, ...]:
     """Survivors keep their ranks where the world keeps its size, and come first where it does not."""
     survivors = [seat for seat in seats if before is not None and seat in before.seats]
     others = [seat for seat in seats if seat not in survivors]
     if before is None or before.world != world:
         chosen = set([*survivors, *others][:world])
         return tuple(seat for seat in seats if seat in chosen)
-    result: list[Seat | None] = [seat if seat in survivors else None for seat in before.seats]
+    result: list[HostSlot | None] = [seat if seat in survivors else None for seat in before.seats]
     for rank, seat in enumerate(result):
         if seat is None:
             # On the host of the lost one if it can be: its copy is there, and the links are as planned.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from phalanx.errors import UserError, mistake, nearest
 from phalanx.hardware.catalog import data_text
-from phalanx.hardware.defaults import power_w_per_device
+from phalanx.hardware.cluster_defaults import usual_power_w_per_device
 from phalanx.hardware.types import Cluster
 from phalanx.job.schema import Cost
 from phalanx.units import HOUR_S
@@ -87,7 +87,7 @@ def run_bill(
 
 
 def _power(cluster: Cluster) -> tuple[float | None, str]:
-    watts = power_w_per_device(cluster)
+    watts = usual_power_w_per_device(cluster)
     if not watts:
         return None, "unknown: give power_w_per_device in a cluster file"
     if cluster.power_w_per_device:

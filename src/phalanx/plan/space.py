@@ -224,7 +224,7 @@ def _chunks(ask: PlanRequest, pp: int, accumulation: int) -> list[int]:
     if accumulation % pp:
         return []
     per_stage = -(-ask.model.layers // pp)
-    # A job for another framework may fix chunks that hold the embedding or the head alone (job/check.py).
+    # A job for another framework may fix chunks that hold the embedding or the head alone (job/cross_checks.py).
     most = ask.model.layers + (2 if "virtual_pipeline" in ask.fixed and ask.limits.bare_ends else 0)
     return [n for n in divisors(per_stage) if n > 1 and pp * n <= most]
 

@@ -11,25 +11,20 @@ from pathlib import Path
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve
 from phalanx.hardware.types import Cluster
-from phalanx.job.dump import to_dict
-from phalanx.job.load import ResolvedJob, load, load_waivers
+from phalanx.job.load import ResolvedJob, job_to_dict, load, load_waivers
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.plan.plan_cache import cached_plan
 from phalanx.record.drill import drill_subject
 from phalanx.record.run import EVENTS, Run, open_run, read_json
-from phalanx.rules.coherent import require_coherent
 from phalanx.rules.evidence import Evidence, Unmapped
-from phalanx.rules.facts.drill import DrillFacts
-from phalanx.rules.facts.host import HostFacts
+from phalanx.rules.facts.drills import DrillFacts, find_drills
+from phalanx.rules.facts.host import HostFacts, this_host
 from phalanx.rules.facts.log import LogFacts
-from phalanx.rules.facts.look import this_host
 from phalanx.rules.facts.parity import parity_of
-from phalanx.rules.facts.practice import Practice
-from phalanx.rules.facts.practices import PHALANX
-from phalanx.rules.facts.records import find_drills
-from phalanx.rules.profiles import PROFILES, Profile, find_profile, profile_of
-from phalanx.rules.scaling import scaling_of
+from phalanx.rules.facts.trainers import PHALANX, Practice
+from phalanx.rules.plan_consistency import require_coherent
+from phalanx.rules.profiles import PROFILES, Profile, find_profile, profile_of, scaling_of
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
 FIRST_BYTES = 2**20  # of a JSON file, in which its schema must stand
@@ -50,7 +45,7 @@ class Request:
     waivers: Path | None = None  # a file of [[waiver]] tables: for targets that are not ours to write into
 
 
-def gather(
+def gather_evidence(
     target: str,
     request: Request,
     *,
@@ -90,9 +85,9 @@ def _of_target(
     if is_plan(path):
         _refuse_extras(target, request, "a plan")
         return of_plan(path, request, today=today, environ=environ)
-    from phalanx.rules.foreign.detect import kind_of
+    from phalanx.rules.foreign.detect import trainer_of_file
 
-    if kind := request.source or kind_of(path):
+    if kind := request.source or trainer_of_file(path):
         return of_foreign(path, kind, request, today=today, environ=environ)
     resolved = load(path, overrides=request.overrides)
     made = _given_plan(request.plan, resolved) if request.plan is not None else None
@@ -162,7 +157,7 @@ def _given_plan(path: Path, resolved: ResolvedJob) -> Plan:
 
 def _differing(old: Job, new: Job) -> list[str]:
     """Sections whose values differ; waivers and the profile are the specification's own and change no plan."""
-    before, after = to_dict(old), to_dict(new)
+    before, after = job_to_dict(old), job_to_dict(new)
     ours = ("waiver", "profile")
     return [key for key in {**before, **after} if key not in ours and before.get(key) != after.get(key)]
 
@@ -297,7 +292,7 @@ def _note_damage(damaged: dict[str, Problem], letter: str, path: Path, error: Us
 
 def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ: dict[str, str]) -> Evidence:
     """Another trainer's configuration, as far as the job schema has words for it."""
-    from phalanx.rules.foreign.convert import convert
+    from phalanx.rules.foreign.convert import convert_config
 
     if request.drills:
         raise mistake(
@@ -306,7 +301,7 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
             why="a drill breaks a run of Phalanx",
             fix="leave --drills out; a waiver may name what was drilled elsewhere",
         )
-    found = convert(path, kind, cluster=request.cluster, overrides=request.overrides)
+    found = convert_config(path, kind, cluster=request.cluster, overrides=request.overrides)
     if found.missing:  # stand-ins hold the place of model, batch or cluster: nothing may be planned from them
         cluster = resolve(found.cluster, base=path.parent) if found.cluster else None
         return Evidence(
@@ -370,5 +365,5 @@ def _drills(
     roots: Sequence[Path] = (*request.drills, *([beside] if beside is not None else []))
     subject = None
     if job is not None and plan is not None:
-        subject = drill_subject(to_dict(job), asdict(plan.layout), base=base)
+        subject = drill_subject(job_to_dict(job), asdict(plan.layout), base=base)
     return find_drills(roots, environ=environ, subject=subject)

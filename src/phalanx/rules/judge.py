@@ -10,10 +10,10 @@ from phalanx.plan.request import trains_with_phalanx
 from phalanx.plan.trainable import trainer_problems
 from phalanx.rules.catalog import spc001_waivers
 from phalanx.rules.evidence import Evidence, Unmapped
+from phalanx.rules.judge import settle_waivers
 from phalanx.rules.outcome import Outcome, Severity, Verdict, exempt, unknown
+from phalanx.rules.profiles import at_least
 from phalanx.rules.rule import LETTERS, Limits, Rule
-from phalanx.rules.scaling import at_least
-from phalanx.rules.waivers import settle
 
 HOW_TO_GET = {
     "J": "name a job file, or a run that has one",
@@ -38,7 +38,7 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class CheckReport:
     """What the specification says of one target."""
 
     edition: str
@@ -106,7 +106,7 @@ def is_open(finding: Finding) -> bool:
 
 def judge(
     rules: Sequence[Rule], evidence: Evidence, *, edition: str, require_evidence: bool = False, whole: bool = True
-) -> Report:
+) -> CheckReport:
     """Every rule over the evidence.
 
     SPC001 looks at the waivers of the rules that are asked; `whole` says that nobody chose among them, so that a
@@ -116,7 +116,7 @@ def judge(
     found = [finding for rule in asked for finding in _answers(rule, evidence)]
     if evidence.job is not None or evidence.waivers:
         found = _waive(found, evidence, asked, told=len(asked) < len(rules), whole=whole)
-    return Report(
+    return CheckReport(
         edition=edition,
         target=evidence.target,
         profile=evidence.profile.name,
@@ -217,7 +217,7 @@ def _waive(
 ) -> list[Finding]:
     """Open findings that a waiver covers; and, where it is `told`, what is wrong with the waivers."""
     broken = {one.rule.id for one in found if one.verdict in ("fail", "unknown")}
-    settled = settle(evidence, broken, asked=asked, whole=whole)
+    settled = settle_waivers(evidence, broken, asked=asked, whole=whole)
     result = []
     for one in found:
         reason = settled.reasons.get(one.rule.id, "")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.elastic.board import Phase
+from phalanx.elastic.heartbeat_board import Phase
 from phalanx.errors import SystemFailure
 from phalanx.plan.auto_settings import digest_every
 from phalanx.plan.plan import Plan

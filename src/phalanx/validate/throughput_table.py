@@ -16,11 +16,10 @@ from itertools import product
 from pathlib import Path
 
 from phalanx.errors import Problem, UserError, mistake, nearest
-from phalanx.hardware.catalog import find
-from phalanx.hardware.shape import assemble
+from phalanx.hardware.catalog import find_accelerator
+from phalanx.hardware.cluster_defaults import assemble_cluster
 from phalanx.hardware.types import Cluster
-from phalanx.job.model import ModelShape
-from phalanx.job.presets import presets
+from phalanx.job.model import ModelShape, known_presets
 from phalanx.plan.parameter_counts import count_parameters
 
 REQUIRED = ("id", "layers", "hidden", "seq", "gpu", "gpus", "global_batch")
@@ -193,14 +192,14 @@ def published_cluster(row: PublishedRun) -> Cluster:
 
 @lru_cache(maxsize=4096)
 def _cluster(name: str, gpus: int, stated_domain: int, nic_gbps: float) -> Cluster:
-    accelerator = find(name)
+    accelerator = find_accelerator(name)
     per_domain = stated_domain or accelerator.domain_devices
     if gpus > per_domain and gpus % per_domain:
         # A rack of 72 is used 64 at a time when the job is a power of two.
         per_domain = max(size for size in range(1, per_domain + 1) if gpus % size == 0)
     domains = max(1, -(-gpus // per_domain))
     nic = nic_gbps * 1e9 / 8.0
-    return assemble(
+    return assemble_cluster(
         name=f"{name}:{gpus}",
         accelerator=accelerator,
         domain_devices=per_domain,
@@ -251,7 +250,7 @@ def model_shape(row: PublishedRun) -> ModelShape:
 
 def _preset(name: str, layers: int, hidden: int) -> ModelShape | None:
     wanted = re.sub(r"[^a-z0-9]", "", name.lower())
-    for known, preset in presets().items():
+    for known, preset in known_presets().items():
         model = preset.model()
         same_name = re.sub(r"[^a-z0-9]", "", known.lower())
         if wanted == same_name and (model.layers, model.hidden) == (layers, hidden):

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import daly_interval, overhead
 from phalanx.rules.catalog.intervals import ALONE, SaveCost, interval_edits
-from phalanx.rules.catalog.lengths import job_s
-from phalanx.rules.catalog.measuring import is_rate_given, unmeasured, unmeasured_rate
-from phalanx.rules.catalog.unsaid import unsaid
+from phalanx.rules.catalog.shared import is_rate_given, job_s, unmeasured, unmeasured_rate, unsaid
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log import LogFacts, Spread
 from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown

@@ -10,7 +10,7 @@ from phalanx.network.nccl_cluster import two_levels_s
 from phalanx.network.nccl_tables import ALGORITHMS
 from phalanx.plan.plan import Plan
 from phalanx.rules.catalog.com_messages import Message, damaged, message_system, message_time, messages
-from phalanx.rules.catalog.measuring import unmeasured
+from phalanx.rules.catalog.shared import unmeasured
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Impact, Outcome, Severity, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule

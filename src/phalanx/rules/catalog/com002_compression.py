@@ -10,7 +10,7 @@ import numpy as np
 from phalanx.errors import UserError
 from phalanx.plan.request import request_from_job
 from phalanx.plan.score import price_layouts
-from phalanx.rules.catalog.measuring import unmeasured
+from phalanx.rules.catalog.shared import unmeasured
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 
 from phalanx.plan.auto_settings import LEAST_S, MOST_S, bounded_timeout_s, steady_timeout_s
-from phalanx.rules.catalog.margin import MARGIN, beyond
-from phalanx.rules.catalog.measuring import unmeasured
+from phalanx.rules.catalog.shared import MARGIN, beyond, unmeasured, unsaid
 from phalanx.rules.catalog.silences import ROOM, Silence, longest_silence
-from phalanx.rules.catalog.unsaid import unsaid
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule

@@ -7,8 +7,7 @@ import math
 from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import Reliability, spare_hosts
 from phalanx.rules.catalog.flt_shared import per_failure
-from phalanx.rules.catalog.lengths import failure_chance, job_s
-from phalanx.rules.catalog.measuring import site_interval, unmeasured_rate
+from phalanx.rules.catalog.shared import failure_chance, job_s, site_interval, unmeasured_rate
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
